@@ -1,0 +1,1 @@
+"""Typed, bounded queues between processes: one contract, ZeroMQ and in-memory versions."""

@@ -1,0 +1,160 @@
+"""The server's configuration: one declaration gives field, flag, help text, default and limits.
+
+`ServeConfig` is frozen, validated once when built, and never edited after start. Every process
+gets the same one; its hash is part of every hello. `lightserve.cli` turns the fields into flags.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import ipaddress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
+from lightserve.errors import ConfigError
+
+
+def option(
+    default: Any,
+    help_text: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """Declare one configuration field: default, help text and inclusive limits."""
+    metadata = {"help": help_text, "low": low, "high": high, "choices": choices}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Everything `lightserve serve` can be told. Units are in the names."""
+
+    model: str = option(
+        str(BUNDLED_MODEL_DIR),
+        "Directory with a Hugging Face model, or a hub id. Default: the bundled small model.",
+    )
+    served_model_name: str = option(
+        "", "Name clients use for the model. Default: the last part of --model."
+    )
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8000, "Port to listen on; 0 takes a free one.", low=0, high=65535)
+    http_workers: int = option(1, "Number of frontend processes.", low=1, high=64)
+    tp: int = option(1, "Tensor-parallel degree: one worker process per rank.", low=1, high=64)
+    dtype: str = option(
+        "auto",
+        "Type of weights and KV; auto takes the model's own.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    max_model_len: int = option(
+        0, "Longest sequence, prompt and output, in tokens; 0 takes the model's own.", low=0
+    )
+    max_num_seqs: int = option(256, "Most sequences that run at once.", low=1, high=65536)
+    max_num_batched_tokens: int = option(
+        512, "Most new tokens in one step: the budget that prefill chunks fill.", low=1
+    )
+    policy: str = option("chunked", "Who advances in a step.", choices=("chunked", "fcfs"))
+    admission: str = option("conservative", "Who may start, by memory.", choices=("conservative",))
+    max_waiting_requests: int = option(
+        4096, "Requests that may wait in the router; more get a 429.", low=1
+    )
+    kv_memory: str = option(
+        "auto",
+        "Memory of the KV pool per rank, such as 512MiB or 4GiB; auto on a CPU is"
+        " min(4GiB, half of what is free) shared by the ranks.",
+    )
+    max_kv_tokens: int = option(
+        0, "Upper limit of the KV pool in tokens; 0 sets none beyond --kv-memory.", low=0
+    )
+    attention_backend: str = option(
+        "auto", "Kernels of the workers.", choices=("auto", "torch", "reference")
+    )
+    batch_invariant: bool = option(
+        False,
+        "Make each request's tokens independent, bit for bit, of what runs beside it"
+        " (float32 only; slower).",
+    )
+    num_threads: int = option(
+        0, "CPU threads per worker; 0 divides the cores among the ranks.", low=0
+    )
+    chat_template: str = option(
+        "", "File with a Jinja chat template to use instead of the model's own."
+    )
+    start_timeout_s: float = option(
+        600.0, "A child that is not ready after this time is a failed start.", low=1.0
+    )
+    step_timeout_s: float = option(
+        60.0,
+        "Workers that finish no step for this time while they have work are replaced.",
+        low=0.5,
+    )
+    shutdown_timeout_s: float = option(
+        30.0, "After SIGTERM, requests in flight may go on this long.", low=0.0
+    )
+    max_restarts: int = option(
+        5, "Restarts of children within --restart-window-s before the server gives up.", low=0
+    )
+    restart_window_s: float = option(60.0, "See --max-restarts.", low=1.0)
+    run_dir: str = option(
+        "", "Directory under which the private socket directory is made; default: the system's."
+    )
+    log_level: str = option(
+        "info", "Least severe log records to print.", choices=("debug", "info", "warning", "error")
+    )
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            _check_limits(spec, getattr(self, spec.name))
+        if self.batch_invariant and self.dtype not in ("auto", "float32"):
+            raise ConfigError(
+                f"--batch-invariant needs --dtype float32 (or auto), got {self.dtype!r}"
+            )
+        if not self.is_loopback:
+            raise ConfigError(
+                f"--host must be a loopback address until API keys exist, got {self.host!r}"
+            )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether `host` can be reached from this machine only."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients use."""
+        if self.served_model_name:
+            return self.served_model_name
+        if self.model == str(BUNDLED_MODEL_DIR):
+            return BUNDLED_MODEL_NAME
+        return self.model.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def digest(self) -> str:
+        """Hash over all fields, carried by every hello: all processes must run the same."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
+
+
+def flag_name(field_name: str) -> str:
+    """Return the command-line flag of a configuration field."""
+    return "--" + field_name.replace("_", "-")
+
+
+def _check_limits(spec: dataclasses.Field[Any], value: Any) -> None:
+    low, high, choices = (spec.metadata[key] for key in ("low", "high", "choices"))
+    flag = flag_name(spec.name)
+    if choices and value not in choices:
+        raise ConfigError(f"{flag} must be one of {', '.join(choices)}, got {value!r}")
+    if low is not None and not value >= low:
+        raise ConfigError(f"{flag} must be at least {low}, got {value!r}")
+    if high is not None and not value <= high:
+        raise ConfigError(f"{flag} must be at most {high}, got {value!r}")

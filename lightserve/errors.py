@@ -1,0 +1,60 @@
+"""The exception tree: everything lightserve raises on purpose.
+
+    LightserveError
+    ├── InvalidRequest     a client's mistake: becomes a 4xx in OpenAI's error shape
+    ├── ConfigError        an operator's mistake: exit code 2 and one line on stderr
+    ├── ModelLoadError     model files that cannot be served: exit code 1 and one line
+    ├── StartupError       anything else that keeps the server from starting: exit code 1
+    ├── ProtocolError      a peer process sent what this version does not understand
+    └── ChannelFull        a bounded queue to a peer is full
+
+`assert` is kept for invariants; internal text never reaches a client.
+"""
+
+from __future__ import annotations
+
+
+class LightserveError(Exception):
+    """Base of every exception that lightserve raises on purpose."""
+
+
+class InvalidRequest(LightserveError):
+    """A request that a client must change before sending it again.
+
+    `message` states the limit and the given value; `param` names the field (None: the body as a
+    whole); `code` is a short machine-readable word; `status` is the HTTP status.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str = "invalid_value",
+        status: int = 400,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.status = status
+
+
+class ConfigError(LightserveError):
+    """A flag or configuration value outside its limits; the text names flag, limit and value."""
+
+
+class ModelLoadError(LightserveError):
+    """Model files that cannot be served; the text names the file and, if any, the key."""
+
+
+class StartupError(LightserveError):
+    """A start-up failure outside configuration and model files, such as a port in use."""
+
+
+class ProtocolError(LightserveError):
+    """A message with an unknown tag, a wrong type or another protocol version."""
+
+
+class ChannelFull(LightserveError):
+    """The bounded queue to a peer is full; the message was not sent."""

@@ -1,0 +1,1 @@
+"""The HTTP process: validate, tokenise, stream. No scheduling state, no torch."""

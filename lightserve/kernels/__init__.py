@@ -1,0 +1,1 @@
+"""The operations of a forward pass: one interface, several implementations."""

@@ -1,0 +1,93 @@
+"""The operations of a forward pass: one signature per operation, several implementations.
+
+`T` is the number of new tokens of the step over all rows, `R` the number of rows, `S` the number
+of KV slots, `Hq`/`Hkv` the query/KV heads of this rank, `D` the head size. A request's KV is a
+vector of slot indices in any order; kernels read it through `req_to_slot` and nothing else, so
+who owns a slot and in which direction it grows is invisible to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionBatch:
+    """Index tensors of one mixed pass of prefill chunks and decodes.
+
+    Row i owns query tokens cu_seqlens_q[i] … cu_seqlens_q[i+1]-1, the *last* ones of its
+    context_lens[i] positions; their own KV is written before attention reads it.
+
+        positions of row i:  0 ........ context_lens[i]-q_len ......... context_lens[i]-1
+                             └── KV in the pool already ──┘└─ q_len new tokens ─┘
+    """
+
+    positions: Tensor
+    """int64 [T], position of each new token in its sequence."""
+    slot_mapping: Tensor
+    """int64 [T], slot that gets each new token's KV."""
+    req_to_slot: Tensor
+    """int32 [max_num_seqs, max_model_len], slot of each position of each row."""
+    rows: Tensor
+    """int64 [R], index of each row into req_to_slot."""
+    cu_seqlens_q: Tensor
+    """int32 [R+1], query offsets."""
+    context_lens: Tensor
+    """int32 [R], KV length of each row including its new tokens."""
+    host_rows: tuple[int, ...]
+    """`rows` on the host, so that no kernel has to read the device to plan its work."""
+    host_q_lens: tuple[int, ...]
+    """Number of new tokens of each row, >= 1, on the host."""
+    host_context_lens: tuple[int, ...]
+    """`context_lens` on the host."""
+
+
+class Kernels(Protocol):
+    """What a model needs. Implementations hold no state of a request."""
+
+    name: str
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x @ weight.T + bias; x [N, K], weight [M, K], bias [M] -> [N, M]."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalise the last dimension in float32; x [..., K], weight [K] -> as x."""
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return (rms_norm(x + residual), x + residual); all [T, K]. May overwrite `residual`."""
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate halves; q [T, Hq, D], k [T, Hkv, D], cos and sin float32 [T, D/2].
+
+        May overwrite q and k. Partial rotary: when cos has fewer than D/2 columns the trailing
+        dimensions pass through.
+        """
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """Return silu(gate) * up; gate_up [T, 2*I] (gate first) -> [T, I]."""
+
+    def write_kv(
+        self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Store k, v [T, Hkv, D] at slot_mapping int64 [T] of the pools [S, Hkv, D]."""
+
+    def attention(
+        self,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """Causal attention of every row over its own KV; q [T, Hq, D] -> [T, Hq, D].
+
+        A query at position p sees positions max(0, p - sliding_window + 1) … p. Hq is a multiple
+        of Hkv; query head h reads KV head h // (Hq / Hkv).
+        """

@@ -1,0 +1,1 @@
+"""One module per link: frozen, tagged msgspec structs. No pickle ever crosses a process."""

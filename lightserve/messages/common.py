@@ -1,0 +1,45 @@
+"""What every link shares: the protocol version, token arrays, prompt segments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+PROTOCOL_VERSION = 1
+"""Raised by one whenever a message changes; the hello of every link carries it."""
+
+MAX_FRAME_BYTES = 16 * 1024 * 1024
+"""Largest frame any link accepts."""
+
+Int32Array = npt.NDArray[np.int32]
+
+
+def pack_int32(values: Sequence[int] | Int32Array) -> bytes:
+    """Encode token ids or slots as little-endian int32 bytes."""
+    return np.asarray(values, dtype="<i4").tobytes()
+
+
+def unpack_int32(data: bytes) -> Int32Array:
+    """Decode `pack_int32`'s bytes into a read-only int32 array, shape [len(data) // 4].
+
+    Raises:
+        ValueError: the length is not a multiple of four.
+    """
+    return np.frombuffer(data, dtype="<i4")
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages: frozen, tagged with the class name, unknown fields refused."""
+
+
+class TokenSegment(Message, frozen=True, tag="tokens"):
+    """A stretch of a prompt given as token ids (other kinds of segment may join this one)."""
+
+    token_ids: bytes
+    """int32, see `pack_int32`."""
+
+
+PromptSegment = TokenSegment

@@ -1,0 +1,112 @@
+"""The link between the router and the workers.
+
+Every rank gets every `StepPlan`; rank 0 alone answers with `StepResult`. Plans are executed in
+order, and one plan may wait at the worker while another runs. Full data once (`AddSequence`),
+then deltas.
+
+Worker state that a plan refers to, per row r: `token_ids[r, position]` (written by
+`AddSequence` and by sampling) and `req_to_slot[r, position]` (written by `SlotRange`). A
+`PlanRow` runs the model over positions start … start+num_tokens-1 of its row, whose KV goes to
+the row's slots; if it samples, the new token is stored at position start+num_tokens. So a
+decode never needs its input token from the router, and a row is simply overwritten by the next
+`AddSequence` that names it: there is no removal message.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+from lightserve.messages.common import Message, PromptSegment
+from lightserve.types import RowId, SamplingParams, StepId
+
+
+class WorkerHello(Message, frozen=True):
+    """First message of each rank, once its weights and pool are ready."""
+
+    protocol_version: int
+    boot_id: str
+    config_hash: str
+    generation: int
+    """Which start of the worker group this is; messages of older ones are dropped."""
+    rank: int
+    num_kv_slots: int
+
+
+class AddSequence(msgspec.Struct, frozen=True, array_like=True):
+    """Put a sequence into a row: its known tokens (prompt, then any already generated ones)."""
+
+    row: RowId
+    segments: list[PromptSegment]
+    sampling: SamplingParams
+
+
+class SlotRange(msgspec.Struct, frozen=True, array_like=True):
+    """Positions start_position … of a row get these slots, in order."""
+
+    row: RowId
+    start_position: int
+    slots: bytes
+    """int32, see `pack_int32`; any order, not necessarily contiguous."""
+
+
+class OutputKind(IntEnum):
+    """What a plan row wants back."""
+
+    NONE = 0
+    SAMPLE = 1
+
+
+class PlanRow(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence's share of a step."""
+
+    row: RowId
+    start_position: int
+    num_tokens: int
+    """>= 1."""
+    output: OutputKind
+
+
+class StepPlan(Message, frozen=True):
+    """One step: the tables are updated (`sequences`, then `slot_ranges`), then one forward pass."""
+
+    step_id: StepId
+    sequences: list[AddSequence]
+    slot_ranges: list[SlotRange]
+    rows: list[PlanRow]
+    """Each row at most once."""
+
+
+RouterToWorker = StepPlan
+
+
+class RowError(IntEnum):
+    """Why a row has no token."""
+
+    NON_FINITE_LOGITS = 1
+
+
+class RowResult(msgspec.Struct, frozen=True, array_like=True):
+    """Output of one row that wanted any."""
+
+    row: RowId
+    token_ids: list[int]
+    """0 … k tokens."""
+    error: RowError | None = None
+
+
+class StepResult(Message, frozen=True):
+    """What a step gave, sent by rank 0 the moment its tokens are on the host."""
+
+    step_id: StepId
+    generation: int
+    rows: list[RowResult]
+    """In the plan's order, rows with OutputKind.NONE left out."""
+    exec_s: float
+    """From the start of the step to its tokens on the host."""
+    idle_s: float
+    """From the end of the step before (or the first plan) to the start of this one."""
+
+
+WorkerToRouter = WorkerHello | StepResult

@@ -1,0 +1,1 @@
+"""Who may start, by memory: one short file per rule."""

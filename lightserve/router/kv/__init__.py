@@ -1,0 +1,1 @@
+"""Book-keeping of KV slots; the tensors live in the workers."""

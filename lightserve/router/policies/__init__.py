@@ -1,0 +1,1 @@
+"""Who advances in a step: one short file per policy."""

@@ -1,0 +1,1 @@
+"""The real RouterCore under a virtual clock, with a simulated worker."""

@@ -1,0 +1,1 @@
+"""Chat template, encoding, incremental detokenisation. No torch, no transformers."""

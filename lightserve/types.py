@@ -1,0 +1,66 @@
+"""Ids and small value types that cross module and process boundaries.
+
+Everything here is immutable, free of torch, and encodable by msgspec.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple, NewType
+
+import msgspec
+
+FrontendId = NewType("FrontendId", int)
+"""Number of a frontend process, 0 … http_workers-1; stable over restarts of that process."""
+
+RequestId = NewType("RequestId", int)
+"""Number of a request within one frontend process and boot; never reused."""
+
+RowId = NewType("RowId", int)
+"""Row of the workers' per-sequence tables (`req_to_slot`, token ids), 0 … max_num_seqs-1."""
+
+Slot = NewType("Slot", int)
+"""Index of one token's place in the KV pool, 0 … num_kv_slots-1."""
+
+StepId = NewType("StepId", int)
+"""Number of a step within one router boot, from 0, without gaps."""
+
+
+class RequestKey(NamedTuple):
+    """A request's identity inside the router."""
+
+    frontend_id: FrontendId
+    request_id: RequestId
+
+
+class RequestClass(StrEnum):
+    """The two kinds of traffic."""
+
+    RT = "rt"
+    BE = "be"
+
+
+class FinishReason(StrEnum):
+    """Why a request ended, in the words of OpenAI's API; ERROR never reaches a client as such."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """How the next token is drawn. `temperature` 0 is greedy and ignores the rest.
+
+    The draw is a function of (seed, choice, position) alone (architecture: contract N1).
+    """
+
+    temperature: float = 1.0
+    """>= 0; logits are divided by it."""
+    top_p: float = 1.0
+    """(0, 1]; 1 keeps every token."""
+    top_k: int = 0
+    """0 keeps every token, otherwise the k most probable ones."""
+    seed: int = 0
+    """Signed 64-bit."""
+    choice: int = 0
+    """Index of this completion among the `n` of one request."""

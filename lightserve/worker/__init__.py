@@ -1,0 +1,1 @@
+"""Executes plans: one process per tensor-parallel rank. It decides nothing."""
