@@ -1,9 +1,10 @@
 """The contract of a channel.
 
 A *hub* is the bound end with many peers; a *link* is one peer's end. Both are typed: they carry
-msgspec messages of one link module, msgpack on the wire. A frame that does not decode is
-dropped and counted in `num_rejected`, never raised to the loop. Sending never blocks: a full
-queue raises `ChannelFull`. Order is kept per peer. One thread uses a channel at a time.
+msgspec messages of one link module, msgpack on the wire. A frame that does not decode, or is
+too large, is dropped and counted in `num_rejected`, never raised to the loop. Sending never
+blocks: a full queue raises `ChannelFull`. Order is kept per peer. One thread uses a channel at
+a time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,22 @@ class Link(Protocol, Generic[SendT_contra, RecvT_co]):
         """Return the next message, or None after `timeout_s` (None waits for ever)."""
 
     def close(self) -> None:
-        """Release the socket; what is queued may be lost."""
+        """Release the socket; messages already queued are given a moment to leave."""
+
+
+class AsyncLink(Protocol, Generic[SendT_contra, RecvT_co]):
+    """A link for an asyncio process."""
+
+    num_rejected: int
+
+    def send(self, message: SendT_contra) -> None:
+        """Queue a message to the hub without waiting. Raises ChannelFull."""
+
+    async def receive(self) -> RecvT_co:
+        """Return the next message; safe to cancel without losing one."""
+
+    def close(self) -> None:
+        """Release the socket; messages already queued are given a moment to leave."""
 
 
 class Hub(Protocol, Generic[SendT_contra, RecvT_co]):
@@ -41,4 +57,4 @@ class Hub(Protocol, Generic[SendT_contra, RecvT_co]):
         """Return (peer, message), or None after `timeout_s` (None waits for ever)."""
 
     def close(self) -> None:
-        """Release the socket; what is queued may be lost."""
+        """Release the socket; messages already queued are given a moment to leave."""

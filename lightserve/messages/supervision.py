@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+import msgspec
+
+from lightserve.config import ServeConfig
 from lightserve.messages.common import Message
 from lightserve.types import FrontendId
 
@@ -70,3 +73,27 @@ class WorkersLost(Message, frozen=True):
 
 
 SupervisorMessage = RouterUp | RouterDown | Drain | FrontendLost | WorkersLost
+
+
+class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a child process is told at birth (msgpack over an inherited descriptor)."""
+
+    role: Role
+    index: int
+    """Frontend id or tensor-parallel rank; 0 for the router."""
+    generation: int
+    """How often this child (for workers: the group) has been started, from 0."""
+    boot_id: str
+    """The router boot this child belongs to; empty for frontends, which learn it by RouterUp."""
+    config: ServeConfig
+    """`config.model` is a local directory here, already checked."""
+    control_address: str
+    """The supervisor's hub."""
+    frontends_address: str = ""
+    """Router: the hub to bind for frontends."""
+    workers_address: str = ""
+    """Router: the hub to bind for workers. Worker: the same, to connect to."""
+    collective_store: str = ""
+    """Worker with tp > 1: file path of the rendezvous store of this generation."""
+    listen_fd: int = -1
+    """Frontend: the inherited listening socket."""
