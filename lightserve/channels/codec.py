@@ -1,0 +1,78 @@
+"""Frames: one version byte, then one msgpack-encoded message.
+
+Both channel implementations use this codec, so what the tests show for one holds for the other.
+Decoding is typed: unknown tags, unknown fields, wrong types, other versions and frames above
+`MAX_FRAME_BYTES` are refused with `ProtocolError`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from lightserve.errors import ProtocolError
+from lightserve.messages.common import MAX_FRAME_BYTES, PROTOCOL_VERSION
+
+SendT = TypeVar("SendT")
+RecvT = TypeVar("RecvT")
+
+VERSION_BYTE = bytes([PROTOCOL_VERSION])
+_PEER_NAME = re.compile(r"[a-z][a-z0-9]{0,31}(-[0-9]{1,6})?")
+
+
+class Codec(Generic[SendT, RecvT]):
+    """Encodes one message type and decodes another (each usually a union)."""
+
+    def __init__(self, *, send_type: Any, recv_type: Any) -> None:
+        self._send_type = send_type
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(recv_type)
+
+    def encode(self, message: SendT) -> bytes:
+        """Return the frame of `message`.
+
+        Raises:
+            TypeError: the message is not of this channel's type.
+            ProtocolError: the frame would be larger than any peer accepts.
+        """
+        if not isinstance(message, self._send_type):
+            raise TypeError(f"{type(message).__name__} does not belong on this channel")
+        frame = VERSION_BYTE + self._encoder.encode(message)
+        if len(frame) > MAX_FRAME_BYTES:
+            raise ProtocolError(
+                f"{type(message).__name__} of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}"
+            )
+        return frame
+
+    def decode(self, frame: bytes) -> RecvT:
+        """Return the message in `frame`.
+
+        Raises:
+            ProtocolError: whatever is wrong with it.
+        """
+        if len(frame) > MAX_FRAME_BYTES:
+            raise ProtocolError(f"frame of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
+        if frame[:1] != VERSION_BYTE:
+            raise ProtocolError(f"frame of another protocol version: {frame[:1]!r}")
+        try:
+            message: RecvT = self._decoder.decode(memoryview(frame)[1:])
+        except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+            raise ProtocolError(str(error)) from error
+        return message
+
+
+def check_peer_name(name: str) -> str:
+    """Return `name` if it may name a peer ("router", "worker-0"), else raise ValueError."""
+    if _PEER_NAME.fullmatch(name) is None:
+        raise ValueError(f"not a peer name: {name!r}")
+    return name
+
+
+def parse_peer_name(identity: bytes) -> str | None:
+    """Return the peer name in a wire identity, or None when it is not one."""
+    try:
+        return check_peer_name(identity.decode("ascii"))
+    except ValueError:
+        return None

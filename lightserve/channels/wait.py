@@ -1,0 +1,46 @@
+"""Wait for several channels and file descriptors at once, for loops without asyncio.
+
+`select` rather than `zmq_poll`: its time-out has microseconds, and a step that leaves one
+millisecond late is a millisecond on every token.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+
+class Waitable(Protocol):
+    """A channel end whose arrival of messages can be waited for."""
+
+    def fileno(self) -> int:
+        """Descriptor that becomes readable, at the latest, when a message arrives."""
+
+    def is_readable(self) -> bool:
+        """Whether `receive` has something to look at now."""
+
+
+SourceT = TypeVar("SourceT", bound=Waitable | int)
+
+
+def wait_readable(channels: Sequence[SourceT], timeout_s: float | None) -> list[SourceT]:
+    """Return those of `channels` that can be read, [] after `timeout_s` (None waits for ever).
+
+    A source is a link, a hub, or a raw file descriptor below 1024. What is returned is readable,
+    but a channel's frame may still be refused: `receive(0.0)` then gives None.
+    """
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        # A socket's descriptor is edge-triggered, so the sockets are asked before every wait.
+        ready = [source for source in channels if _has_message(source)]
+        remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        readable, _, _ = select.select(channels, [], [], 0.0 if ready else remaining_s)
+        ready.extend(source for source in readable if isinstance(source, int))
+        if ready or (not readable and remaining_s is not None):
+            return ready
+
+
+def _has_message(source: Waitable | int) -> bool:
+    return not isinstance(source, int) and source.is_readable()

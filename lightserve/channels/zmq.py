@@ -1,0 +1,242 @@
+"""Channels over ZeroMQ: a ROUTER socket at the hub, a DEALER at each link, over `ipc://`.
+
+Addresses lie in a private directory (0700), which is what keeps other users out; the socket
+files themselves are 0600. Every channel has its own ZeroMQ context, so that `close` can wait,
+for a moment and no longer, until what was queued has left. Frames that are moderately too large
+are refused and counted like any other bad frame; from `_ZMQ_LIMIT_BYTES` on ZeroMQ cuts the
+peer's connection before the memory is spent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any, Generic
+
+import zmq
+
+from lightserve.channels.codec import Codec, RecvT, SendT, check_peer_name, parse_peer_name
+from lightserve.channels.wait import wait_readable
+from lightserve.errors import ChannelFull, ProtocolError
+from lightserve.messages.common import MAX_FRAME_BYTES
+
+__all__ = [
+    "ZmqAsyncLink",
+    "ZmqHub",
+    "ZmqLink",
+    "bind_hub",
+    "connect_async_link",
+    "connect_link",
+    "wait_readable",
+]
+
+DEFAULT_MAX_QUEUED = 4096
+"""Messages that may wait on each side of a link."""
+
+_LINGER_MS = 250
+_ZMQ_LIMIT_BYTES = MAX_FRAME_BYTES + 64 * 1024
+
+
+def bind_hub(
+    address: str, *, send_type: Any, recv_type: Any, max_queued: int = DEFAULT_MAX_QUEUED
+) -> ZmqHub[Any, Any]:
+    """Bind the hub of a channel at `address` (`ipc://path`; the path must be free)."""
+    return ZmqHub(address, Codec(send_type=send_type, recv_type=recv_type), max_queued)
+
+
+def connect_link(
+    address: str, *, name: str, send_type: Any, recv_type: Any, max_queued: int = DEFAULT_MAX_QUEUED
+) -> ZmqLink[Any, Any]:
+    """Connect to a hub as `name`; the hub may be bound later."""
+    return ZmqLink(address, name, Codec(send_type=send_type, recv_type=recv_type), max_queued)
+
+
+def connect_async_link(
+    address: str, *, name: str, send_type: Any, recv_type: Any, max_queued: int = DEFAULT_MAX_QUEUED
+) -> ZmqAsyncLink[Any, Any]:
+    """Connect to a hub as `name`, for use inside the running asyncio loop."""
+    return ZmqAsyncLink(address, name, Codec(send_type=send_type, recv_type=recv_type), max_queued)
+
+
+class _Socket:
+    """A ZeroMQ socket with its own context and every limit set."""
+
+    def __init__(self, kind: int, max_queued: int) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.raw = self._context.socket(kind)
+        self.raw.setsockopt(zmq.LINGER, _LINGER_MS)
+        self.raw.setsockopt(zmq.SNDHWM, max_queued)
+        self.raw.setsockopt(zmq.RCVHWM, max_queued)
+        self.raw.setsockopt(zmq.MAXMSGSIZE, _ZMQ_LIMIT_BYTES)
+
+    def is_readable(self) -> bool:
+        """Whether a frame waits; asking also makes ZeroMQ re-arm the descriptor's edge."""
+        return bool(int(self.raw.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def receive(self) -> list[bytes] | None:
+        """Return the parts of the next message if there is one."""
+        try:
+            return self.raw.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def close(self) -> None:
+        """Close the socket and wait at most the linger time for queued messages to leave."""
+        if not self.raw.closed:
+            self.raw.close()
+            self._context.term()
+
+
+class _Channel(Generic[SendT, RecvT]):
+    """What hub and links share."""
+
+    def __init__(self, kind: int, codec: Codec[SendT, RecvT], max_queued: int) -> None:
+        self._socket = _Socket(kind, max_queued)
+        self._codec = codec
+        self.num_rejected = 0
+
+    def fileno(self) -> int:
+        """Descriptor for `wait_readable`; edge-triggered, see ZMQ_FD."""
+        return int(self._socket.raw.getsockopt(zmq.FD))
+
+    def is_readable(self) -> bool:
+        """Whether a frame waits."""
+        return self._socket.is_readable()
+
+    def close(self) -> None:
+        """Release the socket; messages already queued are given a moment to leave."""
+        self._socket.close()
+
+    def _wait(self, deadline_s: float | None) -> bool:
+        """Wait for a frame; False once the deadline (monotonic; None is never) has passed."""
+        remaining_s = None if deadline_s is None else deadline_s - time.monotonic()
+        if remaining_s is not None and remaining_s <= 0.0:
+            return False
+        return bool(wait_readable([self], remaining_s))
+
+
+class ZmqHub(_Channel[SendT, RecvT]):
+    """A `Hub` over a ROUTER socket."""
+
+    def __init__(self, address: str, codec: Codec[SendT, RecvT], max_queued: int) -> None:
+        super().__init__(zmq.ROUTER, codec, max_queued)
+        # Mandatory: a full peer raises instead of losing messages silently. Handover: a
+        # restarted peer takes over its predecessor's name.
+        self._socket.raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.raw.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.raw.bind(address)
+        if address.startswith("ipc://"):
+            os.chmod(address.removeprefix("ipc://"), 0o600)  # noqa: PTH101 - address, not Path
+
+    def send(self, peer: str, message: SendT) -> None:
+        """Queue a message to a peer. Raises ChannelFull; a vanished peer loses it silently."""
+        frame = self._codec.encode(message)
+        try:
+            self._socket.raw.send_multipart([peer.encode("ascii"), frame], zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise ChannelFull(f"queue to {peer} is full") from error
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+
+    def receive(self, timeout_s: float | None = 0.0) -> tuple[str, RecvT] | None:
+        """Return (peer, message), or None after `timeout_s` (None waits for ever)."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            parts = self._socket.receive()
+            if parts is None:
+                if not self._wait(deadline_s):
+                    return None
+                continue
+            try:
+                return self._decode(parts)
+            except ProtocolError:
+                self.num_rejected += 1
+
+    def _decode(self, parts: list[bytes]) -> tuple[str, RecvT]:
+        peer = parse_peer_name(parts[0])
+        if peer is None or len(parts) != 2:
+            raise ProtocolError("frame without a valid peer name, or in several parts")
+        return peer, self._codec.decode(parts[1])
+
+
+class _DealerChannel(_Channel[SendT, RecvT]):
+    """What both kinds of link share."""
+
+    def __init__(
+        self, address: str, name: str, codec: Codec[SendT, RecvT], max_queued: int
+    ) -> None:
+        super().__init__(zmq.DEALER, codec, max_queued)
+        self._socket.raw.setsockopt(zmq.IDENTITY, check_peer_name(name).encode("ascii"))
+        self._socket.raw.connect(address)
+
+    def send(self, message: SendT) -> None:
+        """Queue a message to the hub without waiting. Raises ChannelFull."""
+        frame = self._codec.encode(message)
+        try:
+            self._socket.raw.send(frame, zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise ChannelFull("queue to the hub is full") from error
+
+    def _next_message(self) -> RecvT | None:
+        """Return the next valid message that has arrived; bad frames are dropped and counted."""
+        while (parts := self._socket.receive()) is not None:
+            try:
+                if len(parts) != 1:
+                    raise ProtocolError("frame in several parts")
+                return self._codec.decode(parts[0])
+            except ProtocolError:
+                self.num_rejected += 1
+        return None
+
+
+class ZmqLink(_DealerChannel[SendT, RecvT]):
+    """A `Link` over a DEALER socket."""
+
+    def receive(self, timeout_s: float | None = 0.0) -> RecvT | None:
+        """Return the next message, or None after `timeout_s` (None waits for ever)."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while (message := self._next_message()) is None:
+            if not self._wait(deadline_s):
+                return None
+        return message
+
+
+class ZmqAsyncLink(_DealerChannel[SendT, RecvT]):
+    """An `AsyncLink` over a DEALER socket, driven by the loop's own reader call-backs.
+
+    A message is taken from the socket only in the very step of the task that returns it, so
+    cancelling `receive` never loses one. One task receives at a time.
+    """
+
+    def __init__(
+        self, address: str, name: str, codec: Codec[SendT, RecvT], max_queued: int
+    ) -> None:
+        super().__init__(address, name, codec, max_queued)
+        self._arrived = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self.fileno(), self._on_edge)
+
+    def send(self, message: SendT) -> None:
+        """Queue a message to the hub without waiting. Raises ChannelFull."""
+        super().send(message)
+        self._on_edge()  # sending may have swallowed the edge that announced an arrival
+
+    async def receive(self) -> RecvT:
+        """Return the next message; safe to cancel without losing one."""
+        while (message := self._next_message()) is None:
+            self._arrived.clear()
+            if not self.is_readable():
+                await self._arrived.wait()
+        return message
+
+    def close(self) -> None:
+        """Release the socket; messages already queued are given a moment to leave."""
+        if not self._socket.raw.closed:
+            self._loop.remove_reader(self.fileno())
+        super().close()
+
+    def _on_edge(self) -> None:
+        if self.is_readable():
+            self._arrived.set()
