@@ -114,6 +114,11 @@ class ServeConfig:
             raise ConfigError(
                 f"--batch-invariant needs --dtype float32 (or auto), got {self.dtype!r}"
             )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens must be at least --max-num-seqs ({self.max_num_seqs}),"
+                f" got {self.max_num_batched_tokens}"
+            )
         if not self.is_loopback:
             raise ConfigError(
                 f"--host must be a loopback address until API keys exist, got {self.host!r}"

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from typing import Generic, Protocol, TypeVar
 
+from lightserve.channels.wait import Waitable
+
 SendT_contra = TypeVar("SendT_contra", contravariant=True)
 RecvT_co = TypeVar("RecvT_co", covariant=True)
 
 
-class Link(Protocol, Generic[SendT_contra, RecvT_co]):
+class Link(Waitable, Protocol, Generic[SendT_contra, RecvT_co]):
     """One peer's end of a channel."""
 
     num_rejected: int
@@ -45,7 +47,7 @@ class AsyncLink(Protocol, Generic[SendT_contra, RecvT_co]):
         """Release the socket; messages already queued are given a moment to leave."""
 
 
-class Hub(Protocol, Generic[SendT_contra, RecvT_co]):
+class Hub(Waitable, Protocol, Generic[SendT_contra, RecvT_co]):
     """The bound end of a channel; peers are known by the name under which they connected."""
 
     num_rejected: int

@@ -1,0 +1,22 @@
+"""Who may start, by memory: the interface of an admission rule."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+from lightserve.router.request import Request
+
+
+class AdmissionRound(Protocol):
+    """One plan's decisions; forgotten when the plan is not committed."""
+
+    def admit(self, request: Request) -> bool:
+        """Decide whether a waiting request may start now; an admitted one counts from here on."""
+
+
+class AdmissionRule(Protocol):
+    """Decides by memory alone; pure, so that the simulator and the tests run the same code."""
+
+    def begin(self, live: Collection[Request], num_slots: int) -> AdmissionRound:
+        """Start a round; `live` are all requests that hold rows, ended ones in flight included."""

@@ -1,0 +1,33 @@
+"""Conservative admission: everybody gets room for `max_tokens`, so memory never runs out.
+
+The baseline of the Past-Future paper, section 2.3; it wastes what requests do not generate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from lightserve.router.request import Request
+
+
+class ConservativeRound:
+    """Counts the tokens that could still be needed at the worst moment."""
+
+    def __init__(self, num_reserved: int, num_slots: int) -> None:
+        self._num_reserved = num_reserved
+        self._num_slots = num_slots
+
+    def admit(self, request: Request) -> bool:
+        """Admit if all reservations together fit into the pool."""
+        if self._num_reserved + request.max_kv_tokens > self._num_slots:
+            return False
+        self._num_reserved += request.max_kv_tokens
+        return True
+
+
+class ConservativeAdmission:
+    """Reserves prompt + max_tokens for every live request."""
+
+    def begin(self, live: Collection[Request], num_slots: int) -> ConservativeRound:
+        """Start a round from the reservations of all requests that hold rows."""
+        return ConservativeRound(sum(request.max_kv_tokens for request in live), num_slots)

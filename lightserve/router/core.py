@@ -1,0 +1,292 @@
+"""RouterCore: every decision and all book-keeping, behind four calls.
+
+No I/O, no clock, no randomness, no logging: `process.py`, the simulator and the tests drive the
+same object through
+
+    on_message(event, now_s) -> [Outgoing]       a request, an abort, a death, a new worker group
+    plan(now_s)              -> PlannedStep | WaitUntil          changes nothing
+    commit(planned, now_s)                       the plan was sent
+    on_result(result, now_s) -> [Outgoing]       a step has finished
+
+One plan is ahead (architecture 4): while step i runs, plan i+1 waits at the worker. Slots and
+rows that a plan in flight names are not reassigned before its result is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightserve.errors import ProtocolError
+from lightserve.messages.common import unpack_int32
+from lightserve.messages.frontend_router import Abort, ErrorCode, RouterStatus, Submit
+from lightserve.messages.router_worker import RowResult, StepResult
+from lightserve.router.admission.base import AdmissionRule
+from lightserve.router.deltas import DeltaBatch
+from lightserve.router.events import (
+    CoreEvent,
+    FromFrontend,
+    FrontendGone,
+    Outgoing,
+    PlannedStep,
+    WaitUntil,
+    WorkersGone,
+    WorkersReady,
+)
+from lightserve.router.kv.slots import SlotPool
+from lightserve.router.pipeline import Pipeline
+from lightserve.router.plan_builder import build_plan
+from lightserve.router.policies.base import Policy, StepLimits
+from lightserve.router.queues import RowTable, WaitingQueue
+from lightserve.router.request import Request, RequestState
+from lightserve.types import FinishReason, FrontendId, RequestClass, RequestKey
+
+MAX_REPLAYS = 1
+"""A request that saw this many worker groups die gets an error: it may be what killed them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreConfig:
+    """What the core needs of the server's configuration, and its two choices."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_waiting_requests: int
+    policy: Policy
+    admission: AdmissionRule
+
+
+class RouterCore:
+    """See the module's docstring."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        self._config = config
+        self._requests: dict[RequestKey, Request] = {}
+        self._waiting = WaitingQueue()
+        self._rows = RowTable(config.max_num_seqs)
+        self._slots: SlotPool | None = None
+        self._pipeline = Pipeline()
+
+    # ---------------------------------------------------------------- events
+
+    def on_message(self, event: CoreEvent, now_s: float) -> list[Outgoing]:
+        """Take in what happened outside; return the news for frontends."""
+        deltas = DeltaBatch()
+        match event:
+            case FromFrontend(frontend_id, Submit() as submit):
+                self._submit(frontend_id, submit, now_s, deltas)
+            case FromFrontend(frontend_id, Abort() as abort):
+                request = self._requests.get(RequestKey(frontend_id, abort.request_id))
+                if request is not None:
+                    self._end(request)
+            case FrontendGone(frontend_id):
+                for request in list(self._requests.values()):
+                    if request.key.frontend_id == frontend_id:
+                        self._end(request)
+            case WorkersReady(num_kv_slots):
+                self._start_workers(num_kv_slots, deltas)
+            case WorkersGone():
+                self._lose_workers(deltas)
+        return deltas.outgoing()
+
+    def _submit(
+        self, frontend_id: FrontendId, submit: Submit, now_s: float, deltas: DeltaBatch
+    ) -> None:
+        prompt = np.concatenate([unpack_int32(segment.token_ids) for segment in submit.prompt])
+        request = Request(
+            key=RequestKey(frontend_id, submit.request_id),
+            prompt_token_ids=prompt,
+            max_tokens=submit.max_tokens,
+            eos_token_ids=frozenset(submit.eos_token_ids),
+            sampling=submit.sampling,
+            request_class=submit.request_class,
+            arrival_s=now_s - submit.age_s,
+        )
+        if request.key in self._requests or len(prompt) == 0 or submit.max_tokens < 1:
+            raise ProtocolError(f"request {request.key} is a duplicate or empty")
+        if not self._can_ever_fit(request):
+            deltas.fail(request, ErrorCode.TOO_LARGE)
+        elif len(self._waiting) >= self._config.max_waiting_requests:
+            deltas.fail(request, ErrorCode.QUEUE_FULL)
+        else:
+            self._requests[request.key] = request
+            self._waiting.append(request)
+
+    def _can_ever_fit(self, request: Request) -> bool:
+        if request.num_prompt_tokens + request.max_tokens > self._config.max_model_len:
+            return False
+        return self._slots is None or request.max_kv_tokens <= self._slots.num_slots
+
+    def _start_workers(self, num_kv_slots: int, deltas: DeltaBatch) -> None:
+        assert len(self._rows) == 0, "the group before was not reported as gone"
+        self._slots = SlotPool(num_kv_slots)
+        for request in list(self._waiting):
+            if not self._can_ever_fit(request):
+                deltas.fail(request, ErrorCode.TOO_LARGE)
+                self._end(request)
+
+    def _lose_workers(self, deltas: DeltaBatch) -> None:
+        """Replay what can be replayed, end the rest; no KV and no plan in flight is left."""
+        self._pipeline.clear()
+        self._slots = None
+        replayed: list[Request] = []
+        for request in list(self._rows):
+            self._rows.release(request)
+            request.slots = None
+            request.num_computed_tokens = request.num_inflight_tokens = 0
+            request.num_inflight_samples = request.num_inflight_steps = 0
+            if request.state is RequestState.ENDED:
+                continue
+            if not _can_replay(request):
+                deltas.fail(request, ErrorCode.WORKER_LOST)
+                request.state = RequestState.ENDED
+                del self._requests[request.key]
+            else:
+                request.num_replays += 1
+                request.state = RequestState.WAITING
+                replayed.append(request)
+        self._waiting.requeue(replayed)
+
+    # ---------------------------------------------------------------- planning
+
+    def plan(self, now_s: float) -> PlannedStep | WaitUntil:
+        """Return the step to send now, or when to ask again. Changes nothing."""
+        if self._slots is None or not self._requests:
+            return WaitUntil(None)
+        due_s = self._pipeline.next_plan_due_s()
+        if due_s is None or due_s > now_s:
+            return WaitUntil(due_s)
+        limits = StepLimits(
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            num_free_rows=self._rows.num_free,
+        )
+        running = [request for request in self._rows if request.state is RequestState.RUNNING]
+        admission = self._config.admission.begin(list(self._rows), self._slots.num_slots)
+        allotments = tuple(self._config.policy.select(running, self._waiting, limits, admission))
+        if not allotments:
+            return WaitUntil(None)
+        return PlannedStep(
+            plan=build_plan(self._pipeline.next_step_id, allotments, self._rows, self._slots),
+            allotments=allotments,
+            planned_at_s=now_s,
+            predicted_s=self._pipeline.cost.predict(allotments),
+        )
+
+    def commit(self, planned: PlannedStep, now_s: float) -> None:
+        """Book a step that was sent at `now_s`, planned since the last event."""
+        assert self._slots is not None
+        self._pipeline.push(planned, now_s)
+        for (request, num_tokens), row in zip(planned.allotments, planned.plan.rows, strict=True):
+            if request.state is RequestState.WAITING:
+                self._waiting.remove(request)
+                self._rows.acquire(request)
+                request.state = RequestState.RUNNING
+                request.slots = np.empty(request.max_kv_tokens, dtype=np.int32)
+            assert request.row == row.row and request.slots is not None
+            start = request.next_position
+            request.slots[start : start + num_tokens] = self._slots.acquire(num_tokens)
+            request.num_inflight_samples += int(row.output)
+            request.num_inflight_tokens += num_tokens
+            request.num_inflight_steps += 1
+
+    # ---------------------------------------------------------------- results
+
+    def on_result(self, result: StepResult, now_s: float) -> list[Outgoing]:
+        """Take in the oldest step in flight; return the news for frontends.
+
+        Raises:
+            ProtocolError: the result is not that step's.
+        """
+        step = self._pipeline.pop(result, now_s)
+        deltas = DeltaBatch()
+        rows = iter(result.rows)
+        for (request, num_tokens), row in zip(step.allotments, step.plan.rows, strict=True):
+            samples = int(row.output)
+            request.num_inflight_samples -= samples
+            request.num_inflight_tokens -= num_tokens
+            request.num_inflight_steps -= 1
+            request.num_computed_tokens += num_tokens
+            row_result = next(rows, None) if samples else None
+            if samples and (row_result is None or row_result.row != row.row):
+                raise ProtocolError(f"step {result.step_id}: no result for row {row.row}")
+            if request.state is RequestState.ENDED:
+                self._release_if_idle(request)
+            elif row_result is not None:
+                self._advance(request, row_result, deltas)
+        self._pipeline.note_work(bool(self._requests))
+        return deltas.outgoing()
+
+    def _advance(self, request: Request, result: RowResult, deltas: DeltaBatch) -> None:
+        """Append a live request's new tokens; end it where they end it."""
+        if result.error is not None:
+            deltas.fail(request, ErrorCode.NON_FINITE_LOGITS)
+            self._end(request)
+            return
+        for token_id in result.token_ids:
+            request.output_token_ids.append(token_id)
+            reason = _finish_reason(request, token_id)
+            deltas.add_token(request, token_id, reason)
+            if reason is not None:
+                self._end(request)
+                return
+
+    def _end(self, request: Request) -> None:
+        """Forget a request, whatever state it is in; its slots wait for plans in flight."""
+        del self._requests[request.key]
+        if request.state is RequestState.WAITING:
+            self._waiting.remove(request)
+        was_running = request.state is RequestState.RUNNING
+        request.state = RequestState.ENDED
+        if was_running:
+            self._release_if_idle(request)
+
+    def _release_if_idle(self, request: Request) -> None:
+        if request.num_inflight_steps > 0:
+            return
+        assert self._slots is not None
+        self._slots.release(request.held_slots)
+        request.slots = None
+        self._rows.release(request)
+
+    # ---------------------------------------------------------------- state for operators
+
+    def status(self, now_s: float) -> RouterStatus:
+        """Return the pulse that frontends are told."""
+        return RouterStatus(
+            workers_ready=self._slots is not None,
+            num_waiting=len(self._waiting),
+            num_running=len(self._rows),
+            num_steps=self._pipeline.num_finished,
+            stalled_s=self._pipeline.stalled_s(now_s),
+            worker_busy_s=self._pipeline.busy_s,
+            worker_idle_s=self._pipeline.idle_s,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert what must hold between any two calls (architecture 6, invariant 1)."""
+        held = [slot for request in self._rows for slot in request.held_slots.tolist()]
+        assert len(held) == len(set(held)), "a slot has two owners"
+        assert self._slots is None or self._slots.num_used == len(held), "slots leaked"
+        for request in self._rows:
+            ended = request.state is RequestState.ENDED
+            assert ended == (request.key not in self._requests)
+            assert not ended or request.num_inflight_steps > 0, "an ended request holds its row"
+        live = sum(request.state is RequestState.RUNNING for request in self._rows)
+        assert len(self._waiting) + live == len(self._requests), "a request is in no queue"
+
+
+def _can_replay(request: Request) -> bool:
+    """Best-effort requests go on where they were; a real-time one only if nothing was sent."""
+    if request.num_replays >= MAX_REPLAYS:
+        return False
+    return request.request_class is RequestClass.BE or not request.output_token_ids
+
+
+def _finish_reason(request: Request, token_id: int) -> FinishReason | None:
+    if token_id in request.eos_token_ids:
+        return FinishReason.STOP
+    if len(request.output_token_ids) >= request.max_tokens:
+        return FinishReason.LENGTH
+    return None

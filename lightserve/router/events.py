@@ -1,0 +1,67 @@
+"""What goes into `RouterCore` besides step results, and what comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightserve.messages.frontend_router import Abort, Submit, TokenDelta
+from lightserve.messages.router_worker import StepPlan
+from lightserve.router.policies.base import Allotment
+from lightserve.types import FrontendId
+
+
+@dataclass(frozen=True, slots=True)
+class FromFrontend:
+    """A request or an abort, with its sender."""
+
+    frontend_id: FrontendId
+    message: Submit | Abort
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendGone:
+    """A frontend died or was replaced: all its requests are to be forgotten."""
+
+    frontend_id: FrontendId
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersReady:
+    """A fresh worker group can execute plans; its pool is empty."""
+
+    num_kv_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersGone:
+    """The worker group is lost with all its KV; plans in flight will never be answered."""
+
+
+CoreEvent = FromFrontend | FrontendGone | WorkersReady | WorkersGone
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """News for one frontend."""
+
+    frontend_id: FrontendId
+    message: TokenDelta
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A step that could be sent now: the plan, and whom it moves by how much."""
+
+    plan: StepPlan
+    allotments: tuple[Allotment, ...]
+    """In the order of `plan.rows`."""
+    planned_at_s: float
+    predicted_s: float
+    """Predicted execution time."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitUntil:
+    """Nothing to send now; ask again at `at_s`, or (None) after the next event or result."""
+
+    at_s: float | None

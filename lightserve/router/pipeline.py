@@ -1,0 +1,107 @@
+"""The steps in flight: at most one running and one waiting behind it (architecture 4).
+
+Knows when the next plan should leave: when the predicted rest of the running step is under
+max(1 ms, 3 x measured router time), so that an arrival is seen as late as possible and the
+worker still never waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightserve.errors import ProtocolError
+from lightserve.messages.router_worker import StepResult
+from lightserve.router.events import PlannedStep
+from lightserve.router.step_cost import OnlineStepCost, step_features
+from lightserve.types import StepId
+
+MAX_STEPS_IN_FLIGHT = 2
+MIN_LEAD_S = 1e-3
+ROUTER_TIME_FACTOR = 3.0
+ERROR_FACTOR = 2.0
+"""The lead also covers this many average errors of the prediction."""
+
+
+@dataclass(slots=True)
+class _InFlight:
+    step: PlannedStep
+    features: npt.NDArray[np.float64]
+    start_s: float | None
+    """When it began, as far as the router can know; None while it waits at the worker."""
+    ahead: bool
+    """Whether it was sent while another step ran."""
+
+
+class Pipeline:
+    """Steps sent and not yet answered, in order; their timing; the cost model that learns it."""
+
+    def __init__(self) -> None:
+        self.cost = OnlineStepCost()
+        self.next_step_id = StepId(0)
+        self.num_finished = 0
+        self.busy_s = 0.0
+        self.idle_s = 0.0
+        self._in_flight: deque[_InFlight] = deque()
+        self._router_s = 0.0
+        self._had_work = False
+
+    def next_plan_due_s(self) -> float | None:
+        """Return when the next plan should leave (-inf: now), None: not before a result."""
+        if not self._in_flight:
+            return float("-inf")
+        if len(self._in_flight) >= MAX_STEPS_IN_FLIGHT:
+            return None
+        running = self._in_flight[0]
+        assert running.start_s is not None
+        lead_s = max(MIN_LEAD_S, ROUTER_TIME_FACTOR * self._router_s)
+        lead_s += ERROR_FACTOR * self.cost.error_s
+        return running.start_s + running.step.predicted_s - lead_s
+
+    def push(self, step: PlannedStep, now_s: float) -> None:
+        """Book a step sent at `now_s`."""
+        assert step.plan.step_id == self.next_step_id, "planned before the last commit"
+        ahead = bool(self._in_flight)
+        self._in_flight.append(
+            _InFlight(step, step_features(step.allotments), None if ahead else now_s, ahead)
+        )
+        self.next_step_id = StepId(self.next_step_id + 1)
+        self._router_s += 0.1 * (now_s - step.planned_at_s - self._router_s)
+
+    def note_work(self, has_work: bool) -> None:
+        """Say whether requests are left after a result: then waiting for a plan is idling."""
+        self._had_work = has_work
+
+    def pop(self, result: StepResult, now_s: float) -> PlannedStep:
+        """Take out the oldest step; the one behind it has started.
+
+        Raises:
+            ProtocolError: `result` is not the oldest step's.
+        """
+        if not self._in_flight or self._in_flight[0].step.plan.step_id != result.step_id:
+            raise ProtocolError(f"result of step {result.step_id} out of order")
+        done = self._in_flight.popleft()
+        self.cost.observe(done.features, result.exec_s)
+        self.num_finished += 1
+        self.busy_s += result.exec_s
+        if done.ahead or self._had_work:
+            self.idle_s += result.idle_s
+        if self._in_flight:
+            self._in_flight[0].start_s = now_s
+        return done.step
+
+    def clear(self) -> None:
+        """Forget the steps in flight: their worker is gone."""
+        self._in_flight.clear()
+        self._had_work = False
+
+    def stalled_s(self, now_s: float) -> float:
+        """Return how long the running step has been running, 0 without one."""
+        if not self._in_flight:
+            return 0.0
+        start_s = self._in_flight[0].start_s
+        assert start_s is not None
+        return max(0.0, now_s - start_s)

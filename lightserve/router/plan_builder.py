@@ -1,0 +1,43 @@
+"""From allotments to the message that workers execute. Pure: peeks at rows and slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
+from lightserve.router.kv.slots import SlotPool
+from lightserve.router.policies.base import Allotment
+from lightserve.router.queues import RowTable
+from lightserve.types import StepId
+
+
+def build_plan(
+    step_id: StepId, allotments: Sequence[Allotment], rows: RowTable, slots: SlotPool
+) -> StepPlan:
+    """Return the plan that moves each request by its allotment.
+
+    New requests get the rows, and all requests the slots, that `RowTable.acquire` and
+    `SlotPool.acquire` will give when called in the order of `allotments`.
+    """
+    num_new = sum(request.row is None for request, _ in allotments)
+    new_rows = iter(rows.peek(num_new))
+    all_slots = pack_int32(slots.peek(sum(num_tokens for _, num_tokens in allotments)))
+    sequences: list[AddSequence] = []
+    slot_ranges: list[SlotRange] = []
+    plan_rows: list[PlanRow] = []
+    offset = 0
+    for request, num_tokens in allotments:
+        row = request.row
+        if row is None:
+            row = next(new_rows)
+            segment = TokenSegment(token_ids=pack_int32(request.known_token_ids()))
+            sequences.append(AddSequence(row, [segment], request.sampling))
+        start = request.next_position
+        end = offset + 4 * num_tokens
+        slot_ranges.append(SlotRange(row, start, all_slots[offset:end]))
+        offset = end
+        samples = start + num_tokens == request.num_known_tokens
+        output = OutputKind.SAMPLE if samples else OutputKind.NONE
+        plan_rows.append(PlanRow(row, start, num_tokens, output))
+    return StepPlan(step_id=step_id, sequences=sequences, slot_ranges=slot_ranges, rows=plan_rows)

@@ -1,0 +1,239 @@
+"""The router process: moves messages between the links and RouterCore. All the I/O is here.
+
+One single-threaded, event-driven loop: take in everything that has arrived (results first, so
+that the worker's next plan leaves before anything else is done), let the core plan, sleep until
+the next message, the next planned moment or the next status beat.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightserve.channels.base import Hub, Link
+from lightserve.channels.wait import Waitable, wait_readable
+from lightserve.channels.zmq import bind_hub
+from lightserve.errors import ChannelFull, ProtocolError
+from lightserve.messages.common import PROTOCOL_VERSION
+from lightserve.messages.frontend_router import (
+    FrontendHello,
+    FrontendMessage,
+    RouterMessage,
+    RouterWelcome,
+)
+from lightserve.messages.router_worker import (
+    RouterToWorker,
+    StepResult,
+    WorkerHello,
+    WorkerToRouter,
+)
+from lightserve.messages.supervision import (
+    ChildMessage,
+    ChildReady,
+    ChildSpec,
+    FrontendLost,
+    SupervisorMessage,
+    WorkersLost,
+    WorkersStalled,
+)
+from lightserve.models.config import load_model_config
+from lightserve.router.core import RouterCore
+from lightserve.router.events import (
+    CoreEvent,
+    FromFrontend,
+    FrontendGone,
+    Outgoing,
+    PlannedStep,
+    WorkersGone,
+    WorkersReady,
+)
+from lightserve.router.factory import make_core
+from lightserve.types import FrontendId
+
+STATUS_INTERVAL_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
+    """Serve until killed: the supervisor ends the router last."""
+    model = load_model_config(Path(spec.config.model))
+    max_model_len = spec.config.max_model_len or model.max_position_embeddings
+    frontends: Hub[RouterMessage, FrontendMessage] = bind_hub(
+        spec.frontends_address, send_type=RouterMessage, recv_type=FrontendMessage
+    )
+    workers: Hub[RouterToWorker, WorkerToRouter] = bind_hub(
+        spec.workers_address, send_type=RouterToWorker, recv_type=WorkerToRouter
+    )
+    core = make_core(spec.config, max_model_len=max_model_len)
+    control.send(ChildReady())
+    RouterProcess(spec, core, frontends, workers, control).serve()
+    return 0
+
+
+@dataclass
+class _WorkerGroup:
+    """The ranks of the current generation that have said hello."""
+
+    generation: int = 0
+    num_kv_slots: dict[int, int] = field(default_factory=dict)
+
+
+class RouterProcess:
+    """The loop. `core` decides; this object only knows who is connected."""
+
+    def __init__(
+        self,
+        spec: ChildSpec,
+        core: RouterCore,
+        frontends: Hub[RouterMessage, FrontendMessage],
+        workers: Hub[RouterToWorker, WorkerToRouter],
+        control: Link[ChildMessage, SupervisorMessage],
+    ) -> None:
+        self._spec = spec
+        self._core = core
+        self._frontends = frontends
+        self._workers = workers
+        self._control = control
+        self._sources: list[Waitable] = [workers, frontends, control]
+        self._connected: set[FrontendId] = set()
+        self._group = _WorkerGroup()
+        self._welcome: RouterWelcome | None = None
+        self._next_status_s = 0.0
+
+    def serve(self) -> None:
+        """Run for ever."""
+        while True:
+            wake_s = self._plan()
+            now_s = time.monotonic()
+            if now_s >= self._next_status_s:
+                self._send_status(now_s)
+            timeout_s = max(0.0, min(wake_s, self._next_status_s) - time.monotonic())
+            wait_readable(self._sources, timeout_s)
+            self._receive_all()
+
+    def _plan(self) -> float:
+        """Send every plan that is due; return when to ask again."""
+        while isinstance(step := self._core.plan(time.monotonic()), PlannedStep):
+            for rank in range(self._spec.config.tp):
+                self._workers.send(_worker_name(rank), step.plan)
+            self._core.commit(step, time.monotonic())
+        return float("inf") if step.at_s is None else step.at_s
+
+    def _receive_all(self) -> None:
+        """Take in what has arrived; plan again after each result, before other messages."""
+        while (received := self._workers.receive()) is not None:
+            self._on_worker(*received)
+            self._plan()
+        while (from_frontend := self._frontends.receive()) is not None:
+            self._on_frontend(*from_frontend)
+        while (order := self._control.receive()) is not None:
+            self._on_supervisor(order)
+
+    # ---------------------------------------------------------------- workers
+
+    def _on_worker(self, peer: str, message: WorkerToRouter) -> None:
+        if message.generation != self._group.generation:
+            log.warning("dropped a message of an old worker group from %s", peer)
+        elif isinstance(message, StepResult):
+            self._deliver(self._core.on_result(message, time.monotonic()))
+        else:
+            self._on_worker_hello(peer, message)
+
+    def _on_worker_hello(self, peer: str, hello: WorkerHello) -> None:
+        ours = (PROTOCOL_VERSION, self._spec.boot_id, self._spec.config.digest)
+        if (hello.protocol_version, hello.boot_id, hello.config_hash) != ours:
+            raise ProtocolError(f"{peer} runs another version or configuration")
+        self._group.num_kv_slots[hello.rank] = hello.num_kv_slots
+        if self._welcome is not None or len(self._group.num_kv_slots) < self._spec.config.tp:
+            return
+        num_kv_slots = min(self._group.num_kv_slots.values())
+        log.info("workers ready, %d KV slots", num_kv_slots)
+        self._dispatch(WorkersReady(num_kv_slots))
+        self._welcome = RouterWelcome(boot_id=self._spec.boot_id, num_kv_slots=num_kv_slots)
+        for frontend_id in list(self._connected):
+            self._send(frontend_id, self._welcome)
+        self._next_status_s = 0.0
+
+    # ---------------------------------------------------------------- frontends
+
+    def _on_frontend(self, peer: str, message: FrontendMessage) -> None:
+        if isinstance(message, FrontendHello):
+            self._on_frontend_hello(peer, message)
+            return
+        frontend_id = _frontend_id(peer)
+        if frontend_id not in self._connected:
+            log.warning("dropped a message of %s, which has not said hello", peer)
+            return
+        try:
+            self._dispatch(FromFrontend(frontend_id, message))
+        except ProtocolError as error:
+            log.error("dropped a message of %s: %s", peer, error)
+
+    def _on_frontend_hello(self, peer: str, hello: FrontendHello) -> None:
+        ours = (PROTOCOL_VERSION, self._spec.boot_id, self._spec.config.digest, peer)
+        theirs = (hello.protocol_version, hello.boot_id, hello.config_hash)
+        if (*theirs, _frontend_name(hello.frontend_id)) != ours:
+            log.error("refused %s: another version, boot or configuration", peer)
+            return
+        if hello.frontend_id in self._connected:
+            self._forget(hello.frontend_id)
+        self._connected.add(hello.frontend_id)
+        if self._welcome is not None:
+            self._send(hello.frontend_id, self._welcome)
+        self._next_status_s = 0.0
+
+    def _deliver(self, news: list[Outgoing]) -> None:
+        for outgoing in news:
+            self._send(outgoing.frontend_id, outgoing.message)
+
+    def _send(self, frontend_id: FrontendId, message: RouterMessage) -> None:
+        try:
+            self._frontends.send(_frontend_name(frontend_id), message)
+        except ChannelFull:
+            log.error("frontend %d does not read; its requests are dropped", frontend_id)
+            self._forget(frontend_id)
+
+    def _forget(self, frontend_id: FrontendId) -> None:
+        self._connected.discard(frontend_id)
+        self._dispatch(FrontendGone(frontend_id))
+
+    # ---------------------------------------------------------------- supervisor, status
+
+    def _on_supervisor(self, message: SupervisorMessage) -> None:
+        if isinstance(message, FrontendLost):
+            self._forget(message.frontend_id)
+        elif isinstance(message, WorkersLost) and message.generation == self._group.generation:
+            self._group = _WorkerGroup(generation=message.generation + 1)
+            self._welcome = None
+            self._dispatch(WorkersGone())
+            self._next_status_s = 0.0
+
+    def _dispatch(self, event: CoreEvent) -> None:
+        self._deliver(self._core.on_message(event, time.monotonic()))
+
+    def _send_status(self, now_s: float) -> None:
+        self._next_status_s = now_s + STATUS_INTERVAL_S
+        status = self._core.status(now_s)
+        for frontend_id in list(self._connected):
+            self._send(frontend_id, status)
+        if status.stalled_s > self._spec.config.step_timeout_s:
+            self._control.send(
+                WorkersStalled(generation=self._group.generation, stalled_s=status.stalled_s)
+            )
+
+
+def _worker_name(rank: int) -> str:
+    return f"worker-{rank}"
+
+
+def _frontend_name(frontend_id: FrontendId) -> str:
+    return f"frontend-{frontend_id}"
+
+
+def _frontend_id(peer: str) -> FrontendId:
+    """Return the id in a peer's name, an impossible one if it is no frontend's."""
+    number = peer.removeprefix("frontend-")
+    return FrontendId(int(number) if number.isdigit() else -1)

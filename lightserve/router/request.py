@@ -1,0 +1,104 @@
+"""A request inside the router: its tokens, its progress, its place.
+
+There are no phases: `num_computed_tokens` chases `num_known_tokens`, and prefill, chunked
+prefill, decode and recompute are the same move. With one plan ahead (architecture 4) a request
+has confirmed progress and progress in flight:
+
+    0 ......... num_computed_tokens ......... next_position ......... num_known_tokens
+    └ confirmed ─────────────────┘└ num_inflight_tokens ─┘└ may be scheduled ─┘
+
+`num_known_tokens` counts tokens that are sampled in flight: their values are known only to the
+worker, which is enough to schedule the step after.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from lightserve.messages.common import Int32Array
+from lightserve.types import RequestClass, RequestKey, RowId, SamplingParams
+
+_NO_SLOTS: Int32Array = np.empty(0, dtype=np.int32)
+
+
+class RequestState(Enum):
+    """Where a request is. Allowed: WAITING -> RUNNING -> ENDED, RUNNING -> WAITING (replay)."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    """It has a row and may hold slots."""
+    ENDED = "ended"
+    """Finished, failed or aborted; keeps row and slots until no plan in flight names them."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request. Only `RouterCore` and the parts it owns write to it."""
+
+    key: RequestKey
+    prompt_token_ids: Int32Array
+    max_tokens: int
+    eos_token_ids: frozenset[int]
+    sampling: SamplingParams
+    request_class: RequestClass
+    arrival_s: float
+    """On the router's clock; the frontend's waiting time is already taken off."""
+
+    state: RequestState = RequestState.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    """Confirmed tokens; all of them have been sent to the frontend."""
+    row: RowId | None = None
+    slots: Int32Array | None = None
+    """While it has a row: int32 [max_kv_tokens], valid at positions 0 … next_position-1."""
+    num_computed_tokens: int = 0
+    num_inflight_tokens: int = 0
+    num_inflight_samples: int = 0
+    num_inflight_steps: int = 0
+    num_replays: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens that exist or will exist once the plans in flight have run."""
+        return self.num_prompt_tokens + len(self.output_token_ids) + self.num_inflight_samples
+
+    @property
+    def next_position(self) -> int:
+        """First position that no plan has computed or is computing."""
+        return self.num_computed_tokens + self.num_inflight_tokens
+
+    @property
+    def num_schedulable_tokens(self) -> int:
+        """Tokens that the next plan may compute; 0 once the last output token is in flight."""
+        if len(self.output_token_ids) + self.num_inflight_samples >= self.max_tokens:
+            return 0
+        return self.num_known_tokens - self.next_position
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its next move is one token that yields one token."""
+        return self.num_schedulable_tokens == 1 and self.num_known_tokens > self.num_prompt_tokens
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """Most slots it can ever hold; the last output token's KV is never written."""
+        return self.num_prompt_tokens + self.max_tokens - 1
+
+    @property
+    def held_slots(self) -> Int32Array:
+        """Slots of positions 0 … next_position-1, in order."""
+        return _NO_SLOTS if self.slots is None else self.slots[: self.next_position]
+
+    def known_token_ids(self) -> Int32Array:
+        """Prompt and confirmed output, int32 [num_prompt_tokens + len(output)]."""
+        if not self.output_token_ids:
+            return self.prompt_token_ids
+        output = np.asarray(self.output_token_ids, dtype=np.int32)
+        return np.concatenate([self.prompt_token_ids, output])

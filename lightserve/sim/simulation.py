@@ -1,0 +1,118 @@
+"""Discrete-event simulation: the real RouterCore under a virtual clock.
+
+Events are popped in time order, set the clock, and are handed to the core's four calls; the
+worker is `SimulatedWorker` with a step-time formula. Deterministic: no randomness of its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lightserve.messages.frontend_router import Abort, ErrorCode, Submit
+from lightserve.messages.router_worker import StepPlan, StepResult
+from lightserve.router.core import RouterCore
+from lightserve.router.events import CoreEvent, FromFrontend, Outgoing, PlannedStep, WorkersReady
+from lightserve.sim.worker import SimulatedWorker
+from lightserve.types import FinishReason, FrontendId, RequestKey
+
+StepTime = Callable[[StepPlan], float]
+"""Seconds that a plan takes to execute."""
+
+
+@dataclass(frozen=True)
+class TimedEvent:
+    """Something that happens to the router at a given time."""
+
+    time_s: float
+    event: CoreEvent
+
+
+@dataclass
+class Outcome:
+    """What a frontend saw of one request."""
+
+    arrival_s: float
+    token_ids: list[int] = field(default_factory=list)
+    token_times_s: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: ErrorCode | None = None
+
+
+class Simulation:
+    """Drives one core and one worker; `outcomes` fills up as it runs."""
+
+    def __init__(
+        self, core: RouterCore, worker: SimulatedWorker, step_time: StepTime, *, num_slots: int
+    ) -> None:
+        self.core = core
+        self.outcomes: dict[RequestKey, Outcome] = {}
+        self.now_s = 0.0
+        self._worker = worker
+        self._step_time = step_time
+        self._heap: list[tuple[float, int, CoreEvent | StepResult | None]] = []
+        self._order = itertools.count()
+        self._sent: deque[StepPlan] = deque()
+        self._is_busy = False
+        self._free_since_s = 0.0
+        core.on_message(WorkersReady(num_slots), 0.0)
+
+    def run(self, events: Sequence[TimedEvent], *, until_s: float = float("inf")) -> None:
+        """Play the events and everything that follows from them, up to `until_s`."""
+        for timed in events:
+            self._push(timed.time_s, timed.event)
+        while self._heap and self._heap[0][0] <= until_s:
+            self.now_s, _, event = heapq.heappop(self._heap)
+            self._handle(event)
+            self._plan()
+
+    def _push(self, time_s: float, event: CoreEvent | StepResult | None) -> None:
+        heapq.heappush(self._heap, (time_s, next(self._order), event))
+
+    def _handle(self, event: CoreEvent | StepResult | None) -> None:
+        if event is None:
+            return
+        if isinstance(event, StepResult):
+            self._is_busy = False
+            self._free_since_s = self.now_s
+            self._start_next()
+            self._deliver(self.core.on_result(event, self.now_s))
+            return
+        if isinstance(event, FromFrontend):
+            key = RequestKey(event.frontend_id, event.message.request_id)
+            if isinstance(event.message, Submit):
+                self.outcomes[key] = Outcome(arrival_s=self.now_s)
+            elif isinstance(event.message, Abort):
+                self.outcomes.pop(key, None)
+        self._deliver(self.core.on_message(event, self.now_s))
+
+    def _plan(self) -> None:
+        while isinstance(step := self.core.plan(self.now_s), PlannedStep):
+            self.core.commit(step, self.now_s)
+            self._sent.append(step.plan)
+            self._start_next()
+        if step.at_s is not None:
+            self._push(step.at_s, None)
+
+    def _start_next(self) -> None:
+        if self._is_busy or not self._sent:
+            return
+        plan = self._sent.popleft()
+        exec_s = self._step_time(plan)
+        idle_s = self.now_s - self._free_since_s
+        self._is_busy = True
+        self._push(self.now_s + exec_s, self._worker.execute(plan, exec_s=exec_s, idle_s=idle_s))
+
+    def _deliver(self, news: list[Outgoing]) -> None:
+        for outgoing in news:
+            for delta in outgoing.message.requests:
+                key = RequestKey(FrontendId(outgoing.frontend_id), delta.request_id)
+                outcome = self.outcomes[key]
+                assert outcome.finish_reason is None, "news after the end"
+                outcome.token_ids.extend(delta.token_ids)
+                outcome.token_times_s.extend([self.now_s] * len(delta.token_ids))
+                outcome.finish_reason = delta.finish_reason
+                outcome.error = delta.error

@@ -1,0 +1,248 @@
+"""Random traffic through the real core: the simulated worker checks every slot it reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.messages.frontend_router import Abort, ErrorCode, Submit
+from lightserve.messages.router_worker import StepPlan
+from lightserve.router.admission.conservative import ConservativeAdmission
+from lightserve.router.core import CoreConfig, RouterCore
+from lightserve.router.events import FromFrontend, FrontendGone, WorkersGone, WorkersReady
+from lightserve.router.policies.registry import POLICIES
+from lightserve.sim.simulation import Outcome, Simulation, TimedEvent
+from lightserve.sim.worker import EOS_TOKEN_ID, SimulatedWorker, sampled_token
+from lightserve.types import (
+    FinishReason,
+    FrontendId,
+    RequestClass,
+    RequestId,
+    RequestKey,
+    SamplingParams,
+)
+
+NUM_SLOTS, MAX_LEN, MAX_SEQS = 120, 64, 6
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of a random scene."""
+
+    time_s: float
+    num_prompt: int
+    num_output: int
+    max_tokens: int
+    frontend_id: int = 0
+    abort_after_s: float | None = None
+    request_class: RequestClass = RequestClass.RT
+
+
+def make_core(policy: str, budget: int = 16, max_waiting: int = 1000) -> RouterCore:
+    return RouterCore(
+        CoreConfig(
+            max_model_len=MAX_LEN,
+            max_num_seqs=MAX_SEQS,
+            max_num_batched_tokens=budget,
+            max_waiting_requests=max_waiting,
+            policy=POLICIES[policy](),
+            admission=ConservativeAdmission(),
+        )
+    )
+
+
+def step_time(plan: StepPlan) -> float:
+    return 0.004 + 0.0005 * sum(row.num_tokens for row in plan.rows)
+
+
+def make_simulation(core: RouterCore) -> Simulation:
+    worker = SimulatedWorker(num_slots=NUM_SLOTS, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN)
+    return Simulation(core, worker, step_time, num_slots=NUM_SLOTS)
+
+
+def submit(number: int, arrival: Arrival) -> Submit:
+    return Submit(
+        request_id=RequestId(number),
+        prompt=[TokenSegment(token_ids=pack_int32([5] * arrival.num_prompt))],
+        max_tokens=arrival.max_tokens,
+        eos_token_ids=[EOS_TOKEN_ID],
+        sampling=SamplingParams(seed=arrival.num_prompt + arrival.num_output),
+        request_class=arrival.request_class,
+        age_s=0.0,
+    )
+
+
+def events_of(arrivals: list[Arrival]) -> list[TimedEvent]:
+    events = []
+    for number, arrival in enumerate(arrivals):
+        frontend_id = FrontendId(arrival.frontend_id)
+        request = FromFrontend(frontend_id, submit(number, arrival))
+        events.append(TimedEvent(arrival.time_s, request))
+        if arrival.abort_after_s is not None:
+            abort = FromFrontend(frontend_id, Abort(request_id=RequestId(number)))
+            events.append(TimedEvent(arrival.time_s + arrival.abort_after_s, abort))
+    return events
+
+
+def check_outcome(arrival: Arrival, outcome: Outcome) -> None:
+    """Tokens in order, exactly once, ended where they had to end."""
+    total_len = arrival.num_prompt + arrival.num_output
+    count = min(arrival.num_output, arrival.max_tokens)
+    expected = [sampled_token(total_len, arrival.num_prompt + i) for i in range(count)]
+    assert outcome.token_ids == expected
+    ended_by_eos = arrival.num_output <= arrival.max_tokens
+    assert outcome.finish_reason is (FinishReason.STOP if ended_by_eos else FinishReason.LENGTH)
+
+
+arrivals_strategy = st.lists(
+    st.builds(
+        Arrival,
+        time_s=st.floats(0, 0.3),
+        num_prompt=st.integers(1, 40),
+        num_output=st.integers(1, 24),
+        max_tokens=st.integers(1, 24),
+        frontend_id=st.integers(0, 1),
+        abort_after_s=st.none() | st.none() | st.floats(0, 0.2),
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(arrivals=arrivals_strategy, budget=st.integers(MAX_SEQS, 64))
+def test_random_traffic(policy: str, arrivals: list[Arrival], budget: int) -> None:
+    core = make_core(policy, budget)
+    simulation = make_simulation(core)
+    for until_s in (0.05, 0.1, 0.2, float("inf")):
+        simulation.run(events_of(arrivals) if until_s == 0.05 else [], until_s=until_s)
+        core.check_integrity()
+    for number, arrival in enumerate(arrivals):
+        key = RequestKey(FrontendId(arrival.frontend_id), RequestId(number))
+        if key in simulation.outcomes:
+            check_outcome(arrival, simulation.outcomes[key])
+        else:
+            assert arrival.abort_after_s is not None
+    status = core.status(simulation.now_s)
+    assert (status.num_waiting, status.num_running) == (0, 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(arrivals=arrivals_strategy, gone_s=st.floats(0, 0.3))
+def test_frontend_gone_frees_everything_of_it(arrivals: list[Arrival], gone_s: float) -> None:
+    core = make_core("chunked")
+    simulation = make_simulation(core)
+    simulation.run(events_of(arrivals), until_s=gone_s)
+    simulation.now_s = gone_s
+    core.on_message(FrontendGone(FrontendId(0)), gone_s)
+    core.check_integrity()
+    late = [a for a in arrivals if a.frontend_id == 0 and a.time_s > gone_s]
+    simulation.run([])
+    core.check_integrity()
+    unfinished = [
+        key
+        for key, outcome in simulation.outcomes.items()
+        if outcome.finish_reason is None and key.frontend_id == 0
+    ]
+    assert all(arrivals[key.request_id] not in late for key in unfinished)
+    assert core.status(simulation.now_s).num_running == 0
+
+
+def test_one_plan_ahead_keeps_the_worker_busy() -> None:
+    """Once the cost model has seen a few steps, the worker waits for nothing."""
+    core = make_core("chunked")
+    simulation = make_simulation(core)
+    arrivals = [Arrival(0.0, 8, 50, 50), Arrival(0.0, 8, 50, 50)]
+    simulation.run(events_of(arrivals))
+    status = core.status(simulation.now_s)
+    assert status.num_steps >= 50
+    assert status.worker_idle_s <= 0.001 * status.worker_busy_s
+
+
+def test_plan_changes_nothing_and_leaves_late() -> None:
+    """Asking twice gives the same; an arrival during a step is in the very next plan."""
+    core = make_core("chunked")
+    simulation = make_simulation(core)
+    simulation.run(events_of([Arrival(0.0, 4, 20, 20)]), until_s=0.05)
+    now_s = simulation.now_s
+    assert core.plan(now_s) == core.plan(now_s)
+    core.check_integrity()
+    before = core.status(now_s).num_steps
+    simulation.run(events_of([Arrival(now_s, 4, 1, 1, frontend_id=1)]))
+    outcome = simulation.outcomes[RequestKey(FrontendId(1), RequestId(0))]
+    # At worst: the rest of the running step, one step already queued behind it, and its own.
+    assert outcome.token_times_s[0] - now_s <= 3 * (0.004 + 0.0005 * 5)
+    assert core.status(simulation.now_s).num_steps > before
+
+
+def test_overshoot_after_eos_is_dropped() -> None:
+    """The row that runs ahead of an EOS is dead: no token of it is delivered, slots return."""
+    core = make_core("chunked")
+    simulation = make_simulation(core)
+    arrival = Arrival(0.0, 4, 3, 20)
+    simulation.run(events_of([arrival]))
+    check_outcome(arrival, simulation.outcomes[RequestKey(FrontendId(0), RequestId(0))])
+    core.check_integrity()
+    assert core.status(simulation.now_s).num_running == 0
+
+
+def test_worker_loss_replays_or_fails() -> None:
+    """RT that had sent nothing and all BE start over; RT that had sent something fails."""
+    core = make_core("chunked", budget=16)
+    simulation = make_simulation(core)
+    arrivals = [
+        Arrival(0.0, 4, 20, 20),
+        Arrival(0.0, 4, 20, 20, request_class=RequestClass.BE),
+        Arrival(0.049, 30, 5, 5),
+    ]
+    simulation.run(events_of(arrivals), until_s=0.05)
+    sent = [len(outcome.token_ids) for outcome in simulation.outcomes.values()]
+    assert sent[0] > 0 and sent[1] > 0 and sent[2] == 0
+    [lost] = core.on_message(WorkersGone(), 0.05)
+    assert [(d.request_id, d.error) for d in lost.message.requests] == [(0, ErrorCode.WORKER_LOST)]
+    core.check_integrity()
+    replay = make_simulation(core)
+    replay.outcomes = simulation.outcomes
+    replay.run([TimedEvent(1.0, FrontendGone(FrontendId(7)))])
+    for number in (1, 2):
+        key = RequestKey(FrontendId(0), RequestId(number))
+        check_outcome(arrivals[number], replay.outcomes[key])
+
+
+def test_second_loss_ends_a_replayed_request() -> None:
+    core = make_core("chunked")
+    core.on_message(WorkersReady(NUM_SLOTS), 0.0)
+    core.on_message(FromFrontend(FrontendId(0), submit(0, Arrival(0.0, 4, 9, 9))), 0.0)
+    for now_s, expected in ((0.0, []), (1.0, [ErrorCode.WORKER_LOST])):
+        planned = core.plan(now_s)
+        core.commit(planned, now_s)  # type: ignore[arg-type]
+        news = core.on_message(WorkersGone(), now_s)
+        assert [d.error for out in news for d in out.message.requests] == expected
+        core.on_message(WorkersReady(NUM_SLOTS), now_s)
+        core.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("arrival", "error"),
+    [
+        (Arrival(0.0, 40, 1, MAX_LEN - 40), None),
+        (Arrival(0.0, 40, 1, MAX_LEN - 39), ErrorCode.TOO_LARGE),
+    ],
+)
+def test_too_large_is_refused(arrival: Arrival, error: ErrorCode | None) -> None:
+    core = make_core("chunked")
+    news = core.on_message(FromFrontend(FrontendId(0), submit(0, arrival)), 0.0)
+    assert [d.error for out in news for d in out.message.requests] == ([error] if error else [])
+
+
+def test_full_queue_is_refused() -> None:
+    core = make_core("chunked", max_waiting=2)
+    arrival = Arrival(0.0, 4, 4, 4)
+    news = [core.on_message(FromFrontend(FrontendId(0), submit(i, arrival)), 0.0) for i in range(3)]
+    errors = [[d.error for out in outs for d in out.message.requests] for outs in news]
+    assert errors == [[], [], [ErrorCode.QUEUE_FULL]]
