@@ -1,0 +1,226 @@
+"""Slots, rows, queues, policies, admission, step cost, pipeline: each alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightserve.errors import ProtocolError
+from lightserve.messages.router_worker import OutputKind, StepPlan, StepResult
+from lightserve.router.admission.conservative import ConservativeAdmission
+from lightserve.router.events import PlannedStep
+from lightserve.router.kv.slots import SlotPool
+from lightserve.router.pipeline import Pipeline
+from lightserve.router.plan_builder import build_plan
+from lightserve.router.policies.base import Allotment, StepLimits
+from lightserve.router.policies.chunked import ChunkedPolicy
+from lightserve.router.policies.fcfs import FcfsPolicy
+from lightserve.router.queues import RowTable, WaitingQueue
+from lightserve.router.request import Request
+from lightserve.router.step_cost import step_features
+from lightserve.types import (
+    FrontendId,
+    RequestClass,
+    RequestId,
+    RequestKey,
+    SamplingParams,
+    StepId,
+)
+
+
+def make_request(
+    number: int, *, prompt: int = 8, max_tokens: int = 4, computed: int = 0
+) -> Request:
+    request = Request(
+        key=RequestKey(FrontendId(0), RequestId(number)),
+        prompt_token_ids=np.zeros(prompt, dtype=np.int32),
+        max_tokens=max_tokens,
+        eos_token_ids=frozenset(),
+        sampling=SamplingParams(),
+        request_class=RequestClass.RT,
+        arrival_s=0.0,
+    )
+    request.num_computed_tokens = computed
+    if computed >= prompt:
+        request.output_token_ids = [1] * (computed - prompt + 1)
+    return request
+
+
+class TestSlotPool:
+    @settings(max_examples=200, deadline=None)
+    @given(moves=st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60))
+    def test_never_gives_a_slot_twice(self, moves: list[tuple[bool, int]]) -> None:
+        pool, held = SlotPool(30), []
+        for acquire, count in moves:
+            if acquire and count <= pool.num_free:
+                expected = pool.peek(count)
+                held.append(pool.acquire(count))
+                assert (held[-1] == expected).all()
+            elif not acquire and held:
+                pool.release(held.pop(count % len(held)))
+            used = np.concatenate([*held, np.empty(0, dtype=np.int32)])
+            assert len(set(used.tolist())) == len(used) == pool.num_used
+            assert pool.num_used + pool.num_free == 30
+
+    def test_a_fresh_pool_is_contiguous_and_stays_so_after_release(self) -> None:
+        pool = SlotPool(16)
+        first = pool.acquire(10)
+        assert first.tolist() == list(range(10))
+        pool.release(first)
+        assert pool.acquire(16).tolist() == list(range(16))
+
+    def test_too_many(self) -> None:
+        with pytest.raises(ValueError, match="5 slots asked for, 4 free"):
+            SlotPool(4).acquire(5)
+
+
+def test_row_table_peeks_what_it_gives() -> None:
+    rows = RowTable(3)
+    requests = [make_request(i) for i in range(3)]
+    assert rows.peek(2) == [0, 1]
+    assert [rows.acquire(request) for request in requests] == [0, 1, 2]
+    rows.release(requests[1])
+    assert rows.peek(1) == [1] and rows.num_free == 1
+    rows.acquire(requests[1])
+    assert [request.key.request_id for request in rows] == [0, 2, 1], "in order of admission"
+
+
+def test_waiting_queue_keeps_order() -> None:
+    queue = WaitingQueue()
+    requests = [make_request(i) for i in range(5)]
+    for request in requests[2:]:
+        queue.append(request)
+    queue.requeue(requests[:2])
+    queue.remove(requests[3])
+    assert [request.key.request_id for request in queue] == [0, 1, 2, 4]
+
+
+class TestPolicies:
+    def select(
+        self, policy: ChunkedPolicy | FcfsPolicy, running: list[Request], waiting: list[Request]
+    ) -> list[tuple[int, int]]:
+        limits = StepLimits(max_num_batched_tokens=10, num_free_rows=2)
+        admission = ConservativeAdmission().begin(running, 1000)
+        chosen = policy.select(running, waiting, limits, admission)
+        return [(request.key.request_id, num_tokens) for request, num_tokens in chosen]
+
+    def test_chunked_fills_the_budget_behind_the_decodes(self) -> None:
+        running = [make_request(0, prompt=6, computed=2), make_request(1, computed=8)]
+        waiting = [make_request(2, prompt=3), make_request(3, prompt=9), make_request(4)]
+        assert self.select(ChunkedPolicy(), running, waiting) == [(1, 1), (0, 4), (2, 3), (3, 2)]
+
+    def test_chunked_stops_at_the_last_row(self) -> None:
+        waiting = [make_request(i, prompt=2) for i in range(5)]
+        assert self.select(ChunkedPolicy(), [], waiting) == [(0, 2), (1, 2)]
+
+    def test_fcfs_runs_whole_prompts_before_decodes(self) -> None:
+        running = [make_request(0, computed=8)]
+        waiting = [make_request(1, prompt=7), make_request(2, prompt=4)]
+        assert self.select(FcfsPolicy(), running, waiting) == [(1, 7)]
+        assert self.select(FcfsPolicy(), running, [make_request(1, prompt=70)]) == [(1, 70)]
+        assert self.select(FcfsPolicy(), running, []) == [(0, 1)]
+
+
+def test_conservative_admission_reserves_the_worst_case() -> None:
+    live = [make_request(0, prompt=10, max_tokens=11)]
+    admission = ConservativeAdmission().begin(live, 45)
+    assert admission.admit(make_request(1, prompt=10, max_tokens=6))
+    assert not admission.admit(make_request(2, prompt=10, max_tokens=2))
+    assert admission.admit(make_request(3, prompt=10, max_tokens=1))
+
+
+def test_build_plan_splits_slots_and_samples_at_the_end() -> None:
+    rows, slots = RowTable(4), SlotPool(100)
+    decoding = make_request(0, computed=8)
+    rows.acquire(decoding)
+    allotments = [
+        Allotment(decoding, 1),
+        Allotment(make_request(1), 3),
+        Allotment(make_request(2), 8),
+    ]
+    plan = build_plan(StepId(7), allotments, rows, slots)
+    assert [(sequence.row, len(sequence.segments[0].token_ids)) for sequence in plan.sequences] == [
+        (1, 32),
+        (2, 32),
+    ]
+    starts = [
+        (r.row, r.start_position, np.frombuffer(r.slots, "<i4").tolist()) for r in plan.slot_ranges
+    ]
+    assert starts == [(0, 8, [0]), (1, 0, [1, 2, 3]), (2, 0, list(range(4, 12)))]
+    assert [row.output for row in plan.rows] == [
+        OutputKind.SAMPLE,
+        OutputKind.NONE,
+        OutputKind.SAMPLE,
+    ]
+
+
+class TestPipeline:
+    def step(self, pipeline: Pipeline, now_s: float, num_tokens: int = 4) -> PlannedStep:
+        allotments = (Allotment(make_request(0, prompt=64), num_tokens),)
+        plan = StepPlan(step_id=pipeline.next_step_id, sequences=[], slot_ranges=[], rows=[])
+        return PlannedStep(plan, allotments, now_s, pipeline.cost.predict(allotments))
+
+    def result(self, step_id: int, exec_s: float = 0.02, idle_s: float = 0.0) -> StepResult:
+        return StepResult(
+            step_id=StepId(step_id), generation=0, rows=[], exec_s=exec_s, idle_s=idle_s
+        )
+
+    def test_the_next_plan_leaves_just_before_the_end(self) -> None:
+        pipeline = Pipeline()
+        now_s = 0.0
+        for step_id in range(30):
+            assert pipeline.next_plan_due_s() == float("-inf")
+            pipeline.push(self.step(pipeline, now_s), now_s)
+            now_s += 0.02
+            pipeline.pop(self.result(step_id), now_s)
+        pipeline.push(self.step(pipeline, now_s), now_s)
+        due_s = pipeline.next_plan_due_s()
+        assert due_s is not None and now_s + 0.018 <= due_s <= now_s + 0.0191
+        pipeline.push(self.step(pipeline, now_s), now_s)
+        assert pipeline.next_plan_due_s() is None, "one plan ahead, not two"
+
+    def test_slow_routers_send_earlier(self) -> None:
+        pipeline = Pipeline()
+        for step_id in range(60):
+            pipeline.push(self.step(pipeline, 0.0), 0.003)
+            pipeline.pop(self.result(step_id), 0.0)
+        pipeline.push(self.step(pipeline, 0.0), 0.0)
+        due_s = pipeline.next_plan_due_s()
+        assert due_s is not None and due_s <= 0.0125
+
+    def test_results_out_of_order_are_refused(self) -> None:
+        pipeline = Pipeline()
+        pipeline.push(self.step(pipeline, 0.0), 0.0)
+        with pytest.raises(ProtocolError, match="step 3"):
+            pipeline.pop(self.result(3), 0.0)
+
+    def test_stalled_time_and_idle_time(self) -> None:
+        pipeline = Pipeline()
+        assert pipeline.stalled_s(5.0) == 0.0
+        pipeline.push(self.step(pipeline, 1.0), 1.0)
+        assert pipeline.stalled_s(5.0) == 4.0
+        pipeline.pop(self.result(0, idle_s=9.0), 5.0)
+        assert pipeline.idle_s == 0.0, "waiting without work is not idling"
+        pipeline.note_work(True)
+        pipeline.push(self.step(pipeline, 5.0), 5.0)
+        pipeline.pop(self.result(1, idle_s=0.5), 6.0)
+        assert pipeline.idle_s == 0.5
+
+
+def test_step_cost_learns_a_linear_worker() -> None:
+    pipeline = Pipeline()
+    rng = np.random.default_rng(0)
+
+    def allot(new: int, context: int) -> tuple[Allotment, ...]:
+        return (Allotment(make_request(0, prompt=4000, computed=context), new),)
+
+    for _ in range(300):
+        new, context = int(rng.integers(1, 512)), int(rng.integers(0, 3000))
+        true_s = 0.005 + 1e-4 * new + 1e-6 * context
+        pipeline.cost.observe(step_features(allot(new, context)), true_s)
+    assert pipeline.cost.predict(allot(256, 1000)) == pytest.approx(
+        0.005 + 0.0256 + 0.001, rel=0.02
+    )
+    assert pipeline.cost.error_s < 1e-4
