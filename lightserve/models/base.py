@@ -1,0 +1,47 @@
+"""What the engine sees of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from lightserve.kernels.interface import AttentionBatch
+from lightserve.models.config import ModelConfig
+
+
+class KVPool(Protocol):
+    """The KV of all layers, addressed by slots."""
+
+    @property
+    def k(self) -> Sequence[Tensor]:
+        """Keys, one tensor [num_slots, num_kv_heads, head_dim] per layer."""
+
+    @property
+    def v(self) -> Sequence[Tensor]:
+        """Values, as `k`."""
+
+
+class Model(Protocol):
+    """A loaded model, or one rank's part of it."""
+
+    config: ModelConfig
+    context_len: int
+    """Longest sequence it was loaded for: positions must be below."""
+
+    def forward(
+        self, input_ids: Tensor, batch: AttentionBatch, kv: KVPool, logit_rows: Tensor
+    ) -> Tensor | None:
+        """Run one mixed pass of prefill chunks and decodes under `torch.inference_mode`.
+
+        Args:
+            input_ids: int64 [T], every id below vocab_size.
+            batch: where each token stands and where its KV goes.
+            kv: this rank's pool; the new tokens' slots are written.
+            logit_rows: int64 [L], indices into the T tokens, L >= 0.
+
+        Returns:
+            float32 logits [L, vocab_size] on rank 0, None on the others. With L = 0 the LM head
+            and the last layer's feed-forward are not computed.
+        """

@@ -1,0 +1,250 @@
+"""What a Hugging Face `config.json` says about a model, checked. Torch-free.
+
+Imported by the supervisor, the router and the frontends as well as by the workers.
+`auto_map` and every other key that names code are never looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from lightserve.errors import ModelLoadError
+from lightserve.models.json_fields import MAX_INT, JsonFields, read_json_object
+from lightserve.models.rope_config import (
+    DynamicRope,
+    LinearRope,
+    RopeConfig,
+    YarnRope,
+    parse_rope,
+)
+
+CONFIG_FILE = "config.json"
+MAX_LAYERS = 4096
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
+
+
+class Architecture(StrEnum):
+    """The closed list of what can be served, by the names `config.json` uses."""
+
+    LLAMA = "LlamaForCausalLM"
+    MISTRAL = "MistralForCausalLM"
+    QWEN2 = "Qwen2ForCausalLM"
+    QWEN3 = "Qwen3ForCausalLM"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes and switches of one model, of whatever family; all checked against each other."""
+
+    architecture: Architecture
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    """A divisor of `num_heads`."""
+    head_dim: int
+    """Even; not necessarily hidden_size / num_heads."""
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    qkv_bias: bool
+    attention_output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    """Whether queries and keys are normalised per head before the rotary embedding."""
+    tie_word_embeddings: bool
+    sliding_windows: tuple[int | None, ...]
+    """One per layer; None: the layer sees everything."""
+    dtype: str | None
+    """One of DTYPE_NAMES as stated by the model, None when it states none."""
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+    @property
+    def max_context_len(self) -> int:
+        """The longest sequence that may be asked for with --max-model-len.
+
+        The default is `max_position_embeddings`; RoPE kinds that are configured beside an
+        unchanged `max_position_embeddings` (YaRN as Qwen documents it, linear, dynamic) can be
+        stretched by their factor.
+        """
+        match self.rope:
+            case LinearRope(factor=factor) | DynamicRope(factor=factor):
+                stretched = int(self.max_position_embeddings * factor)
+            case YarnRope(factor=factor, original_max_position_embeddings=original):
+                stretched = int(original * factor)
+            case _:
+                stretched = 0
+        return max(self.max_position_embeddings, stretched)
+
+
+def load_model_config(path: Path) -> ModelConfig:
+    """Read and check `path/config.json`. Raises ModelLoadError naming file and key."""
+    file = path / CONFIG_FILE
+    fields = JsonFields(file, read_json_object(file))
+    architecture = _architecture(fields)
+    if fields.has("quantization_config"):
+        raise fields.error("quantization_config", "is set, but quantised weights are not supported")
+    if (activation := fields.string("hidden_act", default="silu")) != "silu":
+        raise fields.error("hidden_act", f"must be 'silu', got {activation!r}")
+    num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
+    num_heads = fields.integer("num_attention_heads")
+    hidden_size = fields.integer("hidden_size")
+    max_position_embeddings = fields.integer("max_position_embeddings")
+    attention_bias = fields.boolean("attention_bias", default=False)
+    is_llama, is_qwen2 = architecture is Architecture.LLAMA, architecture is Architecture.QWEN2
+    reads_attention_bias = architecture in (Architecture.LLAMA, Architecture.QWEN3)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(fields, architecture, num_heads),
+        head_dim=_head_dim(fields, architecture, hidden_size, num_heads),
+        rms_norm_eps=fields.number("rms_norm_eps"),
+        rope=parse_rope(fields, max_position_embeddings=max_position_embeddings),
+        max_position_embeddings=max_position_embeddings,
+        qkv_bias=is_qwen2 or (reads_attention_bias and attention_bias),
+        attention_output_bias=reads_attention_bias and attention_bias,
+        mlp_bias=is_llama and fields.boolean("mlp_bias", default=False),
+        qk_norm=architecture is Architecture.QWEN3,
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
+        sliding_windows=_sliding_windows(fields, architecture, num_layers),
+        dtype=_dtype(fields),
+        eos_token_ids=_eos_token_ids(fields),
+        bos_token_id=_optional_id(fields, "bos_token_id"),
+    )
+
+
+def resolve_dtype(requested: str, config: ModelConfig, *, batch_invariant: bool = False) -> str:
+    """Return the type of weights and KV for --dtype `requested`, one of DTYPE_NAMES.
+
+    `auto` is the model's own type (float32 when it states none), float32 under
+    --batch-invariant.
+    """
+    if requested != "auto":
+        return requested
+    return "float32" if batch_invariant else config.dtype or "float32"
+
+
+def check_tp(config: ModelConfig, tp: int) -> None:
+    """Check that the model can be split over `tp` ranks.
+
+    Heads and the intermediate size must divide; KV heads must divide, or, when there are fewer
+    than ranks, `tp` must be a multiple of them (each is then replicated). The vocabulary is
+    padded and need not divide.
+
+    Raises:
+        ModelLoadError: a size does not divide; names both numbers.
+    """
+    for key, size in (
+        ("num_attention_heads", config.num_heads),
+        ("intermediate_size", config.intermediate_size),
+    ):
+        if size % tp:
+            raise ModelLoadError(
+                f"{CONFIG_FILE}: key {key!r} is {size}, not divisible by --tp {tp}"
+            )
+    num_kv_heads = config.num_kv_heads
+    if num_kv_heads % tp and tp % num_kv_heads:
+        raise ModelLoadError(
+            f"{CONFIG_FILE}: key 'num_key_value_heads' is {num_kv_heads}, which neither divides"
+            f" nor is divisible by --tp {tp}"
+        )
+
+
+def _architecture(fields: JsonFields) -> Architecture:
+    names = fields.array("architectures")
+    known = ", ".join(Architecture)
+    if len(names) != 1 or not isinstance(names[0], str):
+        raise fields.error("architectures", f"must name one architecture, got {names!r}")
+    try:
+        return Architecture(names[0])
+    except ValueError:
+        raise fields.error("architectures", f"names {names[0]!r}; supported are {known}") from None
+
+
+def _num_kv_heads(fields: JsonFields, architecture: Architecture, num_heads: int) -> int:
+    key = "num_key_value_heads"
+    may_be_absent = architecture is Architecture.LLAMA or fields.is_null(key)
+    num_kv_heads = fields.integer(key, default=num_heads if may_be_absent else None)
+    if num_heads % num_kv_heads:
+        raise fields.error(key, f"must divide num_attention_heads {num_heads}, got {num_kv_heads}")
+    return num_kv_heads
+
+
+def _head_dim(
+    fields: JsonFields, architecture: Architecture, hidden_size: int, num_heads: int
+) -> int:
+    if fields.has("head_dim"):
+        head_dim = fields.integer("head_dim")
+    elif architecture is Architecture.QWEN3:
+        head_dim = 128  # what transformers takes when a Qwen3 config is silent
+    elif hidden_size % num_heads:
+        raise fields.error("hidden_size", f"must divide by num_attention_heads {num_heads}")
+    else:
+        head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        raise fields.error("head_dim", f"must be even, got {head_dim}")
+    return head_dim
+
+
+def _sliding_windows(
+    fields: JsonFields, architecture: Architecture, num_layers: int
+) -> tuple[int | None, ...]:
+    """Return each layer's window; the defaults for absent keys are transformers'."""
+    if architecture is Architecture.LLAMA:
+        return (None,) * num_layers
+    window = None
+    if not fields.is_null("sliding_window"):
+        window = fields.integer("sliding_window", default=4096)
+    if architecture is Architecture.MISTRAL:
+        return (window,) * num_layers
+    if window is None or not fields.boolean("use_sliding_window", default=False):
+        return (None,) * num_layers
+    if not fields.has("layer_types"):
+        first = fields.integer("max_window_layers", default=28, low=0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    kinds = fields.array("layer_types")
+    if len(kinds) != num_layers:
+        raise fields.error("layer_types", f"must have {num_layers} entries, got {len(kinds)}")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise fields.error("layer_types", f"has the unknown entry {kind!r}")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _dtype(fields: JsonFields) -> str | None:
+    key = "dtype" if fields.has("dtype") else "torch_dtype"
+    if not fields.has(key):
+        return None
+    name = fields.string(key).removeprefix("torch.")
+    if name not in DTYPE_NAMES:
+        raise fields.error(key, f"must be one of {', '.join(DTYPE_NAMES)}, got {name!r}")
+    return name
+
+
+def _eos_token_ids(fields: JsonFields) -> tuple[int, ...]:
+    key = "eos_token_id"
+    if not fields.has(key):
+        return ()
+    value: Any = dict(fields.items())[key]
+    if not isinstance(value, list):
+        return (fields.integer(key, low=0),)
+    for token_id in value:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise fields.error(key, f"must hold integers, got {token_id!r}")
+        if not 0 <= token_id <= MAX_INT:
+            raise fields.error(key, f"must hold ids between 0 and {MAX_INT}, got {token_id}")
+    return tuple(dict.fromkeys(value))
+
+
+def _optional_id(fields: JsonFields, key: str) -> int | None:
+    return fields.integer(key, low=0) if fields.has(key) else None

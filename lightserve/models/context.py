@@ -1,0 +1,29 @@
+"""What the layers of one model are built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightserve.kernels.interface import Kernels
+from lightserve.models.config import ModelConfig
+from lightserve.models.layers.linear import LinearMethod
+from lightserve.models.layers.norm import RMSNorm
+from lightserve.models.layers.weights import WeightReader
+from lightserve.models.parallel import TensorParallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelContext:
+    """Everything a layer's constructor needs; layers keep what they use, not this."""
+
+    config: ModelConfig
+    reader: WeightReader
+    kernels: Kernels
+    tp: TensorParallel
+    method: LinearMethod
+    context_len: int
+    """Longest sequence that is served, in tokens."""
+
+    def rms_norm(self, name: str, *, size: int) -> RMSNorm:
+        """Load the normalisation `name`."""
+        return RMSNorm(self.kernels, self.reader, name, size=size, eps=self.config.rms_norm_eps)

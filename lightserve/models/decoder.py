@@ -1,0 +1,142 @@
+"""The decoder that Llama, Mistral and Qwen share: pre-norm attention and gated MLP.
+
+An architecture is a `DecoderModel` with another `DecoderLayer`, or the same one under another
+configuration; see `llama.py` and its neighbours.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightserve.kernels.interface import AttentionBatch
+from lightserve.models.base import KVPool
+from lightserve.models.context import ModelContext
+from lightserve.models.layers.attention import AttentionInputs, SelfAttention
+from lightserve.models.layers.mlp import GatedMLP
+from lightserve.models.layers.rotary import RotaryTable, frequencies
+from lightserve.models.layers.vocab import LMHead, VocabEmbedding, VocabWeight
+from lightserve.models.weight_files import EMBEDDING, LM_HEAD
+
+
+class DecoderLayer:
+    """One layer: x = x + attention(norm(x)); x = x + mlp(norm(x)).
+
+    The sum is kept apart as `residual`, so that each addition is fused with the norm after it.
+    """
+
+    attention_type: ClassVar[type[SelfAttention]] = SelfAttention
+
+    def __init__(self, context: ModelContext, layer: int) -> None:
+        prefix = f"model.layers.{layer}"
+        hidden_size = context.config.hidden_size
+        self._layer = layer
+        self._attention_norm = context.rms_norm(f"{prefix}.input_layernorm", size=hidden_size)
+        self._attention = self.attention_type(context, f"{prefix}.self_attn", layer=layer)
+        self._mlp_norm = context.rms_norm(f"{prefix}.post_attention_layernorm", size=hidden_size)
+        self._mlp = GatedMLP(context, f"{prefix}.mlp")
+
+    def attend(
+        self, x: Tensor, residual: Tensor | None, inputs: AttentionInputs, kv: KVPool
+    ) -> tuple[Tensor, Tensor]:
+        """Write every new token's KV and attend.
+
+        Args:
+            x: [T, hidden], the last layer's output, not yet added to the residual.
+            residual: [T, hidden], None in the first layer; may be overwritten.
+            inputs: batch and rotary tables of the pass.
+            kv: pool, written.
+
+        Returns:
+            (heads [T, Hq * D], residual [T, hidden]) for `finish`.
+        """
+        if residual is None:
+            residual, x = x, self._attention_norm(x)
+        else:
+            x, residual = self._attention_norm.add(x, residual)
+        return self._attention.mix(x, inputs, kv.k[self._layer], kv.v[self._layer]), residual
+
+    def finish(self, heads: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (x, residual), each [N, hidden], of any N of the tokens; their sum counts."""
+        x, residual = self._mlp_norm.add(self._attention.project(heads), residual)
+        return self._mlp(x), residual
+
+
+class DecoderModel:
+    """Embedding, layers, norm and LM head."""
+
+    layer_type: ClassVar[type[DecoderLayer]] = DecoderLayer
+
+    def __init__(self, context: ModelContext) -> None:
+        config = context.config
+        self.config = config
+        self.context_len = context.context_len
+        table = frequencies(
+            config.rope,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            context_len=context.context_len,
+        )
+        self._rotary = RotaryTable(
+            table, context_len=context.context_len, device=context.reader.device
+        )
+        embedding, head = _vocab_weights(context)
+        self._embedding = VocabEmbedding(embedding, context.tp)
+        self._layers = [self.layer_type(context, layer) for layer in range(config.num_layers)]
+        self._norm = context.rms_norm("model.norm", size=config.hidden_size)
+        self._lm_head = LMHead(head, context.tp, context.kernels)
+
+    def forward(
+        self, input_ids: Tensor, batch: AttentionBatch, kv: KVPool, logit_rows: Tensor
+    ) -> Tensor | None:
+        """See `Model.forward`.
+
+        Every token's KV is written in every layer, but past the last layer's attention only the
+        tokens whose logits are wanted go on.
+        """
+        x = self._embedding(input_ids)
+        residual: Tensor | None = None
+        cos, sin = self._rotary.select(batch.positions)
+        inputs = AttentionInputs(batch, cos, sin)
+        for layer in self._layers[:-1]:
+            heads, residual = layer.attend(x, residual, inputs, kv)
+            x, residual = layer.finish(heads, residual)
+        last = self._layers[-1]
+        heads, residual = last.attend(x, residual, inputs, kv)
+        if logit_rows.shape[0] == 0:
+            return self._lm_head.no_logits()
+        heads, residual = heads.index_select(0, logit_rows), residual.index_select(0, logit_rows)
+        x, residual = last.finish(heads, residual)
+        hidden, _ = self._norm.add(x, residual)
+        return self._lm_head(hidden)
+
+
+def _vocab_weights(context: ModelContext) -> tuple[VocabWeight, VocabWeight]:
+    """Load embedding and LM head, one and the same where they are tied.
+
+    As transformers: a tied model may have either tensor or both, and both are kept when they
+    differ.
+    """
+    config, reader = context.config, context.reader
+
+    def load(name: str) -> VocabWeight:
+        return VocabWeight(
+            reader,
+            context.tp,
+            name,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+        )
+
+    if not config.tie_word_embeddings:
+        return load(EMBEDDING), load(LM_HEAD)
+    if not reader.has(EMBEDDING):
+        head = load(LM_HEAD)
+        return head, head
+    embedding = load(EMBEDDING)
+    if not reader.has(LM_HEAD):
+        return embedding, embedding
+    head = load(LM_HEAD)
+    return embedding, embedding if torch.equal(embedding.tensor, head.tensor) else head

@@ -1,0 +1,76 @@
+"""Embedding and LM head, each rank holding an equal range of the vocabulary.
+
+The vocabulary is padded to a multiple of the number of ranks; padded rows are zero, and padded
+logits are cut off after the gather.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightserve.kernels.interface import Kernels
+from lightserve.models.layers.weights import WeightReader
+from lightserve.models.parallel import Part, TensorParallel
+
+
+class VocabWeight:
+    """This rank's rows [ceil(vocab / size), hidden] of an embedding or LM-head matrix."""
+
+    def __init__(
+        self,
+        reader: WeightReader,
+        tp: TensorParallel,
+        name: str,
+        *,
+        vocab_size: int,
+        hidden_size: int,
+    ) -> None:
+        self.vocab_size = vocab_size
+        num_rows = -(-vocab_size // tp.size)
+        self.first_id = tp.rank * num_rows
+        self.num_ids = max(0, min(num_rows, vocab_size - self.first_id))
+        self.tensor = torch.empty(num_rows, hidden_size, dtype=reader.dtype, device=reader.device)
+        self.tensor[self.num_ids :].zero_()
+        reader.read_into(self.tensor[: self.num_ids], name, rows=Part(self.first_id, self.num_ids))
+
+
+class VocabEmbedding:
+    """Token ids to hidden states."""
+
+    def __init__(self, weight: VocabWeight, tp: TensorParallel) -> None:
+        self._weight = weight
+        self._tp = tp
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """Look up int64 ids [T] in 0 … vocab_size-1 -> [T, hidden], on every rank."""
+        weight = self._weight
+        if self._tp.size == 1:
+            return functional.embedding(input_ids, weight.tensor)
+        local_ids = input_ids - weight.first_id
+        elsewhere = (local_ids < 0) | (local_ids >= weight.num_ids)
+        hidden = functional.embedding(local_ids.masked_fill(elsewhere, 0), weight.tensor)
+        return self._tp.all_reduce(hidden.masked_fill_(elsewhere.unsqueeze(1), 0))
+
+
+class LMHead:
+    """Hidden states to logits on rank 0."""
+
+    def __init__(self, weight: VocabWeight, tp: TensorParallel, kernels: Kernels) -> None:
+        self._weight = weight
+        self._tp = tp
+        self._kernels = kernels
+
+    def __call__(self, hidden: Tensor) -> Tensor | None:
+        """Return float32 logits [L, vocab] on rank 0, None elsewhere; hidden [L, hidden]."""
+        local = self._kernels.linear(hidden, self._weight.tensor, None)
+        logits = self._tp.gather(local)
+        return None if logits is None else logits[:, : self._weight.vocab_size].float()
+
+    def no_logits(self) -> Tensor | None:
+        """Return what a pass without wanted logits returns: [0, vocab], None beyond rank 0."""
+        if self._tp.rank != 0:
+            return None
+        weight = self._weight
+        return torch.empty(0, weight.vocab_size, dtype=torch.float32, device=weight.tensor.device)

@@ -1,0 +1,178 @@
+"""The safetensors files of a model directory: found, confined to it, and checked. Torch-free.
+
+The supervisor calls `check_weights` before it starts anything; the loader finds each tensor's
+file by the same `find_weights`. Only `*.safetensors` and their index are ever opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from safetensors import SafetensorError, safe_open
+
+from lightserve.errors import ModelLoadError
+from lightserve.models.config import ModelConfig
+from lightserve.models.json_fields import JsonFields, read_json_object
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FLOAT_DTYPES = ("F32", "F16", "BF16")
+"""Stored types that can be served, in safetensors' words."""
+
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """Which file holds which tensor."""
+
+    index: Path
+    """The file that says so: the shard index, or the only shard."""
+    file_of: Mapping[str, Path]
+
+
+def find_weights(path: Path) -> WeightFiles:
+    """Map every tensor of the model in directory `path` to its file.
+
+    As in transformers, a single `model.safetensors` is preferred to a shard index.
+
+    Raises:
+        ModelLoadError: no weights, a malformed index, or a shard that is missing or lies
+            outside the directory.
+    """
+    single, index = path / SINGLE_FILE, path / INDEX_FILE
+    if single.exists():
+        _check_confined(path, single)
+        with _open(single) as shard:
+            return WeightFiles(single, dict.fromkeys(shard.keys(), single))
+    if not index.exists():
+        raise ModelLoadError(f"{path}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
+    weight_map = JsonFields(index, read_json_object(index)).child("weight_map")
+    names = {name: weight_map.string(name) for name, _ in weight_map.items()}
+    shards = {}
+    for name, shard_name in names.items():
+        if shard_name not in shards:
+            shards[shard_name] = _shard_path(path, weight_map, name, shard_name)
+    return WeightFiles(index, {name: shards[shard_name] for name, shard_name in names.items()})
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every tensor that the model is made of.
+
+    The tied LM head is left out. Tensors beyond these (an old `rotary_emb.inv_freq`, say) are
+    ignored wherever they occur.
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        EMBEDDING: (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tie_word_embeddings:
+        shapes[LM_HEAD] = (config.vocab_size, hidden)
+    linears = {
+        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, q_size, config.attention_output_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if config.qk_norm:
+        norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        for name, (out_size, in_size, has_bias) in linears.items():
+            shapes[f"{prefix}.{name}.weight"] = (out_size, in_size)
+            if has_bias:
+                shapes[f"{prefix}.{name}.bias"] = (out_size,)
+        for name, size in norms.items():
+            shapes[f"{prefix}.{name}.weight"] = (size,)
+    return shapes
+
+
+def check_weights(path: Path, config: ModelConfig) -> None:
+    """Check that every tensor of the model is there, with its shape and a float type.
+
+    Reads headers only (which also shows truncated files), so it takes milliseconds.
+
+    Raises:
+        ModelLoadError: names the file and, where there is one, the tensor.
+    """
+    files = find_weights(path)
+    shapes = expected_tensors(config)
+    if config.tie_word_embeddings and LM_HEAD in files.file_of:
+        # A tied model may have stored either tensor, or both.
+        shapes[LM_HEAD] = shapes[EMBEDDING]
+        if EMBEDDING not in files.file_of:
+            del shapes[EMBEDDING]
+    in_file: dict[Path, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        if name not in files.file_of:
+            raise ModelLoadError(f"{files.index}: tensor {name!r} is missing")
+        in_file.setdefault(files.file_of[name], {})[name] = shape
+    for file, wanted in in_file.items():
+        _check_shard(file, wanted)
+
+
+def open_shard(path: Path, *, framework: str) -> safe_open:
+    """Open a shard, memory-mapped. Raises ModelLoadError naming the file."""
+    try:
+        return safe_open(path, framework=framework)
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{path}: not a whole safetensors file: {error}") from error
+
+
+def _open(path: Path) -> safe_open:
+    return open_shard(path, framework="np")
+
+
+def _check_shard(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    with _open(file) as shard:
+        present = set(shard.keys())
+        for name, shape in shapes.items():
+            if name not in present:
+                raise ModelLoadError(f"{file}: tensor {name!r} is missing")
+            header = shard.get_slice(name)
+            if header.get_dtype() not in FLOAT_DTYPES:
+                raise ModelLoadError(
+                    f"{file}: tensor {name!r} has type {header.get_dtype()},"
+                    f" not one of {', '.join(FLOAT_DTYPES)}"
+                )
+            if tuple(header.get_shape()) != shape:
+                raise ModelLoadError(
+                    f"{file}: tensor {name!r} has shape {list(header.get_shape())},"
+                    f" config.json implies {list(shape)}"
+                )
+
+
+def _shard_path(path: Path, weight_map: JsonFields, name: str, shard_name: str) -> Path:
+    pure = PurePosixPath(shard_name)
+    if pure.is_absolute() or ".." in pure.parts or pure.suffix != ".safetensors":
+        raise weight_map.error(
+            name, f"must name a .safetensors file in the model directory, got {shard_name!r}"
+        )
+    shard = path / pure
+    if not shard.is_file():
+        raise weight_map.error(name, f"names {shard_name!r}, which does not exist")
+    _check_confined(path, shard)
+    return shard
+
+
+def _check_confined(path: Path, file: Path) -> None:
+    """Refuse links that lead out of the model directory.
+
+    In a hub cache the files are links from `snapshots/<revision>/` to the `blobs/` beside it,
+    which belong to the model.
+    """
+    root, target = path.resolve(), file.resolve()
+    roots = [root]
+    if root.parent.name == "snapshots":
+        roots.append(root.parent.parent / "blobs")
+    if not any(target.is_relative_to(allowed) for allowed in roots):
+        raise ModelLoadError(f"{file}: leads out of the model directory, to {target}")
