@@ -19,7 +19,7 @@ SendT = TypeVar("SendT")
 RecvT = TypeVar("RecvT")
 
 VERSION_BYTE = bytes([PROTOCOL_VERSION])
-_PEER_NAME = re.compile(r"[a-z][a-z0-9]{0,31}(-[0-9]{1,6})?")
+_PEER_NAME = re.compile(r"[a-z][a-z0-9]{0,31}(-[0-9]{1,9}){0,2}")
 
 
 class Codec(Generic[SendT, RecvT]):
@@ -64,7 +64,7 @@ class Codec(Generic[SendT, RecvT]):
 
 
 def check_peer_name(name: str) -> str:
-    """Return `name` if it may name a peer ("router", "worker-0"), else raise ValueError."""
+    """Return `name` if it may name a peer ("router", "worker-0", "worker-0-3"), else raise ValueError."""
     if _PEER_NAME.fullmatch(name) is None:
         raise ValueError(f"not a peer name: {name!r}")
     return name

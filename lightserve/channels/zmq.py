@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from typing import Any, Generic
 
 import zmq
@@ -70,6 +71,14 @@ class _Socket:
         self.raw.setsockopt(zmq.RCVHWM, max_queued)
         self.raw.setsockopt(zmq.MAXMSGSIZE, _ZMQ_LIMIT_BYTES)
 
+    def open(self, bind_or_connect: Callable[[str], object], address: str) -> None:
+        """Bind or connect; a socket that cannot is closed again, and its error raised."""
+        try:
+            bind_or_connect(address)
+        except zmq.ZMQError:
+            self.close()
+            raise
+
     def is_readable(self) -> bool:
         """Whether a frame waits; asking also makes ZeroMQ re-arm the descriptor's edge."""
         return bool(int(self.raw.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
@@ -125,7 +134,7 @@ class ZmqHub(_Channel[SendT, RecvT]):
         # restarted peer takes over its predecessor's name.
         self._socket.raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.raw.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.raw.bind(address)
+        self._socket.open(self._socket.raw.bind, address)
         if address.startswith("ipc://"):
             os.chmod(address.removeprefix("ipc://"), 0o600)  # noqa: PTH101 - address, not Path
 
@@ -167,9 +176,10 @@ class _DealerChannel(_Channel[SendT, RecvT]):
     def __init__(
         self, address: str, name: str, codec: Codec[SendT, RecvT], max_queued: int
     ) -> None:
+        identity = check_peer_name(name).encode("ascii")
         super().__init__(zmq.DEALER, codec, max_queued)
-        self._socket.raw.setsockopt(zmq.IDENTITY, check_peer_name(name).encode("ascii"))
-        self._socket.raw.connect(address)
+        self._socket.raw.setsockopt(zmq.IDENTITY, identity)
+        self._socket.open(self._socket.raw.connect, address)
 
     def send(self, message: SendT) -> None:
         """Queue a message to the hub without waiting. Raises ChannelFull."""
