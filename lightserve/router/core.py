@@ -14,6 +14,7 @@ rows that a plan in flight names are not reassigned before its result is there.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,7 @@ from lightserve.router.kv.slots import SlotPool
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.plan_builder import build_plan
 from lightserve.router.policies.base import Policy, StepLimits
+from lightserve.router.preemption import Fit, fit_into_memory
 from lightserve.router.queues import RowTable, WaitingQueue
 from lightserve.router.request import Request, RequestState
 from lightserve.types import FinishReason, FrontendId, RequestClass, RequestKey
@@ -68,6 +70,7 @@ class RouterCore:
         self._rows = RowTable(config.max_num_seqs)
         self._slots: SlotPool | None = None
         self._pipeline = Pipeline()
+        self.num_preemptions = 0
 
     # ---------------------------------------------------------------- events
 
@@ -134,9 +137,6 @@ class RouterCore:
         replayed: list[Request] = []
         for request in list(self._rows):
             self._rows.release(request)
-            request.slots = None
-            request.num_computed_tokens = request.num_inflight_tokens = 0
-            request.num_inflight_samples = request.num_inflight_steps = 0
             if request.state is RequestState.ENDED:
                 continue
             if not _can_replay(request):
@@ -145,7 +145,7 @@ class RouterCore:
                 del self._requests[request.key]
             else:
                 request.num_replays += 1
-                request.state = RequestState.WAITING
+                request.back_to_waiting()
                 replayed.append(request)
         self._waiting.requeue(replayed)
 
@@ -158,25 +158,35 @@ class RouterCore:
         due_s = self._pipeline.next_plan_due_s()
         if due_s is None or due_s > now_s:
             return WaitUntil(due_s)
+        fit = self._select(self._waiting) or self._select(())
+        if not fit.allotments or (fit.victims and not self._pipeline.is_empty):
+            return WaitUntil(None)
+        num_tokens = sum(part.num_tokens for part in fit.allotments)
+        slots = self._slots.peek_after([v.held_slots for v in fit.victims], num_tokens)
+        return PlannedStep(
+            plan=build_plan(self._pipeline.next_step_id, fit.allotments, self._rows, slots),
+            allotments=fit.allotments,
+            victims=fit.victims,
+            planned_at_s=now_s,
+            predicted_s=self._pipeline.cost.predict(fit.allotments),
+        )
+
+    def _select(self, waiting: Iterable[Request]) -> Fit:
+        """Ask the policy who advances, and see that it fits; falsy if nobody can."""
+        assert self._slots is not None
         limits = StepLimits(
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             num_free_rows=self._rows.num_free,
         )
         running = [request for request in self._rows if request.state is RequestState.RUNNING]
         admission = self._config.admission.begin(list(self._rows), self._slots.num_slots)
-        allotments = tuple(self._config.policy.select(running, self._waiting, limits, admission))
-        if not allotments:
-            return WaitUntil(None)
-        return PlannedStep(
-            plan=build_plan(self._pipeline.next_step_id, allotments, self._rows, self._slots),
-            allotments=allotments,
-            planned_at_s=now_s,
-            predicted_s=self._pipeline.cost.predict(allotments),
-        )
+        chosen = self._config.policy.select(running, waiting, limits, admission)
+        return fit_into_memory(chosen, self._slots.num_free, victims_first=running[::-1])
 
     def commit(self, planned: PlannedStep, now_s: float) -> None:
         """Book a step that was sent at `now_s`, planned since the last event."""
         assert self._slots is not None
+        self._preempt(planned.victims)
         self._pipeline.push(planned, now_s)
         for (request, num_tokens), row in zip(planned.allotments, planned.plan.rows, strict=True):
             if request.state is RequestState.WAITING:
@@ -190,6 +200,16 @@ class RouterCore:
             request.num_inflight_samples += int(row.output)
             request.num_inflight_tokens += num_tokens
             request.num_inflight_steps += 1
+
+    def _preempt(self, victims: Sequence[Request]) -> None:
+        """Free the victims' KV; they keep their text and head the queue, in order of admission."""
+        assert self._slots is not None
+        for request in victims:
+            self._slots.release(request.held_slots)
+            self._rows.release(request)
+            request.back_to_waiting()
+        self._waiting.requeue(victims[::-1])
+        self.num_preemptions += len(victims)
 
     # ---------------------------------------------------------------- results
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lightserve.messages.frontend_router import Abort, Submit, TokenDelta
 from lightserve.messages.router_worker import StepPlan
 from lightserve.router.policies.base import Allotment
+from lightserve.router.request import Request
 from lightserve.types import FrontendId
 
 
@@ -55,6 +56,8 @@ class PlannedStep:
     plan: StepPlan
     allotments: tuple[Allotment, ...]
     """In the order of `plan.rows`."""
+    victims: tuple[Request, ...]
+    """Requests to preempt before the plan is sent; only ever with nothing in flight."""
     planned_at_s: float
     predicted_s: float
     """Predicted execution time."""

@@ -49,6 +49,11 @@ class Pipeline:
         self._router_s = 0.0
         self._had_work = False
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step is in flight."""
+        return not self._in_flight
+
     def next_plan_due_s(self) -> float | None:
         """Return when the next plan should leave (-inf: now), None: not before a result."""
         if not self._in_flight:

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.messages.common import Int32Array, TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
-from lightserve.router.kv.slots import SlotPool
 from lightserve.router.policies.base import Allotment
 from lightserve.router.queues import RowTable
 from lightserve.types import StepId
 
 
 def build_plan(
-    step_id: StepId, allotments: Sequence[Allotment], rows: RowTable, slots: SlotPool
+    step_id: StepId, allotments: Sequence[Allotment], rows: RowTable, slots: Int32Array
 ) -> StepPlan:
     """Return the plan that moves each request by its allotment.
 
-    New requests get the rows, and all requests the slots, that `RowTable.acquire` and
-    `SlotPool.acquire` will give when called in the order of `allotments`.
+    New requests get the rows that `RowTable.acquire` will give when called in the order of
+    `allotments`; all requests get the next ones of `slots`, int32 [sum of num_tokens].
     """
     num_new = sum(request.row is None for request, _ in allotments)
     new_rows = iter(rows.peek(num_new))
-    all_slots = pack_int32(slots.peek(sum(num_tokens for _, num_tokens in allotments)))
+    all_slots = pack_int32(slots)
     sequences: list[AddSequence] = []
     slot_ranges: list[SlotRange] = []
     plan_rows: list[PlanRow] = []

@@ -25,7 +25,7 @@ _NO_SLOTS: Int32Array = np.empty(0, dtype=np.int32)
 
 
 class RequestState(Enum):
-    """Where a request is. Allowed: WAITING -> RUNNING -> ENDED, RUNNING -> WAITING (replay)."""
+    """Where a request is. Allowed: WAITING -> RUNNING -> ENDED, RUNNING -> WAITING (again)."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -58,6 +58,13 @@ class Request:
     num_inflight_samples: int = 0
     num_inflight_steps: int = 0
     num_replays: int = 0
+
+    def back_to_waiting(self) -> None:
+        """Lose row, KV and everything in flight; the known tokens are to be computed again."""
+        self.state = RequestState.WAITING
+        self.slots = None
+        self.num_computed_tokens = self.num_inflight_tokens = 0
+        self.num_inflight_samples = self.num_inflight_steps = 0
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import pytest
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Abort, ErrorCode, Submit
 from lightserve.messages.router_worker import StepPlan
+from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.conservative import ConservativeAdmission
 from lightserve.router.core import CoreConfig, RouterCore
 from lightserve.router.events import FromFrontend, FrontendGone, WorkersGone, WorkersReady
 from lightserve.router.policies.registry import POLICIES
+from lightserve.router.request import Request
 from lightserve.sim.simulation import Outcome, Simulation, TimedEvent
 from lightserve.sim.worker import EOS_TOKEN_ID, SimulatedWorker, sampled_token
 from lightserve.types import (
@@ -42,7 +45,22 @@ class Arrival:
     request_class: RequestClass = RequestClass.RT
 
 
-def make_core(policy: str, budget: int = 16, max_waiting: int = 1000) -> RouterCore:
+class RecklessAdmission:
+    """Admits everybody, so that memory runs out and requests are preempted."""
+
+    def begin(self, live: Collection[Request], num_slots: int) -> RecklessAdmission:
+        return self
+
+    def admit(self, request: Request) -> bool:
+        return True
+
+
+def make_core(
+    policy: str,
+    budget: int = 16,
+    max_waiting: int = 1000,
+    admission: AdmissionRule | None = None,
+) -> RouterCore:
     return RouterCore(
         CoreConfig(
             max_model_len=MAX_LEN,
@@ -50,7 +68,7 @@ def make_core(policy: str, budget: int = 16, max_waiting: int = 1000) -> RouterC
             max_num_batched_tokens=budget,
             max_waiting_requests=max_waiting,
             policy=POLICIES[policy](),
-            admission=ConservativeAdmission(),
+            admission=admission or ConservativeAdmission(),
         )
     )
 
@@ -113,11 +131,14 @@ arrivals_strategy = st.lists(
 )
 
 
+@pytest.mark.parametrize("admission", [ConservativeAdmission(), RecklessAdmission()])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(arrivals=arrivals_strategy, budget=st.integers(MAX_SEQS, 64))
-def test_random_traffic(policy: str, arrivals: list[Arrival], budget: int) -> None:
-    core = make_core(policy, budget)
+def test_random_traffic(
+    admission: AdmissionRule, policy: str, arrivals: list[Arrival], budget: int
+) -> None:
+    core = make_core(policy, budget, admission=admission)
     simulation = make_simulation(core)
     for until_s in (0.05, 0.1, 0.2, float("inf")):
         simulation.run(events_of(arrivals) if until_s == 0.05 else [], until_s=until_s)
@@ -151,6 +172,19 @@ def test_frontend_gone_frees_everything_of_it(arrivals: list[Arrival], gone_s: f
     ]
     assert all(arrivals[key.request_id] not in late for key in unfinished)
     assert core.status(simulation.now_s).num_running == 0
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_preempted_requests_keep_their_text(policy: str) -> None:
+    """Six requests that need 6 x 40 slots in a pool of 120: some start over, none loses a token."""
+    core = make_core(policy, budget=64, admission=RecklessAdmission())
+    simulation = make_simulation(core)
+    arrivals = [Arrival(0.0, 10, 30, 30) for _ in range(6)]
+    simulation.run(events_of(arrivals))
+    for number, arrival in enumerate(arrivals):
+        check_outcome(arrival, simulation.outcomes[RequestKey(FrontendId(0), RequestId(number))])
+    assert core.num_preemptions > 0
+    core.check_integrity()
 
 
 def test_one_plan_ahead_keeps_the_worker_busy() -> None:

@@ -132,7 +132,7 @@ def test_conservative_admission_reserves_the_worst_case() -> None:
 
 
 def test_build_plan_splits_slots_and_samples_at_the_end() -> None:
-    rows, slots = RowTable(4), SlotPool(100)
+    rows, slots = RowTable(4), SlotPool(100).peek(12)
     decoding = make_request(0, computed=8)
     rows.acquire(decoding)
     allotments = [
@@ -160,7 +160,7 @@ class TestPipeline:
     def step(self, pipeline: Pipeline, now_s: float, num_tokens: int = 4) -> PlannedStep:
         allotments = (Allotment(make_request(0, prompt=64), num_tokens),)
         plan = StepPlan(step_id=pipeline.next_step_id, sequences=[], slot_ranges=[], rows=[])
-        return PlannedStep(plan, allotments, now_s, pipeline.cost.predict(allotments))
+        return PlannedStep(plan, allotments, (), now_s, pipeline.cost.predict(allotments))
 
     def result(self, step_id: int, exec_s: float = 0.02, idle_s: float = 0.0) -> StepResult:
         return StepResult(

@@ -6,6 +6,8 @@ a fresh pool gives 0, 1, 2, … so that a lone request's KV is contiguous.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from lightserve.messages.common import Int32Array
@@ -38,6 +40,12 @@ class SlotPool:
         if count > self._num_free:
             raise ValueError(f"{count} slots asked for, {self._num_free} free")
         return self._stack[self._num_free - count : self._num_free][::-1].copy()
+
+    def peek_after(self, released: Sequence[Int32Array], count: int) -> Int32Array:
+        """Return what `acquire(count)` would give once `released` were released, in that order."""
+        pieces = list(reversed(released))
+        num_missing = max(0, count - sum(map(len, pieces)))
+        return np.concatenate([*pieces, self.peek(num_missing)])[:count]
 
     def acquire(self, count: int) -> Int32Array:
         """Take `count` slots; see `peek`."""
