@@ -22,6 +22,9 @@ class Waitable(Protocol):
         """Whether `receive` has something to look at now."""
 
 
+_LONGEST_WAIT_S = 86400.0
+"""Far below what select's time value can hold; longer waits are made of several."""
+
 SourceT = TypeVar("SourceT", bound=Waitable | int)
 
 
@@ -35,10 +38,11 @@ def wait_readable(channels: Sequence[SourceT], timeout_s: float | None) -> list[
     while True:
         # A socket's descriptor is edge-triggered, so the sockets are asked before every wait.
         ready = [source for source in channels if _has_message(source)]
-        remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-        readable, _, _ = select.select(channels, [], [], 0.0 if ready else remaining_s)
+        wait_s = _LONGEST_WAIT_S if deadline_s is None else deadline_s - time.monotonic()
+        wait_s = 0.0 if ready else min(max(0.0, wait_s), _LONGEST_WAIT_S)
+        readable, _, _ = select.select(channels, [], [], wait_s)
         ready.extend(source for source in readable if isinstance(source, int))
-        if ready or (not readable and remaining_s is not None):
+        if ready or wait_s == 0.0:
             return ready
 
 

@@ -1,0 +1,168 @@
+"""The start of every child process: `python -m lightserve.child NAME PARENT_PID`.
+
+Standard input is a pipe from the supervisor. It brings the `ChildSpec` (four bytes of length,
+then msgpack) and stays open as the death pipe: when it ends, so does this process. Together with
+PDEATHSIG that leaves no orphans, however the supervisor goes.
+
+Signals meant for the supervisor often reach its whole process group (Ctrl-C) or control group
+(systemd). Children ignore them: the supervisor alone decides when they end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import struct
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+import msgspec
+
+from lightserve.channels.base import AsyncLink, Link
+from lightserve.channels.zmq import connect_async_link, connect_link
+from lightserve.errors import LightserveError
+from lightserve.logs import one_line, setup_logging
+from lightserve.messages.supervision import (
+    ChildFailed,
+    ChildMessage,
+    ChildSpec,
+    Role,
+    SupervisorMessage,
+)
+
+ControlLink = Link[ChildMessage, SupervisorMessage]
+AsyncControlLink = AsyncLink[ChildMessage, SupervisorMessage]
+Runner = Callable[[ChildSpec], int]
+"""Runs a role to its end and returns the exit code."""
+
+SPEC_HEADER = struct.Struct(">I")
+_MAX_SPEC_BYTES = 64 * 1024
+_STDIN_FD = 0
+_PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger(__name__)
+
+
+def main(runners: Mapping[Role, Runner] | None = None) -> NoReturn:
+    """Be the child that standard input describes; `runners` replaces the real roles (tests)."""
+    _die_with_parent(int(sys.argv[2]))
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    spec = read_spec(_STDIN_FD)
+    setup_logging(f"{spec.role}-{spec.index}", spec.config.log_level)
+    threading.Thread(target=_watch_death_pipe, name="death-pipe", daemon=True).start()
+    exit_code = _run(spec, (runners or ROLE_RUNNERS)[spec.role])
+    # No interpreter shutdown: it may wait for threads of native libraries.
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(exit_code)
+
+
+def read_spec(fd: int) -> ChildSpec:
+    """Read the specification from a descriptor, exactly; raises EOFError if it ends early."""
+    (length,) = SPEC_HEADER.unpack(_read_exactly(fd, SPEC_HEADER.size))
+    if length > _MAX_SPEC_BYTES:
+        raise ValueError(f"specification of {length} bytes")
+    return msgspec.msgpack.decode(_read_exactly(fd, length), type=ChildSpec)
+
+
+def control_name(spec: ChildSpec) -> str:
+    """Return this child's name at the supervisor's hub; no two children ever share one."""
+    return f"{spec.role}-{spec.index}-{spec.generation}"
+
+
+def connect_control(spec: ChildSpec) -> ControlLink:
+    """Connect to the supervisor."""
+    return connect_link(
+        spec.control_address,
+        name=control_name(spec),
+        send_type=ChildMessage,
+        recv_type=SupervisorMessage,
+    )
+
+
+def connect_async_control(spec: ChildSpec) -> AsyncControlLink:
+    """Connect to the supervisor from inside a running asyncio loop."""
+    return connect_async_link(
+        spec.control_address,
+        name=control_name(spec),
+        send_type=ChildMessage,
+        recv_type=SupervisorMessage,
+    )
+
+
+def _run(spec: ChildSpec, runner: Runner) -> int:
+    try:
+        return runner(spec)
+    except LightserveError as error:
+        log.debug("failed", exc_info=True)
+        _report_failure(spec, one_line(error))
+    except Exception as error:
+        log.exception("failed")
+        _report_failure(spec, one_line(error))
+    return 1
+
+
+def _report_failure(spec: ChildSpec, reason: str) -> None:
+    """Tell the supervisor why, over a link of its own: the role's may be in any state."""
+    control = connect_control(spec)
+    control.send(ChildFailed(reason=reason))
+    control.close()
+
+
+def _run_frontend(spec: ChildSpec) -> int:
+    from lightserve.frontend.process import run  # noqa: PLC0415 - each role imports only itself
+
+    return run(spec, lambda: connect_async_control(spec))
+
+
+def _run_router(spec: ChildSpec) -> int:
+    from lightserve.router.process import run  # noqa: PLC0415
+
+    return run(spec, connect_control(spec))
+
+
+def _run_worker(spec: ChildSpec) -> int:
+    from lightserve.worker.process import run  # noqa: PLC0415
+
+    return run(spec, connect_control(spec))
+
+
+ROLE_RUNNERS: Mapping[Role, Runner] = {
+    Role.FRONTEND: _run_frontend,
+    Role.ROUTER: _run_router,
+    Role.WORKER: _run_worker,
+}
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process with the supervisor's main thread."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:  # it died before the call above
+        os._exit(1)
+
+
+def _watch_death_pipe() -> None:
+    while os.read(_STDIN_FD, 1):
+        pass
+    os._exit(1)
+
+
+def _read_exactly(fd: int, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        chunk = os.read(fd, length - len(data))
+        if not chunk:
+            raise EOFError("the supervisor is gone")
+        data += chunk
+    return data
+
+
+if __name__ == "__main__":
+    main()

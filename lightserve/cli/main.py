@@ -1,0 +1,76 @@
+"""The `lightserve` command. Each subcommand has a module of its own, imported when it is used."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+import click
+
+import lightserve
+from lightserve.errors import ConfigError, LightserveError
+from lightserve.logs import one_line
+
+SUBCOMMANDS: Mapping[str, str] = {
+    "serve": "Serve a model over HTTP.",
+}
+"""Name to one-line help; the module is `lightserve.cli.<name>`, its click command `command`."""
+
+
+class _LazyGroup(click.Group):
+    """A group whose help needs no subcommand's imports."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(SUBCOMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in SUBCOMMANDS:
+            return None
+        command = importlib.import_module(f"lightserve.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(SUBCOMMANDS.items()))
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(
+    lightserve.__version__, prog_name="lightserve", message="%(prog)s %(version)s"
+)
+def cli() -> None:
+    """LLM serving for real-time and best-effort traffic on one engine."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit.
+
+    Exit codes: 2 for wrong arguments, 1 for anything else that lightserve reports on purpose;
+    either way with one line on stderr.
+    """
+    try:
+        exit_code = cli.main(arguments, prog_name="lightserve", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        _fail(error.format_message(), error.exit_code)
+    except click.Abort:
+        sys.exit(130)
+    except LightserveError as error:
+        logging.getLogger(__name__).debug("failed", exc_info=True)
+        _fail(one_line(error), 2 if isinstance(error, ConfigError) else 1)
+    sys.exit(exit_code)
+
+
+def _fail(message: str, exit_code: int) -> NoReturn:
+    print(f"lightserve: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Command-line options made from the fields of a configuration dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar, get_type_hints
+
+import click
+
+from lightserve.config import flag_name
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def config_options(config_type: type[Any]) -> Callable[[FunctionT], FunctionT]:
+    """Decorate a command with one option per field of `config_type`, in the order declared.
+
+    Flag, help, default and limits come from the field. Limits are checked by the configuration
+    itself when it is built, so that every way to build one is checked alike.
+    """
+    types = get_type_hints(config_type)
+
+    def decorate(function: FunctionT) -> FunctionT:
+        for spec in reversed(dataclasses.fields(config_type)):
+            function = _option(spec, types[spec.name])(function)
+        return function
+
+    return decorate
+
+
+def _option(spec: dataclasses.Field[Any], kind: type) -> Callable[[FunctionT], FunctionT]:
+    choices: tuple[str, ...] = spec.metadata["choices"]
+    return click.option(
+        flag_name(spec.name),
+        spec.name,
+        type=None if kind is bool else kind,
+        is_flag=kind is bool,
+        default=spec.default,
+        metavar=f"[{'|'.join(choices)}]" if choices else None,
+        help=_help_text(spec, kind),
+    )
+
+
+def _help_text(spec: dataclasses.Field[Any], kind: type) -> str:
+    text: str = spec.metadata["help"]
+    notes = []
+    # Where a default needs explaining, the help text itself does it.
+    if kind is not bool and spec.default != "" and "Default:" not in text:
+        notes.append(f"default: {spec.default}")
+    if limits := _limits(spec):
+        notes.append(limits)
+    return text + (f" [{'; '.join(notes)}]" if notes else "")
+
+
+def _limits(spec: dataclasses.Field[Any]) -> str:
+    low, high = spec.metadata["low"], spec.metadata["high"]
+    if low is None and high is None:
+        return ""
+    if high is None:
+        return f"at least {low:g}"
+    return f"at most {high:g}" if low is None else f"{low:g} to {high:g}"

@@ -1,0 +1,269 @@
+"""All children of one server, and what a death or a message means.
+
+Rules while serving (architecture 9):
+
+    frontend dies   FrontendLost to the router; a new one on the same listening socket
+    worker dies     the rest of its group is killed, WorkersLost to the router; a new group
+                    starts when the last of the old one is gone (its memory is free then)
+    router dies     RouterDown to the frontends, the workers are killed; then a new router with
+                    a new boot id and fresh addresses, and a new group
+
+Each of these costs one restart from the budget. While starting, any death is the end; while
+draining, nothing is restarted. The loop alone calls these methods.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from enum import Enum, IntEnum
+
+from lightserve.errors import StartupError
+from lightserve.messages.supervision import (
+    ChildFailed,
+    ChildMessage,
+    ChildReady,
+    Drain,
+    FrontendLost,
+    Role,
+    RouterDown,
+    RouterUp,
+    WorkersLost,
+    WorkersStalled,
+)
+from lightserve.supervisor.budget import RestartBudget
+from lightserve.supervisor.spawn import Child, Spawner
+from lightserve.supervisor.specs import SpecWriter
+from lightserve.types import FrontendId
+
+DRAIN_GRACE_S = 2.0
+"""What frontends get beyond --shutdown-timeout-s before they are killed."""
+
+log = logging.getLogger(__name__)
+
+
+class Phase(Enum):
+    """Where the server is in its life."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+
+
+class Rebuild(IntEnum):
+    """What has to be started again once the remains are gone; a larger one includes a smaller."""
+
+    NOTHING = 0
+    WORKERS = 1
+    ROUTER = 2
+
+
+class Fleet:
+    """The children and the rules of their lives."""
+
+    def __init__(self, specs: SpecWriter, spawner: Spawner) -> None:
+        config = specs.config
+        self.phase = Phase.STARTING
+        self._specs = specs
+        self._spawner = spawner
+        self._budget = RestartBudget(config.max_restarts, config.restart_window_s)
+        self._start_timeout_s = config.start_timeout_s
+        self._boot = specs.boot(0)
+        self._generation = 0
+        self._router: Child | None = None
+        self._workers: list[Child] = []
+        self._frontends: dict[int, Child] = {}
+        self._rebuild = Rebuild.NOTHING
+        self._unready_since_s = time.monotonic()
+        self._drain_deadline_s = float("inf")
+
+    @property
+    def children(self) -> list[Child]:
+        """Every child that has not been reaped."""
+        router = [] if self._router is None else [self._router]
+        return [*self._frontends.values(), *router, *self._workers]
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When (monotonic) `check_deadlines` has to be called next; infinite for never."""
+        due_s = [child.due_s for child in self.children if not child.is_ready]
+        return min([self._drain_deadline_s, *due_s])
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the last frontend has gone after `drain`."""
+        return self.phase is Phase.DRAINING and not self._frontends
+
+    def start(self) -> None:
+        """Start everybody at once: links connect whenever their other end appears."""
+        self._start_router()
+        self._start_workers()
+        for index in range(self._specs.config.http_workers):
+            self._start_frontend(index, 0)
+
+    def drain(self) -> None:
+        """Let the frontends finish what is in flight; `is_drained` tells when they have."""
+        timeout_s = self._specs.config.shutdown_timeout_s
+        self.phase = Phase.DRAINING
+        self._drain_deadline_s = time.monotonic() + timeout_s + DRAIN_GRACE_S
+        if self._rebuild is not Rebuild.NOTHING:
+            self._tell_frontends_router_down()
+        for frontend in self._frontends.values():
+            if frontend.is_ready:
+                frontend.send(Drain(timeout_s=timeout_s))
+            else:
+                frontend.kill()
+
+    def kill_all(self) -> None:
+        """Kill and reap every child."""
+        for child in self.children:
+            child.kill()
+        for child in self.children:
+            child.reap()
+        self._router, self._workers, self._frontends = None, [], {}
+
+    def on_message(self, control_name: str, message: ChildMessage) -> None:
+        """Take in a message; those of children that are gone are ignored."""
+        child = next((c for c in self.children if c.control_name == control_name), None)
+        if child is None:
+            return
+        match message:
+            case ChildReady():
+                self._on_ready(child)
+            case ChildFailed(reason=reason):
+                child.failure = reason
+            case WorkersStalled(generation=generation, stalled_s=stalled_s):
+                if generation == self._generation and self._rebuild is Rebuild.NOTHING:
+                    self._recover(Rebuild.WORKERS, f"workers made no step for {stalled_s:.1f} s")
+
+    def on_exit(self, child: Child) -> None:
+        """Reap a child whose pidfd is readable, and recover.
+
+        Raises:
+            StartupError: it died while the server was starting, or the budget is spent.
+        """
+        self._remove(child)
+        how = child.reap()
+        if self.phase is Phase.STARTING:
+            raise StartupError(
+                f"{child.name}: {child.failure}" if child.failure else f"{child.name} {how}"
+            )
+        if self.phase is Phase.DRAINING:
+            if child.spec.role is not Role.FRONTEND:
+                self._tell_frontends_router_down()
+            return
+        reason = f"{child.name} {how}"
+        if child.spec.role is Role.FRONTEND:
+            self._replace_frontend(child, reason)
+        elif not child.is_doomed:
+            is_router = child.spec.role is Role.ROUTER
+            self._recover(Rebuild.ROUTER if is_router else Rebuild.WORKERS, reason)
+        self._rebuild_when_clear()
+
+    def check_deadlines(self, now_s: float) -> None:
+        """Deal with children that are not ready in time, or do not end in time.
+
+        Raises:
+            StartupError: while the server is starting.
+        """
+        if now_s >= self._drain_deadline_s:
+            log.warning("frontends did not end in time: killed")
+            self._drain_deadline_s = float("inf")
+            for frontend in self._frontends.values():
+                frontend.kill()
+        for child in self.children:
+            if child.is_ready or now_s < child.due_s:
+                continue
+            reason = f"{child.name} was not ready after {self._start_timeout_s:g} s"
+            if self.phase is Phase.STARTING:
+                raise StartupError(f"{reason} (--start-timeout-s)")
+            log.error("%s: killed", reason)
+            child.due_s = float("inf")
+            child.kill(is_doomed=False)
+
+    def _on_ready(self, child: Child) -> None:
+        child.mark_ready()
+        log.debug("%s is ready", child.name)
+        if child is self._router:
+            for frontend in self._frontends.values():
+                self._introduce_router(frontend)
+        if all(c.is_ready for c in self.children) and self._rebuild is Rebuild.NOTHING:
+            elapsed_s = time.monotonic() - self._unready_since_s
+            if self.phase is Phase.STARTING:
+                self.phase = Phase.SERVING
+            log.info("all processes ready after %.2f s", elapsed_s)
+
+    def _introduce_router(self, frontend: Child) -> None:
+        boot = self._boot
+        frontend.send(RouterUp(address=boot.frontends_address, boot_id=boot.boot_id))
+
+    def _tell_frontends_router_down(self) -> None:
+        for frontend in self._frontends.values():
+            frontend.send(RouterDown())
+
+    def _replace_frontend(self, child: Child, reason: str) -> None:
+        self._spend_restart(reason)
+        if self._router is not None:
+            self._router.send(FrontendLost(frontend_id=FrontendId(child.spec.index)))
+        frontend = self._start_frontend(child.spec.index, child.spec.generation + 1)
+        if self._router is not None and self._router.is_ready:
+            self._introduce_router(frontend)
+
+    def _recover(self, what: Rebuild, reason: str) -> None:
+        """Kill the rest of what failed; `_rebuild_when_clear` goes on when it is gone."""
+        self._spend_restart(reason)
+        if what is Rebuild.ROUTER:
+            self._tell_frontends_router_down()
+        elif self._router is not None:
+            self._router.send(WorkersLost(generation=self._generation))
+        self._rebuild = max(self._rebuild, what)
+        for worker in self._workers:
+            worker.kill()
+
+    def _rebuild_when_clear(self) -> None:
+        if self._rebuild is Rebuild.NOTHING or self._workers:
+            return
+        what, self._rebuild = self._rebuild, Rebuild.NOTHING
+        if what is Rebuild.ROUTER:
+            self._boot = self._specs.boot(self._boot.number + 1)
+            self._start_router()
+        self._generation += 1
+        self._start_workers()
+
+    def _spend_restart(self, reason: str) -> None:
+        now_s = time.monotonic()
+        log.error("%s", reason)
+        if not self._budget.spend(now_s):
+            raise StartupError(
+                f"gave up after {self._budget.max_restarts} restarts within"
+                f" {self._budget.window_s:g} s: {reason}"
+            )
+        if all(child.is_ready for child in self.children):
+            self._unready_since_s = now_s
+
+    def _start_router(self) -> None:
+        self._router = self._spawner.spawn(self._specs.router(self._boot), due_s=self._due_s())
+
+    def _start_workers(self) -> None:
+        self._workers = [
+            self._spawner.spawn(
+                self._specs.worker(self._boot, rank, self._generation), due_s=self._due_s()
+            )
+            for rank in range(self._specs.config.tp)
+        ]
+
+    def _start_frontend(self, index: int, generation: int) -> Child:
+        spec = self._specs.frontend(index, generation)
+        self._frontends[index] = frontend = self._spawner.spawn(spec, due_s=self._due_s())
+        return frontend
+
+    def _due_s(self) -> float:
+        return time.monotonic() + self._start_timeout_s
+
+    def _remove(self, child: Child) -> None:
+        if child is self._router:
+            self._router = None
+        elif child.spec.role is Role.WORKER:
+            self._workers.remove(child)
+        else:
+            del self._frontends[child.spec.index]

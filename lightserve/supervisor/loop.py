@@ -1,0 +1,128 @@
+"""`serve`: one server from its checks to its end, as an event loop without polling."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+
+from lightserve.channels.wait import Waitable
+from lightserve.channels.zmq import ZmqHub, bind_hub, wait_readable
+from lightserve.config import ServeConfig
+from lightserve.logs import setup_logging
+from lightserve.messages.supervision import ChildMessage, SupervisorMessage
+from lightserve.supervisor.banner import print_banner
+from lightserve.supervisor.fleet import Fleet, Phase
+from lightserve.supervisor.run_dir import RunDir
+from lightserve.supervisor.signals import Stopped, StopSignals
+from lightserve.supervisor.spawn import CHILD_COMMAND, Child, Spawner
+from lightserve.supervisor.specs import SpecWriter
+from lightserve.supervisor.startup import bind_port, check_model, listen, resolve_model
+
+_LAST_WORDS_S = 0.5
+
+
+def serve(config: ServeConfig, *, command: Sequence[str] = CHILD_COMMAND) -> int:
+    """Run a server until a signal ends it; returns the exit code.
+
+    `command` starts a child process (see `spawn`). Call from the main thread.
+
+    Raises:
+        ConfigError, ModelLoadError, StartupError: the server cannot start, or gave up.
+    """
+    setup_logging("supervisor", config.log_level)
+    with StopSignals() as signals:
+        try:
+            return _serve(config, command, signals)
+        except Stopped as stop:
+            return _exit_code_before_ready(stop.signum)
+
+
+def _serve(config: ServeConfig, command: Sequence[str], signals: StopSignals) -> int:
+    with ExitStack() as stack:
+        listener = stack.enter_context(bind_port(config))
+        config = resolve_model(config)
+        check_model(config)
+        signals.defer()
+        run_dir = stack.enter_context(closing(RunDir(config.run_dir)))
+        control_address = run_dir.address("control")
+        hub = stack.enter_context(
+            closing(bind_hub(control_address, send_type=SupervisorMessage, recv_type=ChildMessage))
+        )
+        listen(listener, config)
+        specs = SpecWriter(config, run_dir, control_address, listener.fileno())
+        fleet = Fleet(specs, Spawner(hub, command))
+        stack.callback(fleet.kill_all)
+        fleet.start()
+        port = listener.getsockname()[1]
+        return _Loop(fleet, hub, signals, config, port).run()
+
+
+class _Loop:
+    """Waits for messages, deaths, signals and deadlines, and hands them to the fleet."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        hub: ZmqHub[SupervisorMessage, ChildMessage],
+        signals: StopSignals,
+        config: ServeConfig,
+        port: int,
+    ) -> None:
+        self._fleet = fleet
+        self._hub = hub
+        self._signals = signals
+        self._config = config
+        self._port = port
+
+    def run(self) -> int:
+        """Loop until the server has ended; returns the exit code."""
+        fleet = self._fleet
+        has_greeted = False
+        while not fleet.is_drained:
+            ready = set(self._wait())
+            self._receive_messages()
+            for child in fleet.children:
+                if child.pidfd in ready:
+                    self._hear_last_words(child)
+                    fleet.on_exit(child)
+            fleet.check_deadlines(time.monotonic())
+            if fleet.phase is Phase.SERVING and not has_greeted:
+                has_greeted = True
+                print_banner(self._config, self._port)
+            for signum in self._signals.take():
+                if fleet.phase is Phase.STARTING:
+                    return _exit_code_before_ready(signum)
+                if fleet.phase is Phase.DRAINING:
+                    return 128 + signum
+                fleet.drain()
+        return 0
+
+    def _wait(self) -> list[int]:
+        """Sleep until something happens; returns the descriptors that are readable."""
+        deadline_s = self._fleet.next_deadline_s
+        timeout_s = None
+        if deadline_s != float("inf"):
+            timeout_s = max(0.0, deadline_s - time.monotonic())
+        pidfds = [child.pidfd for child in self._fleet.children]
+        sources: list[Waitable | int] = [self._hub, self._signals.fileno(), *pidfds]
+        return [source for source in wait_readable(sources, timeout_s) if isinstance(source, int)]
+
+    def _receive_messages(self) -> None:
+        while (item := self._hub.receive(0.0)) is not None:
+            self._fleet.on_message(*item)
+
+    def _hear_last_words(self, child: Child) -> None:
+        """Wait a moment for the ChildFailed that a failing child sends before it exits."""
+        deadline_s = time.monotonic() + _LAST_WORDS_S
+        while child.has_reported_failure and not child.failure:
+            item = self._hub.receive(max(0.0, deadline_s - time.monotonic()))
+            if item is None:
+                return
+            self._fleet.on_message(*item)
+
+
+def _exit_code_before_ready(signum: int) -> int:
+    """SIGTERM is an orderly end at any time; Ctrl-C of a start is reported as such."""
+    return 128 + signum if signum == signal.SIGINT else 0

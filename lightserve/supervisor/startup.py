@@ -1,0 +1,100 @@
+"""What is settled before any process is started: the port, the model's files."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import socket
+from pathlib import Path
+
+from lightserve.config import ServeConfig
+from lightserve.errors import ModelLoadError, StartupError
+from lightserve.logs import one_line
+from lightserve.models.config import check_tp, load_model_config
+from lightserve.models.weight_files import check_weights
+
+_TOKENIZER_FILE = "tokenizer.json"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
+_BACKLOG = 2048
+
+
+def bind_port(config: ServeConfig) -> socket.socket:
+    """Take the port without listening yet, so that clients are refused until it makes sense.
+
+    Raises:
+        StartupError: naming host and port.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise _port_error(config, error) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _port_error(config, error) from error
+    return listener
+
+
+def listen(listener: socket.socket, config: ServeConfig) -> None:
+    """Start listening. Raises StartupError when another server was faster."""
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise _port_error(config, error) from error
+
+
+def resolve_model(config: ServeConfig) -> ServeConfig:
+    """Return the configuration with `model` a local directory and the served name kept.
+
+    Raises:
+        ModelLoadError: there is no such directory.
+        StartupError: a hub id that cannot be fetched.
+    """
+    path = Path(config.model).expanduser()
+    if not path.is_dir():
+        if path.exists() or _HUB_ID.fullmatch(config.model) is None:
+            raise ModelLoadError(f"--model: {config.model!r} is no directory and no hub id")
+        path = _fetch(config.model)
+    return dataclasses.replace(
+        config, model=str(path.resolve()), served_model_name=config.model_name
+    )
+
+
+def check_model(config: ServeConfig) -> None:
+    """Check the files of a resolved model, quickly and without torch.
+
+    The tokeniser's contents are left to the frontends: a large one takes seconds and more
+    memory than the whole supervisor.
+
+    Raises:
+        ModelLoadError: naming file and key.
+    """
+    path = Path(config.model)
+    model = load_model_config(path)
+    check_tp(model, config.tp)
+    check_weights(path, model)
+    if not (path / _TOKENIZER_FILE).is_file():
+        raise ModelLoadError(f"{path / _TOKENIZER_FILE}: no such file")
+
+
+def _fetch(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow, and rarely needed
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=_HUB_PATTERNS, max_workers=4))
+    except Exception as error:  # a dozen types of three libraries
+        raise StartupError(
+            f"--model: {hub_id!r} is no directory, and the hub did not give it: {one_line(error)}"
+        ) from error
+
+
+def _port_error(config: ServeConfig, error: OSError) -> StartupError:
+    return StartupError(
+        f"cannot listen on {config.host} port {config.port}: {error.strerror or error}"
+    )

@@ -1,0 +1,132 @@
+"""The command line: flags come from the configuration, mistakes end with code 2 and one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+import lightserve
+from lightserve.cli import main as cli_main
+from lightserve.cli import serve as cli_serve
+from lightserve.config import ServeConfig, flag_name
+from lightserve.errors import StartupError
+from lightserve.supervisor import loop
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
+    """Configurations that `lightserve serve` would have served."""
+    configs: list[ServeConfig] = []
+
+    def record(config: ServeConfig) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr(loop, "serve", record)
+    return configs
+
+
+def _main(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_info:
+        cli_main.main(arguments)
+    code = exit_info.value.code
+    assert isinstance(code, int)
+    return code
+
+
+def test_help_shows_every_flag_with_its_default_and_limits() -> None:
+    output = CliRunner().invoke(cli_serve.command, ["--help"], terminal_width=1000).output
+    for spec in dataclasses.fields(ServeConfig):
+        line = next(
+            row for row in output.splitlines() if row.strip().startswith(flag_name(spec.name))
+        )
+        assert spec.metadata["help"] in line
+        for choice in spec.metadata["choices"]:
+            assert choice in line
+        if spec.metadata["low"] is not None:
+            assert f"{spec.metadata['low']:g}" in line
+        if spec.default not in ("", False) and "Default:" not in line:
+            assert f"default: {spec.default}" in line
+
+
+def test_defaults_of_the_command_are_those_of_the_configuration(served: list[ServeConfig]) -> None:
+    assert _main("serve") == 0
+    assert served == [ServeConfig()]
+
+
+def test_every_flag_reaches_its_field(served: list[ServeConfig]) -> None:
+    other: dict[str, object] = {
+        "batch_invariant": True,
+        "host": "::1",
+        "dtype": "float32",
+        "policy": "fcfs",
+        "admission": "conservative",
+        "attention_backend": "torch",
+        "log_level": "error",
+    }
+    arguments = []
+    for spec in dataclasses.fields(ServeConfig):
+        if spec.name not in other:
+            kind = type(spec.default)
+            other[spec.name] = kind(spec.default + 1) if kind in (int, float) else "some-text"
+        flag = flag_name(spec.name)
+        arguments += [flag] if other[spec.name] is True else [flag, str(other[spec.name])]
+    assert _main("serve", *arguments) == 0
+    assert dataclasses.asdict(served[0]) == other
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["serve", "--port", "65536"], "--port must be at most 65535, got 65536"),
+        (["serve", "--port", "many"], "'--port': 'many' is not a valid integer"),
+        (["serve", "--tp", "0"], "--tp must be at least 1, got 0"),
+        (["serve", "--start-timeout-s", "nan"], "--start-timeout-s must be at least 1.0, got nan"),
+        (["serve", "--policy", "lifo"], "--policy must be one of chunked, fcfs, got 'lifo'"),
+        (["serve", "--host", "0.0.0.0"], "--host must be a loopback address"),
+        (["serve", "--nope"], "No such option '--nope'"),
+        (["serve", "stray"], "unexpected extra argument (stray)"),
+        (["nope"], "No such command 'nope'"),
+    ],
+)
+def test_mistakes_end_with_code_2_and_one_line(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _main(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("lightserve: error: ")
+    assert expected in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_a_failed_start_ends_with_code_1_and_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(config: ServeConfig) -> int:
+        raise StartupError("cannot\nlisten")
+
+    monkeypatch.setattr(loop, "serve", fail)
+    assert _main("serve") == 1
+    assert capsys.readouterr().err == "lightserve: error: cannot listen\n"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _main("--version") == 0
+    assert capsys.readouterr().out == f"lightserve {lightserve.__version__}\n"
+
+
+def test_help_imports_no_subcommand_and_no_heavy_library() -> None:
+    script = (
+        "import sys\n"
+        "from lightserve.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'zmq', 'numpy', 'lightserve.cli.serve'}\n"
+        "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, capture_output=True)
