@@ -1,0 +1,101 @@
+"""What a client is told when its request is not answered: OpenAI's error shape, everywhere.
+
+Two exceptions end a request: `InvalidRequest` (the client must change it) and `RequestFailed`
+(the server cannot serve it now). Both become `{"error": {message, type, param, code}}`, as a
+response with a status, or as an SSE event once a stream has begun. Anything else is a bug: it is
+logged with its traceback, and the client learns only that it happened.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from lightserve.errors import InvalidRequest, LightserveError
+from lightserve.messages.frontend_router import ErrorCode
+
+RETRY_AFTER_S = 1
+
+
+class RequestFailed(LightserveError):
+    """A valid request that is not answered, or not to its end. `status` is the HTTP status."""
+
+    def __init__(self, message: str, *, code: str, status: int) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.status = status
+
+
+class ClientGone(LightserveError):
+    """The client has hung up: there is nobody to tell anything."""
+
+
+def not_ready() -> RequestFailed:
+    """Return the refusal while router or workers are starting or being replaced."""
+    return RequestFailed("the server is not ready; try again", code="not_ready", status=503)
+
+
+def draining() -> RequestFailed:
+    """Return the refusal of new requests, and the end of old ones, when shutting down."""
+    return RequestFailed("the server is shutting down", code="shutting_down", status=503)
+
+
+def overloaded() -> RequestFailed:
+    """Return the refusal when a queue is full."""
+    return RequestFailed("too many requests are waiting; try again", code="overloaded", status=429)
+
+
+def router_lost() -> RequestFailed:
+    """Return the end of all requests in flight when the router is gone."""
+    return RequestFailed(
+        "the server lost this request while restarting a part of itself; try again",
+        code="router_lost",
+        status=503,
+    )
+
+
+def from_router(error: ErrorCode) -> InvalidRequest | RequestFailed:
+    """Return what a client is told about an error of the router."""
+    match error:
+        case ErrorCode.QUEUE_FULL:
+            return overloaded()
+        case ErrorCode.WORKER_LOST:
+            return RequestFailed(
+                "the server lost this request while restarting its workers; try again",
+                code=error.value,
+                status=503,
+            )
+        case ErrorCode.NON_FINITE_LOGITS:
+            return RequestFailed(
+                "the model computed values that are not finite for this request",
+                code=error.value,
+                status=500,
+            )
+        case ErrorCode.TOO_LARGE:
+            return InvalidRequest(
+                "prompt and max_tokens together are more than the server can hold",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+def error_body(error: InvalidRequest | RequestFailed) -> bytes:
+    """Return the JSON body of an error."""
+    param = error.param if isinstance(error, InvalidRequest) else None
+    detail = ErrorDetail(error.message, _error_type(error.status), param, error.code)
+    return msgspec.json.encode({"error": detail})
+
+
+def _error_type(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"

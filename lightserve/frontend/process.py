@@ -1,0 +1,229 @@
+"""The frontend process: uvicorn, the control link to the supervisor, the link to the router.
+
+Three tasks share the event loop: the HTTP server; `_follow_supervisor`, which learns of routers
+and of the end; and, while there is a router, `_follow_router`. Whichever of them fails takes the
+process down: the supervisor starts another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from lightserve.channels.base import AsyncLink
+from lightserve.channels.zmq import connect_async_link
+from lightserve.frontend.app import create_app
+from lightserve.frontend.failures import draining
+from lightserve.frontend.operations import MAX_SILENCE_S
+from lightserve.frontend.router_client import RouterClient, RouterLink
+from lightserve.frontend.service import Service, load_service
+from lightserve.messages.common import PROTOCOL_VERSION
+from lightserve.messages.frontend_router import FrontendHello, FrontendMessage, RouterMessage
+from lightserve.messages.supervision import (
+    ChildMessage,
+    ChildReady,
+    ChildSpec,
+    Drain,
+    RouterDown,
+    RouterUp,
+    SupervisorMessage,
+)
+from lightserve.types import FrontendId
+
+log = logging.getLogger(__name__)
+
+Control = AsyncLink[ChildMessage, SupervisorMessage]
+
+MAX_HEADER_BYTES = 64 * 1024
+BACKLOG = 1024
+KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections, so that they do not race with the closing."""
+FLUSH_S = 0.5
+"""What responses get to write their last bytes after the time to drain …"""
+CLOSE_S = 1
+"""… and what connections then get to close; together under the supervisor's grace of 2 s."""
+
+
+def run(spec: ChildSpec, connect_control: Callable[[], Control]) -> int:
+    """Serve HTTP until told to drain; return the exit code.
+
+    Raises:
+        ModelLoadError, ConfigError: the model's files cannot be used.
+    """
+    return asyncio.run(_serve(spec, connect_control))
+
+
+async def _serve(spec: ChildSpec, connect_control: Callable[[], Control]) -> int:
+    router = RouterClient()
+    service = load_service(spec.config, router)
+    gc.collect()
+    gc.freeze()  # what was loaded stays: full collections need not walk it in the middle of a step
+    control = connect_control()
+    with socket.socket(fileno=spec.listen_fd) as listener:
+        server = HttpServer(create_app(service))
+        frontend = Frontend(spec, service, control, server)
+        try:
+            await frontend.serve(listener)
+        finally:
+            service.encoder.close()
+            control.close()
+    return 0
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn on an inherited socket, leaving signals to the supervisor."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="asyncio",
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=CLOSE_S,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            )
+        )
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the process's signal handlers alone."""
+        yield
+
+
+class Frontend:
+    """What the process does besides HTTP."""
+
+    def __init__(
+        self, spec: ChildSpec, service: Service, control: Control, server: HttpServer
+    ) -> None:
+        self._spec = spec
+        self._service = service
+        self._control = control
+        self._server = server
+        self._router_task: asyncio.Task[None] | None = None
+        self._drain_task: asyncio.Task[None] | None = None
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Run until drained."""
+        serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        following = asyncio.create_task(self._follow_supervisor())
+        try:
+            done, _ = await asyncio.wait(
+                {serving, following, self._broken}, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                task.result()  # raises what took the task down
+        finally:
+            await _cancel(following)
+            await _cancel(self._drain_task)
+            await self._leave_router()
+
+    # ------------------------------------------------------------------ supervisor
+
+    async def _follow_supervisor(self) -> None:
+        await self._server.listening.wait()
+        self._control.send(ChildReady())
+        while True:
+            message = await self._control.receive()
+            if isinstance(message, RouterUp):
+                await self._leave_router()
+                self._router_task = asyncio.create_task(self._follow_router(message))
+                self._router_task.add_done_callback(self._note_failure)
+            elif isinstance(message, RouterDown):
+                log.warning("the router is gone; %d requests failed", self._service.router.num_live)
+                await self._leave_router()
+            elif isinstance(message, Drain) and self._drain_task is None:
+                self._drain_task = asyncio.create_task(self._drain(message.timeout_s))
+                self._drain_task.add_done_callback(self._note_failure)
+
+    async def _drain(self, timeout_s: float) -> None:
+        """Take nothing new, let requests in flight end, then end the process."""
+        in_flight = self._service.in_flight
+        in_flight.is_draining = True
+        log.info("draining, %d requests in flight", in_flight.count)
+        try:
+            await asyncio.wait_for(in_flight.wait_idle(), timeout_s)
+        except TimeoutError:
+            log.warning("%d requests did not end in time", in_flight.count)
+            self._service.router.fail_all(draining())
+            with contextlib.suppress(TimeoutError):  # readers so slow are cut off
+                await asyncio.wait_for(in_flight.wait_idle(), FLUSH_S)
+        self._server.should_exit = True
+
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
+        """End the process when a task fails in a way nobody thought of."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._broken.set_exception(error)
+
+    # ------------------------------------------------------------------ router
+
+    async def _leave_router(self) -> None:
+        await _cancel(self._router_task)
+        self._router_task = None
+
+    async def _follow_router(self, router: RouterUp) -> None:
+        """Take in what one boot of the router says, until cancelled."""
+        link: RouterLink = connect_async_link(
+            router.address,
+            name=f"frontend-{self._spec.index}",
+            send_type=FrontendMessage,
+            recv_type=RouterMessage,
+        )
+        client = self._service.router
+        try:
+            while True:
+                link.send(
+                    FrontendHello(
+                        protocol_version=PROTOCOL_VERSION,
+                        boot_id=router.boot_id,
+                        config_hash=self._spec.config.digest,
+                        frontend_id=FrontendId(self._spec.index),
+                    )
+                )
+                client.attach(link, router.boot_id)
+                await self._listen(link)
+                # A router that dropped this frontend says nothing more; a new hello, which
+                # makes it forget the old requests, brings both back together.
+                log.error("the router is silent; %d requests failed", client.num_live)
+                client.detach()
+        finally:
+            client.detach()
+            link.close()
+
+    async def _listen(self, link: RouterLink) -> None:
+        """Pass messages on until none has come for MAX_SILENCE_S."""
+        with contextlib.suppress(TimeoutError):
+            while True:
+                async with asyncio.timeout(2 * MAX_SILENCE_S):
+                    message = await link.receive()
+                self._service.router.on_message(message)
+
+
+async def _cancel(task: asyncio.Task[None] | None) -> None:
+    """Cancel a task and wait for its end."""
+    if task is not None and not task.done():
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

@@ -1,0 +1,137 @@
+"""Prompts to token ids, without ever holding up the event loop.
+
+Short texts are tokenised where they are (a few hundred microseconds at most, less than a thread
+hop under load costs); long texts and chat templates go to a small pool of threads behind a
+bounded queue. tokenizers releases the interpreter lock while it works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from lightserve.errors import InvalidRequest
+from lightserve.frontend.failures import overloaded
+from lightserve.tokenization.chat_template import ChatMessage, ChatTemplate
+from lightserve.tokenization.tokenizer import Tokenizer
+
+NUM_THREADS = 2
+MAX_WAITING = 256
+INLINE_CHARS = 2048
+
+
+class PromptEncoder:
+    """Turns every kind of prompt into checked token ids."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._max_text_bytes = max_model_len * tokenizer.longest_piece_bytes
+        self._max_waiting = max_waiting
+        self._num_waiting = 0
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="encode")
+
+    async def encode_text(self, text: str, *, param: str) -> list[int]:
+        """Return the ids of a text, with the model's BOS.
+
+        Raises:
+            InvalidRequest: empty, not Unicode, or longer than the context could ever hold.
+            RequestFailed: too many texts are waiting.
+        """
+
+        def encode() -> list[int]:
+            return self._tokenizer.encode(text, add_special_tokens=True)
+
+        if not text:
+            raise InvalidRequest(f"{param} must not be empty", param=param)
+        self._check_text(text, param)
+        token_ids = encode() if len(text) <= INLINE_CHARS else await self._in_thread(encode)
+        return self.check_ids(token_ids, param=param)
+
+    async def encode_chat(self, messages: list[ChatMessage]) -> list[int]:
+        """Return the ids of a conversation up to where the assistant begins.
+
+        Raises:
+            InvalidRequest: the model has no chat template, the template refuses, or the text is
+                too long.
+            RequestFailed: too many texts are waiting.
+        """
+        template = self._template
+        if template is None:
+            raise InvalidRequest(
+                "this model has no chat template; use /v1/completions",
+                param="messages",
+                code="no_chat_template",
+            )
+
+        def encode() -> list[int]:
+            text = template.render(messages)
+            self._check_text(text, "messages")
+            return self._tokenizer.encode(text, add_special_tokens=False)
+
+        for number, message in enumerate(messages):
+            self._check_text(message.content, f"messages[{number}].content")
+        return self.check_ids(await self._in_thread(encode), param="messages")
+
+    def check_ids(self, token_ids: list[int], *, param: str) -> list[int]:
+        """Return the ids if they can be a prompt.
+
+        Raises:
+            InvalidRequest: none, too many for any output to follow, or outside the vocabulary.
+        """
+        if not token_ids:
+            raise InvalidRequest(f"{param} must have at least one token, got 0", param=param)
+        if len(token_ids) >= self._max_model_len:
+            raise InvalidRequest(
+                f"{param} must have at most {self._max_model_len - 1} tokens, one less than this"
+                f" model's context, got {len(token_ids)}",
+                param=param,
+                code="context_length_exceeded",
+            )
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= self._vocab_size:
+            raise InvalidRequest(
+                f"{param} must hold token ids from 0 to {self._vocab_size - 1},"
+                f" got {low if low < 0 else str(high)[:64]}",
+                param=param,
+            )
+        return token_ids
+
+    def close(self) -> None:
+        """Let running work end; drop what waits."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _check_text(self, text: str, param: str) -> None:
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError:
+            raise InvalidRequest(
+                f"{param} holds half of a surrogate pair, which is not Unicode text", param=param
+            ) from None
+        if num_bytes > self._max_text_bytes:
+            raise InvalidRequest(
+                f"{param} must be at most {self._max_text_bytes} bytes long, more than"
+                f" {self._max_model_len} tokens can hold, got {num_bytes}",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    async def _in_thread(self, encode: Callable[[], list[int]]) -> list[int]:
+        if self._num_waiting >= self._max_waiting:
+            raise overloaded()
+        self._num_waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        finally:
+            self._num_waiting -= 1

@@ -1,0 +1,268 @@
+"""The frontend's table of live requests and its connection to the router: the one owner of both.
+
+A request is live from `submit` until its end has been read, or until it is aborted. News that
+nobody reads yet are merged into one pending delta per request, so a slow reader costs no more
+than its tokens. Everything runs on the event loop; nothing here waits except `next_delta`.
+
+    starting ──attach──► connected, not ready ──RouterWelcome──► ready
+       ▲                        ▲   workers lost (RouterStatus) ◄──┘ │
+       └────────detach──────────┴────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lightserve.channels.base import AsyncLink
+from lightserve.errors import ChannelFull, InvalidRequest
+from lightserve.frontend.failures import (
+    ClientGone,
+    RequestFailed,
+    from_router,
+    not_ready,
+    overloaded,
+    router_lost,
+)
+from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.messages.frontend_router import (
+    Abort,
+    FrontendMessage,
+    RequestDelta,
+    RouterMessage,
+    RouterStatus,
+    RouterWelcome,
+    Submit,
+    TokenDelta,
+)
+from lightserve.types import FinishReason, RequestClass, RequestId, SamplingParams
+
+RouterLink = AsyncLink[FrontendMessage, RouterMessage]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewRequest:
+    """A validated request."""
+
+    prompt_token_ids: list[int]
+    max_tokens: int
+    eos_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    request_class: RequestClass
+    arrival_s: float
+    """Monotonic time at which the headers were there."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """News of a request since the last time it was asked."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+
+
+class LiveRequest:
+    """A request's news; made by `RouterClient.submit`, read by one task."""
+
+    def __init__(self, request_id: RequestId, on_abort: Callable[[RequestId], None]) -> None:
+        self.request_id = request_id
+        self._on_abort = on_abort
+        self._token_ids: list[int] = []
+        self._finish_reason: FinishReason | None = None
+        self._failure: InvalidRequest | RequestFailed | ClientGone | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more news will come."""
+        return self._finish_reason is not None or self._failure is not None
+
+    async def next_delta(self) -> Delta:
+        """Wait for news and take them all.
+
+        Raises:
+            InvalidRequest, RequestFailed: the request ended without the rest of its answer;
+                tokens that came before are delivered first.
+            ClientGone: it was aborted.
+        """
+        await self._news.wait()
+        self._news.clear()
+        token_ids, self._token_ids = self._token_ids, []
+        if self._failure is None:
+            return Delta(token_ids, self._finish_reason)
+        if token_ids and not isinstance(self._failure, ClientGone):
+            self._news.set()
+            return Delta(token_ids, None)
+        raise self._failure
+
+    def abort(self) -> None:
+        """End the request here and in the router; no effect once it is over."""
+        if not self.is_over:
+            self.fail(ClientGone())
+            self._on_abort(self.request_id)
+
+    def fail(self, failure: InvalidRequest | RequestFailed | ClientGone) -> None:
+        """End the request with a failure."""
+        self._failure = failure
+        self._news.set()
+
+    def append(self, delta: RequestDelta) -> None:
+        """Merge news from the router."""
+        self._token_ids.extend(delta.token_ids)
+        if delta.error is not None:
+            self._failure = from_router(delta.error)
+        else:
+            self._finish_reason = delta.finish_reason
+        self._news.set()
+
+
+@dataclass
+class _Connection:
+    """What is known about the router at the other end of the link."""
+
+    link: RouterLink
+    boot_id: str
+    heard_s: float
+    """Monotonic time of its last message."""
+    num_kv_slots: int = 0
+    workers_ready: bool = False
+    status: RouterStatus | None = None
+    unsent_aborts: list[RequestId] = field(default_factory=list)
+    """Aborts that found the queue full; sent again with the next message that arrives."""
+
+
+class RouterClient:
+    """See the module."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._connection: _Connection | None = None
+        self._disconnected_s = clock()
+        self._live: dict[RequestId, LiveRequest] = {}
+        self._next_id = 0
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can be submitted."""
+        return self._connection is not None and self._connection.workers_ready
+
+    @property
+    def num_kv_slots(self) -> int:
+        """Tokens that the KV pool holds. Raises RequestFailed while not ready."""
+        if self._connection is None or not self._connection.workers_ready:
+            raise not_ready()
+        return self._connection.num_kv_slots
+
+    @property
+    def num_live(self) -> int:
+        """Requests whose end has not come from the router."""
+        return len(self._live)
+
+    @property
+    def status(self) -> RouterStatus | None:
+        """The router's last pulse."""
+        return None if self._connection is None else self._connection.status
+
+    @property
+    def silent_s(self) -> float | None:
+        """Seconds since the connected router was last heard of; None while there is none."""
+        return None if self._connection is None else self._clock() - self._connection.heard_s
+
+    @property
+    def disconnected_s(self) -> float | None:
+        """Seconds since there was a router; None while there is one."""
+        return None if self._connection is not None else self._clock() - self._disconnected_s
+
+    # ------------------------------------------------------------------ the link
+
+    def attach(self, link: RouterLink, boot_id: str) -> None:
+        """Use this link from now on; requests are taken once its router says welcome."""
+        assert self._connection is None, "detach first"
+        self._connection = _Connection(link, boot_id, heard_s=self._clock())
+
+    def detach(self) -> None:
+        """Forget the router: all live requests fail. No effect while there is none."""
+        if self._connection is not None:
+            self._connection = None
+            self._disconnected_s = self._clock()
+            self.fail_all(router_lost())
+
+    def on_message(self, message: RouterMessage) -> None:
+        """Take in what the router says."""
+        connection = self._connection
+        if connection is None:
+            return
+        connection.heard_s = self._clock()
+        if isinstance(message, TokenDelta):
+            for delta in message.requests:
+                self._on_delta(delta)
+        elif isinstance(message, RouterStatus):
+            connection.status = message
+            connection.workers_ready = message.workers_ready and connection.num_kv_slots > 0
+        elif isinstance(message, RouterWelcome) and message.boot_id == connection.boot_id:
+            connection.num_kv_slots = message.num_kv_slots
+            connection.workers_ready = True
+        unsent, connection.unsent_aborts = connection.unsent_aborts, []
+        for request_id in unsent:
+            self._send_abort(request_id)
+
+    def _on_delta(self, delta: RequestDelta) -> None:
+        request = self._live.get(delta.request_id)
+        if request is None:
+            return  # aborted while the news were on their way
+        request.append(delta)
+        if request.is_over:
+            del self._live[delta.request_id]
+
+    # ------------------------------------------------------------------ requests
+
+    def submit(self, request: NewRequest) -> LiveRequest:
+        """Send a request to the router.
+
+        Raises:
+            RequestFailed: there is no ready router, or its queue is full.
+        """
+        connection = self._connection
+        if connection is None or not connection.workers_ready:
+            raise not_ready()
+        request_id = RequestId(self._next_id)
+        self._next_id += 1
+        message = Submit(
+            request_id=request_id,
+            prompt=[TokenSegment(token_ids=pack_int32(request.prompt_token_ids))],
+            max_tokens=request.max_tokens,
+            eos_token_ids=list(request.eos_token_ids),
+            sampling=request.sampling,
+            request_class=request.request_class,
+            age_s=max(0.0, self._clock() - request.arrival_s),
+        )
+        try:
+            connection.link.send(message)
+        except ChannelFull:
+            raise overloaded() from None
+        live = LiveRequest(request_id, self._on_abort)
+        self._live[request_id] = live
+        return live
+
+    def fail_all(self, failure: RequestFailed) -> None:
+        """End every live request with a failure, here and (if it is there) in the router."""
+        live, self._live = self._live, {}
+        for request_id, request in live.items():
+            request.fail(failure)
+            self._send_abort(request_id)
+
+    def _on_abort(self, request_id: RequestId) -> None:
+        if self._live.pop(request_id, None) is not None:
+            self._send_abort(request_id)
+
+    def _send_abort(self, request_id: RequestId) -> None:
+        if self._connection is None:
+            return
+        try:
+            self._connection.link.send(Abort(request_id=request_id))
+        except ChannelFull:
+            self._connection.unsent_aborts.append(request_id)

@@ -1,0 +1,136 @@
+"""What every route needs: the model's facts, the prompt encoder, the router, and the life cycle."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightserve.config import ServeConfig
+from lightserve.errors import InvalidRequest
+from lightserve.frontend.failures import draining
+from lightserve.frontend.json_body import show
+from lightserve.frontend.prompts import PromptEncoder
+from lightserve.frontend.router_client import RouterClient
+from lightserve.frontend.sampling import SamplingDefaults, read_sampling_defaults
+from lightserve.models.config import load_model_config
+from lightserve.tokenization.chat_template import ChatTemplate, find_chat_template
+from lightserve.tokenization.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """Facts about the model that requests are checked against."""
+
+    name: str
+    created_s: int
+    """Unix time at which this process began to serve it."""
+    vocab_size: int
+    max_model_len: int
+    tokenizer: Tokenizer
+    sampling_defaults: SamplingDefaults
+
+
+class InFlight:
+    """Counts requests between admission and their last byte; knows whether to take more."""
+
+    def __init__(self) -> None:
+        self.is_draining = False
+        self.count = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Count one request. Raises RequestFailed while draining."""
+        if self.is_draining:
+            raise draining()
+        self.count += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.count -= 1
+            if self.count == 0:
+                self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is in flight."""
+        await self._idle.wait()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """The frontend's parts, handed to the routes."""
+
+    config: ServeConfig
+    model: ServedModel
+    encoder: PromptEncoder
+    router: RouterClient
+    in_flight: InFlight
+
+    def check_model(self, name: str) -> None:
+        """Check that a request names the served model. Raises InvalidRequest (404)."""
+        if name != self.model.name:
+            raise InvalidRequest(
+                f"the model {show(name)} does not exist; this server has {show(self.model.name)}",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+
+    def resolve_max_tokens(
+        self, num_prompt_tokens: int, asked: int | None, *, default: int | None, param: str
+    ) -> int:
+        """Return how many tokens may be generated.
+
+        `default` None: as many as fit; a default is cut to what fits, a wish is not.
+
+        Raises:
+            InvalidRequest: the prompt leaves no room, or not as much as asked for.
+            RequestFailed: no router is ready, so the KV pool's size is not known.
+        """
+        limit = min(self.model.max_model_len, self.router.num_kv_slots)
+        room = limit - num_prompt_tokens
+        if room < 1 or (asked is not None and asked > room):
+            wish = "1" if asked is None else str(asked)[:64]
+            raise InvalidRequest(
+                f"prompt and {param} together must be at most {limit} tokens, got"
+                f" {num_prompt_tokens} in the prompt and {param} {wish}",
+                param=param,
+                code="context_length_exceeded",
+            )
+        if asked is not None:
+            return asked
+        return room if default is None else min(default, room)
+
+
+def load_service(config: ServeConfig, router: RouterClient) -> Service:
+    """Load what a frontend needs from the model's directory.
+
+    Raises:
+        ModelLoadError: a file cannot be used; names file and key.
+        ConfigError: --chat-template cannot be read.
+    """
+    model_dir = Path(config.model)
+    model_config = load_model_config(model_dir)
+    tokenizer = Tokenizer(model_dir)
+    source = find_chat_template(model_dir, config.chat_template)
+    names = tokenizer.special_tokens.names
+    template = None if source is None else ChatTemplate(source, special_tokens=names)
+    max_model_len = config.max_model_len or model_config.max_position_embeddings
+    model = ServedModel(
+        name=config.model_name,
+        created_s=int(time.time()),
+        vocab_size=model_config.vocab_size,
+        max_model_len=max_model_len,
+        tokenizer=tokenizer,
+        sampling_defaults=read_sampling_defaults(model_dir),
+    )
+    encoder = PromptEncoder(
+        tokenizer, template, vocab_size=model.vocab_size, max_model_len=max_model_len
+    )
+    return Service(config=config, model=model, encoder=encoder, router=router, in_flight=InFlight())

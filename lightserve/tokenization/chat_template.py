@@ -1,0 +1,180 @@
+"""Chat messages to prompt text through the model's own Jinja template.
+
+Looked for in this order: the file given with --chat-template, `chat_template.jinja` beside the
+model, `chat_template` in tokenizer_config.json (a string, or a list of named ones of which
+`default` is taken). The environment offers what transformers offers to templates.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from lightserve.errors import ConfigError, InvalidRequest, ModelLoadError
+from lightserve.tokenization.template_sandbox import DEADLINE_S, TemplateLimit, TemplateSandbox
+from lightserve.tokenization.tokenizer import TOKENIZER_CONFIG_FILE, read_optional
+
+TEMPLATE_FILE = "chat_template.jinja"
+MAX_TEMPLATE_BYTES = 1_000_000
+_MAX_JSON_INDENT = 16
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class TemplateSource:
+    """A template's text and the place to name in complaints."""
+
+    text: str
+    origin: str
+
+
+class TemplateRejection(jinja2.TemplateError):
+    """What `raise_exception` raises: the template refuses these messages."""
+
+
+class ChatTemplate:
+    """A compiled template. Thread-safe."""
+
+    def __init__(
+        self,
+        source: TemplateSource,
+        *,
+        special_tokens: dict[str, str],
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        """Compile it and try it once.
+
+        Raises:
+            ModelLoadError: it does not compile, or goes beyond its limits for one short message.
+        """
+        self._special_tokens = special_tokens
+        self._deadline_s = deadline_s
+        self._sandbox = TemplateSandbox()
+        self._sandbox.filters["tojson"] = _tojson
+        self._sandbox.globals["raise_exception"] = _raise_exception
+        self._sandbox.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = self._sandbox.from_string(source.text)
+            self._render([ChatMessage("user", "Hello")])
+        except TemplateRejection:
+            pass  # it may well insist on other roles
+        except Exception as error:  # a template can raise anything
+            raise ModelLoadError(
+                f"{source.origin}: chat template cannot be used: {_one_line(error)}"
+            ) from error
+
+    def render(self, messages: list[ChatMessage]) -> str:
+        """Return the prompt text up to where the assistant begins.
+
+        Raises:
+            InvalidRequest: the template refuses the messages, fails on them, or goes beyond its
+                limits of time and length.
+        """
+        try:
+            return self._render(messages)
+        except TemplateRejection as error:
+            detail = _one_line(error)
+        except TemplateLimit as error:
+            detail = f"it {_one_line(error)}"
+        except Exception:
+            detail = "it fails on them"
+        raise InvalidRequest(
+            f"messages cannot be rendered by the model's chat template: {detail}",
+            param="messages",
+            code="chat_template_error",
+        )
+
+    def _render(self, messages: list[ChatMessage]) -> str:
+        values = {
+            **self._special_tokens,
+            "messages": [{"role": m.role, "content": m.content} for m in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        return self._sandbox.render(self._template, values, deadline_s=self._deadline_s)
+
+
+def find_chat_template(model_dir: Path, override: str = "") -> TemplateSource | None:
+    """Return the template to use, None if the model has none.
+
+    Raises:
+        ConfigError: the file given with --chat-template cannot be read.
+        ModelLoadError: the model's own cannot; names file and key.
+    """
+    if override:
+        try:
+            return _read_template(Path(override))
+        except ModelLoadError as error:
+            raise ConfigError(f"--chat-template {error}") from error
+    beside = model_dir / TEMPLATE_FILE
+    if beside.is_file():
+        return _read_template(beside)
+    fields = read_optional(model_dir, TOKENIZER_CONFIG_FILE)
+    if not fields.has("chat_template"):
+        return None
+    value: Any = dict(fields.items())["chat_template"]
+    origin = f"{fields.path}: key 'chat_template'"
+    if not isinstance(value, list):
+        return TemplateSource(fields.string("chat_template"), origin)
+    named = {
+        entry["name"]: entry["template"]
+        for entry in value
+        if isinstance(entry, dict)
+        and isinstance(entry.get("name"), str)
+        and isinstance(entry.get("template"), str)
+    }
+    if "default" not in named:
+        raise fields.error("chat_template", "is a list without a template named 'default'")
+    return TemplateSource(named["default"], origin)
+
+
+def _read_template(path: Path) -> TemplateSource:
+    try:
+        if path.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise ModelLoadError(f"{path}: more than {MAX_TEMPLATE_BYTES} bytes")
+        return TemplateSource(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise ModelLoadError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ModelLoadError(f"{path}: not valid UTF-8") from error
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateRejection(message)
+
+
+def _strftime_now(format_: str) -> str:
+    return datetime.datetime.now().strftime(format_[:256])  # local time, as transformers has it
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON that is not escaped for HTML, as transformers' templates expect."""
+    if indent is not None and not (isinstance(indent, int) and 0 <= indent <= _MAX_JSON_INDENT):
+        raise TemplateLimit(f"indents JSON by other than 0 to {_MAX_JSON_INDENT}")
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:300] + "…"

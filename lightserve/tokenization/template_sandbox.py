@@ -1,0 +1,326 @@
+"""A Jinja environment that hostile or broken chat templates cannot leave, stall or blow up.
+
+Jinja's immutable sandbox bars the way to Python's internals and to mutation. What it lacks are
+limits, so every render has a `Budget` that is charged at each place where a template can spend
+time or memory:
+
+    loop step        `For` nodes are rewritten to iterate through the filter `charge_steps`
+    call             `call`: macros, methods, functions; sizes of results
+    operator         `call_binop`: sizes before multiplying, after adding
+    `~`, [], {}, (), rewritten to pass through the filter `charge_value`
+    filter, set block
+    output           `finalize`
+
+Every value is checked where it is made, so all are bounded: texts and containers by
+MAX_OUTPUT_CHARS, numbers by MAX_INTEGER, ranges by Jinja. With filters and string methods limited
+to the lists below, so is every single operation between two charges, and a render ends soon
+after its deadline without being killed.
+"""
+
+# ruff: noqa: N802, SIM905 - Jinja finds visitors by these names; word lists read better
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jinja2
+from jinja2 import ext, nodes
+from jinja2.filters import FILTERS, do_indent, do_join, do_replace
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+MAX_OUTPUT_CHARS = 1_000_000
+MAX_EMITTED_CHARS = 16 * MAX_OUTPUT_CHARS
+"""Over all macros, set blocks and loops of one render, each emission counted."""
+MAX_INTEGER = 2**63
+DEADLINE_S = 1.0
+
+_FILTERS = frozenset(
+    "abs attr capitalize count d default dictsort e escape first float groupby indent int items"
+    " join last length list lower map max min reject rejectattr replace reverse round safe select"
+    " selectattr sort string title trim unique upper".split()
+)
+_STR_METHODS = frozenset(
+    "capitalize casefold count endswith find format index isalnum isalpha isascii isdecimal"
+    " isdigit islower isnumeric isspace istitle isupper join lower lstrip partition removeprefix"
+    " removesuffix replace rfind rindex rpartition rsplit rstrip split splitlines startswith"
+    " strip swapcase title upper".split()
+)
+_MAX_INDENT = 256
+
+
+class TemplateLimit(jinja2.TemplateError):
+    """A render used more time or memory than it may."""
+
+
+class Budget:
+    """What one render may still spend."""
+
+    def __init__(self, *, deadline_s: float) -> None:
+        self._deadline_s = time.monotonic() + deadline_s
+        self._num_chars_left = MAX_EMITTED_CHARS
+
+    def spend(self, num_chars: int = 0) -> None:
+        """Account for one operation that emitted this many characters."""
+        self._num_chars_left -= num_chars
+        if self._num_chars_left < 0:
+            raise TemplateLimit(f"writes more than {MAX_EMITTED_CHARS} characters")
+        if time.monotonic() > self._deadline_s:
+            raise TemplateLimit("takes too long")
+
+
+def check_size(value: Any) -> Any:
+    """Return `value` if its text is bounded. Raises TemplateLimit.
+
+    Containers are walked, since a list may hold itself many times over at no cost in memory.
+    """
+    num_left = MAX_OUTPUT_CHARS
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            num_left -= len(item)
+        elif isinstance(item, int) and abs(item) > MAX_INTEGER:
+            raise TemplateLimit("computes with numbers beyond 64 bits")
+        elif isinstance(item, Namespace):
+            raise TemplateLimit("uses a namespace as a value")  # it could be a graph of any size
+        elif isinstance(item, dict):
+            pending.extend(item)
+            pending.extend(item.values())
+        elif isinstance(item, list | tuple | set | frozenset):
+            pending.extend(item)
+        num_left -= 1
+        if num_left < -1 or len(pending) > MAX_OUTPUT_CHARS:
+            raise TemplateLimit(f"makes a value of more than {MAX_OUTPUT_CHARS} characters")
+    return value
+
+
+def _check_replace(text: str, old: Any, new: Any) -> None:
+    old, new = str(old), str(new)
+    num_hits = text.count(old) if old else len(text) + 1
+    if len(text) + num_hits * (len(new) - len(old)) > MAX_OUTPUT_CHARS:
+        raise TemplateLimit("replaces into too long a text")
+
+
+def _check_join(separator: Any, items: list[Any]) -> None:
+    check_size(items)
+    if len(str(separator)) * len(items) > MAX_OUTPUT_CHARS:
+        raise TemplateLimit("joins into too long a text")
+
+
+def _check_format(text: str) -> None:
+    # Widths and precisions are the only way for a format to be longer than what it is given.
+    if "%" in text or any(char in text for char in ":*"):
+        raise TemplateLimit("uses a format with widths")
+
+
+@jinja2.pass_eval_context
+def _join(context: Any, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
+    items = list(value)
+    _check_join(d, items)
+    return str(do_join(context, items, d, attribute))
+
+
+@jinja2.pass_eval_context
+def _replace(context: Any, s: Any, old: Any, new: Any, count: int | None = None) -> str:
+    _check_replace(str(s), old, new)
+    return do_replace(context, s, old, new, count)
+
+
+def _indent(s: Any, width: Any = 4, first: bool = False, blank: bool = False) -> str:
+    size = width if isinstance(width, int) else len(str(width))
+    if size > _MAX_INDENT or str(s).count("\n") * size > MAX_OUTPUT_CHARS:
+        raise TemplateLimit("indents too far")
+    return str(do_indent(s, width, first, blank))
+
+
+class _Charging(NodeTransformer):
+    """Rewrites a template so that loops and everything that makes values are charged."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        """Charge each step with the constant text that its body may emit."""
+        self.generic_visit(node)
+        num_chars = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        assert isinstance(node.iter, nodes.Expr)
+        node.iter = _filtered(node.iter, "charge_steps", nodes.Const(num_chars))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        """Check the operands of `~` one by one, then the whole."""
+        self.generic_visit(node)
+        node.nodes = [_filtered(operand, "charge_value") for operand in node.nodes]
+        return _filtered(node, "charge_value")
+
+    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
+        """Check what comes out of a filter."""
+        self.generic_visit(node)
+        return _filtered(node, "charge_value")
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        """Check a literal container: it may hold one big value several times."""
+        self.generic_visit(node)
+        return _filtered(node, "charge_value")
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        """See `visit_List`."""
+        self.generic_visit(node)
+        return _filtered(node, "charge_value")
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        """See `visit_List`; a tuple may also be what is assigned to."""
+        self.generic_visit(node)
+        return _filtered(node, "charge_value") if node.ctx == "load" else node
+
+    def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.Node:
+        """Check the text that a set block gathers."""
+        self.generic_visit(node)
+        inner = node.filter
+        whole = nodes.Filter(inner, "charge_value", [], [], None, None, lineno=node.lineno)
+        node.filter = whole
+        return node
+
+
+def _filtered(node: nodes.Expr, name: str, *args: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
+
+
+class _Generation(ext.Extension):
+    """`{% generation %}…{% endgeneration %}`, which training marks with, renders as its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return the body."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class TemplateSandbox(ImmutableSandboxedEnvironment):
+    """The environment. Renders of several threads do not disturb each other."""
+
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
+
+    def __init__(self) -> None:
+        # Nothing is folded when compiling: a constant could be as costly as any other value.
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,
+            extensions=[ext.loopcontrols, _Generation],
+            finalize=self._on_output,
+        )
+        self._current = threading.local()
+        self.globals = {name: self.globals[name] for name in ("range", "dict", "namespace")}
+        self.filters = {name: FILTERS[name] for name in _FILTERS}
+        self.filters |= {"join": _join, "replace": _replace, "indent": _indent}
+        self.filters |= {"charge_value": self._charge_value, "charge_steps": self._charge_steps}
+
+    def render(
+        self, template: jinja2.Template, values: dict[str, Any], *, deadline_s: float
+    ) -> str:
+        """Render within the limits. Raises jinja2.TemplateError and whatever a template raises."""
+        self._current.budget = Budget(deadline_s=deadline_s)
+        check_size(list(values.values()))
+        parts: list[str] = []
+        num_chars = 0
+        for part in template.generate(values):
+            parts.append(part)
+            num_chars += len(part)
+            if num_chars > MAX_OUTPUT_CHARS:
+                raise TemplateLimit(f"writes more than {MAX_OUTPUT_CHARS} characters")
+        return "".join(parts)
+
+    def _generate(
+        self,
+        source: nodes.Template,
+        name: str | None,
+        filename: str | None,
+        defer_init: bool = False,
+    ) -> str:
+        charged = _Charging().visit(source)
+        return super()._generate(charged, name, filename, defer_init)
+
+    @property
+    def _budget(self) -> Budget:
+        budget: Budget = self._current.budget
+        return budget
+
+    def _on_output(self, value: Any) -> Any:
+        self._charge_value(value)
+        return value
+
+    def _charge_value(self, value: Any) -> Any:
+        self._budget.spend(len(value) if isinstance(value, str) else 0)
+        if isinstance(value, Iterator):
+            return value  # lazy filters such as map; whoever consumes them is charged
+        return check_size(value)
+
+    def _charge_steps(self, items: Any, num_chars: int) -> Iterator[Any]:
+        if isinstance(items, Undefined):
+            iter(items)  # raises in strict modes, is empty otherwise
+        for item in items:
+            self._budget.spend(num_chars)
+            yield item
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Keep to string methods that cannot make long texts out of short ones."""
+        if isinstance(obj, str) and attr not in _STR_METHODS:
+            return False
+        return super().is_safe_attribute(obj, attr, value)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        """Call within the limits."""
+        __self._budget.spend()
+        _check_method(__obj, args)
+        result = super().call(__context, __obj, *args, **kwargs)
+        if isinstance(result, Namespace):
+            return result  # kept out of every other value by check_size
+        return __self._charge_value(result)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Apply an operator within the limits."""
+        budget = self._budget
+        budget.spend()
+        if operator == "*":
+            _check_product(left, right)
+        elif operator == "**":
+            _check_power(left, right)
+        elif operator == "%" and isinstance(left, str):
+            raise TemplateLimit("formats with %")
+        return check_size(super().call_binop(context, operator, left, right))
+
+
+def _check_method(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    text = getattr(function, "__self__", None)
+    name = getattr(function, "__name__", "")
+    if name == "format":  # Jinja's own wrapper around the method
+        text = getattr(getattr(function, "__wrapped__", None), "__self__", None)
+    if not isinstance(text, str):
+        return
+    if name == "replace" and len(args) >= 2:
+        _check_replace(text, args[0], args[1])
+    elif name == "join" and args:
+        items = args[0]
+        if isinstance(items, Iterator):
+            raise TemplateLimit("joins what is not a list")
+        _check_join(text, list(items))
+    elif name == "format":
+        _check_format(text)
+
+
+def _check_product(left: Any, right: Any) -> None:
+    for sequence, count in ((left, right), (right, left)):
+        is_repetition = isinstance(sequence, str | list | tuple) and isinstance(count, int)
+        if is_repetition and len(sequence) * count > MAX_OUTPUT_CHARS:
+            raise TemplateLimit("multiplies into too long a value")
+
+
+def _check_power(left: Any, right: Any) -> None:
+    if not isinstance(left, int | float) or not isinstance(right, int | float) or abs(right) > 64:
+        raise TemplateLimit("raises to a power beyond 64")

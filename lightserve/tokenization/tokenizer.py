@@ -1,0 +1,192 @@
+"""Text to token ids and back, over a `tokenizer.json`, without transformers.
+
+Facts about special tokens come from three files that often disagree: generation_config.json,
+config.json and tokenizer_config.json. The ids that end a sequence are the union of all three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from lightserve.errors import InvalidRequest, ModelLoadError
+from lightserve.models.config import CONFIG_FILE
+from lightserve.models.json_fields import MAX_INT, JsonFields, read_json_object
+from lightserve.tokenization.byte_pieces import parse_decoder
+from lightserve.tokenization.detokenizer import Detokenizer, PieceTable
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecialTokens:
+    """What the configuration files say about special tokens."""
+
+    names: dict[str, str]
+    """`bos_token`, `eos_token`, … to their text, as chat templates see them."""
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    """Any of these ends a sequence; ascending."""
+    adds_bos: bool | None
+    """`add_bos_token`; None leaves it to the post-processor."""
+
+
+class Tokenizer:
+    """A model's tokeniser. Thread-safe: nothing changes after construction."""
+
+    def __init__(self, model_dir: Path) -> None:
+        """Load it. Raises ModelLoadError naming file and key."""
+        path = model_dir / TOKENIZER_FILE
+        if not path.is_file():
+            raise ModelLoadError(
+                f"{path}: no such file; a fast tokenizer is needed"
+                " (tokenizer.model and vocab.json are not read)"
+            )
+        description = read_json_object(path)
+        self._tokenizer = _load(path)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.special_tokens = read_special_tokens(model_dir, self._tokenizer)
+        self.eos_token_ids = self.special_tokens.eos_token_ids
+        added_ids = self._tokenizer.encode("", add_special_tokens=True).ids
+        self._num_added_bos = sum(i == self.special_tokens.bos_token_id for i in added_ids)
+        self.num_tokens = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        added = self._tokenizer.get_added_tokens_decoder()
+        special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._pieces = PieceTable(
+            parse_decoder(path, description),
+            piece_of=self._tokenizer.id_to_token,
+            special_ids=special_ids,
+        )
+        self.longest_piece_bytes = max(
+            (len(piece.encode()) for piece in self._tokenizer.get_vocab()), default=1
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the ids of `text`, with one BOS in front if the model wants one and it is asked.
+
+        Rendered chat templates bring their own special tokens and pass False. Either way a BOS
+        that stands in the text is not doubled.
+
+        Raises:
+            InvalidRequest: the text cannot be tokenised.
+        """
+        try:
+            token_ids: list[int] = self._tokenizer.encode(
+                text, add_special_tokens=add_special_tokens
+            ).ids
+        except Exception as error:  # the Rust library raises bare Exceptions of its own
+            raise InvalidRequest("the text cannot be tokenised by this model") from error
+        return self._with_one_bos(token_ids, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Return the text of whole ids, special tokens skipped."""
+        detokenizer = Detokenizer(self._pieces, continues=False)
+        return detokenizer.push(token_ids) + detokenizer.finish()
+
+    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
+        """Return the detokeniser of what follows this prompt."""
+        continues = any(map(self._pieces.has_text, prompt_token_ids))
+        return Detokenizer(self._pieces, continues=continues)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token has no text."""
+        return not self._pieces.has_text(token_id)
+
+    def _with_one_bos(self, token_ids: list[int], *, add_special_tokens: bool) -> list[int]:
+        special = self.special_tokens
+        if (bos := special.bos_token_id) is None:
+            return token_ids
+        num_bos = 0
+        while num_bos < len(token_ids) and token_ids[num_bos] == bos:
+            num_bos += 1
+        wanted = min(num_bos, 1)
+        if add_special_tokens and special.adds_bos is not None:
+            # The flag outranks the post-processor, which may have added one that is not wanted.
+            wanted = 1 if special.adds_bos else min(max(num_bos - self._num_added_bos, 0), 1)
+        return [bos] * wanted + token_ids[num_bos:]
+
+
+def read_optional(model_dir: Path, name: str) -> JsonFields:
+    """Return the fields of a file that may be missing."""
+    path = model_dir / name
+    return JsonFields(path, read_json_object(path) if path.is_file() else {})
+
+
+def read_special_tokens(model_dir: Path, tokenizer: tokenizers.Tokenizer) -> SpecialTokens:
+    """Collect BOS and EOS from the three configuration files. Raises ModelLoadError."""
+    config = read_optional(model_dir, CONFIG_FILE)
+    generation = read_optional(model_dir, GENERATION_CONFIG_FILE)
+    tokenizer_config = read_optional(model_dir, TOKENIZER_CONFIG_FILE)
+    names: dict[str, str] = {}
+    for key in _SPECIAL_TOKEN_NAMES:
+        if (name := _token_text(tokenizer_config, key)) is not None:
+            names[key] = name
+    eos_token_ids = {
+        *_ids(generation, "eos_token_id"),
+        *_ids(config, "eos_token_id"),
+        *_ids(tokenizer_config, "eos_token_id"),
+        *_named_id(tokenizer, tokenizer_config, "eos_token", names),
+    }
+    bos_ids = [
+        *_named_id(tokenizer, tokenizer_config, "bos_token", names),
+        *_ids(generation, "bos_token_id"),
+        *_ids(config, "bos_token_id"),
+    ]
+    if tokenizer_config.is_null("bos_token"):
+        bos_ids = []  # the tokenizer says plainly that it has none
+    adds_bos = None
+    if tokenizer_config.has("add_bos_token"):
+        adds_bos = tokenizer_config.boolean("add_bos_token", default=False)
+    return SpecialTokens(
+        names=names,
+        bos_token_id=bos_ids[0] if bos_ids else None,
+        eos_token_ids=tuple(sorted(eos_token_ids)),
+        adds_bos=adds_bos,
+    )
+
+
+def _load(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust library raises bare Exceptions of its own
+        raise ModelLoadError(f"{path}: not a usable tokenizer: {error}") from error
+
+
+def _ids(fields: JsonFields, key: str) -> list[int]:
+    """Return the ids under a key that holds an id, a list of ids, or nothing."""
+    if not fields.has(key):
+        return []
+    value: Any = dict(fields.items())[key]
+    if not isinstance(value, list):
+        return [fields.integer(key, low=0)]
+    for item in value:
+        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= MAX_INT:
+            raise fields.error(key, f"must hold token ids, got {item!r}")
+    return value
+
+
+def _token_text(fields: JsonFields, key: str) -> str | None:
+    """Return a token given as a string or as an object with `content`, None if there is none."""
+    if not fields.has(key):
+        return None
+    value: Any = dict(fields.items())[key]
+    return fields.child(key).string("content") if isinstance(value, dict) else fields.string(key)
+
+
+def _named_id(
+    tokenizer: tokenizers.Tokenizer, fields: JsonFields, key: str, names: dict[str, str]
+) -> list[int]:
+    if key not in names:
+        return []
+    token_id = tokenizer.token_to_id(names[key])
+    if token_id is None:
+        raise fields.error(key, f"names {names[key]!r}, which is not in {TOKENIZER_FILE}")
+    return [token_id]
