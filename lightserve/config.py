@@ -31,6 +31,17 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+ADMISSION_OF_OPTION = {
+    "overcommit": "conservative",
+    "watermark": "aggressive",
+    "reserve": "past-future",
+    "samples": "past-future",
+    "rt_memory_risk": "risk",
+    "be_memory_risk": "risk",
+}
+"""Options that belong to one admission rule."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     """Everything `lightserve serve` can be told. Units are in the names."""
@@ -59,7 +70,27 @@ class ServeConfig:
         512, "Most new tokens in one step: the budget that prefill chunks fill.", low=1
     )
     policy: str = option("chunked", "Who advances in a step.", choices=("chunked", "fcfs"))
-    admission: str = option("conservative", "Who may start, by memory.", choices=("conservative",))
+    admission: str = option(
+        "conservative",
+        "Who may start, by memory.",
+        choices=("conservative", "aggressive", "ema", "past-future", "risk"),
+    )
+    overcommit: float = option(
+        1.0, "conservative: how many times the KV pool may be promised.", low=1.0, high=16.0
+    )
+    watermark: float = option(
+        0.95, "aggressive: share of the KV pool that newcomers may fill.", low=0.01, high=1.0
+    )
+    reserve: float = option(
+        0.05, "past-future: share of the KV pool kept free of forecasts.", low=0.0, high=0.9
+    )
+    samples: int = option(5, "past-future: most futures drawn for a small batch.", low=1, high=1024)
+    rt_memory_risk: float = option(
+        0.01, "risk: accepted chance of running out by a real-time request.", low=0.0, high=1.0
+    )
+    be_memory_risk: float = option(
+        0.2, "risk: accepted chance of running out by a best-effort request.", low=0.0, high=1.0
+    )
     max_waiting_requests: int = option(
         4096, "Requests that may wait in the router; more get a 429.", low=1
     )
@@ -110,6 +141,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
             _check_limits(spec, getattr(self, spec.name))
+        self._refuse_idle_options()
         if self.batch_invariant and self.dtype not in ("auto", "float32"):
             raise ConfigError(
                 f"--batch-invariant needs --dtype float32 (or auto), got {self.dtype!r}"
@@ -123,6 +155,15 @@ class ServeConfig:
             raise ConfigError(
                 f"--host must be a loopback address until API keys exist, got {self.host!r}"
             )
+
+    def _refuse_idle_options(self) -> None:
+        """An option of another admission rule would be accepted and ignored."""
+        for spec in dataclasses.fields(self):
+            rule = ADMISSION_OF_OPTION.get(spec.name, self.admission)
+            if rule != self.admission and getattr(self, spec.name) != spec.default:
+                raise ConfigError(
+                    f"{flag_name(spec.name)} needs --admission {rule}, got {self.admission!r}"
+                )
 
     @property
     def is_loopback(self) -> bool:

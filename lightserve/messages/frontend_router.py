@@ -40,6 +40,8 @@ class Submit(Message, frozen=True):
     request_class: RequestClass
     age_s: float
     """Seconds since the frontend had the request's headers."""
+    prediction_key: str = ""
+    """Requests of a class with equal keys are expected to have outputs of like length."""
 
 
 class Abort(Message, frozen=True):

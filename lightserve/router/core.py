@@ -36,6 +36,7 @@ from lightserve.router.events import (
     WorkersReady,
 )
 from lightserve.router.kv.slots import SlotPool
+from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.plan_builder import build_plan
 from lightserve.router.policies.base import Policy, StepLimits
@@ -58,6 +59,8 @@ class CoreConfig:
     max_waiting_requests: int
     policy: Policy
     admission: AdmissionRule
+    lengths: OutputLengths
+    """Learns every finished request's length; the admission rule may read it."""
 
 
 class RouterCore:
@@ -70,6 +73,7 @@ class RouterCore:
         self._rows = RowTable(config.max_num_seqs)
         self._slots: SlotPool | None = None
         self._pipeline = Pipeline()
+        self._num_arrivals = 0
         self.num_preemptions = 0
 
     # ---------------------------------------------------------------- events
@@ -106,7 +110,10 @@ class RouterCore:
             sampling=submit.sampling,
             request_class=submit.request_class,
             arrival_s=now_s - submit.age_s,
+            arrival_number=self._num_arrivals,
+            prediction_key=(submit.request_class, submit.prediction_key),
         )
+        self._num_arrivals += 1
         if request.key in self._requests or len(prompt) == 0 or submit.max_tokens < 1:
             raise ProtocolError(f"request {request.key} is a duplicate or empty")
         if not self._can_ever_fit(request):
@@ -179,7 +186,9 @@ class RouterCore:
             num_free_rows=self._rows.num_free,
         )
         running = [request for request in self._rows if request.state is RequestState.RUNNING]
-        admission = self._config.admission.begin(list(self._rows), self._slots.num_slots)
+        admission = self._config.admission.begin(
+            list(self._rows), self._slots.num_slots, self._pipeline.next_step_id
+        )
         chosen = self._config.policy.select(running, waiting, limits, admission)
         return fit_into_memory(chosen, self._slots.num_free, victims_first=running[::-1])
 
@@ -249,6 +258,7 @@ class RouterCore:
             reason = _finish_reason(request, token_id)
             deltas.add_token(request, token_id, reason)
             if reason is not None:
+                self._config.lengths.record(len(request.output_token_ids), request.prediction_key)
                 self._end(request)
                 return
 

@@ -13,6 +13,7 @@ worker, which is enough to schedule the step after.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -46,6 +47,10 @@ class Request:
     request_class: RequestClass
     arrival_s: float
     """On the router's clock; the frontend's waiting time is already taken off."""
+    arrival_number: int = 0
+    """How many requests came before it; stands for it where randomness must be repeatable."""
+    prediction_key: Hashable = None
+    """Requests with equal keys are expected to have outputs of like length."""
 
     state: RequestState = RequestState.WAITING
     output_token_ids: list[int] = field(default_factory=list)

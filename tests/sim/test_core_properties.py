@@ -16,6 +16,7 @@ from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.conservative import ConservativeAdmission
 from lightserve.router.core import CoreConfig, RouterCore
 from lightserve.router.events import FromFrontend, FrontendGone, WorkersGone, WorkersReady
+from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.request import Request
 from lightserve.sim.simulation import Outcome, Simulation, TimedEvent
@@ -27,6 +28,7 @@ from lightserve.types import (
     RequestId,
     RequestKey,
     SamplingParams,
+    StepId,
 )
 
 NUM_SLOTS, MAX_LEN, MAX_SEQS = 120, 64, 6
@@ -48,7 +50,9 @@ class Arrival:
 class RecklessAdmission:
     """Admits everybody, so that memory runs out and requests are preempted."""
 
-    def begin(self, live: Collection[Request], num_slots: int) -> RecklessAdmission:
+    def begin(
+        self, live: Collection[Request], num_slots: int, step_id: StepId
+    ) -> RecklessAdmission:
         return self
 
     def admit(self, request: Request) -> bool:
@@ -69,6 +73,7 @@ def make_core(
             max_waiting_requests=max_waiting,
             policy=POLICIES[policy](),
             admission=admission or ConservativeAdmission(),
+            lengths=OutputLengths(max_output_tokens=MAX_LEN),
         )
     )
 

@@ -102,7 +102,7 @@ class TestPolicies:
         self, policy: ChunkedPolicy | FcfsPolicy, running: list[Request], waiting: list[Request]
     ) -> list[tuple[int, int]]:
         limits = StepLimits(max_num_batched_tokens=10, num_free_rows=2)
-        admission = ConservativeAdmission().begin(running, 1000)
+        admission = ConservativeAdmission().begin(running, 1000, StepId(0))
         chosen = policy.select(running, waiting, limits, admission)
         return [(request.key.request_id, num_tokens) for request, num_tokens in chosen]
 
@@ -125,7 +125,7 @@ class TestPolicies:
 
 def test_conservative_admission_reserves_the_worst_case() -> None:
     live = [make_request(0, prompt=10, max_tokens=11)]
-    admission = ConservativeAdmission().begin(live, 45)
+    admission = ConservativeAdmission().begin(live, 45, StepId(0))
     assert admission.admit(make_request(1, prompt=10, max_tokens=6))
     assert not admission.admit(make_request(2, prompt=10, max_tokens=2))
     assert admission.admit(make_request(3, prompt=10, max_tokens=1))

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Protocol
 
 from lightserve.router.request import Request
+from lightserve.types import StepId
 
 
 class AdmissionRound(Protocol):
@@ -18,5 +19,9 @@ class AdmissionRound(Protocol):
 class AdmissionRule(Protocol):
     """Decides by memory alone; pure, so that the simulator and the tests run the same code."""
 
-    def begin(self, live: Collection[Request], num_slots: int) -> AdmissionRound:
-        """Start a round; `live` are all requests that hold rows, ended ones in flight included."""
+    def begin(self, live: Collection[Request], num_slots: int, step_id: StepId) -> AdmissionRound:
+        """Start a round; `live` are all requests that hold rows, ended ones in flight included.
+
+        The same round results from the same state: whatever is drawn at random depends on
+        `step_id` alone.
+        """

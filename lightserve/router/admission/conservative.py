@@ -1,6 +1,7 @@
 """Conservative admission: everybody gets room for `max_tokens`, so memory never runs out.
 
-The baseline of the Past-Future paper, section 2.3; it wastes what requests do not generate.
+The first baseline of the Past-Future paper (section 2.3); it wastes what requests do not
+generate, unless `overcommit` promises more than there is, and then memory can run out.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from lightserve.router.request import Request
+from lightserve.types import StepId
 
 
 class ConservativeRound:
@@ -26,8 +28,15 @@ class ConservativeRound:
 
 
 class ConservativeAdmission:
-    """Reserves prompt + max_tokens for every live request."""
+    """Reserves prompt + max_tokens for every live request, out of `overcommit` times the pool."""
 
-    def begin(self, live: Collection[Request], num_slots: int) -> ConservativeRound:
+    def __init__(self, *, overcommit: float = 1.0) -> None:
+        self._overcommit = overcommit
+
+    def begin(
+        self, live: Collection[Request], num_slots: int, step_id: StepId
+    ) -> ConservativeRound:
         """Start a round from the reservations of all requests that hold rows."""
-        return ConservativeRound(sum(request.max_kv_tokens for request in live), num_slots)
+        del step_id
+        reserved = sum(request.max_kv_tokens for request in live)
+        return ConservativeRound(reserved, int(num_slots * self._overcommit))

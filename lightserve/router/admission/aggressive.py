@@ -1,0 +1,40 @@
+"""Aggressive admission: only what is held now counts, up to a watermark.
+
+The second baseline of the Past-Future paper (section 2.3; vLLM's and SGLang's way): no look at
+the future, so running requests are preempted when it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from lightserve.router.request import Request
+from lightserve.types import StepId
+
+
+class AggressiveRound:
+    """Counts what is held and what newcomers bring."""
+
+    def __init__(self, num_held: int, limit: float) -> None:
+        self._num_held = num_held
+        self._limit = limit
+
+    def admit(self, request: Request) -> bool:
+        """Admit if all known tokens together stay below the watermark, or it is alone."""
+        if self._num_held > 0 and self._num_held + request.num_known_tokens > self._limit:
+            return False
+        self._num_held += request.num_known_tokens
+        return True
+
+
+class AggressiveAdmission:
+    """`watermark` is a share of the pool."""
+
+    def __init__(self, *, watermark: float) -> None:
+        self._watermark = watermark
+
+    def begin(self, live: Collection[Request], num_slots: int, step_id: StepId) -> AggressiveRound:
+        """Start a round; nothing in it is random."""
+        del step_id
+        num_held = sum(request.num_known_tokens for request in live)
+        return AggressiveRound(num_held, num_slots * self._watermark)

@@ -1,0 +1,45 @@
+"""EMA: one guessed length per request, from an exponential average (newer LightLLM, P13).
+
+A request is taken to end at max(1.1 x generated, average of finished lengths), at most at its
+`max_tokens`; while more than `BUSY_USAGE` of the pool is in use, at its `max_tokens`. The peak
+formula is Past-Future's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from lightserve.router.admission.peak import PeakRound, num_generated
+from lightserve.router.future_memory import IntArray
+from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.request import Request
+from lightserve.types import StepId
+
+GROWTH = 1.1
+BUSY_USAGE = 0.85
+
+
+class EmaAdmission:
+    """See the module's docstring; `lengths.average` is the exponential average."""
+
+    def __init__(self, lengths: OutputLengths) -> None:
+        self._lengths = lengths
+
+    def begin(self, live: Collection[Request], num_slots: int, step_id: StepId) -> PeakRound:
+        """Start a round; nothing in it is random."""
+        del step_id
+        is_busy = sum(request.next_position for request in live) > BUSY_USAGE * num_slots
+
+        def sample(requests: Sequence[Request]) -> IntArray:
+            count = len(requests)
+            max_tokens = np.fromiter((r.max_tokens for r in requests), np.int64, count)
+            if is_busy:
+                return max_tokens[:, None]
+            generated = np.fromiter(map(num_generated, requests), np.int64, count)
+            guess = np.maximum(np.ceil(GROWTH * generated), self._lengths.average)
+            lengths: IntArray = np.clip(guess.astype(np.int64), generated + 1, max_tokens)
+            return lengths[:, None]
+
+        return PeakRound(live, sample, lambda peaks, _: bool(peaks[0] <= num_slots))

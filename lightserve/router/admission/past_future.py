@@ -1,0 +1,46 @@
+"""Past-Future (Algorithm 1): admit while the peak of freshly sampled futures fits.
+
+Every round draws new lengths for everybody. Small batches draw several futures and the largest
+peak decides, which works as a hidden margin; `reserve` is the open one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from lightserve.router.admission.peak import PeakRound, num_generated
+from lightserve.router.future_memory import IntArray
+from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.request import Request
+from lightserve.types import StepId
+
+SMALL_BATCH = 200
+"""A batch of k draws min(samples, SMALL_BATCH / k + 1) futures (from the authors' artifact)."""
+
+
+class PastFutureAdmission:
+    """`reserve` is a share of the pool, `samples` the most futures drawn."""
+
+    def __init__(self, lengths: OutputLengths, *, seed: int, reserve: float, samples: int) -> None:
+        self._lengths = lengths
+        self._seed = seed
+        self._reserve = reserve
+        self._samples = samples
+
+    def begin(self, live: Collection[Request], num_slots: int, step_id: StepId) -> PeakRound:
+        """Start a round with fresh random numbers, the same ones if it is started again."""
+        rng = np.random.Generator(np.random.Philox(key=[self._seed, step_id]))
+        limit = num_slots * (1.0 - self._reserve)
+        num_futures = min(self._samples, SMALL_BATCH // max(1, len(live)) + 1)
+
+        def sample(requests: Sequence[Request]) -> IntArray:
+            count = len(requests)
+            generated = np.fromiter(map(num_generated, requests), np.int64, count)
+            max_tokens = np.fromiter((r.max_tokens for r in requests), np.int64, count)
+            uniforms = rng.random((count, num_futures))
+            keys = [request.prediction_key for request in requests]
+            return self._lengths.sample(generated, max_tokens, uniforms, keys)
+
+        return PeakRound(live, sample, lambda peaks, _: bool(peaks.max() <= limit))

@@ -1,0 +1,98 @@
+"""The future: how much KV memory a batch will need at its peak (Past-Future, section 3.3).
+
+Sort the requests of a batch by what they still generate, longest first. When request i ends,
+the i requests before and including it are alive and each has grown by rest_i, so
+
+    M_i = sum of base_j for j <= i, plus rest_i * i          M* = max over i of M_i   (eq. 2-4)
+
+where base is what a request holds now (its prompt counted whole, chunked or not) and rest is
+what it still generates. Memory only falls when a request ends, so the peak is at one of these
+moments. `FutureMemory` keeps many futures (columns of sampled rests) at once, and answers "and
+with one more request?" without sorting again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+_INDEX_BITS = 20
+_INDEX_MASK = (1 << _INDEX_BITS) - 1
+_MAX_REST = 1 << 40
+
+
+def peak_memory(base: IntArray, rest: IntArray) -> IntArray:
+    """Return M* of each future, int64 [num_futures].
+
+    Args:
+        base: tokens held now, int64 [n].
+        rest: tokens still to come, int64 [num_futures, n].
+    """
+    return FutureMemory(base, rest).peaks
+
+
+class FutureMemory:
+    """The sorted futures of a batch; one more request costs O(num_futures * n) without a sort.
+
+    A prefix that several requests share is to be counted in the `base` of the user that stays
+    longest (mechanisms C7); this class only sees the result.
+    """
+
+    def __init__(self, base: IntArray, rest: IntArray) -> None:
+        # Value and index in one number: sorting plain integers is several times faster.
+        packed = np.sort((_MAX_REST - rest) << _INDEX_BITS | np.arange(rest.shape[1]), axis=1)
+        self._rest: IntArray = _MAX_REST - (packed >> _INDEX_BITS)
+        self._held: IntArray = np.cumsum(base[packed & _INDEX_MASK], axis=1)
+        self._index()
+
+    @property
+    def num_requests(self) -> int:
+        """Size of the batch."""
+        return int(self._rest.shape[1])
+
+    @property
+    def peaks(self) -> IntArray:
+        """M* of each future, int64 [num_futures]; 0 for an empty batch."""
+        return self._peaks
+
+    def _index(self) -> None:
+        """Prepare the prefix and suffix maxima that `peaks_with` needs."""
+        num_futures, num_requests = self._rest.shape
+        rank = np.arange(1, num_requests + 1)
+        zero = np.zeros((num_futures, 1), dtype=np.int64)
+        before = self._held + self._rest * rank
+        behind = self._held + self._rest * (rank + 1)
+        self._prefix_max = np.concatenate([zero, np.maximum.accumulate(before, axis=1)], axis=1)
+        suffix = np.maximum.accumulate(behind[:, ::-1], axis=1)[:, ::-1]
+        self._suffix_max = np.concatenate([suffix, zero], axis=1)
+        self._held_before = np.concatenate([zero, self._held], axis=1)
+        self._peaks: IntArray = self._prefix_max[:, -1]
+
+    def peaks_with(self, base: int, rest: IntArray) -> IntArray:
+        """Return M* of each future if one more request joined; `rest` is int64 [num_futures]."""
+        rank = (self._rest >= rest[:, None]).sum(axis=1)
+        futures = np.arange(len(rest))
+        own = self._held_before[futures, rank] + base + rest * (rank + 1)
+        behind = self._suffix_max[futures, rank]
+        behind = np.where(behind > 0, behind + base, 0)
+        result: IntArray = np.maximum(np.maximum(self._prefix_max[futures, rank], own), behind)
+        return result
+
+    def add(self, base: int, rest: IntArray) -> None:
+        """Let one more request join for good; `rest` is int64 [num_futures]."""
+        num_futures, num_requests = self._rest.shape
+        rank = (self._rest >= rest[:, None]).sum(axis=1)
+        is_old = np.ones((num_futures, num_requests + 1), dtype=bool)
+        is_old[np.arange(num_futures), rank] = False
+        own = np.zeros((num_futures, num_requests), dtype=np.int64)
+        own += base * (np.arange(num_requests) >= rank[:, None])
+        held = np.empty((num_futures, num_requests + 1), dtype=np.int64)
+        new_rest = np.empty_like(held)
+        held[is_old] = (self._held + own).ravel()
+        new_rest[is_old] = self._rest.ravel()
+        held[~is_old] = self._held_before[np.arange(num_futures), rank] + base
+        new_rest[~is_old] = rest
+        self._held, self._rest = held, new_rest
+        self._index()

@@ -1,0 +1,197 @@
+"""Every admission rule on scenes that can be worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lightserve.config import ServeConfig
+from lightserve.errors import ConfigError
+from lightserve.router.admission.base import AdmissionRule
+from lightserve.router.admission.oracle import OracleAdmission
+from lightserve.router.admission.past_future import PastFutureAdmission
+from lightserve.router.admission.registry import ADMISSION_RULES
+from lightserve.router.admission.risk import RiskAdmission, num_futures_for
+from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.request import Request, RequestState
+from lightserve.types import (
+    FrontendId,
+    RequestClass,
+    RequestId,
+    RequestKey,
+    SamplingParams,
+    StepId,
+)
+
+
+def make_request(
+    number: int,
+    *,
+    prompt: int,
+    generated: int = 0,
+    max_tokens: int = 100,
+    request_class: RequestClass = RequestClass.RT,
+) -> Request:
+    """A request that has generated something is running with all its KV computed."""
+    request = Request(
+        key=RequestKey(FrontendId(0), RequestId(number)),
+        prompt_token_ids=np.zeros(prompt, dtype=np.int32),
+        max_tokens=max_tokens,
+        eos_token_ids=frozenset(),
+        sampling=SamplingParams(),
+        request_class=request_class,
+        arrival_s=0.0,
+        arrival_number=number,
+    )
+    if generated:
+        request.state = RequestState.RUNNING
+        request.output_token_ids = [1] * generated
+        request.num_computed_tokens = prompt + generated - 1
+    return request
+
+
+def history(*lengths: int) -> OutputLengths:
+    """A full window of the given lengths in equal shares."""
+    result = OutputLengths(max_output_tokens=100, window=1000)
+    for length in lengths * (1000 // len(lengths)):
+        result.record(length)
+    return result
+
+
+def make_rule(name: str, lengths: OutputLengths, **options: float) -> AdmissionRule:
+    return ADMISSION_RULES[name](ServeConfig(admission=name, **options), lengths, 0)
+
+
+LIVE = [make_request(0, prompt=20, generated=10), make_request(1, prompt=30, generated=5)]
+"""They hold 65 tokens. Ending at 20, their peak is 30 + 35 + 2 * 10 = 85 (then 35 + 10 + 5)."""
+NEWCOMER = make_request(2, prompt=10)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "capacity", "admits"),
+    [
+        # All at max_tokens: 20 + 99 + 30 + 99 + 10 + 99, the last token's KV is never written.
+        ("conservative", {}, 357, True),
+        ("conservative", {}, 356, False),
+        ("conservative", {"overcommit": 2.0}, 179, True),
+        ("conservative", {"overcommit": 2.0}, 178, False),
+        ("aggressive", {"watermark": 1.0}, 75, True),
+        ("aggressive", {"watermark": 1.0}, 74, False),
+        ("aggressive", {"watermark": 0.5}, 150, True),
+        ("aggressive", {"watermark": 0.5}, 149, False),
+        # All end at 20: when the first does, 30 + 35 + 10 are held and all three grew by 10.
+        ("past-future", {"reserve": 0.0}, 105, True),
+        ("past-future", {"reserve": 0.0}, 104, False),
+        ("past-future", {"reserve": 0.5}, 210, True),
+        ("past-future", {"reserve": 0.5}, 209, False),
+        ("risk", {}, 105, True),
+        ("risk", {}, 104, False),
+    ],
+)
+def test_where_each_rule_draws_the_line(
+    name: str, options: dict[str, float], capacity: int, admits: bool
+) -> None:
+    rule = make_rule(name, history(20), **options)
+    assert rule.begin(LIVE, capacity, StepId(0)).admit(NEWCOMER) is admits
+
+
+def test_ema_takes_the_average_or_a_tenth_more_and_the_limit_when_busy() -> None:
+    lengths = history(20)
+    assert lengths.average == pytest.approx(20, abs=0.01)
+    rule = make_rule("ema", lengths)
+    old = [make_request(0, prompt=20, generated=40)]  # guessed to end at 44
+    # Peak: when the old one ends after 4 steps, 60 + 10 + 2 * 4 are held.
+    assert rule.begin(old, 78, StepId(0)).admit(NEWCOMER)
+    assert not rule.begin(old, 77, StepId(0)).admit(NEWCOMER)
+    # 59 slots in use of 69 are over 85 %: both are taken to reach max_tokens.
+    assert not rule.begin(old, 69, StepId(0)).admit(NEWCOMER)
+
+
+def test_oracle_knows() -> None:
+    rule = OracleAdmission(lambda request: 12 if request.key.request_id == 0 else 7)
+    # Rests are 2, 2 and 7: after two steps 30 + 35 + 10 + 3 * 2 are held.
+    assert rule.begin(LIVE, 81, StepId(0)).admit(NEWCOMER)
+    assert not rule.begin(LIVE, 80, StepId(0)).admit(NEWCOMER)
+
+
+@pytest.mark.parametrize("name", sorted(ADMISSION_RULES))
+def test_an_empty_batch_always_takes_one(name: str) -> None:
+    """Otherwise a request that fits alone, but not below a reserve, would wait for ever."""
+    round_ = make_rule(name, history(90)).begin([], 109, StepId(0))
+    assert round_.admit(make_request(0, prompt=10, max_tokens=100))
+    assert not round_.admit(make_request(1, prompt=100, max_tokens=100))
+
+
+@pytest.mark.parametrize("name", sorted(ADMISSION_RULES))
+def test_the_same_state_gives_the_same_decision(name: str) -> None:
+    rule = make_rule(name, history(5, 60, 95))
+    for capacity in range(75, 360, 15):
+        decisions = {rule.begin(LIVE, capacity, StepId(3)).admit(NEWCOMER) for _ in range(5)}
+        assert len(decisions) == 1
+
+
+def test_risk_is_a_calibrated_probability_per_class() -> None:
+    """Outputs are 10 or 100 with equal chance; five of six long ones do not fit."""
+    lengths = history(10, 100)
+    rule = RiskAdmission(lengths, seed=1, rt_risk=0.01, be_risk=0.2)
+    # Six requests of prompt 10; k of them long have a peak of about k * 110.
+    live = [make_request(i, prompt=10, generated=1, max_tokens=100) for i in range(5)]
+    capacities = {RequestClass.RT: 0, RequestClass.BE: 0}
+    for request_class in capacities:
+        newcomer = make_request(5, prompt=10, request_class=request_class)
+        capacities[request_class] = next(
+            capacity
+            for capacity in range(100, 700)
+            if rule.begin(live, capacity, StepId(0)).admit(newcomer)
+        )
+    # P(six long) = 1/64 > 1 %: RT needs room for all. P(five or six) = 7/64 < 20 %: BE for four.
+    assert capacities[RequestClass.RT] == pytest.approx(6 * 110, abs=12)
+    assert capacities[RequestClass.BE] == pytest.approx(4 * 110, abs=12)
+
+
+def test_enough_futures_for_the_quantile() -> None:
+    assert [num_futures_for(risk) for risk in (0.5, 0.2, 0.01, 0.001, 0.0)] == [
+        32,
+        32,
+        200,
+        1024,
+        1024,
+    ]
+
+
+def test_past_future_draws_more_for_small_batches() -> None:
+    """The maximum of more futures is larger: a batch of one needs more room than one of 200."""
+    lengths = history(*range(1, 101))
+    newcomer = make_request(999, prompt=10)
+
+    def needed(samples: int) -> float:
+        rule = PastFutureAdmission(lengths, seed=0, reserve=0.0, samples=samples)
+        live = [make_request(0, prompt=10, generated=1)]
+        return float(
+            np.mean(
+                [
+                    next(
+                        capacity
+                        for capacity in range(20, 300, 2)
+                        if rule.begin(live, capacity, StepId(step)).admit(newcomer)
+                    )
+                    for step in range(40)
+                ]
+            )
+        )
+
+    assert needed(5) > needed(1) + 15
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"watermark": 0.5}, "--watermark needs --admission aggressive, got 'conservative'"),
+        ({"admission": "risk", "reserve": 0.1}, "--reserve needs --admission past-future"),
+        ({"admission": "aggressive", "watermark": 1.5}, "--watermark must be at most 1.0"),
+        ({"overcommit": 0.5}, "--overcommit must be at least 1.0"),
+    ],
+)
+def test_options_of_other_rules_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServeConfig(**options)  # type: ignore[arg-type]
