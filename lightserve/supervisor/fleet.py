@@ -133,8 +133,8 @@ class Fleet:
             case ChildFailed(reason=reason):
                 child.failure = reason
             case WorkersStalled(generation=generation, stalled_s=stalled_s):
-                if generation == self._generation and self._rebuild is Rebuild.NOTHING:
-                    self._recover(Rebuild.WORKERS, f"workers made no step for {stalled_s:.1f} s")
+                if generation == self._generation:
+                    self._on_stall(stalled_s)
 
     def on_exit(self, child: Child) -> None:
         """Reap a child whose pidfd is readable, and recover.
@@ -192,6 +192,12 @@ class Fleet:
             if self.phase is Phase.STARTING:
                 self.phase = Phase.SERVING
             log.info("all processes ready after %.2f s", elapsed_s)
+
+    def _on_stall(self, stalled_s: float) -> None:
+        if self.phase is Phase.DRAINING:
+            self._tell_frontends_router_down()
+        elif self.phase is Phase.SERVING and self._rebuild is Rebuild.NOTHING:
+            self._recover(Rebuild.WORKERS, f"workers made no step for {stalled_s:.1f} s")
 
     def _introduce_router(self, frontend: Child) -> None:
         boot = self._boot

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -40,10 +42,10 @@ def _main(*arguments: str) -> int:
 
 def test_help_shows_every_flag_with_its_default_and_limits() -> None:
     output = CliRunner().invoke(cli_serve.command, ["--help"], terminal_width=1000).output
-    for spec in dataclasses.fields(ServeConfig):
-        line = next(
-            row for row in output.splitlines() if row.strip().startswith(flag_name(spec.name))
-        )
+    blocks = [" ".join(block.split()) for block in re.split(r"\n {2}(?=-)", output)[1:]]
+    fields = dataclasses.fields(ServeConfig)
+    for spec, line in zip(fields, blocks[: len(fields)], strict=True):
+        assert line.startswith(flag_name(spec.name) + " ")
         assert spec.metadata["help"] in line
         for choice in spec.metadata["choices"]:
             assert choice in line
@@ -58,23 +60,27 @@ def test_defaults_of_the_command_are_those_of_the_configuration(served: list[Ser
     assert served == [ServeConfig()]
 
 
+def _other_value(spec: dataclasses.Field[Any]) -> object:
+    """Return an allowed value that is, where there is a choice, not the default."""
+    special = {"host": "::1", "kv_memory": "512MiB", "dtype": "float32"}
+    if spec.name in special:
+        return special[spec.name]
+    if spec.metadata["choices"]:
+        return spec.metadata["choices"][-1]
+    if isinstance(spec.default, bool):
+        return True
+    if isinstance(spec.default, int | float):
+        high = spec.metadata["high"]
+        value = spec.default + 1 if high is None or spec.default < high else spec.default - 1
+        return value if high is None else type(value)(min(value, high))
+    return "some-text"
+
+
 def test_every_flag_reaches_its_field(served: list[ServeConfig]) -> None:
-    other: dict[str, object] = {
-        "batch_invariant": True,
-        "host": "::1",
-        "dtype": "float32",
-        "policy": "fcfs",
-        "admission": "conservative",
-        "attention_backend": "torch",
-        "log_level": "error",
-    }
+    other = {spec.name: _other_value(spec) for spec in dataclasses.fields(ServeConfig)}
     arguments = []
-    for spec in dataclasses.fields(ServeConfig):
-        if spec.name not in other:
-            kind = type(spec.default)
-            other[spec.name] = kind(spec.default + 1) if kind in (int, float) else "some-text"
-        flag = flag_name(spec.name)
-        arguments += [flag] if other[spec.name] is True else [flag, str(other[spec.name])]
+    for name, value in other.items():
+        arguments += [flag_name(name)] if value is True else [flag_name(name), str(value)]
     assert _main("serve", *arguments) == 0
     assert dataclasses.asdict(served[0]) == other
 

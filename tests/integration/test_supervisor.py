@@ -1,0 +1,350 @@
+"""The supervisor with scripted children: every death, every message, every exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import scripted_child
+from support.model_files import write_model_files
+from support.processes import is_running, wait_for, wait_gone
+
+from lightserve.supervisor.run_dir import RunDir, remove_stale
+
+DRIVER = """
+import json, sys
+from lightserve.cli import main, serve
+from lightserve.supervisor import loop
+real_serve, command = loop.serve, (sys.executable, *json.loads(sys.argv.pop(1)))
+loop.serve = lambda config: real_serve(config, command=command)
+main.main(sys.argv[1:])
+"""
+
+
+class Server:
+    """A real supervisor process over scripted children."""
+
+    def __init__(self, folder: Path, model: Path, script: dict[str, str], flags: list[str]) -> None:
+        self.folder = folder
+        self.run_parent = folder / "run"
+        self.run_parent.mkdir()
+        (folder / "script.json").write_text(json.dumps(script))
+        command = json.dumps([scripted_child.__file__, str(folder)])
+        arguments = ["serve", "--model", str(model), "--run-dir", str(self.run_parent)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, command, *arguments, "--port", "0", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def journal(self, event: str, name: str = "", generation: int | None = None) -> list[Any]:
+        """Return the journal's entries of this kind."""
+        path = self.folder / "journal.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [
+            entry
+            for entry in map(json.loads, lines)
+            if entry["event"] == event
+            and name in ("", entry["name"])
+            and generation in (None, entry["generation"])
+        ]
+
+    def wait_event(self, event: str, name: str, generation: int = 0) -> Any:
+        """Wait for the first such entry and return it."""
+        probe = lambda: self.journal(event, name, generation)  # noqa: E731
+        return wait_for(probe, f"{event} of {name}/{generation}")[0]
+
+    def wait_message(self, name: str, kind: str, generation: int = 0) -> Any:
+        """Wait until a child has had a message of this kind and return it."""
+
+        def probe() -> list[Any]:
+            entries = self.journal("message", name, generation)
+            return [e["message"] for e in entries if e["message"]["type"] == kind]
+
+        return wait_for(probe, f"{kind} to {name}/{generation}")[0]
+
+    def wait_banner(self) -> str:
+        """Wait until the server says that it is ready and return that line."""
+        assert self.process.stdout is not None
+        line: str = self.process.stdout.readline()
+        assert line.startswith("lightserve: ready on http://127.0.0.1:"), self.finish()
+        return line
+
+    def kill_child(self, name: str, generation: int = 0) -> None:
+        """Send SIGKILL to a child that is ready."""
+        os.kill(self.wait_event("ready", name, generation)["pid"], signal.SIGKILL)
+
+    def finish(self, signum: int | None = None) -> tuple[int, str]:
+        """Wait for the end, after a signal if one is given; returns exit code and stderr."""
+        if signum is not None:
+            self.process.send_signal(signum)
+        _, stderr = self.process.communicate(timeout=30)
+        wait_gone([entry["pid"] for entry in self.journal("start")])
+        return self.process.returncode, stderr
+
+
+StartServer = Callable[..., Server]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_files(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def start(tmp_path: Path, model: Path) -> Iterator[StartServer]:
+    servers: list[Server] = []
+
+    def start(script: dict[str, str] | None = None, *flags: str) -> Server:
+        server = Server(tmp_path, model, script or {}, list(flags))
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.process.kill()
+        server.process.communicate(timeout=30)
+        wait_gone([entry["pid"] for entry in server.journal("start")])
+
+
+def test_a_whole_life(start: StartServer) -> None:
+    """Specifications, readiness, the banner, RouterUp, Drain, exit code 0, nothing left."""
+    server = start(None, "--http-workers", "2", "--tp", "2", "--served-model-name", "Tom's")
+    assert server.wait_banner().endswith("(model Tom's)\n")
+    specs = {entry["name"]: entry["spec"] for entry in server.journal("start")}
+    assert sorted(specs) == ["frontend-0", "frontend-1", "router-0", "worker-0", "worker-1"]
+    router = specs["router-0"]
+    for name, spec in specs.items():
+        assert spec["config"]["served_model_name"] == "Tom's", name
+    for rank in (0, 1):
+        worker = specs[f"worker-{rank}"]
+        assert worker["workers_address"] == router["workers_address"]
+        assert worker["boot_id"] == router["boot_id"]
+        assert worker["collective_store"].startswith(str(server.run_parent))
+    for index in (0, 1):
+        message = server.wait_message(f"frontend-{index}", "RouterUp")
+        assert message["address"] == router["frontends_address"]
+        assert message["boot_id"] == router["boot_id"]
+    (run_dir,) = server.run_parent.iterdir()
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    assert stat.S_IMODE((run_dir / "control").stat().st_mode) == 0o600
+    exit_code, stderr = server.finish(signal.SIGTERM)
+    assert exit_code == 0
+    assert len(server.journal("drained")) == 2
+    assert "error" not in stderr.lower()
+    assert list(server.run_parent.iterdir()) == []
+
+
+def test_the_listening_socket_reaches_the_frontend(start: StartServer) -> None:
+    server = start()
+    port = int(server.wait_banner().split(" (")[0].rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port), timeout=10):
+        pass
+    frontend = server.journal("start", "frontend-0")[0]
+    listener = Path(f"/proc/{frontend['pid']}/fd/{frontend['spec']['listen_fd']}").readlink()
+    assert str(listener).startswith("socket:")
+    for name in ("router-0", "worker-0"):
+        fds = Path(f"/proc/{server.journal('start', name)[0]['pid']}/fd")
+        assert listener not in [fd.readlink() for fd in fds.iterdir()]
+
+
+def test_a_dead_worker_takes_its_group_and_is_replaced(start: StartServer) -> None:
+    server = start(None, "--tp", "2")
+    server.wait_banner()
+    server.kill_child("worker-1")
+    assert server.wait_message("router-0", "WorkersLost")["generation"] == 0
+    for rank in (0, 1):
+        server.wait_event("ready", f"worker-{rank}", 1)
+        assert not is_running(server.journal("start", f"worker-{rank}", 0)[0]["pid"])
+    first, second = (server.journal("start", "worker-0", n)[0]["spec"] for n in (0, 1))
+    assert first["collective_store"] != second["collective_store"]
+    assert first["boot_id"] == second["boot_id"]
+    assert len(server.journal("start", "router-0")) == 1
+    assert server.finish(signal.SIGTERM)[0] == 0
+
+
+def test_a_dead_router_takes_the_workers_and_gets_a_new_boot(start: StartServer) -> None:
+    server = start(None, "--http-workers", "2")
+    server.wait_banner()
+    server.kill_child("router-0")
+    specs = [server.wait_event("start", "router-0", n)["spec"] for n in (0, 1)]
+    for field in ("boot_id", "frontends_address", "workers_address"):
+        assert specs[0][field] != specs[1][field]
+    worker = server.wait_event("ready", "worker-0", 1)
+    assert server.journal("start", "worker-0", 1)[0]["spec"]["boot_id"] == specs[1]["boot_id"]
+    assert worker["pid"] != server.journal("start", "worker-0", 0)[0]["pid"]
+    for index in (0, 1):
+        name = f"frontend-{index}"
+        wait_for(lambda name=name: len(server.journal("message", name)) == 3, "three messages")
+        messages = [entry["message"] for entry in server.journal("message", name)]
+        assert [m["type"] for m in messages] == ["RouterUp", "RouterDown", "RouterUp"]
+        assert messages[2]["boot_id"] == specs[1]["boot_id"]
+    assert server.finish(signal.SIGTERM)[0] == 0
+
+
+def test_a_dead_frontend_is_replaced_on_the_same_socket(start: StartServer) -> None:
+    server = start(None, "--http-workers", "2")
+    server.wait_banner()
+    first = server.wait_message("frontend-1", "RouterUp", 0)
+    server.kill_child("frontend-1")
+    assert server.wait_message("router-0", "FrontendLost")["frontend_id"] == 1
+    assert server.wait_message("frontend-1", "RouterUp", 1) == first
+    fds = {entry["spec"]["listen_fd"] for entry in server.journal("start", "frontend-1")}
+    assert len(fds) == 1
+    assert len(server.journal("start", "worker-0")) == 1
+    assert server.finish(signal.SIGTERM)[0] == 0
+
+
+def test_stalled_workers_are_replaced(start: StartServer) -> None:
+    server = start({"router-0": "stall"})
+    server.wait_banner()
+    (server.folder / "stall").touch()
+    assert server.wait_message("router-0", "WorkersLost")["generation"] == 0
+    server.wait_event("ready", "worker-0", 1)
+    assert "made no step for 1.5 s" in server.finish(signal.SIGTERM)[1]
+    assert server.journal("start", "worker-0", 2) == []
+
+
+def test_a_router_that_dies_while_the_workers_are_replaced(start: StartServer) -> None:
+    server = start({"worker-0/1": "hang"})
+    server.wait_banner()
+    server.kill_child("worker-0")
+    server.wait_event("start", "worker-0", 1)
+    server.kill_child("router-0")
+    server.wait_event("ready", "router-0", 1)
+    server.wait_event("ready", "worker-0", 2)
+    assert not is_running(server.journal("start", "worker-0", 1)[0]["pid"])
+    assert server.finish(signal.SIGTERM)[0] == 0
+
+
+def test_a_replacement_that_is_never_ready_is_replaced_too(start: StartServer) -> None:
+    server = start({"worker-0/1": "hang"}, "--start-timeout-s", "2")
+    server.wait_banner()
+    server.kill_child("worker-0")
+    server.wait_event("ready", "worker-0", 2)
+    assert "worker-0 was not ready after 2 s" in server.finish(signal.SIGTERM)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "behaviour"), [("worker-0", "crash-when-ready"), ("frontend-0", "crash-when-ready")]
+)
+def test_the_restart_budget_ends_a_crash_loop(
+    start: StartServer, name: str, behaviour: str
+) -> None:
+    script = {name: behaviour, f"{name}/0": "serve"}
+    server = start(script, "--max-restarts", "2")
+    server.wait_banner()
+    server.kill_child(name)
+    exit_code, stderr = server.finish()
+    assert exit_code == 1
+    last = stderr.splitlines()[-1]
+    assert last == (
+        f"lightserve: error: gave up after 2 restarts within 60 s: {name} exited with code 9"
+    )
+    assert len(server.journal("start", name)) == 3
+    assert list(server.run_parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ({"worker-0": "refuse"}, "worker-0: config.json: key 'x' is wrong in two lines"),
+        ({"frontend-0": "bug"}, "frontend-0: ZeroDivisionError: oops"),
+        ({"router-0": "crash"}, "router-0 exited with code 7"),
+        ({"worker-0": "hang"}, "worker-0 was not ready after 1 s (--start-timeout-s)"),
+    ],
+)
+def test_a_child_that_cannot_start_ends_the_server(
+    start: StartServer, script: dict[str, str], expected: str
+) -> None:
+    timeout_s = "1" if "hang" in script.values() else "60"
+    server = start(script, "--start-timeout-s", timeout_s)
+    exit_code, stderr = server.finish()
+    assert exit_code == 1
+    assert stderr.splitlines()[-1] == f"lightserve: error: {expected}"
+    assert ("Traceback" in stderr) == ("bug" in script.values())
+
+
+@pytest.mark.parametrize(
+    ("signum", "exit_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130), (signal.SIGHUP, 0)]
+)
+def test_a_signal_while_starting_ends_at_once(
+    start: StartServer, signum: int, exit_code: int
+) -> None:
+    server = start({"worker-0": "hang"})
+    server.wait_event("ready", "router-0")
+    assert server.finish(signum)[0] == exit_code
+    assert list(server.run_parent.iterdir()) == []
+
+
+def test_drain_waits_for_slow_frontends_and_ctrl_c_drains_too(start: StartServer) -> None:
+    server = start({"frontend-1": "drain-slowly"}, "--http-workers", "2")
+    server.wait_banner()
+    assert server.finish(signal.SIGINT)[0] == 0
+    assert len(server.journal("drained")) == 2
+    assert server.wait_message("frontend-0", "Drain")["timeout_s"] == 30.0
+
+
+def test_frontends_that_do_not_drain_are_killed(start: StartServer) -> None:
+    server = start({"frontend-0": "never-drain"}, "--shutdown-timeout-s", "0")
+    server.wait_banner()
+    exit_code, stderr = server.finish(signal.SIGTERM)
+    assert exit_code == 0
+    assert "frontends did not end in time" in stderr
+
+
+@pytest.mark.parametrize(("second", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_second_signal_kills_everything_at_once(
+    start: StartServer, second: int, code: int
+) -> None:
+    server = start({"frontend-0": "never-drain"})
+    server.wait_banner()
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_message("frontend-0", "Drain")
+    assert server.finish(second)[0] == code
+
+
+def test_a_router_that_dies_while_draining_is_not_replaced(start: StartServer) -> None:
+    server = start({"frontend-0": "never-drain"}, "--shutdown-timeout-s", "1")
+    server.wait_banner()
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_message("frontend-0", "Drain")
+    server.kill_child("router-0")
+    server.wait_message("frontend-0", "RouterDown")
+    assert server.finish()[0] == 0
+    assert len(server.journal("start", "router-0")) == 1
+
+
+def test_no_orphans_when_the_supervisor_is_killed(start: StartServer) -> None:
+    server = start(None, "--http-workers", "2", "--tp", "2")
+    server.wait_banner()
+    (left_behind,) = server.run_parent.iterdir()
+    server.finish(signal.SIGKILL)  # waits until every child has gone
+    live = RunDir(str(server.run_parent))  # as the next server does
+    assert not left_behind.exists()
+    remove_stale(server.run_parent)
+    assert live.path.exists()
+    live.close()
+    assert not live.path.exists()
+
+
+def test_children_ignore_the_signals_of_the_process_group(start: StartServer) -> None:
+    server = start()
+    server.wait_banner()
+    pids = [entry["pid"] for entry in server.journal("start")]
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for pid in pids:
+            os.kill(pid, signum)
+    assert server.finish(signal.SIGTERM)[0] == 0
+    assert len(server.journal("start")) == 3
+    assert len(server.journal("drained")) == 1

@@ -1,0 +1,1 @@
+"""What several tests share: random small models and the comparison with transformers."""

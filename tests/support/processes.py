@@ -1,0 +1,34 @@
+"""Waiting for, and looking at, processes that tests start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import psutil
+
+ResultT = TypeVar("ResultT")
+
+
+def wait_for(probe: Callable[[], ResultT | None], what: str, timeout_s: float = 30.0) -> ResultT:
+    """Return the first truthy result of `probe`; fails the test after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        if result := probe():
+            return result
+        time.sleep(0.02)
+    raise AssertionError(f"{what}: not within {timeout_s:g} s")
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_gone(pids: list[int], timeout_s: float = 5.0) -> None:
+    """Wait until none of these processes runs."""
+    wait_for(lambda: not any(map(is_running, pids)), f"end of {pids}", timeout_s)

@@ -1,0 +1,83 @@
+"""A child process for supervisor tests: speaks the control protocol and does what a script says.
+
+Run as `scripted_child.py SCRIPT_DIR NAME PARENT_PID`. `SCRIPT_DIR/script.json` maps "NAME" or
+"NAME/GENERATION" to a behaviour (default "serve"); everything that happens is appended to
+`SCRIPT_DIR/journal.jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lightserve import child
+from lightserve.errors import ModelLoadError
+from lightserve.messages.supervision import (
+    ChildReady,
+    ChildSpec,
+    Drain,
+    Role,
+    WorkersStalled,
+)
+
+
+class Journal:
+    """Appends events, one JSON line each, in one write."""
+
+    def __init__(self, folder: Path, spec: ChildSpec) -> None:
+        self._fd = os.open(folder / "journal.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._who = {"name": f"{spec.role}-{spec.index}", "generation": spec.generation}
+
+    def add(self, event: str, **details: Any) -> None:
+        """Append an event of this child."""
+        line = {"event": event, "pid": os.getpid(), "time_s": time.monotonic()}
+        os.write(self._fd, json.dumps({**self._who, **line, **details}).encode() + b"\n")
+
+
+def run(spec: ChildSpec) -> int:
+    """Be one scripted child."""
+    folder = Path(os.environ["SCRIPT_DIR"])
+    script: dict[str, str] = json.loads((folder / "script.json").read_text())
+    name = f"{spec.role}-{spec.index}"
+    behaviour = script.get(f"{name}/{spec.generation}", script.get(name, "serve"))
+    journal = Journal(folder, spec)
+    journal.add("start", spec=msgspec.to_builtins(spec))
+    match behaviour:
+        case "refuse":
+            raise ModelLoadError("config.json: key 'x' is wrong\nin two lines")
+        case "bug":
+            raise ZeroDivisionError("oops")
+        case "crash":
+            os._exit(7)
+        case "hang":
+            time.sleep(3600)
+    control = child.connect_control(spec)
+    control.send(ChildReady())
+    journal.add("ready")
+    if behaviour == "crash-when-ready":
+        time.sleep(0.05)
+        os._exit(9)
+    if behaviour == "stall":
+        while not (folder / "stall").exists():
+            time.sleep(0.02)
+        control.send(WorkersStalled(generation=5, stalled_s=0.5))  # of no group: ignored
+        control.send(WorkersStalled(generation=0, stalled_s=1.5))
+    while True:
+        message = control.receive(None)
+        journal.add("message", message=msgspec.to_builtins(message))
+        if isinstance(message, Drain) and behaviour != "never-drain":
+            time.sleep(0.2 if behaviour == "drain-slowly" else 0.0)
+            journal.add("drained")
+            control.close()
+            return 0
+
+
+if __name__ == "__main__":
+    os.environ["SCRIPT_DIR"] = sys.argv.pop(1)
+    child.main(dict.fromkeys(Role, run))
