@@ -1,0 +1,137 @@
+"""Rules that hold for every source file: nothing that can run code from data (S1), no torch in
+the processes that must stay light, files and functions that stay small."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightserve
+
+PACKAGE = Path(lightserve.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+
+FORBIDDEN_MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "cloudpickle",
+    "dill",
+    "marshal",
+    "shelve",
+    "joblib",
+    "multiprocessing",
+    "yaml",
+}
+FORBIDDEN_BUILTINS = {"eval", "exec", "compile", "__import__"}
+FORBIDDEN_ATTRIBUTES = {
+    "recv_pyobj",
+    "send_pyobj",
+    "load_module",
+    "Manager",
+    "all_gather_object",
+    "broadcast_object_list",
+}
+FORBIDDEN_CALLS = {
+    ("torch", "load"),
+    ("torch", "save"),
+    ("numpy", "load"),
+    ("np", "load"),
+    ("os", "system"),
+}
+
+
+def violations(source: str) -> Iterator[str]:
+    """Yield what `source` does that no module of lightserve may do."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                modules = [alias.name for alias in names]
+            case ast.ImportFrom(module=module, level=0) if module:
+                modules = [module]
+            case _:
+                modules = []
+        yield from (f"import {m}" for m in modules if m.split(".")[0] in FORBIDDEN_MODULES)
+        match node:
+            case ast.Call(func=ast.Name(id=name)) if name in FORBIDDEN_BUILTINS:
+                yield f"{name}()"
+            case ast.Attribute(value=ast.Name(id=owner), attr=name) if (
+                owner,
+                name,
+            ) in FORBIDDEN_CALLS:
+                yield f"{owner}.{name}"
+            case ast.Attribute(attr=name) if name in FORBIDDEN_ATTRIBUTES:
+                yield name
+            case ast.keyword(arg="shell", value=ast.Constant(value=True)):
+                yield "shell=True"
+            case ast.keyword(arg="trust_remote_code"):
+                yield "trust_remote_code"
+            case ast.keyword(arg="allow_pickle"):
+                yield "allow_pickle"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_runs_code_from_data(path: Path) -> None:
+    assert list(violations(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from multiprocessing import Queue",
+        "import numpy, yaml",
+        "eval('1')",
+        "def f():\n    exec(x)",
+        "torch.load(path)",
+        "socket.recv_pyobj()",
+        "subprocess.run(x, shell=True)",
+        "AutoModel.from_pretrained(x, trust_remote_code=True)",
+        "np.load(x, allow_pickle=True)",
+    ],
+)
+def test_the_rules_have_teeth(source: str) -> None:
+    assert list(violations(source))
+
+
+def test_the_rules_let_lookalikes_pass() -> None:
+    assert list(violations("model.eval()\nre.compile(x)\nsafetensors.torch.load_file(x)")) == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_and_functions_are_small(path: Path) -> None:
+    source = path.read_text()
+    assert source.count("\n") < MAX_FILE_LINES
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, node.name
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "lightserve.cli.serve",
+        "lightserve.supervisor.loop",
+        "lightserve.router.process",
+        "lightserve.frontend.process",
+    ],
+)
+def test_light_processes_import_no_torch(module: str) -> None:
+    """At run time as well: import-linter sees the package's own imports only."""
+    script = (
+        f"import sys, {module}\n"
+        "heavy = {'torch', 'transformers', 'triton', 'huggingface_hub'} & sys.modules.keys()\n"
+        "assert not heavy, heavy\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
