@@ -1,0 +1,164 @@
+"""A router that answers by script, in the frontend's own process, and the service around it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from lightserve.config import ServeConfig
+from lightserve.errors import ChannelFull
+from lightserve.frontend.app import create_app
+from lightserve.frontend.router_client import RouterClient
+from lightserve.frontend.service import Service, load_service
+from lightserve.messages.common import unpack_int32
+from lightserve.messages.frontend_router import (
+    Abort,
+    FrontendMessage,
+    RequestDelta,
+    RouterMessage,
+    RouterStatus,
+    RouterWelcome,
+    Submit,
+    TokenDelta,
+)
+from lightserve.types import FinishReason
+
+BOOT_ID = "boot"
+Answer = Callable[[Submit], list[RequestDelta]]
+
+
+def router_status(**changes: Any) -> RouterStatus:
+    values: dict[str, Any] = {
+        "workers_ready": True,
+        "num_waiting": 0,
+        "num_running": 0,
+        "num_steps": 0,
+        "stalled_s": 0.0,
+        "worker_busy_s": 0.0,
+        "worker_idle_s": 0.0,
+    }
+    return RouterStatus(**(values | changes))
+
+
+def says(token_ids: list[int], finish: FinishReason = FinishReason.STOP) -> Answer:
+    """Answer every request with these tokens, one per step, cut at its max_tokens."""
+
+    def answer(submit: Submit) -> list[RequestDelta]:
+        tokens = token_ids[: submit.max_tokens]
+        end = finish if len(tokens) == len(token_ids) else FinishReason.LENGTH
+        return [
+            RequestDelta(submit.request_id, [token], end if number == len(tokens) - 1 else None)
+            for number, token in enumerate(tokens)
+        ]
+
+    return answer
+
+
+@dataclass
+class FakeRouter:
+    """The router's end of an `AsyncLink`: notes what is sent and answers on later turns."""
+
+    client: RouterClient
+    answer: Answer | None = None
+    is_full: bool = False
+    sent: list[FrontendMessage] = field(default_factory=list)
+    num_rejected: int = 0
+    turns_between: int = 10
+    """Turns of the event loop between two deltas; 0 delivers all at once."""
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def send(self, message: FrontendMessage) -> None:
+        if self.is_full:
+            raise ChannelFull("full")
+        self.sent.append(message)
+        if isinstance(message, Submit) and self.answer is not None:
+            task = asyncio.get_running_loop().create_task(self._play(self.answer(message)))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _play(self, deltas: list[RequestDelta]) -> None:
+        """Deliver the deltas one by one, leaving the reader time to take each."""
+        for delta in deltas:
+            self.client.on_message(TokenDelta(requests=[delta]))
+            for _ in range(self.turns_between):
+                await asyncio.sleep(0)
+
+    async def receive(self) -> RouterMessage:
+        raise NotImplementedError("messages are handed to the client directly")
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def submits(self) -> list[Submit]:
+        return [message for message in self.sent if isinstance(message, Submit)]
+
+    @property
+    def aborted_ids(self) -> list[int]:
+        return [message.request_id for message in self.sent if isinstance(message, Abort)]
+
+    def prompt_of(self, number: int) -> list[int]:
+        segments = self.submits[number].prompt
+        return [token for s in segments for token in unpack_int32(s.token_ids).tolist()]
+
+    async def submitted(self, number: int = 1) -> None:
+        """Wait until so many requests have arrived."""
+        await eventually(lambda: len(self.submits) >= number)
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Wait until a condition holds; TimeoutError otherwise."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@dataclass
+class Setup:
+    """A service with its fake router and its application."""
+
+    service: Service
+    router: FakeRouter
+    app: Any
+    http: httpx.AsyncClient
+
+    async def post(self, path: str, body: Any) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.http.post(path, content=content)
+
+
+@asynccontextmanager
+async def frontend(
+    answer: Answer | None = None,
+    *,
+    num_kv_slots: int = 1_000_000,
+    welcome: bool = True,
+    **flags: Any,
+) -> AsyncIterator[Setup]:
+    """A frontend's application on the bundled model, connected to a fake router."""
+    client = RouterClient()
+    service = load_service(ServeConfig(**flags), client)
+    router = FakeRouter(client, answer)
+    client.attach(router, BOOT_ID)
+    if welcome:
+        client.on_message(RouterWelcome(boot_id=BOOT_ID, num_kv_slots=num_kv_slots))
+        client.on_message(router_status())
+    app = create_app(service)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        try:
+            yield Setup(service, router, app, http)
+        finally:
+            service.encoder.close()
+
+
+def sse_data(text: str) -> list[Any]:
+    """Return the parsed data of server-sent events, `[DONE]` as it is."""
+    events = [event.removeprefix("data: ") for event in text.split("\n\n") if event]
+    return [event if event == "[DONE]" else json.loads(event) for event in events]

@@ -1,0 +1,238 @@
+"""Comparison with transformers under contract N3, teacher-forced on the reference's tokens.
+
+A *sequence* is a random prompt and what the reference says after it (greedily). Whatever
+computes logits for given sequences can be compared: here the model alone, driven pass by pass
+over a pool with scattered slots (`DirectDriver`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightserve.kernels.interface import AttentionBatch
+from lightserve.models.base import Model
+
+FP32_TIE = 1e-4
+FP32_LOGPROB = 1e-4
+FP32_EXCUSED_SHARE = 1e-3
+BF16_TIE_ULPS = 4
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """Tokens and the reference's logits after each of them."""
+
+    tokens: Tensor
+    """int64 [N]."""
+    logits: Tensor
+    """float32 [N, vocab]."""
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """Figures of contract N3 over some positions."""
+
+    num_positions: int = 0
+    num_different: int = 0
+    """Argmax differs and the reference's top two are not tied."""
+    num_excused: int = 0
+    """Argmax differs and they are."""
+    max_logprob_delta: float = 0.0
+    """Over all positions and the whole vocabulary."""
+
+    def __add__(self, other: ParityReport) -> ParityReport:
+        return ParityReport(
+            self.num_positions + other.num_positions,
+            self.num_different + other.num_different,
+            self.num_excused + other.num_excused,
+            max(self.max_logprob_delta, other.max_logprob_delta),
+        )
+
+    def holds(self, dtype: torch.dtype) -> bool:
+        """Whether contract N3 is kept."""
+        if self.num_different:
+            return False
+        if dtype != torch.float32:
+            return True
+        return (
+            self.max_logprob_delta <= FP32_LOGPROB
+            and self.num_excused <= FP32_EXCUSED_SHARE * self.num_positions
+        )
+
+
+def make_sequences(
+    reference: Any, lengths: Sequence[tuple[int, int]], *, seed: int
+) -> list[TokenSequence]:
+    """Return one sequence per (prompt length, number of tokens that the reference adds)."""
+    generator = torch.Generator().manual_seed(seed)
+    vocab_size = reference.config.vocab_size
+    sequences = []
+    for prompt_len, num_new in lengths:
+        tokens = torch.randint(0, vocab_size, (prompt_len,), generator=generator)
+        sequences.append(_continue(reference, tokens, num_new))
+    return sequences
+
+
+@torch.inference_mode()
+def _continue(reference: Any, tokens: Tensor, num_new: int) -> TokenSequence:
+    output = reference(tokens[None], use_cache=True)
+    for _ in range(num_new):
+        token = output.logits[0, -1].argmax()
+        tokens = torch.cat((tokens, token[None]))
+        output = reference(
+            token[None, None], past_key_values=output.past_key_values, use_cache=True
+        )
+    return TokenSequence(tokens, reference(tokens[None], use_cache=False).logits[0].float())
+
+
+def compare(expected: Tensor, actual: Tensor, dtype: torch.dtype) -> ParityReport:
+    """Compare logits [N, vocab] of the reference and of lightserve at the same positions."""
+    top_two = expected.topk(2, dim=-1).values
+    gap = top_two[:, 0] - top_two[:, 1]
+    if dtype == torch.float32:
+        tie = torch.full_like(gap, FP32_TIE)
+    else:
+        exponent = top_two[:, 0].abs().clamp(min=1e-30).log2().floor()
+        tie = BF16_TIE_ULPS * torch.exp2(exponent - 7)
+    differs = expected.argmax(-1) != actual.argmax(-1)
+    delta = (expected.log_softmax(-1) - actual.log_softmax(-1)).abs().max().item()
+    return ParityReport(
+        num_positions=len(expected),
+        num_different=int((differs & (gap >= tie)).sum()),
+        num_excused=int((differs & (gap < tie)).sum()),
+        max_logprob_delta=delta if math.isfinite(delta) else math.inf,
+    )
+
+
+def compare_all(
+    sequences: Sequence[TokenSequence], actual: Sequence[Tensor], dtype: torch.dtype
+) -> ParityReport:
+    """Compare whole sequences and add up."""
+    reports = (
+        compare(sequence.logits, logits, dtype)
+        for sequence, logits in zip(sequences, actual, strict=True)
+    )
+    return sum(reports, ParityReport())
+
+
+class Chunk(NamedTuple):
+    """A sequence's share of one pass."""
+
+    row: int
+    start: int
+    num_tokens: int
+
+
+def schedule(lengths: Sequence[int], *, chunk: int | None, num_decodes: int) -> list[list[Chunk]]:
+    """Return passes over sequences 0 … that mix prefill chunks and decodes.
+
+    Each sequence prefills in chunks (None: whole) up to its last `num_decodes` tokens, which
+    go one at a time; every third sequence joins one pass after its neighbours.
+    """
+    done = [0] * len(lengths)
+    passes: list[list[Chunk]] = []
+    while any(computed < length for computed, length in zip(done, lengths, strict=True)):
+        chunks = []
+        for row, length in enumerate(lengths):
+            if done[row] == length or row // 3 > len(passes):
+                continue
+            prefill = length - num_decodes - done[row]
+            num_tokens = 1 if prefill <= 0 else min(prefill, chunk or prefill)
+            chunks.append(Chunk(row, done[row], num_tokens))
+            done[row] += num_tokens
+        passes.append(chunks)
+    return passes
+
+
+class ScatteredPool:
+    """A KV pool whose slots are handed out in random order."""
+
+    def __init__(
+        self, model: Model, *, num_kv_heads: int, num_slots: int, dtype: torch.dtype
+    ) -> None:
+        shape = (num_slots, num_kv_heads, model.config.head_dim)
+        self.k = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(model.config.num_layers)]
+        self.v = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(model.config.num_layers)]
+
+
+class DirectDriver:
+    """Runs passes on a model, as a worker would, and collects logits at every position."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_kv_heads: int,
+        dtype: torch.dtype,
+        lengths: Sequence[int],
+        seed: int = 0,
+    ) -> None:
+        num_slots = sum(lengths) + 8
+        slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(seed))
+        self._model = model
+        self.pool = ScatteredPool(
+            model, num_kv_heads=num_kv_heads, num_slots=num_slots, dtype=dtype
+        )
+        self.req_to_slot = torch.zeros(len(lengths), max(lengths), dtype=torch.int32)
+        start = 0
+        for row, length in enumerate(lengths):
+            self.req_to_slot[row, :length] = slots[start : start + length]
+            start += length
+
+    @torch.inference_mode()
+    def run_pass(self, tokens: Sequence[Tensor], chunks: Sequence[Chunk]) -> list[Tensor] | None:
+        """Return logits [num_tokens, vocab] per chunk; None on ranks other than 0."""
+        pieces = [tokens[c.row][c.start : c.start + c.num_tokens] for c in chunks]
+        input_ids = torch.cat(pieces)
+        wanted = torch.arange(len(input_ids))
+        batch = self.batch(chunks)
+        logits = self._model.forward(input_ids, batch, self.pool, wanted)
+        return None if logits is None else list(logits.split([c.num_tokens for c in chunks]))
+
+    def batch(self, chunks: Sequence[Chunk]) -> AttentionBatch:
+        positions = [torch.arange(c.start, c.start + c.num_tokens) for c in chunks]
+        slots = [
+            self.req_to_slot[c.row, at].long() for c, at in zip(chunks, positions, strict=True)
+        ]
+        rows = [c.row for c in chunks]
+        q_lens = [c.num_tokens for c in chunks]
+        context_lens = [c.start + c.num_tokens for c in chunks]
+        offsets = torch.tensor([0, *q_lens]).cumsum(0)
+        return AttentionBatch(
+            positions=torch.cat(positions),
+            slot_mapping=torch.cat(slots),
+            req_to_slot=self.req_to_slot,
+            rows=torch.tensor(rows),
+            cu_seqlens_q=offsets.to(torch.int32),
+            context_lens=torch.tensor(context_lens, dtype=torch.int32),
+            host_rows=tuple(rows),
+            host_q_lens=tuple(q_lens),
+            host_context_lens=tuple(context_lens),
+        )
+
+
+def run_sequences(
+    driver: DirectDriver,
+    tokens: Sequence[Tensor],
+    passes: Sequence[Sequence[Chunk]],
+    *,
+    before_pass: Callable[[int], None] | None = None,
+) -> list[Tensor] | None:
+    """Run all passes; return logits [N, vocab] per sequence, None on ranks other than 0."""
+    pieces: list[list[Tensor]] = [[] for _ in tokens]
+    for number, chunks in enumerate(passes):
+        if before_pass is not None:
+            before_pass(number)
+        logits = driver.run_pass(tokens, chunks)
+        if logits is not None:
+            for chunk, piece in zip(chunks, logits, strict=True):
+                pieces[chunk.row].append(piece)
+    if not pieces[0]:
+        return None
+    return [torch.cat(sequence) for sequence in pieces]

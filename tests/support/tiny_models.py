@@ -1,0 +1,208 @@
+"""Random small Hugging Face model directories of every served family.
+
+Weights have a standard deviation of about 1/sqrt(fan-in), so that attention is neither flat nor
+one-hot and early tokens change late logits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+VOCAB_SIZE = 200
+
+BASE_CONFIG: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """One random model: a family and what differs from BASE_CONFIG."""
+
+    name: str
+    family: str
+    """transformers' prefix: Llama, Mistral, Qwen2 or Qwen3."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    sharded: bool = False
+    legacy_layout: bool = False
+    """Rewrite config.json as older transformers wrote it: rope_scaling, torch_dtype."""
+    seed: int = 0
+
+    @property
+    def has_window(self) -> bool:
+        return self.config.get("sliding_window") is not None
+
+
+def rope(kind: str, *, theta: float = 10_000.0, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **parameters}}
+
+
+LLAMA3_ROPE = rope(
+    "llama3",
+    theta=500.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+YARN_ROPE = rope("yarn", theta=1000.0, factor=4.0, original_max_position_embeddings=64)
+
+TINY_MODELS = (
+    TinyModel("llama-mha", "Llama", {"num_key_value_heads": 4}),
+    TinyModel(
+        "llama-biases-sharded", "Llama", {"attention_bias": True, "mlp_bias": True}, sharded=True
+    ),
+    TinyModel("llama-mqa-tied", "Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    TinyModel(
+        "llama-head-dim", "Llama", {"head_dim": 24, "num_hidden_layers": 3, "vocab_size": 201}
+    ),
+    TinyModel("llama-linear-legacy", "Llama", rope("linear", factor=4.0), legacy_layout=True),
+    TinyModel("llama-dynamic", "Llama", rope("dynamic", factor=2.0)),
+    TinyModel("llama-llama3", "Llama", LLAMA3_ROPE),
+    TinyModel("llama-llama3-legacy", "Llama", LLAMA3_ROPE, legacy_layout=True, sharded=True),
+    TinyModel(
+        "mistral-window", "Mistral", {"sliding_window": 24, "num_hidden_layers": 3}, sharded=True
+    ),
+    TinyModel(
+        "mistral-window-mqa",
+        "Mistral",
+        {"sliding_window": 33, "num_key_value_heads": 1, "num_attention_heads": 8},
+    ),
+    TinyModel("mistral-full", "Mistral", {"sliding_window": None, "head_dim": 32}),
+    TinyModel("qwen2", "Qwen2"),
+    TinyModel(
+        "qwen2-yarn-tied-legacy",
+        "Qwen2",
+        {"tie_word_embeddings": True, **YARN_ROPE},
+        legacy_layout=True,
+    ),
+    TinyModel(
+        "qwen2-window",
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "max_window_layers": 1,
+            "num_hidden_layers": 3,
+        },
+    ),
+    TinyModel("qwen3", "Qwen3", {"head_dim": 32, "num_hidden_layers": 3}),
+    TinyModel(
+        "qwen3-biases-tied",
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 4,
+        },
+        sharded=True,
+    ),
+    TinyModel(
+        "qwen3-window-yarn",
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 28,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "num_hidden_layers": 3,
+            **YARN_ROPE,
+        },
+    ),
+    TinyModel(
+        "qwen3-mqa-yarn-mscale",
+        "Qwen3",
+        {
+            "head_dim": 20,
+            "num_key_value_heads": 1,
+            **rope(
+                "yarn",
+                theta=1000.0,
+                factor=4.0,
+                original_max_position_embeddings=64,
+                mscale=1.0,
+                mscale_all_dim=0.5,
+                beta_fast=8.0,
+                beta_slow=2.0,
+                truncate=False,
+            ),
+        },
+    ),
+)
+
+
+def find_tiny_model(name: str) -> TinyModel:
+    return next(model for model in TINY_MODELS if model.name == name)
+
+
+def write_tiny_model(model: TinyModel, path: Path, *, dtype: torch.dtype = torch.float32) -> Path:
+    """Write the model as a Hugging Face directory and return its path."""
+    transformers_logging.disable_progress_bar()
+    config_class = getattr(transformers, f"{model.family}Config")
+    model_class = getattr(transformers, f"{model.family}ForCausalLM")
+    config = config_class(**{**BASE_CONFIG, **model.config})
+    reference = model_class(config)
+    randomise(reference, torch.Generator().manual_seed(model.seed))
+    shard_size = "60KB" if model.sharded else "1GB"
+    reference.to(dtype).save_pretrained(path, max_shard_size=shard_size)
+    if model.legacy_layout:
+        _to_legacy_layout(path / "config.json")
+    return path
+
+
+def load_reference(path: Path, dtype: torch.dtype) -> Any:
+    """Load transformers' model, with the attention that it takes by default."""
+    transformers_logging.disable_progress_bar()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation="sdpa"
+    )
+    return reference.eval()
+
+
+@torch.no_grad()
+def randomise(reference: Any, generator: torch.Generator) -> None:
+    """Fill all parameters."""
+    for name, parameter in reference.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(_scaled(name, noise, tied=reference.config.tie_word_embeddings))
+
+
+def _scaled(name: str, noise: Tensor, *, tied: bool) -> Tensor:
+    if name.endswith("norm.weight"):
+        return 1.0 + 0.2 * noise
+    if name.endswith("bias"):
+        return 0.3 * noise
+    if "embed_tokens" in name:  # a look-up has a fan-in of one; a tied head has `hidden_size`
+        return 0.25 * noise if tied else noise
+    return noise / math.sqrt(noise.shape[1])
+
+
+def _to_legacy_layout(file: Path) -> None:
+    config = json.loads(file.read_text())
+    parameters = config.pop("rope_parameters")
+    config["rope_theta"] = parameters.pop("rope_theta")
+    config["rope_scaling"] = None if parameters == {"rope_type": "default"} else parameters
+    if config["rope_scaling"] and parameters["rope_type"] in ("linear", "yarn"):
+        parameters["type"] = parameters.pop("rope_type")
+    config["torch_dtype"] = config.pop("dtype")
+    file.write_text(json.dumps(config))
