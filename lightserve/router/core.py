@@ -197,6 +197,8 @@ class RouterCore:
         assert self._slots is not None
         self._preempt(planned.victims)
         self._pipeline.push(planned, now_s)
+        slots = self._slots.acquire(sum(part.num_tokens for part in planned.allotments))
+        offset = 0
         for (request, num_tokens), row in zip(planned.allotments, planned.plan.rows, strict=True):
             if request.state is RequestState.WAITING:
                 self._waiting.remove(request)
@@ -205,7 +207,8 @@ class RouterCore:
                 request.slots = np.empty(request.max_kv_tokens, dtype=np.int32)
             assert request.row == row.row and request.slots is not None
             start = request.next_position
-            request.slots[start : start + num_tokens] = self._slots.acquire(num_tokens)
+            request.slots[start : start + num_tokens] = slots[offset : offset + num_tokens]
+            offset += num_tokens
             request.num_inflight_samples += int(row.output)
             request.num_inflight_tokens += num_tokens
             request.num_inflight_steps += 1

@@ -38,6 +38,8 @@ def fit_into_memory(
         num_free_slots: slots that nobody holds.
         victims_first: running requests that may be preempted, the first to go first.
     """
+    if sum(num_tokens for _, num_tokens in allotments) <= num_free_slots:
+        return Fit(tuple(allotments))
     decodes = [part for part in allotments if part.request.is_decoding]
     prompts = [part for part in allotments if not part.request.is_decoding]
     num_left = num_free_slots - len(decodes)

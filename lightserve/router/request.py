@@ -52,6 +52,7 @@ class Request:
     prediction_key: Hashable = None
     """Requests with equal keys are expected to have outputs of like length."""
 
+    num_prompt_tokens: int = field(init=False)
     state: RequestState = RequestState.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     """Confirmed tokens; all of them have been sent to the frontend."""
@@ -64,17 +65,15 @@ class Request:
     num_inflight_steps: int = 0
     num_replays: int = 0
 
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.prompt_token_ids)
+
     def back_to_waiting(self) -> None:
         """Lose row, KV and everything in flight; the known tokens are to be computed again."""
         self.state = RequestState.WAITING
         self.slots = None
         self.num_computed_tokens = self.num_inflight_tokens = 0
         self.num_inflight_samples = self.num_inflight_steps = 0
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.prompt_token_ids)
 
     @property
     def num_known_tokens(self) -> int:
@@ -89,9 +88,11 @@ class Request:
     @property
     def num_schedulable_tokens(self) -> int:
         """Tokens that the next plan may compute; 0 once the last output token is in flight."""
-        if len(self.output_token_ids) + self.num_inflight_samples >= self.max_tokens:
+        num_generated = len(self.output_token_ids) + self.num_inflight_samples
+        if num_generated >= self.max_tokens:
             return 0
-        return self.num_known_tokens - self.next_position
+        num_known_tokens = self.num_prompt_tokens + num_generated
+        return num_known_tokens - self.num_computed_tokens - self.num_inflight_tokens
 
     @property
     def is_decoding(self) -> bool:
