@@ -25,14 +25,14 @@ from lightserve.models.parallel import Part, TensorParallel
 from lightserve.models.registry import MODELS
 from lightserve.models.weight_files import (
     FLOAT_DTYPES,
+    WeightFiles,
     check_weights,
-    expected_tensors,
-    find_weights,
+    needed_tensors,
     open_shard,
 )
 
 Progress = Callable[[int, int], None]
-"""Called after each tensor with (tensors read, tensors in all)."""
+"""Called after each tensor with (tensors read, tensors of the model; a rank may need fewer)."""
 
 
 def load_model(
@@ -63,12 +63,12 @@ def load_model(
         ModelLoadError: names file and tensor.
     """
     check_tp(config, tp.size)
-    check_weights(path, config)
+    files = check_weights(path, config)
     with SafetensorsReader(
-        path,
+        files,
         dtype=dtype,
         device=device or torch.device("cpu"),
-        num_tensors=len(expected_tensors(config)),
+        num_tensors=len(needed_tensors(config, files)),
         progress=progress,
     ) as reader:
         context = ModelContext(
@@ -87,7 +87,7 @@ class SafetensorsReader:
 
     def __init__(
         self,
-        path: Path,
+        files: WeightFiles,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -96,7 +96,7 @@ class SafetensorsReader:
     ) -> None:
         self.dtype = dtype
         self.device = device
-        self._files = find_weights(path)
+        self._files = files
         self._shards: dict[Path, Any] = {}
         self._exit = ExitStack()
         self._num_tensors = num_tensors

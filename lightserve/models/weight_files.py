@@ -96,28 +96,38 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_weights(path: Path, config: ModelConfig) -> None:
+def needed_tensors(config: ModelConfig, files: WeightFiles) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of what is read from these files.
+
+    A tied model may have stored the embedding, the LM head, or both; of the tensors expected
+    otherwise, none may be missing.
+    """
+    shapes = expected_tensors(config)
+    if config.tie_word_embeddings and LM_HEAD in files.file_of:
+        shapes[LM_HEAD] = shapes[EMBEDDING]
+        if EMBEDDING not in files.file_of:
+            del shapes[EMBEDDING]
+    return shapes
+
+
+def check_weights(path: Path, config: ModelConfig) -> WeightFiles:
     """Check that every tensor of the model is there, with its shape and a float type.
 
-    Reads headers only (which also shows truncated files), so it takes milliseconds.
+    Reads headers only (which also shows truncated files), so it takes milliseconds. Returns
+    where the tensors are.
 
     Raises:
         ModelLoadError: names the file and, where there is one, the tensor.
     """
     files = find_weights(path)
-    shapes = expected_tensors(config)
-    if config.tie_word_embeddings and LM_HEAD in files.file_of:
-        # A tied model may have stored either tensor, or both.
-        shapes[LM_HEAD] = shapes[EMBEDDING]
-        if EMBEDDING not in files.file_of:
-            del shapes[EMBEDDING]
     in_file: dict[Path, dict[str, tuple[int, ...]]] = {}
-    for name, shape in shapes.items():
+    for name, shape in needed_tensors(config, files).items():
         if name not in files.file_of:
             raise ModelLoadError(f"{files.index}: tensor {name!r} is missing")
         in_file.setdefault(files.file_of[name], {})[name] = shape
-    for file, wanted in in_file.items():
-        _check_shard(file, wanted)
+    for file, shapes in in_file.items():
+        _check_shard(file, shapes)
+    return files
 
 
 def open_shard(path: Path, *, framework: str) -> safe_open:
