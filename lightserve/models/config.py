@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from lightserve.errors import ModelLoadError
+from lightserve.errors import ConfigError, ModelLoadError
 from lightserve.models.json_fields import MAX_INT, JsonFields, read_json_object
 from lightserve.models.rope_config import (
     DynamicRope,
@@ -132,6 +132,19 @@ def resolve_dtype(requested: str, config: ModelConfig, *, batch_invariant: bool 
     if requested != "auto":
         return requested
     return "float32" if batch_invariant else config.dtype or "float32"
+
+
+def resolve_context_len(requested: int, config: ModelConfig) -> int:
+    """Return the longest sequence that is served, for --max-model-len `requested` (0: auto).
+
+    Raises:
+        ConfigError: more than the model can be stretched to.
+    """
+    if requested > config.max_context_len:
+        raise ConfigError(
+            f"--max-model-len must be at most the model's {config.max_context_len}, got {requested}"
+        )
+    return requested or config.max_position_embeddings
 
 
 def check_tp(config: ModelConfig, tp: int) -> None:
