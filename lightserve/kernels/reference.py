@@ -1,0 +1,97 @@
+"""Plain torch, computed in float32: slow, and obviously right.
+
+What every other implementation is tested against, and `--attention-backend reference`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightserve.kernels.interface import AttentionBatch
+
+
+class ReferenceKernels:
+    """See `Kernels`."""
+
+    name = "reference"
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Kernels.linear`."""
+        product = x.float() @ weight.float().T
+        return (product if bias is None else product + bias.float()).to(x.dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.rms_norm`; rounds before the weight is applied, as transformers does."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+        return weight * (wide * scale).to(x.dtype)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels.add_rms_norm`."""
+        residual = x + residual
+        return self.rms_norm(residual, weight, eps), residual
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Kernels.rotary`."""
+        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Kernels.silu_and_mul`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def write_kv(
+        self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """See `Kernels.write_kv`."""
+        k_pool[slot_mapping] = k
+        v_pool[slot_mapping] = v
+
+    def attention(
+        self,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """See `Kernels.attention`: one row after the other, all of its context gathered."""
+        out = torch.empty_like(q)
+        start = 0
+        for row, q_len, context_len in zip(
+            batch.host_rows, batch.host_q_lens, batch.host_context_lens, strict=True
+        ):
+            slots = batch.req_to_slot[row, :context_len].long()
+            rows = slice(start, start + q_len)
+            out[rows] = _attend(q[rows], k_pool[slots], v_pool[slots], scale, sliding_window)
+            start += q_len
+        return out
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first 2 * cos.shape[1] dimensions of x [T, H, D]."""
+    half = cos.shape[-1]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    cos, sin = cos[:, None], sin[:, None]
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([rotated.to(x.dtype), x[..., 2 * half :]], dim=-1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None) -> Tensor:
+    """Attend the last q.shape[0] positions of a context; q [N, Hq, D], k and v [C, Hkv, D]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
+    k_positions = torch.arange(k.shape[0], device=q.device)
+    q_positions = k_positions[-q.shape[0] :, None]
+    hidden = k_positions > q_positions
+    if sliding_window is not None:
+        hidden |= k_positions <= q_positions - sliding_window
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
