@@ -163,9 +163,9 @@ class Frontend:
         in_flight = self._service.in_flight
         in_flight.is_draining = True
         log.info("draining, %d requests in flight", in_flight.count)
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(in_flight.wait_idle(), timeout_s)
-        except TimeoutError:
+        if in_flight.count > 0:
             log.warning("%d requests did not end in time", in_flight.count)
             self._service.router.fail_all(draining())
             with contextlib.suppress(TimeoutError):  # readers so slow are cut off
@@ -174,7 +174,9 @@ class Frontend:
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:
         """End the process when a task fails in a way nobody thought of."""
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled() or self._broken.done():
+            return
+        if (error := task.exception()) is not None:
             self._broken.set_exception(error)
 
     # ------------------------------------------------------------------ router

@@ -55,7 +55,7 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self.special_tokens = read_special_tokens(model_dir, self._tokenizer)
         self.eos_token_ids = self.special_tokens.eos_token_ids
-        added_ids = self._tokenizer.encode("", add_special_tokens=True).ids
+        added_ids = self._encode("", add_special_tokens=True)
         self._num_added_bos = sum(i == self.special_tokens.bos_token_id for i in added_ids)
         self.num_tokens = self._tokenizer.get_vocab_size(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -79,9 +79,7 @@ class Tokenizer:
             InvalidRequest: the text cannot be tokenised.
         """
         try:
-            token_ids: list[int] = self._tokenizer.encode(
-                text, add_special_tokens=add_special_tokens
-            ).ids
+            token_ids = self._encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:  # the Rust library raises bare Exceptions of its own
             raise InvalidRequest("the text cannot be tokenised by this model") from error
         return self._with_one_bos(token_ids, add_special_tokens=add_special_tokens)
@@ -99,6 +97,13 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether a token has no text."""
         return not self._pieces.has_text(token_id)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # Unlike `encode`, this call lets other threads run, and it skips the offsets: half the
+        # time and memory for long texts.
+        batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        token_ids: list[int] = batch[0].ids
+        return token_ids
 
     def _with_one_bos(self, token_ids: list[int], *, add_special_tokens: bool) -> list[int]:
         special = self.special_tokens

@@ -1,0 +1,264 @@
+"""The frontend process on a real socket: disconnects, slow readers, restarts, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from support.fake_router import eventually, router_status, says
+from support.running_frontend import Running, running_frontend
+
+from lightserve.bundled import BUNDLED_MODEL_NAME
+from lightserve.messages.frontend_router import (
+    Abort,
+    FrontendHello,
+    RequestDelta,
+    Submit,
+    TokenDelta,
+)
+
+CHAT = {"model": BUNDLED_MODEL_NAME, "messages": [{"role": "user", "content": "hi"}]}
+COMPLETION = {"model": BUNDLED_MODEL_NAME, "prompt": "hi", "max_tokens": 4000}
+PATHS = {
+    "completion": ("/v1/completions", COMPLETION),
+    "completion-stream": ("/v1/completions", COMPLETION | {"stream": True}),
+    "chat": ("/v1/chat/completions", CHAT),
+    "chat-stream": ("/v1/chat/completions", CHAT | {"stream": True}),
+    "generate": ("/generate", {"inputs": "hi"}),
+    "generate-stream": ("/generate_stream", {"inputs": "hi"}),
+}
+
+
+def _serve(tmp_path: Path, scenario: Callable[[Running], Awaitable[None]], **flags: object) -> None:
+    async def run() -> None:
+        async with running_frontend(tmp_path, **flags) as running:
+            await scenario(running)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.parametrize(("path", "body"), PATHS.values(), ids=PATHS.keys())
+def test_a_client_that_leaves_is_aborted_in_every_state(
+    tmp_path: Path, path: str, body: dict[str, object]
+) -> None:
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up()  # never answers: the request stays queued
+        client = await running.post(path, json.dumps(body))
+        await eventually(lambda: len(hub.of(Submit)) == 1)
+        assert not hub.of(Abort)
+        client.hang_up()
+        await eventually(lambda: len(hub.of(Abort)) == 1)
+        assert hub.of(Abort)[0].request_id == hub.of(Submit)[0].request_id
+
+        client = await running.post(path, json.dumps(body))  # now with some tokens
+        await eventually(lambda: len(hub.of(Submit)) == 2)
+        request_id = hub.of(Submit)[1].request_id
+        hub.say(TokenDelta(requests=[RequestDelta(request_id, [50, 51])]))
+        if "stream" in path or body.get("stream"):
+            await client.until(b"data: ")
+        client.hang_up()
+        await eventually(lambda: len(hub.of(Abort)) == 2)
+
+    _serve(tmp_path, scenario)
+
+
+def test_half_a_body_and_pipelined_requests_do_no_harm(tmp_path: Path) -> None:
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up(says([50, 2]))
+        client = await running.send(
+            "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+        )
+        client.hang_up()
+        body = json.dumps(COMPLETION)
+        request = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n{body}"
+        )
+        client = await running.send(request + request)
+        await client.until(b'"usage"', 2)
+        client.hang_up()
+        await asyncio.sleep(0.05)
+        assert len(hub.of(Submit)) == 2
+        assert not hub.of(Abort)
+
+    _serve(tmp_path, scenario)
+
+
+def test_news_for_a_slow_reader_merge(tmp_path: Path) -> None:
+    num_tokens = 60_000
+
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up()
+        body = COMPLETION | {"stream": True, "max_tokens": num_tokens}
+        client = await running.post("/v1/completions", json.dumps(body), close=True)
+        await eventually(lambda: len(hub.of(Submit)) == 1)
+        request_id = hub.of(Submit)[0].request_id
+        token = 50
+        for _ in range(num_tokens // 20):
+            hub.say(TokenDelta(requests=[RequestDelta(request_id, [token] * 20)]))
+        hub.say(TokenDelta(requests=[RequestDelta(request_id, [2], "stop")]))  # type: ignore[list-item]
+        # Others are served meanwhile, although this client reads nothing.
+        hub.answer = says([token, 2])
+        other = await running.post("/v1/completions", json.dumps(COMPLETION), close=True)
+        assert (await other.rest())[0] == 200
+        status, data = await client.rest()
+        assert status == 200
+        assert data.rstrip().rstrip(b"0\r\n").endswith(b"data: [DONE]")
+        events = data.count(b"data: {")
+        assert events < num_tokens // 20  # less than one per step: some were merged
+
+    _serve(tmp_path, scenario, max_model_len=100_000)
+
+
+def test_a_router_that_dies_and_comes_back(tmp_path: Path) -> None:
+    async def scenario(running: Running) -> None:
+        assert (await running.get("/readyz"))[0] == 503
+        assert (await running.get("/livez"))[0] == 200
+        refused = await running.post("/v1/completions", json.dumps(COMPLETION), close=True)
+        assert (await refused.rest())[0] == 503
+
+        hub = await running.router_up(lambda submit: [RequestDelta(submit.request_id, [50])])
+        hello = hub.of(FrontendHello)[0]
+        assert (hello.boot_id, hello.frontend_id) == ("boot-0", 0)
+        streaming = [
+            await running.post(path, json.dumps(body), close=True)
+            for path, body in PATHS.values()
+            if "stream" in path or body.get("stream")
+        ]
+        for client in streaming:
+            await client.until(b"data: ")
+        whole = await running.post("/v1/completions", json.dumps(COMPLETION), close=True)
+        await eventually(lambda: len(hub.of(Submit)) == 4)
+        await running.router_down()
+        for client in streaming:
+            assert b"router_lost" in (await client.rest())[1]
+        status, body = await whole.rest()
+        assert status == 503
+        assert b"router_lost" in body
+        assert (await running.get("/readyz"))[0] == 503
+
+        await running.router_up(says([50, 2]))
+        again = await running.post("/v1/completions", json.dumps(COMPLETION), close=True)
+        assert (await again.rest())[0] == 200
+
+    _serve(tmp_path, scenario)
+
+
+def test_drain_waits_for_what_is_in_flight_and_then_ends(tmp_path: Path) -> None:
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up()
+        body = COMPLETION | {"stream": True}
+        client = await running.post("/v1/completions", json.dumps(body))
+        await eventually(lambda: len(hub.of(Submit)) == 1)
+        idle, idle_writer = await asyncio.open_connection("127.0.0.1", running.port)
+        await running.drain(60.0)
+        await running.until_status("/readyz", 503)
+        assert (await running.get("/livez"))[0] == 200
+        refused = await running.post("/v1/completions", json.dumps(COMPLETION), close=True)
+        assert (await refused.rest())[0] == 503
+        assert not running.task.done()
+        request_id = hub.of(Submit)[0].request_id
+        hub.say(TokenDelta(requests=[RequestDelta(request_id, [50, 2], "stop")]))  # type: ignore[list-item]
+        await client.until(b"[DONE]")
+        client.hang_up()
+        assert await asyncio.wait_for(running.task, 20) == 0
+        assert await idle.read(-1) == b""
+        idle_writer.close()
+
+    _serve(tmp_path, scenario)
+
+
+def test_drain_ends_late_requests_with_an_error(tmp_path: Path) -> None:
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up(lambda submit: [RequestDelta(submit.request_id, [50])])
+        stream = await running.post("/v1/completions", json.dumps(COMPLETION | {"stream": True}))
+        await stream.until(b"data: ")
+        whole = await running.post("/v1/completions", json.dumps(COMPLETION))
+        await eventually(lambda: len(hub.of(Submit)) == 2)
+        await running.drain(0.1)
+        assert b"shutting_down" in (await stream.rest())[1]
+        assert (await whole.rest())[0] == 503
+        assert await asyncio.wait_for(running.task, 20) == 0
+
+    _serve(tmp_path, scenario)
+
+
+def test_a_router_that_forgot_this_frontend_gets_a_new_hello(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightserve.frontend.process.MAX_SILENCE_S", 0.1)
+
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up()
+        client = await running.post("/v1/completions", json.dumps(COMPLETION), close=True)
+        assert (await client.rest())[0] == 503
+        await eventually(lambda: len(hub.of(FrontendHello)) >= 2)
+
+    _serve(tmp_path, scenario)
+
+
+def test_long_texts_do_not_stop_the_event_loop(tmp_path: Path) -> None:
+    """Two megabytes take a second or two, in which the loop turns hundreds of times."""
+
+    async def scenario(running: Running) -> None:
+        await running.router_up(says([50, 2]))
+        body = COMPLETION | {"prompt": "The quick brown fox. " * 100_000, "max_tokens": 1}
+        client = await running.post("/v1/completions", json.dumps(body), close=True)
+        num_turns = 0
+        answer = asyncio.create_task(client.rest())
+        while not answer.done():
+            await asyncio.sleep(0.001)
+            num_turns += 1
+        assert (await answer)[0] == 200
+        assert num_turns > 50
+
+    _serve(tmp_path, scenario, max_model_len=2_000_000)
+
+
+def test_unread_headers_are_limited(tmp_path: Path) -> None:
+    async def scenario(running: Running) -> None:
+        client = await running.send("GET /livez HTTP/1.1\r\nx: " + "y" * 70_000)
+        assert (await client.rest())[0] == 400
+
+    _serve(tmp_path, scenario)
+
+
+def test_broken_frames_from_the_router_are_survived(tmp_path: Path) -> None:
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up(says([50, 2]))
+        hub.say(router_status(num_steps=3))
+        client = await running.post("/v1/completions", json.dumps(COMPLETION), close=True)
+        assert (await client.rest())[0] == 200
+        await eventually(lambda: running.control.sent != [])
+        assert b'"num_steps":3' in (await running.get("/health"))[1]
+
+    _serve(tmp_path, scenario)
+
+
+def test_the_process_is_light() -> None:
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "import lightserve.frontend.process\n"
+        "from lightserve.config import ServeConfig\n"
+        "from lightserve.frontend.router_client import RouterClient\n"
+        "from lightserve.frontend.service import load_service\n"
+        "from lightserve.frontend.app import create_app\n"
+        "import asyncio\n"
+        "async def main():\n"
+        "    create_app(load_service(ServeConfig(), RouterClient()))\n"
+        "asyncio.run(main())\n"
+        "heavy = {'torch', 'transformers', 'safetensors', 'huggingface_hub'} & set(sys.modules)\n"
+        "status = Path('/proc/self/status').read_text()\n"
+        "print(sorted(heavy), int(status.split('VmHWM:')[1].split()[0]) // 1024)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    heavy, rss_mb = done.stdout.rsplit(maxsplit=1)
+    assert heavy == "[]"
+    assert int(rss_mb) <= 150

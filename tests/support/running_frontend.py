@@ -1,0 +1,204 @@
+"""A frontend on a real socket with a real ZeroMQ link to a scripted router, in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightserve.channels.zmq import bind_hub
+from lightserve.config import ServeConfig
+from lightserve.frontend.process import _serve
+from lightserve.messages.frontend_router import (
+    FrontendHello,
+    FrontendMessage,
+    RouterMessage,
+    RouterWelcome,
+    Submit,
+    TokenDelta,
+)
+from lightserve.messages.supervision import (
+    ChildMessage,
+    ChildReady,
+    ChildSpec,
+    Drain,
+    Role,
+    RouterDown,
+    RouterUp,
+    SupervisorMessage,
+)
+from support.fake_router import Answer, eventually, router_status
+
+
+class FakeControl:
+    """The frontend's end of the control link."""
+
+    def __init__(self) -> None:
+        self.num_rejected = 0
+        self.sent: list[ChildMessage] = []
+        self.orders: asyncio.Queue[SupervisorMessage] = asyncio.Queue()
+
+    def send(self, message: ChildMessage) -> None:
+        self.sent.append(message)
+
+    async def receive(self) -> SupervisorMessage:
+        return await self.orders.get()
+
+    def close(self) -> None:
+        pass
+
+
+class ScriptedHub:
+    """The router's hub, in a thread of its own; answers each request by script."""
+
+    def __init__(self, path: Path, boot_id: str, answer: Answer | None = None) -> None:
+        self.address = f"ipc://{path}"
+        self.boot_id = boot_id
+        self.answer = answer
+        self.received: list[FrontendMessage] = []
+        self._outbox: list[RouterMessage] = []
+        self._is_stopping = False
+        self._hub = bind_hub(self.address, send_type=RouterMessage, recv_type=FrontendMessage)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def say(self, message: RouterMessage) -> None:
+        self._outbox.append(message)
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.received if isinstance(message, kind)]
+
+    def stop(self) -> None:
+        self._is_stopping = True
+        self._thread.join(timeout=10)
+        assert not self._thread.is_alive()
+        self._hub.close()
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            while self._outbox:
+                self._hub.send("frontend-0", self._outbox.pop(0))
+            received = self._hub.receive(timeout_s=0.002)
+            if received is None:
+                continue
+            peer, message = received
+            if isinstance(message, FrontendHello):
+                self._hub.send(peer, router_status())
+                self._hub.send(peer, RouterWelcome(boot_id=self.boot_id, num_kv_slots=10_000_000))
+            if isinstance(message, Submit) and self.answer is not None:
+                for delta in self.answer(message):
+                    self._hub.send(peer, TokenDelta(requests=[delta]))
+            self.received.append(message)
+
+
+@dataclass
+class Running:
+    """A served frontend."""
+
+    port: int
+    control: FakeControl
+    task: asyncio.Task[int]
+    run_dir: Path
+    hubs: list[ScriptedHub] = field(default_factory=list)
+
+    async def router_up(self, answer: Answer | None = None) -> ScriptedHub:
+        """Start a router, introduce it, and wait until the frontend is ready."""
+        number = len(self.hubs)
+        hub = ScriptedHub(self.run_dir / f"hub-{number}", f"boot-{number}", answer)
+        self.hubs.append(hub)
+        await self.control.orders.put(RouterUp(address=hub.address, boot_id=hub.boot_id))
+        await self.until_status("/readyz", 200)
+        return hub
+
+    async def router_down(self) -> None:
+        await self.control.orders.put(RouterDown())
+
+    async def drain(self, timeout_s: float) -> None:
+        await self.control.orders.put(Drain(timeout_s=timeout_s))
+
+    async def until_status(self, path: str, status: int) -> None:
+        async with asyncio.timeout(10):
+            while (await self.get(path))[0] != status:
+                await asyncio.sleep(0.005)
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        client = await self.send(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        return await client.rest()
+
+    async def send(self, request: str) -> Client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1024)
+        writer.write(request.encode())
+        await writer.drain()
+        return Client(reader, writer)
+
+    async def post(self, path: str, body: str, *, close: bool = False) -> Client:
+        connection = "connection: close\r\n" if close else ""
+        return await self.send(
+            f"POST {path} HTTP/1.1\r\nhost: x\r\n{connection}"
+            f"content-length: {len(body.encode())}\r\n\r\n{body}"
+        )
+
+
+@dataclass
+class Client:
+    """One connection, seen from the client."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    data: bytes = b""
+    """Everything received so far."""
+
+    async def until(self, text: bytes, count: int = 1) -> None:
+        """Read until `text` has come so often."""
+        async with asyncio.timeout(10):
+            while self.data.count(text) < count:
+                chunk = await self.reader.read(1024)
+                assert chunk, self.data
+                self.data += chunk
+
+    async def rest(self) -> tuple[int, bytes]:
+        """Read to the end of the connection; return status and everything after the head."""
+        async with asyncio.timeout(20):
+            self.data += await self.reader.read(-1)
+        self.hang_up()
+        head, _, body = self.data.partition(b"\r\n\r\n")
+        return int(head.split()[1]), body
+
+    def hang_up(self) -> None:
+        self.writer.transport.abort()
+
+
+@asynccontextmanager
+async def running_frontend(run_dir: Path, **flags: Any) -> AsyncIterator[Running]:
+    """Serve the bundled model on a free port; the router comes with `router_up`."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port: int = listener.getsockname()[1]
+    control = FakeControl()
+    spec = ChildSpec(
+        role=Role.FRONTEND,
+        index=0,
+        generation=0,
+        boot_id="",
+        config=ServeConfig(**flags),
+        control_address="",
+        listen_fd=listener.detach(),
+    )
+    connect: Callable[[], FakeControl] = lambda: control  # noqa: E731
+    task = asyncio.create_task(_serve(spec, connect))
+    running = Running(port, control, task, run_dir)
+    try:
+        await eventually(lambda: ChildReady() in control.sent or task.done())
+        yield running
+        if not task.done():
+            await running.drain(0.0)
+        assert await asyncio.wait_for(task, 20) == 0
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        for hub in running.hubs:
+            hub.stop()

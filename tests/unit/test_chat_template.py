@@ -1,0 +1,214 @@
+# ruff: noqa: E501 - templates read best on one line
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from support.tokenizers_made import write_config
+
+from lightserve.bundled import BUNDLED_MODEL_DIR
+from lightserve.errors import ConfigError, InvalidRequest, ModelLoadError
+from lightserve.tokenization.chat_template import (
+    ChatMessage,
+    ChatTemplate,
+    TemplateSource,
+    find_chat_template,
+)
+
+USER = [ChatMessage("user", "hi")]
+
+
+def _template(text: str, **options: float) -> ChatTemplate:
+    source = TemplateSource(text, "template")
+    return ChatTemplate(source, special_tokens={"bos_token": "<s>"}, **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m['content'] }}{% endfor %}",
+            "<s>[user]hi",
+        ),
+        ("{% if add_generation_prompt %}go{% endif %}", "go"),
+        ("  {% for m in messages %}\n  x\n  {% endfor %}\n", "  x\n"),  # trim and lstrip blocks
+        ("{% for m in messages %}a{% break %}{% endfor %}", "a"),
+        (
+            "{% for m in messages %}{{ loop.index0 }}{{ loop.last }}{{ loop.length }}{% endfor %}",
+            "0True1",
+        ),
+        ("{{ messages | tojson }}", '[{"role": "user", "content": "hi"}]'),
+        ("{{ '<é>' | tojson }}", '"<é>"'),  # neither HTML nor ASCII escapes
+        ("{{ messages[0].content.strip().upper().replace('H', 'J') }}", "JI"),
+        ("{{ messages | map(attribute='content') | join('+') }}", "hi"),
+        ("{{ messages | selectattr('role', 'equalto', 'user') | list | length }}", "1"),
+        (
+            "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+            "1",
+        ),
+        ("{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f('a') ~ f('b') }}", "<a><b>"),
+        ("{% set x %}block{% endset %}{{ x | trim }}", "block"),
+        ("{% generation %}marked{% endgeneration %}", "marked"),
+        ("{{ strftime_now('%Y') | int > 2000 }}", "True"),
+        ("{{ tools is none and documents is none }}", "True"),
+        ("{{ (messages + messages) | length }}{{ 'ab' * 2 }}{{ 2 ** 3 }}{{ 7 % 4 }}", "2abab83"),
+        (
+            "{{ '{} {}'.format('a', 'b') }}{{ '-'.join(['x', 'y']) }}{{ 'a\nb' | indent(2) }}",
+            "a bx-ya\n  b",
+        ),
+    ],
+)
+def test_what_templates_may_use(text: str, expected: str) -> None:
+    assert _template(text).render(USER) == expected
+
+
+BOMBS = {
+    "dunder-walk": "{{ ''.__class__.__mro__ }}",
+    "dunder-by-attr-filter": "{{ ('' | attr('__class__')).__mro__ }}",
+    "dunder-in-format": "{{ '{0.__class__.__mro__}'.format(1) }}",
+    "mutation": "{{ messages.append(1) }}",
+    "nested-loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "big-string": "{{ 'a' * 10**9 }}",
+    "big-list": "{{ [1] * 10**9 }}",
+    "endless-macro": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "exponential-macro": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+    "doubling-concat": "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "doubling-plus": "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "doubling-block": "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(99) %}{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}{% endfor %}",
+    "doubling-list": "{% set ns = namespace(x=['a']) %}{% for i in range(99) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
+    "namespace-graph": "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = namespace(a=ns.x, b=ns.x) %}{% endfor %}{{ ns.x }}",
+    "power": "{{ 9 ** 9 ** 9 }}",
+    "squaring": "{% set ns = namespace(n=2) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+    "center": "{{ 'a'.center(10**9) }}",
+    "center-filter": "{{ 'a' | center(10**9) }}",
+    "percent-width": "{{ '%999999999d' % 1 }}",
+    "format-width": "{{ '{:999999999}'.format(1) }}",
+    "range": "{{ range(10**9) | list }}",
+    "replace": "{% set x = 'a' * 900000 %}{{ x.replace('a', x) }}",
+    "replace-filter": "{% set x = 'a' * 900000 %}{{ x | replace('a', x) }}",
+    "join": "{{ ('a' * 900000).join(['b', 'b', 'b']) }}",
+    "join-filter": "{% set x = 'a' * 900000 %}{{ ['b', 'b', 'b'] | join(x) }}",
+    "indent": "{{ 'a\nb' | indent(10**9) }}",
+    "json-indent": "{{ [1] | tojson(indent=10**9) }}",
+    "loop-in-macro": "{% set x = 'a' * 900000 %}{% macro g() %}{% for i in range(99999) %}{{ x }}{% endfor %}{% endmacro %}{{ g() }}",
+    "constant-in-loop": "{% for i in range(99999) %}" + "a" * 1000 + "{% endfor %}",
+    "recursive-loop": "{% for i in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+    "lipsum": "{{ lipsum(10**6) }}",
+    "include": "{% include '/etc/passwd' %}",
+    "import": "{% import 'os' as os %}",
+    "syntax": "{% for %}",
+    "unknown-tag": "{% evil %}",
+}
+
+
+@pytest.mark.parametrize("text", BOMBS.values(), ids=BOMBS.keys())
+def test_bombs_are_refused_when_loading(text: str) -> None:
+    with pytest.raises(ModelLoadError, match="template: chat template cannot be used"):
+        _template(text, deadline_s=0.2)
+
+
+@pytest.mark.parametrize("text", BOMBS.values(), ids=BOMBS.keys())
+def test_bombs_set_off_by_a_message_are_refused(text: str) -> None:
+    armed = "{% if messages[0].content == 'boom' %}" + text + "{% else %}ok{% endif %}"
+    try:
+        template = _template(armed, deadline_s=0.2)
+    except ModelLoadError:
+        return  # refused even earlier
+    with pytest.raises(InvalidRequest) as caught:
+        template.render([ChatMessage("user", "boom")])
+    assert caught.value.param == "messages"
+    assert template.render(USER) == "ok"
+
+
+def test_one_bomb_does_not_disturb_other_threads() -> None:
+    nested = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    template = _template(
+        "{% if messages[0].content == 'boom' %}" + nested + "{% endif %}ok", deadline_s=0.3
+    )
+    failures: list[Exception] = []
+
+    def explode() -> None:
+        try:
+            template.render([ChatMessage("user", "boom")])
+        except InvalidRequest as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=explode)
+    thread.start()
+    texts = [template.render(USER) for _ in range(50)]
+    thread.join(timeout=30)
+    assert len(failures) == 1
+    assert set(texts) == {"ok"}
+
+
+def test_rejections_reach_the_client_and_do_not_keep_the_server_from_starting() -> None:
+    template = _template("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        template.render(USER)
+
+
+def test_internal_errors_do_not_reach_the_client() -> None:
+    template = _template("{{ messages[0].content.nothing.more if messages[0].content == 'x' }}")
+    with pytest.raises(InvalidRequest) as caught:
+        template.render([ChatMessage("user", "x")])
+    assert caught.value.message.endswith("it fails on them")
+
+
+def test_a_long_conversation_stays_within_the_limits() -> None:
+    template = _template(
+        "{% for m in messages %}{{ m.content }}"
+        "{% if loop.index0 == messages | length - 1 %}!{% endif %}{% endfor %}"
+    )
+    assert template.render([ChatMessage("user", "x" * 400)] * 2000).endswith("x!")
+
+
+def test_messages_beyond_the_output_limit_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="1000000"):
+        _template("{{ messages[0].content }}").render([ChatMessage("user", "x" * 1_000_001)])
+
+
+def test_where_templates_are_found(tmp_path: Path) -> None:
+    assert find_chat_template(tmp_path) is None
+    write_config(tmp_path, "tokenizer_config.json", {"chat_template": "one"})
+    assert find_chat_template(tmp_path) == TemplateSource(
+        "one", f"{tmp_path}/tokenizer_config.json: key 'chat_template'"
+    )
+    named = [{"name": "rag", "template": "x"}, {"name": "default", "template": "two"}]
+    write_config(tmp_path, "tokenizer_config.json", {"chat_template": named})
+    found = find_chat_template(tmp_path)
+    assert found is not None
+    assert found.text == "two"
+    (tmp_path / "chat_template.jinja").write_text("three")
+    found = find_chat_template(tmp_path)
+    assert found is not None
+    assert found.text == "three"
+    (tmp_path / "mine.jinja").write_text("four")
+    found = find_chat_template(tmp_path, str(tmp_path / "mine.jinja"))
+    assert found is not None
+    assert found.text == "four"
+
+
+@pytest.mark.parametrize("value", [3, [], [{"name": "rag", "template": "x"}], [1]])
+def test_malformed_templates_name_the_key(tmp_path: Path, value: object) -> None:
+    write_config(tmp_path, "tokenizer_config.json", {"chat_template": value})
+    with pytest.raises(ModelLoadError, match="chat_template"):
+        find_chat_template(tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"x" * 1_000_001])
+def test_a_file_that_cannot_be_used_names_the_flag(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "mine.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"--chat-template .*mine\.jinja"):
+        find_chat_template(tmp_path, str(path))
+
+
+def test_bundled_template_names_each_role_once() -> None:
+    source = find_chat_template(BUNDLED_MODEL_DIR)
+    assert source is not None
+    template = ChatTemplate(source, special_tokens={"bos_token": "B", "eos_token": "E"})
+    text = template.render([ChatMessage("system", "Sys"), ChatMessage("user", "Question")])
+    assert "Sys" in text
+    assert text.count("Question") == 1

@@ -1,0 +1,395 @@
+"""Every field of every route: its limits, wrong types, and that it changes what is submitted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from support.fake_router import Setup, frontend, says
+
+from lightserve.bundled import BUNDLED_MODEL_NAME
+from lightserve.errors import ModelLoadError
+from lightserve.frontend.sampling import SamplingDefaults, read_sampling_defaults
+from lightserve.messages.frontend_router import Submit
+
+VOCAB_SIZE = 2304
+CONTEXT = 100
+SLOTS = 80
+
+COMPLETION: dict[str, Any] = {"model": BUNDLED_MODEL_NAME, "prompt": [5, 6, 7]}
+CHAT: dict[str, Any] = {
+    "model": BUNDLED_MODEL_NAME,
+    "messages": [{"role": "user", "content": "hi"}],
+}
+GENERATE: dict[str, Any] = {"inputs": "hi", "parameters": {}}
+BODIES = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT, "/generate": GENERATE}
+
+# Per field: accepted values, refused values. Absent from a list: not this field's business.
+WRONG_TYPES: list[Any] = [True, "1", [1], {}]
+NOT_INT: list[Any] = [*WRONG_TYPES, 1.5]
+FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
+    "temperature": ([0, 0.0, 1, 2.0, None], [-0.001, 2.001, 2**63, 10**400, *WRONG_TYPES]),
+    "top_p": ([0.001, 1, 1.0, None], [0, -1, 1.001, 2**63, *WRONG_TYPES]),
+    "top_k": ([-1, 0, 1, VOCAB_SIZE, None], [-2, VOCAB_SIZE + 1, 2**63, *NOT_INT]),
+    "seed": ([-(2**63), 0, 2**63 - 1, None], [-(2**63) - 1, 2**63, *NOT_INT]),
+    "max_tokens": ([1, 40, None], [0, -1, SLOTS, 2**31, 2**63, *NOT_INT]),
+    "max_completion_tokens": ([1, 40, None], [0, -1, SLOTS, 2**63, *NOT_INT]),
+    "max_new_tokens": ([1, 40, None], [0, -1, SLOTS, 2**63, *NOT_INT]),
+    "stream": ([False, None], [0, 1, "true", [], {}]),
+    "do_sample": ([True, False], [None, 0, 1, "true", [], {}]),
+    "details": ([True, False], [None, 0, 1, "true", [], {}]),
+    "stream_options": ([None], [{}, {"include_usage": True}, 1, "x", [], True]),
+    "model": ([BUNDLED_MODEL_NAME], [None, 1, True, [], {}]),
+    "prompt": (
+        ["x", [5], ["x"], [[5, 6]], [VOCAB_SIZE - 1], " ", "\u202e\u0301👩‍👩‍👧", "<|bos|><|eos|>"],
+        [
+            *["", [], [[]], [""], [-1], [VOCAB_SIZE], [2**31], [2**63], [True], [1.0], [None]],
+            *[None, 1, True, {}, ["a", "b"], [[1], [2]], [1, "a"]],
+            *["\ud800", [5] * CONTEXT, "x" * 5000],
+        ],
+    ),
+    "inputs": (["x", " ", "é"], ["", None, 1, True, [], ["x"], {}, "\ud800", "x" * 5000]),
+    "parameters": ([{}], [None, [], 1, "x", {"nope": 1}]),
+    "messages": (
+        [
+            [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
+            [{"role": "user", "content": [{"type": "text", "text": "u"}]}],
+            [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}],
+        ],
+        [
+            *[None, 1, True, "x", {}, [], [1], [None], [{}]],
+            [{"role": "user"}],
+            [{"content": "x"}],
+            [{"role": "tool", "content": "x"}],
+            [{"role": None, "content": "x"}],
+            [{"role": "user", "content": None}],
+            [{"role": "user", "content": 1}],
+            [{"role": "user", "content": []}],
+            [{"role": "user", "content": ["x"]}],
+            [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+            [{"role": "user", "content": [{"type": "text", "text": 1}]}],
+            [{"role": "user", "content": "\ud800"}],
+            [{"role": "user", "content": "x" * 5000}],
+            [{"role": "user", "content": "x", "name": "y"}],
+            [{"role": "user", "content": "x"}] * 2049,
+        ],
+    ),
+}
+COMMON = ["temperature", "top_p", "top_k", "seed"]
+ROUTE_FIELDS = {
+    "/v1/completions": [*COMMON, "max_tokens", "stream", "stream_options", "model", "prompt"],
+    "/v1/chat/completions": [
+        *COMMON,
+        *["max_tokens", "max_completion_tokens", "stream", "stream_options", "model", "messages"],
+    ],
+    "/generate": [*COMMON, "max_new_tokens", "do_sample", "details", "inputs", "parameters"],
+}
+CASES = [(path, field) for path, fields in ROUTE_FIELDS.items() for field in fields]
+
+
+def _with(path: str, field: str, value: Any) -> dict[str, Any]:
+    body = BODIES[path]
+    if path == "/generate" and field not in ("inputs", "parameters"):
+        # TGI's own temperatures are the same as everywhere; all of them live in `parameters`.
+        return {**body, "parameters": {field: value}}
+    return {**body, field: value}
+
+
+def _assert_error(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert body.keys() == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    for internal in ("Traceback", "pydantic", "Error(", "0x"):
+        assert internal not in error["message"]
+    return error
+
+
+@pytest.mark.parametrize(("path", "field"), CASES)
+def test_limits_of_each_field(path: str, field: str) -> None:
+    accepted, refused = FIELDS[field]
+
+    async def scenario() -> None:
+        async with frontend(says([5, 2]), max_model_len=CONTEXT, num_kv_slots=SLOTS) as setup:
+            for value in accepted:
+                response = await setup.post(path, _with(path, field, value))
+                assert response.status_code == 200, (value, response.text)
+            num_submitted = len(setup.router.submits)
+            for value in refused:
+                error = _assert_error(await setup.post(path, _with(path, field, value)))
+                assert error["param"] is not None, value
+                assert field in error["param"], (value, error)
+                assert field in error["message"], (value, error)
+            assert len(setup.router.submits) == num_submitted
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("path", "field"), [c for c in CASES if c[1] in COMMON])
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 5000])
+def test_numbers_that_are_none(path: str, field: str, number: str) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            body = json.dumps(_with(path, field, "@")).replace('"@"', number)
+            _assert_error(await setup.post(path, body.encode()))
+            assert not setup.router.submits
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    "field",
+    ["n", "stop", "user", "logprobs", "tools", "response_format", "store", "metadata", "echo", "x"],
+)
+def test_every_other_field_is_named(path: str, field: str) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            error = _assert_error(await setup.post(path, {**BODIES[path], field: 1}))
+            assert error["param"] == field
+            assert error["code"] == "unknown_parameter"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_required_fields_are_named(path: str) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            for field in BODIES[path].keys() - {"parameters"}:
+                body = {key: value for key, value in BODIES[path].items() if key != field}
+                error = _assert_error(await setup.post(path, body))
+                assert (error["param"], error["code"]) == (field, "missing_required_parameter")
+
+    asyncio.run(scenario())
+
+
+BAD_BODIES: dict[str, tuple[bytes, int]] = {
+    "empty": (b"", 400),
+    "truncated": (b'{"model": "x', 400),
+    "not-an-object": (b'"text"', 400),
+    "null": (b"null", 400),
+    "invalid-utf8": (b'{"model": "\xff"}', 400),
+    "utf16": ('{"model": "x"}'.encode("utf-16"), 400),
+    "deep": (b"[" * 100_000, 400),
+    "deep-object": (b'{"a":' * 100_000, 400),
+    "duplicate-key": (b'{"model": "a", "model": "b"}', 400),
+    "duplicate-key-inside": (b'{"messages": [{"role": "user", "role": "user"}]}', 400),
+    "trailing": (b"{} {}", 400),
+    "nul": (b"\x00", 400),
+    "too-large": (b" " * (4 * 1024 * 1024 + 1), 413),
+}
+
+
+@pytest.mark.parametrize(("body", "status"), BAD_BODIES.values(), ids=BAD_BODIES.keys())
+def test_bodies_that_are_not_requests(body: bytes, status: int) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            for path in BODIES:
+                _assert_error(await setup.post(path, body), status)
+            assert (await setup.post("/v1/completions", COMPLETION)).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_body_without_a_length_is_limited_too() -> None:
+    async def scenario() -> None:
+        async def chunks() -> Any:
+            for _ in range(5):
+                yield b" " * 1024 * 1024
+
+        async with frontend(says([5, 2])) as setup:
+            _assert_error(await setup.http.post("/v1/completions", content=chunks()), 413)
+
+    asyncio.run(scenario())
+
+
+async def _submit(setup: Setup, path: str, changes: dict[str, Any]) -> Submit:
+    response = await setup.post(path, {**BODIES[path], **changes})
+    assert response.status_code == 200, response.text
+    return setup.router.submits[-1]
+
+
+def test_openai_fields_change_what_is_submitted() -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            for path in ("/v1/completions", "/v1/chat/completions"):
+                submit = await _submit(
+                    setup, path, {"temperature": 0.5, "top_p": 0.25, "top_k": 3, "seed": -4}
+                )
+                sampling = submit.sampling
+                assert (sampling.temperature, sampling.top_p) == (0.5, 0.25)
+                assert (sampling.top_k, sampling.seed) == (3, -4)
+                assert (await _submit(setup, path, {"max_tokens": 7})).max_tokens == 7
+                assert (await _submit(setup, path, {"top_k": -1})).sampling.top_k == 0
+            submit = await _submit(setup, "/v1/chat/completions", {"max_completion_tokens": 9})
+            assert submit.max_tokens == 9
+
+    asyncio.run(scenario())
+
+
+def test_generate_is_greedy_unless_told_otherwise() -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            for parameters, temperature in [
+                ({}, 0.0),
+                ({"do_sample": True}, 1.0),
+                ({"temperature": 0.5}, 0.5),
+                ({"top_k": 3}, 1.0),
+                ({"top_p": 0.5}, 1.0),
+                ({"seed": 3}, 0.0),
+            ]:
+                submit = await _submit(setup, "/generate", {"parameters": parameters})
+                assert submit.sampling.temperature == temperature, parameters
+                assert submit.max_tokens == 100
+            submit = await _submit(setup, "/generate", {"parameters": {"max_new_tokens": 3}})
+            assert submit.max_tokens == 3
+
+    asyncio.run(scenario())
+
+
+def test_seeds_are_random_unless_given() -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            for path in BODIES:
+                for _ in range(5):
+                    await _submit(setup, path, {})
+            seeds = {submit.sampling.seed for submit in setup.router.submits}
+            assert len(seeds) == len(setup.router.submits)
+
+    asyncio.run(scenario())
+
+
+def test_prompts_become_ids() -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            tokenizer = setup.service.model.tokenizer
+            bos = tokenizer.special_tokens.bos_token_id
+            forms: list[Any] = ["hi there", ["hi there"], [8, 9], [[8, 9]], "<|bos|>hi there"]
+            for form in forms:
+                await _submit(setup, "/v1/completions", {"prompt": form})
+            prompts = [setup.router.prompt_of(number) for number in range(len(forms))]
+            assert prompts[0] == prompts[1] == prompts[4]
+            assert prompts[0] == tokenizer.encode("hi there", add_special_tokens=True)
+            assert prompts[2] == prompts[3] == [8, 9]
+            parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+            for content in ("a\nb", parts):
+                messages = [{"role": "user", "content": content}]
+                await _submit(setup, "/v1/chat/completions", {"messages": messages})
+            assert setup.router.prompt_of(-1) == setup.router.prompt_of(-2)
+            assert setup.router.prompt_of(-1).count(bos or 0) == 1
+            assert setup.router.submits[-1].eos_token_ids == list(tokenizer.eos_token_ids)
+
+    asyncio.run(scenario())
+
+
+def test_how_many_tokens_by_default() -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2]), max_model_len=CONTEXT, num_kv_slots=SLOTS) as setup:
+            assert (await _submit(setup, "/v1/completions", {})).max_tokens == 16
+            submit = await _submit(setup, "/v1/chat/completions", {})
+            assert submit.max_tokens == SLOTS - len(setup.router.prompt_of(-1))
+            # A default is cut to what fits; a wish that does not fit is refused with numbers.
+            prompt = [5] * (SLOTS - 4)
+            submit = await _submit(setup, "/v1/completions", {"prompt": prompt})
+            assert submit.max_tokens == 4
+            submit = await _submit(setup, "/v1/completions", {"prompt": prompt, "max_tokens": 4})
+            assert submit.max_tokens == 4
+            body = {**COMPLETION, "prompt": prompt, "max_tokens": 5}
+            error = _assert_error(await setup.post("/v1/completions", body))
+            assert error["code"] == "context_length_exceeded"
+            for number in (SLOTS, SLOTS - 4, 5):
+                assert str(number) in error["message"]
+
+    asyncio.run(scenario())
+
+
+def test_text_that_cannot_fit_is_refused_before_tokenising(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2]), max_model_len=CONTEXT) as setup:
+            limit = CONTEXT * setup.service.model.tokenizer.longest_piece_bytes
+
+            def must_not_run(*_: Any, **__: Any) -> list[int]:
+                raise AssertionError("tokenised")
+
+            monkeypatch.setattr(setup.service.model.tokenizer, "encode", must_not_run)
+            body = {**COMPLETION, "prompt": "x" * (limit + 1)}
+            error = _assert_error(await setup.post("/v1/completions", body))
+            assert str(limit) in error["message"]
+            assert str(limit + 1) in error["message"]
+
+    asyncio.run(scenario())
+
+
+def test_both_names_of_the_token_limit_are_refused() -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            body = {**CHAT, "max_tokens": 3, "max_completion_tokens": 3}
+            assert _assert_error(await setup.post("/v1/chat/completions", body))["param"]
+
+    asyncio.run(scenario())
+
+
+def test_a_wrong_model_is_not_found() -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            for path in ("/v1/completions", "/v1/chat/completions"):
+                error = _assert_error(await setup.post(path, {**BODIES[path], "model": "m"}), 404)
+                assert (error["param"], error["code"]) == ("model", "model_not_found")
+            _assert_error(await setup.http.get("/v1/models/m"), 404)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/docs", 404),
+        ("GET", "/openapi.json", 404),
+        ("POST", "/v1/completions/", 404),
+        ("GET", "/v1/completions", 405),
+        ("DELETE", "/v1/models", 405),
+        ("POST", "/livez", 405),
+    ],
+)
+def test_other_paths_and_methods(method: str, path: str, status: int) -> None:
+    async def scenario() -> None:
+        async with frontend() as setup:
+            _assert_error(await setup.http.request(method, path), status)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, SamplingDefaults()),
+        ({"do_sample": False}, SamplingDefaults()),
+        (
+            {"temperature": 0.6, "top_p": 0.9, "top_k": 50},
+            SamplingDefaults(temperature=0.6, top_p=0.9, top_k=50),
+        ),
+        ({"temperature": 0, "top_k": 0, "top_p": None}, SamplingDefaults(temperature=0.0)),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_p": "x"}, "top_p"),
+        ({"top_k": -3}, "top_k"),
+    ],
+)
+def test_defaults_come_from_the_generation_config(
+    tmp_path: Any, values: dict[str, Any], expected: SamplingDefaults | str
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    if isinstance(expected, str):
+        with pytest.raises(ModelLoadError, match=expected):
+            read_sampling_defaults(tmp_path)
+    else:
+        assert read_sampling_defaults(tmp_path) == expected

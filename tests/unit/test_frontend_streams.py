@@ -1,0 +1,414 @@
+"""What answers look like, streamed and whole, and how they end when something goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from support.fake_router import Answer, eventually, frontend, router_status, says, sse_data
+
+from lightserve.bundled import BUNDLED_MODEL_NAME
+from lightserve.frontend.operations import MAX_SILENCE_S
+from lightserve.frontend.router_client import RouterClient
+from lightserve.messages.frontend_router import (
+    ErrorCode,
+    RequestDelta,
+    RouterWelcome,
+    Submit,
+    TokenDelta,
+)
+from lightserve.types import FinishReason
+
+TEXT = "Grüße 😀 日本!"
+COMPLETION: dict[str, Any] = {"model": BUNDLED_MODEL_NAME, "prompt": "hi", "max_tokens": 500}
+CHAT: dict[str, Any] = {
+    "model": BUNDLED_MODEL_NAME,
+    "messages": [{"role": "user", "content": "hi"}],
+}
+GENERATE: dict[str, Any] = {"inputs": "hi"}
+EOS = 2
+STREAMS = [
+    ("/v1/completions", {**COMPLETION, "stream": True}),
+    ("/v1/chat/completions", {**CHAT, "stream": True}),
+    ("/generate_stream", GENERATE),
+]
+
+
+def _tokens_of(text: str) -> list[int]:
+    async def scenario() -> list[int]:
+        async with frontend() as setup:
+            return setup.service.model.tokenizer.encode(text, add_special_tokens=False)
+
+    return asyncio.run(scenario())
+
+
+@pytest.fixture(scope="module")
+def tokens() -> list[int]:
+    return _tokens_of(TEXT)
+
+
+async def _post(answer: Answer, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
+    async with frontend(answer) as setup:
+        setup.router.turns_between = options.get("turns_between", 10)
+        response = await setup.post(path, body)
+        assert setup.service.in_flight.count == 0
+        assert setup.service.router.num_live == 0
+        return response
+
+
+@pytest.mark.parametrize("turns_between", [0, 10], ids=["merged", "one-by-one"])
+@pytest.mark.parametrize("usage", [False, True])
+def test_completion_stream(tokens: list[int], usage: bool, turns_between: int) -> None:
+    body = {**COMPLETION, "stream": True, "stream_options": {"include_usage": usage}}
+    response = asyncio.run(
+        _post(says([*tokens, EOS]), "/v1/completions", body, turns_between=turns_between)
+    )
+    assert response.headers["content-type"] == "text/event-stream"
+    *chunks, done = sse_data(response.text)
+    assert done == "[DONE]"
+    if usage:
+        last = chunks.pop()
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == len(tokens) + 1
+        assert all(chunk["usage"] is None for chunk in chunks)
+    else:
+        assert all("usage" not in chunk for chunk in chunks)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == TEXT
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + ["stop"]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+    assert (len(chunks) > 3) == (turns_between > 0)
+
+
+def test_chat_stream_begins_with_the_role_and_ends_with_the_reason(tokens: list[int]) -> None:
+    response = asyncio.run(
+        _post(says([*tokens, EOS]), "/v1/chat/completions", {**CHAT, "stream": True})
+    )
+    *chunks, done = sse_data(response.text)
+    assert done == "[DONE]"
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == TEXT
+    assert choices[-1]["delta"] == {}
+    assert [choice["finish_reason"] for choice in choices][-2:] == [None, "stop"]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+
+
+def test_whole_answers(tokens: list[int]) -> None:
+    answer = says([*tokens, EOS])
+    completion = asyncio.run(_post(answer, "/v1/completions", COMPLETION)).json()
+    assert completion["choices"][0]["text"] == TEXT
+    assert completion["choices"][0]["finish_reason"] == "stop"
+    usage = completion["usage"]
+    assert usage["completion_tokens"] == len(tokens) + 1
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    chat = asyncio.run(_post(answer, "/v1/chat/completions", CHAT)).json()
+    assert chat["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": TEXT,
+        "refusal": None,
+    }
+    assert chat["object"] == "chat.completion"
+    assert asyncio.run(_post(answer, "/generate", GENERATE)).json() == {"generated_text": TEXT}
+
+
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_an_answer_cut_inside_a_character_is_the_same_streamed_and_whole(
+    tokens: list[int], cut: int
+) -> None:
+    answer = says(tokens[-8:])
+    whole = asyncio.run(_post(answer, "/v1/completions", {**COMPLETION, "max_tokens": cut})).json()
+    body = {**COMPLETION, "max_tokens": cut, "stream": True}
+    response = asyncio.run(_post(answer, "/v1/completions", body))
+    chunks = sse_data(response.text)[:-1]
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    assert text == whole["choices"][0]["text"]
+    assert text.rstrip("\ufffd") in TEXT
+
+
+def test_eos_is_not_text_even_if_it_is_no_special_token(tokens: list[int]) -> None:
+    async def scenario() -> None:
+        async with frontend() as setup:
+            plain = tokens[0]
+            object.__setattr__(setup.service.model.tokenizer, "eos_token_ids", (plain,))
+            setup.router.answer = says([tokens[1], plain])
+            text = (await setup.post("/v1/completions", COMPLETION)).json()["choices"][0]["text"]
+            assert text == setup.service.model.tokenizer.decode([tokens[1]])
+            setup.router.answer = says([tokens[1], plain], FinishReason.LENGTH)
+            text = (await setup.post("/v1/completions", COMPLETION)).json()["choices"][0]["text"]
+            assert text == setup.service.model.tokenizer.decode([tokens[1], plain])
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("turns_between", [0, 10])
+@pytest.mark.parametrize("details", [False, True])
+def test_generate_stream_has_one_event_per_token(
+    tokens: list[int], details: bool, turns_between: int
+) -> None:
+    body = {"inputs": "hi", "parameters": {"details": details, "seed": 5}}
+    answer = says([*tokens, EOS])
+    response = asyncio.run(_post(answer, "/generate_stream", body, turns_between=turns_between))
+    events = sse_data(response.text)
+    assert [event["token"]["id"] for event in events] == [*tokens, EOS]
+    assert [event["index"] for event in events] == list(range(1, len(tokens) + 2))
+    assert "".join(event["token"]["text"] for event in events) == TEXT
+    assert [event["token"]["special"] for event in events] == [False] * len(tokens) + [True]
+    assert [event["generated_text"] for event in events] == [None] * len(tokens) + [TEXT]
+    assert all(event["details"] is None for event in events[:-1])
+    expected = {
+        "finish_reason": "eos_token",
+        "generated_tokens": len(tokens) + 1,
+        "seed": 5,
+        "input_length": len(_tokens_of("hi")) + 1,
+    }
+    assert events[-1]["details"] == (expected if details else None)
+
+
+def test_generate_details(tokens: list[int]) -> None:
+    body = {"inputs": "hi", "parameters": {"details": True, "max_new_tokens": 2}}
+    details = asyncio.run(_post(says(tokens), "/generate", body)).json()["details"]
+    assert details["finish_reason"] == "length"
+    assert details["generated_tokens"] == 2
+    assert [token["id"] for token in details["tokens"]] == tokens[:2]
+
+
+def _fails(error: ErrorCode, *, after: list[int]) -> Answer:
+    def answer(submit: Submit) -> list[RequestDelta]:
+        news = [RequestDelta(submit.request_id, [token]) for token in after]
+        return [*news, RequestDelta(submit.request_id, [], FinishReason.ERROR, error)]
+
+    return answer
+
+
+STATUS = {
+    ErrorCode.QUEUE_FULL: 429,
+    ErrorCode.WORKER_LOST: 503,
+    ErrorCode.NON_FINITE_LOGITS: 500,
+    ErrorCode.TOO_LARGE: 400,
+}
+
+
+@pytest.mark.parametrize("error", ErrorCode)
+@pytest.mark.parametrize(("path", "body"), STREAMS)
+def test_an_error_before_the_first_text_is_a_status(
+    tokens: list[int], path: str, body: dict[str, Any], error: ErrorCode
+) -> None:
+    response = asyncio.run(_post(_fails(error, after=[]), path, body))
+    assert response.status_code == STATUS[error]
+    assert response.json()["error"]["message"]
+    assert ("retry-after" in response.headers) == (STATUS[error] in (429, 503))
+
+
+@pytest.mark.parametrize("error", ErrorCode)
+@pytest.mark.parametrize(("path", "body"), STREAMS)
+def test_an_error_in_the_middle_is_an_event(
+    tokens: list[int], path: str, body: dict[str, Any], error: ErrorCode
+) -> None:
+    response = asyncio.run(_post(_fails(error, after=tokens[:3]), path, body))
+    assert response.status_code == 200
+    *chunks, last = sse_data(response.text)
+    assert chunks
+    assert last.keys() == {"error"}
+    assert "[DONE]" not in chunks
+
+
+def test_an_error_after_half_a_character_is_still_a_status(tokens: list[int]) -> None:
+    async def scenario() -> None:
+        async with frontend() as setup:
+            tokenizer = setup.service.model.tokenizer
+            half = next(token for token in tokens if not tokenizer.detokenizer([5]).push([token]))
+            setup.router.answer = _fails(ErrorCode.WORKER_LOST, after=[half])
+            response = await setup.post("/v1/completions", {**COMPLETION, "stream": True})
+            assert response.status_code == 503
+
+    asyncio.run(scenario())
+
+
+def test_an_error_ends_a_whole_answer_with_a_status(tokens: list[int]) -> None:
+    for path, body in (("/v1/completions", COMPLETION), ("/generate", GENERATE)):
+        answer = _fails(ErrorCode.WORKER_LOST, after=tokens[:3])
+        assert asyncio.run(_post(answer, path, body)).status_code == 503
+
+
+def test_a_bug_says_nothing_about_itself(
+    monkeypatch: pytest.MonkeyPatch, tokens: list[int]
+) -> None:
+    async def scenario() -> None:
+        async with frontend(says(tokens)) as setup:
+
+            def fail(*_: Any) -> None:
+                raise ZeroDivisionError("/secret/path at 0xdeadbeef")
+
+            monkeypatch.setattr(setup.service.router, "submit", fail)
+            response = await setup.post("/v1/completions", COMPLETION)
+            assert response.status_code == 500
+            assert response.json()["error"]["message"] == "an internal error occurred"
+            assert setup.service.in_flight.count == 0
+
+    asyncio.run(scenario())
+
+
+def test_losing_the_router_in_the_middle_of_a_stream(tokens: list[int]) -> None:
+    async def scenario() -> None:
+        async with frontend(lambda submit: [RequestDelta(submit.request_id, tokens[:3])]) as setup:
+            task = asyncio.create_task(setup.post("/v1/chat/completions", {**CHAT, "stream": True}))
+            await setup.router.submitted()
+            await asyncio.sleep(0.05)
+            setup.service.router.detach()
+            *chunks, last = sse_data((await task).text)
+            assert chunks
+            assert last["error"]["code"] == "router_lost"
+            refused = await setup.post("/v1/chat/completions", CHAT)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+
+    asyncio.run(scenario())
+
+
+def test_draining_refuses_the_new_and_finishes_the_old(tokens: list[int]) -> None:
+    async def scenario() -> None:
+        async with frontend() as setup:
+            task = asyncio.create_task(setup.post("/v1/completions", COMPLETION))
+            await setup.router.submitted()
+            setup.service.in_flight.is_draining = True
+            for path, body in [("/v1/completions", COMPLETION), *STREAMS]:
+                refused = await setup.post(path, body)
+                assert refused.status_code == 503
+                assert refused.json()["error"]["code"] == "shutting_down"
+            assert (await setup.http.get("/readyz")).status_code == 503
+            assert (await setup.http.get("/livez")).status_code == 200
+            for delta in says([*tokens, EOS])(setup.router.submits[0]):
+                setup.service.router.on_message(TokenDelta(requests=[delta]))
+            assert (await task).json()["choices"][0]["text"] == TEXT
+            await asyncio.wait_for(setup.service.in_flight.wait_idle(), 10)
+
+    asyncio.run(scenario())
+
+
+def test_probes_tell_what_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [1000.0]
+
+    async def probes(setup: Any) -> list[int]:
+        paths = ("/livez", "/readyz", "/health")
+        return [(await setup.http.get(path)).status_code for path in paths]
+
+    async def scenario() -> None:
+        async with frontend(welcome=False, step_timeout_s=5.0, start_timeout_s=60.0) as setup:
+            client = setup.service.router
+            assert await probes(setup) == [200, 503, 503]  # workers load: live, not ready
+            client.on_message(router_status(workers_ready=False))
+            assert await probes(setup) == [200, 503, 503]
+            client.on_message(RouterWelcome(boot_id="boot", num_kv_slots=10))
+            client.on_message(router_status(num_steps=7, worker_busy_s=1.5))
+            assert await probes(setup) == [200, 200, 200]
+            health = (await setup.http.get("/health")).json()
+            assert (health["num_steps"], health["worker_busy_s"]) == (7, 1.5)
+            client.on_message(router_status(stalled_s=4.9))
+            assert await probes(setup) == [200, 200, 200]
+            client.on_message(router_status(stalled_s=5.1))
+            assert await probes(setup) == [503, 503, 503]
+            client.on_message(router_status())
+            now_s[0] += MAX_SILENCE_S - 0.1
+            assert await probes(setup) == [200, 200, 200]
+            now_s[0] += 0.2
+            assert await probes(setup) == [503, 503, 503]
+            client.detach()
+            assert await probes(setup) == [200, 503, 503]
+            now_s[0] += 61.0
+            assert await probes(setup) == [503, 503, 503]
+
+    original = RouterClient.__init__
+    monkeypatch.setattr(
+        RouterClient, "__init__", lambda self: original(self, clock=lambda: now_s[0])
+    )
+    asyncio.run(scenario())
+
+
+def test_the_encoding_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, EOS])) as setup:
+            monkeypatch.setattr(setup.service.encoder, "_max_waiting", 0)
+            response = await setup.post("/v1/chat/completions", CHAT)
+            assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
+            assert (await setup.post("/v1/completions", COMPLETION)).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_model_without_a_chat_template_still_completes(tmp_path: Any) -> None:
+    import json
+    import shutil
+    from pathlib import Path
+
+    from lightserve.bundled import BUNDLED_MODEL_DIR
+
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        shutil.copy(BUNDLED_MODEL_DIR / name, tmp_path / name)
+    (Path(tmp_path) / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|bos|>"}))
+
+    async def scenario() -> None:
+        async with frontend(
+            says([5, EOS]), model=str(tmp_path), served_model_name=BUNDLED_MODEL_NAME
+        ) as setup:
+            response = await setup.post("/v1/chat/completions", CHAT)
+            assert response.json()["error"]["code"] == "no_chat_template"
+            assert (await setup.post("/v1/completions", COMPLETION)).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_the_openai_client_understands_everything(tokens: list[int]) -> None:
+    async def scenario() -> None:
+        async with frontend(says([*tokens, EOS])) as setup:
+            client = openai.AsyncOpenAI(
+                api_key="none", base_url="http://test/v1", http_client=setup.http, max_retries=0
+            )
+            models = await client.models.list()
+            assert [model.id for model in models.data] == [BUNDLED_MODEL_NAME]
+            assert (await client.models.retrieve(BUNDLED_MODEL_NAME)).owned_by == "lightserve"
+            whole = await client.chat.completions.create(**CHAT)
+            assert whole.choices[0].message.content == TEXT
+            stream = await client.chat.completions.create(
+                **CHAT, stream=True, stream_options={"include_usage": True}
+            )
+            chunks = [chunk async for chunk in stream]
+            texts = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+            assert "".join(texts) == TEXT
+            assert chunks[-1].usage is not None
+            completion = await client.completions.create(**COMPLETION)
+            assert completion.choices[0].text == TEXT
+            pieces = await client.completions.create(**COMPLETION, stream=True)
+            assert "".join([piece.choices[0].text async for piece in pieces]) == TEXT
+            with pytest.raises(openai.BadRequestError) as bad:
+                await client.completions.create(**COMPLETION, n=2)
+            assert (bad.value.param, bad.value.code) == ("n", "unknown_parameter")
+            with pytest.raises(openai.NotFoundError) as missing:
+                await client.completions.create(model="m", prompt="x")
+            assert missing.value.code == "model_not_found"
+            setup.router.answer = _fails(ErrorCode.WORKER_LOST, after=tokens[:3])
+            broken = await client.completions.create(**COMPLETION, stream=True)
+            with pytest.raises(openai.APIError, match="restarting its workers"):
+                [piece async for piece in broken]
+
+    asyncio.run(scenario())
+
+
+def test_logs_name_the_request_and_never_its_text(
+    tokens: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> str:
+        async with frontend(says([*tokens, EOS])) as setup:
+            body = {**COMPLETION, "prompt": "a secret"}
+            response = await setup.post("/v1/completions", body)
+            await eventually(lambda: setup.service.in_flight.count == 0)
+            return str(response.json()["id"])
+
+    with caplog.at_level("DEBUG", logger="lightserve"):
+        request_id = asyncio.run(scenario())
+    assert f"request={request_id} outcome=stop" in caplog.text
+    assert "secret" not in caplog.text
+    assert "Grüße" not in caplog.text

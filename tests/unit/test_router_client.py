@@ -1,0 +1,207 @@
+"""The table of live requests: who may end one, what is merged, what is lost with the router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from support.fake_router import BOOT_ID, FakeRouter, router_status
+
+from lightserve.errors import InvalidRequest
+from lightserve.frontend.failures import ClientGone, RequestFailed, draining
+from lightserve.frontend.router_client import LiveRequest, NewRequest, RouterClient
+from lightserve.messages.frontend_router import ErrorCode, RequestDelta, RouterWelcome, TokenDelta
+from lightserve.types import FinishReason, RequestClass, RequestId, SamplingParams
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def _request(arrival_s: float = 100.0) -> NewRequest:
+    return NewRequest(
+        prompt_token_ids=[5, 6],
+        max_tokens=3,
+        eos_token_ids=(2,),
+        sampling=SamplingParams(),
+        request_class=RequestClass.RT,
+        arrival_s=arrival_s,
+    )
+
+
+def _connected() -> tuple[RouterClient, FakeRouter, Clock]:
+    clock = Clock()
+    client = RouterClient(clock)
+    router = FakeRouter(client)
+    client.attach(router, BOOT_ID)
+    client.on_message(RouterWelcome(boot_id=BOOT_ID, num_kv_slots=64))
+    return client, router, clock
+
+
+def _news(client: RouterClient, live: LiveRequest, tokens: list[int], **end: Any) -> None:
+    client.on_message(TokenDelta(requests=[RequestDelta(live.request_id, tokens, **end)]))
+
+
+def _run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 30))
+
+
+def test_age_is_measured_from_the_arrival() -> None:
+    client, router, clock = _connected()
+    clock.now_s = 100.25
+    client.submit(_request(arrival_s=100.0))
+    assert router.submits[0].age_s == 0.25
+
+
+def test_unread_news_are_merged() -> None:
+    async def scenario() -> None:
+        client, _, _ = _connected()
+        live = client.submit(_request())
+        for token in range(100):
+            _news(client, live, [token])
+        delta = await live.next_delta()
+        assert delta.token_ids == list(range(100))
+        assert delta.finish_reason is None
+        _news(client, live, [7])
+        _news(client, live, [2], finish_reason=FinishReason.STOP)
+        delta = await live.next_delta()
+        assert (delta.token_ids, delta.finish_reason) == ([7, 2], FinishReason.STOP)
+        assert live.is_over
+        assert client.num_live == 0
+
+    _run(scenario())
+
+
+def test_requests_do_not_mix() -> None:
+    async def scenario() -> None:
+        client, _, _ = _connected()
+        first, second = client.submit(_request()), client.submit(_request())
+        assert first.request_id != second.request_id
+        news = [RequestDelta(second.request_id, [9]), RequestDelta(first.request_id, [8])]
+        client.on_message(TokenDelta(requests=news))
+        assert (await first.next_delta()).token_ids == [8]
+        assert (await second.next_delta()).token_ids == [9]
+
+    _run(scenario())
+
+
+@pytest.mark.parametrize("error", ErrorCode)
+def test_tokens_before_an_error_are_delivered(error: ErrorCode) -> None:
+    async def scenario() -> None:
+        client, router, _ = _connected()
+        live = client.submit(_request())
+        _news(client, live, [7])
+        _news(client, live, [], finish_reason=FinishReason.ERROR, error=error)
+        assert (await live.next_delta()).token_ids == [7]
+        with pytest.raises((InvalidRequest, RequestFailed)):
+            await live.next_delta()
+        live.abort()
+        assert router.aborted_ids == []  # the router has ended it itself
+
+    _run(scenario())
+
+
+def test_abort_wakes_the_reader_and_tells_the_router_once() -> None:
+    async def scenario() -> None:
+        client, router, _ = _connected()
+        live = client.submit(_request())
+        reading = asyncio.create_task(live.next_delta())
+        await asyncio.sleep(0)
+        live.abort()
+        live.abort()
+        with pytest.raises(ClientGone):
+            await reading
+        assert router.aborted_ids == [live.request_id]
+        _news(client, live, [7])  # was on its way
+        assert client.num_live == 0
+
+    _run(scenario())
+
+
+def test_aborts_survive_a_full_queue() -> None:
+    client, router, _ = _connected()
+    live = client.submit(_request())
+    router.is_full = True
+    live.abort()
+    client.on_message(router_status())
+    assert router.aborted_ids == []
+    router.is_full = False
+    client.on_message(router_status())
+    client.on_message(router_status())
+    assert router.aborted_ids == [live.request_id]
+
+
+def test_a_full_queue_refuses_new_requests() -> None:
+    client, router, _ = _connected()
+    router.is_full = True
+    with pytest.raises(RequestFailed) as caught:
+        client.submit(_request())
+    assert caught.value.status == 429
+    assert client.num_live == 0
+
+
+def test_losing_the_router_fails_everything() -> None:
+    async def scenario() -> None:
+        client, router, clock = _connected()
+        live = [client.submit(_request()) for _ in range(3)]
+        _news(client, live[0], [7])
+        client.detach()
+        assert (await live[0].next_delta()).token_ids == [7]
+        for request in live:
+            with pytest.raises(RequestFailed) as caught:
+                await request.next_delta()
+            assert caught.value.status == 503
+        assert client.num_live == 0
+        clock.now_s += 3.0
+        assert client.disconnected_s == 3.0
+        with pytest.raises(RequestFailed):
+            client.submit(_request())
+        with pytest.raises(RequestFailed):
+            _ = client.num_kv_slots
+        client.attach(router, "second")
+        client.on_message(RouterWelcome(boot_id=BOOT_ID, num_kv_slots=64))  # of the old boot
+        assert not client.is_ready
+        client.on_message(RouterWelcome(boot_id="second", num_kv_slots=32))
+        assert client.is_ready
+        assert client.num_kv_slots == 32
+
+    _run(scenario())
+
+
+def test_failing_all_aborts_in_the_router() -> None:
+    async def scenario() -> None:
+        client, router, _ = _connected()
+        live = client.submit(_request())
+        client.fail_all(draining())
+        with pytest.raises(RequestFailed):
+            await live.next_delta()
+        assert router.aborted_ids == [live.request_id]
+
+    _run(scenario())
+
+
+def test_readiness_follows_the_workers() -> None:
+    client = RouterClient(Clock())
+    assert not client.is_ready
+    client.attach(FakeRouter(client), BOOT_ID)
+    client.on_message(router_status(workers_ready=True))
+    assert not client.is_ready  # the pool's size is not known yet
+    client.on_message(RouterWelcome(boot_id=BOOT_ID, num_kv_slots=64))
+    assert client.is_ready
+    client.on_message(router_status(workers_ready=False))
+    assert not client.is_ready
+    with pytest.raises(RequestFailed):
+        client.submit(_request())
+    client.on_message(RouterWelcome(boot_id=BOOT_ID, num_kv_slots=128))
+    assert client.num_kv_slots == 128
+
+
+def test_unknown_requests_are_ignored() -> None:
+    client, _, _ = _connected()
+    client.on_message(TokenDelta(requests=[RequestDelta(RequestId(99), [1])]))
+    assert client.num_live == 0

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tokenizers_made import (
+    BOS,
+    EOS,
+    write_byte_level,
+    write_config,
+    write_metaspace,
+    write_sentencepiece,
+)
+
+from lightserve.bundled import BUNDLED_MODEL_DIR
+from lightserve.errors import ModelLoadError
+from lightserve.tokenization.tokenizer import Tokenizer
+
+
+@pytest.mark.parametrize("adds_bos", [True, False], ids=["processor-adds", "processor-does-not"])
+@pytest.mark.parametrize(
+    ("flag", "text", "add_special", "num_bos"),
+    [
+        (None, "hello", True, None),  # as the post-processor has it
+        (None, f"{BOS}hello", True, 1),
+        (None, f"{BOS}{BOS}hello", True, 1),
+        (None, f"{BOS}hello", False, 1),
+        (None, "hello", False, 0),
+        (True, "hello", True, 1),
+        (True, f"{BOS}hello", True, 1),
+        (True, "hello", False, 0),
+        (False, "hello", True, 0),
+        (False, f"{BOS}hello", True, 1),
+    ],
+)
+def test_bos_stands_at_most_once(  # noqa: PLR0917
+    tmp_path: Path,
+    adds_bos: bool,
+    flag: bool | None,
+    text: str,
+    add_special: bool,
+    num_bos: int | None,
+) -> None:
+    write_byte_level(tmp_path, adds_bos=adds_bos)
+    write_config(
+        tmp_path,
+        "tokenizer_config.json",
+        {"bos_token": BOS, "eos_token": EOS, "add_bos_token": flag},
+    )
+    tokenizer = Tokenizer(tmp_path)
+    token_ids = tokenizer.encode(text, add_special_tokens=add_special)
+    bos = tokenizer.special_tokens.bos_token_id
+    expected = int(adds_bos) if num_bos is None else num_bos
+    assert token_ids.count(bos or 0) == expected
+    assert tokenizer.decode(token_ids) == "hello"
+
+
+def test_bos_in_the_middle_stays(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_byte_level(tmp_path))
+    assert tokenizer.encode(f"a{BOS}{BOS}b", add_special_tokens=True).count(0) == 3
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "tokenizer_config", "expected"),
+    [
+        ({}, {}, {}, ()),
+        ({"eos_token_id": 5}, {}, {}, (5,)),
+        ({"eos_token_id": [5, 7]}, {"eos_token_id": 9}, {}, (5, 7, 9)),
+        ({"eos_token_id": None}, {"eos_token_id": [5]}, {"eos_token": EOS}, (1, 5)),
+        ({}, {}, {"eos_token": {"content": EOS, "special": True}}, (1,)),
+        ({"eos_token_id": [1]}, {"eos_token_id": 1}, {"eos_token": EOS}, (1,)),
+    ],
+)
+def test_eos_is_the_union_of_three_files(
+    tmp_path: Path,
+    generation: dict[str, Any],
+    config: dict[str, Any],
+    tokenizer_config: dict[str, Any],
+    expected: tuple[int, ...],
+) -> None:
+    write_byte_level(tmp_path)
+    write_config(tmp_path, "generation_config.json", generation)
+    write_config(tmp_path, "config.json", config)
+    write_config(tmp_path, "tokenizer_config.json", tokenizer_config)
+    assert Tokenizer(tmp_path).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "named"),
+    [
+        ("generation_config.json", {"eos_token_id": "2"}, "eos_token_id"),
+        ("generation_config.json", {"eos_token_id": [True]}, "eos_token_id"),
+        ("generation_config.json", {"eos_token_id": -1}, "eos_token_id"),
+        ("config.json", {"eos_token_id": [1, "x"]}, "eos_token_id"),
+        ("tokenizer_config.json", {"eos_token": "<nowhere>"}, "eos_token"),
+        ("tokenizer_config.json", {"bos_token": 1}, "bos_token"),
+        ("tokenizer_config.json", {"bos_token": {}}, "content"),
+        ("tokenizer_config.json", {"add_bos_token": "yes"}, "add_bos_token"),
+    ],
+)
+def test_broken_configuration_names_file_and_key(
+    tmp_path: Path, name: str, values: dict[str, Any], named: str
+) -> None:
+    write_byte_level(tmp_path)
+    write_config(tmp_path, name, values)
+    with pytest.raises(ModelLoadError, match=named) as caught:
+        Tokenizer(tmp_path)
+    assert name in str(caught.value)
+
+
+def test_slow_tokenizer_files_alone_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json: no such file"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"version": "1.0"}'])
+def test_malformed_tokenizer_names_the_file(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("decoder", [{"type": "WordPiece"}, {"type": "CTC"}, None])
+def test_unsupported_decoders_are_refused(tmp_path: Path, decoder: dict[str, str] | None) -> None:
+    path = write_byte_level(tmp_path) / "tokenizer.json"
+    content = json.loads(path.read_text())
+    if decoder is not None and decoder["type"] == "WordPiece":
+        decoder = decoder | {"prefix": "##", "cleanup": True}  # type: ignore[dict-item]
+    if decoder is not None and decoder["type"] == "CTC":
+        decoder |= {"pad_token": "p", "word_delimiter_token": "|", "cleanup": True}  # type: ignore[dict-item]
+    path.write_text(json.dumps(content | {"decoder": decoder}))
+    with pytest.raises(ModelLoadError, match="decoder"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("write", [write_byte_level, write_sentencepiece])
+@pytest.mark.parametrize(
+    "text", ["hello", " hello the 😀 é", "tab\tnew\nline", "日本語 שלום 👩‍👩‍👧"]
+)
+def test_text_comes_back(tmp_path: Path, write: Any, text: str) -> None:
+    tokenizer = Tokenizer(write(tmp_path))
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=True)) == text
+
+
+def test_metaspace_text_comes_back(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_metaspace(tmp_path))
+    assert tokenizer.decode(tokenizer.encode("hello the hello", add_special_tokens=True)) == (
+        "hello the hello"
+    )
+
+
+def test_bundled_model_has_a_usable_tokenizer() -> None:
+    tokenizer = Tokenizer(BUNDLED_MODEL_DIR)
+    token_ids = tokenizer.encode("A short text.", add_special_tokens=True)
+    assert token_ids[0] == tokenizer.special_tokens.bos_token_id
+    assert tokenizer.eos_token_ids
+    assert tokenizer.decode(token_ids) == "A short text."
+    assert max(token_ids) < tokenizer.num_tokens
+    assert tokenizer.longest_piece_bytes > 1
