@@ -80,6 +80,7 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Encode, submit, send; abort when the client leaves or this task is cancelled."""
         with self._service.in_flight.admitted():
+            self._service.router.check_ready()  # before anything is spent on the prompt
             client_gone = asyncio.create_task(_client_leaves(receive))
             try:
                 if (request := await self._prepared(client_gone)) is not None:
@@ -92,7 +93,11 @@ class GenerationResponse(Response):
         preparing = asyncio.ensure_future(self._prepare())
         try:
             await asyncio.wait({preparing, client_gone}, return_when=asyncio.FIRST_COMPLETED)
-            return None if client_gone.done() else preparing.result()
+            if not client_gone.done():
+                return preparing.result()
+            if preparing.done():
+                preparing.exception()  # there may be one, and nobody to tell it to
+            return None
         finally:
             preparing.cancel()
 

@@ -150,12 +150,14 @@ class RouterClient:
         """Whether requests can be submitted."""
         return self._connection is not None and self._connection.workers_ready
 
+    def check_ready(self) -> None:
+        """Raise RequestFailed unless requests can be submitted."""
+        self._ready_connection()
+
     @property
     def num_kv_slots(self) -> int:
         """Tokens that the KV pool holds. Raises RequestFailed while not ready."""
-        if self._connection is None or not self._connection.workers_ready:
-            raise not_ready()
-        return self._connection.num_kv_slots
+        return self._ready_connection().num_kv_slots
 
     @property
     def num_live(self) -> int:
@@ -176,6 +178,11 @@ class RouterClient:
     def disconnected_s(self) -> float | None:
         """Seconds since there was a router; None while there is one."""
         return None if self._connection is not None else self._clock() - self._disconnected_s
+
+    def _ready_connection(self) -> _Connection:
+        if self._connection is None or not self._connection.workers_ready:
+            raise not_ready()
+        return self._connection
 
     # ------------------------------------------------------------------ the link
 
@@ -226,9 +233,7 @@ class RouterClient:
         Raises:
             RequestFailed: there is no ready router, or its queue is full.
         """
-        connection = self._connection
-        if connection is None or not connection.workers_ready:
-            raise not_ready()
+        connection = self._ready_connection()
         request_id = RequestId(self._next_id)
         self._next_id += 1
         message = Submit(

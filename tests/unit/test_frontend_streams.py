@@ -8,17 +8,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from support.fake_router import Answer, eventually, frontend, router_status, says, sse_data
+from support.fake_router import Answer, eventually, frontend, says, sse_data
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
-from lightserve.frontend.operations import MAX_SILENCE_S
-from lightserve.frontend.router_client import RouterClient
 from lightserve.messages.frontend_router import (
     ErrorCode,
     RequestDelta,
-    RouterWelcome,
     Submit,
-    TokenDelta,
 )
 from lightserve.types import FinishReason
 
@@ -265,98 +261,6 @@ def test_losing_the_router_in_the_middle_of_a_stream(tokens: list[int]) -> None:
             assert last["error"]["code"] == "router_lost"
             refused = await setup.post("/v1/chat/completions", CHAT)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
-
-    asyncio.run(scenario())
-
-
-def test_draining_refuses_the_new_and_finishes_the_old(tokens: list[int]) -> None:
-    async def scenario() -> None:
-        async with frontend() as setup:
-            task = asyncio.create_task(setup.post("/v1/completions", COMPLETION))
-            await setup.router.submitted()
-            setup.service.in_flight.is_draining = True
-            for path, body in [("/v1/completions", COMPLETION), *STREAMS]:
-                refused = await setup.post(path, body)
-                assert refused.status_code == 503
-                assert refused.json()["error"]["code"] == "shutting_down"
-            assert (await setup.http.get("/readyz")).status_code == 503
-            assert (await setup.http.get("/livez")).status_code == 200
-            for delta in says([*tokens, EOS])(setup.router.submits[0]):
-                setup.service.router.on_message(TokenDelta(requests=[delta]))
-            assert (await task).json()["choices"][0]["text"] == TEXT
-            await asyncio.wait_for(setup.service.in_flight.wait_idle(), 10)
-
-    asyncio.run(scenario())
-
-
-def test_probes_tell_what_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [1000.0]
-
-    async def probes(setup: Any) -> list[int]:
-        paths = ("/livez", "/readyz", "/health")
-        return [(await setup.http.get(path)).status_code for path in paths]
-
-    async def scenario() -> None:
-        async with frontend(welcome=False, step_timeout_s=5.0, start_timeout_s=60.0) as setup:
-            client = setup.service.router
-            assert await probes(setup) == [200, 503, 503]  # workers load: live, not ready
-            client.on_message(router_status(workers_ready=False))
-            assert await probes(setup) == [200, 503, 503]
-            client.on_message(RouterWelcome(boot_id="boot", num_kv_slots=10))
-            client.on_message(router_status(num_steps=7, worker_busy_s=1.5))
-            assert await probes(setup) == [200, 200, 200]
-            health = (await setup.http.get("/health")).json()
-            assert (health["num_steps"], health["worker_busy_s"]) == (7, 1.5)
-            client.on_message(router_status(stalled_s=4.9))
-            assert await probes(setup) == [200, 200, 200]
-            client.on_message(router_status(stalled_s=5.1))
-            assert await probes(setup) == [503, 503, 503]
-            client.on_message(router_status())
-            now_s[0] += MAX_SILENCE_S - 0.1
-            assert await probes(setup) == [200, 200, 200]
-            now_s[0] += 0.2
-            assert await probes(setup) == [503, 503, 503]
-            client.detach()
-            assert await probes(setup) == [200, 503, 503]
-            now_s[0] += 61.0
-            assert await probes(setup) == [503, 503, 503]
-
-    original = RouterClient.__init__
-    monkeypatch.setattr(
-        RouterClient, "__init__", lambda self: original(self, clock=lambda: now_s[0])
-    )
-    asyncio.run(scenario())
-
-
-def test_the_encoding_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        async with frontend(says([5, EOS])) as setup:
-            monkeypatch.setattr(setup.service.encoder, "_max_waiting", 0)
-            response = await setup.post("/v1/chat/completions", CHAT)
-            assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
-            assert (await setup.post("/v1/completions", COMPLETION)).status_code == 200
-
-    asyncio.run(scenario())
-
-
-def test_a_model_without_a_chat_template_still_completes(tmp_path: Any) -> None:
-    import json
-    import shutil
-    from pathlib import Path
-
-    from lightserve.bundled import BUNDLED_MODEL_DIR
-
-    for name in ("config.json", "tokenizer.json", "generation_config.json"):
-        shutil.copy(BUNDLED_MODEL_DIR / name, tmp_path / name)
-    (Path(tmp_path) / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|bos|>"}))
-
-    async def scenario() -> None:
-        async with frontend(
-            says([5, EOS]), model=str(tmp_path), served_model_name=BUNDLED_MODEL_NAME
-        ) as setup:
-            response = await setup.post("/v1/chat/completions", CHAT)
-            assert response.json()["error"]["code"] == "no_chat_template"
-            assert (await setup.post("/v1/completions", COMPLETION)).status_code == 200
 
     asyncio.run(scenario())
 
