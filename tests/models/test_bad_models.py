@@ -1,0 +1,329 @@
+"""Model directories that cannot be served: every one is a ModelLoadError naming file and key."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.tiny_models import find_tiny_model, write_tiny_model
+
+from lightserve.errors import ModelLoadError
+from lightserve.kernels.reference import ReferenceKernels
+from lightserve.models.config import check_tp, load_model_config
+from lightserve.models.loader import load_model
+from lightserve.models.parallel import SingleRank
+from lightserve.models.weight_files import INDEX_FILE, SINGLE_FILE, check_weights
+
+NORM = "model.norm.weight"
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama in several shards."""
+    path = tmp_path_factory.mktemp("sharded")
+    return write_tiny_model(find_tiny_model("llama-biases-sharded"), path)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Mistral in one file."""
+    path = tmp_path_factory.mktemp("single")
+    return write_tiny_model(find_tiny_model("mistral-full"), path)
+
+
+@pytest.fixture
+def sharded_copy(sharded: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sharded, tmp_path / "model"))
+
+
+@pytest.fixture
+def single_copy(single: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(single, tmp_path / "model"))
+
+
+def start_up(path: Path) -> None:
+    """What the supervisor does before it starts anything."""
+    check_weights(path, load_model_config(path))
+
+
+def test_whole_directories_start(sharded: Path, single: Path) -> None:
+    start_up(sharded)
+    start_up(single)
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    """Set keys; `...` removes one."""
+    values = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+
+
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ...}, "'architectures' is missing"),
+    ({"architectures": ["GPT2LMHeadModel"]}, "'architectures' names 'GPT2LMHeadModel'; supported"),
+    ({"architectures": []}, "'architectures' must name one"),
+    ({"architectures": [7]}, "'architectures' must name one"),
+    ({"architectures": "LlamaForCausalLM"}, "'architectures' must be a list"),
+    ({"vocab_size": ...}, "'vocab_size' is missing"),
+    ({"vocab_size": None}, "'vocab_size' is null"),
+    ({"vocab_size": "200"}, "'vocab_size' must be an integer"),
+    ({"vocab_size": True}, "'vocab_size' must be an integer"),
+    ({"vocab_size": -200}, "'vocab_size' must be between 1 and"),
+    ({"vocab_size": 2**40}, "'vocab_size' must be between 1 and"),
+    ({"hidden_size": 64.5}, "'hidden_size' must be an integer"),
+    ({"hidden_size": 0}, "'hidden_size' must be between"),
+    ({"hidden_size": 66, "head_dim": ...}, "'hidden_size' must divide by num_attention_heads 4"),
+    ({"intermediate_size": []}, "'intermediate_size' must be an integer"),
+    ({"num_hidden_layers": 10**9}, "'num_hidden_layers' must be between 1 and 4096"),
+    ({"num_attention_heads": ...}, "'num_attention_heads' is missing"),
+    ({"num_key_value_heads": 3}, "'num_key_value_heads' must divide num_attention_heads 4, got 3"),
+    ({"head_dim": 15}, "'head_dim' must be even, got 15"),
+    ({"rms_norm_eps": ...}, "'rms_norm_eps' is missing"),
+    ({"rms_norm_eps": -1e-5}, "'rms_norm_eps' must be finite and greater than 0"),
+    ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' must be finite"),
+    ({"max_position_embeddings": ...}, "'max_position_embeddings' is missing"),
+    ({"hidden_act": "gelu"}, "'hidden_act' must be 'silu', got 'gelu'"),
+    ({"attention_bias": "yes"}, "'attention_bias' must be true or false"),
+    ({"mlp_bias": 1}, "'mlp_bias' must be true or false"),
+    ({"tie_word_embeddings": "false"}, "'tie_word_embeddings' must be true or false"),
+    ({"dtype": "int8"}, "'dtype' must be one of float32"),
+    ({"dtype": 16}, "'dtype' must be a string"),
+    ({"eos_token_id": "</s>"}, "'eos_token_id' must be an integer"),
+    ({"eos_token_id": [2, None]}, "'eos_token_id' must hold integers"),
+    ({"eos_token_id": [-5]}, "'eos_token_id' must hold ids"),
+    ({"bos_token_id": -1}, "'bos_token_id' must be between 0"),
+    ({"quantization_config": {"bits": 4}}, "'quantization_config' is set"),
+    ({"rope_parameters": [1]}, "'rope_parameters' must be an object"),
+    ({"rope_parameters": {"rope_type": "longrope"}}, "'rope_parameters.rope_type' must be one of"),
+    ({"rope_parameters": {"rope_type": 3}}, "'rope_parameters.rope_type' must be a string"),
+    ({"rope_parameters": {"rope_theta": 0}}, "'rope_parameters.rope_theta' must be finite"),
+    ({"rope_scaling": {"type": "linear"}}, "'rope_scaling.factor' is missing"),
+    ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "'rope_scaling.factor' must be at least"),
+    ({"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "'rope_scaling.rope_type' must be"),
+    ({"rope_parameters": {**YARN, "beta_fast": "x"}}, "'rope_parameters.beta_fast' must be a"),
+    ({"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}, "partial_rotary_factor' must be"),
+    ({"rope_parameters": {**LLAMA3, "low_freq_factor": ...}}, "'rope_parameters.low_freq_factor'"),
+    ({"rope_parameters": {**LLAMA3, "low_freq_factor": 4.0}}, "high_freq_factor' must exceed"),
+]
+
+
+@pytest.mark.parametrize(("changes", "complaint"), BAD_CONFIGS, ids=lambda value: str(value)[:50])
+def test_bad_config_key(changes: dict[str, Any], complaint: str, sharded_copy: Path) -> None:
+    for key, value in changes.items():
+        if isinstance(value, dict):
+            changes = changes | {key: {k: v for k, v in value.items() if v is not ...}}
+    edit_json(sharded_copy / "config.json", **changes)
+    with pytest.raises(ModelLoadError) as caught:
+        start_up(sharded_copy)
+    assert complaint in str(caught.value)
+    assert str(sharded_copy / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"sliding_window": "4k"}, "'sliding_window' must be an integer"),
+        ({"sliding_window": -1}, "'sliding_window' must be between"),
+        ({"use_sliding_window": "no"}, "'use_sliding_window' must be true or false"),
+        ({"layer_types": ["full_attention"]}, "'layer_types' must have 3 entries, got 1"),
+        ({"layer_types": ["linear_attention"] * 3}, "'layer_types' has the unknown entry"),
+        ({"layer_types": ..., "max_window_layers": -1}, "'max_window_layers' must be between 0"),
+        ({"num_key_value_heads": ...}, "'num_key_value_heads' is missing"),
+    ],
+    ids=str,
+)
+def test_bad_window_key(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    write_tiny_model(find_tiny_model("qwen2-window"), tmp_path)
+    edit_json(tmp_path / "config.json", **changes)
+    with pytest.raises(ModelLoadError, match=r"config\.json") as caught:
+        load_model_config(tmp_path)
+    assert complaint in str(caught.value)
+
+
+def void(_: object) -> None:
+    """Make a lambda of an expression return nothing."""
+
+
+def remove(name: str) -> Damage:
+    return lambda path: (path / name).unlink()
+
+
+def write(name: str, content: bytes) -> Damage:
+    return lambda path: void((path / name).write_bytes(content))
+
+
+def shard_of(path: Path, tensor: str) -> Path:
+    weight_map = json.loads((path / INDEX_FILE).read_text())["weight_map"]
+    return path / str(weight_map[tensor])
+
+
+def point_to(target: str) -> Damage:
+    """Make the index name another file for one tensor."""
+
+    def damage(path: Path) -> None:
+        index = path / INDEX_FILE
+        weight_map = json.loads(index.read_text())["weight_map"]
+        edit_json(index, weight_map=weight_map | {NORM: target})
+
+    return damage
+
+
+def link_outside(path: Path) -> None:
+    shard = shard_of(path, NORM)
+    outside = path.parent / "outside.safetensors"
+    shard.rename(outside)
+    shard.symlink_to(outside)
+
+
+def truncate_shard(path: Path) -> None:
+    shard = shard_of(path, NORM)
+    os.truncate(shard, shard.stat().st_size - 1)
+
+
+def truncate_header(path: Path) -> None:
+    os.truncate(shard_of(path, NORM), 20)
+
+
+def huge_header(path: Path) -> None:
+    shard = shard_of(path, NORM)
+    shard.write_bytes((2**62).to_bytes(8, "little") + shard.read_bytes()[8:])
+
+
+def edit_shard(change: Callable[[dict[str, torch.Tensor]], None]) -> Damage:
+    def damage(path: Path) -> None:
+        shard = shard_of(path, NORM)
+        tensors = load_file(shard)
+        change(tensors)
+        save_file(tensors, shard)
+
+    return damage
+
+
+BAD_FILES: dict[str, tuple[Damage, str]] = {
+    "no config": (remove("config.json"), "config.json: no such file"),
+    "truncated config": (write("config.json", b'{"vocab_size": 20'), "config.json: not valid JSON"),
+    "config of another kind": (write("config.json", b"[1, 2]"), "config.json: must hold a JSON"),
+    "config not text": (write("config.json", b"\xff\xfe\x00"), "config.json: not valid JSON"),
+    "deep config": (write("config.json", b"[" * 100_000), "config.json: not valid JSON"),
+    "no index": (remove(INDEX_FILE), f"has neither {SINGLE_FILE} nor {INDEX_FILE}"),
+    "truncated index": (write(INDEX_FILE, b'{"weight_map": {'), f"{INDEX_FILE}: not valid JSON"),
+    "index without map": (write(INDEX_FILE, b"{}"), f"{INDEX_FILE}: key 'weight_map' is missing"),
+    "index of numbers": (write(INDEX_FILE, b'{"weight_map": {"a": 1}}'), "'weight_map.a' must be"),
+    "map without tensor": (write(INDEX_FILE, b'{"weight_map": {}}'), "'model.embed_tokens.weight'"),
+    "path upwards": (point_to("../../etc/passwd"), f"'weight_map.{NORM}' must name a .safetensors"),
+    "path upwards to weights": (point_to("../x.safetensors"), "must name a .safetensors file"),
+    "absolute path": (point_to("/etc/passwd"), f"'weight_map.{NORM}' must name a .safetensors"),
+    "pickle": (point_to("pytorch_model.bin"), f"'weight_map.{NORM}' must name a .safetensors file"),
+    "missing shard": (point_to("gone.safetensors"), "names 'gone.safetensors', which does not"),
+    "link outside": (link_outside, "leads out of the model directory"),
+    "truncated shard": (truncate_shard, "not a whole safetensors file"),
+    "truncated header": (truncate_header, "not a whole safetensors file"),
+    "huge header": (huge_header, "not a whole safetensors file"),
+    "missing tensor": (edit_shard(lambda t: void(t.pop(NORM))), f"tensor '{NORM}' is missing"),
+    "wrong shape": (
+        edit_shard(lambda t: t.update({NORM: torch.ones(63)})),
+        f"tensor '{NORM}' has shape [63], config.json implies [64]",
+    ),
+    "wrong type": (
+        edit_shard(lambda t: t.update({NORM: torch.ones(64, dtype=torch.int8)})),
+        f"tensor '{NORM}' has type I8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_file(name: str, sharded_copy: Path) -> None:
+    damage, complaint = BAD_FILES[name]
+    damage(sharded_copy)
+    with pytest.raises(ModelLoadError) as caught:
+        start_up(sharded_copy)
+    assert complaint in str(caught.value)
+    assert str(sharded_copy) in str(caught.value)
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> None:
+    load_model(
+        path, load_model_config(path), dtype=dtype, kernels=ReferenceKernels(), tp=SingleRank()
+    )
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_not_finite(value: float, single_copy: Path) -> None:
+    tensors = load_file(single_copy / SINGLE_FILE)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    tensors[name][3, 5] = value
+    save_file(tensors, single_copy / SINGLE_FILE)
+    start_up(single_copy)  # headers do not show it
+    with pytest.raises(ModelLoadError, match=f"{SINGLE_FILE}: tensor '{name}' has values that"):
+        load(single_copy)
+
+
+def test_weights_beyond_the_range_of_float16(single_copy: Path) -> None:
+    tensors = load_file(single_copy / SINGLE_FILE)
+    tensors[NORM][0] = 1e6
+    save_file(tensors, single_copy / SINGLE_FILE)
+    load(single_copy, torch.bfloat16)
+    with pytest.raises(ModelLoadError, match=f"'{NORM}' has values beyond torch.float16"):
+        load(single_copy, torch.float16)
+
+
+def test_code_in_the_directory_never_runs(single_copy: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    evil = f"open({str(marker)!r}, 'w').close()\n"
+    for name in ("modeling_evil.py", "configuration_evil.py", "pytorch_model.bin"):
+        (single_copy / name).write_text(evil)
+    edit_json(
+        single_copy / "config.json",
+        auto_map={
+            "AutoConfig": "configuration_evil.EvilConfig",
+            "AutoModelForCausalLM": "modeling_evil.EvilForCausalLM",
+        },
+    )
+    start_up(single_copy)
+    load(single_copy)
+    assert not marker.exists()
+
+
+def test_links_within_a_hub_cache_are_followed(single: Path, tmp_path: Path) -> None:
+    """`snapshots/<revision>/` of a hub cache links to `blobs/`."""
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(single.iterdir()):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
+    start_up(snapshot)
+    load(snapshot)
+
+
+@pytest.mark.parametrize(
+    ("tp", "key", "number"),
+    [(3, "num_attention_heads", 4), (8, "num_attention_heads", 4)],
+)
+def test_sizes_that_do_not_divide(tp: int, key: str, number: int, sharded: Path) -> None:
+    config = load_model_config(sharded)
+    for good in (1, 2, 4):
+        check_tp(config, good)
+    with pytest.raises(ModelLoadError, match=f"'{key}' is {number}, not divisible by --tp {tp}"):
+        check_tp(config, tp)
+
+
+def test_kv_heads_that_neither_divide_nor_replicate(sharded: Path) -> None:
+    config = dataclasses.replace(load_model_config(sharded), num_heads=12, num_kv_heads=3)
+    check_tp(config, 1)
+    check_tp(config, 3)
+    check_tp(config, 12)
+    with pytest.raises(ModelLoadError, match=r"'num_key_value_heads' is 3, which neither.*--tp 2"):
+        check_tp(config, 2)

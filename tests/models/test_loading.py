@@ -1,0 +1,205 @@
+"""Configurations as transformers reads them; tied and extra tensors; what a pass computes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support.model_runs import LoadedModel, load_tiny
+from support.parity import Chunk, DirectDriver, compare_all, make_sequences, schedule
+from support.tiny_models import TINY_MODELS, TinyModel, find_tiny_model, load_reference
+from support.tiny_models import write_tiny_model as write
+
+from lightserve.kernels.reference import ReferenceKernels
+from lightserve.models.config import load_model_config, resolve_dtype
+from lightserve.models.kv_layout import kv_layout
+from lightserve.models.loader import load_model
+from lightserve.models.parallel import SingleRank
+from lightserve.models.weight_files import (
+    EMBEDDING,
+    LM_HEAD,
+    SINGLE_FILE,
+    expected_tensors,
+    find_weights,
+)
+
+
+@pytest.mark.parametrize("tiny", TINY_MODELS, ids=lambda tiny: tiny.name)
+def test_config_and_names_agree_with_transformers(tiny: TinyModel, tmp_path: Path) -> None:
+    write(tiny, tmp_path)
+    ours, theirs = load_model_config(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
+    assert ours.num_layers == theirs.num_hidden_layers
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    head_dim = getattr(theirs, "head_dim", None)
+    assert ours.head_dim == (head_dim or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.eos_token_ids == (2,)
+    assert ours.dtype == "float32"
+    window = getattr(theirs, "sliding_window", None)
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.num_layers
+    assert ours.sliding_windows == tuple(
+        window if kind == "sliding_attention" else None for kind in kinds
+    )
+    assert set(find_weights(tmp_path).file_of) == set(expected_tensors(ours))
+
+
+def test_windows_follow_max_window_layers_without_layer_types(tmp_path: Path) -> None:
+    write(find_tiny_model("qwen2-window"), tmp_path)
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text())
+    del values["layer_types"]
+    file.write_text(json.dumps(values))
+    assert load_model_config(tmp_path).sliding_windows == (None, 20, 20)
+
+
+def test_eos_lists_and_absent_types(tmp_path: Path) -> None:
+    write(find_tiny_model("llama-mha"), tmp_path)
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text()) | {"eos_token_id": [3, 2, 3], "bos_token_id": None}
+    del values["dtype"]
+    file.write_text(json.dumps(values))
+    config = load_model_config(tmp_path)
+    assert (config.eos_token_ids, config.bos_token_id, config.dtype) == ((3, 2), None, None)
+    assert resolve_dtype("auto", config) == "float32"
+
+
+@pytest.mark.parametrize(
+    ("requested", "batch_invariant", "expected"),
+    [
+        ("auto", False, "bfloat16"),
+        ("auto", True, "float32"),
+        ("float16", False, "float16"),
+        ("float32", True, "float32"),
+    ],
+)
+def test_resolved_dtype(
+    requested: str, batch_invariant: bool, expected: str, tmp_path: Path
+) -> None:
+    write(find_tiny_model("llama-mha"), tmp_path, dtype=torch.bfloat16)
+    config = load_model_config(tmp_path)
+    assert resolve_dtype(requested, config, batch_invariant=batch_invariant) == expected
+
+
+@pytest.mark.parametrize(("tp_size", "heads"), [(1, 2), (2, 1), (4, 1)])
+def test_kv_layout_counts_the_bytes_of_a_token(tp_size: int, heads: int, tmp_path: Path) -> None:
+    write(find_tiny_model("qwen3"), tmp_path)  # 3 layers, 2 KV heads of 32
+    layout = kv_layout(load_model_config(tmp_path), tp_size=tp_size, dtype="bfloat16")
+    assert len(layout.groups) == 1
+    assert layout.groups[0].num_kv_heads == heads
+    assert layout.bytes_per_token == 3 * 2 * heads * 32 * 2
+
+
+def test_configuration_and_checks_need_no_torch() -> None:
+    modules = "config, kv_layout, weight_files"
+    code = (
+        f"from lightserve.models import {modules}; import sys;"
+        " sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def run_tied(path: Path) -> torch.Tensor:
+    loaded = load_tiny(path, torch.float32, ReferenceKernels())
+    return run_tokens(loaded, torch.arange(40) % 200)
+
+
+def run_tokens(loaded: LoadedModel, tokens: torch.Tensor) -> torch.Tensor:
+    driver = DirectDriver(
+        loaded.model,
+        num_kv_heads=loaded.num_kv_heads,
+        dtype=loaded.dtype,
+        lengths=[len(tokens)],
+    )
+    logits = driver.run_pass([tokens], [Chunk(0, 0, len(tokens))])
+    assert logits is not None
+    return logits[0]
+
+
+def test_tied_weights_in_every_form(tmp_path: Path) -> None:
+    """The embedding alone, the head alone, both equal, both different: as transformers."""
+    write(find_tiny_model("llama-mqa-tied"), tmp_path)
+    file = tmp_path / SINGLE_FILE
+    tensors = load_file(file)
+    assert LM_HEAD not in tensors
+    embedding = tensors[EMBEDDING]
+    expected = run_tied(tmp_path)
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.full((8,), torch.nan)}
+
+    save_file(tensors | extra | {LM_HEAD: embedding.clone()}, file)
+    assert torch.equal(run_tied(tmp_path), expected)
+
+    head_only = {name: tensor for name, tensor in tensors.items() if name != EMBEDDING}
+    save_file(head_only | {LM_HEAD: embedding}, file, metadata={"format": "pt"})
+    assert torch.equal(run_tied(tmp_path), expected)
+
+    save_file(tensors | {LM_HEAD: embedding * 2}, file, metadata={"format": "pt"})
+    doubled = run_tied(tmp_path)
+    torch.testing.assert_close(doubled, expected * 2)
+    reference = load_reference(tmp_path, torch.float32)
+    with torch.inference_mode():
+        theirs = reference(torch.arange(40)[None]).logits[0]
+    torch.testing.assert_close(doubled, theirs, atol=1e-4, rtol=0)
+
+
+def test_progress_counts_tensors(tmp_path: Path) -> None:
+    write(find_tiny_model("qwen3-biases-tied"), tmp_path)
+    config = load_model_config(tmp_path)
+    seen: list[tuple[int, int]] = []
+    load_model(
+        tmp_path,
+        config,
+        dtype=torch.bfloat16,
+        kernels=ReferenceKernels(),
+        tp=SingleRank(),
+        progress=lambda num_read, num_tensors: seen.append((num_read, num_tensors)),
+    )
+    total = len(expected_tensors(config))
+    assert seen == [(number, total) for number in range(1, total + 1)]
+
+
+def test_logits_only_where_wanted(tmp_path: Path) -> None:
+    """Unwanted rows cost no logits, but their KV is written all the same."""
+    write(find_tiny_model("qwen3"), tmp_path)
+    loaded = load_tiny(tmp_path, torch.float32, ReferenceKernels())
+    tokens = torch.arange(50)
+    whole = run_tokens(loaded, tokens)
+    driver = DirectDriver(
+        loaded.model, num_kv_heads=loaded.num_kv_heads, dtype=torch.float32, lengths=[50]
+    )
+    with torch.inference_mode():
+        none = forward(driver, loaded, tokens, Chunk(0, 0, 30), torch.empty(0, dtype=torch.int64))
+        some = forward(driver, loaded, tokens, Chunk(0, 30, 20), torch.tensor([19, 4, 4]))
+    assert none.shape == (0, 200)
+    assert none.dtype == some.dtype == torch.float32
+    torch.testing.assert_close(some, whole[[49, 34, 34]], atol=1e-5, rtol=0)
+
+
+def forward(
+    driver: DirectDriver,
+    loaded: LoadedModel,
+    tokens: torch.Tensor,
+    chunk: Chunk,
+    logit_rows: torch.Tensor,
+) -> torch.Tensor:
+    ids = tokens[chunk.start : chunk.start + chunk.num_tokens]
+    logits = loaded.model.forward(ids, driver.batch([chunk]), driver.pool, logit_rows)
+    assert logits is not None
+    return logits
+
+
+def test_float16_is_close_to_transformers(tmp_path: Path) -> None:
+    write(find_tiny_model("llama-llama3"), tmp_path, dtype=torch.float16)
+    loaded = load_tiny(tmp_path, torch.float16, ReferenceKernels())
+    sequences = make_sequences(load_reference(tmp_path, torch.float16), [(60, 8)], seed=0)
+    logits = loaded.run(sequences, schedule([68], chunk=None, num_decodes=8))
+    assert logits is not None
+    report = compare_all(sequences, logits, torch.float16)
+    assert report.max_logprob_delta < 0.03, report
+    assert report.num_different <= 1, report

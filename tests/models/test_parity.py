@@ -1,0 +1,147 @@
+"""Contract N3 at the level of the model: every family against transformers, with teeth."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from support.model_runs import NUM_DECODES, LoadedModel, load_tiny, standard_sequences
+from support.parity import (
+    ParityReport,
+    TokenSequence,
+    compare,
+    compare_all,
+    run_sequences,
+    schedule,
+)
+from support.tiny_models import TINY_MODELS, TinyModel, load_reference, write_tiny_model
+
+from lightserve.kernels.select import make_kernels
+
+KERNELS = ("reference", "torch")
+BF16_LOGPROB = 0.3
+"""No contract, but several times what is measured: a gross error would exceed it."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model directory, lightserve's model and the reference's sequences."""
+
+    tiny: TinyModel
+    path: Path
+    kernels: str
+    loaded: LoadedModel
+    sequences: list[TokenSequence]
+
+    def report(self, *, chunk: int | None, alone: bool) -> ParityReport:
+        sequences = self.sequences[:1] if alone else self.sequences
+        lengths = [len(sequence.tokens) for sequence in sequences]
+        passes = schedule(lengths, chunk=chunk, num_decodes=NUM_DECODES)
+        logits = self.loaded.run(sequences, passes)
+        assert logits is not None
+        return compare_all(sequences, logits, self.loaded.dtype)
+
+
+def prepare(tiny: TinyModel, path: Path, dtype: torch.dtype, kernels: str) -> Prepared:
+    write_tiny_model(tiny, path, dtype=dtype)
+    loaded = load_tiny(path, dtype, make_kernels(kernels, batch_invariant=False))
+    sequences = standard_sequences(load_reference(path, dtype))
+    return Prepared(tiny, path, kernels, loaded, sequences)
+
+
+CASES = [(tiny, kernels) for tiny in TINY_MODELS for kernels in KERNELS]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0].name}-{case[1]}")
+def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    tiny, kernels = request.param
+    return prepare(tiny, tmp_path_factory.mktemp("tiny"), torch.float32, kernels)
+
+
+@pytest.mark.parametrize("chunk", [None, 16, 37], ids=["whole", "16", "37"])
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "with-16-others"])
+def test_float32_keeps_n3(prepared: Prepared, chunk: int | None, alone: bool) -> None:
+    report = prepared.report(chunk=chunk, alone=alone)
+    assert report.num_positions >= 124
+    assert report.holds(torch.float32), report
+
+
+def swap_early_tokens(prepared: Prepared) -> ParityReport:
+    """Only positions behind the swapped ones are compared, so context alone can show the swap."""
+    sequence = prepared.sequences[0]
+    tokens = sequence.tokens.clone()
+    tokens[[2, 3]] = tokens[[3, 2]]
+    assert tokens[2] != tokens[3]
+    passes = schedule([len(tokens)], chunk=None, num_decodes=NUM_DECODES)
+    logits = run_sequences(prepared.loaded.driver([sequence]), [tokens], passes)
+    assert logits is not None
+    behind = slice(8, None)
+    return compare(sequence.logits[behind], logits[0][behind], prepared.loaded.dtype)
+
+
+def corrupt_one_slot(prepared: Prepared) -> ParityReport:
+    """The key of one token is negated in one layer before the decodes, within any window."""
+    sequence = prepared.sequences[0]
+    length = len(sequence.tokens)
+    driver = prepared.loaded.driver([sequence])
+    slot = int(driver.req_to_slot[0, length - NUM_DECODES - 3])
+
+    def corrupt(number: int) -> None:
+        if number == 1:
+            driver.pool.k[0][slot].neg_()
+
+    passes = schedule([length], chunk=None, num_decodes=NUM_DECODES)
+    logits = run_sequences(driver, [sequence.tokens], passes, before_pass=corrupt)
+    assert logits is not None
+    return compare_all([sequence], logits, torch.float32)
+
+
+def other_rope_base(prepared: Prepared) -> ParityReport:
+    rope = prepared.loaded.config.rope
+    changed = dataclasses.replace(rope, theta=rope.theta * 1.05)
+    return run_changed(prepared, rope=changed)
+
+
+def other_window(prepared: Prepared) -> ParityReport:
+    """Every window is one token shorter."""
+    windows = prepared.loaded.config.sliding_windows
+    return run_changed(
+        prepared, sliding_windows=tuple(None if w is None else w - 1 for w in windows)
+    )
+
+
+def run_changed(prepared: Prepared, **changes: object) -> ParityReport:
+    kernels = make_kernels(prepared.kernels, batch_invariant=False)
+    loaded = load_tiny(prepared.path, torch.float32, kernels, **changes)
+    return dataclasses.replace(prepared, loaded=loaded).report(chunk=None, alone=True)
+
+
+@pytest.mark.parametrize(
+    "damage", [swap_early_tokens, corrupt_one_slot, other_rope_base, other_window]
+)
+def test_comparison_has_teeth(
+    prepared: Prepared, damage: Callable[[Prepared], ParityReport]
+) -> None:
+    if damage is other_window and not prepared.tiny.has_window:
+        assert set(prepared.loaded.config.sliding_windows) == {None}
+        return
+    report = damage(prepared)
+    assert not report.holds(torch.float32), report
+    assert report.max_logprob_delta > 1e-3
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("tiny", TINY_MODELS, ids=lambda tiny: tiny.name)
+def test_bfloat16_keeps_n3(tiny: TinyModel, kernels: str, tmp_path: Path) -> None:
+    prepared = prepare(tiny, tmp_path, torch.bfloat16, kernels)
+    for chunk, alone in ((None, True), (16, False)):
+        report = prepared.report(chunk=chunk, alone=alone)
+        assert report.holds(torch.bfloat16), report
+        assert report.max_logprob_delta < BF16_LOGPROB, report
+        assert report.num_excused <= 0.05 * report.num_positions, report
+    damaged = swap_early_tokens(prepared)
+    assert damaged.max_logprob_delta > BF16_LOGPROB or not damaged.holds(torch.bfloat16), damaged

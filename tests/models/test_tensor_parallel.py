@@ -1,0 +1,151 @@
+"""Models split over two and four processes against transformers; the collectives' failures."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.model_runs import standard_sequences
+from support.parity import compare, compare_all
+from support.tiny_models import find_tiny_model, load_reference, write_tiny_model
+from support.tp_run import Job, run_ranks
+
+from lightserve.errors import StartupError
+from lightserve.models.parallel import Part, SingleRank, even_part, kv_head_part
+from lightserve.worker.tensor_parallel import join_group
+
+FLOAT32_MODELS = (
+    "llama-biases-sharded",  # row-parallel biases: rank 0 alone may add them
+    "llama-mqa-tied",  # one KV head on two ranks
+    "llama-head-dim",  # a vocabulary of 201
+    "mistral-window",
+    "qwen2-window",
+    "qwen3-biases-tied",
+)
+BFLOAT16_MODELS = ("mistral-window", "qwen3")
+
+
+def compare_ranks(names: tuple[str, ...], dtype: torch.dtype, size: int, directory: Path) -> None:
+    jobs, expected = [], []
+    for name in names:
+        path = write_tiny_model(find_tiny_model(name), directory / name, dtype=dtype)
+        sequences = standard_sequences(load_reference(path, dtype))[:6]
+        expected.append(sequences)
+        jobs.append(
+            Job(
+                path=str(path),
+                dtype=str(dtype).removeprefix("torch."),
+                kernels="reference",
+                chunk=16,
+                tokens=[sequence.tokens for sequence in sequences],
+            )
+        )
+    for name, sequences, actual in zip(
+        names, expected, run_ranks(jobs, size, directory), strict=True
+    ):
+        report = compare_all(sequences, actual, dtype)
+        assert report.holds(dtype), (name, report)
+        # Teeth: the logits of another position are not accepted.
+        shifted = compare(sequences[0].logits[1:], actual[0][:-1], dtype)
+        assert not shifted.holds(dtype), name
+
+
+def test_two_ranks_keep_n3_in_float32(tmp_path: Path) -> None:
+    compare_ranks(FLOAT32_MODELS, torch.float32, 2, tmp_path)
+
+
+def test_two_ranks_keep_n3_in_bfloat16(tmp_path: Path) -> None:
+    compare_ranks(BFLOAT16_MODELS, torch.bfloat16, 2, tmp_path)
+
+
+def test_four_ranks_share_two_kv_heads(tmp_path: Path) -> None:
+    compare_ranks(("qwen3", "qwen2"), torch.float32, 4, tmp_path)
+
+
+class Rank(SingleRank):
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "size", "expected"),
+    [
+        (8, 1, [(0, 8)]),
+        (8, 4, [(0, 2), (2, 2), (4, 2), (6, 2)]),
+        (2, 2, [(0, 1), (1, 1)]),
+        (2, 4, [(0, 1), (0, 1), (1, 1), (1, 1)]),
+        (1, 3, [(0, 1), (0, 1), (0, 1)]),
+    ],
+)
+def test_kv_heads_of_each_rank(
+    num_kv_heads: int, size: int, expected: list[tuple[int, int]]
+) -> None:
+    parts = [kv_head_part(num_kv_heads, Rank(rank, size)) for rank in range(size)]
+    assert parts == [Part(*part) for part in expected]
+    # The KV head that a rank's query heads read (head // group) is among those it holds.
+    num_heads = 24
+    for rank, part in enumerate(parts):
+        queries = even_part(num_heads, Rank(rank, size))
+        group = num_heads // num_kv_heads
+        for head in range(queries.start, queries.start + queries.size):
+            assert part.start <= head // group < part.start + part.size
+
+
+def test_one_rank_needs_no_group(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    assert isinstance(join_group(rank=0, size=1, store_path=str(store), timeout_s=1.0), SingleRank)
+    assert not store.exists()
+
+
+def test_a_missing_peer_is_a_startup_error(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="rank 0 of 2"):
+        join_group(rank=0, size=2, store_path=str(tmp_path / "store"), timeout_s=0.3)
+
+
+COLLECTIVES = """
+import os, sys, torch
+from lightserve.worker.tensor_parallel import join_group
+
+rank = int(sys.argv[1])
+tp = join_group(rank=rank, size=2, store_path=sys.argv[2], timeout_s=600.0)
+assert (tp.rank, tp.size) == (rank, 2)
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    x = torch.full((2, 3), rank + 1.0, dtype=dtype)
+    gathered = tp.gather(x)
+    assert (gathered is None) == (rank == 1)
+    if gathered is not None:
+        assert gathered.tolist() == [[1.0, 1.0, 1.0, 2.0, 2.0, 2.0]] * 2
+    assert tp.all_reduce(x).tolist() == [[3.0] * 3] * 2
+assert tp.broadcast(torch.tensor([rank + 5])).tolist() == [5]
+if rank == 1:
+    os._exit(0)  # as if killed
+try:
+    tp.all_reduce(torch.ones(3))
+except RuntimeError:
+    print("raised", flush=True)
+os._exit(0)
+"""
+
+
+def test_collectives_and_the_death_of_a_peer(tmp_path: Path) -> None:
+    """A dead peer is noticed at once, long before the collective's own time limit of 600 s."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", COLLECTIVES, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert outputs[0] == "raised\n"
