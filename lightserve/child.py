@@ -2,7 +2,8 @@
 
 Standard input is a pipe from the supervisor. It brings the `ChildSpec` (four bytes of length,
 then msgpack) and stays open as the death pipe: when it ends, so does this process. Together with
-PDEATHSIG that leaves no orphans, however the supervisor goes.
+PDEATHSIG that leaves no orphans, however the supervisor goes. NAME ("router-0") is what `ps` and
+`top` show.
 
 Signals meant for the supervisor often reach its whole process group (Ctrl-C) or control group
 (systemd). Children ignore them: the supervisor alone decides when they end.
@@ -43,6 +44,7 @@ SPEC_HEADER = struct.Struct(">I")
 _MAX_SPEC_BYTES = 64 * 1024
 _STDIN_FD = 0
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ log = logging.getLogger(__name__)
 def main(runners: Mapping[Role, Runner] | None = None) -> NoReturn:
     """Be the child that standard input describes; `runners` replaces the real roles (tests)."""
     _die_with_parent(int(sys.argv[2]))
+    _prctl(_PR_SET_NAME, sys.argv[1].encode())
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     spec = read_spec(_STDIN_FD)
@@ -72,7 +75,7 @@ def read_spec(fd: int) -> ChildSpec:
 
 def control_name(spec: ChildSpec) -> str:
     """Return this child's name at the supervisor's hub; no two children ever share one."""
-    return f"{spec.role}-{spec.index}-{spec.generation}"
+    return f"{spec.role}{spec.boot_id}-{spec.index}-{spec.generation}"
 
 
 def connect_control(spec: ChildSpec) -> ControlLink:
@@ -141,11 +144,15 @@ ROLE_RUNNERS: Mapping[Role, Runner] = {
 
 def _die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process with the supervisor's main thread."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before the call above
         os._exit(1)
+
+
+def _prctl(operation: int, argument: int | bytes) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(operation, argument) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({operation}) failed")
 
 
 def _watch_death_pipe() -> None:

@@ -82,7 +82,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     """Frontend id or tensor-parallel rank; 0 for the router."""
     generation: int
-    """How often this child (for workers: the group) has been started, from 0."""
+    """How often this child has been started, from 0; for workers: the group, in this boot."""
     boot_id: str
     """The router boot this child belongs to; empty for frontends, which learn it by RouterUp."""
     config: ServeConfig

@@ -230,10 +230,11 @@ class Fleet:
         if self._rebuild is Rebuild.NOTHING or self._workers:
             return
         what, self._rebuild = self._rebuild, Rebuild.NOTHING
+        self._generation += 1
         if what is Rebuild.ROUTER:
             self._boot = self._specs.boot(self._boot.number + 1)
+            self._generation = 0
             self._start_router()
-        self._generation += 1
         self._start_workers()
 
     def _spend_restart(self, reason: str) -> None:

@@ -64,8 +64,8 @@ class SpecWriter:
         )
 
     def worker(self, boot: RouterBoot, rank: int, generation: int) -> ChildSpec:
-        """Specify one rank of the `generation`-th worker group."""
-        store = str(self.run_dir.path / f"store-{generation}") if self.config.tp > 1 else ""
+        """Specify one rank of this boot's `generation`-th worker group."""
+        store = self.run_dir.path / f"store-{boot.number}-{generation}"
         return ChildSpec(
             role=Role.WORKER,
             index=rank,
@@ -74,5 +74,5 @@ class SpecWriter:
             config=self.config,
             control_address=self.control_address,
             workers_address=boot.workers_address,
-            collective_store=store,
+            collective_store=str(store) if self.config.tp > 1 else "",
         )

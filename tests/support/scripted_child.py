@@ -32,7 +32,10 @@ class Journal:
 
     def __init__(self, folder: Path, spec: ChildSpec) -> None:
         self._fd = os.open(folder / "journal.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._who = {"name": f"{spec.role}-{spec.index}", "generation": spec.generation}
+        # The number of the router boot ends the address; frontends belong to none.
+        boot = int(spec.workers_address.rsplit("-", 1)[1]) if spec.workers_address else 0
+        name = f"{spec.role}-{spec.index}"
+        self._who = {"name": name, "generation": spec.generation, "boot": boot}
 
     def add(self, event: str, **details: Any) -> None:
         """Append an event of this child."""

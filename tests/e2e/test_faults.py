@@ -1,0 +1,165 @@
+"""kill -9 of each process, and every way to stop, while clients stream (F1, F3)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.live_server import LiveServer, live_server
+from support.processes import wait_for, wait_gone
+
+from bench.streams import Outcome, StreamLoad, StreamResult, stream_once
+
+NUM_STREAMS = 8
+LONG = "Tell me a story."
+
+
+@pytest.fixture(scope="module")
+def sturdy(run_parent: Path) -> Iterator[LiveServer]:
+    """A server with two frontends that may be killed often."""
+    with live_server(run_parent, "--http-workers=2", "--max-restarts=50") as running:
+        yield running
+
+
+def _body(server: LiveServer) -> dict[str, Any]:
+    messages = [{"role": "user", "content": LONG}]
+    return {"model": server.model, "messages": messages, "max_tokens": 400, "temperature": 1.0}
+
+
+def _kill_under_load(server: LiveServer, role: str) -> list[StreamResult]:
+    """Kill a process while clients stream; returns what those in flight saw."""
+    victim = server.tree()[role]
+    with StreamLoad(server.url, _body(server), NUM_STREAMS) as load:
+        load.wait_all_streaming()
+        killed_s = time.monotonic()
+        victim.kill()
+        wait_gone([victim.pid])
+        load.stop()
+    in_flight = load.in_flight_at(killed_s)
+    assert len(in_flight) == NUM_STREAMS
+    return in_flight
+
+
+@pytest.mark.parametrize("role", ["worker-0", "router-0"])
+def test_clients_learn_of_a_dead_worker_or_router(sturdy: LiveServer, role: str) -> None:
+    roles = sorted(sturdy.tree())
+    frontends = [sturdy.tree()[f"frontend-{index}"].pid for index in (0, 1)]
+    for result in _kill_under_load(sturdy, role):
+        assert result.outcome in (Outcome.WHOLE, Outcome.ERROR_EVENT, Outcome.STATUS), result
+        if result.outcome is Outcome.STATUS:
+            assert result.detail.startswith("503"), result
+    sturdy.wait_readyz()
+    assert stream_once(sturdy.url, _body(sturdy)).outcome is Outcome.WHOLE
+    assert sorted(sturdy.tree()) == roles
+    assert [sturdy.tree()[f"frontend-{index}"].pid for index in (0, 1)] == frontends
+
+
+def test_a_dead_frontend_breaks_its_own_connections_only(sturdy: LiveServer) -> None:
+    roles = sorted(sturdy.tree())
+    others = {role: p.pid for role, p in sturdy.tree().items() if role != "frontend-1"}
+    outcomes = {result.outcome for result in _kill_under_load(sturdy, "frontend-1")}
+    assert outcomes <= {Outcome.WHOLE, Outcome.BROKEN}
+    wait_for(lambda: sorted(sturdy.tree()) == roles, "the new frontend")
+    sturdy.wait_readyz()
+    assert others == {role: p.pid for role, p in sturdy.tree().items() if role != "frontend-1"}
+    assert _health(sturdy)["num_running"] == 0  # the router has forgotten the lost requests
+
+
+def _health(server: LiveServer) -> dict[str, Any]:
+    """Return /health with a status of the router that is newer than this call."""
+    time.sleep(1.2)  # it comes once a second
+    health: dict[str, Any] = httpx.get(f"{server.url}/health", timeout=10.0).json()
+    return health
+
+
+def test_a_dead_supervisor_leaves_nobody(run_parent: Path) -> None:
+    with live_server(run_parent) as server:
+        pids = server.pids()
+        with StreamLoad(server.url, _body(server), NUM_STREAMS) as load:
+            load.wait_all_streaming()
+            killed_s = time.monotonic()
+            os.kill(server.process.pid, signal.SIGKILL)
+            server.process.wait(30.0)
+            wait_gone(pids, 5.0)
+            load.stop()
+        outcomes = {result.outcome for result in load.in_flight_at(killed_s)}
+        assert outcomes <= {Outcome.WHOLE, Outcome.BROKEN}
+        assert Outcome.BROKEN in outcomes
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_signal_drains(run_parent: Path, signum: int) -> None:
+    """Streams in flight are completed, new requests refused, the exit code is 0."""
+    with live_server(run_parent) as server:
+        with StreamLoad(server.url, _body(server), NUM_STREAMS) as load:
+            load.wait_all_streaming()
+            signalled_s = time.monotonic()
+            server.process.send_signal(signum)
+            results = load.stop()
+        outcomes = {result.outcome for result in load.in_flight_at(signalled_s)}
+        assert outcomes == {Outcome.WHOLE}
+        refused = {r.outcome for r in results if r.start_s > signalled_s + 1.0}
+        assert refused <= {Outcome.STATUS, Outcome.BROKEN}
+        assert server.stop(signal.SIGCONT) == 0
+        assert list(run_parent.glob("*/control")) == []
+
+
+def test_a_drain_that_takes_too_long_ends_streams_with_an_error(run_parent: Path) -> None:
+    with live_server(run_parent, "--shutdown-timeout-s=0") as server:
+        with StreamLoad(server.url, _body(server), NUM_STREAMS) as load:
+            load.wait_all_streaming()
+            signalled_s = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            load.stop()
+        outcomes = {result.outcome for result in load.in_flight_at(signalled_s)}
+        assert Outcome.ERROR_EVENT in outcomes
+        assert outcomes <= {Outcome.WHOLE, Outcome.ERROR_EVENT, Outcome.STATUS}
+        assert server.stop(signal.SIGCONT) == 0
+
+
+def test_a_second_signal_ends_at_once(run_parent: Path) -> None:
+    with live_server(run_parent) as server:
+        with StreamLoad(server.url, _body(server), NUM_STREAMS) as load:
+            load.wait_all_streaming()
+            server.process.send_signal(signal.SIGINT)
+            wait_for(lambda: not server.is_ready(), "draining")
+            server.process.send_signal(signal.SIGINT)
+            exit_code = server.process.wait(30.0)
+            load.stop()
+        assert exit_code in (0, 130)  # 0: the drain was faster than the second signal
+
+
+def test_workers_that_hang_are_replaced(run_parent: Path) -> None:
+    """SIGSTOP for ever: noticed by --step-timeout-s, replaced, clients answered (F2)."""
+    with live_server(run_parent, "--step-timeout-s=2") as server:
+        worker = server.tree()["worker-0"]
+        with StreamLoad(server.url, _body(server), NUM_STREAMS) as load:
+            load.wait_all_streaming()
+            stopped_s = time.monotonic()
+            worker.suspend()
+            wait_gone([worker.pid], 60.0)
+            load.stop()
+        for result in load.in_flight_at(stopped_s):
+            assert result.outcome in (Outcome.WHOLE, Outcome.ERROR_EVENT, Outcome.STATUS), result
+        server.wait_readyz()
+        assert stream_once(server.url, _body(server)).outcome is Outcome.WHOLE
+
+
+def test_a_short_pause_is_only_latency(sturdy: LiveServer) -> None:
+    worker = sturdy.tree()["worker-0"]
+    with StreamLoad(sturdy.url, _body(sturdy), NUM_STREAMS) as load:
+        load.wait_all_streaming()
+        worker.suspend()
+        resume = threading.Timer(2.0, worker.resume)
+        resume.start()
+        results = load.stop()
+        resume.join()
+    assert {result.outcome for result in results} == {Outcome.WHOLE}
+    assert sturdy.tree()["worker-0"].pid == worker.pid

@@ -1,0 +1,121 @@
+"""What a running server looks like from outside: greeting, processes, sockets, memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from support.live_server import LiveServer
+
+MAX_LIGHT_RSS_BYTES = 150 * 1024 * 1024
+LIGHT = ("supervisor", "frontend-0", "router-0")
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def test_the_curl_line_works_as_printed(server: LiveServer) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("no curl on this machine")
+    curl = next(line for line in server.stdout.splitlines() if line.startswith("curl "))
+    lines = [line for line in _run("bash", "-c", curl).splitlines() if line]
+    assert lines[-1] == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    text = "".join(c["delta"].get("content") or "" for e in events for c in e["choices"])
+    assert len(events) > 2
+    assert len(text.split()) > 3
+
+
+def test_the_openai_snippet_works_as_printed(server: LiveServer) -> None:
+    snippet = server.stdout[server.stdout.index("from openai import") :]
+    assert len(_run(sys.executable, "-c", snippet).split()) > 3
+
+
+def test_the_process_tree_is_the_one_drawn(server: LiveServer) -> None:
+    tree = server.tree()
+    assert sorted(tree) == ["frontend-0", "router-0", "supervisor", "worker-0"]
+    names = {role: process.name() for role, process in tree.items() if role != "supervisor"}
+    assert all(role == name for role, name in names.items()), names
+
+
+@pytest.mark.parametrize("role", LIGHT)
+def test_light_processes_stay_light(server: LiveServer, role: str) -> None:
+    process = server.tree()[role]
+    libraries = [part.path for part in process.memory_maps() if "torch" in part.path]
+    assert libraries == []
+    assert process.memory_info().rss <= MAX_LIGHT_RSS_BYTES
+
+
+def test_torch_is_visible_where_it_is(server: LiveServer) -> None:
+    """The check above can fail."""
+    assert any("libtorch" in part.path for part in server.tree()["worker-0"].memory_maps())
+
+
+def test_only_the_http_port_listens(server: LiveServer) -> None:
+    listening = {
+        connection.laddr
+        for process in server.tree().values()
+        for connection in process.net_connections(kind="inet")
+        if connection.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)  # none: UDP
+    }
+    port = int(server.url.rsplit(":", 1)[1])
+    assert listening == {("127.0.0.1", port)}
+
+
+def test_sockets_are_private(server: LiveServer) -> None:
+    (run_dir,) = server.run_parent.iterdir()
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    sockets = [path for path in run_dir.iterdir() if path.is_socket()]
+    assert sorted(path.name for path in sockets) == ["control", "frontends-0", "workers-0"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in sockets} == {0o600}
+
+
+def test_another_user_cannot_connect(server: LiveServer) -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs root to become somebody else")
+    (path,) = server.run_parent.glob("*/control")
+    with socket.socket(socket.AF_UNIX) as same_user:
+        same_user.connect(str(path))
+    script = "import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
+    result = subprocess.run(
+        ["/usr/bin/env", "-i", sys.executable, "-S", "-c", script, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        user=65534,
+        group=65534,
+        extra_groups=[],
+        cwd="/",
+    )
+    if "PermissionError" not in result.stderr and "socket" not in result.stderr:
+        pytest.skip("the other user cannot run this Python")
+    assert "PermissionError" in result.stderr
+
+
+def test_every_process_ignores_stray_descriptors(server: LiveServer) -> None:
+    """Only the frontend holds the listening socket; nobody holds another's pipes."""
+    tree = server.tree()
+    port = int(server.url.rsplit(":", 1)[1])
+    holders = {
+        role
+        for role, process in tree.items()
+        for connection in process.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr[1] == port
+    }
+    assert holders == {"supervisor", "frontend-0"}
+    death_pipe = {role: _stdin(process) for role, process in tree.items() if role != "supervisor"}
+    assert len(set(death_pipe.values())) == len(death_pipe)
+
+
+def _stdin(process: psutil.Process) -> Path:
+    return Path(f"/proc/{process.pid}/fd/0").readlink()

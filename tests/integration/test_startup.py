@@ -1,0 +1,113 @@
+"""Starts that must fail: exit code, one line that names the culprit, no traceback, nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.model_files import CONFIG, write_model_files
+
+
+def _serve(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lightserve.cli.main", "serve", *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def _assert_one_line(result: subprocess.CompletedProcess[str], *expected: str) -> None:
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("lightserve: error: ")
+    assert result.stderr.count("\n") == 1
+    for text in expected:
+        assert text in result.stderr
+
+
+def test_port_in_use_names_host_and_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = _serve("--port", str(port))
+    _assert_one_line(result, f"cannot listen on 127.0.0.1 port {port}", "in use")
+
+
+def test_the_port_is_taken_before_the_model_is_looked_at() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = _serve("--port", str(port), "--model", "/nowhere")
+    _assert_one_line(result, f"port {port}")
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-16])
+
+
+def _config(**changes: object) -> Callable[[Path], object]:
+    text = json.dumps({**CONFIG, **changes})
+    return lambda folder: (folder / "config.json").write_text(text)
+
+
+BAD_MODELS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "no config": (lambda d: (d / "config.json").unlink(), ["config.json"]),
+    "truncated config": (lambda d: (d / "config.json").write_text("{"), ["config.json"]),
+    "wrong type": (_config(hidden_size="16"), ["config.json", "hidden_size"]),
+    "unknown architecture": (_config(architectures=["GPT5"]), ["architectures", "GPT5"]),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), ["model.safetensors"]),
+    "truncated weights": (lambda d: _truncate(d / "model.safetensors"), ["model.safetensors"]),
+    "missing tensor": (_config(num_hidden_layers=2), ["model.safetensors", "model.layers.1"]),
+    "wrong shape": (_config(vocab_size=65), ["model.safetensors", "model.embed_tokens.weight"]),
+    "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), ["tokenizer.json"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MODELS)
+def test_bad_model_directories_name_file_and_key(case: str, tmp_path: Path) -> None:
+    spoil, expected = BAD_MODELS[case]
+    model = write_model_files(tmp_path / "model")
+    spoil(model)
+    _assert_one_line(_serve("--port", "0", "--model", str(model)), *expected)
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing")
+    _assert_one_line(_serve("--port", "0", "--model", missing), "--model", missing)
+
+
+def test_a_hub_id_without_network() -> None:
+    result = _serve("--port", "0", "--model", "no-org/no-model", HF_HUB_OFFLINE="1")
+    _assert_one_line(result, "--model", "no-org/no-model")
+
+
+def test_tensor_parallel_degree_that_does_not_divide(tmp_path: Path) -> None:
+    model = write_model_files(tmp_path)
+    result = _serve("--port", "0", "--model", str(model), "--tp", "3")
+    _assert_one_line(result, "num_attention_heads", "4", "--tp 3")
+
+
+def test_run_dir_that_cannot_be_used(tmp_path: Path) -> None:
+    model = str(write_model_files(tmp_path / "model"))
+    (tmp_path / "file").touch()
+    result = _serve("--port", "0", "--model", model, "--run-dir", str(tmp_path / "file"))
+    _assert_one_line(result, "--run-dir", str(tmp_path / "file"))
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    result = _serve("--port", "0", "--model", model, "--run-dir", str(deep))
+    _assert_one_line(result, "--run-dir", "limit is 107")
+    assert list(deep.iterdir()) == []
+
+
+def test_debug_logging_brings_the_traceback() -> None:
+    result = _serve("--port", "0", "--model", "/nowhere", "--log-level", "debug")
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("lightserve: error: --model")
