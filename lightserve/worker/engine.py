@@ -1,0 +1,82 @@
+"""Builds a model runner from the configuration: kernels, group, weights, pool, warm-up."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from lightserve.config import ServeConfig
+from lightserve.kernels.select import make_kernels
+from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
+from lightserve.models.config import load_model_config, resolve_context_len, resolve_dtype
+from lightserve.models.kv_layout import kv_layout
+from lightserve.models.loader import load_model
+from lightserve.models.parallel import SingleRank, TensorParallel
+from lightserve.types import RowId, SamplingParams, StepId
+from lightserve.worker.kv_pool import KVPool
+from lightserve.worker.memory import MIN_SLOTS, free_memory_bytes, num_kv_slots
+from lightserve.worker.model_runner import ModelRunner
+
+log = logging.getLogger(__name__)
+
+
+def build_runner(
+    config: ServeConfig, *, tp: TensorParallel | None = None, generation: int = 0
+) -> ModelRunner:
+    """Load `config.model` (a local directory) and return a runner that has run once.
+
+    Raises:
+        ModelLoadError, ConfigError, StartupError: one line for the operator.
+    """
+    tp = tp or SingleRank()
+    path = Path(config.model)
+    model_config = load_model_config(path)
+    dtype = resolve_dtype(config.dtype, model_config, batch_invariant=config.batch_invariant)
+    kernels = make_kernels(config.attention_backend, batch_invariant=config.batch_invariant)
+    model = load_model(
+        path,
+        model_config,
+        dtype=getattr(torch, dtype),
+        kernels=kernels,
+        tp=tp,
+        context_len=resolve_context_len(config.max_model_len, model_config),
+    )
+    layout = kv_layout(model_config, tp_size=tp.size, dtype=dtype)
+    num_slots = num_kv_slots(config, layout, free_bytes=free_memory_bytes())
+    pool = KVPool(layout, num_slots, torch.device("cpu"))
+    log.info("%s, %s kernels, %d KV slots", dtype, kernels.name, num_slots)
+    runner = ModelRunner(model, pool, tp, max_num_seqs=config.max_num_seqs, generation=generation)
+    warm_up(runner)
+    return runner
+
+
+def set_threads(config: ServeConfig) -> None:
+    """Use --num-threads CPU threads in this process, or this rank's share of the cores."""
+    num_cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(config.num_threads or max(1, num_cores // config.tp))
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Run a prefill and a decode, so that no request pays for first-time work."""
+    num_tokens = min(MIN_SLOTS - 1, runner.context_len - 1)
+    row, step = RowId(0), StepId(0)
+    tokens = TokenSegment(token_ids=pack_int32([0] * num_tokens))
+    slots = pack_int32(range(num_tokens + 1))
+    prefill = StepPlan(
+        step_id=step,
+        sequences=[AddSequence(row, [tokens], SamplingParams(temperature=1.0))],
+        slot_ranges=[SlotRange(row, 0, slots)],
+        rows=[PlanRow(row, 0, num_tokens, OutputKind.SAMPLE)],
+    )
+    decode = StepPlan(
+        step_id=step,
+        sequences=[],
+        slot_ranges=[],
+        rows=[PlanRow(row, num_tokens, 1, OutputKind.SAMPLE)],
+    )
+    runner.execute(prefill)
+    runner.execute(decode)

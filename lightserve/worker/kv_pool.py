@@ -1,0 +1,23 @@
+"""The KV tensors of one rank: one pool of token slots per layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightserve.models.kv_layout import KVLayout
+
+
+class KVPool:
+    """Keys and values of `num_slots` tokens; pages are touched only when they are written."""
+
+    def __init__(self, layout: KVLayout, num_slots: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self.k: list[Tensor] = []
+        """One [num_slots, num_kv_heads, head_dim] per layer."""
+        self.v: list[Tensor] = []
+        for group in layout.groups:
+            shape = (2, group.num_layers, num_slots, group.num_kv_heads, group.head_dim)
+            pool = torch.empty(shape, dtype=getattr(torch, group.dtype), device=device)
+            self.k.extend(pool[0])
+            self.v.extend(pool[1])

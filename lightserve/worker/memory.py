@@ -1,0 +1,106 @@
+"""How many tokens the KV pool may hold: from flags, and from the memory that is really free.
+
+Linux only counts what a container may still take (cgroup v2 and v1) as well as what the machine
+has available.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from lightserve.config import ServeConfig
+from lightserve.errors import ConfigError, StartupError
+from lightserve.models.kv_layout import KVLayout
+
+AUTO_LIMIT_BYTES = 4 * 2**30
+MIN_SLOTS = 16
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
+_MEMORY_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+def parse_memory(text: str) -> int:
+    """Return the bytes that "512MiB", "4GiB", "2.5GB" or "1048576" stand for.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    match = _MEMORY_PATTERN.fullmatch(text.strip())
+    if match is None or match[2].upper() not in _UNITS:
+        raise ConfigError(f"--kv-memory must be auto or a size such as 512MiB, got {text!r}")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def free_memory_bytes(root: Path = Path("/")) -> int:
+    """Return what this process could still allocate: the machine's or its container's rest."""
+    available = [_mem_available(root / "proc/meminfo")]
+    for limit_file, usage_file in (
+        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+        (
+            "sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        limit, usage = _read_number(root / limit_file), _read_number(root / usage_file)
+        if limit is not None and usage is not None:
+            available.append(max(0, limit - usage))
+    return min(available)
+
+
+def num_kv_slots(config: ServeConfig, layout: KVLayout, *, free_bytes: int) -> int:
+    """Return the size of this rank's pool in tokens.
+
+    Args:
+        config: --kv-memory (per rank, or auto), --max-kv-tokens, --tp.
+        layout: knows the bytes of one token on this rank.
+        free_bytes: free memory, before the pool, on the machine that all ranks share.
+
+    Raises:
+        ConfigError: --kv-memory is no size, or more than is free.
+        StartupError: not even `MIN_SLOTS` tokens fit.
+    """
+    if config.kv_memory == "auto":
+        budget = min(AUTO_LIMIT_BYTES, free_bytes // 2) // config.tp
+    else:
+        budget = parse_memory(config.kv_memory)
+        if budget * config.tp > free_bytes:
+            raise ConfigError(
+                f"--kv-memory {config.kv_memory} for {config.tp} rank(s) is more than the"
+                f" {free_bytes / 2**20:.0f} MiB that are free"
+            )
+    num_slots = budget // layout.bytes_per_token
+    if config.max_kv_tokens:
+        num_slots = min(num_slots, config.max_kv_tokens)
+    if num_slots < MIN_SLOTS:
+        raise StartupError(
+            f"the KV pool would hold {num_slots} tokens of {layout.bytes_per_token} bytes, at least"
+            f" {MIN_SLOTS} are needed: raise --kv-memory or --max-kv-tokens"
+        )
+    return num_slots
+
+
+def _mem_available(path: Path) -> int:
+    for line in path.read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    raise StartupError(f"{path} has no MemAvailable")
+
+
+def _read_number(path: Path) -> int | None:
+    """Return the number in a file; None if there is no such file or it says `max`."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,79 @@
+"""The worker process: one per tensor-parallel rank.
+
+Plans arrive over a link, of which one may wait while another runs; the result leaves the moment
+its tokens are on the host. A step that raises ends the process: the supervisor replaces the
+whole group and the router replays what can be replayed.
+"""
+
+from __future__ import annotations
+
+import gc
+
+from lightserve.channels.base import Link
+from lightserve.channels.zmq import connect_link
+from lightserve.errors import ProtocolError
+from lightserve.messages.common import PROTOCOL_VERSION
+from lightserve.messages.router_worker import RouterToWorker, WorkerHello, WorkerToRouter
+from lightserve.messages.supervision import ChildMessage, ChildReady, ChildSpec, SupervisorMessage
+from lightserve.types import StepId
+from lightserve.worker.engine import build_runner, set_threads
+from lightserve.worker.model_runner import ModelRunner
+from lightserve.worker.tensor_parallel import join_group
+
+
+def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
+    """Load the model, say hello, and execute plans until killed.
+
+    Raises:
+        LightserveError: the model cannot be served; becomes `ChildFailed`.
+    """
+    set_threads(spec.config)
+    tp = join_group(
+        rank=spec.index,
+        size=spec.config.tp,
+        store_path=spec.collective_store,
+        timeout_s=spec.config.start_timeout_s,
+    )
+    runner = build_runner(spec.config, tp=tp, generation=spec.generation)
+    link: Link[WorkerToRouter, RouterToWorker] = connect_link(
+        spec.workers_address,
+        name=f"worker-{spec.index}",
+        send_type=WorkerToRouter,
+        recv_type=RouterToWorker,
+    )
+    # What was built so far lives as long as the process: the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    link.send(
+        WorkerHello(
+            protocol_version=PROTOCOL_VERSION,
+            boot_id=spec.boot_id,
+            config_hash=spec.config.digest,
+            generation=spec.generation,
+            rank=spec.index,
+            num_kv_slots=runner.num_kv_slots,
+        )
+    )
+    control.send(ChildReady())
+    serve(runner, link, is_first_rank=spec.index == 0)
+    return 0
+
+
+def serve(
+    runner: ModelRunner, link: Link[WorkerToRouter, RouterToWorker], *, is_first_rank: bool
+) -> None:
+    """Execute plans in order, for ever.
+
+    Raises:
+        ProtocolError: a plan was lost or repeated.
+    """
+    expected: StepId | None = None
+    while True:
+        plan = link.receive(timeout_s=None)
+        assert plan is not None
+        if expected is not None and plan.step_id != expected:
+            raise ProtocolError(f"plan {plan.step_id} where {expected} was due")
+        expected = StepId(plan.step_id + 1)
+        result = runner.execute(plan)
+        if is_first_rank:
+            link.send(result)
