@@ -2,7 +2,7 @@
 
 Short texts are tokenised where they are (a few hundred microseconds at most, less than a thread
 hop under load costs); long texts and chat templates go to a small pool of threads behind a
-bounded queue. tokenizers releases the interpreter lock while it works.
+bounded queue. `Tokenizer.encode` lets other threads run while it works.
 """
 
 from __future__ import annotations

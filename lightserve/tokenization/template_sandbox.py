@@ -276,7 +276,6 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Call within the limits."""
-        __self._budget.spend()
         _check_method(__obj, args)
         result = super().call(__context, __obj, *args, **kwargs)
         if isinstance(result, Namespace):

@@ -10,12 +10,13 @@ import openai
 import pytest
 from support.fake_router import Answer, eventually, frontend, says, sse_data
 
-from lightserve.bundled import BUNDLED_MODEL_NAME
+from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
 from lightserve.messages.frontend_router import (
     ErrorCode,
     RequestDelta,
     Submit,
 )
+from lightserve.tokenization.tokenizer import Tokenizer
 from lightserve.types import FinishReason
 
 TEXT = "Grüße 😀 日本!"
@@ -25,7 +26,7 @@ CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hi"}],
 }
 GENERATE: dict[str, Any] = {"inputs": "hi"}
-EOS = 2
+EOS = Tokenizer(BUNDLED_MODEL_DIR).eos_token_ids[0]
 STREAMS = [
     ("/v1/completions", {**COMPLETION, "stream": True}),
     ("/v1/chat/completions", {**CHAT, "stream": True}),

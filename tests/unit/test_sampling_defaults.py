@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lightserve.errors import ModelLoadError
+from lightserve.frontend.sampling import SamplingDefaults, read_sampling_defaults
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, SamplingDefaults()),
+        ({"do_sample": False}, SamplingDefaults()),
+        (
+            {"temperature": 0.6, "top_p": 0.9, "top_k": 50},
+            SamplingDefaults(temperature=0.6, top_p=0.9, top_k=50),
+        ),
+        ({"temperature": 0, "top_k": 0, "top_p": None}, SamplingDefaults(temperature=0.0)),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_p": "x"}, "top_p"),
+        ({"top_k": -3}, "top_k"),
+    ],
+)
+def test_defaults_come_from_the_generation_config(
+    tmp_path: Any, values: dict[str, Any], expected: SamplingDefaults | str
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    if isinstance(expected, str):
+        with pytest.raises(ModelLoadError, match=expected):
+            read_sampling_defaults(tmp_path)
+    else:
+        assert read_sampling_defaults(tmp_path) == expected
