@@ -1,0 +1,148 @@
+"""A real `lightserve serve` with the bundled model, as a subprocess."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+
+from support.processes import wait_for, wait_gone
+
+_READY_LINE = re.compile(r"lightserve: ready on (?P<url>\S+) \(model (?P<model>\S+)\)\n")
+_ROLE = re.compile(r"(frontend|router|worker)-\d+")
+
+
+_SERVE = (sys.executable, "-m", "lightserve.cli.main", "serve", "--port=0", "--num-threads=1")
+
+
+class LiveServer:
+    """A server that has been started; `wait_ready` before anything else."""
+
+    def __init__(self, flags: Sequence[str], run_parent: Path) -> None:
+        self.run_parent = run_parent
+        self._out: list[str] = []
+        self._err: list[str] = []
+        self.process = subprocess.Popen(
+            [*_SERVE, "--run-dir", str(run_parent), *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self._readers = [
+            threading.Thread(target=self._read, args=pair, daemon=True)
+            for pair in ((self.process.stdout, self._out), (self.process.stderr, self._err))
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def stdout(self) -> str:
+        """What has been printed so far."""
+        return "".join(self._out)
+
+    @property
+    def stderr(self) -> str:
+        """What has been logged so far."""
+        return "".join(self._err)
+
+    @property
+    def url(self) -> str:
+        """The address in the ready line."""
+        return self._ready_line["url"]
+
+    @property
+    def model(self) -> str:
+        """The model name in the ready line."""
+        return self._ready_line["model"]
+
+    @property
+    def _ready_line(self) -> re.Match[str]:
+        match = _READY_LINE.match(self.stdout)
+        assert match is not None, self.stdout + self.stderr
+        return match
+
+    def wait_ready(self) -> None:
+        """Wait for the banner, and until requests are taken."""
+        wait_for(
+            lambda: self.stdout.count("\n\n") >= 2 or self.process.poll() is not None,
+            "the banner",
+            120.0,
+        )
+        assert self.process.poll() is None, self.stderr
+        self.wait_readyz()
+
+    def wait_readyz(self) -> None:
+        """Wait until /readyz says yes."""
+        wait_for(self.is_ready, "ready", 120.0)
+
+    def is_ready(self) -> bool:
+        """Whether /readyz says yes."""
+        try:
+            return httpx.get(f"{self.url}/readyz", timeout=5.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def tree(self) -> dict[str, psutil.Process]:
+        """Return the processes by role: "supervisor", "router-0", "worker-0", …"""
+        supervisor = psutil.Process(self.process.pid)
+        roles = {"supervisor": supervisor}
+        for child in supervisor.children(recursive=True):
+            match = _ROLE.search(" ".join(child.cmdline()))
+            roles[match.group() if match else f"unknown-{child.pid}"] = child
+        return roles
+
+    def pids(self) -> list[int]:
+        """Return the ids of all processes."""
+        return [process.pid for process in self.tree().values()]
+
+    def stop(self, signum: int = signal.SIGTERM) -> int:
+        """Send a signal, wait for the end of every process and return the exit code."""
+        pids = self.pids() if self.process.poll() is None else []
+        self.process.send_signal(signum)
+        exit_code = self.process.wait(60.0)
+        wait_gone(pids)
+        return exit_code
+
+    def close(self) -> None:
+        """Read what is left of the output of an ended server."""
+        for reader in self._readers:
+            reader.join(10.0)
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
+
+    @staticmethod
+    def _read(stream: Iterable[str], lines: list[str]) -> None:
+        for line in stream:  # not extend: others look at the lines meanwhile
+            lines.append(line)
+
+
+@contextmanager
+def live_server(run_parent: Path, *flags: str) -> Iterator[LiveServer]:
+    """Run a server that is ready; whatever happens, nothing of it is left afterwards.
+
+    Its run directory lies alone in a new directory under `run_parent`.
+    """
+    own_parent = Path(tempfile.mkdtemp(dir=run_parent))
+    own_parent.chmod(0o755)
+    server = LiveServer(flags, own_parent)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        pids = server.pids() if server.process.poll() is None else []
+        server.process.kill()
+        server.process.wait(30.0)
+        wait_gone(pids)
+        server.close()
