@@ -1,0 +1,129 @@
+"""Sampling: the random numbers, the distribution, truncation, and independence of the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightserve.types import SamplingParams
+from lightserve.worker.random_draw import uniform
+from lightserve.worker.sampler import sample
+
+NUM_DRAWS = 20_000
+LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.0, -3.0, 0.0])
+
+
+def frequencies(params: SamplingParams, logits: torch.Tensor = LOGITS) -> torch.Tensor:
+    rows = logits.expand(NUM_DRAWS, -1)
+    tokens = sample(rows, [params] * NUM_DRAWS, range(NUM_DRAWS)).token_ids
+    return torch.bincount(tokens, minlength=len(logits)) / NUM_DRAWS
+
+
+def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> float:
+    kept = expected > 0
+    assert float(observed[~kept].sum()) == 0.0
+    return float(NUM_DRAWS * ((observed - expected)[kept] ** 2 / expected[kept]).sum())
+
+
+def truncated(probabilities: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Brute force: walk down the sorted tokens."""
+    order = sorted(range(len(probabilities)), key=lambda i: -float(probabilities[i]))
+    order = order[: top_k or len(order)]
+    total = sum(float(probabilities[i]) for i in order)
+    kept, mass = [], 0.0
+    for i in order:
+        if kept and mass >= top_p * total:
+            break
+        kept.append(i)
+        mass += float(probabilities[i])
+    result = torch.zeros_like(probabilities)
+    result[kept] = probabilities[kept]
+    return result / result.sum()
+
+
+def test_uniform_numbers_are_uniform_and_independent() -> None:
+    numbers = uniform([7] * 100_000, [0] * 100_000, range(100_000))
+    counts, _ = np.histogram(numbers, bins=100, range=(0, 1))
+    assert ((counts - 1000) ** 2 / 1000).sum() < 160  # 99 degrees of freedom
+    assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.01
+    by_seed = uniform(range(100_000), [0] * 100_000, [5] * 100_000)
+    assert abs(np.corrcoef(numbers, by_seed)[0, 1]) < 0.01
+
+
+def test_uniform_numbers_depend_on_all_three() -> None:
+    values = {
+        float(uniform([seed], [choice], [position])[0])
+        for seed in (-(2**63), -1, 0, 1, 2**63 - 1)
+        for choice in (0, 1)
+        for position in (0, 1, 8191)
+    }
+    assert len(values) == 30
+    assert float(uniform([3], [1], [2])[0]) == 0.6912595630656752
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 0, 1.0), (1.0, 3, 1.0), (1.0, 0, 0.8), (1.5, 4, 0.6)],
+)
+def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: float) -> None:
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=11)
+    expected = truncated((LOGITS / temperature).softmax(-1).double(), top_k, top_p)
+    assert chi_square(frequencies(params), expected.float()) < 20.5  # 5 degrees, p = 0.001
+    other = truncated((LOGITS / (temperature + 0.2)).softmax(-1).double(), top_k, top_p)
+    if temperature < 2.0:
+        assert chi_square(frequencies(params), other.float()) > 20.5, "the test can tell"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    vocab=st.integers(1, 40),
+    top_k=st.integers(0, 50),
+    top_p=st.floats(0.01, 1.0),
+)
+def test_only_kept_tokens_are_drawn(seed: int, vocab: int, top_k: int, top_p: float) -> None:
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * 3
+    params = SamplingParams(temperature=0.9, top_k=top_k, top_p=top_p, seed=seed)
+    kept = truncated((logits / 0.9).softmax(-1).double(), top_k, top_p) > 0
+    tokens = sample(logits.expand(64, -1), [params] * 64, range(64)).token_ids
+    assert bool(kept[tokens].all())
+
+
+def test_greedy_and_nearly_greedy_take_the_largest() -> None:
+    for temperature in (0.0, 1e-6):
+        params = SamplingParams(temperature=temperature, seed=1)
+        assert float(frequencies(params)[0]) == 1.0
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(60, 500) * 4
+    params = [
+        SamplingParams(
+            temperature=(0.0, 0.7, 1.0, 1.3)[i % 4],
+            top_k=(0, 5)[i % 2],
+            top_p=(1.0, 0.9)[i % 3 == 0],
+            seed=i,
+        )
+        for i in range(60)
+    ]
+    positions = [3 * i for i in range(60)]
+    whole = sample(logits, params, positions).token_ids
+    for rows in ([5], [59, 0, 7], list(range(30, 60)), list(torch.randperm(60))):
+        part = sample(logits[rows], [params[i] for i in rows], [positions[i] for i in rows])
+        assert torch.equal(part.token_ids, whole[rows])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_without_finite_logits_is_alone(value: float) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 50)
+    params = [SamplingParams(temperature=t, seed=4) for t in (0.0, 1.0, 1.0)]
+    clean = sample(logits.clone(), params, [1, 2, 3]).token_ids
+    logits[1, 7] = value
+    sampled = sample(logits, params, [1, 2, 3])
+    assert sampled.is_finite == [True, False, True]
+    assert sampled.token_ids.tolist() == [int(clean[0]), 0, int(clean[2])]

@@ -1,0 +1,132 @@
+"""The worker's tables and the size of its pool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightserve.config import ServeConfig
+from lightserve.errors import ConfigError, StartupError
+from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
+from lightserve.models.kv_layout import KVGroup, KVLayout
+from lightserve.types import RowId, SamplingParams, StepId
+from lightserve.worker.kv_pool import KVPool
+from lightserve.worker.memory import free_memory_bytes, num_kv_slots, parse_memory
+from lightserve.worker.sequence_table import SequenceTable
+
+LAYOUT = KVLayout((KVGroup(num_layers=2, num_kv_heads=3, head_dim=8, dtype="bfloat16"),))
+"""192 bytes per token."""
+
+
+def test_a_step_of_chunks_and_decodes() -> None:
+    table = SequenceTable(4, 32)
+    segments = [TokenSegment(token_ids=pack_int32(part)) for part in ([10, 11, 12], [13, 14])]
+    table.update(
+        StepPlan(
+            step_id=StepId(0),
+            sequences=[
+                AddSequence(RowId(2), segments, SamplingParams(seed=5)),
+                AddSequence(RowId(0), segments[:1], SamplingParams(seed=6)),
+            ],
+            slot_ranges=[
+                SlotRange(RowId(2), 0, pack_int32([9, 7, 5])),
+                SlotRange(RowId(0), 0, pack_int32([1, 2, 3])),
+                SlotRange(RowId(2), 3, pack_int32([4, 8])),
+            ],
+            rows=[],
+        )
+    )
+    plan = StepPlan(
+        step_id=StepId(1),
+        sequences=[],
+        slot_ranges=[],
+        rows=[
+            PlanRow(RowId(2), 1, 2, OutputKind.NONE),
+            PlanRow(RowId(0), 0, 3, OutputKind.SAMPLE),
+        ],
+    )
+    inputs = table.inputs(plan)
+    assert inputs.input_ids.tolist() == [11, 12, 10, 11, 12]
+    assert inputs.batch.positions.tolist() == [1, 2, 0, 1, 2]
+    assert inputs.batch.slot_mapping.tolist() == [7, 5, 1, 2, 3]
+    assert inputs.batch.cu_seqlens_q.tolist() == [0, 2, 5]
+    assert inputs.batch.context_lens.tolist() == [3, 3]
+    assert inputs.batch.req_to_slot[2, :5].tolist() == [9, 7, 5, 4, 8]
+    assert (inputs.logit_rows.tolist(), inputs.sampled_positions) == ([4], [3])
+    assert table.sampling_of(inputs.sampled_rows) == [SamplingParams(seed=6)]
+    table.append(inputs, torch.tensor([77]))
+    decode = StepPlan(
+        step_id=StepId(2),
+        sequences=[],
+        slot_ranges=[SlotRange(RowId(0), 3, pack_int32([30]))],
+        rows=[PlanRow(RowId(0), 3, 1, OutputKind.SAMPLE)],
+    )
+    table.update(decode)
+    assert table.inputs(decode).input_ids.tolist() == [77]
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("1048576", 2**20),
+        ("512MiB", 2**29),
+        ("4GiB", 2**32),
+        ("2.5 GB", 2_500_000_000),
+        ("1kb", 1000),
+    ],
+)
+def test_memory_sizes(text: str, num_bytes: int) -> None:
+    assert parse_memory(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1GiB", "4TiB", "1e9", "MiB"])
+def test_bad_memory_sizes(text: str) -> None:
+    with pytest.raises(ConfigError, match="--kv-memory must be auto or a size"):
+        parse_memory(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "free_bytes", "num_slots"),
+    [
+        ({}, 192_000, 500),
+        ({}, 2**40, 2**32 // 192),
+        ({"tp": 2}, 192_000, 250),
+        ({"kv_memory": "19200"}, 192_000, 100),
+        ({"kv_memory": "19200", "max_kv_tokens": 64}, 192_000, 64),
+    ],
+)
+def test_pool_size(options: dict[str, object], free_bytes: int, num_slots: int) -> None:
+    config = ServeConfig(**options)  # type: ignore[arg-type]
+    assert num_kv_slots(config, LAYOUT, free_bytes=free_bytes) == num_slots
+    pool = KVPool(LAYOUT, 64, torch.device("cpu"))
+    assert len(pool.k) == len(pool.v) == 2 and pool.k[0].shape == (64, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"kv_memory": "1GiB"}, ConfigError, "more than the 100 MiB that are free"),
+        ({"kv_memory": "60MiB", "tp": 2}, ConfigError, "for 2 rank"),
+        ({"kv_memory": "1000"}, StartupError, "would hold 5 tokens of 192 bytes, at least 16"),
+        ({"max_kv_tokens": 15}, StartupError, "would hold 15 tokens"),
+    ],
+)
+def test_impossible_pools(options: dict[str, object], error: type[Exception], message: str) -> None:
+    config = ServeConfig(**options)  # type: ignore[arg-type]
+    with pytest.raises(error, match=message):
+        num_kv_slots(config, LAYOUT, free_bytes=100 * 2**20)
+
+
+@pytest.mark.parametrize(
+    ("limit", "usage", "free_mib"), [("max", "7", 900), (str(500 * 2**20), str(100 * 2**20), 400)]
+)
+def test_a_container_limits_memory(tmp_path: Path, limit: str, usage: str, free_mib: int) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {900 * 1024} kB\n")
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text(limit)
+    (tmp_path / "sys/fs/cgroup/memory.current").write_text(usage)
+    assert free_memory_bytes(tmp_path) == free_mib * 2**20
