@@ -11,16 +11,23 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from lightserve.messages.frontend_router import Abort, ErrorCode, Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.core import RouterCore
 from lightserve.router.events import CoreEvent, FromFrontend, Outgoing, PlannedStep, WorkersReady
-from lightserve.sim.worker import SimulatedWorker
 from lightserve.types import FinishReason, FrontendId, RequestKey
 
 StepTime = Callable[[StepPlan], float]
 """Seconds that a plan takes to execute."""
+
+
+class Worker(Protocol):
+    """Executes plans at once; the simulation decides when the result arrives."""
+
+    def execute(self, plan: StepPlan, *, exec_s: float, idle_s: float) -> StepResult:
+        """Run one plan and return its result with these times."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class Simulation:
     """Drives one core and one worker; `outcomes` fills up as it runs."""
 
     def __init__(
-        self, core: RouterCore, worker: SimulatedWorker, step_time: StepTime, *, num_slots: int
+        self, core: RouterCore, worker: Worker, step_time: StepTime, *, num_slots: int
     ) -> None:
         self.core = core
         self.outcomes: dict[RequestKey, Outcome] = {}

@@ -1,0 +1,67 @@
+"""Starts a real server for a benchmark and looks at its processes from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+READY_PREFIX = "lightserve: ready on "
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running `lightserve serve`."""
+
+    url: str
+    model: str
+    process: subprocess.Popen[str]
+
+    def tree(self) -> dict[str, psutil.Process]:
+        """Return the server's processes by role, such as "router" or "worker-0"."""
+        roles = {"supervisor": psutil.Process(self.process.pid)}
+        for child in roles["supervisor"].children(recursive=True):
+            roles[child.name() if child.name() not in roles else f"{child.name()}-{child.pid}"] = (
+                child
+            )
+        return roles
+
+    def health(self) -> dict[str, float]:
+        """Return /health once the router has reported anew (it does so once a second)."""
+        time.sleep(1.2)
+        answer: dict[str, float] = httpx.get(f"{self.url}/health").json()
+        return answer
+
+
+@contextmanager
+def running_server(args: Sequence[str] = ()) -> Iterator[Server]:
+    """Start a server with the bundled model on a free port; end it with SIGTERM."""
+    command = [sys.executable, "-m", "lightserve.cli.main", "serve", "--port", "0", *args]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ.copy())
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(READY_PREFIX):
+                url, model = (
+                    line.removeprefix(READY_PREFIX).strip().removesuffix(")").split(" (model ")
+                )
+                yield Server(url, model, process)
+                return
+        raise SystemExit(f"the server did not start: exit code {process.wait()}")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+
+
+def loaded_libraries(process: psutil.Process) -> set[str]:
+    """Return the names of the shared libraries that a process has mapped."""
+    return {Path(part.path).name for part in process.memory_maps()}

@@ -1,0 +1,168 @@
+"""The real router core drives the real model: tokens do not depend on the schedule."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator
+
+import pytest
+import torch
+
+from lightserve.config import ServeConfig
+from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.messages.frontend_router import Abort, Submit
+from lightserve.messages.router_worker import StepPlan, StepResult
+from lightserve.router.admission.base import AdmissionRule
+from lightserve.router.admission.conservative import ConservativeAdmission
+from lightserve.router.core import CoreConfig, RouterCore
+from lightserve.router.events import FromFrontend
+from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.policies.registry import POLICIES
+from lightserve.router.request import Request
+from lightserve.sim.simulation import Simulation, TimedEvent
+from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams, StepId
+from lightserve.worker.engine import build_runner
+from lightserve.worker.model_runner import ModelRunner
+
+NUM_SLOTS, MAX_LEN = 1200, 512
+NUM_REQUESTS = 14
+
+
+class RunnerWorker:
+    """Lets the simulation drive a real model runner; only the clock is virtual."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def execute(self, plan: StepPlan, *, exec_s: float, idle_s: float) -> StepResult:
+        del exec_s, idle_s
+        return self._runner.execute(plan)
+
+
+class RecklessAdmission:
+    """Admits everybody, so that requests are preempted and recomputed."""
+
+    def begin(
+        self, live: Collection[Request], num_slots: int, step_id: StepId
+    ) -> RecklessAdmission:
+        return self
+
+    def admit(self, request: Request) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[ModelRunner]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield build_runner(
+        ServeConfig(batch_invariant=True, max_model_len=MAX_LEN, max_kv_tokens=NUM_SLOTS)
+    )
+    torch.set_num_threads(threads)
+
+
+def make_requests() -> list[Submit]:
+    rng = random.Random(3)
+    requests = []
+    for number in range(NUM_REQUESTS):
+        prompt = [rng.randrange(10, 500) for _ in range(rng.choice((1, 5, 40, 130)))]
+        greedy = number % 3 == 0
+        requests.append(
+            Submit(
+                request_id=RequestId(number),
+                prompt=[TokenSegment(token_ids=pack_int32(prompt))],
+                max_tokens=rng.randrange(5, 60),
+                eos_token_ids=[1],
+                sampling=SamplingParams(
+                    temperature=0.0 if greedy else 1.0,
+                    top_p=0.95 if number % 2 else 1.0,
+                    seed=number,
+                ),
+                request_class=RequestClass.RT,
+                age_s=0.0,
+            )
+        )
+    return requests
+
+
+def run(
+    runner: ModelRunner,
+    requests: list[Submit],
+    *,
+    policy: str = "chunked",
+    budget: int = 512,
+    num_slots: int = NUM_SLOTS,
+    admission: AdmissionRule | None = None,
+    extra: list[TimedEvent] | None = None,
+) -> tuple[dict[int, list[int]], RouterCore]:
+    core = RouterCore(
+        CoreConfig(
+            max_model_len=MAX_LEN,
+            max_num_seqs=32,
+            max_num_batched_tokens=budget,
+            max_waiting_requests=100,
+            policy=POLICIES[policy](),
+            admission=admission or ConservativeAdmission(),
+            lengths=OutputLengths(max_output_tokens=MAX_LEN),
+        )
+    )
+    simulation = Simulation(core, RunnerWorker(runner), lambda plan: 0.01, num_slots=num_slots)
+    events = [
+        TimedEvent(0.015 * index, FromFrontend(FrontendId(0), request))
+        for index, request in enumerate(requests)
+    ]
+    simulation.run([*events, *(extra or [])])
+    core.check_integrity()
+    return {key.request_id: o.token_ids for key, o in simulation.outcomes.items()}, core
+
+
+@pytest.fixture(scope="module")
+def solo(runner: ModelRunner) -> dict[int, list[int]]:
+    """Each request alone, its prompt in one chunk."""
+    tokens: dict[int, list[int]] = {}
+    for request in make_requests():
+        tokens |= run(runner, [request])[0]
+    assert len({tuple(output) for output in tokens.values()}) == NUM_REQUESTS
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget"), [("chunked", 512), ("chunked", 32), ("chunked", 45), ("fcfs", 100)]
+)
+def test_tokens_do_not_depend_on_batch_and_chunks(
+    runner: ModelRunner, solo: dict[int, list[int]], policy: str, budget: int
+) -> None:
+    """Contract N2: number of requests that differ from their solo run is 0."""
+    together, _ = run(runner, make_requests(), policy=policy, budget=budget)
+    assert together == solo
+
+
+def test_tokens_survive_preemption_and_scattered_slots(
+    runner: ModelRunner, solo: dict[int, list[int]]
+) -> None:
+    """A pool too small for all, and aborts that leave holes in it."""
+    extra = []
+    for number in range(6):
+        noise = make_requests()[number]
+        noise = Submit(
+            request_id=RequestId(100 + number),
+            prompt=noise.prompt,
+            max_tokens=200,
+            eos_token_ids=[],
+            sampling=noise.sampling,
+            request_class=RequestClass.RT,
+            age_s=0.0,
+        )
+        extra.append(TimedEvent(0.02 * number, FromFrontend(FrontendId(0), noise)))
+        abort = Abort(request_id=RequestId(100 + number))
+        extra.append(TimedEvent(0.1 + 0.05 * number, FromFrontend(FrontendId(0), abort)))
+    together, core = run(
+        runner,
+        make_requests(),
+        budget=64,
+        num_slots=520,
+        admission=RecklessAdmission(),
+        extra=extra,
+    )
+    assert core.num_preemptions > 0
+    assert together == solo
