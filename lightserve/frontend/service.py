@@ -16,7 +16,7 @@ from lightserve.frontend.json_body import show
 from lightserve.frontend.prompts import PromptEncoder
 from lightserve.frontend.router_client import RouterClient
 from lightserve.frontend.sampling import SamplingDefaults, read_sampling_defaults
-from lightserve.models.config import load_model_config
+from lightserve.models.config import load_model_config, resolve_context_len
 from lightserve.tokenization.chat_template import ChatTemplate, find_chat_template
 from lightserve.tokenization.tokenizer import Tokenizer
 
@@ -113,7 +113,7 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
 
     Raises:
         ModelLoadError: a file cannot be used; names file and key.
-        ConfigError: --chat-template cannot be read.
+        ConfigError: --chat-template cannot be read, or --max-model-len is too large.
     """
     model_dir = Path(config.model)
     model_config = load_model_config(model_dir)
@@ -121,7 +121,7 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
     source = find_chat_template(model_dir, config.chat_template)
     names = tokenizer.special_tokens.names
     template = None if source is None else ChatTemplate(source, special_tokens=names)
-    max_model_len = config.max_model_len or model_config.max_position_embeddings
+    max_model_len = resolve_context_len(config.max_model_len, model_config)
     model = ServedModel(
         name=config.model_name,
         created_s=int(time.time()),

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from support.fake_router import eventually, router_status, says
+from support.fake_router import copy_bundled_model, eventually, router_status, says
 from support.running_frontend import Running, running_frontend
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
@@ -111,7 +111,8 @@ def test_news_for_a_slow_reader_merge(tmp_path: Path) -> None:
         events = data.count(b"data: {")
         assert events < num_tokens // 20  # less than one per step: some were merged
 
-    _serve(tmp_path, scenario, max_model_len=100_000)
+    model = copy_bundled_model(tmp_path, max_position_embeddings=100_000)
+    _serve(tmp_path, scenario, model=model, served_model_name=BUNDLED_MODEL_NAME)
 
 
 def test_a_router_that_dies_and_comes_back(tmp_path: Path) -> None:
@@ -216,7 +217,8 @@ def test_long_texts_do_not_stop_the_event_loop(tmp_path: Path) -> None:
         assert (await answer)[0] == 200
         assert num_turns > 50
 
-    _serve(tmp_path, scenario, max_model_len=2_000_000)
+    model = copy_bundled_model(tmp_path, max_position_embeddings=2_000_000)
+    _serve(tmp_path, scenario, model=model, served_model_name=BUNDLED_MODEL_NAME)
 
 
 def test_unread_headers_are_limited(tmp_path: Path) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 
+from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull
 from lightserve.frontend.app import create_app
@@ -156,6 +159,16 @@ async def frontend(
             yield Setup(service, router, app, http)
         finally:
             service.encoder.close()
+
+
+def copy_bundled_model(model_dir: Path, **config: Any) -> str:
+    """Copy what a frontend reads of the bundled model, with other values in its config.json."""
+    for path in BUNDLED_MODEL_DIR.iterdir():
+        if path.suffix in (".json", ".jinja"):
+            shutil.copy(path, model_dir / path.name)
+    values = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(values | config))
+    return str(model_dir)
 
 
 def sse_data(text: str) -> list[Any]:
