@@ -4,7 +4,7 @@
 
 One fresh server per victim. *Orphans* are processes of the server that still run 5 s after the
 kill and do not belong to a server that lives. *Ready again* is the time from the kill until
-every process is back and /readyz says yes.
+every process is back and a new one-token request has been answered, among the others.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import httpx
 import psutil
 from server import Server, running_server
-from streams import Outcome, StreamLoad
+from streams import Outcome, StreamLoad, stream_once
 
+PROMPT = "Tell me a story about Mira and the brass lantern."
 READY_TIMEOUT_S = 120.0
 ORPHAN_AFTER_S = 5.0
 
@@ -41,7 +41,7 @@ def kill_while_streaming(victim: str, num_streams: int, flags: list[str]) -> Fau
     """Start a server, load it, kill one process, and watch."""
     with running_server(flags) as server:
         before = server.tree()
-        messages = [{"role": "user", "content": "Tell me a story."}]
+        messages = [{"role": "user", "content": PROMPT}]
         body = {"model": server.model, "messages": messages, "max_tokens": 400}
         with StreamLoad(server.url, body, num_streams) as load:
             load.wait_all_streaming()
@@ -49,7 +49,7 @@ def kill_while_streaming(victim: str, num_streams: int, flags: list[str]) -> Fau
             before[victim].kill()
             ready_again_s = None
             if victim != "supervisor":
-                ready_again_s = _wait_ready(server, before, killed_s)
+                ready_again_s = _wait_ready(server, body, before[victim], len(before))
             load.stop()
         time.sleep(max(0.0, killed_s + ORPHAN_AFTER_S - time.monotonic()))
         num_orphans = _count_orphans(server, before, victim)
@@ -64,20 +64,19 @@ def kill_while_streaming(victim: str, num_streams: int, flags: list[str]) -> Fau
     )
 
 
-def _wait_ready(server: Server, before: dict[str, psutil.Process], killed_s: float) -> float | None:
-    while time.monotonic() < killed_s + READY_TIMEOUT_S:
-        if server.tree().keys() == before.keys() and _answers(server.url):
-            return time.monotonic() - killed_s
+def _wait_ready(
+    server: Server, body: dict[str, Any], victim: psutil.Process, num_processes: int
+) -> float | None:
+    """Return the seconds from now until all processes are back and a request is answered."""
+    start_s = time.monotonic()
+    while time.monotonic() < start_s + READY_TIMEOUT_S:
+        pids = {process.pid for process in server.tree().values()}
+        if victim.pid not in pids and len(pids) == num_processes:
+            probe = stream_once(server.url, body | {"max_tokens": 1})
+            if probe.outcome is Outcome.WHOLE:
+                return time.monotonic() - start_s
         time.sleep(0.01)
     return None
-
-
-def _answers(url: str) -> bool:
-    try:
-        with httpx.Client(verify=False, trust_env=False, timeout=5.0) as client:
-            return client.get(f"{url}/readyz").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def _count_orphans(server: Server, before: dict[str, psutil.Process], victim: str) -> int:

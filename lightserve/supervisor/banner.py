@@ -9,7 +9,7 @@ from lightserve.config import ServeConfig
 
 READY_PREFIX = "lightserve: ready on "
 
-_PROMPT = "Tell me a story."
+_PROMPT = "Tell me a story about Mira and the brass lantern."
 
 
 def print_banner(config: ServeConfig, port: int) -> None:

@@ -18,7 +18,7 @@ from support.processes import wait_for, wait_gone
 from bench.streams import Outcome, StreamLoad, StreamResult, stream_once
 
 NUM_STREAMS = 8
-LONG = "Tell me a story."
+LONG = "Tell me a story about Mira and the brass lantern."
 
 
 @pytest.fixture(scope="module")
