@@ -188,6 +188,12 @@ STATUS = {
     ErrorCode.NON_FINITE_LOGITS: 500,
     ErrorCode.TOO_LARGE: 400,
 }
+TYPES = {
+    400: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
 
 
 @pytest.mark.parametrize("error", ErrorCode)
@@ -198,6 +204,7 @@ def test_an_error_before_the_first_text_is_a_status(
     response = asyncio.run(_post(_fails(error, after=[]), path, body))
     assert response.status_code == STATUS[error]
     assert response.json()["error"]["message"]
+    assert response.json()["error"]["type"] == TYPES[STATUS[error]]
     assert ("retry-after" in response.headers) == (STATUS[error] in (429, 503))
 
 
