@@ -64,7 +64,7 @@ class Codec(Generic[SendT, RecvT]):
 
 
 def check_peer_name(name: str) -> str:
-    """Return `name` if it may name a peer ("router", "worker-0", "worker-0-3"), else raise ValueError."""
+    """Return `name` if it may name a peer, such as "router" or "worker-0"; else ValueError."""
     if _PEER_NAME.fullmatch(name) is None:
         raise ValueError(f"not a peer name: {name!r}")
     return name
