@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
+import zmq
 from support.live_server import LiveServer
+
+from bench.streams import Outcome, stream_once
+from lightserve.channels.codec import VERSION_BYTE
+from lightserve.messages.common import MAX_FRAME_BYTES
+from lightserve.messages.frontend_router import Abort
+from lightserve.types import RequestId
 
 MAX_LIGHT_RSS_BYTES = 150 * 1024 * 1024
 LIGHT = ("supervisor", "frontend-0", "router-0")
@@ -120,3 +129,27 @@ def test_descriptors_are_not_shared(server: LiveServer) -> None:
 
 def _stdin(process: psutil.Process) -> Path:
     return Path(f"/proc/{process.pid}/fd/0").readlink()
+
+
+def test_garbage_on_every_socket_changes_nothing(server: LiveServer) -> None:
+    """Noise, broken versions of valid frames and strangers' names, on all three hubs (S1)."""
+    pids = server.pids()
+    chance = random.Random(7)
+    valid = VERSION_BYTE + msgspec.msgpack.encode(Abort(request_id=RequestId(1)))
+    (run_dir,) = server.run_parent.iterdir()
+    for path in filter(Path.is_socket, run_dir.iterdir()):
+        for name in (b"frontend-9", b"worker-9", b"router", b"\xff\x00"):
+            with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+                peer.setsockopt(zmq.IDENTITY, name)
+                peer.setsockopt(zmq.LINGER, 5000)
+                peer.connect(f"ipc://{path}")
+                for _ in range(50):
+                    at = chance.randrange(len(valid))
+                    peer.send(chance.randbytes(chance.randrange(200)))
+                    peer.send(valid[:at] + bytes([valid[at] ^ 0x55]) + valid[at + 1 :])
+                    peer.send_multipart([valid, b"two parts"])
+                peer.send(bytes(MAX_FRAME_BYTES + 1))
+    assert server.is_ready()
+    body = {"model": server.model, "messages": [{"role": "user", "content": "Hello."}]}
+    assert stream_once(server.url, {**body, "max_tokens": 5}).outcome is Outcome.WHOLE
+    assert server.pids() == pids
