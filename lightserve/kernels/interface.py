@@ -8,8 +8,9 @@ who owns a slot and in which direction it grows is invisible to them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -43,6 +44,8 @@ class AttentionBatch:
     """Number of new tokens of each row, >= 1, on the host."""
     host_context_lens: tuple[int, ...]
     """`context_lens` on the host."""
+    prepared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    """What kernels work out from the fields above in the first layer and reuse in the others."""
 
 
 class Kernels(Protocol):
@@ -50,8 +53,21 @@ class Kernels(Protocol):
 
     name: str
 
+    def pack_weight(self, weight: Tensor) -> Tensor:
+        """Return `weight` [M, K] in the form that `linear` is fastest with.
+
+        Called once per weight. The result may be opaque: it has shape [M, K] and serves `linear`
+        alone. It may also be `weight` itself; the caller keeps nothing but the result.
+
+        Raises:
+            StartupError: these kernels cannot keep their promise on this machine.
+        """
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x @ weight.T + bias; x [N, K], weight [M, K], bias [M] -> [N, M]."""
+        """Return x @ weight.T + bias; x [N, K], weight [M, K], bias [M] -> [N, M].
+
+        `weight` is what `pack_weight` returned.
+        """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise the last dimension in float32; x [..., K], weight [K] -> as x."""

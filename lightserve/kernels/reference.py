@@ -17,6 +17,10 @@ class ReferenceKernels:
 
     name = "reference"
 
+    def pack_weight(self, weight: Tensor) -> Tensor:
+        """See `Kernels.pack_weight`: as it is."""
+        return weight
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.linear`."""
         product = x.float() @ weight.float().T

@@ -9,15 +9,20 @@ from lightserve.models.kv_layout import KVLayout
 
 
 class KVPool:
-    """Keys and values of `num_slots` tokens; pages are touched only when they are written."""
+    """Keys and values of `num_slots` tokens; pages are touched only when they are written.
+
+    In memory a head's tokens lie together, [num_kv_heads, num_slots, head_dim]: what attention
+    gathers is then in the order in which it multiplies, and consecutive slots need no gather.
+    """
 
     def __init__(self, layout: KVLayout, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
         self.k: list[Tensor] = []
-        """One [num_slots, num_kv_heads, head_dim] per layer."""
+        """One view [num_slots, num_kv_heads, head_dim] per layer."""
         self.v: list[Tensor] = []
         for group in layout.groups:
-            shape = (2, group.num_layers, num_slots, group.num_kv_heads, group.head_dim)
+            shape = (2, group.num_layers, group.num_kv_heads, num_slots, group.head_dim)
             pool = torch.empty(shape, dtype=getattr(torch, group.dtype), device=device)
+            pool = pool.transpose(2, 3)
             self.k.extend(pool[0])
             self.v.extend(pool[1])

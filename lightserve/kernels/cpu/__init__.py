@@ -1,1 +1,1 @@
-"""Kernels for CPUs, made of torch operations."""
+"""CPU kernels in torch operations."""

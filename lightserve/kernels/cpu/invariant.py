@@ -1,28 +1,42 @@
 """Kernels whose every row is computed in the same way whatever stands beside it (contract N2).
 
 Floating-point sums depend on the order of their terms, and a library picks that order by the
-shape of the whole problem. So every problem here has one shape, however large the batch:
-linears run in tiles of `ROW_TILE` rows, attention in tiles of `QUERY_TILE` queries by
-`KV_BLOCK` keys, and the blocks are added up one after the other. Masked keys contribute exact
-zeros. Measured on torch's CPU build in float32: a row's result does not depend on its place in
-a tile, nor a tile's on how many there are; `F.silu` does depend on where its vector ends, so it
-is written out.
+shape of the whole problem. So the shape of the problem in which a token is computed is a function
+of the token's position alone, never of the batch or of the chunk:
+
+- linears run in tiles of `ROW_TILE` rows;
+- queries run in tiles of `QUERY_TILE` that begin at multiples of it, against all keys up to the
+  next multiple of `KV_BLOCK`. Masked keys have a weight of exactly zero.
+
+Measured on torch's CPU build in float32: a row's product does not depend on its place in a tile
+(`pack_weight` checks it for each weight), nor a batched product on the size of the batch; norms,
+exp and softmax do not depend on their neighbours. `F.linear` of 1, 2, 3 or 7 rows differs from
+that of 16, and `F.silu` depends on where its vector ends, so it is written out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightserve.errors import StartupError
+from lightserve.kernels.cpu import packed
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.interface import AttentionBatch
 
-ROW_TILE = 32
+ROW_TILE = 16
 QUERY_TILE = 16
 KV_BLOCK = 64
+GROUP_TOKENS = 8192
+"""Most keys gathered at once, unless one tile has more."""
+
+IntArray = npt.NDArray[np.int64]
 
 
 class InvariantKernels(TorchKernels):
@@ -30,22 +44,32 @@ class InvariantKernels(TorchKernels):
 
     name = "torch-batch-invariant"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._tiles_of: AttentionBatch | None = None
-        self._tiles: dict[int | None, _Tiles] = {}
+    def pack_weight(self, weight: Tensor) -> Tensor:
+        """See `Kernels.pack_weight`."""
+        result = packed.pack(weight)
+        rows = torch.linspace(-1.0, 1.0, weight.shape[1]).to(weight.dtype).expand(ROW_TILE, -1)
+        products = packed.linear(rows, result, None)
+        if not bool((products == products[0]).all()):
+            raise StartupError(
+                "--batch-invariant is not possible on this machine: with a weight of shape"
+                f" {list(weight.shape)} a row's product depends on its place in the batch"
+            )
+        return result
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.linear`."""
         num_rows = x.shape[0]
         padded = F.pad(x, (0, 0, 0, -num_rows % ROW_TILE))
-        tiles = [F.linear(tile, weight, bias) for tile in torch.split(padded, ROW_TILE)]
-        return torch.cat(tiles)[:num_rows] if tiles else F.linear(x, weight, bias)
+        out = x.new_empty(padded.shape[0], weight.shape[0])
+        for start in range(0, num_rows, ROW_TILE):
+            tile = slice(start, start + ROW_TILE)
+            out[tile] = packed.linear(padded[tile], weight, bias)
+        return out[:num_rows]
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `Kernels.silu_and_mul`."""
         gate, up = gate_up.chunk(2, dim=-1)
-        return gate / (1.0 + torch.exp(-gate)) * up
+        return gate / torch.exp(-gate).add_(1.0) * up
 
     def attention(
         self,
@@ -58,91 +82,131 @@ class InvariantKernels(TorchKernels):
         sliding_window: int | None,
     ) -> Tensor:
         """See `Kernels.attention`."""
-        if self._tiles_of is not batch:
-            self._tiles_of, self._tiles = batch, {}
-        if sliding_window not in self._tiles:
-            self._tiles[sliding_window] = _tile(batch, sliding_window)
-        return _attend(q, k_pool, v_pool, self._tiles[sliding_window], scale)
+        key = (InvariantKernels, sliding_window)
+        groups: list[_TileGroup] | None = batch.prepared.get(key)
+        if groups is None:
+            groups = batch.prepared[key] = list(_tile_groups(batch, sliding_window))
+        out = torch.empty_like(q)
+        for group in groups:
+            heads = _attend(q[group.tokens], k_pool, v_pool, group, scale)
+            out[group.tokens[group.is_real]] = heads[group.is_real]
+        return out
 
 
-@dataclass(frozen=True)
-class _Tiles:
-    """P tiles of queries, each of one row, against NB blocks of keys."""
+@dataclass(frozen=True, eq=False)
+class _TileGroup:
+    """P tiles of queries, each of one row, against equally many keys."""
 
-    queries: Tensor
-    """int64 [P, QUERY_TILE], index of each query token; padding repeats a token."""
-    slots: Tensor
-    """int64 [P, NB * KV_BLOCK]; padding repeats a slot of the same row."""
-    hidden: Tensor
-    """bool [P, QUERY_TILE, NB * KV_BLOCK], keys that a query does not see."""
+    tokens: Tensor
+    """int64 [P, QUERY_TILE], index of each query token; padding repeats one."""
     is_real: Tensor
     """bool [P, QUERY_TILE], False for padding."""
+    slots: Tensor
+    """int32 [P * length]; padding repeats a slot of the same row."""
+    hidden: Tensor
+    """bool [P, QUERY_TILE, 1, length], keys that a query does not see."""
 
 
-def _tile(batch: AttentionBatch, sliding_window: int | None) -> _Tiles:
-    starts = [
-        (row, token, min(QUERY_TILE, q_len - offset), context_len - q_len + offset)
-        for row, q_len, context_len, begin in zip(
-            batch.host_rows,
-            batch.host_q_lens,
-            batch.host_context_lens,
-            batch.cu_seqlens_q.tolist()[:-1],
-            strict=True,
-        )
-        for offset in range(0, q_len, QUERY_TILE)
-        for token in [begin + offset]
-    ]
-    rows, tokens, counts, positions = (torch.tensor(column) for column in zip(*starts, strict=True))
-    lane = torch.arange(QUERY_TILE)
-    is_real = lane < counts[:, None]
-    lane = torch.where(is_real, lane, 0)
-    query_positions = positions[:, None] + lane
-    longest = int((positions + counts).max())
-    keys = torch.arange(longest + -longest % KV_BLOCK)
-    hidden = keys > query_positions[..., None]
+@dataclass(frozen=True, eq=False)
+class _Tiles:
+    """All tiles of a pass, int64 [P] each. Positions are in the sequence."""
+
+    row: IntArray
+    """Row of req_to_slot."""
+    token: IntArray
+    """Index of the first real query among the pass's tokens."""
+    first: IntArray
+    """Position of the first real query."""
+    last: IntArray
+    """Position of the last real query."""
+
+    def __getitem__(self, index: IntArray) -> _Tiles:
+        return _Tiles(self.row[index], self.token[index], self.first[index], self.last[index])
+
+
+def _tiles(batch: AttentionBatch) -> _Tiles:
+    """Cut every row's queries at multiples of QUERY_TILE."""
+    q_lens = np.array(batch.host_q_lens, dtype=np.int64)
+    ends = np.array(batch.host_context_lens, dtype=np.int64)
+    starts = ends - q_lens
+    num_tiles = (ends - 1) // QUERY_TILE - starts // QUERY_TILE + 1
+    owner = np.repeat(np.arange(len(ends)), num_tiles)
+    number = np.arange(len(owner)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    begin = (starts[owner] // QUERY_TILE + number) * QUERY_TILE
+    first = np.maximum(begin, starts[owner])
+    return _Tiles(
+        row=np.array(batch.host_rows, dtype=np.int64)[owner],
+        token=(np.cumsum(q_lens) - q_lens)[owner] + first - starts[owner],
+        first=first,
+        last=np.minimum(begin + QUERY_TILE, ends[owner]) - 1,
+    )
+
+
+def _tile_groups(batch: AttentionBatch, sliding_window: int | None) -> Iterator[_TileGroup]:
+    """Put tiles with equally many keys together, within GROUP_TOKENS."""
+    tiles = _tiles(batch)
+    begin = tiles.first // QUERY_TILE * QUERY_TILE
+    end = _round_up(begin + QUERY_TILE)
+    start = np.zeros_like(begin)
     if sliding_window is not None:
-        hidden |= keys <= query_positions[..., None] - sliding_window
-    known = torch.minimum(keys, (positions + counts - 1)[:, None])
-    slots = batch.req_to_slot[rows[:, None], known].long()
-    return _Tiles(tokens[:, None] + lane, slots, hidden, is_real)
+        start = np.maximum(0, begin + 1 - sliding_window) // KV_BLOCK * KV_BLOCK
+    lengths = end - start
+    for length in np.unique(lengths):
+        members = np.flatnonzero(lengths == length)
+        size = max(1, GROUP_TOKENS // int(length))
+        for offset in range(0, len(members), size):
+            some = members[offset : offset + size]
+            yield _group(batch, tiles[some], start[some], int(length), sliding_window)
 
 
-def _attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, tiles: _Tiles, scale: float) -> Tensor:
-    num_tiles, num_keys = tiles.slots.shape
-    num_blocks = num_keys // KV_BLOCK
-    num_kv_heads, head_dim = k_pool.shape[1:]
-    group = q.shape[1] // num_kv_heads
-    lanes = QUERY_TILE * group
-
-    def blocks(pool: Tensor) -> Tensor:
-        """Gather a pool as [P * NB * Hkv, KV_BLOCK, D]."""
-        gathered = pool.index_select(0, tiles.slots.view(-1))
-        split = gathered.view(num_tiles * num_blocks, KV_BLOCK, num_kv_heads, head_dim)
-        return split.transpose(1, 2).reshape(-1, KV_BLOCK, head_dim)
-
-    # [P, QUERY_TILE, Hkv, group, D] -> [P, NB, Hkv, QUERY_TILE * group, D]
-    queries = q[tiles.queries].view(num_tiles, QUERY_TILE, num_kv_heads, group, head_dim)
-    queries = queries.transpose(1, 2).reshape(num_tiles, 1, num_kv_heads, lanes, head_dim)
-    queries = queries.expand(-1, num_blocks, -1, -1, -1).reshape(-1, lanes, head_dim)
-    scores = torch.bmm(queries, blocks(k_pool).transpose(1, 2)).mul_(scale)
-    scores = scores.view(num_tiles, num_blocks, num_kv_heads, QUERY_TILE, group, KV_BLOCK)
-    hidden = tiles.hidden.view(num_tiles, QUERY_TILE, num_blocks, KV_BLOCK).transpose(1, 2)
-    scores.masked_fill_(hidden[:, :, None, :, None], -torch.inf)
-    peak = scores.amax(dim=(1, 5), keepdim=True)
-    weights = torch.exp(scores.sub_(peak))
-    totals = weights.sum(dim=-1)  # [P, NB, Hkv, QUERY_TILE, group]
-    parts = torch.bmm(weights.view(-1, lanes, KV_BLOCK), blocks(v_pool))
-    parts = parts.view(num_tiles, num_blocks, num_kv_heads, QUERY_TILE, group, head_dim)
-    heads = _add_blocks(parts) / _add_blocks(totals)[..., None]
-    heads = heads.transpose(1, 2).reshape(num_tiles, QUERY_TILE, q.shape[1], head_dim)
-    out = torch.empty_like(q)
-    out[tiles.queries[tiles.is_real]] = heads[tiles.is_real]
-    return out
+def _group(
+    batch: AttentionBatch,
+    tiles: _Tiles,
+    start: IntArray,
+    length: int,
+    sliding_window: int | None,
+) -> _TileGroup:
+    lane = tiles.first[:, None] // QUERY_TILE * QUERY_TILE + np.arange(QUERY_TILE)
+    query = np.clip(lane, tiles.first[:, None], tiles.last[:, None])
+    key = start[:, None] + np.arange(length)
+    hidden = key[:, None] > query[..., None]
+    lowest = np.zeros_like(tiles.first)
+    if sliding_window is not None:
+        hidden |= key[:, None] <= query[..., None] - sliding_window
+        lowest = np.maximum(0, tiles.first + 1 - sliding_window)
+    # Only slots that a real query sees are read: the others may hold anything.
+    known = np.clip(key, lowest[:, None], tiles.last[:, None])
+    slots = batch.req_to_slot.numpy()[tiles.row[:, None], known]
+    return _TileGroup(
+        tokens=torch.from_numpy(tiles.token[:, None] + query - tiles.first[:, None]),
+        is_real=torch.from_numpy(query == lane),
+        slots=torch.from_numpy(slots.reshape(-1)),
+        hidden=torch.from_numpy(hidden[:, :, None]),
+    )
 
 
-def _add_blocks(parts: Tensor) -> Tensor:
-    """Sum over dimension 1 in order, so that trailing zeros change nothing."""
-    total = parts[:, 0].clone()
-    for block in range(1, parts.shape[1]):
-        total += parts[:, block]
-    return total
+def _attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, group: _TileGroup, scale: float) -> Tensor:
+    """Attend q [P, QUERY_TILE, Hq, D] -> the same shape."""
+    num_tiles, _, num_heads, head_dim = q.shape
+    num_kv_heads, length = k_pool.shape[1], group.hidden.shape[-1]
+    size = num_heads // num_kv_heads
+
+    def gather(pool: Tensor) -> Tensor:
+        """Return [Hkv * P, length, D]."""
+        read = pool.transpose(0, 1).index_select(1, group.slots)
+        return read.view(num_kv_heads * num_tiles, length, head_dim)
+
+    lanes = q.view(num_tiles, QUERY_TILE, num_kv_heads, size, head_dim).permute(2, 0, 1, 3, 4)
+    queries = (lanes * scale).reshape(num_kv_heads * num_tiles, QUERY_TILE * size, head_dim)
+    scores = torch.bmm(queries, gather(k_pool).mT)
+    scores.view(num_kv_heads, num_tiles, QUERY_TILE, size, length).masked_fill_(
+        group.hidden, float("-inf")
+    )
+    heads = torch.bmm(scores.softmax(dim=-1), gather(v_pool))
+    heads = heads.view(num_kv_heads, num_tiles, QUERY_TILE, size, head_dim)
+    return heads.permute(1, 2, 0, 3, 4).reshape(q.shape)
+
+
+def _round_up(value: IntArray) -> IntArray:
+    result: IntArray = -(-value // KV_BLOCK) * KV_BLOCK
+    return result

@@ -1,157 +1,187 @@
-"""The index work of one step, done once for all layers.
+"""What attention has to read in one pass, worked out once and used by every layer.
 
-Decodes of like context length go together, padded to the longest; a prefill chunk goes alone.
-Slots that happen to be contiguous are read in place instead of being gathered.
+Rows with one new token (decodes) are taken together in groups of similar length: each group is
+one gather and two batched products, padded to its longest row. Rows with more new tokens
+(prefill chunks) go one by one. How rows are grouped depends on their lengths alone and never on
+their slots, so that moving KV to other slots changes no bit of the result.
+
+    decode group, B rows:   slots [B, length]   s s s s s s
+                                                s s s s f f     f: the row's first slot again,
+                                                s s s f f f        hidden by the mask
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
 
-MAX_PADDING = 1.25
-"""A group's longest context may be this many times its shortest."""
-PADDING_FLOOR = 32
-"""Contexts up to this length always go together."""
+PADDING_SHARE = 0.25
+"""A decode joins a group while its own padding stays below this share of the group's length."""
+PADDING_TOKENS = 16
+"""…or below this many tokens."""
+GROUP_TOKENS = 4096
+"""Most gathered tokens of a group with several rows: keys and values should stay in the cache."""
+
+SlotArray = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True)
-class DecodeGroup:
-    """Rows with one query each, attended in one call."""
+@dataclass(frozen=True, eq=False)
+class KVSource:
+    """Where the keys and values of one piece of work are."""
 
-    tokens: slice | Tensor
-    """Their queries: a slice, or int64 [B]."""
+    length: int
+    """Tokens per row."""
+    start: int
+    """First slot if all are consecutive, otherwise -1."""
     slots: Tensor
-    """int64 [B * C]; padding repeats a slot of its own row."""
-    shape: tuple[int, int]
-    """(B, C)."""
+    """int32 [rows * length]."""
+
+    def read(self, pool: Tensor) -> Tensor:
+        """Return [Hkv, rows * length, D] of a pool [S, Hkv, D]: a view where possible."""
+        heads_first = pool.transpose(0, 1)
+        if self.start >= 0:
+            return heads_first.narrow(1, self.start, self.slots.shape[0])
+        return heads_first.index_select(1, self.slots)
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeGroup:
+    """Rows of one new token each."""
+
+    tokens: Tensor | None
+    """int64 [B], the rows' places among the T tokens; None: all of them, in order."""
+    source: KVSource
     mask: Tensor | None
-    """[B, 1, 1, C] added to the scores; None without padding."""
-    run: slice | None
-    """The slots as a range of the pool, where they are one (B = 1)."""
-
-    def gather(self, pool: Tensor) -> Tensor:
-        """Return the group's part of a pool [S, H, D] as [B, C, H, D]."""
-        if self.run is not None:
-            return pool[self.run][None]
-        return pool.index_select(0, self.slots).view(*self.shape, *pool.shape[1:])
+    """float32 [B, 1, length], 0 or -inf; None: no row is padded."""
+    num_rows: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PrefillRow:
-    """One row with several queries."""
+    """A row of several new tokens."""
 
     tokens: slice
-    slots: Tensor
-    """int64 [C]: the slots that any of its queries sees."""
+    """Its places among the T tokens."""
+    source: KVSource
     mask: Tensor | None
-    """[N, C] added to the scores; None where plain causal masking of equal lengths is meant."""
-    run: slice | None
-
-    def gather(self, pool: Tensor) -> Tensor:
-        """Return the row's part of a pool [S, H, D] as [C, H, D]."""
-        return pool[self.run] if self.run is not None else pool.index_select(0, self.slots)
+    """bool [q_len, length], True: seen; None: plain causal, q_len = length."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """What one kind of layer does in one step."""
+    """All of a pass."""
 
-    decodes: tuple[DecodeGroup, ...]
-    prefills: tuple[PrefillRow, ...]
+    decodes: list[DecodeGroup]
+    prefills: list[PrefillRow]
 
-    @staticmethod
-    def of(batch: AttentionBatch, sliding_window: int | None, dtype: torch.dtype) -> AttentionPlan:
-        """Plan a batch for layers with this window and queries of this type."""
-        window = batch.req_to_slot.shape[1] if sliding_window is None else sliding_window
-        begins = batch.cu_seqlens_q.tolist()
-        rows = [
-            _Row(*row)
-            for row in zip(
-                batch.host_rows,
-                begins[:-1],
-                batch.host_q_lens,
-                batch.host_context_lens,
-                strict=True,
-            )
-        ]
-        groups = _by_length([row for row in rows if row.q_len == 1], window)
-        return AttentionPlan(
-            tuple(_decode_group(batch, members, window, dtype) for members in groups),
-            tuple(_prefill_row(batch, row, window, dtype) for row in rows if row.q_len > 1),
+
+def attention_plan(batch: AttentionBatch, sliding_window: int | None) -> AttentionPlan:
+    """Return the pass's plan for layers with this window; built in the first such layer."""
+    key = (AttentionPlan, sliding_window)
+    plan: AttentionPlan | None = batch.prepared.get(key)
+    if plan is None:
+        plan = batch.prepared[key] = _build(batch, sliding_window)
+    return plan
+
+
+def _build(batch: AttentionBatch, sliding_window: int | None) -> AttentionPlan:
+    table: SlotArray = batch.req_to_slot.numpy()
+    rows = np.array(batch.host_rows)
+    q_lens = np.array(batch.host_q_lens)
+    context_lens = np.array(batch.host_context_lens)
+    token_starts = np.cumsum(q_lens) - q_lens
+    firsts = np.zeros_like(context_lens)
+    if sliding_window is not None:
+        firsts = np.maximum(0, context_lens - q_lens + 1 - sliding_window)
+    decodes = [
+        _decode_group(table, rows[some], firsts[some], context_lens[some], token_starts[some])
+        for some in _groups(np.flatnonzero(q_lens == 1), context_lens - firsts)
+    ]
+    if len(decodes) == 1 and len(rows) == decodes[0].num_rows:
+        tokens = decodes[0].tokens
+        assert tokens is not None
+        if bool((tokens == torch.arange(len(rows))).all()):
+            only = decodes[0]
+            decodes = [DecodeGroup(None, only.source, only.mask, only.num_rows)]
+    prefills = [
+        _prefill_row(
+            table[rows[i], firsts[i] : context_lens[i]],
+            int(token_starts[i]),
+            int(q_lens[i]),
+            sliding_window,
         )
+        for i in np.flatnonzero(q_lens > 1)
+    ]
+    return AttentionPlan(decodes, prefills)
 
 
-class _Row(NamedTuple):
-    table_row: int
-    """In req_to_slot."""
-    token: int
-    """Its first query."""
-    q_len: int
-    context_len: int
+def _groups(
+    candidates: npt.NDArray[np.intp], lengths: npt.NDArray[np.int64]
+) -> Iterator[npt.NDArray[np.intp]]:
+    """Split decode rows into groups of similar length, each in the batch's order."""
+    if candidates.size == 0:
+        return
+    longest_first = candidates[np.argsort(-lengths[candidates], kind="stable")]
+    begin = 0
+    for end in range(1, len(longest_first) + 1):
+        if end < len(longest_first) and _fits(
+            int(lengths[longest_first[begin]]), int(lengths[longest_first[end]]), end - begin + 1
+        ):
+            continue
+        yield np.sort(longest_first[begin:end])
+        begin = end
 
 
-def _by_length(rows: list[_Row], window: int) -> list[list[_Row]]:
-    """Split decodes into groups of like length; each group in the order of the batch."""
-    groups: list[list[_Row]] = []
-    limit = 0.0
-    for row in sorted(rows, key=lambda row: row.context_len):
-        num_seen = min(row.context_len, window)
-        if not groups or num_seen > limit:
-            groups.append([])
-            limit = max(PADDING_FLOOR, MAX_PADDING * num_seen)
-        groups[-1].append(row)
-    return [sorted(group, key=lambda row: row.token) for group in groups]
-
-
-def _decode_group(
-    batch: AttentionBatch, rows: list[_Row], window: int, dtype: torch.dtype
-) -> DecodeGroup:
-    ends = torch.tensor([row.context_len for row in rows])
-    num_seen = ends.clamp(max=window)
-    longest = int(num_seen.max())
-    columns = torch.arange(longest)
-    is_padding = columns >= num_seen[:, None]
-    positions = (ends - num_seen)[:, None] + columns.masked_fill(is_padding, 0)
-    table_rows = torch.tensor([row.table_row for row in rows])
-    slots = batch.req_to_slot[table_rows[:, None], positions].long().view(-1)
-    mask = _score_mask(is_padding, dtype)[:, None, None] if bool(is_padding.any()) else None
-    tokens = [row.token for row in rows]
-    is_range = tokens[-1] - tokens[0] == len(tokens) - 1
-    return DecodeGroup(
-        tokens=slice(tokens[0], tokens[-1] + 1) if is_range else torch.tensor(tokens),
-        slots=slots,
-        shape=(len(rows), longest),
-        mask=mask,
-        run=_run(slots) if len(rows) == 1 else None,
+def _fits(group_len: int, length: int, num_rows: int) -> bool:
+    padding = group_len - length
+    return num_rows * group_len <= GROUP_TOKENS and (
+        padding <= PADDING_TOKENS or padding <= PADDING_SHARE * group_len
     )
 
 
-def _prefill_row(batch: AttentionBatch, row: _Row, window: int, dtype: torch.dtype) -> PrefillRow:
-    first = row.context_len - row.q_len
-    first_seen = max(0, first - window + 1)
-    slots = batch.req_to_slot[row.table_row, first_seen : row.context_len].long()
+def _decode_group(
+    table: SlotArray,
+    rows: npt.NDArray[np.int64],
+    firsts: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    tokens: npt.NDArray[np.int64],
+) -> DecodeGroup:
+    lengths = ends - firsts
+    longest = int(lengths.max())
+    columns = np.arange(longest)
+    is_padding = columns >= lengths[:, None]
+    positions = firsts[:, None] + np.where(is_padding, 0, columns)
+    slots = table[rows[:, None], positions]
     mask = None
-    if first > 0 or window < row.context_len:
-        keys = torch.arange(first_seen, row.context_len)
-        queries = torch.arange(first, row.context_len)[:, None]
-        mask = _score_mask((keys > queries) | (keys <= queries - window), dtype)
-    return PrefillRow(slice(row.token, row.token + row.q_len), slots, mask, _run(slots))
+    if is_padding.any():
+        hidden = torch.from_numpy(is_padding)[:, None]
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+    return DecodeGroup(torch.from_numpy(tokens), _source(slots), mask, len(rows))
 
 
-def _score_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 0 where a key is seen and minus infinity where it is hidden."""
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)
+def _prefill_row(
+    slots: SlotArray, token_start: int, q_len: int, sliding_window: int | None
+) -> PrefillRow:
+    length = len(slots)
+    mask = None
+    if length > q_len or (sliding_window is not None and sliding_window < length):
+        k_positions = torch.arange(length)
+        q_positions = k_positions[length - q_len :, None]
+        mask = k_positions <= q_positions
+        if sliding_window is not None:
+            mask &= k_positions > q_positions - sliding_window
+    return PrefillRow(slice(token_start, token_start + q_len), _source(slots[None]), mask)
 
 
-def _run(slots: Tensor) -> slice | None:
-    """Return the slots as a range if they are one."""
-    first, count = int(slots[0]), slots.shape[0]
-    if int(slots[-1]) - first != count - 1 or not bool((slots.diff() == 1).all()):
-        return None
-    return slice(first, first + count)
+def _source(slots: SlotArray) -> KVSource:
+    """Return the source of slots [rows, length]."""
+    flat = np.ascontiguousarray(slots).reshape(-1)
+    is_run = len(slots) == 1 and bool((np.diff(flat) == 1).all())
+    return KVSource(slots.shape[1], int(flat[0]) if is_run else -1, torch.from_numpy(flat))

@@ -68,7 +68,7 @@ class UnquantizedLinear:
 
 
 class UnquantizedMethod:
-    """Weights as the checkpoint has them, in the model's dtype."""
+    """Weights as the checkpoint has them, in the model's dtype and the kernels' layout."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -88,6 +88,7 @@ class UnquantizedMethod:
             if shard.has_bias:
                 reader.read_into(bias[start:end], f"{shard.name}.bias", rows=shard.rows)
             start = end
+        weight = self._kernels.pack_weight(weight)
         return UnquantizedLinear(self._kernels, weight, bias if shards[0].has_bias else None)
 
 

@@ -55,22 +55,27 @@ class VocabEmbedding:
 
 
 class LMHead:
-    """Hidden states to logits on rank 0."""
+    """Hidden states to logits on rank 0.
+
+    Keeps its weight in the kernels' layout and not `weight` itself, which only the embedding of
+    a tied model goes on using.
+    """
 
     def __init__(self, weight: VocabWeight, tp: TensorParallel, kernels: Kernels) -> None:
-        self._weight = weight
+        self._weight = kernels.pack_weight(weight.tensor)
+        self._vocab_size = weight.vocab_size
+        self._device = weight.tensor.device
         self._tp = tp
         self._kernels = kernels
 
     def __call__(self, hidden: Tensor) -> Tensor | None:
         """Return float32 logits [L, vocab] on rank 0, None elsewhere; hidden [L, hidden]."""
-        local = self._kernels.linear(hidden, self._weight.tensor, None)
+        local = self._kernels.linear(hidden, self._weight, None)
         logits = self._tp.gather(local)
-        return None if logits is None else logits[:, : self._weight.vocab_size].float()
+        return None if logits is None else logits[:, : self._vocab_size].float()
 
     def no_logits(self) -> Tensor | None:
         """Return what a pass without wanted logits returns: [0, vocab], None beyond rank 0."""
         if self._tp.rank != 0:
             return None
-        weight = self._weight
-        return torch.empty(0, weight.vocab_size, dtype=torch.float32, device=weight.tensor.device)
+        return torch.empty(0, self._vocab_size, dtype=torch.float32, device=self._device)
