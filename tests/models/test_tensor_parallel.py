@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.model_runs import standard_sequences
+from support.model_runs import load_tiny, standard_sequences
 from support.parity import compare, compare_all
-from support.tiny_models import find_tiny_model, load_reference, write_tiny_model
+from support.tiny_models import TinyModel, find_tiny_model, load_reference, write_tiny_model
 from support.tp_run import Job, run_ranks
 
 from lightserve.errors import StartupError
+from lightserve.kernels.reference import ReferenceKernels
+from lightserve.models.layers.vocab import VocabWeight
+from lightserve.models.loader import SafetensorsReader
 from lightserve.models.parallel import Part, SingleRank, even_part, kv_head_part
+from lightserve.models.weight_files import LM_HEAD, find_weights
 from lightserve.worker.tensor_parallel import join_group
 
 FLOAT32_MODELS = (
@@ -93,6 +97,26 @@ def test_kv_heads_of_each_rank(
         group = num_heads // num_kv_heads
         for head in range(queries.start, queries.start + queries.size):
             assert part.start <= head // group < part.start + part.size
+
+
+def test_a_vocabulary_smaller_than_its_padding(tmp_path: Path) -> None:
+    """5 tokens on 4 ranks are 2 + 2 + 1 + 0."""
+    tiny = TinyModel("few-tokens", "Llama", {"vocab_size": 5, "num_key_value_heads": 4})
+    write_tiny_model(tiny, tmp_path)
+    for rank, num_ids in enumerate((2, 2, 1, 0)):
+        seen: list[int] = []
+        load_tiny(tmp_path, torch.float32, ReferenceKernels(), tp=Rank(rank, 4))
+        with SafetensorsReader(
+            find_weights(tmp_path),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            num_tensors=1,
+            progress=lambda num_read, _, seen=seen: seen.append(num_read),
+        ) as reader:
+            weight = VocabWeight(reader, Rank(rank, 4), LM_HEAD, vocab_size=5, hidden_size=64)
+        assert weight.num_ids == num_ids
+        assert len(seen) == min(num_ids, 1)
+        assert not weight.tensor[num_ids:].any()
 
 
 def test_one_rank_needs_no_group(tmp_path: Path) -> None:
