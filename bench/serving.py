@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 import httpx
+from openai import AsyncOpenAI
 from server import Server, loaded_libraries, running_server
 
 from lightserve.bundled.corpus import draw_exchange
@@ -34,9 +35,11 @@ def ttft_overhead(server: Server, num_requests: int = 100) -> dict[str, float]:
         for _ in range(num_requests):
             start_s = time.perf_counter()
             with client.stream("POST", "/v1/completions", json=body) as response:
-                next(response.iter_bytes())
+                chunks = response.iter_bytes()
+                next(chunks)
                 times_ms.append(1e3 * (time.perf_counter() - start_s))
-                response.read()
+                for _ in chunks:
+                    pass
     busy_s = server.health()["worker_busy_s"] - before["worker_busy_s"]
     in_worker_ms = 1e3 * busy_s / num_requests
     median_ms = statistics.median(times_ms)
@@ -84,8 +87,6 @@ async def _complete(client: Any, server: Server, prompt: str, seed: int) -> str:
 
 
 async def _streams(server: Server, width: int) -> list[str]:
-    from openai import AsyncOpenAI
-
     rng = random.Random(5)
     prompts = [draw_exchange(rng).prompt for _ in range(NUM_STREAMS)]
     gate = asyncio.Semaphore(width)

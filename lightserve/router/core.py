@@ -37,8 +37,8 @@ from lightserve.router.events import (
 )
 from lightserve.router.kv.slots import SlotPool
 from lightserve.router.output_lengths import OutputLengths
-from lightserve.router.pipeline import Pipeline
-from lightserve.router.plan_builder import build_plan
+from lightserve.router.pipeline import MAX_STEPS_IN_FLIGHT, Pipeline
+from lightserve.router.plan_builder import build_plan, num_samples
 from lightserve.router.policies.base import Policy, StepLimits
 from lightserve.router.preemption import Fit, fit_into_memory
 from lightserve.router.queues import RowTable, WaitingQueue
@@ -61,6 +61,10 @@ class CoreConfig:
     admission: AdmissionRule
     lengths: OutputLengths
     """Learns every finished request's length; the admission rule may read it."""
+    admission_limit: int | None = None
+    """Most output tokens that admission believes any request can reach (simulation of others)."""
+    max_steps_in_flight: int = MAX_STEPS_IN_FLIGHT
+    """1 plans every step on the results of all before it, as simulations of other systems do."""
 
 
 class RouterCore:
@@ -72,9 +76,10 @@ class RouterCore:
         self._waiting = WaitingQueue()
         self._rows = RowTable(config.max_num_seqs)
         self._slots: SlotPool | None = None
-        self._pipeline = Pipeline()
+        self._pipeline = Pipeline(max_steps_in_flight=config.max_steps_in_flight)
         self._num_arrivals = 0
         self.num_preemptions = 0
+        self.num_preempted_tokens = 0
 
     # ---------------------------------------------------------------- events
 
@@ -112,6 +117,9 @@ class RouterCore:
             arrival_s=now_s - submit.age_s,
             arrival_number=self._num_arrivals,
             prediction_key=(submit.request_class, submit.prediction_key),
+            admission_limit=min(
+                submit.max_tokens, self._config.admission_limit or submit.max_tokens
+            ),
         )
         self._num_arrivals += 1
         if request.key in self._requests or len(prompt) == 0 or submit.max_tokens < 1:
@@ -173,6 +181,7 @@ class RouterCore:
         return PlannedStep(
             plan=build_plan(self._pipeline.next_step_id, fit.allotments, self._rows, slots),
             allotments=fit.allotments,
+            num_samples=tuple(num_samples(*part) for part in fit.allotments),
             victims=fit.victims,
             planned_at_s=now_s,
             predicted_s=self._pipeline.cost.predict(fit.allotments),
@@ -185,7 +194,7 @@ class RouterCore:
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             num_free_rows=self._rows.num_free,
         )
-        running = [request for request in self._rows if request.state is RequestState.RUNNING]
+        running = self.running
         admission = self._config.admission.begin(
             list(self._rows), self._slots.num_slots, self._pipeline.next_step_id
         )
@@ -199,17 +208,19 @@ class RouterCore:
         self._pipeline.push(planned, now_s)
         slots = self._slots.acquire(sum(part.num_tokens for part in planned.allotments))
         offset = 0
-        for (request, num_tokens), row in zip(planned.allotments, planned.plan.rows, strict=True):
+        for (request, num_tokens), samples in zip(
+            planned.allotments, planned.num_samples, strict=True
+        ):
             if request.state is RequestState.WAITING:
-                self._waiting.remove(request)
+                self._waiting.admit(request)
                 self._rows.acquire(request)
                 request.state = RequestState.RUNNING
                 request.slots = np.empty(request.max_kv_tokens, dtype=np.int32)
-            assert request.row == row.row and request.slots is not None
+            assert request.slots is not None
             start = request.next_position
             request.slots[start : start + num_tokens] = slots[offset : offset + num_tokens]
             offset += num_tokens
-            request.num_inflight_samples += int(row.output)
+            request.num_inflight_samples += samples
             request.num_inflight_tokens += num_tokens
             request.num_inflight_steps += 1
 
@@ -217,6 +228,7 @@ class RouterCore:
         """Free the victims' KV; they keep their text and head the queue, in order of admission."""
         assert self._slots is not None
         for request in victims:
+            self.num_preempted_tokens += request.next_position
             self._slots.release(request.held_slots)
             self._rows.release(request)
             request.back_to_waiting()
@@ -234,15 +246,14 @@ class RouterCore:
         step = self._pipeline.pop(result, now_s)
         deltas = DeltaBatch()
         rows = iter(result.rows)
-        for (request, num_tokens), row in zip(step.allotments, step.plan.rows, strict=True):
-            samples = int(row.output)
+        for (request, num_tokens), samples in zip(step.allotments, step.num_samples, strict=True):
             request.num_inflight_samples -= samples
             request.num_inflight_tokens -= num_tokens
             request.num_inflight_steps -= 1
             request.num_computed_tokens += num_tokens
             row_result = next(rows, None) if samples else None
-            if samples and (row_result is None or row_result.row != row.row):
-                raise ProtocolError(f"step {result.step_id}: no result for row {row.row}")
+            if samples and (row_result is None or row_result.row != request.row):
+                raise ProtocolError(f"step {result.step_id}: no result for row {request.row}")
             if request.state is RequestState.ENDED:
                 self._release_if_idle(request)
             elif row_result is not None:
@@ -284,6 +295,16 @@ class RouterCore:
         self._rows.release(request)
 
     # ---------------------------------------------------------------- state for operators
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that hold rows and have not ended, in order of admission."""
+        return [request for request in self._rows if request.state is RequestState.RUNNING]
+
+    @property
+    def num_used_slots(self) -> int:
+        """Slots of the KV pool that somebody holds."""
+        return 0 if self._slots is None else self._slots.num_used
 
     def status(self, now_s: float) -> RouterStatus:
         """Return the pulse that frontends are told."""

@@ -56,6 +56,8 @@ class PlannedStep:
     plan: StepPlan
     allotments: tuple[Allotment, ...]
     """In the order of `plan.rows`."""
+    num_samples: tuple[int, ...]
+    """Tokens that each of them can yield at most."""
     victims: tuple[Request, ...]
     """Requests to preempt before the plan is sent; only ever with nothing in flight."""
     planned_at_s: float

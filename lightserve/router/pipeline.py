@@ -39,7 +39,8 @@ class _InFlight:
 class Pipeline:
     """Steps sent and not yet answered, in order; their timing; the cost model that learns it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_steps_in_flight: int = MAX_STEPS_IN_FLIGHT) -> None:
+        self._max_steps_in_flight = max_steps_in_flight
         self.cost = OnlineStepCost()
         self.next_step_id = StepId(0)
         self.num_finished = 0
@@ -58,7 +59,7 @@ class Pipeline:
         """Return when the next plan should leave (-inf: now), None: not before a result."""
         if not self._in_flight:
             return float("-inf")
-        if len(self._in_flight) >= MAX_STEPS_IN_FLIGHT:
+        if len(self._in_flight) >= self._max_steps_in_flight:
             return None
         running = self._in_flight[0]
         assert running.start_s is not None

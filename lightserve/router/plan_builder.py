@@ -8,7 +8,17 @@ from lightserve.messages.common import Int32Array, TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
 from lightserve.router.policies.base import Allotment
 from lightserve.router.queues import RowTable
+from lightserve.router.request import Request
 from lightserve.types import StepId
+
+
+def num_samples(request: Request, num_tokens: int) -> int:
+    """Return how many new tokens a request's next `num_tokens` tokens yield.
+
+    None before its last known token, one with it, and one more for each step that it runs on
+    by itself (simulated workers only).
+    """
+    return max(0, request.next_position + num_tokens - request.num_known_tokens + 1)
 
 
 def build_plan(
@@ -36,7 +46,6 @@ def build_plan(
         end = offset + 4 * num_tokens
         slot_ranges.append(SlotRange(row, start, all_slots[offset:end]))
         offset = end
-        samples = start + num_tokens == request.num_known_tokens
-        output = OutputKind.SAMPLE if samples else OutputKind.NONE
+        output = OutputKind.SAMPLE if num_samples(request, num_tokens) else OutputKind.NONE
         plan_rows.append(PlanRow(row, start, num_tokens, output))
     return StepPlan(step_id=step_id, sequences=sequences, slot_ranges=slot_ranges, rows=plan_rows)

@@ -42,7 +42,7 @@ def fit_into_memory(
         return Fit(tuple(allotments))
     decodes = [part for part in allotments if part.request.is_decoding]
     prompts = [part for part in allotments if not part.request.is_decoding]
-    num_left = num_free_slots - len(decodes)
+    num_left = num_free_slots - len(decodes)  # a run of several steps is cut to one
     if num_left >= 0 and decodes:
         return Fit(_keep_order(allotments, _trim(prompts, num_left)))
     trimmed = _trim(prompts, num_free_slots) if not decodes else ()

@@ -38,7 +38,7 @@ from lightserve.messages.supervision import (
     WorkersLost,
     WorkersStalled,
 )
-from lightserve.models.config import load_model_config
+from lightserve.models.config import load_model_config, resolve_context_len
 from lightserve.router.core import RouterCore
 from lightserve.router.events import (
     CoreEvent,
@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
     """Serve until killed: the supervisor ends the router last."""
     model = load_model_config(Path(spec.config.model))
-    max_model_len = spec.config.max_model_len or model.max_position_embeddings
+    max_model_len = resolve_context_len(spec.config.max_model_len, model)
     frontends: Hub[RouterMessage, FrontendMessage] = bind_hub(
         spec.frontends_address, send_type=RouterMessage, recv_type=FrontendMessage
     )

@@ -33,6 +33,14 @@ class WaitingQueue:
             self._requests[request.key] = request
             self._requests.move_to_end(request.key, last=False)
 
+    def admit(self, request: Request) -> None:
+        """Take a request out to run it; those before it have been overtaken."""
+        for waiting in self._requests.values():
+            if waiting is request:
+                break
+            waiting.num_overtaken += 1
+        self.remove(request)
+
     def remove(self, request: Request) -> None:
         """Take a request out. Raises KeyError if it is not waiting."""
         del self._requests[request.key]

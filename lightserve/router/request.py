@@ -52,6 +52,10 @@ class Request:
     prediction_key: Hashable = None
     """Requests with equal keys are expected to have outputs of like length."""
 
+    admission_limit: int = 0
+    """Output tokens that admission believes it can reach: `max_tokens` unless set."""
+    num_overtaken: int = 0
+    """Requests behind it in the queue that were admitted before it."""
     num_prompt_tokens: int = field(init=False)
     state: RequestState = RequestState.WAITING
     output_token_ids: list[int] = field(default_factory=list)
@@ -67,6 +71,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.admission_limit = self.admission_limit or self.max_tokens
 
     def back_to_waiting(self) -> None:
         """Lose row, KV and everything in flight; the known tokens are to be computed again."""

@@ -160,7 +160,7 @@ class TestPipeline:
     def step(self, pipeline: Pipeline, now_s: float, num_tokens: int = 4) -> PlannedStep:
         allotments = (Allotment(make_request(0, prompt=64), num_tokens),)
         plan = StepPlan(step_id=pipeline.next_step_id, sequences=[], slot_ranges=[], rows=[])
-        return PlannedStep(plan, allotments, (), now_s, pipeline.cost.predict(allotments))
+        return PlannedStep(plan, allotments, (1,), (), now_s, pipeline.cost.predict(allotments))
 
     def result(self, step_id: int, exec_s: float = 0.02, idle_s: float = 0.0) -> StepResult:
         return StepResult(

@@ -21,9 +21,9 @@ class ConservativeRound:
 
     def admit(self, request: Request) -> bool:
         """Admit if all reservations together fit into the pool."""
-        if self._num_reserved + request.max_kv_tokens > self._num_slots:
+        if self._num_reserved + _worst_case(request) > self._num_slots:
             return False
-        self._num_reserved += request.max_kv_tokens
+        self._num_reserved += _worst_case(request)
         return True
 
 
@@ -38,5 +38,10 @@ class ConservativeAdmission:
     ) -> ConservativeRound:
         """Start a round from the reservations of all requests that hold rows."""
         del step_id
-        reserved = sum(request.max_kv_tokens for request in live)
+        reserved = sum(map(_worst_case, live))
         return ConservativeRound(reserved, int(num_slots * self._overcommit))
+
+
+def _worst_case(request: Request) -> int:
+    """Slots it can come to hold; the last output token's KV is never written."""
+    return request.num_prompt_tokens + request.admission_limit - 1

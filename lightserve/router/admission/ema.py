@@ -34,7 +34,7 @@ class EmaAdmission:
 
         def sample(requests: Sequence[Request]) -> IntArray:
             count = len(requests)
-            max_tokens = np.fromiter((r.max_tokens for r in requests), np.int64, count)
+            max_tokens = np.fromiter((r.admission_limit for r in requests), np.int64, count)
             if is_busy:
                 return max_tokens[:, None]
             generated = np.fromiter(map(num_generated, requests), np.int64, count)

@@ -38,7 +38,7 @@ class PastFutureAdmission:
         def sample(requests: Sequence[Request]) -> IntArray:
             count = len(requests)
             generated = np.fromiter(map(num_generated, requests), np.int64, count)
-            max_tokens = np.fromiter((r.max_tokens for r in requests), np.int64, count)
+            max_tokens = np.fromiter((r.admission_limit for r in requests), np.int64, count)
             uniforms = rng.random((count, num_futures))
             keys = [request.prediction_key for request in requests]
             return self._lengths.sample(generated, max_tokens, uniforms, keys)

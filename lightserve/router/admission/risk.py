@@ -53,7 +53,7 @@ class RiskAdmission:
     def _sample(self, requests: Sequence[Request]) -> IntArray:
         count = len(requests)
         generated = np.fromiter(map(num_generated, requests), np.int64, count)
-        max_tokens = np.fromiter((request.max_tokens for request in requests), np.int64, count)
+        max_tokens = np.fromiter((r.admission_limit for r in requests), np.int64, count)
         numbers = np.fromiter((request.arrival_number for request in requests), np.int64, count)
         uniforms = self._uniforms[numbers % _TABLE_ROWS]
         keys = [request.prediction_key for request in requests]

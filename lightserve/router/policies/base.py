@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.request import Request
+from lightserve.types import RequestClass
 
 
 class Allotment(NamedTuple):
@@ -23,6 +24,32 @@ class StepLimits:
 
     max_num_batched_tokens: int
     num_free_rows: int
+
+
+LOOK_AHEAD = 8
+"""Best-effort requests that may be passed over in one step."""
+MAX_OVERTAKEN = 64
+"""A best-effort request that was overtaken this often holds up the queue (ageing)."""
+
+
+def admissible(waiting: Iterable[Request], admission: AdmissionRound) -> Iterator[Request]:
+    """Yield waiting requests that may start, in order, each already counted by `admission`.
+
+    A real-time request that may not start ends the search. A best-effort one may be passed
+    over: the order of batch work is free, and a smaller one behind it may fit now.
+    """
+    num_passed, may_overtake = 0, MAX_OVERTAKEN
+    for request in waiting:
+        if admission.admit(request):
+            yield request
+            may_overtake -= num_passed > 0
+        elif request.request_class is RequestClass.BE and num_passed < LOOK_AHEAD:
+            num_passed += 1
+            may_overtake = min(may_overtake, MAX_OVERTAKEN - request.num_overtaken)
+        else:
+            return
+        if may_overtake <= 0:
+            return
 
 
 class Policy(Protocol):

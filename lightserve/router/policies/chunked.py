@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.policies.base import Allotment, StepLimits
+from lightserve.router.policies.base import Allotment, StepLimits, admissible
 from lightserve.router.request import Request
 
 
@@ -41,11 +41,10 @@ class ChunkedPolicy:
             chosen.append(Allotment(request, chunk))
             budget -= chunk
         num_free_rows = limits.num_free_rows
-        for request in waiting:
-            if budget == 0 or num_free_rows == 0 or not admission.admit(request):
-                break
-            chunk = min(request.num_schedulable_tokens, budget)
-            chosen.append(Allotment(request, chunk))
+        newcomers = admissible(waiting, admission)
+        while budget > 0 and num_free_rows > 0 and (newcomer := next(newcomers, None)):
+            chunk = min(newcomer.num_schedulable_tokens, budget)
+            chosen.append(Allotment(newcomer, chunk))
             budget -= chunk
             num_free_rows -= 1
         return chosen

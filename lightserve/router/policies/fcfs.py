@@ -7,10 +7,10 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.policies.base import Allotment, StepLimits
+from lightserve.router.policies.base import Allotment, StepLimits, admissible
 from lightserve.router.request import Request
 
 
@@ -36,13 +36,21 @@ def _prompts(
     waiting: Iterable[Request], limits: StepLimits, admission: AdmissionRound
 ) -> list[Allotment]:
     chosen: list[Allotment] = []
-    budget = limits.max_num_batched_tokens
-    for request in waiting:
-        num_tokens = request.num_schedulable_tokens
-        if len(chosen) == limits.num_free_rows or (chosen and num_tokens > budget):
-            break
-        if not admission.admit(request):
-            break
-        chosen.append(Allotment(request, num_tokens))
-        budget -= num_tokens
+    newcomers = admissible(_within(waiting, limits, chosen), admission)
+    for request in newcomers:
+        chosen.append(Allotment(request, request.num_schedulable_tokens))
     return chosen
+
+
+def _within(
+    waiting: Iterable[Request], limits: StepLimits, chosen: Sequence[Allotment]
+) -> Iterator[Request]:
+    """Yield waiting requests until rows or budget end; the first may exceed the budget."""
+    for request in waiting:
+        num_chosen = sum(part.num_tokens for part in chosen)
+        num_tokens = num_chosen + request.num_schedulable_tokens
+        if len(chosen) == limits.num_free_rows:
+            return
+        if chosen and num_tokens > limits.max_num_batched_tokens:
+            return
+        yield request
