@@ -56,6 +56,8 @@ class OfflineConfig:
     num_warm_up: int = 0
     """Rows whose lengths are in the history before the rest runs."""
     paper_artifact: bool = False
+    steps_at_once: bool = True
+    """Whether the steps between two admissions of the artifact go into one plan."""
     seed: int = 0
     hardware: VirtualHardware = A100_LLAMA2_7B
 
@@ -105,8 +107,11 @@ class _Run:
             self._lengths.record(length)
         for length, client in zip(warm_up.output_tokens.tolist(), warm_up.clients, strict=True):
             self._lengths.record(length, (config.request_class, client))
-        self._policy = _IntervalPolicy(POLICIES[config.policy]())
-        self._policy.run_steps = ARTIFACT_INTERVAL_STEPS if config.paper_artifact else 1
+        self._policy = _IntervalPolicy(
+            POLICIES[config.policy](),
+            interval=ARTIFACT_INTERVAL_STEPS if config.paper_artifact else 1,
+            steps_at_once=config.steps_at_once,
+        )
         self._core = RouterCore(
             CoreConfig(
                 max_model_len=longest,
@@ -193,18 +198,18 @@ class _Run:
 
 
 class _IntervalPolicy:
-    """Lets another policy admit only every `run_steps` decode steps, and decode on meanwhile."""
+    """Lets another policy admit only every `interval` decode steps, and decode on meanwhile."""
 
-    def __init__(self, inner: Policy) -> None:
-        self.run_steps = 1
+    def __init__(self, inner: Policy, *, interval: int, steps_at_once: bool) -> None:
         self._inner = inner
+        self._interval = interval
+        self._steps_at_once = steps_at_once
         self._steps_left = 0
 
     def advance(self, num_steps: int) -> None:
         """Say that decode steps have been made."""
-        if num_steps > 0:
-            remaining = self._steps_left or self.run_steps
-            self._steps_left = max(0, remaining - num_steps)
+        remaining = self._steps_left or self._interval
+        self._steps_left = max(0, remaining - num_steps)
 
     def select(
         self,
@@ -216,9 +221,9 @@ class _IntervalPolicy:
         """See `Policy.select`."""
         may_admit = self._steps_left == 0 or not running
         chosen = self._inner.select(running, waiting if may_admit else (), limits, admission)
-        if self.run_steps == 1 or any(not part.request.is_decoding for part in chosen):
+        if not self._steps_at_once or any(not part.request.is_decoding for part in chosen):
             return chosen
-        num_steps = self._steps_left or self.run_steps
+        num_steps = self._steps_left or self._interval
         return [
             Allotment(request, min(num_steps, request.max_tokens - len(request.output_token_ids)))
             for request, _ in chosen

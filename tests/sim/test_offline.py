@@ -1,0 +1,99 @@
+"""The offline simulation: hand-made scenes, its report against a slow count, the rules' order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightserve.errors import ConfigError
+from lightserve.sim.offline import OfflineConfig, OfflineReport, run_offline
+from lightserve.sim.workload import Workload, load_workload
+from lightserve.types import RequestClass
+
+
+def workload(*rows: tuple[int, int], limit: int = 64) -> Workload:
+    prompt, output = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
+    return Workload(prompt, output, np.full(len(rows), limit), ("",) * len(rows))
+
+
+def run(
+    rows: Workload, capacity: int, admission: str = "oracle", **changes: object
+) -> OfflineReport:
+    config = OfflineConfig(capacity_tokens=capacity, admission=admission)
+    return run_offline(rows, replace(config, **changes))  # type: ignore[arg-type]
+
+
+def test_one_request_by_hand() -> None:
+    """Prompt 10, output 5: the prompt yields the first token, four decode steps the rest."""
+    report = run(workload((10, 5)), 100)
+    assert (report.decode_steps, report.finished, report.evicted_pct) == (4, 1, 0.0)
+    assert report.consumed_pct == pytest.approx(np.mean([11, 12, 13, 14]))
+    assert report.future_pct == pytest.approx(15)
+
+
+def test_two_that_fit_only_one_after_the_other() -> None:
+    both = workload((10, 5), (10, 5), limit=6)
+    assert run(both, 100).decode_steps == 4
+    assert run(both, 25).decode_steps == 8
+
+
+def test_reckless_admission_evicts_and_still_finishes() -> None:
+    rows = workload(*[(10, 40)] * 8)
+    oracle = run(rows, 200)
+    reckless = run(rows, 200, "aggressive", admission_options={"watermark": 1.0})
+    assert oracle.evicted_pct == 0.0 and oracle.recomputed_tokens == 0
+    assert reckless.evicted_pct > 0.0 and reckless.recomputed_tokens > 0
+    assert reckless.finished == oracle.finished == 8
+    assert reckless.future_pct > 100.0 >= oracle.future_pct
+
+
+def test_the_same_seed_gives_the_same_report() -> None:
+    rows = load_workload("dist3", num_requests=40, rng=np.random.default_rng(5))
+    reports = [
+        replace(run(rows, 60_000, "past-future", seed=seed), cpu_ms_p50=0.0, cpu_ms_p99=0.0)
+        for seed in (1, 1, 2)
+    ]
+    assert reports[0] == reports[1] != reports[2]
+
+
+def test_steps_at_once_change_no_decision() -> None:
+    """Ten decode steps in one plan and one by one: the same admissions and evictions."""
+    rows = load_workload("dist3", num_requests=16, rng=np.random.default_rng(2))
+    for admission in ("oracle", "risk", "ema", "aggressive"):  # past-future draws per plan
+        at_once = run(rows, 30_000, admission, paper_artifact=True)
+        one_by_one = run(rows, 30_000, admission, paper_artifact=True, steps_at_once=False)
+        assert at_once.finished == one_by_one.finished == 16
+        assert at_once.evicted_pct == one_by_one.evicted_pct
+        assert at_once.recomputed_tokens == one_by_one.recomputed_tokens
+        assert at_once.decode_steps == one_by_one.decode_steps
+        assert at_once.consumed_pct == pytest.approx(one_by_one.consumed_pct, abs=0.5)
+
+
+def test_warm_up_rows_are_history_only() -> None:
+    rows = load_workload("dist1", num_requests=30, rng=np.random.default_rng(0))
+    report = run(rows, 60_000, "risk", num_warm_up=20, request_class=RequestClass.BE)
+    assert report.finished == 10
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [("nowhere.csv.gz", "cannot be read"), ("tests/sim/test_offline.py", "cannot be read")],
+)
+def test_bad_traces(spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_workload(spec, num_requests=1, rng=np.random.default_rng(0))
+
+
+def test_traces_and_drift() -> None:
+    rng = np.random.default_rng(0)
+    spec = "bench/traces/servegen_mlarge_day3.csv.gz+dist2"
+    rows = load_workload(spec, num_requests=50, rng=rng)
+    assert len(rows) == 100 and rows.clients[0] and not rows.clients[99]
+    assert set(rows.max_tokens[:50]) == {8192} and set(rows.max_tokens[50:]) == {4096}
+    assert rows.output_tokens[50:].max() <= 4096
+    assert (
+        load_workload("dist2", num_requests=50, rng=rng, cut_outputs=False).output_tokens.max()
+        > 4096
+    )
