@@ -31,6 +31,7 @@ from lightserve.messages.supervision import (
     ChildReady,
     ChildSpec,
     Drain,
+    FrontendServing,
     RouterDown,
     RouterUp,
     SupervisorMessage,
@@ -220,7 +221,11 @@ class Frontend:
             while True:
                 async with asyncio.timeout(2 * MAX_SILENCE_S):
                     message = await link.receive()
-                self._service.router.on_message(message)
+                client = self._service.router
+                was_ready = client.is_ready
+                client.on_message(message)
+                if client.is_ready and not was_ready:
+                    self._control.send(FrontendServing())
 
 
 async def _cancel(task: asyncio.Task[None] | None) -> None:

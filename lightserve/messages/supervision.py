@@ -33,6 +33,10 @@ class ChildFailed(Message, frozen=True):
     reason: str
 
 
+class FrontendServing(Message, frozen=True):
+    """From a frontend, each time it begins to take requests: the router has welcomed it."""
+
+
 class WorkersStalled(Message, frozen=True):
     """From the router: work is in flight and no step has finished for --step-timeout-s."""
 
@@ -40,7 +44,7 @@ class WorkersStalled(Message, frozen=True):
     stalled_s: float
 
 
-ChildMessage = ChildReady | ChildFailed | WorkersStalled
+ChildMessage = ChildReady | ChildFailed | FrontendServing | WorkersStalled
 
 
 class RouterUp(Message, frozen=True):

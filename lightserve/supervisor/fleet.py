@@ -25,6 +25,7 @@ from lightserve.messages.supervision import (
     ChildReady,
     Drain,
     FrontendLost,
+    FrontendServing,
     Role,
     RouterDown,
     RouterUp,
@@ -132,6 +133,9 @@ class Fleet:
                 self._on_ready(child)
             case ChildFailed(reason=reason):
                 child.failure = reason
+            case FrontendServing():
+                child.is_serving = True
+                self._on_progress()
             case WorkersStalled(generation=generation, stalled_s=stalled_s):
                 if generation == self._generation:
                     self._on_stall(stalled_s)
@@ -187,7 +191,16 @@ class Fleet:
         if child is self._router:
             for frontend in self._frontends.values():
                 self._introduce_router(frontend)
-        if all(c.is_ready for c in self.children) and self._rebuild is Rebuild.NOTHING:
+        self._on_progress()
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether every child is ready and every frontend takes requests."""
+        serving = all(frontend.is_serving for frontend in self._frontends.values())
+        return serving and all(child.is_ready for child in self.children)
+
+    def _on_progress(self) -> None:
+        if self._is_whole and self._rebuild is Rebuild.NOTHING:
             elapsed_s = time.monotonic() - self._unready_since_s
             if self.phase is Phase.STARTING:
                 self.phase = Phase.SERVING
@@ -201,6 +214,7 @@ class Fleet:
 
     def _introduce_router(self, frontend: Child) -> None:
         boot = self._boot
+        frontend.is_serving = False
         frontend.send(RouterUp(address=boot.frontends_address, boot_id=boot.boot_id))
 
     def _tell_frontends_router_down(self) -> None:
@@ -245,7 +259,7 @@ class Fleet:
                 f"gave up after {self._budget.max_restarts} restarts within"
                 f" {self._budget.window_s:g} s: {reason}"
             )
-        if all(child.is_ready for child in self.children):
+        if self._is_whole:
             self._unready_since_s = now_s
 
     def _start_router(self) -> None:

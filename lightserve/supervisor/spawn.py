@@ -39,6 +39,8 @@ class Child:
         self.is_ready = False
         self.due_s = due_s
         """When (monotonic) it has to be ready."""
+        self.is_serving = False
+        """Frontend: whether its router has ever welcomed it."""
         self.failure = ""
         """The reason it gave by ChildFailed."""
         self.is_doomed = False

@@ -22,7 +22,9 @@ from lightserve.messages.supervision import (
     ChildReady,
     ChildSpec,
     Drain,
+    FrontendServing,
     Role,
+    RouterUp,
     WorkersStalled,
 )
 
@@ -74,6 +76,8 @@ def run(spec: ChildSpec) -> int:
     while True:
         message = control.receive(None)
         journal.add("message", message=msgspec.to_builtins(message))
+        if isinstance(message, RouterUp):
+            control.send(FrontendServing())
         if isinstance(message, Drain) and behaviour != "never-drain":
             time.sleep(0.2 if behaviour == "drain-slowly" else 0.0)
             journal.add("drained")
