@@ -16,6 +16,7 @@ from lightserve.logs import one_line
 
 SUBCOMMANDS: Mapping[str, str] = {
     "serve": "Serve a model over HTTP.",
+    "simulate": "Run a queue of requests through the router core on virtual hardware.",
 }
 """Name to one-line help; the module is `lightserve.cli.<name>`, its click command `command`."""
 

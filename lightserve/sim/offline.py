@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lightserve.config import ServeConfig
+from lightserve.errors import ConfigError
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Submit
 from lightserve.messages.router_worker import RowResult, StepResult
@@ -88,7 +89,17 @@ def run_offline(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> OfflineReport:
-    """Run all rows (but the warm-up) to their end; `progress` is told of finished requests."""
+    """Run all rows (but the warm-up) to their end; `progress` is told of finished requests.
+
+    Raises:
+        ConfigError: a row can never fit into the pool.
+    """
+    needed = int((workload.prompt_tokens + workload.max_tokens).max()) - 1
+    if needed > config.capacity_tokens:
+        raise ConfigError(
+            f"--capacity-tokens must be at least {needed}, what one request of --workload may come"
+            f" to need, got {config.capacity_tokens}"
+        )
     return _Run(workload, config).run(progress)
 
 

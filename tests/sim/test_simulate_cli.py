@@ -1,0 +1,81 @@
+"""`lightserve simulate` from the command line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from lightserve.cli.simulate import command
+from lightserve.errors import ConfigError
+
+
+def simulate(*arguments: str) -> str:
+    result = CliRunner().invoke(command, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_json_has_the_stable_keys_and_depends_on_the_seed() -> None:
+    arguments = [
+        "--workload",
+        "dist3",
+        "--num-requests",
+        "12",
+        "--capacity-tokens",
+        "20000",
+        "--json",
+    ]
+    first, again, other = (
+        json.loads(simulate(*arguments, "--seed", seed)) for seed in ("1", "1", "2")
+    )
+    assert set(first) == {"config", "kv", "requests", "router"}
+    assert set(first["kv"]) == {
+        "decode_steps",
+        "consumed_pct",
+        "future_pct",
+        "evicted_pct",
+        "recomputed_tokens",
+        "total_work_s",
+    }
+    assert set(first["router"]) == {"cpu_ms_p50", "cpu_ms_p99"}
+    assert first["requests"]["finished"] == 12
+    assert first["kv"] == again["kv"] != other["kv"]
+
+
+def test_every_rule_runs_and_its_option_matters() -> None:
+    base = ["--workload", "dist3", "--num-requests", "15", "--capacity-tokens", "14000"]
+
+    def steps(*arguments: str) -> int:
+        document = json.loads(simulate(*base, "--json", *arguments))
+        return int(document["kv"]["decode_steps"])
+
+    assert steps("--admission", "oracle") <= steps("--admission", "conservative")
+    for rule, flag, low, high in (
+        ("past-future", "--reserve", "0.0", "0.4"),
+        ("past-future", "--samples", "1", "50"),
+        ("aggressive", "--watermark", "0.4", "1.0"),
+        ("conservative", "--overcommit", "1.0", "2.0"),
+        ("risk", "--risk", "0.01", "0.9"),
+    ):
+        chosen = ["--admission", rule, "--warm-up-requests", "5"]
+        assert steps(*chosen, flag, low) != steps(*chosen, flag, high), flag
+
+
+def test_the_table_names_every_figure() -> None:
+    table = simulate("--workload", "dist3", "--num-requests", "2", "--best-effort")
+    assert "decode_steps" in table and "max_overtaken" in table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--risk", "0.1"], "--risk needs --admission risk, got 'past-future'"),
+        (["--capacity-tokens", "5000"], "--capacity-tokens must be at least"),
+        (["--admission", "risk", "--risk", "2"], "--rt-memory-risk must be at most 1"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        simulate("--workload", "dist3", "--num-requests", "3", *arguments)
