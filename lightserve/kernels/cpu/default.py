@@ -84,12 +84,12 @@ class TorchKernels:
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first 2 * half dimensions of x [T, H, D]; cos and sin [T, 1, half]."""
     half = cos.shape[-1]
-    out = torch.empty_like(x)
     first, second = x[..., :half], x[..., half : 2 * half]
-    out[..., :half] = first * cos - second * sin
-    out[..., half : 2 * half] = second * cos + first * sin
-    out[..., 2 * half :] = x[..., 2 * half :]
-    return out
+    # float32 tables widen the products; the result is rounded once.
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    if 2 * half == x.shape[-1]:
+        return rotated.to(x.dtype)
+    return torch.cat([rotated.to(x.dtype), x[..., 2 * half :]], dim=-1)
 
 
 def _decode(q: Tensor, k_pool: Tensor, v_pool: Tensor, group: DecodeGroup, scale: float) -> Tensor:
