@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from lightserve.errors import StartupError
+from lightserve.kernels.cpu import packed
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
 from lightserve.kernels.interface import AttentionBatch, Kernels
@@ -63,9 +67,16 @@ def make_batch(rows: list[tuple[int, int]], layout: str) -> AttentionBatch:
 
 
 def make_inputs(
-    batch: AttentionBatch, heads: tuple[int, int, int], dtype: torch.dtype
+    batch: AttentionBatch,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    *,
+    heads_first: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries and pools; every slot that no row owns is NaN."""
+    """Return queries and pools; every slot that no row owns is NaN.
+
+    The pools lie in memory as `KVPool` has them, or slots first.
+    """
     num_heads, num_kv_heads, head_dim = heads
     torch.manual_seed(0)
     pools = [torch.full((NUM_SLOTS, num_kv_heads, head_dim), torch.nan) for _ in range(2)]
@@ -73,6 +84,8 @@ def make_inputs(
         slots = batch.req_to_slot[row, :context].long()
         for pool in pools:
             pool[slots] = torch.randn(context, num_kv_heads, head_dim)
+    if heads_first:
+        pools = [pool.transpose(0, 1).contiguous().transpose(0, 1) for pool in pools]
     q = torch.randn(len(batch.positions), num_heads, head_dim)
     return q.to(dtype), pools[0].to(dtype), pools[1].to(dtype)
 
@@ -89,12 +102,22 @@ def attend(
     )
 
 
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def relative_error(result: Tensor, truth: Tensor) -> float:
     return float((result.float() - truth).norm() / truth.norm())
 
 
 CASES = [
-    (rows, LAYOUTS[i % 4], HEADS[i % 5], WINDOWS[i % 3 if i % 7 else 3])
+    (rows, LAYOUTS[i % 4], HEADS[i % 5], WINDOWS[i % 3 if i % 7 else 3], i % 2 == 0)
     for i, rows in enumerate(name for name in ROWS for _ in range(12))
 ]
 
@@ -104,9 +127,9 @@ CASES = [
 def test_attention_grid(implementation: type[Kernels], dtype: torch.dtype, limit: float) -> None:
     if implementation is InvariantKernels and dtype is torch.bfloat16:
         pytest.skip("batch-invariant kernels are float32 only")
-    for rows, layout, heads, window in CASES:
+    for rows, layout, heads, window, heads_first in CASES:
         batch = make_batch(ROWS[rows], layout)
-        inputs = make_inputs(batch, heads, dtype)
+        inputs = make_inputs(batch, heads, dtype, heads_first=heads_first)
         truth = attend(ReferenceKernels(), batch, tuple(x.float() for x in inputs), window)  # type: ignore[arg-type]
         error = relative_error(attend(implementation(), batch, inputs, window), truth)
         assert error <= limit, (rows, layout, heads, window, error)
@@ -137,13 +160,14 @@ def test_a_wrong_kernel_fails_the_grid(implementation: type[Kernels], fault: str
 @pytest.mark.parametrize("rows", ROWS)
 def test_permuted_slots_change_no_bit(implementation: type[Kernels], rows: str) -> None:
     """Contract N1: attention over any slots is bit-equal to contiguous ones."""
-    results = []
-    for layout in LAYOUTS[:3]:
-        batch = make_batch(ROWS[rows], layout)
-        results.append(
-            attend(implementation(), batch, make_inputs(batch, HEADS[1], torch.float32), 64)
-        )
-    assert all(torch.equal(result, results[0]) for result in results)
+    for heads, dtype in zip(HEADS, [torch.float32, torch.bfloat16] * 3, strict=False):
+        for window in (None, 64):
+            results = []
+            for layout in LAYOUTS[:3]:
+                batch = make_batch(ROWS[rows], layout)
+                inputs = make_inputs(batch, heads, dtype)
+                results.append(attend(implementation(), batch, inputs, window))
+            assert all(torch.equal(result, results[0]) for result in results), (heads, dtype)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -162,15 +186,17 @@ def test_dense_operations(implementation: type[Kernels], dtype: torch.dtype) -> 
     kernels, reference = implementation(), ReferenceKernels()
     torch.manual_seed(1)
     limit = 1e-5 if dtype is torch.float32 else 2e-2
-    for num_tokens, width in itertools.product((0, 1, 3, 33), (24, 64)):
+    for num_tokens, width in itertools.product((0, 1, 2, 3, 33), (24, 64)):
         x, other = torch.randn(2, num_tokens, width).to(dtype).unbind(0)
         weight, bias = torch.randn(40, width).to(dtype), torch.randn(40).to(dtype)
+        loaded, wide = kernels.pack_weight(weight), x.repeat_interleave(2, dim=1)
         scale = torch.rand(width).to(dtype) + 0.5
         q, k = torch.randn(2, num_tokens, 4, 16).to(dtype).unbind(0)
         angles = torch.rand(num_tokens, 8) * 6
         pairs = [
-            (kernels.linear(x, weight, bias), reference.linear(x, weight, bias)),
-            (kernels.linear(x, weight, None), reference.linear(x, weight, None)),
+            (kernels.linear(x, loaded, bias), reference.linear(x, weight, bias)),
+            (kernels.linear(x, loaded, None), reference.linear(x, weight, None)),
+            (kernels.linear(wide[:, ::2], loaded, bias), reference.linear(x, weight, bias)),
             (kernels.rms_norm(x, scale, 1e-6), reference.rms_norm(x, scale, 1e-6)),
             (kernels.silu_and_mul(x), reference.silu_and_mul(x)),
             *zip(
@@ -192,28 +218,47 @@ def test_dense_operations(implementation: type[Kernels], dtype: torch.dtype) -> 
 class TestInvariance:
     """A row's bits do not depend on what stands beside it."""
 
-    def test_linear_and_activation(self) -> None:
+    @pytest.mark.parametrize("num_threads", [1, 2])
+    @pytest.mark.parametrize(("width", "size"), [(96, 144), (100, 201), (768, 256), (3072, 768)])
+    def test_row_by_row_operations(self, width: int, size: int, num_threads: int) -> None:
         kernels = InvariantKernels()
         torch.manual_seed(2)
-        x, weight, bias = torch.randn(77, 96), torch.randn(144, 96), torch.randn(144)
-        whole = kernels.silu_and_mul(kernels.linear(x, weight, bias))
-        for count in (1, 2, 3, 31, 32, 33, 64, 76):
-            order = torch.randperm(77)[:count]
-            part = kernels.silu_and_mul(kernels.linear(x[order], weight, bias))
-            assert torch.equal(part, whole[order])
+        x, bias, scale = torch.randn(77, width), torch.randn(2 * size), torch.rand(width)
+        weight = kernels.pack_weight(torch.randn(2 * size, width))
 
+        def run(rows: Tensor) -> Tensor:
+            normed, _ = kernels.add_rms_norm(rows, rows.clone(), scale, 1e-5)
+            return kernels.silu_and_mul(kernels.linear(normed, weight, bias))
+
+        with threads(num_threads):
+            whole = run(x)
+            for count in (1, 2, 7, 16, 17, 33, 76):
+                order = torch.randperm(77)[:count]
+                assert torch.equal(run(x[order]), whole[order]), count
+
+    @pytest.mark.parametrize("num_threads", [1, 2])
     @pytest.mark.parametrize("window", [None, 40])
-    @pytest.mark.parametrize("heads", HEADS[:4])
+    @pytest.mark.parametrize("heads", HEADS)
     def test_attention_over_chunks_and_neighbours(
-        self, heads: tuple[int, int, int], window: int | None
+        self, heads: tuple[int, int, int], window: int | None, num_threads: int
     ) -> None:
         """A prompt of 150 alone and whole, in chunks, and beside others."""
-        kernels = InvariantKernels()
+        with threads(num_threads):
+            chunks = (1, 7, 16, 50, 149) if num_threads == 1 else (7, 50)
+            self._compare_chunks(InvariantKernels(), heads, window, chunks)
+
+    def _compare_chunks(
+        self,
+        kernels: Kernels,
+        heads: tuple[int, int, int],
+        window: int | None,
+        chunks: tuple[int, ...],
+    ) -> None:
         batch = make_batch([(150, 150)], "contiguous")
         inputs = make_inputs(batch, heads, torch.float32)
         whole = attend(kernels, batch, inputs, window)
         q, k_pool, v_pool = inputs
-        for chunk in (1, 7, 16, 50, 149):
+        for chunk in chunks:
             pieces = []
             for start in range(0, 150, chunk):
                 end = min(150, start + chunk)
@@ -230,9 +275,16 @@ class TestInvariance:
     def test_the_default_kernels_do_differ(self) -> None:
         """Otherwise this class would test nothing."""
         torch.manual_seed(2)
-        x, weight = torch.randn(77, 768), torch.randn(2304, 768)
-        whole = TorchKernels().linear(x, weight, None)
-        assert any(
-            not torch.equal(TorchKernels().linear(x[:count], weight, None), whole[:count])
-            for count in (1, 2, 3, 5)
-        )
+        with pytest.raises(AssertionError), threads(1):
+            self._compare_chunks(TorchKernels(), HEADS[1], None, (7,))
+
+    def test_a_machine_that_cannot_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """`pack_weight` notices a product that depends on the row's place."""
+
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return (x @ weight.T) * (1 + 1e-7 * torch.arange(len(x))[:, None])
+
+        monkeypatch.setattr(packed, "pack", lambda weight: weight)
+        monkeypatch.setattr(packed, "linear", linear)
+        with pytest.raises(StartupError, match="batch-invariant is not possible"):
+            InvariantKernels().pack_weight(torch.randn(40, 24))
