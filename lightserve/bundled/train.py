@@ -187,7 +187,9 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Train the bundled model.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
-    directory: Path = parser.parse_args().out
+    parser.add_argument("--note", default="", help="sentence for the model card")
+    arguments = parser.parse_args()
+    directory: Path = arguments.out
     directory.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(NUM_THREADS)
     torch.use_deterministic_algorithms(True)
@@ -207,6 +209,7 @@ def main() -> None:
         trained_length=TRAINED_LENGTH,
         num_threads=NUM_THREADS,
         wall_s=wall_s,
+        note=arguments.note,
     )
     report = check_model(directory, num_prompts=200)
     write_card(directory, facts, check_report=report)
