@@ -92,6 +92,36 @@ def test_only_kept_tokens_are_drawn(seed: int, vocab: int, top_k: int, top_p: fl
     assert bool(kept[tokens].all())
 
 
+@pytest.mark.parametrize("vocab", [255, 256, 257, 1000])
+def test_draws_invert_the_cumulative_distribution(vocab: int) -> None:
+    """Vocabularies of several blocks, one of them full of impossible tokens, and a rest."""
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2
+    logits[300:600] = -1e9
+    params = SamplingParams(temperature=0.8, seed=vocab)
+    tokens = sample(logits.expand(4000, -1), [params] * 4000, range(4000)).token_ids
+    cumulative = (logits / 0.8).double().softmax(-1).cumsum(-1)
+    numbers = torch.from_numpy(uniform([vocab] * 4000, [0] * 4000, range(4000)))
+    expected = torch.searchsorted(cumulative, numbers, right=True)
+    # Where a number is next to a border, float32 may fall on the other side.
+    assert int((tokens != expected).sum()) <= 4
+    assert float(cumulative.diff(prepend=torch.zeros(1)).gather(0, tokens).min()) > 0.0
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 0.99), (0, 0.3), (400, 0.9), (256, 1.0), (5, 1.0)]
+)
+@pytest.mark.parametrize("spread", [0.1, 5.0])
+def test_truncation_of_a_large_vocabulary(top_k: int, top_p: float, spread: float) -> None:
+    """Nearly flat, hundreds of tokens are kept; otherwise a few."""
+    logits = torch.randn(900, generator=torch.Generator().manual_seed(3)) * spread
+    params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, seed=9)
+    kept = truncated(logits.softmax(-1).double(), top_k, top_p) > 0
+    tokens = sample(logits.expand(4000, -1), [params] * 4000, range(4000)).token_ids
+    assert bool(kept[tokens].all())
+    likely = kept & (logits.softmax(-1) > 3e-3)
+    assert bool(torch.isin(likely.nonzero().flatten(), tokens).all())
+
+
 def test_greedy_and_nearly_greedy_take_the_largest() -> None:
     for temperature in (0.0, 1e-6):
         params = SamplingParams(temperature=temperature, seed=1)
