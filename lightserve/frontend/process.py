@@ -203,6 +203,7 @@ class Frontend:
                         boot_id=router.boot_id,
                         config_hash=self._spec.config.digest,
                         frontend_id=FrontendId(self._spec.index),
+                        generation=self._spec.generation,
                     )
                 )
                 client.attach(link, router.boot_id)

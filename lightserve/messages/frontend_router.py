@@ -24,6 +24,8 @@ class FrontendHello(Message, frozen=True):
     """The router boot that the supervisor named to this frontend."""
     config_hash: str
     frontend_id: FrontendId
+    generation: int
+    """How often this frontend has been started, from 0 (`ChildSpec.generation`)."""
 
 
 class Submit(Message, frozen=True):

@@ -44,7 +44,13 @@ class WorkersStalled(Message, frozen=True):
     stalled_s: float
 
 
-ChildMessage = ChildReady | ChildFailed | FrontendServing | WorkersStalled
+class Heartbeat(Message, frozen=True):
+    """From the router and each frontend, every HEARTBEAT_INTERVAL_S: its loop turns."""
+
+
+HEARTBEAT_INTERVAL_S = 1.0
+
+ChildMessage = ChildReady | ChildFailed | FrontendServing | WorkersStalled | Heartbeat
 
 
 class RouterUp(Message, frozen=True):
@@ -68,6 +74,8 @@ class FrontendLost(Message, frozen=True):
     """To the router: this frontend died; abort all its requests."""
 
     frontend_id: FrontendId
+    generation: int
+    """Of the one that died: a younger one, which has said hello already, is another."""
 
 
 class WorkersLost(Message, frozen=True):

@@ -224,7 +224,11 @@ class Fleet:
     def _replace_frontend(self, child: Child, reason: str) -> None:
         self._spend_restart(reason)
         if self._router is not None:
-            self._router.send(FrontendLost(frontend_id=FrontendId(child.spec.index)))
+            self._router.send(
+                FrontendLost(
+                    frontend_id=FrontendId(child.spec.index), generation=child.spec.generation
+                )
+            )
         frontend = self._start_frontend(child.spec.index, child.spec.generation + 1)
         if self._router is not None and self._router.is_ready:
             self._introduce_router(frontend)

@@ -203,7 +203,8 @@ def test_a_dead_frontend_is_replaced_on_the_same_socket(start: StartServer) -> N
     server.wait_banner()
     first = server.wait_message("frontend-1", "RouterUp", 0)
     server.kill_child("frontend-1")
-    assert server.wait_message("router-0", "FrontendLost")["frontend_id"] == 1
+    lost = server.wait_message("router-0", "FrontendLost")
+    assert (lost["frontend_id"], lost["generation"]) == (1, 0)
     assert server.wait_message("frontend-1", "RouterUp", 1) == first
     fds = {entry["spec"]["listen_fd"] for entry in server.journal("start", "frontend-1")}
     assert len(fds) == 1
