@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightserve.errors import ProtocolError
-from lightserve.messages.common import unpack_int32
+from lightserve.messages.common import Int32Array, unpack_int32
 from lightserve.messages.frontend_router import Abort, ErrorCode, RouterStatus, Submit
 from lightserve.messages.router_worker import RowResult, StepResult
 from lightserve.router.admission.base import AdmissionRule
@@ -106,7 +106,7 @@ class RouterCore:
     def _submit(
         self, frontend_id: FrontendId, submit: Submit, now_s: float, deltas: DeltaBatch
     ) -> None:
-        prompt = np.concatenate([unpack_int32(segment.token_ids) for segment in submit.prompt])
+        prompt = _prompt_of(submit)
         request = Request(
             key=RequestKey(frontend_id, submit.request_id),
             prompt_token_ids=prompt,
@@ -329,6 +329,14 @@ class RouterCore:
             assert not ended or request.num_inflight_steps > 0, "an ended request holds its row"
         live = sum(request.state is RequestState.RUNNING for request in self._rows)
         assert len(self._waiting) + live == len(self._requests), "a request is in no queue"
+
+
+def _prompt_of(submit: Submit) -> Int32Array:
+    """Return the token ids, int32 [num_prompt_tokens]. Raises ProtocolError if they are none."""
+    try:
+        return np.concatenate([unpack_int32(segment.token_ids) for segment in submit.prompt])
+    except ValueError as error:
+        raise ProtocolError(f"request {submit.request_id}: not a prompt: {error}") from error
 
 
 def _can_replay(request: Request) -> bool:

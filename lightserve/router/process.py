@@ -34,6 +34,7 @@ from lightserve.messages.supervision import (
     ChildReady,
     ChildSpec,
     FrontendLost,
+    Heartbeat,
     SupervisorMessage,
     WorkersLost,
     WorkersStalled,
@@ -93,59 +94,78 @@ class RouterProcess:
         control: Link[ChildMessage, SupervisorMessage],
     ) -> None:
         self._spec = spec
-        self._core = core
+        self.core = core
         self._frontends = frontends
         self._workers = workers
         self._control = control
         self._sources: list[Waitable] = [workers, frontends, control]
-        self._connected: set[FrontendId] = set()
+        self._connected: dict[FrontendId, int] = {}
+        """Frontends that have said hello, and their generation."""
         self._group = _WorkerGroup()
         self._welcome: RouterWelcome | None = None
         self._next_status_s = 0.0
+        self._num_rejected = 0
 
     def serve(self) -> None:
         """Run for ever."""
         while True:
-            wake_s = self._plan()
+            wake_s = self.plan()
             now_s = time.monotonic()
             if now_s >= self._next_status_s:
                 self._send_status(now_s)
             timeout_s = max(0.0, min(wake_s, self._next_status_s) - time.monotonic())
             wait_readable(self._sources, timeout_s)
-            self._receive_all()
+            self.receive_all()
 
-    def _plan(self) -> float:
+    def plan(self) -> float:
         """Send every plan that is due; return when to ask again."""
-        while isinstance(step := self._core.plan(time.monotonic()), PlannedStep):
+        while isinstance(step := self.core.plan(time.monotonic()), PlannedStep):
             for rank in range(self._spec.config.tp):
                 self._workers.send(_worker_name(rank), step.plan)
-            self._core.commit(step, time.monotonic())
+            self.core.commit(step, time.monotonic())
         return float("inf") if step.at_s is None else step.at_s
 
-    def _receive_all(self) -> None:
-        """Take in what has arrived; plan again after each result, before other messages."""
-        while (received := self._workers.receive()) is not None:
-            self._on_worker(*received)
-            self._plan()
-        while (from_frontend := self._frontends.receive()) is not None:
-            self._on_frontend(*from_frontend)
+    def receive_all(self) -> None:
+        """Take in what has arrived.
+
+        Deaths come first: what a successor says must not be taken for its predecessor's. Then
+        results, each followed by the plan it makes possible, before anything else.
+        """
         while (order := self._control.receive()) is not None:
             self._on_supervisor(order)
+        while (received := self._workers.receive()) is not None:
+            self._on_worker(*received)
+            self.plan()
+        while (from_frontend := self._frontends.receive()) is not None:
+            self._on_frontend(*from_frontend)
 
     # ---------------------------------------------------------------- workers
 
     def _on_worker(self, peer: str, message: WorkerToRouter) -> None:
-        if message.generation != self._group.generation:
-            log.warning("dropped a message of an old worker group from %s", peer)
-        elif isinstance(message, StepResult):
-            self._deliver(self._core.on_result(message, time.monotonic()))
-        else:
+        if isinstance(message, WorkerHello):
             self._on_worker_hello(peer, message)
+        elif peer != _worker_name(0) or message.generation != self._group.generation:
+            log.warning("dropped a result of %s, generation %d", peer, message.generation)
+        else:
+            self._on_result(message)
+
+    def _on_result(self, result: StepResult) -> None:
+        try:
+            self._deliver(self.core.on_result(result, time.monotonic()))
+        except ProtocolError as error:
+            log.error("the workers are out of step: %s", error)
+            self._ask_for_new_workers(0.0)
 
     def _on_worker_hello(self, peer: str, hello: WorkerHello) -> None:
         ours = (PROTOCOL_VERSION, self._spec.boot_id, self._spec.config.digest)
-        if (hello.protocol_version, hello.boot_id, hello.config_hash) != ours:
-            raise ProtocolError(f"{peer} runs another version or configuration")
+        theirs = (hello.protocol_version, hello.boot_id, hello.config_hash)
+        is_rank = peer == _worker_name(hello.rank) and 0 <= hello.rank < self._spec.config.tp
+        if theirs != ours or not is_rank or hello.generation < self._group.generation:
+            log.error("refused %s: not a rank of this boot's workers", peer)
+            return
+        if hello.generation > self._group.generation:
+            # The old group is gone, though the supervisor's word of it is still on its way.
+            self._lose_workers(next_generation=hello.generation)
         self._group.num_kv_slots[hello.rank] = hello.num_kv_slots
         if self._welcome is not None or len(self._group.num_kv_slots) < self._spec.config.tp:
             return
@@ -156,6 +176,15 @@ class RouterProcess:
         for frontend_id in list(self._connected):
             self._send(frontend_id, self._welcome)
         self._next_status_s = 0.0
+
+    def _lose_workers(self, *, next_generation: int) -> None:
+        self._group = _WorkerGroup(generation=next_generation)
+        self._welcome = None
+        self._dispatch(WorkersGone())
+        self._next_status_s = 0.0
+
+    def _ask_for_new_workers(self, stalled_s: float) -> None:
+        self._control.send(WorkersStalled(generation=self._group.generation, stalled_s=stalled_s))
 
     # ---------------------------------------------------------------- frontends
 
@@ -180,7 +209,7 @@ class RouterProcess:
             return
         if hello.frontend_id in self._connected:
             self._forget(hello.frontend_id)
-        self._connected.add(hello.frontend_id)
+        self._connected[hello.frontend_id] = hello.generation
         if self._welcome is not None:
             self._send(hello.frontend_id, self._welcome)
         self._next_status_s = 0.0
@@ -197,32 +226,36 @@ class RouterProcess:
             self._forget(frontend_id)
 
     def _forget(self, frontend_id: FrontendId) -> None:
-        self._connected.discard(frontend_id)
+        self._connected.pop(frontend_id, None)
         self._dispatch(FrontendGone(frontend_id))
 
     # ---------------------------------------------------------------- supervisor, status
 
     def _on_supervisor(self, message: SupervisorMessage) -> None:
         if isinstance(message, FrontendLost):
-            self._forget(message.frontend_id)
+            # A successor may have said hello already.
+            if self._connected.get(message.frontend_id) == message.generation:
+                self._forget(message.frontend_id)
         elif isinstance(message, WorkersLost) and message.generation == self._group.generation:
-            self._group = _WorkerGroup(generation=message.generation + 1)
-            self._welcome = None
-            self._dispatch(WorkersGone())
-            self._next_status_s = 0.0
+            self._lose_workers(next_generation=message.generation + 1)
 
     def _dispatch(self, event: CoreEvent) -> None:
-        self._deliver(self._core.on_message(event, time.monotonic()))
+        self._deliver(self.core.on_message(event, time.monotonic()))
 
     def _send_status(self, now_s: float) -> None:
         self._next_status_s = now_s + STATUS_INTERVAL_S
-        status = self._core.status(now_s)
+        self._control.send(Heartbeat())
+        status = self.core.status(now_s)
         for frontend_id in list(self._connected):
             self._send(frontend_id, status)
         if status.stalled_s > self._spec.config.step_timeout_s:
-            self._control.send(
-                WorkersStalled(generation=self._group.generation, stalled_s=status.stalled_s)
-            )
+            self._ask_for_new_workers(status.stalled_s)
+        num_rejected = sum(
+            channel.num_rejected for channel in (self._workers, self._frontends, self._control)
+        )
+        if num_rejected != self._num_rejected:
+            log.warning("%d frames did not decode", num_rejected - self._num_rejected)
+            self._num_rejected = num_rejected
 
 
 def _worker_name(rank: int) -> str:

@@ -7,6 +7,7 @@ has available.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from lightserve.config import ServeConfig
@@ -42,19 +43,14 @@ def parse_memory(text: str) -> int:
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
-    """Return what this process could still allocate: the machine's or its container's rest."""
-    available = [_mem_available(root / "proc/meminfo")]
-    for limit_file, usage_file in (
-        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-        (
-            "sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        limit, usage = _read_number(root / limit_file), _read_number(root / usage_file)
-        if limit is not None and usage is not None:
-            available.append(max(0, limit - usage))
-    return min(available)
+    """Return what this process could still allocate: the machine's rest, or a container's.
+
+    Page cache that the kernel would drop counts as free, above all memory-mapped weights.
+    """
+    rests = [_cgroup_rest(*folder) for folder in _cgroup_folders(root)]
+    return min(
+        [_mem_available(root / "proc/meminfo"), *(rest for rest in rests if rest is not None)]
+    )
 
 
 def num_kv_slots(config: ServeConfig, layout: KVLayout, *, free_bytes: int) -> int:
@@ -87,6 +83,42 @@ def num_kv_slots(config: ServeConfig, layout: KVLayout, *, free_bytes: int) -> i
             f" {MIN_SLOTS} are needed: raise --kv-memory or --max-kv-tokens"
         )
     return num_slots
+
+
+_V2 = ("memory.max", "memory.current", "inactive_file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _cgroup_folders(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Yield every control group this process is in, from its own up, and its files' names."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            base, names = root / "sys/fs/cgroup", _V2
+        elif "memory" in controllers.split(","):
+            base, names = root / "sys/fs/cgroup/memory", _V1
+        else:
+            continue
+        own = Path(path.lstrip("/"))
+        for folder in (own, *own.parents):
+            yield base / folder, names
+
+
+def _cgroup_rest(folder: Path, names: tuple[str, str, str]) -> int | None:
+    """Return what a group may still take; None if it has no limit."""
+    limit_name, usage_name, cache_name = names
+    limit, usage = _read_number(folder / limit_name), _read_number(folder / usage_name)
+    if limit is None or usage is None:
+        return None
+    cache = 0
+    if (folder / "memory.stat").exists():
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        cache = int(stat.get(cache_name, 0))
+    return max(0, limit - (usage - cache))
 
 
 def _mem_available(path: Path) -> int:

@@ -25,6 +25,10 @@ CANDIDATES = 256
 """Most probable tokens that top-k and top-p look at first."""
 
 
+MIN_TEMPERATURE = 1e-6
+"""Below this every float32 gap between logits decides; much below it they divide to NaN."""
+
+
 @dataclass(frozen=True, eq=False)
 class Sampled:
     """The step's tokens."""
@@ -90,8 +94,8 @@ def _numbers(params: Sequence[SamplingParams], positions: Sequence[int]) -> Tens
 
 def _probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Return softmax(logits / temperature), float32 [L, vocab]."""
-    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32)[:, None]
-    # The largest logit becomes 0 first, so that tiny temperatures cannot overflow.
+    temperature = torch.tensor([max(p.temperature, MIN_TEMPERATURE) for p in params])[:, None]
+    # The largest logit becomes 0 first, so that small temperatures cannot overflow.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature)
     return torch.softmax(scaled, dim=-1, out=scaled)
 

@@ -123,7 +123,7 @@ def test_truncation_of_a_large_vocabulary(top_k: int, top_p: float, spread: floa
 
 
 def test_greedy_and_nearly_greedy_take_the_largest() -> None:
-    for temperature in (0.0, 1e-6):
+    for temperature in (0.0, 1e-6, 1e-50, 5e-324):
         params = SamplingParams(temperature=temperature, seed=1)
         assert float(frequencies(params)[0]) == 1.0
 

@@ -120,13 +120,39 @@ def test_impossible_pools(options: dict[str, object], error: type[Exception], me
         num_kv_slots(config, LAYOUT, free_bytes=100 * 2**20)
 
 
+MIB = 2**20
+
+
 @pytest.mark.parametrize(
-    ("limit", "usage", "free_mib"), [("max", "7", 900), (str(500 * 2**20), str(100 * 2**20), 400)]
+    ("groups", "free_mib"),
+    [
+        ({"": ("max", 7, 0)}, 900),
+        ({"": (500, 100, 0)}, 400),
+        ({"": (500, 450, 300)}, 350),
+        ({"": ("max", 7, 0), "a.slice": (600, 100, 0), "a.slice/b.scope": ("max", 100, 0)}, 500),
+        ({"": ("max", 7, 0), "a.slice": (600, 100, 0), "a.slice/b.scope": (80, 70, 50)}, 60),
+    ],
 )
-def test_a_container_limits_memory(tmp_path: Path, limit: str, usage: str, free_mib: int) -> None:
-    (tmp_path / "proc").mkdir()
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_container_limits_memory(
+    tmp_path: Path, version: int, groups: dict[str, tuple[object, int, int]], free_mib: int
+) -> None:
+    """Limits of the own group and those above count; page cache can be dropped."""
+    (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {900 * 1024} kB\n")
-    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
-    (tmp_path / "sys/fs/cgroup/memory.max").write_text(limit)
-    (tmp_path / "sys/fs/cgroup/memory.current").write_text(usage)
-    assert free_memory_bytes(tmp_path) == free_mib * 2**20
+    own = max(groups, key=len)
+    line = f"0::/{own}\n" if version == 2 else f"5:cpu:/\n4:memory:/{own}\n"
+    (tmp_path / "proc/self/cgroup").write_text(line)
+    base = tmp_path / ("sys/fs/cgroup" if version == 2 else "sys/fs/cgroup/memory")
+    names = ("memory.max", "memory.current", "inactive_file")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    for name, (limit, usage, cache) in groups.items():
+        folder = base / name
+        folder.mkdir(parents=True, exist_ok=True)
+        unlimited = "max" if version == 2 else str(2**63 - 4096)
+        limit_bytes = unlimited if limit == "max" else str(int(str(limit)) * MIB)
+        (folder / names[0]).write_text(limit_bytes)
+        (folder / names[1]).write_text(str(usage * MIB))
+        (folder / "memory.stat").write_text(f"anon 1\n{names[2]} {cache * MIB}\n")
+    assert free_memory_bytes(tmp_path) == free_mib * MIB

@@ -1,0 +1,277 @@
+"""The router's loop over in-memory channels: who is heard, and in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from lightserve.channels.memory import MemoryHub, MemoryLink, bind_hub
+from lightserve.config import ServeConfig
+from lightserve.messages.common import PROTOCOL_VERSION, TokenSegment, pack_int32
+from lightserve.messages.frontend_router import (
+    ErrorCode,
+    FrontendHello,
+    FrontendMessage,
+    RouterMessage,
+    RouterStatus,
+    RouterWelcome,
+    Submit,
+    TokenDelta,
+)
+from lightserve.messages.router_worker import (
+    RouterToWorker,
+    RowResult,
+    StepPlan,
+    StepResult,
+    WorkerHello,
+    WorkerToRouter,
+)
+from lightserve.messages.supervision import (
+    ChildMessage,
+    ChildSpec,
+    FrontendLost,
+    Role,
+    SupervisorMessage,
+    WorkersLost,
+    WorkersStalled,
+)
+from lightserve.router.factory import make_core
+from lightserve.router.process import RouterProcess
+from lightserve.types import FrontendId, RequestClass, RequestId, RowId, SamplingParams, StepId
+
+BOOT = "boot"
+
+
+@dataclass
+class Scene:
+    """A router process and the other ends of its links."""
+
+    config: ServeConfig
+    process: RouterProcess
+    frontends: MemoryHub[RouterMessage, FrontendMessage]
+    workers: MemoryHub[RouterToWorker, WorkerToRouter]
+    supervisor: MemoryHub[SupervisorMessage, ChildMessage]
+
+    def turn(self) -> None:
+        """One turn of the loop without its sleep."""
+        self.process.receive_all()
+        self.process.plan()
+
+    def worker(self, rank: int = 0) -> MemoryLink[WorkerToRouter, RouterToWorker]:
+        return self.workers.connect_link(f"worker-{rank}")
+
+    def hello(self, **changes: object) -> WorkerHello:
+        hello = WorkerHello(
+            protocol_version=PROTOCOL_VERSION,
+            boot_id=BOOT,
+            config_hash=self.config.digest,
+            generation=0,
+            rank=0,
+            num_kv_slots=100,
+        )
+        return WorkerHello(**{**{f: getattr(hello, f) for f in hello.__struct_fields__}, **changes})  # type: ignore[arg-type]
+
+    def frontend(self, generation: int = 0) -> MemoryLink[FrontendMessage, RouterMessage]:
+        link = self.frontends.connect_link("frontend-0")
+        link.send(
+            FrontendHello(
+                protocol_version=PROTOCOL_VERSION,
+                boot_id=BOOT,
+                config_hash=self.config.digest,
+                frontend_id=FrontendId(0),
+                generation=generation,
+            )
+        )
+        return link
+
+    @property
+    def is_ready(self) -> bool:
+        return self.process.core.status(0.0).workers_ready
+
+
+def make_scene(**options: object) -> Scene:
+    config = ServeConfig(max_num_seqs=8, **options)  # type: ignore[arg-type]
+    frontends = bind_hub(send_type=RouterMessage, recv_type=FrontendMessage)
+    workers = bind_hub(send_type=RouterToWorker, recv_type=WorkerToRouter)
+    supervisor = bind_hub(send_type=SupervisorMessage, recv_type=ChildMessage)
+    spec = ChildSpec(
+        role=Role.ROUTER, index=0, generation=0, boot_id=BOOT, config=config, control_address=""
+    )
+    process = RouterProcess(
+        spec,
+        make_core(config, max_model_len=128),
+        frontends,
+        workers,
+        supervisor.connect_link("router-0"),
+    )
+    return Scene(config, process, frontends, workers, supervisor)
+
+
+def submit(number: int = 1, **changes: object) -> Submit:
+    fields: dict[str, object] = {
+        "request_id": RequestId(number),
+        "prompt": [TokenSegment(token_ids=pack_int32([1, 2, 3]))],
+        "max_tokens": 2,
+        "eos_token_ids": [],
+        "sampling": SamplingParams(),
+        "request_class": RequestClass.RT,
+        "age_s": 0.0,
+    }
+    return Submit(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def received(link: MemoryLink[FrontendMessage, RouterMessage]) -> list[RouterMessage]:
+    messages = []
+    while (message := link.receive(0.0)) is not None:
+        messages.append(message)
+    return [message for message in messages if not isinstance(message, RouterStatus)]
+
+
+def result(step_id: int, *tokens: int, generation: int = 0) -> StepResult:
+    rows = [RowResult(RowId(0), list(tokens))] if tokens else []
+    return StepResult(
+        step_id=StepId(step_id), generation=generation, rows=rows, exec_s=0.01, idle_s=0.0
+    )
+
+
+def test_a_request_from_hello_to_its_last_token() -> None:
+    scene = make_scene()
+    frontend, worker = scene.frontend(), scene.worker()
+    worker.send(scene.hello())
+    scene.turn()
+    assert received(frontend) == [RouterWelcome(boot_id=BOOT, num_kv_slots=100)]
+    frontend.send(submit())
+    scene.turn()
+    first = worker.receive(0.0)
+    assert isinstance(first, StepPlan) and first.rows[0].num_tokens == 3
+    worker.send(result(0, 7))
+    scene.turn()
+    worker.send(result(1, 8))
+    scene.turn()
+    tokens = [
+        d.token_ids for m in received(frontend) if isinstance(m, TokenDelta) for d in m.requests
+    ]
+    assert tokens == [[7], [8]]
+
+
+def test_a_loss_and_the_new_group_in_one_wake_up() -> None:
+    """Whichever of the two is read first, the new group counts."""
+    for word_of_loss_comes_late in (False, True):
+        scene = make_scene()
+        scene.worker().send(scene.hello())
+        scene.turn()
+        assert scene.is_ready
+        if not word_of_loss_comes_late:
+            scene.supervisor.send("router-0", WorkersLost(generation=0))
+        scene.worker().send(scene.hello(generation=1))
+        scene.turn()
+        scene.supervisor.send("router-0", WorkersLost(generation=0))
+        scene.turn()
+        assert scene.is_ready
+
+
+def test_word_of_a_dead_frontend_does_not_hurt_its_successor() -> None:
+    scene = make_scene()
+    scene.worker().send(scene.hello())
+    scene.frontend(generation=0)
+    scene.turn()
+    successor = scene.frontend(generation=1)
+    scene.turn()
+    scene.supervisor.send("router-0", FrontendLost(frontend_id=FrontendId(0), generation=0))
+    scene.turn()
+    successor.send(submit(max_tokens=1000))
+    scene.turn()
+    [_, refused] = received(successor)
+    assert isinstance(refused, TokenDelta)
+    assert refused.requests[0].error is ErrorCode.TOO_LARGE
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"boot_id": "other"},
+        {"config_hash": "other"},
+        {"protocol_version": PROTOCOL_VERSION + 1},
+        {"rank": 1},
+        {"rank": 7},
+        {"rank": -1},
+    ],
+)
+def test_a_stranger_is_not_a_worker(changes: dict[str, object]) -> None:
+    scene = make_scene()
+    scene.worker(0).send(scene.hello(**changes))
+    scene.worker(9).send(scene.hello(rank=9))
+    scene.turn()
+    assert not scene.is_ready
+    scene.worker().send(scene.hello())
+    scene.turn()
+    assert scene.is_ready
+
+
+def test_all_ranks_count_and_the_smallest_pool_decides() -> None:
+    scene = make_scene(tp=2)
+    scene.worker(0).send(scene.hello(num_kv_slots=100))
+    scene.worker(0).send(scene.hello(num_kv_slots=100))
+    scene.turn()
+    assert not scene.is_ready
+    scene.worker(1).send(scene.hello(rank=1, num_kv_slots=60))
+    frontend = scene.frontend()
+    scene.turn()
+    assert received(frontend) == [RouterWelcome(boot_id=BOOT, num_kv_slots=60)]
+
+
+def test_results_of_strangers_are_dropped_and_wrong_ones_end_the_group() -> None:
+    scene = make_scene()
+    scene.worker().send(scene.hello())
+    scene.turn()
+    scene.worker(9).send(result(999))
+    scene.worker(0).send(result(999, generation=3))
+    scene.turn()
+    assert scene.supervisor.receive(0.0) is None or scene.is_ready
+    scene.worker(0).send(result(999))
+    scene.turn()
+    messages = [m for _, m in iter(lambda: scene.supervisor.receive(0.0), None)]
+    assert WorkersStalled(generation=0, stalled_s=0.0) in messages
+
+
+@pytest.mark.parametrize(
+    "prompt", [[], [TokenSegment(token_ids=b"abc")], [TokenSegment(token_ids=b"")]]
+)
+def test_a_frame_that_is_no_prompt_hurts_nobody(prompt: list[TokenSegment]) -> None:
+    scene = make_scene()
+    scene.worker().send(scene.hello())
+    frontend = scene.frontend()
+    frontend.send(submit(1, prompt=prompt))
+    frontend.send(submit(2, max_tokens=1000))
+    scene.turn()
+    news = [m for m in received(frontend) if isinstance(m, TokenDelta)]
+    assert [d.request_id for m in news for d in m.requests] == [2]
+
+
+def test_requests_before_hello_are_dropped() -> None:
+    scene = make_scene()
+    scene.worker().send(scene.hello())
+    silent = scene.frontends.connect_link("frontend-0")
+    silent.send(submit())
+    stranger = scene.frontends.connect_link("intruder")
+    stranger.send(submit())
+    scene.turn()
+    assert received(silent) == [] and scene.process.core.status(0.0).num_waiting == 0
+
+
+def test_a_hello_of_another_boot_is_refused() -> None:
+    scene = make_scene()
+    scene.worker().send(scene.hello())
+    link = scene.frontends.connect_link("frontend-0")
+    hello = FrontendHello(
+        protocol_version=PROTOCOL_VERSION,
+        boot_id="other",
+        config_hash=scene.config.digest,
+        frontend_id=FrontendId(0),
+        generation=0,
+    )
+    link.send(hello)
+    link.send(submit())
+    scene.turn()
+    assert received(link) == []
