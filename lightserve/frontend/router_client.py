@@ -53,6 +53,8 @@ class NewRequest:
     request_class: RequestClass
     arrival_s: float
     """Monotonic time at which the headers were there."""
+    prediction_key: str = ""
+    """As in `Submit`: requests with equal keys are expected to have outputs of like length."""
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,7 @@ class RouterClient:
             sampling=request.sampling,
             request_class=request.request_class,
             age_s=max(0.0, self._clock() - request.arrival_s),
+            prediction_key=request.prediction_key,
         )
         try:
             connection.link.send(message)

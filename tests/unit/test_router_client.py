@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Coroutine
 from typing import Any
 
@@ -56,6 +57,13 @@ def test_age_is_measured_from_the_arrival() -> None:
     clock.now_s = 100.25
     client.submit(_request(arrival_s=100.0))
     assert router.submits[0].age_s == 0.25
+
+
+def test_the_prediction_key_is_passed_on() -> None:
+    client, router, _ = _connected()
+    client.submit(_request())
+    client.submit(dataclasses.replace(_request(), prediction_key="team-a"))
+    assert [submit.prediction_key for submit in router.submits] == ["", "team-a"]
 
 
 def test_unread_news_are_merged() -> None:
