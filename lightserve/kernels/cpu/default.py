@@ -96,6 +96,12 @@ def _decode(q: Tensor, k_pool: Tensor, v_pool: Tensor, group: DecodeGroup, scale
     """Attend one query per row; q [B, Hq, D] -> [B, Hq, D]."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_pool.shape[1]
+    if num_rows == 1:
+        # For one row the fused kernel is the quickest. The query heads of a KV head stand in for
+        # positions, so that each key is read once.
+        k, v = (group.source.read(pool)[None] for pool in (k_pool, v_pool))
+        grouped = q.view(1, num_kv_heads, -1, head_dim)
+        return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(q.shape)
     shape = (num_kv_heads, num_rows, group.source.length, head_dim)
     k = group.source.read(k_pool).view(shape)
     v = group.source.read(v_pool).view(shape)
