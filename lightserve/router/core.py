@@ -46,7 +46,7 @@ from lightserve.router.request import Request, RequestState
 from lightserve.types import FinishReason, FrontendId, RequestClass, RequestKey
 
 MAX_REPLAYS = 1
-"""A request that saw this many worker groups die gets an error: it may be what killed them."""
+"""A request that was in flight at one more death than this gets an error: it is the poison."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,8 @@ class RouterCore:
         self._slots: SlotPool | None = None
         self._pipeline = Pipeline(max_steps_in_flight=config.max_steps_in_flight)
         self._num_arrivals = 0
+        self._suspects: list[Request] = []
+        """Requests that were in flight when workers died: each runs alone up to a token."""
         self.num_preemptions = 0
         self.num_preempted_tokens = 0
 
@@ -150,19 +152,24 @@ class RouterCore:
         self._pipeline.clear()
         self._slots = None
         replayed: list[Request] = []
+        suspects = [request for request in self._suspects if request.row is None]
         for request in list(self._rows):
             self._rows.release(request)
             if request.state is RequestState.ENDED:
                 continue
-            if not _can_replay(request):
+            was_in_flight = request.num_inflight_steps > 0
+            if not _can_replay(request, was_in_flight=was_in_flight):
                 deltas.fail(request, ErrorCode.WORKER_LOST)
                 request.state = RequestState.ENDED
                 del self._requests[request.key]
-            else:
-                request.num_replays += 1
-                request.back_to_waiting()
-                replayed.append(request)
+                continue
+            request.num_replays += was_in_flight
+            request.back_to_waiting()
+            replayed.append(request)
+            if was_in_flight:
+                suspects.append(request)
         self._waiting.requeue(replayed)
+        self._suspects = suspects
 
     # ---------------------------------------------------------------- planning
 
@@ -173,7 +180,7 @@ class RouterCore:
         due_s = self._pipeline.next_plan_due_s()
         if due_s is None or due_s > now_s:
             return WaitUntil(due_s)
-        fit = self._select(self._waiting) or self._select(())
+        fit = self._choose()
         if not fit.allotments or (fit.victims and not self._pipeline.is_empty):
             return WaitUntil(None)
         num_tokens = sum(part.num_tokens for part in fit.allotments)
@@ -187,19 +194,31 @@ class RouterCore:
             predicted_s=self._pipeline.cost.predict(fit.allotments),
         )
 
-    def _select(self, waiting: Iterable[Request]) -> Fit:
-        """Ask the policy who advances, and see that it fits; falsy if nobody can."""
+    def _choose(self) -> Fit:
+        """Return who advances: a suspect alone if there is one, else whom the policy selects."""
+        if not self._suspects:
+            return self._select(self.running, self._waiting) or self._select(self.running, ())
+        suspect = self._suspects[0]
+        if suspect.state is RequestState.RUNNING:
+            return self._select([suspect], ())
+        if not self._pipeline.is_empty:
+            return Fit(())
+        # Where there is no room for it, those before it that were cleared make some.
+        return self._select([], [suspect]) or self._select(self.running, ())
+
+    def _select(self, running: Sequence[Request], waiting: Iterable[Request]) -> Fit:
+        """Ask the policy who of these advances, and see that it fits; falsy if nobody can."""
         assert self._slots is not None
         limits = StepLimits(
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             num_free_rows=self._rows.num_free,
         )
-        running = self.running
         admission = self._config.admission.begin(
             list(self._rows), self._slots.num_slots, self._pipeline.next_step_id
         )
         chosen = self._config.policy.select(running, waiting, limits, admission)
-        return fit_into_memory(chosen, self._slots.num_free, victims_first=running[::-1])
+        victims_first = self.running[::-1]
+        return fit_into_memory(chosen, self._slots.num_free, victims_first=victims_first)
 
     def commit(self, planned: PlannedStep, now_s: float) -> None:
         """Book a step that was sent at `now_s`, planned since the last event."""
@@ -267,6 +286,7 @@ class RouterCore:
             deltas.fail(request, ErrorCode.NON_FINITE_LOGITS)
             self._end(request)
             return
+        self._clear(request)
         for token_id in result.token_ids:
             request.output_token_ids.append(token_id)
             reason = _finish_reason(request, token_id)
@@ -279,12 +299,18 @@ class RouterCore:
     def _end(self, request: Request) -> None:
         """Forget a request, whatever state it is in; its slots wait for plans in flight."""
         del self._requests[request.key]
+        self._clear(request)
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
         was_running = request.state is RequestState.RUNNING
         request.state = RequestState.ENDED
         if was_running:
             self._release_if_idle(request)
+
+    def _clear(self, request: Request) -> None:
+        """Suspect a request no longer: it has yielded a token, or it is gone."""
+        if self._suspects and request in self._suspects:
+            self._suspects.remove(request)
 
     def _release_if_idle(self, request: Request) -> None:
         if request.num_inflight_steps > 0:
@@ -339,8 +365,13 @@ def _prompt_of(submit: Submit) -> Int32Array:
         raise ProtocolError(f"request {submit.request_id}: not a prompt: {error}") from error
 
 
-def _can_replay(request: Request) -> bool:
-    """Best-effort requests go on where they were; a real-time one only if nothing was sent."""
+def _can_replay(request: Request, *, was_in_flight: bool) -> bool:
+    """Best-effort requests go on where they were; a real-time one only if nothing was sent.
+
+    Whoever was not in flight, since a suspect ran alone, had no part in the death and goes on.
+    """
+    if not was_in_flight:
+        return True
     if request.num_replays >= MAX_REPLAYS:
         return False
     return request.request_class is RequestClass.BE or not request.output_token_ids
