@@ -19,7 +19,9 @@ from lightserve.types import SamplingParams
 
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 
-Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
+MAX_TEMPERATURE = 2.0
+
+Temperature = Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE)]
 TopP = Annotated[float, Field(gt=0.0, le=1.0)]
 TopK = Annotated[int, Field(ge=-1)]
 Seed = Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)]
@@ -35,16 +37,23 @@ class SamplingDefaults:
     top_k: int = 0
 
 
-def read_sampling_defaults(model_dir: Path) -> SamplingDefaults:
-    """Return what generation_config.json recommends. Raises ModelLoadError naming file and key."""
+def read_sampling_defaults(model_dir: Path, *, vocab_size: int) -> SamplingDefaults:
+    """Return what generation_config.json recommends, under the limits of requests.
+
+    A `top_k` above the vocabulary means all of it.
+
+    Raises:
+        ModelLoadError: a value is outside the limits; names file and key.
+    """
     fields = read_optional(model_dir, GENERATION_CONFIG_FILE)
     top_p = fields.number("top_p", default=1.0)
     if top_p > 1.0:
         raise fields.error("top_p", f"must be at most 1, got {top_p}")
+    top_k = fields.integer("top_k", default=0, low=-1) if fields.has("top_k") else 0
     return SamplingDefaults(
         temperature=_temperature(fields),
         top_p=top_p,
-        top_k=fields.integer("top_k", default=0, low=0) if fields.has("top_k") else 0,
+        top_k=max(top_k, 0) if top_k <= vocab_size else 0,
     )
 
 
@@ -85,4 +94,9 @@ def _temperature(fields: JsonFields) -> float:
     value: Any = dict(fields.items()).get("temperature")
     if value is None:
         return 1.0
-    return 0.0 if value == 0 and not isinstance(value, bool) else fields.number("temperature")
+    if value == 0 and not isinstance(value, bool):
+        return 0.0
+    temperature = fields.number("temperature")
+    if temperature > MAX_TEMPERATURE:
+        raise fields.error("temperature", f"must be at most {MAX_TEMPERATURE}, got {temperature}")
+    return temperature

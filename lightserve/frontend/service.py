@@ -19,6 +19,7 @@ from lightserve.frontend.sampling import SamplingDefaults, read_sampling_default
 from lightserve.models.config import load_model_config, resolve_context_len
 from lightserve.tokenization.chat_template import ChatTemplate, find_chat_template
 from lightserve.tokenization.tokenizer import Tokenizer
+from lightserve.tokenization.vocabulary import check_vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +118,9 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
     """
     model_dir = Path(config.model)
     model_config = load_model_config(model_dir)
+    vocab_size = model_config.vocab_size
     tokenizer = Tokenizer(model_dir)
+    check_vocabulary(model_dir, tokenizer, vocab_size=vocab_size)
     source = find_chat_template(model_dir, config.chat_template)
     names = tokenizer.special_tokens.names
     template = None if source is None else ChatTemplate(source, special_tokens=names)
@@ -125,12 +128,10 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
     model = ServedModel(
         name=config.model_name,
         created_s=int(time.time()),
-        vocab_size=model_config.vocab_size,
+        vocab_size=vocab_size,
         max_model_len=max_model_len,
         tokenizer=tokenizer,
-        sampling_defaults=read_sampling_defaults(model_dir),
+        sampling_defaults=read_sampling_defaults(model_dir, vocab_size=vocab_size),
     )
-    encoder = PromptEncoder(
-        tokenizer, template, vocab_size=model.vocab_size, max_model_len=max_model_len
-    )
+    encoder = PromptEncoder(tokenizer, template, vocab_size=vocab_size, max_model_len=max_model_len)
     return Service(config=config, model=model, encoder=encoder, router=router, in_flight=InFlight())

@@ -6,6 +6,7 @@ config.json and tokenizer_config.json. The ids that end a sequence are the union
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,17 +58,22 @@ class Tokenizer:
         self.eos_token_ids = self.special_tokens.eos_token_ids
         added_ids = self._encode("", add_special_tokens=True)
         self._num_added_bos = sum(i == self.special_tokens.bos_token_id for i in added_ids)
-        self.num_tokens = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
         added = self._tokenizer.get_added_tokens_decoder()
+        self.largest_ids = {
+            "model.vocab": max(vocabulary.values(), default=0),
+            "added_tokens": max(added, default=0),
+            "post_processor": max(added_ids, default=0),
+        }
+        """The largest id under each key of tokenizer.json that ids in prompts come from."""
         special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._pieces = PieceTable(
             parse_decoder(path, description),
             piece_of=self._tokenizer.id_to_token,
             special_ids=special_ids,
         )
-        self.longest_piece_bytes = max(
-            (len(piece.encode()) for piece in self._tokenizer.get_vocab()), default=1
-        )
+        pieces = itertools.chain(vocabulary, (token.content for token in added.values()))
+        self.longest_piece_bytes = max((len(piece.encode()) for piece in pieces), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the ids of `text`, with one BOS in front if the model wants one and it is asked.
@@ -125,6 +131,19 @@ def read_optional(model_dir: Path, name: str) -> JsonFields:
     return JsonFields(path, read_json_object(path) if path.is_file() else {})
 
 
+def read_ids(fields: JsonFields, key: str) -> list[int]:
+    """Return the ids under a key that holds one, a list of them, or none. Raises ModelLoadError."""
+    if not fields.has(key):
+        return []
+    value: Any = dict(fields.items())[key]
+    if not isinstance(value, list):
+        return [fields.integer(key, low=0)]
+    for item in value:
+        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= MAX_INT:
+            raise fields.error(key, f"must hold token ids, got {item!r}")
+    return value
+
+
 def read_special_tokens(model_dir: Path, tokenizer: tokenizers.Tokenizer) -> SpecialTokens:
     """Collect BOS and EOS from the three configuration files. Raises ModelLoadError."""
     config = read_optional(model_dir, CONFIG_FILE)
@@ -135,15 +154,15 @@ def read_special_tokens(model_dir: Path, tokenizer: tokenizers.Tokenizer) -> Spe
         if (name := _token_text(tokenizer_config, key)) is not None:
             names[key] = name
     eos_token_ids = {
-        *_ids(generation, "eos_token_id"),
-        *_ids(config, "eos_token_id"),
-        *_ids(tokenizer_config, "eos_token_id"),
+        *read_ids(generation, "eos_token_id"),
+        *read_ids(config, "eos_token_id"),
+        *read_ids(tokenizer_config, "eos_token_id"),
         *_named_id(tokenizer, tokenizer_config, "eos_token", names),
     }
     bos_ids = [
         *_named_id(tokenizer, tokenizer_config, "bos_token", names),
-        *_ids(generation, "bos_token_id"),
-        *_ids(config, "bos_token_id"),
+        *read_ids(generation, "bos_token_id"),
+        *read_ids(config, "bos_token_id"),
     ]
     if tokenizer_config.is_null("bos_token"):
         bos_ids = []  # the tokenizer says plainly that it has none
@@ -163,19 +182,6 @@ def _load(path: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust library raises bare Exceptions of its own
         raise ModelLoadError(f"{path}: not a usable tokenizer: {error}") from error
-
-
-def _ids(fields: JsonFields, key: str) -> list[int]:
-    """Return the ids under a key that holds an id, a list of ids, or nothing."""
-    if not fields.has(key):
-        return []
-    value: Any = dict(fields.items())[key]
-    if not isinstance(value, list):
-        return [fields.integer(key, low=0)]
-    for item in value:
-        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= MAX_INT:
-            raise fields.error(key, f"must hold token ids, got {item!r}")
-    return value
 
 
 def _token_text(fields: JsonFields, key: str) -> str | None:
