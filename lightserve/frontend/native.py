@@ -90,9 +90,9 @@ class GenerateShape:
 
     def delta(self, delta: TextDelta) -> bytes:
         """Return one event per token; the last token's waits for `closing`."""
-        data = b""
+        events: list[bytes] = []
         for piece in delta.pieces:
-            data += self._flush()
+            events.append(self._flush())
             self._num_sent += 1
             self._text.append(piece.text)
             self._pending = {
@@ -101,7 +101,9 @@ class GenerateShape:
                 "generated_text": None,
                 "details": None,
             }
-        return data if delta.finish_reason is not None else data + self._flush()
+        if delta.finish_reason is None:
+            events.append(self._flush())
+        return b"".join(events)
 
     def closing(self, generation: Generation) -> bytes:
         """Return the last token's event, which has the whole text."""

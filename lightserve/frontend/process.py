@@ -21,6 +21,7 @@ from lightserve.channels.base import AsyncLink
 from lightserve.channels.zmq import connect_async_link
 from lightserve.frontend.app import create_app
 from lightserve.frontend.failures import draining
+from lightserve.frontend.http_protocol import HttpProtocol
 from lightserve.frontend.operations import MAX_SILENCE_S
 from lightserve.frontend.router_client import RouterClient, RouterLink
 from lightserve.frontend.service import Service, load_service
@@ -86,7 +87,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="asyncio",
-                http="h11",
+                http=HttpProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,

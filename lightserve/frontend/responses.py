@@ -3,7 +3,8 @@
 A route parses its body and returns a `GenerationResponse`; encoding, submitting and sending
 happen when it is called, under one watch for the client's hang-up. The watch aborts in every
 state: while the prompt is encoded, queued, prefilled, or streamed, and also when nothing is
-streamed (plain FastAPI would go on computing for nobody).
+streamed (plain FastAPI would go on computing for nobody). A client that stays but does not read
+is cut off by its connection (see `http_protocol`), which to the watch is a hang-up too.
 """
 
 from __future__ import annotations
@@ -29,8 +30,21 @@ log = logging.getLogger(__name__)
 ARRIVAL_KEY = "lightserve.arrival_s"
 """Key in the ASGI scope: monotonic time at which the headers were there."""
 
+CONNECTION_KEY = "lightserve.connection"
+"""Key in the ASGI scope: the `Connection`, where there is one."""
+
 _SSE_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 _JSON_HEADERS = [(b"content-type", b"application/json")]
+
+
+class Connection(Protocol):
+    """What a response wants to know of its connection."""
+
+    is_cut_off: bool
+    """Whether it was closed because the client did not read in time."""
+
+    async def drained(self) -> None:
+        """Wait until everything written is through, or the connection is lost."""
 
 
 class Shape(Protocol):
@@ -84,7 +98,8 @@ class GenerationResponse(Response):
             client_gone = asyncio.create_task(_client_leaves(receive))
             try:
                 if (request := await self._prepared(client_gone)) is not None:
-                    await self._generate(request, client_gone, send)
+                    connection = scope.get(CONNECTION_KEY)
+                    await self._generate(request, client_gone, send, connection)
             finally:
                 client_gone.cancel()
 
@@ -102,13 +117,19 @@ class GenerationResponse(Response):
             preparing.cancel()
 
     async def _generate(
-        self, request: NewRequest, client_gone: asyncio.Task[None], send: Send
+        self,
+        request: NewRequest,
+        client_gone: asyncio.Task[None],
+        send: Send,
+        connection: Connection | None,
     ) -> None:
         generation = Generation.start(self._service, request, by_token=self._shape.wants_pieces)
         client_gone.add_done_callback(lambda _: generation.abort())
         outcome = "cancelled"
         try:
             await (self._send_stream if self._stream else self._send_whole)(generation, send)
+            if connection is not None:
+                await connection.drained()
             outcome = str(generation.finish_reason)
         except ClientGone:
             outcome = "client_gone"
@@ -119,6 +140,8 @@ class GenerationResponse(Response):
             await send(_body(sse_event(error_body(failure)), more=False))
         finally:
             generation.abort()
+            if connection is not None and connection.is_cut_off:
+                outcome = "slow_reader"
             _log_end(self._shape.request_id, generation, outcome)
 
     async def _send_whole(self, generation: Generation, send: Send) -> None:

@@ -142,6 +142,8 @@ class RouterClient:
         self._clock = clock
         self._connection: _Connection | None = None
         self._disconnected_s = clock()
+        self._last_heard: tuple[str, float] | None = None
+        """The boot detached from, and when it was last heard of."""
         self._live: dict[RequestId, LiveRequest] = {}
         self._next_id = 0
 
@@ -189,13 +191,20 @@ class RouterClient:
     # ------------------------------------------------------------------ the link
 
     def attach(self, link: RouterLink, boot_id: str) -> None:
-        """Use this link from now on; requests are taken once its router says welcome."""
+        """Use this link from now on; requests are taken once its router says welcome.
+
+        A router attached again is as silent as before: only what it says shows that it lives.
+        """
         assert self._connection is None, "detach first"
-        self._connection = _Connection(link, boot_id, heard_s=self._clock())
+        heard_s = self._clock()
+        if self._last_heard is not None and self._last_heard[0] == boot_id:
+            heard_s = self._last_heard[1]
+        self._connection = _Connection(link, boot_id, heard_s=heard_s)
 
     def detach(self) -> None:
         """Forget the router: all live requests fail. No effect while there is none."""
         if self._connection is not None:
+            self._last_heard = (self._connection.boot_id, self._connection.heard_s)
             self._connection = None
             self._disconnected_s = self._clock()
             self.fail_all(router_lost())

@@ -9,7 +9,11 @@ Rules while serving (architecture 9):
                     a new boot id and fresh addresses, and a new group
 
 Each of these costs one restart from the budget. While starting, any death is the end; while
-draining, nothing is restarted. The loop alone calls these methods.
+draining, nothing is restarted.
+
+A ready router or frontend that has said nothing for `SILENCE_TIMEOUT_S` hangs: it is killed, and
+its death is treated as any other. Workers have no heartbeat: a long step is no fault, and the
+router tells when they stall. The loop alone calls these methods.
 """
 
 from __future__ import annotations
@@ -23,9 +27,11 @@ from lightserve.messages.supervision import (
     ChildFailed,
     ChildMessage,
     ChildReady,
+    ChildSpec,
     Drain,
     FrontendLost,
     FrontendServing,
+    Heartbeat,
     Role,
     RouterDown,
     RouterUp,
@@ -39,6 +45,11 @@ from lightserve.types import FrontendId
 
 DRAIN_GRACE_S = 2.0
 """What frontends get beyond --shutdown-timeout-s before they are killed."""
+SILENCE_TIMEOUT_S = 10.0
+"""Heartbeats come every second; above the pauses of a busy machine, below a client's patience."""
+MAX_LATENESS_S = 1.0
+"""A supervisor later than this was stopped itself (Ctrl-Z, a frozen container), and perhaps its
+children with it: their silence proves nothing."""
 
 log = logging.getLogger(__name__)
 
@@ -62,20 +73,27 @@ class Rebuild(IntEnum):
 class Fleet:
     """The children and the rules of their lives."""
 
-    def __init__(self, specs: SpecWriter, spawner: Spawner) -> None:
+    def __init__(
+        self, specs: SpecWriter, spawner: Spawner, *, silence_timeout_s: float = SILENCE_TIMEOUT_S
+    ) -> None:
         config = specs.config
         self.phase = Phase.STARTING
         self._specs = specs
         self._spawner = spawner
         self._budget = RestartBudget(config.max_restarts, config.restart_window_s)
         self._start_timeout_s = config.start_timeout_s
+        self._silence_timeout_s = silence_timeout_s
         self._boot = specs.boot(0)
         self._generation = 0
         self._router: Child | None = None
         self._workers: list[Child] = []
         self._frontends: dict[int, Child] = {}
         self._rebuild = Rebuild.NOTHING
-        self._unready_since_s = time.monotonic()
+        self._is_whole = False
+        """Whether every child is ready and every frontend takes requests."""
+        self._broken_since_s = time.monotonic()
+        self._whole_due_s = float("inf")
+        """When (monotonic) the server has to be whole; infinite while it is, or rebuilds."""
         self._drain_deadline_s = float("inf")
 
     @property
@@ -87,8 +105,8 @@ class Fleet:
     @property
     def next_deadline_s(self) -> float:
         """When (monotonic) `check_deadlines` has to be called next; infinite for never."""
-        due_s = [child.due_s for child in self.children if not child.is_ready]
-        return min([self._drain_deadline_s, *due_s])
+        due_s = [child.due_s for child in self.children]
+        return min([self._drain_deadline_s, self._whole_due_s, *due_s])
 
     @property
     def is_drained(self) -> bool:
@@ -106,6 +124,7 @@ class Fleet:
         """Let the frontends finish what is in flight; `is_drained` tells when they have."""
         timeout_s = self._specs.config.shutdown_timeout_s
         self.phase = Phase.DRAINING
+        self._whole_due_s = float("inf")
         self._drain_deadline_s = time.monotonic() + timeout_s + DRAIN_GRACE_S
         if self._rebuild is not Rebuild.NOTHING:
             self._tell_frontends_router_down()
@@ -128,6 +147,8 @@ class Fleet:
         child = next((c for c in self.children if c.control_name == control_name), None)
         if child is None:
             return
+        if child.is_ready:
+            child.due_s = self._silence_due_s(child)
         match message:
             case ChildReady():
                 self._on_ready(child)
@@ -136,6 +157,8 @@ class Fleet:
             case FrontendServing():
                 child.is_serving = True
                 self._on_progress()
+            case Heartbeat():
+                pass
             case WorkersStalled(generation=generation, stalled_s=stalled_s):
                 if generation == self._generation:
                     self._on_stall(stalled_s)
@@ -165,7 +188,7 @@ class Fleet:
         self._rebuild_when_clear()
 
     def check_deadlines(self, now_s: float) -> None:
-        """Deal with children that are not ready in time, or do not end in time.
+        """Deal with children that are not ready, not heard of, or not gone in time.
 
         Raises:
             StartupError: while the server is starting.
@@ -175,36 +198,71 @@ class Fleet:
             self._drain_deadline_s = float("inf")
             for frontend in self._frontends.values():
                 frontend.kill()
-        for child in self.children:
-            if child.is_ready or now_s < child.due_s:
-                continue
-            reason = f"{child.name} was not ready after {self._start_timeout_s:g} s"
-            if self.phase is Phase.STARTING:
-                raise StartupError(f"{reason} (--start-timeout-s)")
-            log.error("%s: killed", reason)
-            child.due_s = float("inf")
-            child.kill(is_doomed=False)
+        late = [child for child in self.children if now_s >= child.due_s]
+        was_stopped = any(now_s > child.due_s + MAX_LATENESS_S for child in late)
+        for child in late:
+            if not child.is_ready:
+                self._give_up(
+                    child,
+                    f"{child.name} was not ready after {self._start_timeout_s:g} s",
+                    "--start-timeout-s",
+                )
+            elif was_stopped:
+                child.due_s = self._silence_due_s(child)
+            else:
+                self._give_up(child, f"{child.name} was silent for {self._silence_timeout_s:g} s")
+        if now_s >= self._whole_due_s:
+            self._give_up_waiting()
+
+    def _give_up(self, child: Child, reason: str, flag: str = "") -> None:
+        """Kill a child that does not do its part; `on_exit` recovers."""
+        if self.phase is Phase.STARTING:
+            raise StartupError(f"{reason} ({flag})" if flag else reason)
+        log.error("%s: killed", reason)
+        child.due_s = float("inf")
+        child.kill(is_doomed=False)
+
+    def _give_up_waiting(self) -> None:
+        """Everybody may be ready, but frontends are not welcomed: some of them, or the router."""
+        self._whole_due_s = float("inf")
+        idle = [child for child in self._frontends.values() if not child.is_serving]
+        if self._router is None or self._rebuild is not Rebuild.NOTHING:
+            return  # what is spawned then sets the time anew
+        if not all(child.is_ready for child in self.children):
+            return  # the others have deadlines of their own
+        timeout_s = f"after {self._start_timeout_s:g} s"
+        if len(idle) == len(self._frontends) and self.phase is Phase.SERVING:
+            self._give_up(self._router, f"{self._router.name} welcomed no frontend {timeout_s}")
+            return
+        for child in idle:
+            self._give_up(
+                child,
+                f"{child.name} was not welcomed by the router {timeout_s}",
+                "--start-timeout-s",
+            )
 
     def _on_ready(self, child: Child) -> None:
         child.mark_ready()
+        child.due_s = self._silence_due_s(child)
         log.debug("%s is ready", child.name)
         if child is self._router:
             for frontend in self._frontends.values():
                 self._introduce_router(frontend)
         self._on_progress()
 
-    @property
-    def _is_whole(self) -> bool:
-        """Whether every child is ready and every frontend takes requests."""
-        serving = all(frontend.is_serving for frontend in self._frontends.values())
-        return serving and all(child.is_ready for child in self.children)
-
     def _on_progress(self) -> None:
-        if self._is_whole and self._rebuild is Rebuild.NOTHING:
-            elapsed_s = time.monotonic() - self._unready_since_s
-            if self.phase is Phase.STARTING:
-                self.phase = Phase.SERVING
-            log.info("all processes ready after %.2f s", elapsed_s)
+        """Note when the server becomes whole."""
+        if self._is_whole or self._rebuild is not Rebuild.NOTHING or self.phase is Phase.DRAINING:
+            return
+        if not all(frontend.is_serving for frontend in self._frontends.values()):
+            return
+        if not all(child.is_ready for child in self.children):
+            return
+        self._is_whole = True
+        self._whole_due_s = float("inf")
+        self.phase = Phase.SERVING
+        elapsed_s = time.monotonic() - self._broken_since_s
+        log.info("all processes ready after %.2f s", elapsed_s)
 
     def _on_stall(self, stalled_s: float) -> None:
         if self.phase is Phase.DRAINING:
@@ -241,6 +299,9 @@ class Fleet:
         elif self._router is not None:
             self._router.send(WorkersLost(generation=self._generation))
         self._rebuild = max(self._rebuild, what)
+        self._whole_due_s = float("inf")
+        for frontend in self._frontends.values():
+            frontend.is_serving = False
         for worker in self._workers:
             worker.kill()
 
@@ -264,26 +325,34 @@ class Fleet:
                 f" {self._budget.window_s:g} s: {reason}"
             )
         if self._is_whole:
-            self._unready_since_s = now_s
+            self._is_whole = False
+            self._broken_since_s = now_s
 
     def _start_router(self) -> None:
-        self._router = self._spawner.spawn(self._specs.router(self._boot), due_s=self._due_s())
+        self._router = self._spawn(self._specs.router(self._boot))
 
     def _start_workers(self) -> None:
         self._workers = [
-            self._spawner.spawn(
-                self._specs.worker(self._boot, rank, self._generation), due_s=self._due_s()
-            )
+            self._spawn(self._specs.worker(self._boot, rank, self._generation))
             for rank in range(self._specs.config.tp)
         ]
 
     def _start_frontend(self, index: int, generation: int) -> Child:
-        spec = self._specs.frontend(index, generation)
-        self._frontends[index] = frontend = self._spawner.spawn(spec, due_s=self._due_s())
+        frontend = self._spawn(self._specs.frontend(index, generation))
+        self._frontends[index] = frontend
         return frontend
 
-    def _due_s(self) -> float:
-        return time.monotonic() + self._start_timeout_s
+    def _spawn(self, spec: ChildSpec) -> Child:
+        """Start a child; it, and then the server, have the start timeout to be ready."""
+        due_s = time.monotonic() + self._start_timeout_s
+        self._whole_due_s = due_s
+        return self._spawner.spawn(spec, due_s=due_s)
+
+    def _silence_due_s(self, child: Child) -> float:
+        """Return when a ready child that speaks now has to be heard of again."""
+        if child.spec.role is Role.WORKER:
+            return float("inf")
+        return time.monotonic() + self._silence_timeout_s
 
     def _remove(self, child: Child) -> None:
         if child is self._router:

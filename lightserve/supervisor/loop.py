@@ -13,7 +13,7 @@ from lightserve.config import ServeConfig
 from lightserve.logs import setup_logging
 from lightserve.messages.supervision import ChildMessage, SupervisorMessage
 from lightserve.supervisor.banner import print_banner
-from lightserve.supervisor.fleet import Fleet, Phase
+from lightserve.supervisor.fleet import SILENCE_TIMEOUT_S, Fleet, Phase
 from lightserve.supervisor.run_dir import RunDir
 from lightserve.supervisor.signals import Stopped, StopSignals
 from lightserve.supervisor.spawn import CHILD_COMMAND, Child, Spawner
@@ -23,10 +23,16 @@ from lightserve.supervisor.startup import bind_port, check_model, listen, resolv
 _LAST_WORDS_S = 0.5
 
 
-def serve(config: ServeConfig, *, command: Sequence[str] = CHILD_COMMAND) -> int:
+def serve(
+    config: ServeConfig,
+    *,
+    command: Sequence[str] = CHILD_COMMAND,
+    silence_timeout_s: float = SILENCE_TIMEOUT_S,
+) -> int:
     """Run a server until a signal ends it; returns the exit code.
 
-    `command` starts a child process (see `spawn`). Call from the main thread.
+    `command` starts a child process (see `spawn`), which hangs when it is silent for
+    `silence_timeout_s` (see `fleet`). Call from the main thread.
 
     Raises:
         ConfigError, ModelLoadError, StartupError: the server cannot start, or gave up.
@@ -34,12 +40,14 @@ def serve(config: ServeConfig, *, command: Sequence[str] = CHILD_COMMAND) -> int
     setup_logging("supervisor", config.log_level)
     with StopSignals() as signals:
         try:
-            return _serve(config, command, signals)
+            return _serve(config, command, silence_timeout_s, signals)
         except Stopped as stop:
             return _exit_code_before_ready(stop.signum)
 
 
-def _serve(config: ServeConfig, command: Sequence[str], signals: StopSignals) -> int:
+def _serve(
+    config: ServeConfig, command: Sequence[str], silence_timeout_s: float, signals: StopSignals
+) -> int:
     with ExitStack() as stack:
         listener = stack.enter_context(bind_port(config))
         config = resolve_model(config)
@@ -52,7 +60,7 @@ def _serve(config: ServeConfig, command: Sequence[str], signals: StopSignals) ->
         )
         listen(listener, config)
         specs = SpecWriter(config, run_dir, control_address, listener.fileno())
-        fleet = Fleet(specs, Spawner(hub, command))
+        fleet = Fleet(specs, Spawner(hub, command), silence_timeout_s=silence_timeout_s)
         stack.callback(fleet.kill_all)
         fleet.start()
         port = listener.getsockname()[1]

@@ -38,9 +38,9 @@ class Child:
         self.pidfd = os.pidfd_open(process.pid)
         self.is_ready = False
         self.due_s = due_s
-        """When (monotonic) it has to be ready."""
+        """When (monotonic) it has to be ready, and later to be heard of; infinite for never."""
         self.is_serving = False
-        """Frontend: whether its router has ever welcomed it."""
+        """Frontend: whether its router has welcomed it since the last loss of router or workers."""
         self.failure = ""
         """The reason it gave by ChildFailed."""
         self.is_doomed = False

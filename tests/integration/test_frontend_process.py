@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.fake_router import copy_bundled_model, eventually, router_status, says
 from support.running_frontend import Running, running_frontend
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
+from lightserve.frontend.http_protocol import HttpProtocol
 from lightserve.messages.frontend_router import (
     Abort,
     FrontendHello,
@@ -21,6 +23,8 @@ from lightserve.messages.frontend_router import (
     Submit,
     TokenDelta,
 )
+from lightserve.messages.supervision import Heartbeat
+from lightserve.types import FinishReason
 
 CHAT = {"model": BUNDLED_MODEL_NAME, "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": BUNDLED_MODEL_NAME, "prompt": "hi", "max_tokens": 4000}
@@ -34,7 +38,7 @@ PATHS = {
 }
 
 
-def _serve(tmp_path: Path, scenario: Callable[[Running], Awaitable[None]], **flags: object) -> None:
+def _serve(tmp_path: Path, scenario: Callable[[Running], Awaitable[None]], **flags: Any) -> None:
     async def run() -> None:
         async with running_frontend(tmp_path, **flags) as running:
             await scenario(running)
@@ -113,6 +117,85 @@ def test_news_for_a_slow_reader_merge(tmp_path: Path) -> None:
 
     model = copy_bundled_model(tmp_path, max_position_embeddings=100_000)
     _serve(tmp_path, scenario, model=model, served_model_name=BUNDLED_MODEL_NAME)
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [*((name, True) for name in PATHS), *((name, False) for name in PATHS if "stream" in name)],
+)
+def test_a_client_that_stops_reading_is_cut_off(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    ends: bool,
+) -> None:
+    path, body = PATHS[name]
+    monkeypatch.setattr(HttpProtocol, "write_deadline_s", 0.2)
+
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up()
+        client = await running.post(path, json.dumps(body), receive_buffer_bytes=4096)
+        client.writer.transport.pause_reading()
+        await eventually(lambda: len(hub.of(Submit)) == 1)
+        request_id = hub.of(Submit)[0].request_id
+        # So many at once that writing them down in quadratic time would not end in time either.
+        hub.say(TokenDelta(requests=[RequestDelta(request_id, [50] * 40_000)]))
+        if ends:
+            end = RequestDelta(request_id, [2], FinishReason.STOP)
+            hub.say(TokenDelta(requests=[end]))
+        await eventually(lambda: "outcome=" in caplog.text)
+        assert "outcome=slow_reader" in caplog.text
+        if not ends:
+            await eventually(lambda: len(hub.of(Abort)) == 1)
+        client.writer.transport.resume_reading()
+        with pytest.raises(ConnectionResetError):  # not an end that looks like a whole answer
+            while await client.reader.read(4096):
+                pass
+        assert b'"num_in_flight":0' in (await running.get("/health"))[1]
+
+    caplog.set_level("INFO")
+    _serve(tmp_path, scenario, send_buffer_bytes=4096)
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
+def test_a_slow_client_that_keeps_reading_gets_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deadline is that of one write, not of the answer, and ends with the write."""
+    monkeypatch.setattr(HttpProtocol, "write_deadline_s", 0.5)
+
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up()
+        body = json.dumps(COMPLETION | {"stream": True})
+        client = await running.post("/v1/completions", body, receive_buffer_bytes=4096)
+        await eventually(lambda: len(hub.of(Submit)) == 1)
+        request_id = hub.of(Submit)[0].request_id
+        for num_seen in range(1, 13):
+            hub.say(TokenDelta(requests=[RequestDelta(request_id, [50] * 5000)]))
+            await asyncio.sleep(0.06)
+            await client.until(b"data: {", num_seen)
+        hub.say(TokenDelta(requests=[RequestDelta(request_id, [2], FinishReason.STOP)]))
+        await client.until(b"[DONE]")
+        client.hang_up()
+
+    _serve(tmp_path, scenario, send_buffer_bytes=4096)
+
+
+def test_what_is_not_http_is_answered_in_the_shape_of_errors(tmp_path: Path) -> None:
+    async def scenario(running: Running) -> None:
+        for request in (
+            "nonsense\r\n\r\n",
+            "GET /livez HTTP/1.1\r\nhost: x\r\nbad header\r\n\r\n",
+            "POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        ):
+            status, body = await (await running.send(request)).rest()
+            assert status == 400
+            error = json.loads(body)["error"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
+        assert (await running.get("/livez"))[0] == 200
+
+    _serve(tmp_path, scenario)
 
 
 def test_a_router_that_dies_and_comes_back(tmp_path: Path) -> None:
@@ -198,6 +281,50 @@ def test_a_router_that_forgot_this_frontend_gets_a_new_hello(
         client = await running.post("/v1/completions", json.dumps(COMPLETION), close=True)
         assert (await client.rest())[0] == 503
         await eventually(lambda: len(hub.of(FrontendHello)) >= 2)
+
+    _serve(tmp_path, scenario)
+
+
+def test_the_supervisor_hears_a_heartbeat_in_every_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightserve.frontend.process.HEARTBEAT_INTERVAL_S", 0.01)
+
+    async def scenario(running: Running) -> None:
+        async def next_beats() -> None:
+            running.control.sent.clear()
+            await eventually(lambda: running.control.sent.count(Heartbeat()) >= 3)
+
+        await next_beats()
+        await running.router_up()
+        await next_beats()
+        await running.router_down()
+        await running.until_status("/readyz", 503)
+        await next_beats()
+        running.control.is_full = True  # a supervisor that is stopped
+        await eventually(lambda: running.control.num_refused >= 3)
+        running.control.is_full = False
+        await next_beats()
+
+    _serve(tmp_path, scenario)
+
+
+def test_a_silent_router_stays_dead_until_it_speaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new hello is no sign of life: /livez must not flap (H3)."""
+    for module in ("process", "operations"):
+        monkeypatch.setattr(f"lightserve.frontend.{module}.MAX_SILENCE_S", 0.2)
+
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up()
+        hub.is_silent = True
+        await running.until_status("/livez", 503)
+        num_hellos = len(hub.of(FrontendHello))
+        while len(hub.of(FrontendHello)) < num_hellos + 3:
+            assert (await running.get("/livez"))[0] == 503
+        hub.is_silent = False
+        await running.until_status("/livez", 200)
 
     _serve(tmp_path, scenario)
 

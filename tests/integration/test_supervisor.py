@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +27,9 @@ DRIVER = """
 import json, sys
 from lightserve.cli import main, serve
 from lightserve.supervisor import loop
-real_serve, command = loop.serve, (sys.executable, *json.loads(sys.argv.pop(1)))
-loop.serve = lambda config: real_serve(config, command=command)
+real_serve, options = loop.serve, json.loads(sys.argv.pop(1))
+options["command"] = (sys.executable, *options["command"])
+loop.serve = lambda config: real_serve(config, **options)
 main.main(sys.argv[1:])
 """
 
@@ -33,15 +37,23 @@ main.main(sys.argv[1:])
 class Server:
     """A real supervisor process over scripted children."""
 
-    def __init__(self, folder: Path, model: Path, script: dict[str, str], flags: list[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        script: dict[str, str],
+        flags: list[str],
+        options: dict[str, float],
+    ) -> None:
         self.folder = folder
         self.run_parent = folder / "run"
         self.run_parent.mkdir()
         (folder / "script.json").write_text(json.dumps(script))
-        command = json.dumps([scripted_child.__file__, str(folder)])
+        command = [scripted_child.__file__, str(folder)]
+        driver_options = json.dumps({"command": command, **options})
         arguments = ["serve", "--model", str(model), "--run-dir", str(self.run_parent)]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, command, *arguments, "--port", "0", *flags],
+            [sys.executable, "-c", DRIVER, driver_options, *arguments, "--port", "0", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -98,6 +110,33 @@ class Server:
         return self.process.returncode, stderr
 
 
+class _StderrReader:
+    """Reads a server's log while it runs; instead of `Server.finish`."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._lines: list[str] = []
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    @property
+    def text(self) -> str:
+        """What has been logged so far."""
+        return "".join(self._lines)
+
+    def finish(self) -> int:
+        """Wait for the end and return the exit code."""
+        exit_code = self._server.process.wait(30)
+        self._thread.join(10)
+        wait_gone([entry["pid"] for entry in self._server.journal("start")])
+        return exit_code
+
+    def _read(self) -> None:
+        assert self._server.process.stderr is not None
+        for line in self._server.process.stderr:
+            self._lines.append(line)
+
+
 StartServer = Callable[..., Server]
 
 
@@ -110,8 +149,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(tmp_path: Path, model: Path) -> Iterator[StartServer]:
     servers: list[Server] = []
 
-    def start(script: dict[str, str] | None = None, *flags: str) -> Server:
-        server = Server(tmp_path, model, script or {}, list(flags))
+    def start(script: dict[str, str] | None = None, *flags: str, **options: float) -> Server:
+        server = Server(tmp_path, model, script or {}, list(flags), options)
         servers.append(server)
         return server
 
@@ -242,6 +281,94 @@ def test_a_replacement_that_is_never_ready_is_replaced_too(start: StartServer) -
     assert "worker-0 was not ready after 4 s" in server.finish(signal.SIGTERM)[1]
 
 
+def _ready_times_s(stderr: str) -> list[float]:
+    return [float(text) for text in re.findall(r"all processes ready after ([\d.]+) s", stderr)]
+
+
+def test_ready_is_said_once_and_not_before_every_frontend_serves(start: StartServer) -> None:
+    server = start({"frontend-1": "serve-late"}, "--http-workers", "2", "--tp", "2")
+    server.wait_banner()
+    server.kill_child("worker-1")
+    lost_s = wait_for(
+        lambda: [e["time_s"] for e in server.journal("message", "router-0")], "WorkersLost"
+    )[0]
+    for rank in (0, 1):
+        server.wait_event("ready", f"worker-{rank}", 1)
+    time.sleep(1.0)
+    served_s = time.monotonic()
+    (server.folder / "serve").touch()
+    log = _StderrReader(server)
+    wait_for(lambda: len(_ready_times_s(log.text)) > 1, "the second ready")
+    server.process.send_signal(signal.SIGTERM)
+    assert log.finish() == 0
+    times_s = _ready_times_s(log.text)
+    assert len(times_s) == 2
+    assert times_s[1] >= served_s - lost_s - 0.02
+
+
+@pytest.mark.parametrize(
+    ("script", "killed", "reason"),
+    [
+        (
+            {"frontend-1/1": "never-serve"},
+            "frontend-1",
+            "frontend-1 was not welcomed by the router after 4 s: killed",
+        ),
+        (
+            dict.fromkeys(("frontend-0", "frontend-1"), "serve-first-group"),
+            "worker-0",
+            "router-0 welcomed no frontend after 4 s: killed",
+        ),
+    ],
+)
+def test_a_welcome_that_never_comes_is_not_waited_for(
+    start: StartServer, script: dict[str, str], killed: str, reason: str
+) -> None:
+    server = start(script, "--http-workers", "2", "--start-timeout-s", "4")
+    server.wait_banner()
+    server.kill_child(killed)
+    log = _StderrReader(server)
+    wait_for(lambda: len(_ready_times_s(log.text)) > 1, "the second ready")
+    assert reason in log.text
+    server.process.send_signal(signal.SIGTERM)
+    assert log.finish() == 0
+    assert len(_ready_times_s(log.text)) == 2
+    assert _ready_times_s(log.text)[1] >= 4.0
+
+
+@pytest.mark.parametrize("name", ["router-0", "frontend-1"])
+def test_a_silent_router_or_frontend_is_replaced(start: StartServer, name: str) -> None:
+    server = start({f"{name}/0": "fall-silent"}, "--http-workers", "2", silence_timeout_s=3.0)
+    server.wait_banner()
+    first = server.wait_event("ready", name, 0)
+    server.wait_event("ready", name, 1)
+    assert not is_running(first["pid"])
+    log = _StderrReader(server)
+    wait_for(lambda: len(_ready_times_s(log.text)) > 1, "the second ready")
+    server.process.send_signal(signal.SIGTERM)
+    assert log.finish() == 0
+    assert re.findall(r"(\S+) was silent for 3 s: killed", log.text) == [name]
+    others = {"router-0", "frontend-0", "frontend-1"} - {name}
+    assert [len(server.journal("start", other)) for other in others] == [1, 1]
+
+
+def test_silence_while_everything_was_stopped_proves_nothing(start: StartServer) -> None:
+    server = start(None, silence_timeout_s=2.0)
+    server.wait_banner()
+    children = [entry["pid"] for entry in server.journal("start")]
+    for pid in [server.process.pid, *children]:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(3.5)  # the supervisor goes on before the others do
+    server.process.send_signal(signal.SIGCONT)
+    time.sleep(0.3)
+    for pid in children:
+        os.kill(pid, signal.SIGCONT)
+    exit_code, stderr = server.finish(signal.SIGTERM)
+    assert exit_code == 0
+    assert "silent" not in stderr
+    assert len(server.journal("start")) == len(children)
+
+
 @pytest.mark.parametrize(
     ("name", "behaviour"), [("worker-0", "crash-when-ready"), ("frontend-0", "crash-when-ready")]
 )
@@ -269,12 +396,16 @@ def test_the_restart_budget_ends_a_crash_loop(
         ({"frontend-0": "bug"}, "frontend-0: ZeroDivisionError: oops"),
         ({"router-0": "crash"}, "router-0 exited with code 7"),
         ({"worker-0": "hang"}, "worker-0 was not ready after 5 s (--start-timeout-s)"),
+        (
+            {"frontend-0": "never-serve"},
+            "frontend-0 was not welcomed by the router after 5 s (--start-timeout-s)",
+        ),
     ],
 )
 def test_a_child_that_cannot_start_ends_the_server(
     start: StartServer, script: dict[str, str], expected: str
 ) -> None:
-    timeout_s = "5" if "hang" in script.values() else "60"
+    timeout_s = "5" if {"hang", "never-serve"} & set(script.values()) else "60"
     server = start(script, "--start-timeout-s", timeout_s)
     exit_code, stderr = server.finish()
     assert exit_code == 1

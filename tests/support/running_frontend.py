@@ -13,6 +13,7 @@ from typing import Any
 
 from lightserve.channels.zmq import bind_hub
 from lightserve.config import ServeConfig
+from lightserve.errors import ChannelFull
 from lightserve.frontend.process import _serve
 from lightserve.messages.frontend_router import (
     FrontendHello,
@@ -40,10 +41,15 @@ class FakeControl:
 
     def __init__(self) -> None:
         self.num_rejected = 0
+        self.num_refused = 0
+        self.is_full = False
         self.sent: list[ChildMessage] = []
         self.orders: asyncio.Queue[SupervisorMessage] = asyncio.Queue()
 
     def send(self, message: ChildMessage) -> None:
+        if self.is_full:
+            self.num_refused += 1
+            raise ChannelFull("full")
         self.sent.append(message)
 
     async def receive(self) -> SupervisorMessage:
@@ -60,6 +66,8 @@ class ScriptedHub:
         self.address = f"ipc://{path}"
         self.boot_id = boot_id
         self.answer = answer
+        self.is_silent = False
+        """Whether hellos are not answered."""
         self.received: list[FrontendMessage] = []
         self._outbox: list[RouterMessage] = []
         self._is_stopping = False
@@ -87,7 +95,7 @@ class ScriptedHub:
             if received is None:
                 continue
             peer, message = received
-            if isinstance(message, FrontendHello):
+            if isinstance(message, FrontendHello) and not self.is_silent:
                 self._hub.send(peer, router_status())
                 self._hub.send(peer, RouterWelcome(boot_id=self.boot_id, num_kv_slots=10_000_000))
             if isinstance(message, Submit) and self.answer is not None:
@@ -130,17 +138,30 @@ class Running:
         client = await self.send(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         return await client.rest()
 
-    async def send(self, request: str) -> Client:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1024)
+    async def send(self, request: str, *, receive_buffer_bytes: int | None = None) -> Client:
+        connection = socket.socket()
+        if receive_buffer_bytes is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self.port))
+        reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
         writer.write(request.encode())
         await writer.drain()
         return Client(reader, writer)
 
-    async def post(self, path: str, body: str, *, close: bool = False) -> Client:
+    async def post(
+        self,
+        path: str,
+        body: str,
+        *,
+        close: bool = False,
+        receive_buffer_bytes: int | None = None,
+    ) -> Client:
         connection = "connection: close\r\n" if close else ""
         return await self.send(
             f"POST {path} HTTP/1.1\r\nhost: x\r\n{connection}"
-            f"content-length: {len(body.encode())}\r\n\r\n{body}"
+            f"content-length: {len(body.encode())}\r\n\r\n{body}",
+            receive_buffer_bytes=receive_buffer_bytes,
         )
 
 
@@ -174,9 +195,13 @@ class Client:
 
 
 @asynccontextmanager
-async def running_frontend(run_dir: Path, **flags: Any) -> AsyncIterator[Running]:
+async def running_frontend(
+    run_dir: Path, *, send_buffer_bytes: int | None = None, **flags: Any
+) -> AsyncIterator[Running]:
     """Serve the bundled model on a free port; the router comes with `router_up`."""
     listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer_bytes is not None:  # connections inherit it
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     port: int = listener.getsockname()[1]
     control = FakeControl()
     spec = ChildSpec(

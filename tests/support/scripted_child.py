@@ -2,7 +2,7 @@
 
 Run as `scripted_child.py SCRIPT_DIR NAME PARENT_PID`. `SCRIPT_DIR/script.json` maps "NAME" or
 "NAME/GENERATION" to a behaviour (default "serve"); everything that happens is appended to
-`SCRIPT_DIR/journal.jsonl`.
+`SCRIPT_DIR/journal.jsonl`, from which a frontend learns when it is welcomed.
 """
 
 from __future__ import annotations
@@ -23,26 +23,81 @@ from lightserve.messages.supervision import (
     ChildSpec,
     Drain,
     FrontendServing,
+    Heartbeat,
     Role,
     RouterUp,
     WorkersStalled,
 )
+
+BEAT_S = 0.1
+"""Far more often than the real ones, for short silences."""
 
 
 class Journal:
     """Appends events, one JSON line each, in one write."""
 
     def __init__(self, folder: Path, spec: ChildSpec) -> None:
-        self._fd = os.open(folder / "journal.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._path = folder / "journal.jsonl"
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         # The number of the router boot ends the address; frontends belong to none.
         boot = int(spec.workers_address.rsplit("-", 1)[1]) if spec.workers_address else 0
         name = f"{spec.role}-{spec.index}"
-        self._who = {"name": name, "generation": spec.generation, "boot": boot}
+        self._who = {
+            "name": name,
+            "generation": spec.generation,
+            "boot": boot,
+            "boot_id": spec.boot_id,
+        }
 
     def add(self, event: str, **details: Any) -> None:
         """Append an event of this child."""
         line = {"event": event, "pid": os.getpid(), "time_s": time.monotonic()}
         os.write(self._fd, json.dumps({**self._who, **line, **details}).encode() + b"\n")
+
+    def newest_group(self, boot_id: str) -> int | None:
+        """Return the newest generation of this boot with a ready worker, None without any."""
+        entries = map(json.loads, self._path.read_text().splitlines())
+        return max(
+            (
+                entry["generation"]
+                for entry in entries
+                if entry["event"] == "ready"
+                and entry["name"].startswith("worker-")
+                and entry["boot_id"] == boot_id
+            ),
+            default=None,
+        )
+
+
+class Welcomes:
+    """A frontend's FrontendServing: once for each group of workers that its router has."""
+
+    def __init__(self, journal: Journal, folder: Path, behaviour: str) -> None:
+        self._journal = journal
+        self._folder = folder
+        self._behaviour = behaviour
+        self._boot_id = ""
+        self._welcomed: int | None = None
+
+    def on_router(self, boot_id: str) -> None:
+        """Take in RouterUp."""
+        self._boot_id, self._welcomed = boot_id, None
+
+    def is_due(self) -> bool:
+        """Whether to say FrontendServing now."""
+        if not self._boot_id:
+            return False
+        group = self._journal.newest_group(self._boot_id)
+        if group is None or group == self._welcomed:
+            return False
+        if self._behaviour == "never-serve":
+            return False
+        if self._behaviour == "serve-first-group" and group > 0:
+            return False
+        if self._behaviour == "serve-late" and group > 0 and not (self._folder / "serve").exists():
+            return False
+        self._welcomed = group
+        return True
 
 
 def run(spec: ChildSpec) -> int:
@@ -73,16 +128,34 @@ def run(spec: ChildSpec) -> int:
             time.sleep(0.02)
         control.send(WorkersStalled(generation=5, stalled_s=0.5))  # of no group: ignored
         control.send(WorkersStalled(generation=0, stalled_s=1.5))
+    _serve(spec, control, journal, Welcomes(journal, folder, behaviour), behaviour)
+    control.close()
+    return 0
+
+
+def _serve(
+    spec: ChildSpec,
+    control: child.ControlLink,
+    journal: Journal,
+    welcomes: Welcomes,
+    behaviour: str,
+) -> None:
+    """Follow the supervisor until drained."""
     while True:
-        message = control.receive(None)
+        message = control.receive(BEAT_S)
+        if spec.role is not Role.WORKER and behaviour != "fall-silent":
+            control.send(Heartbeat())
+        if welcomes.is_due():
+            control.send(FrontendServing())
+        if message is None:
+            continue
         journal.add("message", message=msgspec.to_builtins(message))
         if isinstance(message, RouterUp):
-            control.send(FrontendServing())
+            welcomes.on_router(message.boot_id)
         if isinstance(message, Drain) and behaviour != "never-drain":
             time.sleep(0.2 if behaviour == "drain-slowly" else 0.0)
             journal.add("drained")
-            control.close()
-            return 0
+            return
 
 
 if __name__ == "__main__":
