@@ -1,8 +1,8 @@
 """The frontend process: uvicorn, the control link to the supervisor, the link to the router.
 
-Three tasks share the event loop: the HTTP server; `_follow_supervisor`, which learns of routers
-and of the end; and, while there is a router, `_follow_router`. Whichever of them fails takes the
-process down: the supervisor starts another.
+Four tasks share the event loop: the HTTP server; `_follow_supervisor`, which learns of routers
+and of the end; `_beat`, which shows that the loop turns; and, while there is a router,
+`_follow_router`. Whichever of them fails takes the process down: the supervisor starts another.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from lightserve.channels.base import AsyncLink
 from lightserve.channels.zmq import connect_async_link
+from lightserve.errors import ChannelFull
 from lightserve.frontend.app import create_app
 from lightserve.frontend.failures import draining
 from lightserve.frontend.http_protocol import HttpProtocol
@@ -28,11 +29,13 @@ from lightserve.frontend.service import Service, load_service
 from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.frontend_router import FrontendHello, FrontendMessage, RouterMessage
 from lightserve.messages.supervision import (
+    HEARTBEAT_INTERVAL_S,
     ChildMessage,
     ChildReady,
     ChildSpec,
     Drain,
     FrontendServing,
+    Heartbeat,
     RouterDown,
     RouterUp,
     SupervisorMessage,
@@ -131,14 +134,16 @@ class Frontend:
         """Run until drained."""
         serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         following = asyncio.create_task(self._follow_supervisor())
+        beating = asyncio.create_task(self._beat())
         try:
             done, _ = await asyncio.wait(
-                {serving, following, self._broken}, return_when=asyncio.FIRST_COMPLETED
+                {serving, following, beating, self._broken}, return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
                 task.result()  # raises what took the task down
         finally:
             await _cancel(following)
+            await _cancel(beating)
             await _cancel(self._drain_task)
             await self._leave_router()
 
@@ -159,6 +164,13 @@ class Frontend:
             elif isinstance(message, Drain) and self._drain_task is None:
                 self._drain_task = asyncio.create_task(self._drain(message.timeout_s))
                 self._drain_task.add_done_callback(self._note_failure)
+
+    async def _beat(self) -> None:
+        await self._server.listening.wait()
+        while True:
+            with contextlib.suppress(ChannelFull):  # the supervisor is stopped, and may go on
+                self._control.send(Heartbeat())
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     async def _drain(self, timeout_s: float) -> None:
         """Take nothing new, let requests in flight end, then end the process."""
