@@ -52,6 +52,7 @@ $(HAS_VENV):
 
 $(HAS_TORCH): $(HAS_VENV)
 	$(PIP) '$(TORCH)'
+	@rm -f $(VENV)/.has-torch-*
 	@touch $@
 
 $(HAS_SERVE): $(HAS_TORCH) pyproject.toml

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import ipaddress
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,18 @@ ADMISSION_OF_OPTION = {
     "be_memory_risk": "risk",
 }
 """Options that belong to one admission rule."""
+
+_MEMORY_UNITS = {
+    "": 1,
+    "B": 1,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
+_MEMORY_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +159,16 @@ class ServeConfig:
             raise ConfigError(
                 f"--batch-invariant needs --dtype float32 (or auto), got {self.dtype!r}"
             )
+        if self.batch_invariant and self.attention_backend == "reference":
+            raise ConfigError(
+                "--batch-invariant needs --attention-backend torch or auto, got 'reference'"
+            )
+        if self.max_model_len == 1:
+            raise ConfigError(
+                "--max-model-len must be 0 or at least 2 (a prompt and an output token), got 1"
+            )
+        if self.kv_memory != "auto" and parse_memory(self.kv_memory) == 0:
+            raise ConfigError(f"--kv-memory must be more than nothing, got {self.kv_memory!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens must be at least --max-num-seqs ({self.max_num_seqs}),"
@@ -188,6 +211,18 @@ class ServeConfig:
     def digest(self) -> str:
         """Hash over all fields, carried by every hello: all processes must run the same."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
+
+
+def parse_memory(text: str) -> int:
+    """Return the bytes that "512MiB", "4GiB", "2.5GB" or "1048576" stand for.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    match = _MEMORY_PATTERN.fullmatch(text.strip())
+    if match is None or match[2].upper() not in _MEMORY_UNITS:
+        raise ConfigError(f"--kv-memory must be auto or a size such as 512MiB, got {text!r}")
+    return int(float(match[1]) * _MEMORY_UNITS[match[2].upper()])
 
 
 def flag_name(field_name: str) -> str:

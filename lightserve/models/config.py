@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from lightserve.errors import ConfigError, ModelLoadError
-from lightserve.models.json_fields import MAX_INT, JsonFields, read_json_object
+from lightserve.models.json_fields import JsonFields, read_json_object
 from lightserve.models.rope_config import (
     DynamicRope,
     LinearRope,
@@ -62,8 +61,6 @@ class ModelConfig:
     """One per layer; None: the layer sees everything."""
     dtype: str | None
     """One of DTYPE_NAMES as stated by the model, None when it states none."""
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
 
     @property
     def max_context_len(self) -> int:
@@ -118,8 +115,6 @@ def load_model_config(path: Path) -> ModelConfig:
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
         sliding_windows=_sliding_windows(fields, architecture, num_layers),
         dtype=_dtype(fields),
-        eos_token_ids=_eos_token_ids(fields),
-        bos_token_id=_optional_id(fields, "bos_token_id"),
     )
 
 
@@ -242,22 +237,3 @@ def _dtype(fields: JsonFields) -> str | None:
     if name not in DTYPE_NAMES:
         raise fields.error(key, f"must be one of {', '.join(DTYPE_NAMES)}, got {name!r}")
     return name
-
-
-def _eos_token_ids(fields: JsonFields) -> tuple[int, ...]:
-    key = "eos_token_id"
-    if not fields.has(key):
-        return ()
-    value: Any = dict(fields.items())[key]
-    if not isinstance(value, list):
-        return (fields.integer(key, low=0),)
-    for token_id in value:
-        if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise fields.error(key, f"must hold integers, got {token_id!r}")
-        if not 0 <= token_id <= MAX_INT:
-            raise fields.error(key, f"must hold ids between 0 and {MAX_INT}, got {token_id}")
-    return tuple(dict.fromkeys(value))
-
-
-def _optional_id(fields: JsonFields, key: str) -> int | None:
-    return fields.integer(key, low=0) if fields.has(key) else None

@@ -8,14 +8,16 @@ import socket
 from pathlib import Path
 
 from lightserve.config import ServeConfig
-from lightserve.errors import ModelLoadError, StartupError
+from lightserve.errors import ConfigError, ModelLoadError, StartupError
 from lightserve.logs import one_line
-from lightserve.models.config import check_tp, load_model_config
+from lightserve.models.config import check_tp, load_model_config, resolve_context_len
 from lightserve.models.weight_files import check_weights
 
 _TOKENIZER_FILE = "tokenizer.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
+_HUB_DUPLICATES = ["consolidated*", "original/*"]
+"""The same weights once more, in the format of the model's makers."""
 _BACKLOG = 2048
 
 
@@ -74,20 +76,43 @@ def check_model(config: ServeConfig) -> None:
 
     Raises:
         ModelLoadError: naming file and key.
+        ConfigError: --max-model-len is above the model's, --chat-template cannot be read.
     """
     path = Path(config.model)
     model = load_model_config(path)
+    resolve_context_len(config.max_model_len, model)
+    if config.chat_template:
+        _check_chat_template(Path(config.chat_template))
     check_tp(model, config.tp)
     check_weights(path, model)
     if not (path / _TOKENIZER_FILE).is_file():
         raise ModelLoadError(f"{path / _TOKENIZER_FILE}: no such file")
 
 
+def _check_chat_template(path: Path) -> None:
+    """Check that there is text; what it says is left to the frontends, as the tokeniser's."""
+    try:
+        if not path.is_file():
+            raise ConfigError(f"--chat-template {path}: no such file")
+        path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--chat-template {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--chat-template {path}: not valid UTF-8") from error
+
+
 def _fetch(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow, and rarely needed
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=_HUB_PATTERNS, max_workers=4))
+        return Path(
+            snapshot_download(
+                hub_id,
+                allow_patterns=_HUB_PATTERNS,
+                ignore_patterns=_HUB_DUPLICATES,
+                max_workers=4,
+            )
+        )
     except Exception as error:  # a dozen types of three libraries
         raise StartupError(
             f"--model: {hub_id!r} is no directory, and the hub did not give it: {one_line(error)}"

@@ -6,40 +6,15 @@ has available.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightserve.config import ServeConfig
+from lightserve.config import ServeConfig, parse_memory
 from lightserve.errors import ConfigError, StartupError
 from lightserve.models.kv_layout import KVLayout
 
 AUTO_LIMIT_BYTES = 4 * 2**30
 MIN_SLOTS = 16
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-}
-_MEMORY_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
-
-
-def parse_memory(text: str) -> int:
-    """Return the bytes that "512MiB", "4GiB", "2.5GB" or "1048576" stand for.
-
-    Raises:
-        ConfigError: anything else.
-    """
-    match = _MEMORY_PATTERN.fullmatch(text.strip())
-    if match is None or match[2].upper() not in _UNITS:
-        raise ConfigError(f"--kv-memory must be auto or a size such as 512MiB, got {text!r}")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:

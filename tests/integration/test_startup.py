@@ -9,9 +9,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
 from support.model_files import CONFIG, write_model_files
+
+from lightserve.config import ServeConfig
+from lightserve.supervisor.startup import resolve_model
 
 
 def _serve(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -25,8 +30,10 @@ def _serve(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _assert_one_line(result: subprocess.CompletedProcess[str], *expected: str) -> None:
-    assert result.returncode == 1
+def _assert_one_line(
+    result: subprocess.CompletedProcess[str], *expected: str, exit_code: int = 1
+) -> None:
+    assert result.returncode == exit_code
     assert result.stdout == ""
     assert result.stderr.startswith("lightserve: error: ")
     assert result.stderr.count("\n") == 1
@@ -92,6 +99,55 @@ def test_tensor_parallel_degree_that_does_not_divide(tmp_path: Path) -> None:
     model = write_model_files(tmp_path)
     result = _serve("--port", "0", "--model", str(model), "--tp", "3")
     _assert_one_line(result, "num_attention_heads", "4", "--tp 3")
+
+
+WRONG_ARGUMENTS: dict[str, tuple[list[str], list[str]]] = {
+    "no size": (["--kv-memory", "banana"], ["--kv-memory", "'banana'"]),
+    "no memory": (["--kv-memory", "0MiB"], ["--kv-memory", "'0MiB'"]),
+    "above the model": (["--max-model-len", "129"], ["--max-model-len", "128", "129"]),
+    "no room for output": (["--max-model-len", "1"], ["--max-model-len", "at least 2"]),
+    "no template": (["--chat-template", "/nowhere/x.jinja"], ["--chat-template", "/nowhere"]),
+    "directory as template": (["--chat-template", "/"], ["--chat-template /:"]),
+    "no text": (["--chat-template", sys.executable], ["--chat-template", "UTF-8"]),
+    "kernels that do not exist": (
+        ["--batch-invariant", "--attention-backend", "reference"],
+        ["--batch-invariant", "--attention-backend", "reference"],
+    ),
+    "type that varies": (["--batch-invariant", "--dtype", "bfloat16"], ["--dtype", "bfloat16"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ARGUMENTS)
+def test_wrong_arguments_are_found_before_anything_is_started(case: str, tmp_path: Path) -> None:
+    flags, expected = WRONG_ARGUMENTS[case]
+    model = write_model_files(tmp_path / "model")
+    (run_parent := tmp_path / "run").mkdir()
+    made_ns = run_parent.stat().st_mtime_ns
+    result = _serve("--port", "0", "--model", str(model), "--run-dir", str(run_parent), *flags)
+    _assert_one_line(result, *expected, exit_code=2)
+    assert run_parent.stat().st_mtime_ns == made_ns  # no run directory was ever made in it
+
+
+def test_weights_are_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some repositories hold the makers' own format too."""
+    files = [
+        "config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    others = ["consolidated.safetensors", "original/x.safetensors", "original/params.json", "a.bin"]
+    fetched: list[str] = []
+
+    def download(repo_id: str, **options: Any) -> str:
+        patterns = {key: options[key] for key in ("allow_patterns", "ignore_patterns")}
+        fetched.extend(huggingface_hub.utils.filter_repo_objects([*files, *others], **patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve_model(ServeConfig(model="makers/model"))
+    assert fetched == files
 
 
 def test_run_dir_that_cannot_be_used(tmp_path: Path) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightserve.config import ServeConfig
+from lightserve.config import ServeConfig, parse_memory
 from lightserve.errors import ConfigError, StartupError
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
 from lightserve.models.kv_layout import KVGroup, KVLayout
 from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.kv_pool import KVPool
-from lightserve.worker.memory import free_memory_bytes, num_kv_slots, parse_memory
+from lightserve.worker.memory import free_memory_bytes, num_kv_slots
 from lightserve.worker.sequence_table import SequenceTable
 
 LAYOUT = KVLayout((KVGroup(num_layers=2, num_kv_heads=3, head_dim=8, dtype="bfloat16"),))
