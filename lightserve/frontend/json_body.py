@@ -109,6 +109,9 @@ def _too_large() -> InvalidRequest:
     )
 
 
+UNSUPPORTED_VALUE = "unsupported_value"
+"""Type of validation errors with their own words, in a context of `field` and `complaint`."""
+
 _TYPE_NAMES = {
     "int_type": "an integer",
     "int_from_float": "an integer",
@@ -140,11 +143,16 @@ def _complaint(error: pydantic.ValidationError) -> InvalidRequest:
     """Return the first thing that is wrong, in words; unknown fields before all others."""
     errors = error.errors(include_url=False)
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
-    param = _path(first["loc"])
     kind, context, given = first["type"], first.get("ctx", {}), first["input"]
+    location = first["loc"]
+    if kind == UNSUPPORTED_VALUE:  # found in the object that has the field
+        location = (*location, context["field"])
+    param = _path(location)
     code = "invalid_value"
     if kind == "extra_forbidden":
         complaint, code = "is not supported", "unknown_parameter"
+    elif kind == UNSUPPORTED_VALUE:
+        complaint, code = f"{context['complaint']}, got {show(given[location[-1]])}", kind
     elif kind == "missing":
         complaint, code = "is required", "missing_required_parameter"
     elif kind in _TYPE_NAMES:

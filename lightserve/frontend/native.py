@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import Field
 from starlette.responses import Response
 
 from lightserve.frontend.generation import Generation, Piece, TextDelta
@@ -43,17 +42,17 @@ class GenerateParameters(StrictModel):
     """`parameters`; null is the same as absent."""
 
     max_new_tokens: MaxTokens | None = None
-    do_sample: bool = False
+    do_sample: bool | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
     seed: Seed | None = None
-    details: bool = False
+    details: bool | None = None
 
     def sampling(self, *, vocab_size: int) -> SamplingParams:
         """Return how tokens are drawn. Raises InvalidRequest."""
         shaping = (self.temperature, self.top_p, self.top_k)
-        samples = self.do_sample or any(value is not None for value in shaping)
+        samples = bool(self.do_sample) or any(value is not None for value in shaping)
         return resolve_sampling(
             _PLAIN if samples else _GREEDY,
             vocab_size=vocab_size,
@@ -65,10 +64,10 @@ class GenerateParameters(StrictModel):
 
 
 class GenerateRequest(StrictModel):
-    """The body."""
+    """The body; null `parameters` are the same as absent."""
 
     inputs: str
-    parameters: GenerateParameters = Field(default_factory=GenerateParameters)
+    parameters: GenerateParameters | None = None
 
 
 class GenerateShape:
@@ -78,7 +77,8 @@ class GenerateShape:
 
     def __init__(self, service: Service, request: GenerateRequest) -> None:
         self.request_id = new_request_id("gen")
-        self._details = request.parameters.details
+        parameters = request.parameters
+        self._details = parameters is not None and bool(parameters.details)
         self._is_special = service.model.tokenizer.is_special
         self._num_sent = 0
         self._text: list[str] = []
@@ -168,7 +168,7 @@ def native_router(service: Service) -> APIRouter:
 
 async def _prepare(service: Service, body: GenerateRequest, arrival_s: float) -> NewRequest:
     """Encode and resolve. Raises InvalidRequest, RequestFailed."""
-    parameters = body.parameters
+    parameters = body.parameters or GenerateParameters()
     sampling = parameters.sampling(vocab_size=service.model.vocab_size)
     prompt_token_ids = await service.encoder.encode_text(body.inputs, param="inputs")
     max_tokens = service.resolve_max_tokens(

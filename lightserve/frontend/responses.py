@@ -10,6 +10,7 @@ is cut off by its connection (see `http_protocol`), which to the watch is a hang
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 import uuid
@@ -182,16 +183,23 @@ def _body(data: bytes, *, more: bool) -> Message:
 
 
 def _log_end(request_id: str, generation: Generation, outcome: str) -> None:
-    """Log one line per request: identity, sizes and times, never a text."""
+    """Log one line per request: identity, sizes and times, never a text or a key."""
     now_s, arrival_s = time.monotonic(), generation.request.arrival_s
     first_s = generation.first_token_s
     ttft = "-" if first_s is None else f"{(first_s - arrival_s) * 1e3:.1f}"
     log.info(
-        "request=%s outcome=%s prompt_tokens=%d completion_tokens=%d ttft_ms=%s total_ms=%.1f",
+        "request=%s outcome=%s key=%s prompt_tokens=%d completion_tokens=%d ttft_ms=%s"
+        " total_ms=%.1f",
         request_id,
         outcome,
+        _short_hash(generation.request.prediction_key),
         generation.usage.prompt_tokens,
         generation.usage.completion_tokens,
         ttft,
         (now_s - arrival_s) * 1e3,
     )
+
+
+def _short_hash(key: str) -> str:
+    """Return what tells keys apart in the log without giving them away."""
+    return hashlib.sha256(key.encode()).hexdigest()[:12] if key else "-"

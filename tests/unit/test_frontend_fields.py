@@ -7,10 +7,16 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from support.fake_router import Setup, frontend, says
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
+from lightserve.frontend.openai.no_effect import (
+    CHAT_NO_EFFECT,
+    COMPLETION_NO_EFFECT,
+    MESSAGE_NO_EFFECT,
+)
 from lightserve.messages.frontend_router import Submit
 from lightserve.models.config import load_model_config
 
@@ -38,9 +44,13 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "max_completion_tokens": ([1, 40, None], [0, -1, SLOTS, 2**63, *NOT_INT]),
     "max_new_tokens": ([1, 40, None], [0, -1, SLOTS, 2**63, *NOT_INT]),
     "stream": ([False, None], [0, 1, "true", [], {}]),
-    "do_sample": ([True, False], [None, 0, 1, "true", [], {}]),
-    "details": ([True, False], [None, 0, 1, "true", [], {}]),
+    "do_sample": ([True, False, None], [0, 1, "true", [], {}]),
+    "details": ([True, False, None], [0, 1, "true", [], {}]),
     "stream_options": ([None], [{}, {"include_usage": True}, 1, "x", [], True]),
+    **dict.fromkeys(
+        ["user", "safety_identifier", "prompt_cache_key"],
+        (["", "x", "é" * 512, None], ["x" * 513, "\ud800", 1, True, [], {}]),
+    ),
     "model": ([BUNDLED_MODEL_NAME], [None, 1, True, [], {}]),
     "prompt": (
         ["x", [5], ["x"], [[5, 6]], [VOCAB_SIZE - 1], " ", "\u202e\u0301👩‍👩‍👧", "<|bos|><|eos|>"],
@@ -51,7 +61,7 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
         ],
     ),
     "inputs": (["x", " ", "é"], ["", None, 1, True, [], ["x"], {}, "\ud800", "x" * 5000]),
-    "parameters": ([{}], [None, [], 1, "x", {"nope": 1}]),
+    "parameters": ([{}, None], [[], 1, "x", {"nope": 1}]),
     "messages": (
         [
             [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
@@ -78,12 +88,13 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     ),
 }
 COMMON = ["temperature", "top_p", "top_k", "seed"]
+OPENAI = [
+    *[*COMMON, "max_tokens", "stream", "stream_options", "model"],
+    *["user", "safety_identifier", "prompt_cache_key"],
+]
 ROUTE_FIELDS = {
-    "/v1/completions": [*COMMON, "max_tokens", "stream", "stream_options", "model", "prompt"],
-    "/v1/chat/completions": [
-        *COMMON,
-        *["max_tokens", "max_completion_tokens", "stream", "stream_options", "model", "messages"],
-    ],
+    "/v1/completions": [*OPENAI, "prompt"],
+    "/v1/chat/completions": [*OPENAI, "max_completion_tokens", "messages"],
     "/generate": [*COMMON, "max_new_tokens", "do_sample", "details", "inputs", "parameters"],
 }
 CASES = [(path, field) for path, fields in ROUTE_FIELDS.items() for field in fields]
@@ -143,16 +154,111 @@ def test_numbers_that_are_none(path: str, field: str, number: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize(
-    "field",
-    ["n", "stop", "user", "logprobs", "tools", "response_format", "store", "metadata", "echo", "x"],
-)
+@pytest.mark.parametrize("field", ["x", "min_p", "service_tier", "no_effect", "prediction_key"])
 def test_every_other_field_is_named(path: str, field: str) -> None:
     async def scenario() -> None:
         async with frontend(says([5, 2])) as setup:
             error = _assert_error(await setup.post(path, {**BODIES[path], field: 1}))
             assert error["param"] == field
             assert error["code"] == "unknown_parameter"
+
+    asyncio.run(scenario())
+
+
+NO_EFFECT = {"/v1/completions": COMPLETION_NO_EFFECT, "/v1/chat/completions": CHAT_NO_EFFECT}
+OTHER_VALUES: list[Any] = [0, 1, 2, 1.0, 1.5, True, False, "", "none", [], ["a"], {}, {"a": 1}]
+
+
+def _other_values(accepted: tuple[Any, ...]) -> list[Any]:
+    known = {json.dumps(value) for value in accepted}
+    return [value for value in OTHER_VALUES if json.dumps(value) not in known]
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [(path, field) for path, fields in NO_EFFECT.items() for field in fields]
+)
+def test_values_that_change_nothing_are_all_that_is_accepted(path: str, field: str) -> None:
+    accepted = NO_EFFECT[path][field]
+
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            for value in (*accepted, None):
+                await _submit(setup, path, {field: value})
+            refused = _other_values(accepted)
+            assert len(refused) > 8
+            for value in refused:
+                error = _assert_error(await setup.post(path, {**BODIES[path], field: value}))
+                assert (error["param"], error["code"]) == (field, "unsupported_value"), value
+                assert error["message"].startswith(f"{field} is not supported yet except as ")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("field", MESSAGE_NO_EFFECT)
+def test_messages_take_back_what_answers_hold(field: str) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            plain = {"role": "assistant", "content": "a"}
+            for value in (*MESSAGE_NO_EFFECT[field], None):
+                messages = [*CHAT["messages"], {**plain, field: value}]
+                await _submit(setup, "/v1/chat/completions", {"messages": messages})
+            for value in _other_values(MESSAGE_NO_EFFECT[field]):
+                body = {**CHAT, "messages": [*CHAT["messages"], {**plain, field: value}]}
+                error = _assert_error(await setup.post("/v1/chat/completions", body))
+                assert error["param"] == f"messages[1].{field}"
+
+    asyncio.run(scenario())
+
+
+# What common clients send, written down apart from the tables.
+SENT: dict[str, Any] = {
+    "n": 1,
+    "user": "u",
+    "stop": None,
+    "logit_bias": {},
+    "frequency_penalty": 0,
+    "presence_penalty": 0.0,
+    "logprobs": None,
+}
+SENT_BY_ROUTE = {
+    "/v1/completions": SENT | {"echo": False, "best_of": 1},
+    "/v1/chat/completions": SENT
+    | {
+        "store": False,
+        "modalities": ["text"],
+        "response_format": {"type": "text"},
+        "tools": [],
+        "logprobs": False,
+    },
+}
+
+
+@pytest.mark.parametrize("path", SENT_BY_ROUTE)
+def test_what_common_clients_send_changes_nothing(path: str) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            plain = await _submit(setup, path, {"seed": 1, "user": "u"})
+            sent = await _submit(setup, path, {"seed": 1, **SENT_BY_ROUTE[path]})
+            same = {"request_id": 0, "age_s": 0.0}
+            assert msgspec.structs.replace(sent, **same) == msgspec.structs.replace(plain, **same)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", NO_EFFECT)
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, ""),
+        ({"user": "a", "safety_identifier": "b", "prompt_cache_key": "c"}, "a"),
+        ({"user": None, "safety_identifier": "b", "prompt_cache_key": "c"}, "b"),
+        ({"user": "", "prompt_cache_key": "c"}, "c"),
+    ],
+)
+def test_one_prediction_key(path: str, keys: dict[str, Any], expected: str) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            assert (await _submit(setup, path, keys)).prediction_key == expected
 
     asyncio.run(scenario())
 
@@ -263,6 +369,8 @@ def test_generate_is_greedy_unless_told_otherwise() -> None:
                 ({"top_k": 3}, 1.0),
                 ({"top_p": 0.5}, 1.0),
                 ({"seed": 3}, 0.0),
+                (None, 0.0),
+                ({"do_sample": None, "details": None, "top_k": None}, 0.0),
             ]:
                 submit = await _submit(setup, "/generate", {"parameters": parameters})
                 assert submit.sampling.temperature == temperature, parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from typing import Any
 
 import httpx
@@ -57,8 +58,8 @@ async def _post(answer: Answer, path: str, body: dict[str, Any], **options: Any)
 
 
 @pytest.mark.parametrize("turns_between", [0, 10], ids=["merged", "one-by-one"])
-@pytest.mark.parametrize("usage", [False, True])
-def test_completion_stream(tokens: list[int], usage: bool, turns_between: int) -> None:
+@pytest.mark.parametrize("usage", [False, True, None])
+def test_completion_stream(tokens: list[int], usage: bool | None, turns_between: int) -> None:
     body = {**COMPLETION, "stream": True, "stream_options": {"include_usage": usage}}
     response = asyncio.run(
         _post(says([*tokens, EOS]), "/v1/completions", body, turns_between=turns_between)
@@ -284,6 +285,10 @@ def test_the_openai_client_understands_everything(tokens: list[int]) -> None:
             assert (await client.models.retrieve(BUNDLED_MODEL_NAME)).owned_by == "lightserve"
             whole = await client.chat.completions.create(**CHAT)
             assert whole.choices[0].message.content == TEXT
+            # A conversation goes on with the very message that came.
+            turn: Any = {"role": "user", "content": "more"}
+            messages = [*CHAT["messages"], whole.choices[0].message, turn]
+            await client.chat.completions.create(**{**CHAT, "messages": messages})
             stream = await client.chat.completions.create(
                 **CHAT, stream=True, stream_options={"include_usage": True}
             )
@@ -297,7 +302,7 @@ def test_the_openai_client_understands_everything(tokens: list[int]) -> None:
             assert "".join([piece.choices[0].text async for piece in pieces]) == TEXT
             with pytest.raises(openai.BadRequestError) as bad:
                 await client.completions.create(**COMPLETION, n=2)
-            assert (bad.value.param, bad.value.code) == ("n", "unknown_parameter")
+            assert (bad.value.param, bad.value.code) == ("n", "unsupported_value")
             with pytest.raises(openai.NotFoundError) as missing:
                 await client.completions.create(model="m", prompt="x")
             assert missing.value.code == "model_not_found"
@@ -314,13 +319,15 @@ def test_logs_name_the_request_and_never_its_text(
 ) -> None:
     async def scenario() -> str:
         async with frontend(says([*tokens, EOS])) as setup:
-            body = {**COMPLETION, "prompt": "a secret"}
+            body = {**COMPLETION, "prompt": "a secret", "user": "jane@example.org"}
             response = await setup.post("/v1/completions", body)
             await eventually(lambda: setup.service.in_flight.count == 0)
             return str(response.json()["id"])
 
     with caplog.at_level("DEBUG", logger="lightserve"):
         request_id = asyncio.run(scenario())
-    assert f"request={request_id} outcome=stop" in caplog.text
+    key = hashlib.sha256(b"jane@example.org").hexdigest()[:12]
+    assert f"request={request_id} outcome=stop key={key} " in caplog.text
+    assert "jane" not in caplog.text
     assert "secret" not in caplog.text
     assert "Grüße" not in caplog.text

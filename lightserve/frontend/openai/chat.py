@@ -12,8 +12,9 @@ from starlette.responses import Response
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.generation import Generation, TextDelta
-from lightserve.frontend.json_body import StrictModel, read_model, show
+from lightserve.frontend.json_body import read_model, show
 from lightserve.frontend.openai.fields import ChunkWriter, CommonFields, usage_object
+from lightserve.frontend.openai.no_effect import CHAT_NO_EFFECT, MESSAGE_NO_EFFECT, NoEffectModel
 from lightserve.frontend.responses import ARRIVAL_KEY, GenerationResponse, new_request_id
 from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.sampling import MaxTokens
@@ -40,8 +41,10 @@ def _text_of(content: Any) -> Any:
     return "\n".join(part["text"] for part in content)
 
 
-class Message(StrictModel):
+class Message(NoEffectModel):
     """One turn."""
+
+    no_effect = MESSAGE_NO_EFFECT
 
     role: Literal["system", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_text_of)]
@@ -50,6 +53,7 @@ class Message(StrictModel):
 class ChatRequest(CommonFields):
     """The body."""
 
+    no_effect = CHAT_NO_EFFECT
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: MaxTokens | None = None
 
@@ -154,4 +158,5 @@ async def _prepare(service: Service, body: ChatRequest, arrival_s: float) -> New
         sampling=sampling,
         request_class=RequestClass.RT,
         arrival_s=arrival_s,
+        prediction_key=body.prediction_key,
     )

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from lightserve.frontend.generation import Generation, TextDelta
 from lightserve.frontend.json_body import read_model, show
 from lightserve.frontend.openai.fields import ChunkWriter, CommonFields, usage_object
+from lightserve.frontend.openai.no_effect import COMPLETION_NO_EFFECT
 from lightserve.frontend.responses import ARRIVAL_KEY, GenerationResponse, new_request_id
 from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.service import Service
@@ -41,6 +42,7 @@ def _one_prompt(value: Any) -> Any:
 class CompletionRequest(CommonFields):
     """The body: `prompt` is a string, a list of token ids, or a list of one of these."""
 
+    no_effect = COMPLETION_NO_EFFECT
     prompt: Annotated[str | list[Any], BeforeValidator(_one_prompt)]
 
 
@@ -124,4 +126,5 @@ async def _prepare(service: Service, body: CompletionRequest, arrival_s: float) 
         sampling=sampling,
         request_class=RequestClass.RT,
         arrival_s=arrival_s,
+        prediction_key=body.prediction_key,
     )

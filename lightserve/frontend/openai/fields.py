@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from pydantic import AfterValidator, Field
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.generation import Usage
 from lightserve.frontend.json_body import StrictModel
+from lightserve.frontend.openai.no_effect import NoEffectModel
 from lightserve.frontend.responses import sse_event
 from lightserve.frontend.sampling import MaxTokens, Seed, Temperature, TopK, TopP, resolve_sampling
 from lightserve.frontend.service import Service
@@ -20,10 +22,25 @@ DONE = sse_event(b"[DONE]")
 class StreamOptions(StrictModel):
     """`stream_options`."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
-class CommonFields(StrictModel):
+MAX_KEY_CHARS = 512
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair, which is not Unicode text") from None
+    return text
+
+
+Key = Annotated[str, Field(max_length=MAX_KEY_CHARS), AfterValidator(_encodable)]
+"""Who or what sends a request, for clients to choose."""
+
+
+class CommonFields(NoEffectModel):
     """Fields of both completions and chat completions; null is the same as absent."""
 
     model: str
@@ -34,11 +51,19 @@ class CommonFields(StrictModel):
     seed: Seed | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    user: Key | None = None
+    safety_identifier: Key | None = None
+    prompt_cache_key: Key | None = None
+
+    @property
+    def prediction_key(self) -> str:
+        """What this request's output length is predicted from: the first key given, or none."""
+        return self.user or self.safety_identifier or self.prompt_cache_key or ""
 
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with a chunk that has the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check(self, service: Service) -> None:
         """Check what types cannot. Raises InvalidRequest."""

@@ -1,0 +1,74 @@
+"""Fields that many clients always send, accepted only at the values that change nothing.
+
+The tables below are the documentation: any other value is a 400 that names the field. A value
+that would change the answer is never accepted and ignored. Null is always accepted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import model_validator
+from pydantic_core import PydanticCustomError
+
+from lightserve.frontend.json_body import UNSUPPORTED_VALUE, StrictModel
+
+NoEffect = Mapping[str, tuple[Any, ...]]
+"""Names of fields, and their values besides null that change nothing."""
+
+_BOTH: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "stop": ([],),
+    "logit_bias": ({},),
+    "frequency_penalty": (0, 0.0),
+    "presence_penalty": (0, 0.0),
+    "metadata": (),
+}
+CHAT_NO_EFFECT: NoEffect = _BOTH | {
+    "store": (False,),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+}
+COMPLETION_NO_EFFECT: NoEffect = _BOTH | {
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (),
+    "suffix": (),
+}
+MESSAGE_NO_EFFECT: NoEffect = {
+    # What an answer's message has, as clients send it back in the next turn.
+    "refusal": (),
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "tool_calls": ([],),
+}
+
+
+class NoEffectModel(StrictModel):
+    """A strict model that also takes the fields of a table, at its values, and drops them."""
+
+    no_effect: ClassVar[NoEffect] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_no_effect(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        for field in cls.no_effect.keys() & body.keys():
+            _check(field, body[field], cls.no_effect[field])
+        return {key: value for key, value in body.items() if key not in cls.no_effect}
+
+
+def _check(field: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value is None or any(type(v) is type(value) and v == value for v in allowed):
+        return
+    shown = " or ".join(json.dumps(accepted) for accepted in (*allowed, None))
+    context = {"field": field, "complaint": f"is not supported yet except as {shown}"}
+    raise PydanticCustomError(UNSUPPORTED_VALUE, "{complaint}", context)
