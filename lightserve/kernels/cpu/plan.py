@@ -1,7 +1,7 @@
 """What attention has to read in one pass, worked out once and used by every layer.
 
 Rows with one new token (decodes) are taken together in groups of similar length: each group is
-one gather and two batched products, padded to its longest row. Rows with more new tokens
+one gather and one call, padded to its longest row. Rows with more new tokens
 (prefill chunks) go one by one. How rows are grouped depends on their lengths alone and never on
 their slots, so that moving KV to other slots changes no bit of the result.
 
@@ -59,7 +59,7 @@ class DecodeGroup:
     """int64 [B], the rows' places among the T tokens; None: all of them, in order."""
     source: KVSource
     mask: Tensor | None
-    """float32 [B, 1, length], 0 or -inf; None: no row is padded."""
+    """bool [1, B, 1, length], True: seen; None: no row is padded."""
     num_rows: int
 
 
@@ -159,10 +159,7 @@ def _decode_group(
     is_padding = columns >= lengths[:, None]
     positions = firsts[:, None] + np.where(is_padding, 0, columns)
     slots = table[rows[:, None], positions]
-    mask = None
-    if is_padding.any():
-        hidden = torch.from_numpy(is_padding)[:, None]
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+    mask = torch.from_numpy(~is_padding)[None, :, None] if is_padding.any() else None
     return DecodeGroup(torch.from_numpy(tokens), _source(slots), mask, len(rows))
 
 
