@@ -15,7 +15,7 @@ import msgspec
 import psutil
 import pytest
 import zmq
-from support.live_server import LiveServer
+from support.live_server import LiveServer, live_server
 
 from bench.streams import Outcome, stream_once
 from lightserve.channels.codec import VERSION_BYTE
@@ -129,6 +129,18 @@ def test_descriptors_are_not_shared(server: LiveServer) -> None:
 
 def _stdin(process: psutil.Process) -> Path:
     return Path(f"/proc/{process.pid}/fd/0").readlink()
+
+
+def test_two_ranks_answer_and_stop(run_parent: Path) -> None:
+    with live_server(run_parent, "--tp=2", "--max-kv-tokens=2048") as running:
+        ranks = {role for role in running.tree() if role.startswith("worker-")}
+        assert ranks == {"worker-0", "worker-1"}
+        messages = [{"role": "user", "content": "Tell me a story about Mira."}]
+        body = {"model": running.model, "messages": messages, "max_tokens": 30, "temperature": 0}
+        result = stream_once(running.url, body)
+        assert result.outcome is Outcome.WHOLE
+        assert result.num_chunks > 5
+        assert running.stop() == 0
 
 
 def test_garbage_on_every_socket_changes_nothing(server: LiveServer) -> None:
