@@ -5,7 +5,8 @@
 A random Llama of 153 M parameters is written to a directory, loaded as the worker loads it, and
 driven through `ModelRunner.execute`: tables, forward pass and sampling, with the plans that the
 router would send. Ceilings are measured in the same run, everything in turns, several rounds;
-figures are medians. With other work on the machine, `--quantile 0.2` comes nearer the truth.
+figures are medians. On a machine with other work, two threads wait for each other more than they
+compute: `--cpu-time` takes one thread's CPU time instead, for ceilings and engine alike.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ PROMPT, NUM_NEW = 128, 17
 PREFILL = 512
 STEPS = 8
 """Decodes in a row, per measurement."""
+
+Clock = Callable[[], float]
+Work = Callable[[], list[float]]
+"""Does something a few times and returns the seconds of each."""
 
 
 def write_model(path: Path) -> None:
@@ -104,11 +109,13 @@ def prefill_flops(num_tokens: int) -> int:
 class Driver:
     """Sequences of one runner, with slots in order or all over the pool."""
 
-    def __init__(self, runner: ModelRunner, num_seqs: int, length: int, *, scattered: bool) -> None:
+    def __init__(
+        self, runner: ModelRunner, clock: Clock, num_seqs: int, length: int, *, scattered: bool
+    ) -> None:
         rng = np.random.default_rng(0)
         num_slots = num_seqs * length
         slots = rng.permutation(runner.num_kv_slots)[:num_slots] if scattered else range(num_slots)
-        self._runner = runner
+        self._runner, self._clock = runner, clock
         self._slots = np.array(slots, dtype=np.int32).reshape(num_seqs, length)
         self._prompts = rng.integers(0, VOCAB, (num_seqs, length), dtype=np.int32)
         self._step = 0
@@ -144,9 +151,9 @@ class Driver:
             rows=[PlanRow(RowId(row), start, n, OutputKind.SAMPLE) for row, start, n in work],
         )
         self._step += 1
-        start_s = time.perf_counter()
+        start_s = self._clock()
         result = self._runner.execute(plan)
-        seconds = time.perf_counter() - start_s
+        seconds = self._clock() - start_s
         assert all(len(row.token_ids) == 1 for row in result.rows)
         return seconds
 
@@ -157,65 +164,66 @@ class Driver:
 class StepClock(transformers.StoppingCriteria):
     """Never stops; notes when each token came."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self.times_s: list[float] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        self.times_s.append(time.perf_counter())
+        self.times_s.append(self._clock())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
-def generate(model: Any, num_seqs: int) -> list[float]:
+def generate(model: Any, clock: Clock, num_seqs: int) -> list[float]:
     """Return the seconds of each greedy decode step of transformers' `generate`."""
-    clock = StepClock()
+    criterion = StepClock(clock)
     with torch.inference_mode():
         model.generate(
             torch.randint(0, VOCAB, (num_seqs, PROMPT)),
             max_new_tokens=NUM_NEW,
             do_sample=False,
             pad_token_id=0,
-            stopping_criteria=[clock],
+            stopping_criteria=[criterion],
         )
-    return np.diff(clock.times_s).tolist()
+    return np.diff(criterion.times_s).tolist()
 
 
 # Ceilings.
 
 
-def read_bandwidth() -> dict[str, Callable[[], list[float]]]:
+def read_bandwidth(clock: Clock) -> dict[str, Work]:
     """Return passes over 256 MiB, far more than any cache, by name."""
     wide = torch.ones(2**28 // 4)
     integers = torch.ones(2**28 // 8, dtype=torch.int64)
     matrix, vector = wide.view(-1, 4096), torch.ones(4096)
     return {
-        "read: sum of float32": lambda: timed(wide.sum),
-        "read: sum of int64": lambda: timed(integers.sum),
-        "read: dot": lambda: timed(lambda: torch.dot(wide, wide)),
-        "read: matrix by vector": lambda: timed(lambda: torch.mv(matrix, vector)),
+        "read: sum of float32": lambda: timed(clock, wide.sum),
+        "read: sum of int64": lambda: timed(clock, integers.sum),
+        "read: dot": lambda: timed(clock, lambda: torch.dot(wide, wide)),
+        "read: matrix by vector": lambda: timed(clock, lambda: torch.mv(matrix, vector)),
     }
 
 
-def matrix_rate(dtype: torch.dtype) -> dict[str, Callable[[], list[float]]]:
+def matrix_rate(clock: Clock, dtype: torch.dtype) -> dict[str, Work]:
     """Return products of 2 * 2048^3 operations, by name."""
     a, b = torch.randn(2, 2048, 2048).to(dtype).unbind(0)
     packed = torch.ops.mkldnn._reorder_linear_weight(b)
     name = str(dtype).removeprefix("torch.")
     return {
-        f"{name}: matmul": lambda: timed(lambda: a @ b),
-        f"{name}: linear": lambda: timed(lambda: F.linear(a, b)),
+        f"{name}: matmul": lambda: timed(clock, lambda: a @ b),
+        f"{name}: linear": lambda: timed(clock, lambda: F.linear(a, b)),
         f"{name}: packed linear": lambda: timed(
-            lambda: torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], "")
+            clock, lambda: torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], "")
         ),
     }
 
 
-def timed(work: Callable[[], Any], times: int = 3) -> list[float]:
+def timed(clock: Clock, work: Callable[[], Any], times: int = 3) -> list[float]:
     """Return the seconds of each of several calls."""
     seconds = []
     for _ in range(times):
-        start_s = time.perf_counter()
+        start_s = clock()
         work()
-        seconds.append(time.perf_counter() - start_s)
+        seconds.append(clock() - start_s)
     return seconds
 
 
@@ -236,25 +244,26 @@ class Figure:
 class Bench:
     """Works to be timed in turns, and the seconds that they took."""
 
-    def __init__(self, model_dir: Path, parts: Sequence[str], threads: int) -> None:
-        self._model_dir, self._threads = model_dir, threads
+    def __init__(self, model_dir: Path, parts: Sequence[str], threads: int, clock: Clock) -> None:
+        self._model_dir, self._threads, self._clock = model_dir, threads, clock
         self.parts = parts
-        self.works: dict[str, Callable[[], list[float]]] = {}
+        self.works: dict[str, Work] = {}
         self.seconds: dict[str, list[float]] = defaultdict(list)
         plain = self._runner()
-        ordered = Driver(plain, 33, 640, scattered=False)
+        ordered = Driver(plain, clock, 33, 640, scattered=False)
         ordered.fill(PROMPT)
         if "decode" in parts or "invariant" in parts:
-            self.works |= read_bandwidth()
+            self.works |= read_bandwidth(clock)
             self.works["decode 1"] = lambda: ordered.decodes(1, PROMPT)
         if "prefill" in parts:
-            self.works |= matrix_rate(torch.bfloat16) | matrix_rate(torch.float32)
+            self.works |= matrix_rate(clock, torch.bfloat16)
+            self.works |= matrix_rate(clock, torch.float32)
             self.works["prefill"] = lambda: [ordered.chunk(32, 0, PREFILL)]
         if "generate" in parts:
             model = transformers.AutoModelForCausalLM.from_pretrained(model_dir)
             for n in (1, 8, 32):
                 self.works[f"decode {n}"] = lambda n=n: ordered.decodes(n, PROMPT, NUM_NEW - 1)
-                self.works[f"generate {n}"] = lambda n=n: generate(model, n)
+                self.works[f"generate {n}"] = lambda n=n: generate(model, clock, n)
         if "scattered" in parts:
             self._add_scattered(plain)
         if "invariant" in parts:
@@ -269,8 +278,8 @@ class Bench:
 
     def _add_scattered(self, runner: ModelRunner) -> None:
         for name, scattered in (("contiguous", False), ("scattered", True)):
-            one = Driver(runner, 1, MAX_LEN, scattered=scattered)
-            many = Driver(runner, 16, 560, scattered=scattered)
+            one = Driver(runner, self._clock, 1, MAX_LEN, scattered=scattered)
+            many = Driver(runner, self._clock, 16, 560, scattered=scattered)
             one.fill(2000)
             many.fill(512)
             self.works |= {
@@ -283,7 +292,7 @@ class Bench:
     def _add_invariant(self) -> None:
         for name, flag in (("default", False), ("invariant", True)):
             runner = self._runner(dtype="float32", batch_invariant=flag)
-            driver = Driver(runner, 33, 640, scattered=False)
+            driver = Driver(runner, self._clock, 33, 640, scattered=False)
             driver.fill(PROMPT)
             self.works |= {
                 f"float32 {name}: decode 1": lambda d=driver: d.decodes(1, PROMPT),
@@ -371,6 +380,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     parser.add_argument("--quantile", type=float, default=0.5, help="of each measurement's seconds")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--cpu-time", action="store_true", help="of one thread")
     parser.add_argument("--model-dir", type=Path, help="keep the model here, or find it there")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -379,7 +389,9 @@ def main() -> None:
     logging.getLogger("lightserve").setLevel(logging.WARNING)
     with model_directory(arguments.model_dir) as path:
         write_model(path)
-        bench = Bench(path, arguments.only.split(","), arguments.threads)
+        threads = 1 if arguments.cpu_time else arguments.threads
+        clock = time.thread_time if arguments.cpu_time else time.perf_counter
+        bench = Bench(path, arguments.only.split(","), threads, clock)
         gc.collect()
         gc.freeze()
         bench.run(2 if arguments.quick else arguments.rounds)
