@@ -118,6 +118,7 @@ _TYPE_NAMES = {
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "a string",
+    "string_unicode": "Unicode text",  # half of a surrogate pair is not
     "list_type": "a list",
     "dict_type": "an object",
     "model_type": "an object",

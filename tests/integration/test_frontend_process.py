@@ -163,7 +163,7 @@ def test_a_slow_client_that_keeps_reading_gets_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deadline is that of one write, not of the answer, and ends with the write."""
-    monkeypatch.setattr(HttpProtocol, "write_deadline_s", 0.5)
+    monkeypatch.setattr(HttpProtocol, "write_deadline_s", 0.4)
 
     async def scenario(running: Running) -> None:
         hub = await running.router_up()
@@ -171,10 +171,11 @@ def test_a_slow_client_that_keeps_reading_gets_everything(
         client = await running.post("/v1/completions", body, receive_buffer_bytes=4096)
         await eventually(lambda: len(hub.of(Submit)) == 1)
         request_id = hub.of(Submit)[0].request_id
-        for num_seen in range(1, 13):
-            hub.say(TokenDelta(requests=[RequestDelta(request_id, [50] * 5000)]))
-            await asyncio.sleep(0.06)
-            await client.until(b"data: {", num_seen)
+        for num_seen in range(1, 4):
+            hub.say(TokenDelta(requests=[RequestDelta(request_id, [50] * 40_000)]))
+            await asyncio.sleep(0.05)
+            await client.until(b"\n\n", num_seen)  # the whole of it
+        await asyncio.sleep(0.8)
         hub.say(TokenDelta(requests=[RequestDelta(request_id, [2], FinishReason.STOP)]))
         await client.until(b"[DONE]")
         client.hang_up()

@@ -245,6 +245,17 @@ def test_what_common_clients_send_changes_nothing(path: str) -> None:
     asyncio.run(scenario())
 
 
+def test_half_a_surrogate_pair_is_no_key() -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            for path in NO_EFFECT:
+                body = {**BODIES[path], "user": "\ud800"}
+                error = _assert_error(await setup.post(path, body))
+                assert error["message"].startswith("user must be Unicode text")
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("path", NO_EFFECT)
 @pytest.mark.parametrize(
     ("keys", "expected"),

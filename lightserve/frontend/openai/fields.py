@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.generation import Usage
@@ -27,16 +27,7 @@ class StreamOptions(StrictModel):
 
 MAX_KEY_CHARS = 512
 
-
-def _encodable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("holds half of a surrogate pair, which is not Unicode text") from None
-    return text
-
-
-Key = Annotated[str, Field(max_length=MAX_KEY_CHARS), AfterValidator(_encodable)]
+Key = Annotated[str, Field(max_length=MAX_KEY_CHARS)]
 """Who or what sends a request, for clients to choose."""
 
 
