@@ -7,6 +7,7 @@ the next message, the next planned moment or the next status beat.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
@@ -244,7 +245,8 @@ class RouterProcess:
 
     def _send_status(self, now_s: float) -> None:
         self._next_status_s = now_s + STATUS_INTERVAL_S
-        self._control.send(Heartbeat())
+        with contextlib.suppress(ChannelFull):  # a supervisor that is stopped counts again later
+            self._control.send(Heartbeat())
         status = self.core.status(now_s)
         for frontend_id in list(self._connected):
             self._send(frontend_id, status)
