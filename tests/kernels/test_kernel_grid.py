@@ -192,6 +192,7 @@ def test_dense_operations(implementation: type[Kernels], dtype: torch.dtype) -> 
         loaded, wide = kernels.pack_weight(weight), x.repeat_interleave(2, dim=1)
         scale = torch.rand(width).to(dtype) + 0.5
         q, k = torch.randn(2, num_tokens, 4, 16).to(dtype).unbind(0)
+        qkv = torch.randn(num_tokens, 7, 16).to(dtype)
         angles = torch.rand(num_tokens, 8) * 6
         pairs = [
             (kernels.linear(x, loaded, bias), reference.linear(x, weight, bias)),
@@ -204,10 +205,19 @@ def test_dense_operations(implementation: type[Kernels], dtype: torch.dtype) -> 
                 reference.add_rms_norm(x, other.clone(), scale, 1e-6),
                 strict=True,
             ),
-            *zip(
-                kernels.rotary(q.clone(), k.clone(), angles.cos(), angles.sin()),
-                reference.rotary(q.clone(), k.clone(), angles.cos(), angles.sin()),
-                strict=True,
+            *(
+                pair
+                for heads in ((q, k), qkv.split((3, 2, 2), dim=1)[:2])
+                for half in (8, 5)
+                for pair in zip(
+                    kernels.rotary(
+                        *heads,
+                        angles[:, :half].cos(),
+                        angles[:, :half].sin(),
+                    ),
+                    reference.rotary(*heads, angles[:, :half].cos(), angles[:, :half].sin()),
+                    strict=True,
+                )
             ),
         ]
         for result, truth in pairs:

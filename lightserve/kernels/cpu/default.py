@@ -44,8 +44,8 @@ class TorchKernels:
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """See `Kernels.rotary`."""
-        cos, sin = cos[:, None], sin[:, None]
-        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+        rotated = _rotate(_joined(q, k), cos[:, None], sin[:, None])
+        return rotated[:, : q.shape[1]], rotated[:, q.shape[1] :]
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `Kernels.silu_and_mul`."""
@@ -79,6 +79,24 @@ class TorchKernels:
         for row in plan.prefills:
             out[row.tokens] = _prefill(q[row.tokens], k_pool, v_pool, row, scale)
         return out
+
+
+def _joined(q: Tensor, k: Tensor) -> Tensor:
+    """Return the heads of q and k as one [T, Hq + Hkv, D]: one set of operations for both.
+
+    A view where they lie side by side, as slices of one product do.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    end = q.storage_offset() + num_heads * head_dim
+    is_neighbour = (
+        q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+        and q.stride() == k.stride()
+        and q.stride()[1:] == (head_dim, 1)
+        and k.storage_offset() == end
+    )
+    if not is_neighbour:
+        return torch.cat([q, k], dim=1)
+    return q.as_strided((num_tokens, num_heads + k.shape[1], head_dim), q.stride())
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
