@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from lightserve.errors import StartupError
 from lightserve.kernels.cpu import packed
 from lightserve.kernels.cpu.default import TorchKernels
+from lightserve.kernels.cpu.plan import KVSource
 from lightserve.kernels.interface import AttentionBatch
 
 ROW_TILE = 16
@@ -101,8 +102,8 @@ class _TileGroup:
     """int64 [P, QUERY_TILE], index of each query token; padding repeats one."""
     is_real: Tensor
     """bool [P, QUERY_TILE], False for padding."""
-    slots: Tensor
-    """int32 [P * length]; padding repeats a slot of the same row."""
+    source: KVSource
+    """Slots [P, length]; padding repeats one of the same row."""
     hidden: Tensor
     """bool [P, QUERY_TILE, 1, length], keys that a query does not see."""
 
@@ -180,7 +181,7 @@ def _group(
     return _TileGroup(
         tokens=torch.from_numpy(tiles.token[:, None] + query - tiles.first[:, None]),
         is_real=torch.from_numpy(query == lane),
-        slots=torch.from_numpy(slots.reshape(-1)),
+        source=KVSource(length, -1, torch.from_numpy(slots.reshape(-1))),
         hidden=torch.from_numpy(hidden[:, :, None]),
     )
 
@@ -193,8 +194,7 @@ def _attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, group: _TileGroup, scale:
 
     def gather(pool: Tensor) -> Tensor:
         """Return [Hkv * P, length, D]."""
-        read = pool.transpose(0, 1).index_select(1, group.slots)
-        return read.view(num_kv_heads * num_tiles, length, head_dim)
+        return group.source.read(pool).view(num_kv_heads * num_tiles, length, head_dim)
 
     lanes = q.view(num_tiles, QUERY_TILE, num_kv_heads, size, head_dim).permute(2, 0, 1, 3, 4)
     queries = (lanes * scale).reshape(num_kv_heads * num_tiles, QUERY_TILE * size, head_dim)

@@ -13,7 +13,7 @@ their slots, so that moving KV to other slots changes no bit of the result.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -42,13 +42,27 @@ class KVSource:
     """First slot if all are consecutive, otherwise -1."""
     slots: Tensor
     """int32 [rows * length]."""
+    places: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """int64 [Hkv * rows * length], indices into a pool seen as [Hkv * S, D]; by (Hkv, S)."""
 
     def read(self, pool: Tensor) -> Tensor:
         """Return [Hkv, rows * length, D] of a pool [S, Hkv, D]: a view where possible."""
         heads_first = pool.transpose(0, 1)
         if self.start >= 0:
             return heads_first.narrow(1, self.start, self.slots.shape[0])
-        return heads_first.index_select(1, self.slots)
+        if not heads_first.is_contiguous():
+            return heads_first.index_select(1, self.slots)
+        # torch uses several threads along the first dimension only.
+        num_heads, num_slots, head_dim = heads_first.shape
+        flat = heads_first.view(-1, head_dim).index_select(0, self._places(num_heads, num_slots))
+        return flat.view(num_heads, -1, head_dim)
+
+    def _places(self, num_heads: int, num_slots: int) -> Tensor:
+        key = (num_heads, num_slots)
+        if key not in self.places:
+            first = torch.arange(num_heads)[:, None] * num_slots
+            self.places[key] = (first + self.slots).view(-1)
+        return self.places[key]
 
 
 @dataclass(frozen=True, eq=False)
