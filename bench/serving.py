@@ -1,10 +1,10 @@
 """What the processes around the engine cost, with the bundled model on an idle machine.
 
-    python bench/serving.py [--json]
+    python bench/serving.py [--skip-invariant]
 
 Time to first token through HTTP minus inside the worker; idle CPU; resident memory; 64 streams
-through the openai client, with the worker's idle share; and, under --batch-invariant, each
-stream against its solo run.
+through the openai client; the worker's idle share, with the bundled model and with the 153 M one
+of the engine benchmark; and, under --batch-invariant, each stream against its solo run.
 """
 
 from __future__ import annotations
@@ -13,17 +13,23 @@ import argparse
 import asyncio
 import json
 import random
+import shutil
 import statistics
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
+from engine import write_model
 from openai import AsyncOpenAI
 from server import Server, loaded_libraries, running_server
 
+from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.bundled.corpus import draw_exchange
 
 NUM_STREAMS = 64
+MAX_TOKENS = 300
 
 
 def ttft_overhead(server: Server, num_requests: int = 100) -> dict[str, float]:
@@ -77,7 +83,7 @@ async def _complete(client: Any, server: Server, prompt: str, seed: int) -> str:
     stream = await client.chat.completions.create(
         model=server.model,
         messages=[{"role": "user", "content": prompt}],
-        max_tokens=300,
+        max_tokens=MAX_TOKENS,
         seed=seed,
         stream=True,
     )
@@ -115,6 +121,34 @@ def concurrent_streams(server: Server) -> dict[str, float]:
     }
 
 
+async def _complete_many(server: Server, count: int) -> int:
+    body = {"model": server.model, "prompt": "Tell me a story " * 20, "max_tokens": 48}
+    async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
+        answers = [client.post("/v1/completions", json=body | {"seed": i}) for i in range(count)]
+        return sum(
+            answer.json()["usage"]["completion_tokens"] for answer in await asyncio.gather(*answers)
+        )
+
+
+def idle_share() -> dict[str, float]:
+    """The engine benchmark's model behind HTTP, 16 requests at once: how long the worker waits."""
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(Path(directory))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(BUNDLED_MODEL_DIR / name, directory)
+        with running_server(["--model", directory, "--max-kv-tokens", "40000"]) as server:
+            asyncio.run(_complete_many(server, 16))
+            before, start_s = server.health(), time.perf_counter()
+            num_tokens = asyncio.run(_complete_many(server, 16))
+            wall_s = time.perf_counter() - start_s
+            after = server.health()
+    busy_s, idle_s = (after[key] - before[key] for key in ("worker_busy_s", "worker_idle_s"))
+    return {
+        "tokens_per_s": num_tokens / wall_s,
+        "worker_idle_pct": 100 * idle_s / (busy_s + idle_s),
+    }
+
+
 def solo_against_batched(server: Server) -> dict[str, int]:
     """The same chats one by one and 64 at once: texts that differ."""
     solo = asyncio.run(_streams(server, 1))
@@ -136,8 +170,11 @@ def main() -> None:
         report["streams"] = concurrent_streams(server)
         report["memory"] = memory(server)
         report["idle_cpu_pct"] = idle_cpu(server)
+    report["larger_model"] = idle_share()
     if not args.skip_invariant:
-        with running_server(["--batch-invariant", "--dtype", "float32"]) as server:
+        # One thread: two of them and the clients do not share two cores well.
+        flags = ["--batch-invariant", "--dtype", "float32", "--num-threads", "1"]
+        with running_server(flags) as server:
             report["batch_invariant"] = solo_against_batched(server)
     print(json.dumps(report, indent=2))
 
