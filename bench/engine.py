@@ -130,7 +130,9 @@ class Driver:
     def chunk(self, row: int, start: int, num_tokens: int) -> float:
         """Return the seconds of one prefill chunk that gives a token."""
         tokens = TokenSegment(token_ids=pack_int32(self._prompts[row]))
-        sequence = AddSequence(RowId(row), [tokens], SamplingParams(temperature=0.0))
+        sequence = AddSequence(
+            RowId(row), [tokens], SamplingParams(temperature=0.0), len(self._prompts[row]), []
+        )
         return self._execute([sequence], [(row, start, num_tokens)])
 
     def decode(self, num_seqs: int, position: int) -> float:

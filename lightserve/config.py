@@ -104,8 +104,17 @@ class ServeConfig:
     be_memory_risk: float = option(
         0.2, "risk: accepted chance of running out by a best-effort request.", low=0.0, high=1.0
     )
-    max_waiting_requests: int = option(
-        4096, "Requests that may wait in the router; more get a 429.", low=1
+    rt_max_waiting_requests: int = option(
+        4096, "Real-time requests that may wait in the router; more get a 429.", low=1
+    )
+    rt_max_waiting_tokens: int = option(
+        4_194_304, "Prompt tokens of waiting real-time requests; more get a 429.", low=1
+    )
+    be_max_waiting_requests: int = option(
+        65536, "Best-effort requests that may wait in the router; more get a 429.", low=1
+    )
+    be_max_waiting_tokens: int = option(
+        67_108_864, "Prompt tokens of waiting best-effort requests; more get a 429.", low=1
     )
     kv_memory: str = option(
         "auto",

@@ -49,9 +49,11 @@ class FinishReason(StrEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """How the next token is drawn. `temperature` 0 is greedy and ignores the rest.
+    """How the next token is drawn, and what is to be told about it.
 
-    The draw is a function of (seed, choice, position) alone (architecture: contract N1).
+    In this order: `logit_bias`, penalties, tokens that are not allowed, temperature, min-p, top-k,
+    top-p. `temperature` 0 is greedy and ignores what follows it. The draw is a function of
+    (seed, choice, position) alone (architecture: contract N1).
     """
 
     temperature: float = 1.0
@@ -64,3 +66,22 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Signed 64-bit."""
     choice: int = 0
     """Index of this completion among the `n` of one request."""
+    min_p: float = 0.0
+    """[0, 1]: tokens less probable than this share of the most probable one are dropped."""
+    frequency_penalty: float = 0.0
+    """Taken off a token's logit once for each time it is in the output so far."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of each token that is in the output so far."""
+    repetition_penalty: float = 1.0
+    """> 0; logits of tokens in prompt or output are divided (positive) or multiplied by it."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit), each id once."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these may be drawn; empty: all may."""
+    min_tokens: int = 0
+    """Before this many output tokens none of the sequence's `eos_token_ids` is drawn."""
+    num_logprobs: int | None = None
+    """Log-probabilities wanted with each token: its own and these many most probable ones; None:
+    none. They are the model's, before anything above changed them."""
+    num_prompt_logprobs: int | None = None
+    """The same for each prompt token but the first, given those before it."""

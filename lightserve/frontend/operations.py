@@ -70,8 +70,8 @@ def operations_router(service: Service) -> APIRouter:
         details: dict[str, Any] = {"num_in_flight": service.in_flight.count}
         if status is not None:
             details |= {
-                "num_running": status.num_running,
-                "num_waiting": status.num_waiting,
+                "num_running": sum(load.num_running for load in status.load.values()),
+                "num_waiting": sum(load.num_waiting for load in status.load.values()),
                 "num_steps": status.num_steps,
                 "worker_busy_s": status.worker_busy_s,
                 "worker_idle_s": status.worker_idle_s,

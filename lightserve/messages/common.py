@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised by one whenever a message changes; the hello of every link carries it."""
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
@@ -43,3 +43,36 @@ class TokenSegment(Message, frozen=True, tag="tokens"):
 
 
 PromptSegment = TokenSegment
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """How probable the model found a token, and which others more so; natural logarithms."""
+
+    logprob: float
+    top_token_ids: list[int]
+    """As many as were asked for, the most probable first."""
+    top_logprobs: list[float]
+    """One for each of `top_token_ids`."""
+
+
+class JsonSchemaConstraint(Message, frozen=True, tag="json_schema"):
+    """The output is a JSON value that this schema allows."""
+
+    schema: str
+    """JSON text, compiled once by the frontend: it is valid and within the limits."""
+
+
+class RegexConstraint(Message, frozen=True, tag="regex"):
+    """The whole output matches."""
+
+    pattern: str
+
+
+class GrammarConstraint(Message, frozen=True, tag="grammar"):
+    """The output is a sentence of this Lark grammar."""
+
+    grammar: str
+
+
+Constraint = JsonSchemaConstraint | RegexConstraint | GrammarConstraint
+"""What limits the tokens of an output."""

@@ -1,19 +1,27 @@
 """The link between a frontend and the router.
 
 A frontend connects, says `FrontendHello`, and gets `RouterWelcome` as soon as the workers are
-ready (again after each restart of the workers). Then `Submit` and `Abort` go one way,
-`TokenDelta` (one frame for all tokens of a step) and `RouterStatus` (about once a second) the
-other. Times never cross: `age_s` is a duration.
+ready (again after each restart of the workers). Then `Submit`, `Abort`, `Acknowledge` and
+`Finish` go one way, `TokenDelta` (one frame for all tokens of a step) and `RouterStatus` (about
+once a second) the other. Times never cross: `age_s` is a duration.
+
+Stop strings are text, which the router never sees: a request that has some sets
+`needs_acknowledgement`, runs at most MAX_UNACKNOWLEDGED_TOKENS past the last acknowledgement, and
+ends by `Finish` at the token that completed one (architecture 4).
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
-from lightserve.messages.common import Message, PromptSegment
+from lightserve.messages.common import Constraint, Message, PromptSegment, TokenLogprob
 from lightserve.types import FinishReason, FrontendId, RequestClass, RequestId, SamplingParams
+
+MAX_UNACKNOWLEDGED_TOKENS = 16
+"""How far a request with stop strings runs ahead of what its frontend has looked at."""
 
 
 class FrontendHello(Message, frozen=True):
@@ -44,6 +52,34 @@ class Submit(Message, frozen=True):
     """Seconds since the frontend had the request's headers."""
     prediction_key: str = ""
     """Requests of a class with equal keys are expected to have outputs of like length."""
+    prefix_salt: str = ""
+    """Only requests with equal salts may share KV of equal prefixes."""
+    needs_acknowledgement: bool = False
+    constraint: Constraint | None = None
+
+
+class Progress(NamedTuple):
+    """How far the frontend has looked at a request's output."""
+
+    request_id: RequestId
+    num_tokens: int
+
+
+class Acknowledge(Message, frozen=True):
+    """These outputs have no stop string so far; unknown ids are ignored."""
+
+    progress: list[Progress]
+
+
+class Finish(Message, frozen=True):
+    """A request's output ends after `num_tokens` tokens: a stop string was complete there.
+
+    Tokens after it are discarded; nothing more is sent of the request. Unknown ids are ignored.
+    """
+
+    request_id: RequestId
+    num_tokens: int
+    """>= 1."""
 
 
 class Abort(Message, frozen=True):
@@ -52,7 +88,7 @@ class Abort(Message, frozen=True):
     request_id: RequestId
 
 
-FrontendMessage = FrontendHello | Submit | Abort
+FrontendMessage = FrontendHello | Submit | Acknowledge | Finish | Abort
 
 
 class ErrorCode(StrEnum):
@@ -82,6 +118,14 @@ class RequestDelta(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     error: ErrorCode | None = None
     """Set exactly when `finish_reason` is ERROR."""
+    retry_after_s: float = 0.0
+    """With QUEUE_FULL: when there will be room, as far as the router can tell."""
+    num_cached_tokens: int = 0
+    """With the first token: prompt tokens whose KV was found, not computed."""
+    logprobs: list[TokenLogprob] = []
+    """One for each of `token_ids` if the request asked for them."""
+    prompt_logprobs: list[TokenLogprob] = []
+    """The next ones of the prompt's tokens 1 …, in order; all come before the first token."""
 
 
 class TokenDelta(Message, frozen=True):
@@ -90,12 +134,24 @@ class TokenDelta(Message, frozen=True):
     requests: list[RequestDelta]
 
 
+class ClassLoad(msgspec.Struct, frozen=True, array_like=True):
+    """What the router has of one request class."""
+
+    num_waiting: int
+    num_waiting_tokens: int
+    """Prompt tokens, and output tokens generated before, that have yet to be computed."""
+    num_running: int
+
+
 class RouterStatus(Message, frozen=True):
     """The router's pulse, about once a second and at each change of `workers_ready`."""
 
     workers_ready: bool
-    num_waiting: int
-    num_running: int
+    load: dict[RequestClass, ClassLoad]
+    """Every class."""
+    num_used_slots: int
+    num_kv_slots: int
+    """0 while there are no workers."""
     num_steps: int
     """Steps finished since boot."""
     stalled_s: float

@@ -14,11 +14,11 @@ decode never needs its input token from the router, and a row is simply overwrit
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 
 import msgspec
 
-from lightserve.messages.common import Message, PromptSegment
+from lightserve.messages.common import Constraint, Message, PromptSegment, TokenLogprob
 from lightserve.types import RowId, SamplingParams, StepId
 
 
@@ -40,6 +40,12 @@ class AddSequence(msgspec.Struct, frozen=True, array_like=True):
     row: RowId
     segments: list[PromptSegment]
     sampling: SamplingParams
+    num_prompt_tokens: int
+    """Tokens of `segments` from here on are output."""
+    eos_token_ids: list[int]
+    """What ends this sequence."""
+    constraint: Constraint | None = None
+    """What its output must satisfy; output in `segments` does so already."""
 
 
 class SlotRange(msgspec.Struct, frozen=True, array_like=True):
@@ -51,11 +57,18 @@ class SlotRange(msgspec.Struct, frozen=True, array_like=True):
     """int32, see `pack_int32`; any order, not necessarily contiguous."""
 
 
-class OutputKind(IntEnum):
+class OutputKind(IntFlag):
     """What a plan row wants back."""
 
     NONE = 0
     SAMPLE = 1
+    """The token after its last one."""
+    PROMPT_LOGPROBS = 2
+    """A log-probability for each prompt token that follows one of its tokens."""
+
+
+MAX_PROMPT_LOGPROB_POSITIONS = 512
+"""Most tokens, over all rows of a step with PROMPT_LOGPROBS: each needs a row of logits."""
 
 
 class PlanRow(msgspec.Struct, frozen=True, array_like=True):
@@ -94,6 +107,10 @@ class RowResult(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     """0 … k tokens."""
     error: RowError | None = None
+    logprobs: list[TokenLogprob] = []
+    """One for each of `token_ids`, if the sequence's `num_logprobs` is not None."""
+    prompt_logprobs: list[TokenLogprob] = []
+    """With PROMPT_LOGPROBS: of prompt tokens start+1 … start+num_tokens, those that exist."""
 
 
 class StepResult(Message, frozen=True):

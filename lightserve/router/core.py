@@ -14,17 +14,26 @@ rows that a plan in flight names are not reassigned before its result is there.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from lightserve.errors import ProtocolError
-from lightserve.messages.common import Int32Array, unpack_int32
-from lightserve.messages.frontend_router import Abort, ErrorCode, RouterStatus, Submit
-from lightserve.messages.router_worker import RowResult, StepResult
-from lightserve.router.admission.base import AdmissionRule
+from lightserve.messages.frontend_router import (
+    Abort,
+    Acknowledge,
+    ClassLoad,
+    ErrorCode,
+    Finish,
+    Progress,
+    RouterStatus,
+    Submit,
+)
+from lightserve.messages.router_worker import PlanRow, RowResult, StepResult
+from lightserve.router.core_config import CoreConfig
 from lightserve.router.deltas import DeltaBatch
+from lightserve.router.endings import can_replay, finish_reason
 from lightserve.router.events import (
     CoreEvent,
     FromFrontend,
@@ -35,36 +44,17 @@ from lightserve.router.events import (
     WorkersGone,
     WorkersReady,
 )
+from lightserve.router.intake import Intake, request_of
+from lightserve.router.integrity import check_integrity
 from lightserve.router.kv.slots import SlotPool
-from lightserve.router.output_lengths import OutputLengths
-from lightserve.router.pipeline import MAX_STEPS_IN_FLIGHT, Pipeline
+from lightserve.router.pipeline import Pipeline
 from lightserve.router.plan_builder import build_plan, num_samples
-from lightserve.router.policies.base import Policy, StepLimits
+from lightserve.router.policies.base import StepLimits
 from lightserve.router.preemption import Fit, fit_into_memory
+from lightserve.router.prompt_logprobs import cap_positions, take_news
 from lightserve.router.queues import RowTable, WaitingQueue
 from lightserve.router.request import Request, RequestState
-from lightserve.types import FinishReason, FrontendId, RequestClass, RequestKey
-
-MAX_REPLAYS = 1
-"""A request that was in flight at one more death than this gets an error: it is the poison."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CoreConfig:
-    """What the core needs of the server's configuration, and its two choices."""
-
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_waiting_requests: int
-    policy: Policy
-    admission: AdmissionRule
-    lengths: OutputLengths
-    """Learns every finished request's length; the admission rule may read it."""
-    admission_limit: int | None = None
-    """Most output tokens that admission believes any request can reach (simulation of others)."""
-    max_steps_in_flight: int = MAX_STEPS_IN_FLIGHT
-    """1 plans every step on the results of all before it, as simulations of other systems do."""
+from lightserve.types import FrontendId, RequestClass, RequestKey
 
 
 class RouterCore:
@@ -77,6 +67,9 @@ class RouterCore:
         self._rows = RowTable(config.max_num_seqs)
         self._slots: SlotPool | None = None
         self._pipeline = Pipeline(max_steps_in_flight=config.max_steps_in_flight)
+        self._intake = Intake(config.queue_limits)
+        self._unfinished: dict[RequestKey, Request] = {}
+        """Requests whose last token was sent, but whose frontend still looks for a stop string."""
         self._num_arrivals = 0
         self._suspects: list[Request] = []
         """Requests that were in flight when workers died: each runs alone up to a token."""
@@ -91,14 +84,18 @@ class RouterCore:
         match event:
             case FromFrontend(frontend_id, Submit() as submit):
                 self._submit(frontend_id, submit, now_s, deltas)
-            case FromFrontend(frontend_id, Abort() as abort):
-                request = self._requests.get(RequestKey(frontend_id, abort.request_id))
-                if request is not None:
-                    self._end(request)
+            case FromFrontend(frontend_id, Acknowledge(progress=progress)):
+                self._on_progress(frontend_id, progress)
+            case FromFrontend(frontend_id, Finish() as finish):
+                self._finish(frontend_id, finish)
+            case FromFrontend(frontend_id, Abort(request_id=request_id)):
+                key = RequestKey(frontend_id, request_id)
+                if (request := self._requests.get(key) or self._unfinished.get(key)) is not None:
+                    self._forget(request)
             case FrontendGone(frontend_id):
-                for request in list(self._requests.values()):
+                for request in [*self._requests.values(), *self._unfinished.values()]:
                     if request.key.frontend_id == frontend_id:
-                        self._end(request)
+                        self._forget(request)
             case WorkersReady(num_kv_slots):
                 self._start_workers(num_kv_slots, deltas)
             case WorkersGone():
@@ -108,31 +105,46 @@ class RouterCore:
     def _submit(
         self, frontend_id: FrontendId, submit: Submit, now_s: float, deltas: DeltaBatch
     ) -> None:
-        prompt = _prompt_of(submit)
-        request = Request(
-            key=RequestKey(frontend_id, submit.request_id),
-            prompt_token_ids=prompt,
-            max_tokens=submit.max_tokens,
-            eos_token_ids=frozenset(submit.eos_token_ids),
-            sampling=submit.sampling,
-            request_class=submit.request_class,
-            arrival_s=now_s - submit.age_s,
+        request = request_of(
+            frontend_id,
+            submit,
+            now_s=now_s,
             arrival_number=self._num_arrivals,
-            prediction_key=(submit.request_class, submit.prediction_key),
-            admission_limit=min(
-                submit.max_tokens, self._config.admission_limit or submit.max_tokens
-            ),
+            admission_limit=self._config.admission_limit,
         )
         self._num_arrivals += 1
-        if request.key in self._requests or len(prompt) == 0 or submit.max_tokens < 1:
-            raise ProtocolError(f"request {request.key} is a duplicate or empty")
+        if request.key in self._requests:
+            raise ProtocolError(f"request {request.key} is a duplicate")
+        backlog = self._waiting.backlog(request.request_class)
         if not self._can_ever_fit(request):
             deltas.fail(request, ErrorCode.TOO_LARGE)
-        elif len(self._waiting) >= self._config.max_waiting_requests:
-            deltas.fail(request, ErrorCode.QUEUE_FULL)
+        elif (retry_after_s := self._intake.retry_after_s(request, backlog)) is not None:
+            deltas.fail(request, ErrorCode.QUEUE_FULL, retry_after_s=retry_after_s)
         else:
             self._requests[request.key] = request
             self._waiting.append(request)
+            self._intake.note_waiting(request, now_s)
+
+    def _on_progress(self, frontend_id: FrontendId, progress: Sequence[Progress]) -> None:
+        for request_id, num_tokens in progress:
+            request = self._requests.get(RequestKey(frontend_id, request_id))
+            if request is not None and request.num_acknowledged_tokens is not None:
+                request.num_acknowledged_tokens = max(request.num_acknowledged_tokens, num_tokens)
+
+    def _finish(self, frontend_id: FrontendId, finish: Finish) -> None:
+        """Learn where a request with stop strings ended, perhaps after its last token was sent."""
+        key = RequestKey(frontend_id, finish.request_id)
+        request = self._requests.get(key) or self._unfinished.get(key)
+        if request is None:
+            return
+        self._config.lengths.record(finish.num_tokens, request.prediction_key)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        """Drop a request in whatever state it is."""
+        self._unfinished.pop(request.key, None)
+        if request.key in self._requests:
+            self._end(request)
 
     def _can_ever_fit(self, request: Request) -> bool:
         if request.num_prompt_tokens + request.max_tokens > self._config.max_model_len:
@@ -158,7 +170,7 @@ class RouterCore:
             if request.state is RequestState.ENDED:
                 continue
             was_in_flight = request.num_inflight_steps > 0
-            if not _can_replay(request, was_in_flight=was_in_flight):
+            if not can_replay(request, was_in_flight=was_in_flight):
                 deltas.fail(request, ErrorCode.WORKER_LOST)
                 request.state = RequestState.ENDED
                 del self._requests[request.key]
@@ -216,7 +228,7 @@ class RouterCore:
         admission = self._config.admission.begin(
             list(self._rows), self._slots.num_slots, self._pipeline.next_step_id
         )
-        chosen = self._config.policy.select(running, waiting, limits, admission)
+        chosen = cap_positions(self._config.policy.select(running, waiting, limits, admission))
         victims_first = self.running[::-1]
         return fit_into_memory(chosen, self._slots.num_free, victims_first=victims_first)
 
@@ -232,6 +244,8 @@ class RouterCore:
         ):
             if request.state is RequestState.WAITING:
                 self._waiting.admit(request)
+                backlog = self._waiting.backlog(request.request_class)
+                self._intake.note_started(request, backlog, now_s)
                 self._rows.acquire(request)
                 request.state = RequestState.RUNNING
                 request.slots = np.empty(request.max_kv_tokens, dtype=np.int32)
@@ -265,36 +279,51 @@ class RouterCore:
         step = self._pipeline.pop(result, now_s)
         deltas = DeltaBatch()
         rows = iter(result.rows)
-        for (request, num_tokens), samples in zip(step.allotments, step.num_samples, strict=True):
+        for (request, num_tokens), samples, row in zip(
+            step.allotments, step.num_samples, step.plan.rows, strict=True
+        ):
             request.num_inflight_samples -= samples
             request.num_inflight_tokens -= num_tokens
             request.num_inflight_steps -= 1
             request.num_computed_tokens += num_tokens
-            row_result = next(rows, None) if samples else None
-            if samples and (row_result is None or row_result.row != request.row):
+            row_result = next(rows, None) if row.output else None
+            if row.output and (row_result is None or row_result.row != request.row):
                 raise ProtocolError(f"step {result.step_id}: no result for row {request.row}")
             if request.state is RequestState.ENDED:
                 self._release_if_idle(request)
             elif row_result is not None:
-                self._advance(request, row_result, deltas)
+                self._advance(request, row, row_result, deltas)
         self._pipeline.note_work(bool(self._requests))
         return deltas.outgoing()
 
-    def _advance(self, request: Request, result: RowResult, deltas: DeltaBatch) -> None:
+    def _advance(
+        self, request: Request, row: PlanRow, result: RowResult, deltas: DeltaBatch
+    ) -> None:
         """Append a live request's new tokens; end it where they end it."""
         if result.error is not None:
             deltas.fail(request, ErrorCode.NON_FINITE_LOGITS)
             self._end(request)
             return
-        self._clear(request)
-        for token_id in result.token_ids:
+        if news := take_news(request, row.start_position, result.prompt_logprobs):
+            deltas.add_prompt_logprobs(request, news)
+        if result.token_ids:
+            self._clear(request)
+        for index, token_id in enumerate(result.token_ids):
             request.output_token_ids.append(token_id)
-            reason = _finish_reason(request, token_id)
-            deltas.add_token(request, token_id, reason)
+            reason = finish_reason(request, token_id)
+            deltas.add_token(request, token_id, reason, result.logprobs[index : index + 1])
             if reason is not None:
-                self._config.lengths.record(len(request.output_token_ids), request.prediction_key)
-                self._end(request)
+                self._complete(request)
                 return
+
+    def _complete(self, request: Request) -> None:
+        """End a request that has all its tokens; a frontend that looks for stop strings may yet
+        shorten it, so that its length becomes history with `Finish`."""
+        if request.num_acknowledged_tokens is None:
+            self._config.lengths.record(len(request.output_token_ids), request.prediction_key)
+        else:
+            self._unfinished[request.key] = request
+        self._end(request)
 
     def _end(self, request: Request) -> None:
         """Forget a request, whatever state it is in; its slots wait for plans in flight."""
@@ -334,10 +363,17 @@ class RouterCore:
 
     def status(self, now_s: float) -> RouterStatus:
         """Return the pulse that frontends are told."""
+        num_running = Counter(request.request_class for request in self._rows)
         return RouterStatus(
             workers_ready=self._slots is not None,
-            num_waiting=len(self._waiting),
-            num_running=len(self._rows),
+            load={
+                request_class: ClassLoad(
+                    *self._waiting.backlog(request_class), num_running[request_class]
+                )
+                for request_class in RequestClass
+            },
+            num_used_slots=self.num_used_slots,
+            num_kv_slots=0 if self._slots is None else self._slots.num_slots,
             num_steps=self._pipeline.num_finished,
             stalled_s=self._pipeline.stalled_s(now_s),
             worker_busy_s=self._pipeline.busy_s,
@@ -346,40 +382,4 @@ class RouterCore:
 
     def check_integrity(self) -> None:
         """Assert what must hold between any two calls (architecture 6, invariant 1)."""
-        held = [slot for request in self._rows for slot in request.held_slots.tolist()]
-        assert len(held) == len(set(held)), "a slot has two owners"
-        assert self._slots is None or self._slots.num_used == len(held), "slots leaked"
-        for request in self._rows:
-            ended = request.state is RequestState.ENDED
-            assert ended == (request.key not in self._requests)
-            assert not ended or request.num_inflight_steps > 0, "an ended request holds its row"
-        live = sum(request.state is RequestState.RUNNING for request in self._rows)
-        assert len(self._waiting) + live == len(self._requests), "a request is in no queue"
-
-
-def _prompt_of(submit: Submit) -> Int32Array:
-    """Return the token ids, int32 [num_prompt_tokens]. Raises ProtocolError if they are none."""
-    try:
-        return np.concatenate([unpack_int32(segment.token_ids) for segment in submit.prompt])
-    except ValueError as error:
-        raise ProtocolError(f"request {submit.request_id}: not a prompt: {error}") from error
-
-
-def _can_replay(request: Request, *, was_in_flight: bool) -> bool:
-    """Best-effort requests go on where they were; a real-time one only if nothing was sent.
-
-    Whoever was not in flight, since a suspect ran alone, had no part in the death and goes on.
-    """
-    if not was_in_flight:
-        return True
-    if request.num_replays >= MAX_REPLAYS:
-        return False
-    return request.request_class is RequestClass.BE or not request.output_token_ids
-
-
-def _finish_reason(request: Request, token_id: int) -> FinishReason | None:
-    if token_id in request.eos_token_ids:
-        return FinishReason.STOP
-    if len(request.output_token_ids) >= request.max_tokens:
-        return FinishReason.LENGTH
-    return None
+        check_integrity(self._requests, self._waiting, self._rows, self._slots)

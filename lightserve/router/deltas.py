@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightserve.messages.common import TokenLogprob
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta, TokenDelta
 from lightserve.router.events import Outgoing
 from lightserve.router.request import Request
@@ -14,13 +15,27 @@ class DeltaBatch:
     def __init__(self) -> None:
         self._by_frontend: dict[FrontendId, list[RequestDelta]] = {}
 
-    def add_token(self, request: Request, token_id: int, reason: FinishReason | None) -> None:
-        """A token, perhaps the last one."""
-        self._add(request, RequestDelta(request.key.request_id, [token_id], reason))
+    def add_token(
+        self,
+        request: Request,
+        token_id: int,
+        reason: FinishReason | None,
+        logprobs: list[TokenLogprob],
+    ) -> None:
+        """A token, perhaps the last one; `logprobs` has one entry or none."""
+        request_id = request.key.request_id
+        self._add(request, RequestDelta(request_id, [token_id], reason, logprobs=logprobs))
 
-    def fail(self, request: Request, error: ErrorCode) -> None:
+    def add_prompt_logprobs(self, request: Request, logprobs: list[TokenLogprob]) -> None:
+        """How probable the next tokens of the prompt are."""
+        self._add(request, RequestDelta(request.key.request_id, [], prompt_logprobs=logprobs))
+
+    def fail(self, request: Request, error: ErrorCode, *, retry_after_s: float = 0.0) -> None:
         """The end of a request without its whole answer."""
-        self._add(request, RequestDelta(request.key.request_id, [], FinishReason.ERROR, error))
+        delta = RequestDelta(
+            request.key.request_id, [], FinishReason.ERROR, error, retry_after_s=retry_after_s
+        )
+        self._add(request, delta)
 
     def _add(self, request: Request, delta: RequestDelta) -> None:
         self._by_frontend.setdefault(request.key.frontend_id, []).append(delta)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightserve.messages.frontend_router import Abort, Submit, TokenDelta
+from lightserve.messages.frontend_router import Abort, Acknowledge, Finish, Submit, TokenDelta
 from lightserve.messages.router_worker import StepPlan
 from lightserve.router.policies.base import Allotment
 from lightserve.router.request import Request
@@ -13,10 +13,10 @@ from lightserve.types import FrontendId
 
 @dataclass(frozen=True, slots=True)
 class FromFrontend:
-    """A request or an abort, with its sender."""
+    """What a frontend says of its requests, with its id."""
 
     frontend_id: FrontendId
-    message: Submit | Abort
+    message: Submit | Acknowledge | Finish | Abort
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from lightserve.config import ServeConfig
 from lightserve.router.admission.registry import ADMISSION_RULES
-from lightserve.router.core import CoreConfig, RouterCore
+from lightserve.router.core import RouterCore
+from lightserve.router.core_config import CoreConfig
+from lightserve.router.intake import QueueLimits
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
+from lightserve.types import RequestClass
 
 
 def make_core(config: ServeConfig, *, max_model_len: int, seed: int = 0) -> RouterCore:
@@ -17,7 +20,14 @@ def make_core(config: ServeConfig, *, max_model_len: int, seed: int = 0) -> Rout
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_waiting_requests=config.max_waiting_requests,
+            queue_limits={
+                RequestClass.RT: QueueLimits(
+                    config.rt_max_waiting_requests, config.rt_max_waiting_tokens
+                ),
+                RequestClass.BE: QueueLimits(
+                    config.be_max_waiting_requests, config.be_max_waiting_tokens
+                ),
+            },
             policy=POLICIES[config.policy](),
             admission=ADMISSION_RULES[config.admission](config, lengths, seed),
             lengths=lengths,

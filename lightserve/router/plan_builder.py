@@ -21,6 +21,16 @@ def num_samples(request: Request, num_tokens: int) -> int:
     return max(0, request.next_position + num_tokens - request.num_known_tokens + 1)
 
 
+def wanted_output(request: Request, num_tokens: int) -> OutputKind:
+    """Return what a request's next `num_tokens` tokens are to give back."""
+    wanted = OutputKind.NONE
+    if num_samples(request, num_tokens):
+        wanted |= OutputKind.SAMPLE
+    if request.wants_prompt_logprobs:
+        wanted |= OutputKind.PROMPT_LOGPROBS
+    return wanted
+
+
 def build_plan(
     step_id: StepId, allotments: Sequence[Allotment], rows: RowTable, slots: Int32Array
 ) -> StepPlan:
@@ -41,11 +51,19 @@ def build_plan(
         if row is None:
             row = next(new_rows)
             segment = TokenSegment(token_ids=pack_int32(request.known_token_ids()))
-            sequences.append(AddSequence(row, [segment], request.sampling))
+            sequences.append(
+                AddSequence(
+                    row,
+                    [segment],
+                    request.sampling,
+                    request.num_prompt_tokens,
+                    sorted(request.eos_token_ids),
+                    request.constraint,
+                )
+            )
         start = request.next_position
         end = offset + 4 * num_tokens
         slot_ranges.append(SlotRange(row, start, all_slots[offset:end]))
         offset = end
-        output = OutputKind.SAMPLE if num_samples(request, num_tokens) else OutputKind.NONE
-        plan_rows.append(PlanRow(row, start, num_tokens, output))
+        plan_rows.append(PlanRow(row, start, num_tokens, wanted_output(request, num_tokens)))
     return StepPlan(step_id=step_id, sequences=sequences, slot_ranges=slot_ranges, rows=plan_rows)

@@ -5,9 +5,18 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from lightserve.router.request import Request
-from lightserve.types import RequestKey, RowId
+from lightserve.types import RequestClass, RequestKey, RowId
+
+
+class Backlog(NamedTuple):
+    """How much waits."""
+
+    num_requests: int
+    num_tokens: int
+    """That have to be computed before the first new one."""
 
 
 class WaitingQueue:
@@ -15,6 +24,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._requests: OrderedDict[RequestKey, Request] = OrderedDict()
+        self._backlogs = dict.fromkeys(RequestClass, Backlog(0, 0))
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -23,14 +33,19 @@ class WaitingQueue:
         """Iterate from the head."""
         return iter(self._requests.values())
 
+    def backlog(self, request_class: RequestClass) -> Backlog:
+        """Return how much of a class waits."""
+        return self._backlogs[request_class]
+
     def append(self, request: Request) -> None:
         """Add a request at the tail."""
         self._requests[request.key] = request
+        self._count(request, 1)
 
     def requeue(self, requests: Sequence[Request]) -> None:
         """Put requests back before all others, in the given order."""
         for request in reversed(requests):
-            self._requests[request.key] = request
+            self.append(request)
             self._requests.move_to_end(request.key, last=False)
 
     def admit(self, request: Request) -> None:
@@ -44,6 +59,14 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         """Take a request out. Raises KeyError if it is not waiting."""
         del self._requests[request.key]
+        self._count(request, -1)
+
+    def _count(self, request: Request, sign: int) -> None:
+        """Add or take off a request; while it waits, its known tokens do not change."""
+        before = self._backlogs[request.request_class]
+        self._backlogs[request.request_class] = Backlog(
+            before.num_requests + sign, before.num_tokens + sign * request.num_known_tokens
+        )
 
 
 class RowTable:

@@ -19,7 +19,8 @@ from enum import Enum
 
 import numpy as np
 
-from lightserve.messages.common import Int32Array
+from lightserve.messages.common import Constraint, Int32Array
+from lightserve.messages.frontend_router import MAX_UNACKNOWLEDGED_TOKENS
 from lightserve.types import RequestClass, RequestKey, RowId, SamplingParams
 
 _NO_SLOTS: Int32Array = np.empty(0, dtype=np.int32)
@@ -51,6 +52,9 @@ class Request:
     """How many requests came before it; stands for it where randomness must be repeatable."""
     prediction_key: Hashable = None
     """Requests with equal keys are expected to have outputs of like length."""
+    constraint: Constraint | None = None
+    num_acknowledged_tokens: int | None = None
+    """Output tokens that the frontend found free of stop strings; None: it has none to look for."""
 
     admission_limit: int = 0
     """Output tokens that admission believes it can reach: `max_tokens` unless set."""
@@ -68,6 +72,7 @@ class Request:
     num_inflight_samples: int = 0
     num_inflight_steps: int = 0
     num_replays: int = 0
+    num_prompt_logprobs_sent: int = 0
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt_token_ids)
@@ -92,12 +97,30 @@ class Request:
 
     @property
     def num_schedulable_tokens(self) -> int:
-        """Tokens that the next plan may compute; 0 once the last output token is in flight."""
+        """Tokens that the next plan may compute.
+
+        0 once the last output token is in flight, and while the frontend has too much to look at.
+        """
         num_generated = len(self.output_token_ids) + self.num_inflight_samples
-        if num_generated >= self.max_tokens:
+        if num_generated >= self.max_tokens or self._is_unacknowledged(num_generated):
             return 0
         num_known_tokens = self.num_prompt_tokens + num_generated
         return num_known_tokens - self.num_computed_tokens - self.num_inflight_tokens
+
+    def _is_unacknowledged(self, num_generated: int) -> bool:
+        acknowledged = self.num_acknowledged_tokens
+        return acknowledged is not None and num_generated >= acknowledged + (
+            MAX_UNACKNOWLEDGED_TOKENS
+        )
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the next plan is to tell how probable prompt tokens are."""
+        return (
+            self.sampling.num_prompt_logprobs is not None
+            and self.next_position < self.num_prompt_tokens - 1
+            and self.num_prompt_logprobs_sent < self.num_prompt_tokens - 1
+        )
 
     @property
     def is_decoding(self) -> bool:

@@ -24,9 +24,11 @@ from lightserve.messages.router_worker import RowResult, StepResult
 from lightserve.router.admission.base import AdmissionRound, AdmissionRule
 from lightserve.router.admission.oracle import OracleAdmission
 from lightserve.router.admission.registry import ADMISSION_RULES
-from lightserve.router.core import CoreConfig, RouterCore
+from lightserve.router.core import RouterCore
+from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import FromFrontend, PlannedStep, WorkersReady
 from lightserve.router.future_memory import IntArray, peak_memory
+from lightserve.router.intake import QueueLimits
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.base import Allotment, Policy, StepLimits
 from lightserve.router.policies.registry import POLICIES
@@ -40,6 +42,7 @@ ARTIFACT_PROMPT_BUDGET = 32_768
 ARTIFACT_HISTORY = (512,) * 500
 
 _FRONTEND = FrontendId(0)
+_UNBOUNDED = QueueLimits(max_requests=1 << 60, max_tokens=1 << 60)
 _EOS, _TOKEN = 0, 1
 
 
@@ -128,7 +131,7 @@ class _Run:
                 max_model_len=longest,
                 max_num_seqs=len(self._rows),
                 max_num_batched_tokens=ARTIFACT_PROMPT_BUDGET if config.paper_artifact else 1 << 40,
-                max_waiting_requests=len(self._rows),
+                queue_limits=dict.fromkeys(RequestClass, _UNBOUNDED),
                 policy=self._policy,
                 admission=self._make_admission(),
                 lengths=self._lengths,

@@ -88,12 +88,11 @@ class Simulation:
             self._start_next()
             self._deliver(self.core.on_result(event, self.now_s))
             return
-        if isinstance(event, FromFrontend):
-            key = RequestKey(event.frontend_id, event.message.request_id)
-            if isinstance(event.message, Submit):
-                self.outcomes[key] = Outcome(arrival_s=self.now_s)
-            elif isinstance(event.message, Abort):
-                self.outcomes.pop(key, None)
+        match event:
+            case FromFrontend(frontend_id, Submit(request_id=request_id)):
+                self.outcomes[RequestKey(frontend_id, request_id)] = Outcome(arrival_s=self.now_s)
+            case FromFrontend(frontend_id, Abort(request_id=request_id)):
+                self.outcomes.pop(RequestKey(frontend_id, request_id), None)
         self._deliver(self.core.on_message(event, self.now_s))
 
     def _plan(self) -> None:

@@ -68,7 +68,7 @@ def warm_up(runner: ModelRunner) -> None:
     slots = pack_int32(range(num_tokens + 1))
     prefill = StepPlan(
         step_id=step,
-        sequences=[AddSequence(row, [tokens], SamplingParams(temperature=1.0))],
+        sequences=[AddSequence(row, [tokens], SamplingParams(temperature=1.0), num_tokens, [])],
         slot_ranges=[SlotRange(row, 0, slots)],
         rows=[PlanRow(row, 0, num_tokens, OutputKind.SAMPLE)],
     )

@@ -65,7 +65,7 @@ class SequenceTable:
         rows = np.array([row.row for row in plan.rows], dtype=np.int64)
         starts = np.array([row.start_position for row in plan.rows], dtype=np.int64)
         counts = np.array([row.num_tokens for row in plan.rows], dtype=np.int64)
-        wants = np.array([row.output is OutputKind.SAMPLE for row in plan.rows], dtype=bool)
+        wants = np.array([bool(row.output & OutputKind.SAMPLE) for row in plan.rows], dtype=bool)
         index = _positions(rows, starts, counts)
         ends = starts + counts
         offsets = np.concatenate([[0], np.cumsum(counts)])

@@ -30,6 +30,7 @@ from lightserve.errors import ChannelFull, ProtocolError
 from lightserve.messages.common import MAX_FRAME_BYTES, TokenSegment
 from lightserve.messages.frontend_router import (
     Abort,
+    ClassLoad,
     FrontendMessage,
     RequestDelta,
     RouterMessage,
@@ -319,8 +320,9 @@ def test_async_link_hears_what_arrives_while_it_sends(wire: Wire) -> None:
 def _status(number: int) -> RouterStatus:
     return RouterStatus(
         workers_ready=True,
-        num_waiting=0,
-        num_running=0,
+        load=dict.fromkeys(RequestClass, ClassLoad(0, 0, 0)),
+        num_used_slots=0,
+        num_kv_slots=0,
         num_steps=number,
         stalled_s=0.0,
         worker_busy_s=0.0,

@@ -14,8 +14,10 @@ from lightserve.messages.frontend_router import Abort, Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.conservative import ConservativeAdmission
-from lightserve.router.core import CoreConfig, RouterCore
+from lightserve.router.core import RouterCore
+from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import FromFrontend
+from lightserve.router.intake import QueueLimits
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.request import Request
@@ -100,7 +102,7 @@ def run(
             max_model_len=MAX_LEN,
             max_num_seqs=32,
             max_num_batched_tokens=budget,
-            max_waiting_requests=100,
+            queue_limits=dict.fromkeys(RequestClass, QueueLimits(100, 1 << 30)),
             policy=POLICIES[policy](),
             admission=admission or ConservativeAdmission(),
             lengths=OutputLengths(max_output_tokens=MAX_LEN),

@@ -10,12 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightserve.messages.common import TokenSegment, pack_int32
-from lightserve.messages.frontend_router import Abort, ErrorCode, Submit
+from lightserve.messages.frontend_router import Abort, ClassLoad, ErrorCode, Submit
 from lightserve.messages.router_worker import StepPlan
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.conservative import ConservativeAdmission
-from lightserve.router.core import CoreConfig, RouterCore
+from lightserve.router.core import RouterCore
+from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import FromFrontend, FrontendGone, WorkersGone, WorkersReady
+from lightserve.router.intake import QueueLimits
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.request import Request
@@ -70,7 +72,7 @@ def make_core(
             max_model_len=MAX_LEN,
             max_num_seqs=MAX_SEQS,
             max_num_batched_tokens=budget,
-            max_waiting_requests=max_waiting,
+            queue_limits=dict.fromkeys(RequestClass, QueueLimits(max_waiting, 1 << 30)),
             policy=POLICIES[policy](),
             admission=admission or ConservativeAdmission(),
             lengths=OutputLengths(max_output_tokens=MAX_LEN),
@@ -155,7 +157,7 @@ def test_random_traffic(
         else:
             assert arrival.abort_after_s is not None
     status = core.status(simulation.now_s)
-    assert (status.num_waiting, status.num_running) == (0, 0)
+    assert set(status.load.values()) == {ClassLoad(0, 0, 0)}
 
 
 @settings(max_examples=40, deadline=None)
@@ -176,7 +178,7 @@ def test_frontend_gone_frees_everything_of_it(arrivals: list[Arrival], gone_s: f
         if outcome.finish_reason is None and key.frontend_id == 0
     ]
     assert all(arrivals[key.request_id] not in late for key in unfinished)
-    assert core.status(simulation.now_s).num_running == 0
+    assert core.status(simulation.now_s).num_used_slots == 0
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -227,7 +229,7 @@ def test_overshoot_after_eos_is_dropped() -> None:
     simulation.run(events_of([arrival]))
     check_outcome(arrival, simulation.outcomes[RequestKey(FrontendId(0), RequestId(0))])
     core.check_integrity()
-    assert core.status(simulation.now_s).num_running == 0
+    assert core.status(simulation.now_s).num_used_slots == 0
 
 
 def test_worker_loss_replays_or_fails() -> None:

@@ -22,6 +22,7 @@ from lightserve.frontend.service import Service, load_service
 from lightserve.messages.common import unpack_int32
 from lightserve.messages.frontend_router import (
     Abort,
+    ClassLoad,
     FrontendMessage,
     RequestDelta,
     RouterMessage,
@@ -30,7 +31,7 @@ from lightserve.messages.frontend_router import (
     Submit,
     TokenDelta,
 )
-from lightserve.types import FinishReason
+from lightserve.types import FinishReason, RequestClass
 
 BOOT_ID = "boot"
 Answer = Callable[[Submit], list[RequestDelta]]
@@ -39,8 +40,9 @@ Answer = Callable[[Submit], list[RequestDelta]]
 def router_status(**changes: Any) -> RouterStatus:
     values: dict[str, Any] = {
         "workers_ready": True,
-        "num_waiting": 0,
-        "num_running": 0,
+        "load": dict.fromkeys(RequestClass, ClassLoad(0, 0, 0)),
+        "num_used_slots": 0,
+        "num_kv_slots": 0,
         "num_steps": 0,
         "stalled_s": 0.0,
         "worker_busy_s": 0.0,

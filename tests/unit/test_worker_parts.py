@@ -28,8 +28,8 @@ def test_a_step_of_chunks_and_decodes() -> None:
         StepPlan(
             step_id=StepId(0),
             sequences=[
-                AddSequence(RowId(2), segments, SamplingParams(seed=5)),
-                AddSequence(RowId(0), segments[:1], SamplingParams(seed=6)),
+                AddSequence(RowId(2), segments, SamplingParams(seed=5), 4, []),
+                AddSequence(RowId(0), segments[:1], SamplingParams(seed=6), 3, []),
             ],
             slot_ranges=[
                 SlotRange(RowId(2), 0, pack_int32([9, 7, 5])),

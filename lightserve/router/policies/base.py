@@ -40,6 +40,8 @@ def admissible(waiting: Iterable[Request], admission: AdmissionRound) -> Iterato
     """
     num_passed, may_overtake = 0, MAX_OVERTAKEN
     for request in waiting:
+        if request.num_schedulable_tokens == 0:
+            continue  # preempted, and its frontend has not caught up with it yet
         if admission.admit(request):
             yield request
             may_overtake -= num_passed > 0

@@ -1,0 +1,32 @@
+"""What a RouterCore is made of: limits, and the choice of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightserve.router.admission.base import AdmissionRule
+from lightserve.router.intake import QueueLimits
+from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.pipeline import MAX_STEPS_IN_FLIGHT
+from lightserve.router.policies.base import Policy
+from lightserve.types import RequestClass
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreConfig:
+    """What the core needs of the server's configuration, and its two choices."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    queue_limits: Mapping[RequestClass, QueueLimits]
+    """Of every class."""
+    policy: Policy
+    admission: AdmissionRule
+    lengths: OutputLengths
+    """Learns every finished request's length; the admission rule may read it."""
+    admission_limit: int | None = None
+    """Most output tokens that admission believes any request can reach (simulation of others)."""
+    max_steps_in_flight: int = MAX_STEPS_IN_FLIGHT
+    """1 plans every step on the results of all before it, as simulations of other systems do."""

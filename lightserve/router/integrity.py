@@ -1,0 +1,28 @@
+"""What must hold between any two calls of the core (architecture 6, invariant 1). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightserve.router.kv.slots import SlotPool
+from lightserve.router.queues import RowTable, WaitingQueue
+from lightserve.router.request import Request, RequestState
+from lightserve.types import RequestKey
+
+
+def check_integrity(
+    requests: Mapping[RequestKey, Request],
+    waiting: WaitingQueue,
+    rows: RowTable,
+    slots: SlotPool | None,
+) -> None:
+    """Assert that every slot, row and request has its one place."""
+    held = [slot for request in rows for slot in request.held_slots.tolist()]
+    assert len(held) == len(set(held)), "a slot has two owners"
+    assert slots is None or slots.num_used == len(held), "slots leaked"
+    for request in rows:
+        ended = request.state is RequestState.ENDED
+        assert ended == (request.key not in requests)
+        assert not ended or request.num_inflight_steps > 0, "an ended request holds its row"
+    live = sum(request.state is RequestState.RUNNING for request in rows)
+    assert len(waiting) + live == len(requests), "a request is in no queue"

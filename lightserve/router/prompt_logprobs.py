@@ -1,0 +1,38 @@
+"""Log-probabilities of prompts: how many a step may compute, and which are news. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightserve.messages.common import TokenLogprob
+from lightserve.messages.router_worker import MAX_PROMPT_LOGPROB_POSITIONS
+from lightserve.router.policies.base import Allotment
+from lightserve.router.request import Request
+
+
+def cap_positions(allotments: Sequence[Allotment]) -> list[Allotment]:
+    """Cut the chunks of prompts whose log-probabilities are wanted to the step's limit."""
+    num_left = MAX_PROMPT_LOGPROB_POSITIONS
+    capped: list[Allotment] = []
+    for request, num_tokens in allotments:
+        chunk = num_tokens
+        if request.wants_prompt_logprobs:
+            chunk = min(num_tokens, num_left)
+            num_left -= chunk
+        if chunk > 0:
+            capped.append(Allotment(request, chunk))
+    return capped
+
+
+def take_news(
+    request: Request, start_position: int, logprobs: list[TokenLogprob]
+) -> list[TokenLogprob]:
+    """Return the log-probabilities that have not been sent yet, and count them as sent.
+
+    `logprobs` are those of prompt tokens start_position+1 …; a preempted request computes some
+    of them twice.
+    """
+    num_known = request.num_prompt_logprobs_sent - start_position
+    news = logprobs[max(0, num_known) :]
+    request.num_prompt_logprobs_sent += len(news)
+    return news
