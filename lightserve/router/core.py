@@ -361,6 +361,11 @@ class RouterCore:
         """Slots of the KV pool that somebody holds."""
         return 0 if self._slots is None else self._slots.num_used
 
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have ended here, but whose frontend has not said at which token."""
+        return len(self._unfinished)
+
     def status(self, now_s: float) -> RouterStatus:
         """Return the pulse that frontends are told."""
         num_running = Counter(request.request_class for request in self._rows)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lightserve.messages.frontend_router import Abort, ErrorCode, Submit
+from lightserve.messages.common import TokenLogprob
+from lightserve.messages.frontend_router import Abort, ErrorCode, RequestDelta, Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.core import RouterCore
 from lightserve.router.events import CoreEvent, FromFrontend, Outgoing, PlannedStep, WorkersReady
@@ -38,6 +39,10 @@ class TimedEvent:
     event: CoreEvent
 
 
+Frontend = Callable[[FrontendId, RequestDelta, float], list[TimedEvent]]
+"""Answers news of a request, received at the given time."""
+
+
 @dataclass
 class Outcome:
     """What a frontend saw of one request."""
@@ -47,15 +52,23 @@ class Outcome:
     token_times_s: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: ErrorCode | None = None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 class Simulation:
     """Drives one core and one worker; `outcomes` fills up as it runs."""
 
     def __init__(
-        self, core: RouterCore, worker: Worker, step_time: StepTime, *, num_slots: int
+        self,
+        core: RouterCore,
+        worker: Worker,
+        step_time: StepTime,
+        *,
+        num_slots: int,
+        frontend: Frontend | None = None,
     ) -> None:
         self.core = core
+        self._frontend = frontend
         self.outcomes: dict[RequestKey, Outcome] = {}
         self.now_s = 0.0
         self._worker = worker
@@ -122,3 +135,7 @@ class Simulation:
                 outcome.token_times_s.extend([self.now_s] * len(delta.token_ids))
                 outcome.finish_reason = delta.finish_reason
                 outcome.error = delta.error
+                outcome.prompt_logprobs.extend(delta.prompt_logprobs)
+                if self._frontend is not None:
+                    for timed in self._frontend(outgoing.frontend_id, delta, self.now_s):
+                        self._push(timed.time_s, timed.event)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightserve.messages.common import unpack_int32
+from lightserve.messages.common import TokenLogprob, unpack_int32
 from lightserve.messages.router_worker import OutputKind, PlanRow, RowResult, StepPlan, StepResult
 
 EOS_TOKEN_ID = 0
@@ -29,6 +29,7 @@ class SimulatedWorker:
         self._row_owner = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_known = np.zeros(max_num_seqs, dtype=np.int64)
         self._total_len = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
         self._next_owner = 1
 
     def execute(self, plan: StepPlan, *, exec_s: float, idle_s: float) -> StepResult:
@@ -40,6 +41,7 @@ class SimulatedWorker:
             self._req_to_slot[row] = -1
             self._num_known[row] = sum(len(part.token_ids) // 4 for part in sequence.segments)
             self._total_len[row] = sequence.sampling.seed
+            self._num_prompt[row] = sequence.num_prompt_tokens
         for part in plan.slot_ranges:
             slots = unpack_int32(part.slots)
             end = part.start_position + len(slots)
@@ -64,8 +66,22 @@ class SimulatedWorker:
             raise PlanError(f"row {row.row}: KV of position {int(np.argmin(whole))} is lost")
         if row.output is OutputKind.NONE:
             return None
-        self._num_known[row.row] = end + 1
-        return RowResult(row.row, [sampled_token(int(self._total_len[row.row]), end)])
+        total_len = int(self._total_len[row.row])
+        token_ids: list[int] = []
+        if OutputKind.SAMPLE in row.output:
+            self._num_known[row.row] = end + 1
+            token_ids = [sampled_token(total_len, end)]
+        prompt_logprobs: list[TokenLogprob] = []
+        if OutputKind.PROMPT_LOGPROBS in row.output:
+            last = min(end + 1, int(self._num_prompt[row.row]))
+            positions = range(row.start_position + 1, last)
+            prompt_logprobs = [position_logprob(position) for position in positions]
+        return RowResult(row.row, token_ids, prompt_logprobs=prompt_logprobs)
+
+
+def position_logprob(position: int) -> TokenLogprob:
+    """Return what the prompt's token at a position is given: its position, as a mark."""
+    return TokenLogprob(-float(position), [], [])
 
 
 def sampled_token(total_len: int, position: int) -> int:

@@ -6,7 +6,7 @@ import random
 from collections import deque
 
 import pytest
-from test_core_properties import (
+from support.core_scenes import (
     MAX_LEN,
     MAX_SEQS,
     Arrival,

@@ -2,126 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.core_scenes import (
+    MAX_LEN,
+    MAX_SEQS,
+    NUM_SLOTS,
+    Arrival,
+    RecklessAdmission,
+    check_outcome,
+    events_of,
+    make_core,
+    make_simulation,
+    submit,
+)
 
-from lightserve.messages.common import TokenSegment, pack_int32
-from lightserve.messages.frontend_router import Abort, ClassLoad, ErrorCode, Submit
-from lightserve.messages.router_worker import StepPlan
+from lightserve.messages.frontend_router import ClassLoad, ErrorCode
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.conservative import ConservativeAdmission
-from lightserve.router.core import RouterCore
-from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import FromFrontend, FrontendGone, WorkersGone, WorkersReady
-from lightserve.router.intake import QueueLimits
-from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
-from lightserve.router.request import Request
-from lightserve.sim.simulation import Outcome, Simulation, TimedEvent
-from lightserve.sim.worker import EOS_TOKEN_ID, SimulatedWorker, sampled_token
+from lightserve.sim.simulation import TimedEvent
 from lightserve.types import (
-    FinishReason,
     FrontendId,
     RequestClass,
     RequestId,
     RequestKey,
-    SamplingParams,
-    StepId,
 )
-
-NUM_SLOTS, MAX_LEN, MAX_SEQS = 120, 64, 6
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A request of a random scene."""
-
-    time_s: float
-    num_prompt: int
-    num_output: int
-    max_tokens: int
-    frontend_id: int = 0
-    abort_after_s: float | None = None
-    request_class: RequestClass = RequestClass.RT
-
-
-class RecklessAdmission:
-    """Admits everybody, so that memory runs out and requests are preempted."""
-
-    def begin(
-        self, live: Collection[Request], num_slots: int, step_id: StepId
-    ) -> RecklessAdmission:
-        return self
-
-    def admit(self, request: Request) -> bool:
-        return True
-
-
-def make_core(
-    policy: str,
-    budget: int = 16,
-    max_waiting: int = 1000,
-    admission: AdmissionRule | None = None,
-) -> RouterCore:
-    return RouterCore(
-        CoreConfig(
-            max_model_len=MAX_LEN,
-            max_num_seqs=MAX_SEQS,
-            max_num_batched_tokens=budget,
-            queue_limits=dict.fromkeys(RequestClass, QueueLimits(max_waiting, 1 << 30)),
-            policy=POLICIES[policy](),
-            admission=admission or ConservativeAdmission(),
-            lengths=OutputLengths(max_output_tokens=MAX_LEN),
-        )
-    )
-
-
-def step_time(plan: StepPlan) -> float:
-    return 0.004 + 0.0005 * sum(row.num_tokens for row in plan.rows)
-
-
-def make_simulation(core: RouterCore) -> Simulation:
-    worker = SimulatedWorker(num_slots=NUM_SLOTS, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN)
-    return Simulation(core, worker, step_time, num_slots=NUM_SLOTS)
-
-
-def submit(number: int, arrival: Arrival) -> Submit:
-    return Submit(
-        request_id=RequestId(number),
-        prompt=[TokenSegment(token_ids=pack_int32([5] * arrival.num_prompt))],
-        max_tokens=arrival.max_tokens,
-        eos_token_ids=[EOS_TOKEN_ID],
-        sampling=SamplingParams(seed=arrival.num_prompt + arrival.num_output),
-        request_class=arrival.request_class,
-        age_s=0.0,
-    )
-
-
-def events_of(arrivals: list[Arrival]) -> list[TimedEvent]:
-    events = []
-    for number, arrival in enumerate(arrivals):
-        frontend_id = FrontendId(arrival.frontend_id)
-        request = FromFrontend(frontend_id, submit(number, arrival))
-        events.append(TimedEvent(arrival.time_s, request))
-        if arrival.abort_after_s is not None:
-            abort = FromFrontend(frontend_id, Abort(request_id=RequestId(number)))
-            events.append(TimedEvent(arrival.time_s + arrival.abort_after_s, abort))
-    return events
-
-
-def check_outcome(arrival: Arrival, outcome: Outcome) -> None:
-    """Tokens in order, exactly once, ended where they had to end."""
-    total_len = arrival.num_prompt + arrival.num_output
-    count = min(arrival.num_output, arrival.max_tokens)
-    expected = [sampled_token(total_len, arrival.num_prompt + i) for i in range(count)]
-    assert outcome.token_ids == expected
-    ended_by_eos = arrival.num_output <= arrival.max_tokens
-    assert outcome.finish_reason is (FinishReason.STOP if ended_by_eos else FinishReason.LENGTH)
-
 
 arrivals_strategy = st.lists(
     st.builds(
