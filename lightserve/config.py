@@ -69,6 +69,47 @@ class ServeConfig:
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8000, "Port to listen on; 0 takes a free one.", low=0, high=65535)
     http_workers: int = option(1, "Number of frontend processes.", low=1, high=64)
+    api_key_file: str = option(
+        "",
+        "File of API keys, a line each: NAME, then a key or sha256:DIGEST, then perhaps admin."
+        " SIGHUP reads it again.",
+    )
+    insecure_no_auth: bool = option(
+        False, "Serve without API keys even on an address that other machines reach."
+    )
+    allowed_hosts: str = option(
+        "",
+        "Names, separated by commas, that the Host header may have besides loopback ones while"
+        " there are no API keys.",
+    )
+    ssl_certfile: str = option("", "PEM file of a certificate chain: serves https.")
+    ssl_keyfile: str = option(
+        "", "PEM file of its key. Default: the key is in --ssl-certfile as well."
+    )
+    enable_docs: bool = option(False, "Show the API's description as a page at /docs.")
+    max_body_bytes: int = option(4_194_304, "Largest body of a request.", low=1024)
+    max_json_depth: int = option(
+        64, "Most objects and lists inside each other in a body.", low=4, high=256
+    )
+    max_header_bytes: int = option(
+        65536, "Largest head of a request: its line and headers.", low=1024
+    )
+    max_headers: int = option(100, "Most headers of a request.", low=8)
+    header_timeout_s: float = option(
+        10.0, "Time for the head of a request to arrive; connections that miss it end.", low=0.1
+    )
+    body_timeout_s: float = option(
+        60.0, "Time for a body to arrive; slower ones need --min-body-bytes-per-s.", low=0.1
+    )
+    min_body_bytes_per_s: int = option(
+        1024, "Least average rate of bodies that take longer than --body-timeout-s.", low=1
+    )
+    max_connections: int = option(
+        8192, "Open connections per frontend; a new one then ends the longest idle one.", low=1
+    )
+    max_connections_per_ip: int = option(
+        4096, "Open connections of one client address per frontend; more are refused.", low=1
+    )
     tp: int = option(1, "Tensor-parallel degree: one worker process per rank.", low=1, high=64)
     dtype: str = option(
         "auto",
@@ -183,10 +224,21 @@ class ServeConfig:
                 f"--max-num-batched-tokens must be at least --max-num-seqs ({self.max_num_seqs}),"
                 f" got {self.max_num_batched_tokens}"
             )
-        if not self.is_loopback:
+        self._check_access()
+
+    def _check_access(self) -> None:
+        """Refuse an open door, and options that would have no effect."""
+        if self.api_key_file and self.insecure_no_auth:
+            raise ConfigError("--insecure-no-auth contradicts --api-key-file")
+        if not (self.is_loopback or self.api_key_file or self.insecure_no_auth):
             raise ConfigError(
-                f"--host must be a loopback address until API keys exist, got {self.host!r}"
+                f"--host {self.host!r} can be reached from other machines: give --api-key-file,"
+                " or --insecure-no-auth to serve everybody"
             )
+        if self.allowed_hosts and (self.api_key_file or not self.is_loopback):
+            raise ConfigError("--allowed-hosts needs a loopback --host and no --api-key-file")
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile")
 
     def _refuse_idle_options(self) -> None:
         """An option of another admission rule would be accepted and ignored."""

@@ -1,0 +1,103 @@
+"""API keys: a text file of names and keys; in memory, names and digests only.
+
+A line of the file is `NAME KEY`, or `NAME sha256:DIGEST` so that the file itself gives no key
+away, and perhaps the word `admin`. Empty lines and lines that begin with `#` mean nothing. The
+supervisor reads the file and hands the digests to the frontends, which see no key but those that
+clients send.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from lightserve.errors import ConfigError
+
+MIN_KEY_CHARS = 16
+MAX_KEYS = 1024
+MAX_FILE_BYTES = 1024 * 1024
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_KEY = re.compile(r"[\x21-\x7e]{1,512}")
+_DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
+
+
+class ApiKey(msgspec.Struct, frozen=True):
+    """One key. Several may have the same name while one replaces the other."""
+
+    name: str
+    """What logs call it."""
+    digest: bytes
+    """SHA-256 of the key's bytes."""
+    is_admin: bool = False
+    """Whether it also opens the routes for operators."""
+
+
+def digest_of(key: bytes) -> bytes:
+    """Return what is kept of a key."""
+    return hashlib.sha256(key).digest()
+
+
+def find_key(keys: Sequence[ApiKey], given: bytes) -> ApiKey | None:
+    """Return the key that `given` is, in a time that does not depend on which one or how nearly."""
+    digest = digest_of(given)
+    found = None
+    for key in keys:
+        if hmac.compare_digest(key.digest, digest):
+            found = key
+    return found
+
+
+def read_api_keys(path: Path) -> list[ApiKey]:
+    """Read a file of keys.
+
+    Raises:
+        ConfigError: it cannot be read, holds no key, or a line is wrong; the text has the line's
+            number and never its words, as one of them may be a key.
+    """
+    try:
+        if not path.is_file():  # opening a pipe would wait for its other end
+            raise ConfigError(f"--api-key-file {path}: no such file")
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"--api-key-file {path}: {error.strerror}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"--api-key-file {path}: larger than {MAX_FILE_BYTES} bytes")
+    try:
+        lines = data.decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--api-key-file {path}: not valid UTF-8") from error
+    keys = [
+        _parse(line, f"--api-key-file {path}, line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    if not 1 <= len(keys) <= MAX_KEYS:
+        raise ConfigError(f"--api-key-file {path}: must have 1 to {MAX_KEYS} keys, got {len(keys)}")
+    if len({key.digest for key in keys}) < len(keys):
+        raise ConfigError(f"--api-key-file {path}: holds the same key twice")
+    return keys
+
+
+def _parse(line: str, where: str) -> ApiKey:
+    name, *words = line.split()
+    if _NAME.fullmatch(name) is None:
+        raise ConfigError(f"{where}: a name is 1 to 64 letters, digits and . _ @ -")
+    if not (len(words) == 1 or (len(words) == 2 and words[1] == "admin")):
+        raise ConfigError(f"{where}: must be NAME KEY, or NAME KEY admin")
+    secret = words[0]
+    if secret.startswith("sha256:"):
+        match = _DIGEST.fullmatch(secret)
+        if match is None:
+            raise ConfigError(f"{where}: sha256: must be followed by 64 hexadecimal digits")
+        digest = bytes.fromhex(match[1])
+    elif len(secret) < MIN_KEY_CHARS or _KEY.fullmatch(secret) is None:
+        raise ConfigError(f"{where}: a key is {MIN_KEY_CHARS} to 512 printable ASCII characters")
+    else:
+        digest = digest_of(secret.encode())
+    return ApiKey(name, digest, is_admin=len(words) == 2)
