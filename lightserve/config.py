@@ -166,7 +166,7 @@ class ServeConfig:
         0, "Upper limit of the KV pool in tokens; 0 sets none beyond --kv-memory.", low=0
     )
     attention_backend: str = option(
-        "auto", "Kernels of the workers.", choices=("auto", "torch", "reference")
+        "auto", "Kernels of the workers.", choices=("auto", "torch", "triton", "reference")
     )
     batch_invariant: bool = option(
         False,
@@ -209,9 +209,10 @@ class ServeConfig:
             raise ConfigError(
                 f"--batch-invariant needs --dtype float32 (or auto), got {self.dtype!r}"
             )
-        if self.batch_invariant and self.attention_backend == "reference":
+        if self.batch_invariant and self.attention_backend in ("reference", "triton"):
             raise ConfigError(
-                "--batch-invariant needs --attention-backend torch or auto, got 'reference'"
+                "--batch-invariant needs --attention-backend torch or auto,"
+                f" got {self.attention_backend!r}"
             )
         if self.max_model_len == 1:
             raise ConfigError(

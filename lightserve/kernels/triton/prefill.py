@@ -1,0 +1,127 @@
+"""Prefill attention: one program per block of new tokens and KV head.
+
+Queries that share a KV head are stacked, so that every key and value is read once for the whole
+group:  row r of a program is token r // GROUP, query head kv_head * GROUP + r % GROUP.
+
+Source: FlashAttention-2 (Dao 2023).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightserve.kernels.interface import AttentionBatch
+from lightserve.kernels.triton.online_softmax import MIN_DOT, walk
+from lightserve.kernels.triton.plan import BLOCK_N, AttentionPlan, tokens_per_block
+
+
+# fmt: off
+@triton.jit
+def _prefill_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, rows_ptr, cu_seqlens_ptr, context_lens_ptr,
+    block_rows_ptr, block_starts_ptr, scale, window, q_stride_t, q_stride_h, k_stride_s,
+    k_stride_h, v_stride_s, v_stride_h, out_stride_t, out_stride_h, table_stride,
+    HAS_WINDOW: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
+):
+    # fmt: on
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    index = tl.load(block_rows_ptr + block)
+    first = tl.load(block_starts_ptr + block)
+    q_start = tl.load(cu_seqlens_ptr + index)
+    q_len = tl.load(cu_seqlens_ptr + index + 1) - q_start
+    context_len = tl.load(context_lens_ptr + index)
+    row = tl.load(rows_ptr + index)
+
+    stacked = tl.arange(0, BLOCK_Q)
+    tokens = first + stacked // GROUP
+    heads = kv_head * GROUP + stacked % GROUP
+    exists = (stacked < TOKENS * GROUP) & (tokens < q_len)
+    offs_d = tl.arange(0, BLOCK_D)
+    d_mask = offs_d < HEAD_DIM
+    mask = exists[:, None] & d_mask[None, :]
+    token_rows = (q_start + tokens).to(tl.int64)
+    q_offsets = token_rows[:, None] * q_stride_t + heads[:, None] * q_stride_h + offs_d[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0)
+    if WIDEN:
+        q = q.to(tl.float32)
+    q_positions = context_len - q_len + tokens
+
+    end = tl.minimum(context_len, context_len - q_len + first + TOKENS)
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(0, context_len - q_len + first - window + 1) // BLOCK_N * BLOCK_N
+    acc, _, total = walk(
+        q,
+        q_positions,
+        table_ptr + row * table_stride,
+        k_ptr + kv_head * k_stride_h,
+        v_ptr + kv_head * v_stride_h,
+        begin,
+        end,
+        context_len,
+        scale,
+        k_stride_s,
+        v_stride_s,
+        offs_d,
+        d_mask,
+        HAS_WINDOW,
+        window,
+        BLOCK_Q,
+        BLOCK_D,
+        BLOCK_N,
+        WIDEN,
+    )
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    offsets = token_rows[:, None] * out_stride_t + heads[:, None] * out_stride_h + offs_d[None, :]
+    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def attend_chunks(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    out: Tensor,
+    batch: AttentionBatch,
+    plan: AttentionPlan,
+    scale_log2: float,
+    window: int | None,
+) -> None:
+    """Attend the rows with several new tokens; writes their part of `out`.
+
+    `scale_log2` turns scores into exponents of 2.
+    """
+    group = q.shape[1] // k_pool.shape[1]
+    tokens = tokens_per_block(group)
+    _prefill_kernel[len(plan.block_rows), k_pool.shape[1]](
+        q,
+        k_pool,
+        v_pool,
+        out,
+        batch.req_to_slot,
+        batch.rows,
+        batch.cu_seqlens_q,
+        batch.context_lens,
+        plan.block_rows,
+        plan.block_starts,
+        scale_log2,
+        window or 0,
+        *q.stride()[:2],
+        *k_pool.stride()[:2],
+        *v_pool.stride()[:2],
+        *out.stride()[:2],
+        batch.req_to_slot.stride(0),
+        HAS_WINDOW=window is not None,
+        GROUP=group,
+        TOKENS=tokens,
+        HEAD_DIM=q.shape[2],
+        BLOCK_Q=max(MIN_DOT, triton.next_power_of_2(tokens * group)),
+        BLOCK_D=max(MIN_DOT, triton.next_power_of_2(q.shape[2])),
+        BLOCK_N=BLOCK_N,
+        WIDEN=q.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
+        num_warps=4,
+        num_stages=2,
+    )

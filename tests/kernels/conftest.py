@@ -1,0 +1,10 @@
+"""Without a GPU, Triton's kernels run in its interpreter: it must know before they are imported."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
