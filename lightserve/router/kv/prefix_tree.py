@@ -1,0 +1,338 @@
+"""A radix tree over token prefixes: what KV is there, who uses it, and who will.
+
+    root(salt) ── [12 7 7 3] ─┬─ [9 1]          resident, 1 user
+                resident      └─ [4 4 8] ── [5] not resident, 2 expected
+
+A node is a stretch of tokens after its parent's. It is *resident* if it has slots, which then
+belong to the tree; a resident node's parent is resident. *Users* are live requests that read its
+slots; they hold a `Lease`. *Expected* are requests that wait and whose prompt runs through the
+whole node: Echo's reference count of future users (E7), exact because a waiting prompt is
+itself inserted, without slots. A user or an expected request of a node is one of its parent too.
+
+Token arrays are kept as views; callers must not change them. Pure: time is an argument.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lightserve.messages.common import Int32Array
+
+PrefixKey = Hashable
+"""What besides equal tokens two requests must have in common to share KV: the salt, the adapter."""
+
+_NO_TOKENS: Int32Array = np.empty(0, dtype=np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class PrefixNode:
+    """One stretch of tokens. Only the tree writes to it."""
+
+    tokens: Int32Array
+    parent: PrefixNode | None
+    slots: Int32Array | None = None
+    """int32 [len(tokens)]; None: not resident."""
+    children: dict[int, PrefixNode] = field(default_factory=dict)
+    """By their first token."""
+    num_users: int = 0
+    num_expected: int = 0
+    last_use_s: float = 0.0
+    was_real_time: bool = False
+    """Whether its last user was a real-time request."""
+    version: int = 0
+    """Raised whenever its place in the order of eviction may have changed."""
+
+    @property
+    def is_takeable(self) -> bool:
+        """Whether its slots can be evicted: nobody reads them, and no resident child needs them."""
+        return (
+            self.slots is not None
+            and self.parent is not None
+            and self.num_users == 0
+            and not any(child.slots is not None for child in self.children.values())
+        )
+
+
+EvictionOrder = Callable[[PrefixNode], tuple[float, ...]]
+"""Sort key of a takeable node; the smallest goes first."""
+
+
+def least_recently_used(node: PrefixNode) -> tuple[float, ...]:
+    """Evict what was used longest ago, whatever it is."""
+    return (node.last_use_s,)
+
+
+def task_aware(node: PrefixNode) -> tuple[float, ...]:
+    """Echo's priorities (E7): what nobody waits for goes first, best-effort before real-time;
+    then what the fewest wait for; ties by last use."""
+    if node.num_expected == 0:
+        return (0.5 if node.was_real_time else 0.0, node.last_use_s)
+    return (float(node.num_expected), node.last_use_s)
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A live request's hold on resident nodes, from the root to `node`."""
+
+    node: PrefixNode
+    num_tokens: int
+    """Length of the prefix that is held."""
+    is_real_time: bool
+
+
+class PrefixTree:
+    """See the module. Slots that it holds are neither free nor a request's own."""
+
+    def __init__(self, order: EvictionOrder = task_aware) -> None:
+        self._order = order
+        self._roots: dict[PrefixKey, PrefixNode] = {}
+        self._keys: dict[int, PrefixKey] = {}
+        """Of each root, by its id."""
+        self._heap: list[tuple[tuple[float, ...], int, int, PrefixNode]] = []
+        self._ticket = itertools.count()
+        self._num_nodes = 0
+        self.num_resident = 0
+        """Tokens whose KV the tree holds."""
+        self.num_evictable = 0
+        """Those of them that no live request reads."""
+
+    # ---------------------------------------------------------------- reading
+
+    def match_len(self, key: PrefixKey, tokens: Int32Array) -> int:
+        """Return how many leading tokens have KV here. Changes nothing."""
+        node = self._roots.get(key)
+        num_matched = 0
+        while node is not None and num_matched < len(tokens):
+            node = node.children.get(int(tokens[num_matched]))
+            if node is None or node.slots is None:
+                break
+            common = _common_len(node.tokens, tokens[num_matched:])
+            num_matched += common
+            if common < len(node.tokens):
+                break
+        return num_matched
+
+    def nodes(self) -> Iterator[PrefixNode]:
+        """Iterate over all nodes but the roots, parents first."""
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            if node.parent is not None:
+                yield node
+
+    # ---------------------------------------------------------------- live requests
+
+    def acquire(
+        self, key: PrefixKey, tokens: Int32Array, *, is_real_time: bool, now_s: float
+    ) -> tuple[Lease, Int32Array]:
+        """Hold the longest resident prefix of `tokens`; return it with its slots, int32 [matched].
+
+        Nobody takes these slots before `release`.
+        """
+        node = self._root(key)
+        slots: list[Int32Array] = []
+        num_matched = 0
+        while num_matched < len(tokens):
+            child = node.children.get(int(tokens[num_matched]))
+            if child is None or child.slots is None:
+                break
+            common = _common_len(child.tokens, tokens[num_matched:])
+            child = self._split(child, common)
+            assert child.slots is not None
+            slots.append(child.slots)
+            num_matched += common
+            node = child
+        lease = Lease(node, num_matched, is_real_time)
+        for part in _path(node):
+            self._pin(part, lease, now_s)
+        return lease, np.concatenate(slots) if slots else _NO_TOKENS
+
+    def extend(
+        self, lease: Lease, tokens: Int32Array, slots: Int32Array, now_s: float
+    ) -> Int32Array:
+        """Put computed tokens that follow a lease's prefix into the tree, and hold them too.
+
+        Args:
+            lease: ends further on afterwards.
+            tokens: int32 [n], what follows.
+            slots: int32 [n], where their KV is; the tree takes them.
+
+        Returns:
+            Those of `slots` whose tokens were here already, int32: they stay the caller's.
+        """
+        node, done = lease.node, 0
+        duplicates: list[Int32Array] = []
+        while done < len(tokens):
+            child = node.children.get(int(tokens[done]))
+            if child is None:
+                child = self._add_child(node, tokens[done:])
+            common = _common_len(child.tokens, tokens[done:])
+            child = self._split(child, common)
+            if child.slots is None:
+                child.slots = slots[done : done + common]
+                self.num_resident += common
+                self.num_evictable += common  # until it has its user, below
+            else:
+                duplicates.append(slots[done : done + common])
+            done += common
+            self._pin(child, lease, now_s)
+            node = child
+        lease.node = node
+        lease.num_tokens += done
+        return np.concatenate(duplicates) if duplicates else _NO_TOKENS
+
+    def release(self, lease: Lease, now_s: float) -> None:
+        """End a hold; what nobody else holds can be evicted from now on."""
+        for node in _path(lease.node):
+            node.num_users -= 1
+            self._touch(node, lease, now_s)
+            if node.num_users == 0 and node.slots is not None:
+                self.num_evictable += len(node.tokens)
+            self._offer(node)
+        self._prune(lease.node)
+
+    def _pin(self, node: PrefixNode, lease: Lease, now_s: float) -> None:
+        if node.num_users == 0 and node.slots is not None:
+            self.num_evictable -= len(node.tokens)
+        node.num_users += 1
+        self._touch(node, lease, now_s)
+
+    def _touch(self, node: PrefixNode, lease: Lease, now_s: float) -> None:
+        node.last_use_s = max(node.last_use_s, now_s)
+        node.was_real_time = lease.is_real_time
+
+    # ---------------------------------------------------------------- waiting requests
+
+    def expect(self, key: PrefixKey, prompt: Int32Array) -> None:
+        """Count a waiting request as a future user of its prompt's prefixes."""
+        node, done = self._root(key), 0
+        while done < len(prompt):
+            child = node.children.get(int(prompt[done])) or self._add_child(node, prompt[done:])
+            child = self._split(child, _common_len(child.tokens, prompt[done:]))
+            child.num_expected += 1
+            self._offer(child)
+            done += len(child.tokens)
+            node = child
+
+    def forget(self, key: PrefixKey, prompt: Int32Array) -> None:
+        """Take back one `expect` of the same prompt."""
+        node, done = self._roots[key], 0
+        while done < len(prompt):
+            node = node.children[int(prompt[done])]
+            done += len(node.tokens)
+            node.num_expected -= 1
+            self._offer(node)
+        self._prune(node)
+
+    # ---------------------------------------------------------------- eviction
+
+    def evict(self, num_tokens: int) -> Int32Array:
+        """Give up at least `num_tokens` slots if that many can be; return them, int32 [n].
+
+        Nodes go in the order of eviction, from the end of their prefix; of the last one only as
+        much as is needed.
+        """
+        pieces: list[Int32Array] = []
+        missing = num_tokens
+        while missing > 0 and (node := self._next_victim()) is not None:
+            if len(node.tokens) > missing:
+                self._split(node, len(node.tokens) - missing)
+            assert node.slots is not None and node.parent is not None
+            pieces.append(node.slots)
+            missing -= len(node.slots)
+            self.num_resident -= len(node.slots)
+            self.num_evictable -= len(node.slots)
+            node.slots = None
+            self._offer(node.parent)
+            self._prune(node)
+        return np.concatenate(pieces) if pieces else _NO_TOKENS
+
+    def _next_victim(self) -> PrefixNode | None:
+        while self._heap:
+            _, _, version, node = heapq.heappop(self._heap)
+            if node.version == version and node.is_takeable:
+                return node
+        return None
+
+    def _offer(self, node: PrefixNode) -> None:
+        """Put a node where it belongs in the order of eviction, now that it has changed."""
+        node.version += 1
+        if not node.is_takeable:
+            return
+        entry = (self._order(node), next(self._ticket), node.version, node)
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * self._num_nodes + 64:
+            self._heap = [old for old in self._heap if old[3].version == old[2]]
+            heapq.heapify(self._heap)
+
+    # ---------------------------------------------------------------- structure
+
+    def _root(self, key: PrefixKey) -> PrefixNode:
+        root = self._roots.get(key)
+        if root is None:
+            root = self._roots[key] = PrefixNode(_NO_TOKENS, None)
+            self._keys[id(root)] = key
+        return root
+
+    def _add_child(self, parent: PrefixNode, tokens: Int32Array) -> PrefixNode:
+        child = PrefixNode(tokens, parent)
+        parent.children[int(tokens[0])] = child
+        self._num_nodes += 1
+        return child
+
+    def _split(self, node: PrefixNode, length: int) -> PrefixNode:
+        """Return a node of the first `length` tokens of `node`, which keeps the rest.
+
+        So leases go on pointing to where they end. Both have the same users and expected requests.
+        """
+        if length == len(node.tokens):
+            return node
+        assert node.parent is not None
+        first = PrefixNode(
+            node.tokens[:length],
+            node.parent,
+            None if node.slots is None else node.slots[:length],
+            num_users=node.num_users,
+            num_expected=node.num_expected,
+            last_use_s=node.last_use_s,
+            was_real_time=node.was_real_time,
+        )
+        node.parent.children[int(first.tokens[0])] = first
+        node.parent = first
+        node.tokens = node.tokens[length:]
+        node.slots = None if node.slots is None else node.slots[length:]
+        first.children[int(node.tokens[0])] = node
+        self._num_nodes += 1
+        self._offer(node)
+        return first
+
+    def _prune(self, node: PrefixNode) -> None:
+        """Drop a node that stands for nothing any more, and parents that stood for it alone."""
+        while node.slots is None and not (node.children or node.num_users or node.num_expected):
+            if node.parent is None:
+                del self._roots[self._keys.pop(id(node))]
+                return
+            del node.parent.children[int(node.tokens[0])]
+            self._num_nodes -= 1
+            node = node.parent
+
+
+def _path(node: PrefixNode) -> Iterator[PrefixNode]:
+    """Iterate from a node up to its root."""
+    at: PrefixNode | None = node
+    while at is not None:
+        yield at
+        at = at.parent
+
+
+def _common_len(first: Int32Array, second: Int32Array) -> int:
+    """Return how many leading tokens are equal."""
+    length = min(len(first), len(second))
+    differs = np.flatnonzero(first[:length] != second[:length])
+    return int(differs[0]) if len(differs) else length

@@ -1,0 +1,195 @@
+"""The prefix tree against a dictionary of prefixes, after every operation."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from lightserve.messages.common import Int32Array
+from lightserve.router.kv.prefix_tree import (
+    EvictionOrder,
+    Lease,
+    PrefixTree,
+    least_recently_used,
+    task_aware,
+)
+
+Prefix = tuple[int, ...]
+KEYS = ("a", "b")
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=9)
+
+
+def array(tokens: Iterable[int]) -> Int32Array:
+    return np.array(list(tokens), dtype=np.int32)
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """`model` maps (key, prefix) to the slot of its last token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: dict[tuple[str, Prefix], int] = {}
+        self.leases: list[tuple[str, Prefix, Lease]] = []
+        self.waiting: list[tuple[str, Prefix]] = []
+        self.slots = itertools.count()
+        self.clock = itertools.count()
+
+    @initialize(order=st.sampled_from([task_aware, least_recently_used]))
+    def start(self, order: EvictionOrder) -> None:
+        self.tree = PrefixTree(order)
+
+    def now_s(self) -> float:
+        return float(next(self.clock))
+
+    @rule(key=st.sampled_from(KEYS), tokens=prompts, is_real_time=st.booleans())
+    def acquire(self, key: str, tokens: list[int], is_real_time: bool) -> None:
+        prefixes = [(key, tuple(tokens[: i + 1])) for i in range(len(tokens))]
+        held = list(itertools.takewhile(lambda prefix: prefix in self.model, prefixes))
+        assert self.tree.match_len(key, array(tokens)) == len(held)
+        lease, slots = self.tree.acquire(
+            key, array(tokens), is_real_time=is_real_time, now_s=self.now_s()
+        )
+        assert slots.tolist() == [self.model[prefix] for prefix in held]
+        assert lease.num_tokens == len(held)
+        self.leases.append((key, tuple(tokens[: len(held)]), lease))
+
+    @rule(index=st.integers(0, 30), tokens=prompts)
+    def extend(self, index: int, tokens: list[int]) -> None:
+        if not self.leases:
+            return
+        index %= len(self.leases)
+        key, prefix, lease = self.leases[index]
+        slots = [next(self.slots) for _ in tokens]
+        duplicates = []
+        for token, slot in zip(tokens, slots, strict=True):
+            prefix = (*prefix, token)
+            if (key, prefix) in self.model:
+                duplicates.append(slot)
+            else:
+                self.model[key, prefix] = slot
+        returned = self.tree.extend(lease, array(tokens), array(slots), self.now_s())
+        assert returned.tolist() == duplicates
+        self.leases[index] = (key, prefix, lease)
+
+    @rule(index=st.integers(0, 30))
+    def release(self, index: int) -> None:
+        if self.leases:
+            _, _, lease = self.leases.pop(index % len(self.leases))
+            self.tree.release(lease, self.now_s())
+
+    @rule(key=st.sampled_from(KEYS), tokens=prompts)
+    def expect(self, key: str, tokens: list[int]) -> None:
+        self.tree.expect(key, array(tokens))
+        self.waiting.append((key, tuple(tokens)))
+
+    @rule(index=st.integers(0, 30))
+    def forget(self, index: int) -> None:
+        if self.waiting:
+            key, tokens = self.waiting.pop(index % len(self.waiting))
+            self.tree.forget(key, array(tokens))
+
+    @rule(count=st.integers(1, 12))
+    def evict(self, count: int) -> None:
+        evictable = self.tree.num_evictable
+        gone = self.tree.evict(count).tolist()
+        assert len(gone) == min(count, evictable)
+        by_slot = {slot: place for place, slot in self.model.items()}
+        for slot in gone:
+            place = by_slot[slot]
+            assert not self.num_users(*place), "evicted under a reader"
+            del self.model[place]
+        for key, prefix in self.model:
+            assert len(prefix) == 1 or (key, prefix[:-1]) in self.model, "a hole in a prefix"
+
+    def num_users(self, key: str, prefix: Prefix) -> int:
+        return sum(k == key and held[: len(prefix)] == prefix for k, held, _ in self.leases)
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "tree"):
+            return
+        assert self.tree.num_resident == len(self.model)
+        free = [place for place in self.model if not self.num_users(*place)]
+        assert self.tree.num_evictable == len(free)
+        expected = Counter(
+            (key, tokens[: i + 1]) for key, tokens in self.waiting for i in range(len(tokens))
+        )
+        seen: set[tuple[str, Prefix]] = set()
+        for key, prefix, node in self.places():
+            assert node.num_expected == expected[key, prefix]
+            assert (node.slots is not None) == ((key, prefix) in self.model)
+            seen.add((key, prefix))
+        assert seen >= set(expected) and seen >= set(self.model)
+        if not (self.model or self.waiting or self.leases):
+            assert not seen, "nodes that stand for nothing"
+
+    def places(self) -> Iterable[tuple[str, Prefix, object]]:
+        for key, root in self.tree._roots.items():
+            stack = [((), child) for child in root.children.values()]
+            while stack:
+                prefix, node = stack.pop()
+                for token in node.tokens.tolist():
+                    prefix = (*prefix, token)
+                    yield key, prefix, node
+                stack.extend((prefix, child) for child in node.children.values())
+
+
+TestTree = TreeMachine.TestCase
+TestTree.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def finished(tree: PrefixTree, tokens: list[int], *, is_real_time: bool, now_s: float) -> None:
+    """A request came, computed all its tokens at slots 100*first token …, and went."""
+    lease, slots = tree.acquire("", array(tokens), is_real_time=is_real_time, now_s=now_s)
+    rest = tokens[len(slots) :]
+    tree.extend(lease, array(rest), array(100 * t + i for i, t in enumerate(rest)), now_s)
+    tree.release(lease, now_s)
+
+
+def test_order_of_eviction() -> None:
+    """E7: finished best-effort, finished real-time, then what fewest wait for."""
+    tree = PrefixTree(task_aware)
+    for first, is_real_time in ((1, True), (2, False), (3, False), (4, True), (5, False)):
+        finished(tree, [first] * 4, is_real_time=is_real_time, now_s=float(first))
+    for _ in range(2):
+        tree.expect("", array([3, 3, 3, 3, 9]))
+    tree.expect("", array([2, 2, 2, 2, 9]))
+    order = [int(tree.evict(4)[0]) // 100 for _ in range(5)]
+    assert order == [5, 1, 4, 2, 3]
+
+
+def test_least_recently_used() -> None:
+    tree = PrefixTree(least_recently_used)
+    for now_s, first in enumerate([1, 2, 3, 1]):
+        finished(tree, [first] * 4, is_real_time=first == 2, now_s=float(now_s))
+    assert [int(tree.evict(4)[0]) // 100 for _ in range(3)] == [2, 3, 1]
+
+
+def test_a_prefix_loses_its_end_first() -> None:
+    tree = PrefixTree()
+    finished(tree, [1, 2, 3, 4, 5, 6], is_real_time=False, now_s=0.0)
+    assert len(tree.evict(2)) == 2
+    assert tree.match_len("", array([1, 2, 3, 4, 5, 6])) == 4
+
+
+def test_a_prefix_outlives_what_is_built_on_it() -> None:
+    """Though by its own priority it would go first."""
+    tree = PrefixTree(task_aware)
+    finished(tree, [1, 2, 3, 4], is_real_time=True, now_s=0.0)
+    finished(tree, [1, 2], is_real_time=False, now_s=1.0)
+    assert tree.evict(2).tolist() == [302, 403]
+    assert tree.match_len("", array([1, 2, 3, 4])) == 2
+
+
+@pytest.mark.parametrize("other", ["salt", ""])
+def test_salts_keep_apart(other: str) -> None:
+    tree = PrefixTree()
+    finished(tree, [1, 2, 3], is_real_time=True, now_s=0.0)
+    assert tree.match_len(other, array([1, 2, 3])) == (3 if other == "" else 0)
