@@ -41,7 +41,7 @@ Runner = Callable[[ChildSpec], int]
 """Runs a role to its end and returns the exit code."""
 
 SPEC_HEADER = struct.Struct(">I")
-_MAX_SPEC_BYTES = 64 * 1024
+_MAX_SPEC_BYTES = 1024 * 1024
 _STDIN_FD = 0
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
+from lightserve.api_keys import ApiKey
 from lightserve.config import ServeConfig
 from lightserve.messages.common import Message
 from lightserve.types import FrontendId
@@ -84,7 +85,13 @@ class WorkersLost(Message, frozen=True):
     generation: int
 
 
-SupervisorMessage = RouterUp | RouterDown | Drain | FrontendLost | WorkersLost
+class NewApiKeys(Message, frozen=True):
+    """To frontends: from now on these keys are good, and no others."""
+
+    keys: list[ApiKey]
+
+
+SupervisorMessage = RouterUp | RouterDown | Drain | FrontendLost | WorkersLost | NewApiKeys
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,3 +116,5 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Worker with tp > 1: file path of the rendezvous store of this generation."""
     listen_fd: int = -1
     """Frontend: the inherited listening socket."""
+    api_keys: list[ApiKey] = []
+    """Frontend: the keys that are good; with --api-key-file there is at least one."""

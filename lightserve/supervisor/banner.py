@@ -14,16 +14,22 @@ _PROMPT = "Tell me a story about Mira and the brass lantern."
 
 def print_banner(config: ServeConfig, port: int) -> None:
     """Print URL, curl line and OpenAI-client snippet to standard output."""
-    print(banner(config.model_name, base_url(config.host, port)), flush=True)
+    url = base_url(config.host, port, scheme="https" if config.ssl_certfile else "http")
+    print(banner(config.model_name, url, needs_key=bool(config.api_key_file)), flush=True)
 
 
-def base_url(host: str, port: int) -> str:
+def base_url(host: str, port: int, *, scheme: str = "http") -> str:
     """Return the server's URL."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def banner(model_name: str, url: str) -> str:
-    """Return the greeting; the first line is for programs, the rest for people."""
+def banner(model_name: str, url: str, *, needs_key: bool = False) -> str:
+    """Return the greeting; the first line is for programs, the rest for people.
+
+    With `needs_key` the commands take the key from the environment variable OPENAI_API_KEY.
+    """
+    key_header = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if needs_key else ""
+    key_argument = "" if needs_key else ', api_key="none"'
     body = {
         "model": model_name,
         "messages": [{"role": "user", "content": _PROMPT}],
@@ -31,13 +37,13 @@ def banner(model_name: str, url: str) -> str:
         "stream": True,
     }
     curl = (
-        f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'"
+        f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key_header}"
         f" -d {shlex.quote(json.dumps(body))}"
     )
     snippet = f"""\
 from openai import OpenAI
 
-client = OpenAI(base_url={url + "/v1"!r}, api_key="none")
+client = OpenAI(base_url={url + "/v1"!r}{key_argument})
 stream = client.chat.completions.create(
     model={model_name!r},
     messages=[{{"role": "user", "content": {_PROMPT!r}}}],

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from enum import Enum, IntEnum
 
+from lightserve.api_keys import ApiKey
 from lightserve.errors import StartupError
 from lightserve.messages.supervision import (
     ChildFailed,
@@ -32,6 +34,7 @@ from lightserve.messages.supervision import (
     FrontendLost,
     FrontendServing,
     Heartbeat,
+    NewApiKeys,
     Role,
     RouterDown,
     RouterUp,
@@ -74,12 +77,18 @@ class Fleet:
     """The children and the rules of their lives."""
 
     def __init__(
-        self, specs: SpecWriter, spawner: Spawner, *, silence_timeout_s: float = SILENCE_TIMEOUT_S
+        self,
+        specs: SpecWriter,
+        spawner: Spawner,
+        *,
+        api_keys: Sequence[ApiKey] = (),
+        silence_timeout_s: float = SILENCE_TIMEOUT_S,
     ) -> None:
         config = specs.config
         self.phase = Phase.STARTING
         self._specs = specs
         self._spawner = spawner
+        self._api_keys = api_keys
         self._budget = RestartBudget(config.max_restarts, config.restart_window_s)
         self._start_timeout_s = config.start_timeout_s
         self._silence_timeout_s = silence_timeout_s
@@ -133,6 +142,12 @@ class Fleet:
                 frontend.send(Drain(timeout_s=timeout_s))
             else:
                 frontend.kill()
+
+    def set_api_keys(self, api_keys: Sequence[ApiKey]) -> None:
+        """Have all frontends, those to come included, take these keys and no others."""
+        self._api_keys = api_keys
+        for frontend in self._frontends.values():
+            frontend.send(NewApiKeys(keys=list(api_keys)))
 
     def kill_all(self) -> None:
         """Kill and reap every child."""
@@ -338,7 +353,7 @@ class Fleet:
         ]
 
     def _start_frontend(self, index: int, generation: int) -> Child:
-        frontend = self._spawn(self._specs.frontend(index, generation))
+        frontend = self._spawn(self._specs.frontend(index, generation, self._api_keys))
         self._frontends[index] = frontend
         return frontend
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 
+from lightserve.api_keys import read_api_keys
 from lightserve.channels.wait import Waitable
 from lightserve.channels.zmq import ZmqHub, bind_hub, wait_readable
 from lightserve.config import ServeConfig
-from lightserve.logs import setup_logging
+from lightserve.errors import ConfigError
+from lightserve.logs import one_line, setup_logging
 from lightserve.messages.supervision import ChildMessage, SupervisorMessage
 from lightserve.supervisor.banner import print_banner
 from lightserve.supervisor.fleet import SILENCE_TIMEOUT_S, Fleet, Phase
@@ -19,6 +23,9 @@ from lightserve.supervisor.signals import Stopped, StopSignals
 from lightserve.supervisor.spawn import CHILD_COMMAND, Child, Spawner
 from lightserve.supervisor.specs import SpecWriter
 from lightserve.supervisor.startup import bind_port, check_model, listen, resolve_model
+from lightserve.tls import server_context
+
+log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 0.5
 
@@ -38,7 +45,7 @@ def serve(
         ConfigError, ModelLoadError, StartupError: the server cannot start, or gave up.
     """
     setup_logging("supervisor", config.log_level)
-    with StopSignals() as signals:
+    with StopSignals(reloads=bool(config.api_key_file)) as signals:
         try:
             return _serve(config, command, silence_timeout_s, signals)
         except Stopped as stop:
@@ -48,6 +55,9 @@ def serve(
 def _serve(
     config: ServeConfig, command: Sequence[str], silence_timeout_s: float, signals: StopSignals
 ) -> int:
+    api_keys = read_api_keys(Path(config.api_key_file)) if config.api_key_file else []
+    if config.ssl_certfile:
+        server_context(config.ssl_certfile, config.ssl_keyfile)
     with ExitStack() as stack:
         listener = stack.enter_context(bind_port(config))
         config = resolve_model(config)
@@ -60,7 +70,12 @@ def _serve(
         )
         listen(listener, config)
         specs = SpecWriter(config, run_dir, control_address, listener.fileno())
-        fleet = Fleet(specs, Spawner(hub, command), silence_timeout_s=silence_timeout_s)
+        fleet = Fleet(
+            specs,
+            Spawner(hub, command),
+            api_keys=api_keys,
+            silence_timeout_s=silence_timeout_s,
+        )
         stack.callback(fleet.kill_all)
         fleet.start()
         port = listener.getsockname()[1]
@@ -100,12 +115,25 @@ class _Loop:
                 has_greeted = True
                 print_banner(self._config, self._port)
             for signum in self._signals.take():
+                if signum == signal.SIGHUP and self._config.api_key_file:
+                    self._reload_api_keys()
+                    continue
                 if fleet.phase is Phase.STARTING:
                     return _exit_code_before_ready(signum)
                 if fleet.phase is Phase.DRAINING:
                     return 128 + signum
                 fleet.drain()
         return 0
+
+    def _reload_api_keys(self) -> None:
+        """Read the file again; one that is wrong changes nothing."""
+        try:
+            keys = read_api_keys(Path(self._config.api_key_file))
+        except ConfigError as error:
+            log.error("API keys stay as they were: %s", one_line(error))
+            return
+        log.info("%d API keys read again", len(keys))
+        self._fleet.set_api_keys(keys)
 
     def _wait(self) -> list[int]:
         """Sleep until something happens; returns the descriptors that are readable."""

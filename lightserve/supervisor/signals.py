@@ -21,18 +21,22 @@ class StopSignals:
     """Context in which stop signals are caught; a signal that was ignored stays ignored.
 
     Until `defer` they raise `Stopped` at once, even out of a blocking download. After it they
-    only make `fileno()` readable, and `take` returns them.
+    only make `fileno()` readable, and `take` returns them. With `reloads`, SIGHUP is no stop
+    signal: it is never ignored, never raises, and one that comes early waits for `defer`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, reloads: bool = False) -> None:
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._is_deferred = False
+        self._reloads = reloads
+        self._has_early_reload = False
         self._old_handlers: dict[int, signal._HANDLER] = {}
         self._old_wakeup_fd = -1
 
     def __enter__(self) -> Self:
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(signum) is not signal.SIG_IGN or signum == signal.SIGTERM:
+            is_wanted = signum == signal.SIGTERM or (signum == signal.SIGHUP and self._reloads)
+            if is_wanted or signal.getsignal(signum) is not signal.SIG_IGN:
                 self._old_handlers[signum] = signal.signal(signum, self._on_signal)
         return self
 
@@ -57,6 +61,8 @@ class StopSignals:
         """From now on, signals are events."""
         self._old_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         self._is_deferred = True
+        if self._has_early_reload:
+            os.write(self._write_fd, bytes([signal.SIGHUP]))
 
     def take(self) -> list[int]:
         """Return the signals that have arrived since the last call."""
@@ -66,5 +72,9 @@ class StopSignals:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         del frame
-        if not self._is_deferred:
-            raise Stopped(signum)
+        if self._is_deferred:
+            return
+        if signum == signal.SIGHUP and self._reloads:
+            self._has_early_reload = True
+            return
+        raise Stopped(signum)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightserve.api_keys import ApiKey
 from lightserve.config import ServeConfig
 from lightserve.messages.supervision import ChildSpec, Role
 from lightserve.supervisor.run_dir import RunDir
@@ -38,7 +40,7 @@ class SpecWriter:
             workers_address=self.run_dir.address(f"workers-{number}"),
         )
 
-    def frontend(self, index: int, generation: int) -> ChildSpec:
+    def frontend(self, index: int, generation: int, api_keys: Sequence[ApiKey]) -> ChildSpec:
         """Specify a frontend's `generation`-th start."""
         return ChildSpec(
             role=Role.FRONTEND,
@@ -48,6 +50,7 @@ class SpecWriter:
             config=self.config,
             control_address=self.control_address,
             listen_fd=self.listen_fd,
+            api_keys=list(api_keys),
         )
 
     def router(self, boot: RouterBoot) -> ChildSpec:

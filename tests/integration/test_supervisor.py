@@ -486,3 +486,46 @@ def test_children_ignore_the_signals_of_the_process_group(start: StartServer) ->
     assert server.finish(signal.SIGTERM)[0] == 0
     assert len(server.journal("start")) == 3
     assert len(server.journal("drained")) == 1
+
+
+def test_keys_are_read_again_on_sighup(start: StartServer, tmp_path: Path) -> None:
+    """A bad file changes nothing and is one error; replaced frontends are born with the keys."""
+    file = tmp_path / "keys"
+    file.write_text("alice aaaaaaaaaaaaaaaa\n")
+    server = start({}, "--api-key-file", str(file))
+    server.wait_banner()
+    stderr = _StderrReader(server)
+    born = server.wait_event("start", "frontend-0")["spec"]["api_keys"]
+    assert [key["name"] for key in born] == ["alice"]
+
+    file.write_text("alice short\n")
+    server.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: "API keys stay as they were" in stderr.text, "the error")
+    assert "short" not in stderr.text
+    file.write_text("bob bbbbbbbbbbbbbbbb admin\n")
+    server.process.send_signal(signal.SIGHUP)
+    message = server.wait_message("frontend-0", "NewApiKeys")
+    assert [(key["name"], key["is_admin"]) for key in message["keys"]] == [("bob", True)]
+    server.kill_child("frontend-0")
+    born = server.wait_event("start", "frontend-0", 1)["spec"]["api_keys"]
+    assert [key["name"] for key in born] == ["bob"]
+    server.process.send_signal(signal.SIGTERM)
+    assert stderr.finish() == 0
+    assert stderr.text.count("API keys stay as they were") == 1
+    assert "bbbb" not in stderr.text
+
+
+@pytest.mark.parametrize("flag", ["--api-key-file", "--ssl-certfile"])
+@pytest.mark.parametrize("content", [None, "alice short"])
+def test_bad_files_of_keys_and_certificates_end_the_start(
+    start: StartServer, tmp_path: Path, flag: str, content: str | None
+) -> None:
+    file = tmp_path / "file"
+    if content is not None:
+        file.write_text(content)
+    server = start({}, flag, str(file))
+    exit_code, stderr = server.finish()
+    assert exit_code == 2
+    assert stderr.splitlines()[-1].startswith(f"lightserve: error: {flag}")
+    assert "short" not in stderr
+    assert not server.journal("start")
