@@ -1,0 +1,204 @@
+"""Sends one request and writes down when every event of its answer arrived.
+
+aiohttp, since of the clients compared (`bench/load_test_check.py --clients`) it costs least per
+event. Nothing is retried: an arrival is sent once, and what became of it is its result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+
+from . import records
+from .options import BE, ServerOptions, Targets
+from .records import Record
+from .sse import DONE, Event, EventLines, decode_event
+
+_KEEP_ALIVE_S = 2.0
+"""Below what servers usually have (5 s), so that no request meets a connection that is closing."""
+_LINE_BYTES = 1 << 20
+_TARGET_HEADERS = {
+    "ttft_ms": "x-slo-ttft-ms",
+    "tpot_ms": "x-slo-tpot-ms",
+    "mtpot_ms": "x-slo-mtpot-ms",
+}
+Now = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A request, ready to be sent."""
+
+    body: bytes
+    headers: dict[str, str]
+
+
+def api_base(url: str) -> str:
+    """Return `url` up to and including /v1."""
+    base = url.rstrip("/")
+    return base if base.endswith("/v1") else base + "/v1"
+
+
+class StreamClient:
+    """An open HTTP client; use it as an async context manager."""
+
+    def __init__(self, server: ServerOptions, *, api_key: str | None, ca_file: str | None) -> None:
+        self._server = server
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        base = api_base(server.url)
+        is_chat = server.endpoint == "chat"
+        self._url = f"{base}/chat/completions" if is_chat else f"{base}/completions"
+        self._models_url = f"{base}/models"
+        self._ca_file = ca_file
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=0,  # as many as there are requests in flight: an open loop never waits
+                keepalive_timeout=_KEEP_ALIVE_S,
+                ssl=_ssl_context(self._ca_file),
+            ),
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=None),
+            read_bufsize=_LINE_BYTES,
+            auto_decompress=False,
+            skip_auto_headers=("User-Agent", "Accept-Encoding"),
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._open_session.close()
+
+    @property
+    def _open_session(self) -> aiohttp.ClientSession:
+        assert self._session is not None, "used outside its context"
+        return self._session
+
+    async def first_model(self) -> str:
+        """Return the first model of GET /v1/models. Raises aiohttp.ClientError or ValueError."""
+        async with self._open_session.get(self._models_url) as response:
+            body = await response.read()
+            if response.status != 200:
+                raise ValueError(f"status {response.status}: {body[:200].decode(errors='replace')}")
+            try:
+                return str(msgspec.json.decode(body)["data"][0]["id"])
+            except (msgspec.DecodeError, LookupError, TypeError) as error:
+                raise ValueError(f"not a list of models: {body[:200]!r}") from error
+
+    def outgoing(self, record: Record, text: str, targets: Targets) -> Outgoing:
+        """Build the request of a record."""
+        server = self._server
+        body: dict[str, Any] = {"model": server.model, "stream": True}
+        if server.endpoint == "chat":
+            body["messages"] = [{"role": "user", "content": text}]
+        else:
+            body["prompt"] = text
+        body["max_tokens"] = record.wanted_output_tokens
+        if server.includes_usage:
+            body["stream_options"] = {"include_usage": True}
+        if server.force_lengths:
+            body |= {"ignore_eos": True, "min_tokens": record.wanted_output_tokens}
+        body |= server.body
+        headers = {"X-Request-Id": record.request_id} if record.request_id else {}
+        if record.request_class == BE:
+            body |= server.be_body
+        if server.sends_targets:
+            headers |= {
+                _TARGET_HEADERS[name]: f"{limit:g}"
+                for name, limit in targets.items()
+                if name in _TARGET_HEADERS
+            }
+        return Outgoing(msgspec.json.encode(body), headers)
+
+    async def send(self, record: Record, outgoing: Outgoing, now: Now) -> None:
+        """Send it and read the answer into `record`; only being cancelled is raised."""
+        record.sent_s = now()
+        budget_s = record.intended_s + self._server.timeout_s - record.sent_s
+        try:
+            async with asyncio.timeout(budget_s):
+                await self._exchange(record, outgoing, now)
+        except TimeoutError:
+            record.fail(records.TIMEOUT, f"after {self._server.timeout_s:g} s", now())
+        except aiohttp.ClientConnectorError as error:
+            is_ours = error.os_error.errno in (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)
+            record.fail(records.CLIENT if is_ours else records.CONNECT, str(error), now())
+        except (aiohttp.ClientError, OSError) as error:
+            record.fail(records.DISCONNECTED, repr(error), now())
+        except asyncio.CancelledError:
+            record.fail(records.UNFINISHED, "the run ended", now())
+            raise
+
+    async def _exchange(self, record: Record, outgoing: Outgoing, now: Now) -> None:
+        async with self._open_session.post(
+            self._url, data=outgoing.body, headers=outgoing.headers
+        ) as response:
+            if response.status != 200:
+                detail = (await response.read())[:300].decode(errors="replace")
+                record.fail(f"http_{response.status}", detail, now())
+                return
+            lines = EventLines()
+            is_done = False
+            async for piece in response.content.iter_any():
+                piece_s = now()
+                for payload in lines.feed(piece):
+                    if payload == DONE:
+                        is_done = True
+                    else:
+                        _take(record, payload, piece_s)
+        if record.error is None and record.end_s is None and not is_done:
+            record.fail(records.TORN, "the stream ended without an end", now())
+        elif record.end_s is None:
+            record.end_s = record.event_times_s[-1] if record.event_times_s else now()
+
+
+def _take(record: Record, payload: bytes, event_s: float) -> None:
+    try:
+        event: Event = decode_event(payload)
+    except msgspec.MsgspecError as error:
+        record.fail(records.MALFORMED, f"{error}: {payload[:200]!r}", event_s)
+        return
+    if event.error is not None:
+        record.fail(records.ERROR_EVENT, str(event.error), event_s)
+        return
+    if record.error is not None:
+        return
+    if num_chars := event.num_chars:
+        record.event_times_s.append(event_s)
+        record.event_chars.append(num_chars)
+    if event.is_finish:
+        record.end_s = event_s
+    if (usage := event.usage) is not None:
+        record.prompt_tokens = usage.prompt_tokens
+        record.output_tokens = usage.completion_tokens
+        if (details := usage.prompt_tokens_details) is not None:
+            record.cached_tokens = details.cached_tokens
+
+
+def _ssl_context(ca_file: str | None) -> Any:
+    if ca_file is None:
+        return True
+    import ssl  # noqa: PLC0415 - 20 ms that most runs do not need
+
+    return ssl.create_default_context(cafile=ca_file)
+
+
+def clock() -> Now:
+    """Return a function of the seconds since now."""
+    start_s = time.monotonic()
+    return lambda: time.monotonic() - start_s

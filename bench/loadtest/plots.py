@@ -1,0 +1,154 @@
+"""Results as pictures: timeline and CDFs of a run, attainment and goodput over the rate."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .result import Run
+from .statistics import QUANTILES
+from .tables import TITLES
+
+COLORS = {"rt": "#1f6fb4", "be": "#e07b39", "all": "#555555"}
+_CDF_FIELDS = (
+    ("ttft_ms", "TTFT"),
+    ("itl_ms", "ITL"),
+    ("tpot_ms", "TPOT"),
+    ("mtpot_ms", "MTPOT"),
+    ("e2el_ms", "E2EL"),
+    ("normalized_ms", "normalized latency per token"),
+)
+_STYLES = ("-", "--", ":", "-.")
+
+
+def write_plots(directory: Path, runs: list[Run]) -> list[Path]:
+    """Write all pictures that the runs allow; return their paths. Raises OSError."""
+    mpl.use("Agg")
+    directory.mkdir(parents=True, exist_ok=True)
+    written = []
+    for run in runs:
+        name = f"timeline{_suffix(run, runs)}.png"
+        written.append(_save(plot_timeline(run), directory / name))
+    written.append(_save(plot_cdfs(runs), directory / "cdf.png"))
+    if len(runs) > 1:
+        written.append(_save(plot_rates(runs), directory / "rates.png"))
+    return written
+
+
+def _suffix(run: Run, runs: list[Run]) -> str:
+    if len(runs) == 1:
+        return ""
+    return f"-{runs.index(run) + 1}-" + re.sub(r"[^\w.=-]+", "_", run.label)[:60]
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def plot_timeline(run: Run) -> Figure:
+    """Plot arrivals, requests in flight, tokens and failures over time."""
+    figure = Figure(figsize=(10, 8), layout="constrained")
+    axes = figure.subplots(3, 1, sharex=True)
+    timeline = run.timeline
+    for name, arrivals in timeline.arrivals.items():
+        times = (np.arange(len(arrivals)) + 0.5) * timeline.bin_s
+        style = {"color": COLORS[name], "label": TITLES[name], "linewidth": 1.4}
+        axes[0].step(times, np.array(arrivals) / timeline.bin_s, where="mid", **style)
+        failures = np.array(timeline.failures[name]) / timeline.bin_s
+        if failures.any():
+            axes[0].step(
+                times,
+                failures,
+                where="mid",
+                color=COLORS[name],
+                linestyle=":",
+                label=f"{TITLES[name]}: failures",
+            )
+        axes[1].plot(times + timeline.bin_s / 2, timeline.in_flight[name], **style)
+        axes[2].plot(times, np.array(timeline.tokens[name]) / timeline.bin_s, **style)
+    for axis, title in zip(
+        axes, ("arrivals per second", "requests in flight", "output tokens per second"), strict=True
+    ):
+        axis.set_ylabel(title)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+        for edge in run.window_s:
+            axis.axvline(edge, color="#999999", linewidth=0.8)
+    axes[0].legend(loc="upper right")
+    axes[2].set_xlabel("seconds (counted between the grey lines)")
+    figure.suptitle(run.label)
+    return figure
+
+
+def plot_cdfs(runs: list[Run]) -> Figure:
+    """Plot the CDF of each latency, a line per class and run, with targets."""
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    for axis, (field, title) in zip(figure.subplots(2, 3).flat, _CDF_FIELDS, strict=True):
+        for number, run in enumerate(runs):
+            _plot_cdf(axis, run, field, number, names_run=len(runs) > 1)
+        axis.set_xlabel(f"{title}, ms")
+        axis.set_ylabel("share")
+        axis.set_ylim(0, 1.01)
+        axis.grid(alpha=0.3)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    return figure
+
+
+def _plot_cdf(axis: Axes, run: Run, field: str, number: int, *, names_run: bool) -> None:
+    for name, summary in run.classes.items():
+        points = getattr(summary, field).quantiles
+        if name == "all" or not points:
+            continue
+        label = TITLES[name] + (f", {run.label}" if names_run else "")
+        color = COLORS[name] if not names_run else f"C{number}"
+        style = _STYLES[list(COLORS).index(name) if names_run else 0]
+        axis.plot(points, QUANTILES, color=color, linestyle=style, label=label)
+        if (limit := getattr(summary.targets, field, None)) is not None:
+            axis.axvline(limit, color=color, linestyle=":", linewidth=1)
+        if points[0] > 0 and points[-1] > 50 * points[100]:
+            axis.set_xscale("log")
+
+
+def plot_rates(runs: list[Run]) -> Figure:
+    """Plot attainment and goodput over the rate of arrivals (or the concurrency), per class."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    is_closed = all(run.traffic[0].concurrency is not None for run in runs)
+    loads = [
+        float(run.traffic[0].concurrency or 0) if is_closed else run.offered_requests_per_s
+        for run in runs
+    ]
+    for name in (name for name in TITLES if any(name in run.classes for run in runs)):
+        points = [
+            (load, run.classes[name])
+            for load, run in sorted(zip(loads, runs, strict=True), key=lambda pair: pair[0])
+            if name in run.classes
+        ]
+        xs = [load for load, _ in points]
+        style = {"color": COLORS[name], "marker": "o", "label": TITLES[name]}
+        left.plot(xs, [100 * (summary.attainment or 0.0) for _, summary in points], **style)
+        right.plot(xs, [summary.goodput_requests_per_s for _, summary in points], **style)
+        right.plot(
+            xs,
+            [summary.requests_per_s for _, summary in points],
+            color=COLORS[name],
+            linestyle=":",
+            label=f"{TITLES[name]}: all completed",
+        )
+    left.set_ylabel("attainment, %")
+    left.set_ylim(0, 102)
+    right.set_ylabel("goodput, requests per second")
+    right.set_ylim(bottom=0)
+    for axis in (left, right):
+        axis.set_xlabel("clients in the closed loop" if is_closed else "arrivals per second")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    return figure

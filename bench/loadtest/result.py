@@ -1,0 +1,166 @@
+"""The result format: one JSON document with one or more runs. `--schema` prints its JSON schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from .errors import LoadTestError
+from .options import ServerOptions, Targets, Traffic
+
+FORMAT = "lightserve-load-test/1"
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """A metric over requests, or over gaps; None without any sample."""
+
+    num: int
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+    max: float | None = None
+    quantiles: list[float] = []
+    """At 0, 0.5, 1 ... 100 %: the CDF."""
+
+
+class Lengths(msgspec.Struct, frozen=True):
+    """How exactly lengths were met, over completed requests whose usage is known."""
+
+    mean_wanted: float | None
+    mean: float | None
+    error_p50_pct: float | None
+    """Median of |actual - wanted| / wanted."""
+    error_p99_pct: float | None
+
+
+class ErrorCount(msgspec.Struct, frozen=True):
+    """Failures of one kind."""
+
+    count: int
+    example: str
+
+
+class ClassSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One class, or all together. Definitions are in statistics.py."""
+
+    num_arrivals: int
+    num_completed: int
+    num_met: int
+    num_failed: int
+    errors: dict[str, ErrorCount]
+    attainment: float | None
+    attainment_by_target: dict[str, float]
+    targets: Targets
+    ttft_ms: Spread
+    tpot_ms: Spread
+    itl_ms: Spread
+    itl_per_token_ms: Spread
+    mtpot_ms: Spread
+    e2el_ms: Spread
+    normalized_ms: Spread
+    requests_per_s: float
+    output_tokens_per_s: float
+    prompt_tokens_per_s: float
+    goodput_requests_per_s: float
+    goodput_tokens_per_s: float
+    tokens_per_event: float | None
+    tokens_are_counted_by: str
+    prompt_lengths: Lengths
+    output_lengths: Lengths
+    cached_tokens_share: float | None
+    """Cached prompt tokens / prompt tokens, where usage says."""
+
+
+class ClientReport(msgspec.Struct, frozen=True):
+    """Whether the client itself is to be believed."""
+
+    cpu_share: float
+    """CPU seconds of this process per second; 1.0 is a whole core."""
+    cpu_us_per_event: float | None
+    num_events: int
+    lag_ms: Spread
+    """Task of an arrival started, minus intended arrival; part of every latency."""
+    is_calibrated: bool
+
+
+class Timeline(msgspec.Struct, frozen=True):
+    """Counts in bins of `bin_s`, from the start of the run."""
+
+    bin_s: float
+    arrivals: dict[str, list[int]]
+    failures: dict[str, list[int]]
+    tokens: dict[str, list[float]]
+    in_flight: dict[str, list[int]]
+    """At the end of the bin."""
+
+
+class RequestRow(msgspec.Struct, frozen=True, array_like=True):
+    """One request; written with --save-requests."""
+
+    request_class: str
+    intended_s: float
+    sent_s: float | None
+    first_s: float | None
+    end_s: float | None
+    prompt_tokens: int | None
+    output_tokens: int | None
+    mtpot_ms: float | None
+    is_met: bool
+    error: str | None
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One run."""
+
+    label: str
+    started_at: str
+    server: ServerOptions
+    traffic: list[Traffic]
+    seed: int
+    text_seed: int
+    window_s: tuple[float, float]
+    """Arrivals and tokens between these two are counted."""
+    duration_s: float
+    was_interrupted: bool
+    offered_requests_per_s: float
+    client: ClientReport
+    classes: dict[str, ClassSummary]
+    timeline: Timeline
+    requests: list[RequestRow] = []
+
+
+class ResultFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A result file."""
+
+    format: str
+    runs: list[Run]
+
+
+def save(path: Path, runs: list[Run]) -> None:
+    """Write a result file. Raises LoadTestError."""
+    document = msgspec.json.encode(ResultFile(format=FORMAT, runs=runs))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(document) + b"\n")
+    except OSError as error:
+        raise LoadTestError(f"cannot write {path}: {error}") from error
+
+
+def load(path: Path) -> list[Run]:
+    """Read a result file. Raises LoadTestError: unreadable, or another format."""
+    try:
+        document = msgspec.json.decode(path.read_bytes(), type=ResultFile)
+    except OSError as error:
+        raise LoadTestError(f"cannot read {path}: {error}") from error
+    except msgspec.MsgspecError as error:
+        raise LoadTestError(f"{path} is not a result of this program: {error}") from error
+    if document.format != FORMAT:
+        raise LoadTestError(f"{path} has format {document.format!r}, not {FORMAT!r}")
+    return document.runs
+
+
+def schema() -> bytes:
+    """Return the JSON schema of a result file."""
+    return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(ResultFile)))
