@@ -45,7 +45,8 @@ class Server:
 @contextmanager
 def running_server(args: Sequence[str] = ()) -> Iterator[Server]:
     """Start a server with the bundled model on a free port; end it with SIGTERM."""
-    command = [sys.executable, "-m", "lightserve.cli.main", "serve", "--port", "0", *args]
+    ports = ["--port", "0", "--metrics-port", "0"]
+    command = [sys.executable, "-m", "lightserve.cli.main", "serve", *ports, *args]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ.copy())
     try:
         assert process.stdout is not None

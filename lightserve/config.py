@@ -110,6 +110,22 @@ class ServeConfig:
     max_connections_per_ip: int = option(
         4096, "Open connections of one client address per frontend; more are refused.", low=1
     )
+    metrics_host: str = option("127.0.0.1", "Address on which metrics are served without a key.")
+    metrics_port: int = option(
+        8001, "Port of GET /metrics; 0 takes a free one, -1 opens none.", low=-1, high=65535
+    )
+    ttft_slo_ms: float = option(
+        0.0, "Target of real-time requests: time to the first token; 0 sets none.", low=0.0
+    )
+    tpot_slo_ms: float = option(
+        0.0, "Target of real-time requests: mean time per output token; 0 sets none.", low=0.0
+    )
+    mtpot_slo_ms: float = option(
+        0.0,
+        "Target of real-time requests: largest gap between tokens; 0 takes four times"
+        " --tpot-slo-ms.",
+        low=0.0,
+    )
     tp: int = option(1, "Tensor-parallel degree: one worker process per rank.", low=1, high=64)
     dtype: str = option(
         "auto",
@@ -199,6 +215,9 @@ class ServeConfig:
     )
     log_level: str = option(
         "info", "Least severe log records to print.", choices=("debug", "info", "warning", "error")
+    )
+    log_format: str = option(
+        "text", "How log records are printed; json is an object per line.", choices=("text", "json")
     )
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from lightserve.api_keys import ApiKey
 from lightserve.config import ServeConfig
 from lightserve.messages.common import Message
+from lightserve.messages.metrics import MetricsRequest, MetricsSnapshot, MetricsText
 from lightserve.types import FrontendId
 
 
@@ -51,7 +52,15 @@ class Heartbeat(Message, frozen=True):
 
 HEARTBEAT_INTERVAL_S = 1.0
 
-ChildMessage = ChildReady | ChildFailed | FrontendServing | WorkersStalled | Heartbeat
+ChildMessage = (
+    ChildReady
+    | ChildFailed
+    | FrontendServing
+    | WorkersStalled
+    | Heartbeat
+    | MetricsSnapshot
+    | MetricsRequest
+)
 
 
 class RouterUp(Message, frozen=True):
@@ -91,7 +100,9 @@ class NewApiKeys(Message, frozen=True):
     keys: list[ApiKey]
 
 
-SupervisorMessage = RouterUp | RouterDown | Drain | FrontendLost | WorkersLost | NewApiKeys
+SupervisorMessage = (
+    RouterUp | RouterDown | Drain | FrontendLost | WorkersLost | NewApiKeys | MetricsText
+)
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):

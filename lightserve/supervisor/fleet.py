@@ -24,7 +24,8 @@ from collections.abc import Sequence
 from enum import Enum, IntEnum
 
 from lightserve.api_keys import ApiKey
-from lightserve.errors import StartupError
+from lightserve.errors import ProtocolError, StartupError
+from lightserve.messages.metrics import MetricSample, MetricsRequest, MetricsSnapshot, MetricsText
 from lightserve.messages.supervision import (
     ChildFailed,
     ChildMessage,
@@ -42,6 +43,7 @@ from lightserve.messages.supervision import (
     WorkersStalled,
 )
 from lightserve.supervisor.budget import RestartBudget
+from lightserve.supervisor.metrics import ServerMetrics
 from lightserve.supervisor.spawn import Child, Spawner
 from lightserve.supervisor.specs import SpecWriter
 from lightserve.types import FrontendId
@@ -80,6 +82,7 @@ class Fleet:
         self,
         specs: SpecWriter,
         spawner: Spawner,
+        metrics: ServerMetrics,
         *,
         api_keys: Sequence[ApiKey] = (),
         silence_timeout_s: float = SILENCE_TIMEOUT_S,
@@ -88,6 +91,7 @@ class Fleet:
         self.phase = Phase.STARTING
         self._specs = specs
         self._spawner = spawner
+        self._metrics = metrics
         self._api_keys = api_keys
         self._budget = RestartBudget(config.max_restarts, config.restart_window_s)
         self._start_timeout_s = config.start_timeout_s
@@ -174,6 +178,10 @@ class Fleet:
                 self._on_progress()
             case Heartbeat():
                 pass
+            case MetricsSnapshot(samples=samples):
+                self._on_snapshot(child, samples)
+            case MetricsRequest(number=number):
+                child.send(MetricsText(number=number, text=self._metrics.render()))
             case WorkersStalled(generation=generation, stalled_s=stalled_s):
                 if generation == self._generation:
                     self._on_stall(stalled_s)
@@ -185,6 +193,7 @@ class Fleet:
             StartupError: it died while the server was starting, or the budget is spent.
         """
         self._remove(child)
+        self._metrics.on_exit(child)
         how = child.reap()
         if self.phase is Phase.STARTING:
             raise StartupError(
@@ -279,6 +288,12 @@ class Fleet:
         elapsed_s = time.monotonic() - self._broken_since_s
         log.info("all processes ready after %.2f s", elapsed_s)
 
+    def _on_snapshot(self, child: Child, samples: Sequence[MetricSample]) -> None:
+        try:
+            self._metrics.on_snapshot(child.control_name, samples)
+        except ProtocolError as error:
+            log.error("dropped the metrics of %s: %s", child.name, error)
+
     def _on_stall(self, stalled_s: float) -> None:
         if self.phase is Phase.DRAINING:
             self._tell_frontends_router_down()
@@ -361,6 +376,8 @@ class Fleet:
         """Start a child; it, and then the server, have the start timeout to be ready."""
         due_s = time.monotonic() + self._start_timeout_s
         self._whole_due_s = due_s
+        if self.phase is not Phase.STARTING:
+            self._metrics.on_restart(spec.role)
         return self._spawner.spawn(spec, due_s=due_s)
 
     def _silence_due_s(self, child: Child) -> float:

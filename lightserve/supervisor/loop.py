@@ -18,6 +18,7 @@ from lightserve.logs import one_line, setup_logging
 from lightserve.messages.supervision import ChildMessage, SupervisorMessage
 from lightserve.supervisor.banner import print_banner
 from lightserve.supervisor.fleet import SILENCE_TIMEOUT_S, Fleet, Phase
+from lightserve.supervisor.metrics import MetricsListener, ServerMetrics
 from lightserve.supervisor.run_dir import RunDir
 from lightserve.supervisor.signals import Stopped, StopSignals
 from lightserve.supervisor.spawn import CHILD_COMMAND, Child, Spawner
@@ -60,6 +61,9 @@ def _serve(
         server_context(config.ssl_certfile, config.ssl_keyfile)
     with ExitStack() as stack:
         listener = stack.enter_context(bind_port(config))
+        metrics_listener = None
+        if config.metrics_port >= 0:
+            metrics_listener = stack.enter_context(closing(MetricsListener(config)))
         config = resolve_model(config)
         check_model(config)
         signals.defer()
@@ -70,16 +74,21 @@ def _serve(
         )
         listen(listener, config)
         specs = SpecWriter(config, run_dir, control_address, listener.fileno())
+        metrics = ServerMetrics(config)
+        if metrics_listener is not None:
+            metrics_listener.start(metrics)
+            log.info("metrics on %s", metrics_listener.url)
         fleet = Fleet(
             specs,
             Spawner(hub, command),
+            metrics,
             api_keys=api_keys,
             silence_timeout_s=silence_timeout_s,
         )
         stack.callback(fleet.kill_all)
         fleet.start()
         port = listener.getsockname()[1]
-        return _Loop(fleet, hub, signals, config, port).run()
+        return _Loop(fleet, hub, signals, metrics, config=config, port=port).run()
 
 
 class _Loop:
@@ -90,12 +99,15 @@ class _Loop:
         fleet: Fleet,
         hub: ZmqHub[SupervisorMessage, ChildMessage],
         signals: StopSignals,
+        metrics: ServerMetrics,
+        *,
         config: ServeConfig,
         port: int,
     ) -> None:
         self._fleet = fleet
         self._hub = hub
         self._signals = signals
+        self._metrics = metrics
         self._config = config
         self._port = port
 
@@ -111,6 +123,7 @@ class _Loop:
                     self._hear_last_words(child)
                     fleet.on_exit(child)
             fleet.check_deadlines(time.monotonic())
+            self._metrics.sample(fleet.children, self._hub.num_rejected, time.monotonic())
             if fleet.phase is Phase.SERVING and not has_greeted:
                 has_greeted = True
                 print_banner(self._config, self._port)

@@ -21,7 +21,7 @@ from lightserve.supervisor.startup import resolve_model
 
 def _serve(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "lightserve.cli.main", "serve", *flags],
+        [sys.executable, "-m", "lightserve.cli.main", "serve", "--metrics-port", "0", *flags],
         capture_output=True,
         text=True,
         timeout=60,
@@ -46,6 +46,13 @@ def test_port_in_use_names_host_and_port() -> None:
         port = taken.getsockname()[1]
         result = _serve("--port", str(port))
     _assert_one_line(result, f"cannot listen on 127.0.0.1 port {port}", "in use")
+
+
+def test_metrics_port_in_use_names_flag_and_value() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = _serve("--port", "0", "--metrics-port", str(port), "--model", "/nowhere")
+    _assert_one_line(result, f"--metrics-port {port}", "in use")
 
 
 def test_the_port_is_taken_before_the_model_is_looked_at() -> None:

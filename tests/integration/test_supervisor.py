@@ -52,6 +52,7 @@ class Server:
         command = [scripted_child.__file__, str(folder)]
         driver_options = json.dumps({"command": command, **options})
         arguments = ["serve", "--model", str(model), "--run-dir", str(self.run_parent)]
+        arguments += ["--metrics-port", "0"]
         self.process = subprocess.Popen(
             [sys.executable, "-c", DRIVER, driver_options, *arguments, "--port", "0", *flags],
             stdout=subprocess.PIPE,

@@ -22,7 +22,10 @@ _READY_LINE = re.compile(r"lightserve: ready on (?P<url>\S+) \(model (?P<model>\
 _ROLE = re.compile(r"(frontend|router|worker)-\d+")
 
 
-_SERVE = (sys.executable, "-m", "lightserve.cli.main", "serve", "--port=0", "--num-threads=1")
+_SERVE = (
+    *(sys.executable, "-m", "lightserve.cli.main", "serve"),
+    *("--port=0", "--metrics-port=0", "--num-threads=1"),
+)
 
 
 class LiveServer:
