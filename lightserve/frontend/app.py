@@ -1,16 +1,28 @@
-"""The ASGI application: routes, and the one place where exceptions become responses."""
+"""The ASGI application: routes, what stands before them, and exceptions that become responses.
+
+    AccessGate ─ RequestLimits ─ RequestStamp ─ routes
+
+All pure ASGI: the base class of starlette's function middleware delays the news of a client that
+has left by seconds.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+import lightserve
+from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.failures import RETRY_AFTER_S, ClientGone, RequestFailed, error_body
+from lightserve.frontend.access import AccessGate, KeyRing
+from lightserve.frontend.failures import ClientGone, RequestFailed, error_response
+from lightserve.frontend.json_body import BODY_READER_KEY, BodyReader
+from lightserve.frontend.limits import RequestLimits
 from lightserve.frontend.native import native_router
 from lightserve.frontend.openai.chat import chat_router
 from lightserve.frontend.openai.completions import completions_router
@@ -20,21 +32,46 @@ from lightserve.frontend.responses import ARRIVAL_KEY
 from lightserve.frontend.service import Service
 
 
-class ArrivalStamp:
-    """Notes when a request's headers were there. Pure ASGI, as every middleware here must be."""
+class RequestStamp:
+    """Notes what a request brings along: when its headers were there, who reads its body."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
         self._app = app
+        self._reader = BodyReader(max_depth=config.max_json_depth)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stamp and pass on."""
         scope[ARRIVAL_KEY] = time.monotonic()
+        scope[BODY_READER_KEY] = self._reader
         await self._app(scope, receive, send)
 
 
-def create_app(service: Service) -> ASGIApp:
-    """Return the application."""
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+def create_app(
+    service: Service, keys: KeyRing | None = None, rejects: Counter[str] | None = None
+) -> ASGIApp:
+    """Return the application.
+
+    `keys` are those that are good (none: nobody passes where keys are needed); `rejects` counts
+    refusals by their code, before any route.
+    """
+    config = service.config
+    keys = KeyRing([]) if keys is None else keys
+    rejects = Counter() if rejects is None else rejects
+    app: ASGIApp = _routes(service)
+    app = RequestStamp(app, config)
+    app = RequestLimits(app, config, rejects)
+    return AccessGate(app, config, keys, rejects)
+
+
+def _routes(service: Service) -> FastAPI:
+    app = FastAPI(
+        title="lightserve",
+        version=lightserve.__version__,
+        openapi_url="/openapi.json",
+        docs_url="/docs" if service.config.enable_docs else None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     for router in (
         completions_router(service),
         chat_router(service),
@@ -48,15 +85,12 @@ def create_app(service: Service) -> ASGIApp:
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
-    return ArrivalStamp(app)
+    return app
 
 
 async def _on_failure(_request: Request, error: Exception) -> Response:
     assert isinstance(error, InvalidRequest | RequestFailed)
-    headers = {"retry-after": str(RETRY_AFTER_S)} if error.status in (429, 503) else {}
-    if error.status == 413:
-        headers["connection"] = "close"  # the rest of the body is not going to be read
-    return _error_response(error, headers)
+    return error_response(error)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -68,7 +102,9 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         code, message = "method_not_allowed", f"this path does not take {request.method}"
     failure = InvalidRequest(message, code=code, status=error.status_code)
-    return _error_response(failure, dict(error.headers or {}))
+    response = error_response(failure)
+    response.headers.update(error.headers or {})
+    return response
 
 
 async def _on_client_gone(_request: Request, _error: Exception) -> Response:
@@ -78,13 +114,4 @@ async def _on_client_gone(_request: Request, _error: Exception) -> Response:
 async def _on_bug(_request: Request, _error: Exception) -> Response:
     """Answer in general terms; the server logs the traceback by itself."""
     failure = RequestFailed("an internal error occurred", code="internal_error", status=500)
-    return _error_response(failure, {})
-
-
-def _error_response(error: InvalidRequest | RequestFailed, headers: dict[str, str]) -> Response:
-    return Response(
-        error_body(error),
-        status_code=error.status,
-        headers=headers,
-        media_type="application/json",
-    )
+    return error_response(failure)

@@ -8,7 +8,11 @@ logged with its traceback, and the client learns only that it happened.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from lightserve.errors import InvalidRequest, LightserveError
 from lightserve.messages.frontend_router import ErrorCode
@@ -17,10 +21,16 @@ RETRY_AFTER_S = 1
 
 
 class RequestFailed(LightserveError):
-    """A valid request that is not answered, or not to its end. `status` is the HTTP status."""
+    """A valid request that is not answered, or not to its end.
 
-    def __init__(self, message: str, *, code: str, status: int) -> None:
+    `status` is the HTTP status; `retry_after_s` is when trying again makes sense (429 and 503).
+    """
+
+    def __init__(
+        self, message: str, *, code: str, status: int, retry_after_s: float = RETRY_AFTER_S
+    ) -> None:
         super().__init__(message)
+        self.retry_after_s = retry_after_s
         self.message = message
         self.code = code
         self.status = status
@@ -40,9 +50,14 @@ def draining() -> RequestFailed:
     return RequestFailed("the server is shutting down", code="shutting_down", status=503)
 
 
-def overloaded() -> RequestFailed:
+def overloaded(retry_after_s: float = RETRY_AFTER_S) -> RequestFailed:
     """Return the refusal when a queue is full."""
-    return RequestFailed("too many requests are waiting; try again", code="overloaded", status=429)
+    return RequestFailed(
+        "too many requests are waiting; try again",
+        code="overloaded",
+        status=429,
+        retry_after_s=retry_after_s,
+    )
 
 
 def router_lost() -> RequestFailed:
@@ -54,11 +69,11 @@ def router_lost() -> RequestFailed:
     )
 
 
-def from_router(error: ErrorCode) -> InvalidRequest | RequestFailed:
+def from_router(error: ErrorCode, retry_after_s: float = 0.0) -> InvalidRequest | RequestFailed:
     """Return what a client is told about an error of the router."""
     match error:
         case ErrorCode.QUEUE_FULL:
-            return overloaded()
+            return overloaded(retry_after_s)
         case ErrorCode.WORKER_LOST:
             return RequestFailed(
                 "the server lost this request while restarting its workers; try again",
@@ -93,6 +108,28 @@ def error_body(error: InvalidRequest | RequestFailed) -> bytes:
     param = error.param if isinstance(error, InvalidRequest) else None
     detail = ErrorDetail(error.message, _error_type(error.status), param, error.code)
     return msgspec.json.encode({"error": detail})
+
+
+def error_response(error: InvalidRequest | RequestFailed) -> Response:
+    """Return the response that an error is, while it can still be one."""
+    headers = {}
+    if isinstance(error, RequestFailed) and error.status in (429, 503):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(
+        error_body(error),
+        status_code=error.status,
+        headers=headers,
+        media_type="application/json",
+    )
+
+
+async def respond_with_error(
+    error: InvalidRequest | RequestFailed, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Answer a request with an error, outside of any route."""
+    await error_response(error)(scope, receive, send)
 
 
 def _error_type(status: int) -> str:

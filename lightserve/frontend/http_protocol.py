@@ -1,9 +1,16 @@
-"""One HTTP connection: uvicorn's, with a deadline for writing and errors in OpenAI's shape.
+"""One HTTP connection: uvicorn's, with deadlines for both directions and errors in OpenAI's shape.
 
-A write is through once the kernel has taken all of it. While it has not, `send` makes responses
-wait (their deltas merge meanwhile), and after `write_deadline_s` the connection is reset: the
-client sees that it has not got everything, no buffer is kept for it, and its request learns of a
-client that is gone, which frees its slots.
+Writing: a write is through once the kernel has taken all of it. While it has not, `send` makes
+responses wait (their deltas merge meanwhile), and after `write_deadline_s` the connection is
+reset: the client sees that it has not got everything, no buffer is kept for it, and its request
+learns of a client that is gone, which frees its slots.
+
+Reading: uvicorn waits for ever. Here one timer follows what is awaited:
+
+    head      from the connection's start, or the first byte after a request, to the whole head
+    body      from the head to the body's end
+    rest      an answer (a refusal) has gone out before the body was there: what still comes is
+              thrown away for a moment, as closing at once would destroy the answer on its way
 """
 
 from __future__ import annotations
@@ -11,28 +18,49 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import time
+from enum import Enum
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.failures import error_body
+from lightserve.frontend.connections import ConnectionTable
+from lightserve.frontend.failures import RequestFailed, error_body
 from lightserve.frontend.responses import CONNECTION_KEY
 
 WRITE_DEADLINE_S = 30.0
+REST_TIMEOUT_S = 5.0
+"""A client on a slow line needs about as long to notice that it was answered."""
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 429: b"Too Many Requests"}
+
+
+class _Awaited(Enum):
+    """What the client has yet to send."""
+
+    NOTHING = "nothing"
+    HEAD = "head"
+    BODY = "body"
+    REST = "rest"
 
 
 class HttpProtocol(H11Protocol):
     """See the module. The application finds it in its scope, as a `responses.Connection`."""
 
     write_deadline_s = WRITE_DEADLINE_S
+    rest_timeout_s = REST_TIMEOUT_S
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, table: ConnectionTable, **options: Any) -> None:
+        super().__init__(**options)
         self.is_cut_off = False
+        self._table = table
         self._write_deadline: asyncio.TimerHandle | None = None
+        self._awaited = _Awaited.NOTHING
+        self._awaited_since_s = 0.0
+        self._num_body_bytes = 0
+        self._read_deadline: asyncio.TimerHandle | None = None
         app = self.app
 
         async def call(scope: Any, receive: Any, send: Any) -> None:
@@ -41,15 +69,104 @@ class HttpProtocol(H11Protocol):
 
         self.app = call
 
+    # ------------------------------------------------------------------ the connection's life
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin; what the kernel does not take at once counts as waiting, however little."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
+        reason = self._table.add(self, self.client[0] if self.client else "")
+        if reason is None:
+            self._await(_Awaited.HEAD)
+            return
+        status = 503 if reason == "too_many_connections" else 429
+        failure = RequestFailed("too many connections are open", code=reason, status=status)
+        self._answer(failure)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End; no effect of the deadline after that."""
+        """End; no effect of any deadline after that."""
+        self._table.remove(self)
         self._stop_deadline()
+        self._await(_Awaited.NOTHING)
         super().connection_lost(exc)
+
+    def evict(self) -> None:
+        """Close an idle connection whose place is needed."""
+        self.transport.abort()
+
+    # ------------------------------------------------------------------ reading
+
+    def data_received(self, data: bytes) -> None:
+        """Take in what has come, and see what is awaited now."""
+        if self.transport.is_closing():
+            return
+        if self._awaited is _Awaited.NOTHING and self.conn.their_state is h11.IDLE:
+            self._await(_Awaited.HEAD)
+        self._num_body_bytes += len(data)
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        """Go on after an answer, which may have come before the end of the body."""
+        super().on_response_complete()
+        self._look()
+
+    def _look(self) -> None:
+        """Follow the state of the client's side."""
+        if self.transport.is_closing():
+            self._await(_Awaited.NOTHING)
+            return
+        state, awaited = self.conn.their_state, self._awaited
+        if state is h11.SEND_BODY:
+            self._table.mark_busy(self)
+            is_answered = self.cycle is not None and self.cycle.response_complete
+            wanted = _Awaited.REST if is_answered else _Awaited.BODY
+            if awaited is not wanted:
+                self._await(wanted)
+        elif state is h11.IDLE:
+            if awaited in (_Awaited.BODY, _Awaited.REST):
+                self._await(_Awaited.NOTHING)
+            self._table.mark_idle(self)
+        else:
+            self._table.mark_busy(self)
+            self._await(_Awaited.NOTHING)
+
+    def _await(self, awaited: _Awaited) -> None:
+        self._awaited = awaited
+        self._awaited_since_s = time.monotonic()
+        self._num_body_bytes = 0
+        if self._read_deadline is not None:
+            self._read_deadline.cancel()
+            self._read_deadline = None
+        if awaited is not _Awaited.NOTHING:
+            self._read_deadline = self.loop.call_later(self._allowed_s(), self._on_read_deadline)
+
+    def _allowed_s(self) -> float:
+        """Return how long what is awaited may take, as things are."""
+        limits = self._table.limits
+        if self._awaited is _Awaited.HEAD:
+            return limits.header_timeout_s
+        if self._awaited is _Awaited.REST:
+            return self.rest_timeout_s
+        return max(limits.body_timeout_s, self._num_body_bytes / limits.min_body_bytes_per_s)
+
+    def _on_read_deadline(self) -> None:
+        late_s = time.monotonic() - self._awaited_since_s - self._allowed_s()
+        if late_s < 0:  # a body that has come fast enough so far
+            self._read_deadline = self.loop.call_later(-late_s + 0.01, self._on_read_deadline)
+            return
+        awaited = self._awaited
+        self._table.rejects[f"slow_{awaited.value}"] += 1
+        self._await(_Awaited.NOTHING)
+        if awaited is _Awaited.REST or (self.cycle and self.cycle.response_started):
+            self.transport.abort()
+        elif awaited is _Awaited.HEAD and self.conn.trailing_data[0] == b"":
+            self.transport.close()  # nothing was asked
+        else:
+            message = f"the {awaited.value} of the request did not arrive in time"
+            self._answer(InvalidRequest(message, code="request_timeout", status=408))
+
+    # ------------------------------------------------------------------ writing
 
     def pause_writing(self) -> None:
         """Start the deadline: the kernel has not taken everything."""
@@ -68,15 +185,23 @@ class HttpProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP, if it can still be answered, and close."""
-        body = error_body(InvalidRequest("the request is not valid HTTP", code="invalid_http"))
+        self._table.rejects["invalid_http"] += 1
+        self._answer(InvalidRequest("the request is not valid HTTP", code="invalid_http"))
+
+    def _answer(self, failure: InvalidRequest | RequestFailed) -> None:
+        """Answer without the application, if that is still possible, and close."""
+        body = error_body(failure)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        if isinstance(failure, RequestFailed):
+            headers.append((b"retry-after", b"1"))
         head = h11.Response(
-            status_code=400,
-            headers=[
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(body)).encode()),
-                (b"connection", b"close"),
-            ],
-            reason=b"Bad Request",
+            status_code=failure.status,
+            headers=headers,
+            reason=_REASONS.get(failure.status, b"Service Unavailable"),
         )
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):

@@ -1,22 +1,26 @@
-"""Request bodies: bytes to strict JSON to a pydantic model, every complaint naming the field.
-
-Refused beyond what RFC 8259 refuses: NaN and Infinity, numbers too large for a float, duplicate
-keys, bodies over MAX_BODY_BYTES, nesting beyond what the parser can hold.
-"""
+"""Request bodies: bytes to strict JSON to a pydantic model, every complaint naming the field."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
-import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import pydantic
 from starlette.requests import ClientDisconnect, Request
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.failures import ClientGone
+from lightserve.frontend.failures import ClientGone, overloaded
+from lightserve.frontend.strict_json import parse_json
 
-MAX_BODY_BYTES = 4 * 1024 * 1024
+BODY_READER_KEY = "lightserve.body_reader"
+"""Key in the ASGI scope: the `BodyReader`."""
+
+INLINE_BYTES = 16 * 1024
+"""Bodies up to this take a few milliseconds at worst and are parsed where they are."""
+MAX_WAITING = 256
 _MAX_SHOWN_CHARS = 64
 
 ModelT = TypeVar("ModelT", bound=pydantic.BaseModel)
@@ -30,83 +34,59 @@ class StrictModel(pydantic.BaseModel):
     )
 
 
+class BodyReader:
+    """Parses bodies; long ones in a thread, as they can take longer than streams may wait."""
+
+    def __init__(self, *, max_depth: int) -> None:
+        self._max_depth = max_depth
+        self._num_waiting = 0
+        # One: with more, they would only take the interpreter from the event loop more often.
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="json")
+
+    async def parse(self, body: bytes, model: type[ModelT]) -> ModelT:
+        """Return a body as a `model`.
+
+        Raises:
+            InvalidRequest: not strict JSON, or not what the model wants.
+            RequestFailed: too many bodies are waiting.
+        """
+        if len(body) <= INLINE_BYTES:
+            return parse_model(body, model, max_depth=self._max_depth)
+        if self._num_waiting >= MAX_WAITING:
+            raise overloaded()
+        self._num_waiting += 1
+        try:
+            parse = functools.partial(parse_model, body, model, max_depth=self._max_depth)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, parse)
+        finally:
+            self._num_waiting -= 1
+
+
 async def read_model(request: Request, model: type[ModelT]) -> ModelT:
     """Return the request's body as a `model`.
 
     Raises:
         InvalidRequest: too large (413), not strict JSON, or not what the model wants.
+        RequestFailed: too many bodies are waiting.
         ClientGone: the client hung up while sending.
     """
-    value = parse_json(await _read_body(request))
+    body = bytearray()
+    try:
+        async for chunk in request.stream():  # its size is limited: see `limits`
+            body += chunk
+    except ClientDisconnect as error:
+        raise ClientGone from error
+    reader: BodyReader = request.scope[BODY_READER_KEY]
+    return await reader.parse(bytes(body), model)
+
+
+def parse_model(body: bytes, model: type[ModelT], *, max_depth: int) -> ModelT:
+    """Return a body as a `model`. Raises InvalidRequest."""
+    value = parse_json(body, max_depth=max_depth)
     try:
         return model.model_validate(value)
     except pydantic.ValidationError as error:
         raise _complaint(error) from None
-
-
-async def _read_body(request: Request) -> bytes:
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > MAX_BODY_BYTES:
-        raise _too_large()
-    body = bytearray()
-    try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MAX_BODY_BYTES:
-                raise _too_large()
-    except ClientDisconnect as error:
-        raise ClientGone from error
-    return bytes(body)
-
-
-def parse_json(body: bytes) -> Any:
-    """Parse strict JSON. Raises InvalidRequest."""
-    try:
-        return json.loads(
-            body.decode("utf-8"),
-            parse_constant=_refuse_constant,
-            parse_float=_finite_float,
-            object_pairs_hook=_unique_keys,
-        )
-    except UnicodeDecodeError:
-        message = "the request body is not valid UTF-8"
-    except RecursionError:
-        message = "the request body is nested too deeply"
-    except ValueError as error:
-        known = isinstance(error, json.JSONDecodeError | _StrictJsonError)
-        detail = str(error) if known else "a number is too long"
-        message = f"the request body is not valid JSON: {detail}"
-    raise InvalidRequest(message, code="invalid_json")
-
-
-class _StrictJsonError(ValueError):
-    """JSON that Python's parser would take."""
-
-
-def _refuse_constant(name: str) -> float:
-    raise _StrictJsonError(f"{name} is not a number")
-
-
-def _finite_float(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise _StrictJsonError("a number is too large")
-    return value
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise _StrictJsonError("an object has the same key twice")
-    return value
-
-
-def _too_large() -> InvalidRequest:
-    return InvalidRequest(
-        f"the request body must be at most {MAX_BODY_BYTES} bytes",
-        code="request_too_large",
-        status=413,
-    )
 
 
 UNSUPPORTED_VALUE = "unsupported_value"

@@ -12,17 +12,18 @@ import contextlib
 import gc
 import logging
 import socket
-from collections.abc import Callable, Iterator
-
-import uvicorn
-from starlette.types import ASGIApp
+import sys
+from collections import Counter
+from collections.abc import Callable
 
 from lightserve.channels.base import AsyncLink
 from lightserve.channels.zmq import connect_async_link
 from lightserve.errors import ChannelFull
+from lightserve.frontend.access import KeyRing
 from lightserve.frontend.app import create_app
+from lightserve.frontend.connections import connection_table
 from lightserve.frontend.failures import draining
-from lightserve.frontend.http_protocol import HttpProtocol
+from lightserve.frontend.http_server import HttpServer
 from lightserve.frontend.operations import MAX_SILENCE_S
 from lightserve.frontend.router_client import RouterClient, RouterLink
 from lightserve.frontend.service import Service, load_service
@@ -36,24 +37,24 @@ from lightserve.messages.supervision import (
     Drain,
     FrontendServing,
     Heartbeat,
+    NewApiKeys,
     RouterDown,
     RouterUp,
     SupervisorMessage,
 )
+from lightserve.tls import server_context
 from lightserve.types import FrontendId
 
 log = logging.getLogger(__name__)
 
 Control = AsyncLink[ChildMessage, SupervisorMessage]
 
-MAX_HEADER_BYTES = 64 * 1024
-BACKLOG = 1024
-KEEP_ALIVE_S = 75
-"""Longer than clients keep idle connections, so that they do not race with the closing."""
 FLUSH_S = 0.5
-"""What responses get to write their last bytes after the time to drain …"""
-CLOSE_S = 1
-"""… and what connections then get to close; together under the supervisor's grace of 2 s."""
+"""What responses get to write their last bytes after the time to drain; with `CLOSE_S` of
+`http_server` under the supervisor's grace of 2 s."""
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread that parses may keep the event loop from the interpreter; Python's 5 ms would
+come before every system call of a stream."""
 
 
 def run(spec: ChildSpec, connect_control: Callable[[], Control]) -> int:
@@ -62,6 +63,7 @@ def run(spec: ChildSpec, connect_control: Callable[[], Control]) -> int:
     Raises:
         ModelLoadError, ConfigError: the model's files cannot be used.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     return asyncio.run(_serve(spec, connect_control))
 
 
@@ -70,10 +72,16 @@ async def _serve(spec: ChildSpec, connect_control: Callable[[], Control]) -> int
     service = load_service(spec.config, router)
     gc.collect()
     gc.freeze()  # what was loaded stays: full collections need not walk it in the middle of a step
+    rejects: Counter[str] = Counter()
+    keys = KeyRing(spec.api_keys)
+    table = connection_table(spec.config, rejects)
+    tls = None
+    if spec.config.ssl_certfile:
+        tls = server_context(spec.config.ssl_certfile, spec.config.ssl_keyfile)
     control = connect_control()
     with socket.socket(fileno=spec.listen_fd) as listener:
-        server = HttpServer(create_app(service))
-        frontend = Frontend(spec, service, control, server)
+        server = HttpServer(create_app(service, keys, rejects), table, tls)
+        frontend = Frontend(spec, service, control, server, keys)
         try:
             await frontend.serve(listener)
         finally:
@@ -82,50 +90,22 @@ async def _serve(spec: ChildSpec, connect_control: Callable[[], Control]) -> int
     return 0
 
 
-class HttpServer(uvicorn.Server):
-    """uvicorn on an inherited socket, leaving signals to the supervisor."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                loop="asyncio",
-                http=HttpProtocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                backlog=BACKLOG,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=CLOSE_S,
-                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            )
-        )
-        self.listening = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
-        await super().startup(sockets)
-        self.listening.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the process's signal handlers alone."""
-        yield
-
-
 class Frontend:
     """What the process does besides HTTP."""
 
     def __init__(
-        self, spec: ChildSpec, service: Service, control: Control, server: HttpServer
+        self,
+        spec: ChildSpec,
+        service: Service,
+        control: Control,
+        server: HttpServer,
+        keys: KeyRing,
     ) -> None:
         self._spec = spec
         self._service = service
         self._control = control
         self._server = server
+        self._keys = keys
         self._router_task: asyncio.Task[None] | None = None
         self._drain_task: asyncio.Task[None] | None = None
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -161,6 +141,8 @@ class Frontend:
             elif isinstance(message, RouterDown):
                 log.warning("the router is gone; %d requests failed", self._service.router.num_live)
                 await self._leave_router()
+            elif isinstance(message, NewApiKeys):
+                self._keys.keys = tuple(message.keys)
             elif isinstance(message, Drain) and self._drain_task is None:
                 self._drain_task = asyncio.create_task(self._drain(message.timeout_s))
                 self._drain_task.add_done_callback(self._note_failure)

@@ -10,6 +10,7 @@ is cut off by its connection (see `http_protocol`), which to the watch is a hang
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import logging
 import time
@@ -21,6 +22,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from lightserve.errors import InvalidRequest
+from lightserve.frontend.access import ANYBODY, Caller, caller_of
 from lightserve.frontend.failures import ClientGone, RequestFailed, error_body
 from lightserve.frontend.generation import Generation, TextDelta
 from lightserve.frontend.router_client import NewRequest
@@ -91,6 +93,7 @@ class GenerationResponse(Response):
         self._prepare = prepare
         self._stream = stream
         self._has_begun = False
+        self._caller = ANYBODY
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Encode, submit, send; abort when the client leaves or this task is cancelled."""
@@ -99,6 +102,9 @@ class GenerationResponse(Response):
             client_gone = asyncio.create_task(_client_leaves(receive))
             try:
                 if (request := await self._prepared(client_gone)) is not None:
+                    self._caller = caller_of(scope)
+                    salt = self._caller.prefix_salt
+                    request = dataclasses.replace(request, prefix_salt=salt)
                     connection = scope.get(CONNECTION_KEY)
                     await self._generate(request, client_gone, send, connection)
             finally:
@@ -143,7 +149,7 @@ class GenerationResponse(Response):
             generation.abort()
             if connection is not None and connection.is_cut_off:
                 outcome = "slow_reader"
-            _log_end(self._shape.request_id, generation, outcome)
+            _log_end(self._shape.request_id, generation, outcome, self._caller)
 
     async def _send_whole(self, generation: Generation, send: Send) -> None:
         deltas: list[TextDelta] = []
@@ -182,16 +188,17 @@ def _body(data: bytes, *, more: bool) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-def _log_end(request_id: str, generation: Generation, outcome: str) -> None:
+def _log_end(request_id: str, generation: Generation, outcome: str, caller: Caller) -> None:
     """Log one line per request: identity, sizes and times, never a text or a key."""
     now_s, arrival_s = time.monotonic(), generation.request.arrival_s
     first_s = generation.first_token_s
     ttft = "-" if first_s is None else f"{(first_s - arrival_s) * 1e3:.1f}"
     log.info(
-        "request=%s outcome=%s key=%s prompt_tokens=%d completion_tokens=%d ttft_ms=%s"
+        "request=%s outcome=%s client=%s key=%s prompt_tokens=%d completion_tokens=%d ttft_ms=%s"
         " total_ms=%.1f",
         request_id,
         outcome,
+        caller.name or "-",
         _short_hash(generation.request.prediction_key),
         generation.usage.prompt_tokens,
         generation.usage.completion_tokens,

@@ -55,6 +55,8 @@ class NewRequest:
     """Monotonic time at which the headers were there."""
     prediction_key: str = ""
     """As in `Submit`: requests with equal keys are expected to have outputs of like length."""
+    prefix_salt: str = ""
+    """As in `Submit`: set by the response, from whoever asks."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class LiveRequest:
         """Merge news from the router."""
         self._token_ids.extend(delta.token_ids)
         if delta.error is not None:
-            self._failure = from_router(delta.error)
+            self._failure = from_router(delta.error, delta.retry_after_s)
         else:
             self._finish_reason = delta.finish_reason
         self._news.set()
@@ -256,6 +258,7 @@ class RouterClient:
             request_class=request.request_class,
             age_s=max(0.0, self._clock() - request.arrival_s),
             prediction_key=request.prediction_key,
+            prefix_salt=request.prefix_salt,
         )
         try:
             connection.link.send(message)

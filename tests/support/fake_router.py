@@ -156,7 +156,7 @@ async def frontend(
         client.on_message(router_status())
     app = create_app(service)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         try:
             yield Setup(service, router, app, http)
         finally:

@@ -135,7 +135,9 @@ class Running:
                 await asyncio.sleep(0.005)
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        client = await self.send(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        client = await self.send(
+            f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+        )
         return await client.rest()
 
     async def send(self, request: str, *, receive_buffer_bytes: int | None = None) -> Client:
@@ -159,7 +161,7 @@ class Running:
     ) -> Client:
         connection = "connection: close\r\n" if close else ""
         return await self.send(
-            f"POST {path} HTTP/1.1\r\nhost: x\r\n{connection}"
+            f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{connection}"
             f"content-length: {len(body.encode())}\r\n\r\n{body}",
             receive_buffer_bytes=receive_buffer_bytes,
         )

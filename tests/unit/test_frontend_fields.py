@@ -490,7 +490,6 @@ def test_a_wrong_model_is_not_found() -> None:
     [
         ("GET", "/", 404),
         ("GET", "/docs", 404),
-        ("GET", "/openapi.json", 404),
         ("POST", "/v1/completions/", 404),
         ("GET", "/v1/completions", 405),
         ("DELETE", "/v1/models", 405),

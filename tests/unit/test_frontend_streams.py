@@ -278,7 +278,10 @@ def test_the_openai_client_understands_everything(tokens: list[int]) -> None:
     async def scenario() -> None:
         async with frontend(says([*tokens, EOS])) as setup:
             client = openai.AsyncOpenAI(
-                api_key="none", base_url="http://test/v1", http_client=setup.http, max_retries=0
+                api_key="none",
+                base_url="http://localhost/v1",
+                http_client=setup.http,
+                max_retries=0,
             )
             models = await client.models.list()
             assert [model.id for model in models.data] == [BUNDLED_MODEL_NAME]
@@ -327,7 +330,7 @@ def test_logs_name_the_request_and_never_its_text(
     with caplog.at_level("DEBUG", logger="lightserve"):
         request_id = asyncio.run(scenario())
     key = hashlib.sha256(b"jane@example.org").hexdigest()[:12]
-    assert f"request={request_id} outcome=stop key={key} " in caplog.text
+    assert f"request={request_id} outcome=stop client=- key={key} " in caplog.text
     assert "jane" not in caplog.text
     assert "secret" not in caplog.text
     assert "Grüße" not in caplog.text

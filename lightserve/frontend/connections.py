@@ -1,0 +1,128 @@
+"""All connections of a frontend: how many there may be, and which one makes room.
+
+A connection is idle while no request is in progress on it: before the first, between two, and
+while a head is still arriving. Holding many open is free for an attacker, so a full table never
+keeps a newcomer (a health probe, perhaps) out while an idle one can go: the one idle for longest.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import Protocol
+
+from lightserve.config import ServeConfig
+
+_RESERVED_FDS = 64
+"""For everything that is no client: libraries, links, the listener."""
+
+
+class Evictable(Protocol):
+    """A connection, as far as the table needs it."""
+
+    def evict(self) -> None:
+        """Close it: it is idle, and its place is needed."""
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """What one connection is measured by; see the flags of the same names."""
+
+    max_header_bytes: int
+    header_timeout_s: float
+    body_timeout_s: float
+    min_body_bytes_per_s: int
+
+    @classmethod
+    def of(cls, config: ServeConfig) -> ConnectionLimits:
+        """Return what the configuration says."""
+        return cls(
+            max_header_bytes=config.max_header_bytes,
+            header_timeout_s=config.header_timeout_s,
+            body_timeout_s=config.body_timeout_s,
+            min_body_bytes_per_s=config.min_body_bytes_per_s,
+        )
+
+
+class ConnectionTable:
+    """See the module."""
+
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        *,
+        max_connections: int,
+        max_connections_per_ip: int,
+        rejects: Counter[str],
+    ) -> None:
+        self.limits = limits
+        self.rejects = rejects
+        self._max_connections = max_connections
+        self._max_per_ip = max_connections_per_ip
+        self._ips: dict[Evictable, str] = {}
+        self._num_per_ip: Counter[str] = Counter()
+        self._idle: OrderedDict[Evictable, None] = OrderedDict()
+
+    @property
+    def num_open(self) -> int:
+        """Connections in the table."""
+        return len(self._ips)
+
+    def add(self, connection: Evictable, ip: str) -> str | None:
+        """Take in a new connection; returns the reason if there is no place for it."""
+        if self._num_per_ip[ip] >= self._max_per_ip:
+            return self._count("too_many_connections_per_ip")
+        if len(self._ips) >= self._max_connections:
+            if not self._idle:
+                return self._count("too_many_connections")
+            oldest = next(iter(self._idle))
+            self.remove(oldest)
+            self._count("idle_connection_evicted")
+            oldest.evict()
+        self._ips[connection] = ip
+        self._num_per_ip[ip] += 1
+        self._idle[connection] = None
+        return None
+
+    def remove(self, connection: Evictable) -> None:
+        """Forget a connection; no effect if it is not in the table."""
+        ip = self._ips.pop(connection, None)
+        if ip is None:
+            return
+        self._idle.pop(connection, None)
+        self._num_per_ip[ip] -= 1
+        if not self._num_per_ip[ip]:
+            del self._num_per_ip[ip]
+
+    def mark_busy(self, connection: Evictable) -> None:
+        """Note that a request is in progress."""
+        self._idle.pop(connection, None)
+
+    def mark_idle(self, connection: Evictable) -> None:
+        """Note that none is any more."""
+        if connection in self._ips:
+            self._idle[connection] = None
+
+    def _count(self, reason: str) -> str:
+        self.rejects[reason] += 1
+        return reason
+
+
+def connection_table(config: ServeConfig, rejects: Counter[str]) -> ConnectionTable:
+    """Return the table of a frontend, which may open as many files as that takes.
+
+    The process's limit of open files is raised as far as it goes; where that is not far enough,
+    fewer connections are kept, as the kernel would refuse the rest without a word.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = config.max_connections + _RESERVED_FDS
+    soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    soft = max(soft, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return ConnectionTable(
+        ConnectionLimits.of(config),
+        max_connections=max(1, min(config.max_connections, soft - _RESERVED_FDS)),
+        max_connections_per_ip=config.max_connections_per_ip,
+        rejects=rejects,
+    )

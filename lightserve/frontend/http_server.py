@@ -1,0 +1,82 @@
+"""uvicorn as a frontend uses it: on an inherited socket, with `HttpProtocol`, perhaps with TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+import ssl
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from lightserve.frontend.connections import ConnectionTable
+from lightserve.frontend.http_protocol import HttpProtocol
+
+BACKLOG = 1024
+KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections, so that they do not race with the closing."""
+CLOSE_S = 1
+"""What connections get to close at the end."""
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an application; leaves signals to the supervisor."""
+
+    def __init__(
+        self, app: ASGIApp, table: ConnectionTable, tls: ssl.SSLContext | None = None
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="asyncio",
+                http=HttpProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=CLOSE_S,
+                h11_max_incomplete_event_size=table.limits.max_header_bytes,
+            )
+        )
+        self.listening = asyncio.Event()
+        self._table = table
+        self._tls = tls
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so.
+
+        In place of uvicorn's own: connections get the table, and a TLS handshake the time that
+        a head of a request has (asyncio's default is a minute, in which nothing counts it).
+        """
+        await self.lifespan.startup()
+        make_protocol = functools.partial(
+            HttpProtocol,
+            self._table,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        timeout_s = self._table.limits.header_timeout_s if self._tls is not None else None
+        self.servers = [
+            await asyncio.get_running_loop().create_server(
+                make_protocol,
+                sock=listener,
+                ssl=self._tls,
+                backlog=BACKLOG,
+                ssl_handshake_timeout=timeout_s,
+            )
+            for listener in sockets or []
+        ]
+        self.started = True
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the process's signal handlers alone."""
+        yield
