@@ -24,6 +24,7 @@ from lightserve.messages.frontend_router import (
     RouterMessage,
     RouterWelcome,
 )
+from lightserve.messages.metrics import MetricsSnapshot
 from lightserve.messages.router_worker import (
     RouterToWorker,
     StepResult,
@@ -40,6 +41,7 @@ from lightserve.messages.supervision import (
     WorkersLost,
     WorkersStalled,
 )
+from lightserve.metrics.recording import Recorder
 from lightserve.models.config import load_model_config, resolve_context_len
 from lightserve.router.core import RouterCore
 from lightserve.router.events import (
@@ -52,6 +54,7 @@ from lightserve.router.events import (
     WorkersReady,
 )
 from lightserve.router.factory import make_core
+from lightserve.router.metrics import RouterMetrics
 from lightserve.types import FrontendId
 
 STATUS_INTERVAL_S = 1.0
@@ -106,6 +109,7 @@ class RouterProcess:
         self._welcome: RouterWelcome | None = None
         self._next_status_s = 0.0
         self._num_rejected = 0
+        self._metrics = RouterMetrics(Recorder())
 
     def serve(self) -> None:
         """Run for ever."""
@@ -123,7 +127,9 @@ class RouterProcess:
         while isinstance(step := self.core.plan(time.monotonic()), PlannedStep):
             for rank in range(self._spec.config.tp):
                 self._workers.send(_worker_name(rank), step.plan)
-            self.core.commit(step, time.monotonic())
+            now_s = time.monotonic()
+            self._metrics.on_commit(step, now_s)
+            self.core.commit(step, now_s)
         return float("inf") if step.at_s is None else step.at_s
 
     def receive_all(self) -> None:
@@ -151,6 +157,7 @@ class RouterProcess:
             self._on_result(message)
 
     def _on_result(self, result: StepResult) -> None:
+        self._metrics.on_result(result)
         try:
             self._deliver(self.core.on_result(result, time.monotonic()))
         except ProtocolError as error:
@@ -182,6 +189,7 @@ class RouterProcess:
         self._group = _WorkerGroup(generation=next_generation)
         self._welcome = None
         self._dispatch(WorkersGone())
+        self._metrics.on_workers_gone()
         self._next_status_s = 0.0
 
     def _ask_for_new_workers(self, stalled_s: float) -> None:
@@ -245,8 +253,6 @@ class RouterProcess:
 
     def _send_status(self, now_s: float) -> None:
         self._next_status_s = now_s + STATUS_INTERVAL_S
-        with contextlib.suppress(ChannelFull):  # a supervisor that is stopped counts again later
-            self._control.send(Heartbeat())
         status = self.core.status(now_s)
         for frontend_id in list(self._connected):
             self._send(frontend_id, status)
@@ -258,6 +264,10 @@ class RouterProcess:
         if num_rejected != self._num_rejected:
             log.warning("%d frames did not decode", num_rejected - self._num_rejected)
             self._num_rejected = num_rejected
+        self._metrics.collect(self.core, status, num_rejected)
+        with contextlib.suppress(ChannelFull):  # a supervisor that is stopped counts again later
+            self._control.send(Heartbeat())
+            self._control.send(MetricsSnapshot(samples=self._metrics.recorder.snapshot()))
 
 
 def _worker_name(rank: int) -> str:

@@ -72,6 +72,8 @@ class Request:
     num_inflight_samples: int = 0
     num_inflight_steps: int = 0
     num_replays: int = 0
+    num_requeues: int = 0
+    """How often it went back to waiting after it had started."""
     num_prompt_logprobs_sent: int = 0
 
     def __post_init__(self) -> None:
@@ -81,6 +83,7 @@ class Request:
     def back_to_waiting(self) -> None:
         """Lose row, KV and everything in flight; the known tokens are to be computed again."""
         self.state = RequestState.WAITING
+        self.num_requeues += 1
         self.slots = None
         self.num_computed_tokens = self.num_inflight_tokens = 0
         self.num_inflight_samples = self.num_inflight_steps = 0

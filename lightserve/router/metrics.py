@@ -1,0 +1,102 @@
+"""What the router counts: queues, steps, memory. Its loop calls this around the core's calls."""
+
+from __future__ import annotations
+
+from lightserve.messages.frontend_router import RouterStatus
+from lightserve.messages.router_worker import StepResult
+from lightserve.metrics.catalogue import (
+    IPC_REJECTED,
+    ITERATION_TOKENS,
+    KV_CACHE_USAGE,
+    KV_SLOTS,
+    KV_SLOTS_USED,
+    NUM_PREEMPTIONS,
+    NUM_REQUESTS_RUNNING,
+    NUM_REQUESTS_WAITING,
+    NUM_TOKENS_WAITING,
+    PREDICTED_STEP_TIME,
+    PREEMPTED_TOKENS,
+    REQUEST_QUEUE_TIME,
+    STALLED,
+    STEP_BATCH_SIZE,
+    STEP_TIME,
+    STEP_TIME_ERROR,
+    STEPS,
+    WORKER_BUSY,
+    WORKER_IDLE,
+)
+from lightserve.metrics.recording import Gauge, Recorder
+from lightserve.router.core import RouterCore
+from lightserve.router.events import PlannedStep
+from lightserve.router.request import RequestState
+from lightserve.types import RequestClass, StepId
+
+
+class RouterMetrics:
+    """One router's record; its state belongs to the loop."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self._predicted_s: dict[StepId, float] = {}
+        """Of the steps in flight."""
+        self._queue_time = {
+            request_class: recorder.histogram(REQUEST_QUEUE_TIME, request_class.value)
+            for request_class in RequestClass
+        }
+        self._step_time = recorder.histogram(STEP_TIME)
+        self._predicted = recorder.histogram(PREDICTED_STEP_TIME)
+        self._error = recorder.histogram(STEP_TIME_ERROR)
+        self._batch_size = recorder.histogram(STEP_BATCH_SIZE)
+        self._tokens = recorder.histogram(ITERATION_TOKENS)
+
+    def on_commit(self, step: PlannedStep, now_s: float) -> None:
+        """Count a step that was sent; call before the core books it."""
+        self._predicted_s[step.plan.step_id] = step.predicted_s
+        num_step_tokens = 0
+        for request, num_tokens in step.allotments:
+            num_step_tokens += num_tokens
+            if request.state is RequestState.WAITING and request.num_requeues == 0:
+                self._queue_time[request.request_class].observe(now_s - request.arrival_s)
+        self._batch_size.observe(len(step.allotments))
+        self._tokens.observe(num_step_tokens)
+
+    def on_result(self, result: StepResult) -> None:
+        """Count a step that has finished."""
+        predicted_s = self._predicted_s.pop(result.step_id, None)
+        if predicted_s is None:
+            return  # out of order, which the core refuses
+        self._step_time.observe(result.exec_s)
+        self._predicted.observe(predicted_s)
+        self._error.observe(abs(result.exec_s - predicted_s))
+
+    def on_workers_gone(self) -> None:
+        """Forget the steps in flight."""
+        self._predicted_s.clear()
+
+    def collect(self, core: RouterCore, status: RouterStatus, num_rejected: int) -> None:
+        """Take over what others count; call before each snapshot."""
+        recorder = self.recorder
+        for request_class, load in status.load.items():
+            label = request_class.value
+            recorder.gauge(NUM_REQUESTS_RUNNING, label).value = load.num_running
+            recorder.gauge(NUM_REQUESTS_WAITING, label).value = load.num_waiting
+            recorder.gauge(NUM_TOKENS_WAITING, label).value = load.num_waiting_tokens
+        _set_memory(
+            recorder.gauge(KV_SLOTS_USED),
+            recorder.gauge(KV_SLOTS),
+            recorder.gauge(KV_CACHE_USAGE),
+            status,
+        )
+        recorder.counter(NUM_PREEMPTIONS).value = core.num_preemptions
+        recorder.counter(PREEMPTED_TOKENS).value = core.num_preempted_tokens
+        recorder.counter(STEPS).value = status.num_steps
+        recorder.counter(WORKER_BUSY).value = status.worker_busy_s
+        recorder.counter(WORKER_IDLE).value = status.worker_idle_s
+        recorder.gauge(STALLED).value = status.stalled_s
+        recorder.counter(IPC_REJECTED, "router").value = num_rejected
+
+
+def _set_memory(used: Gauge, total: Gauge, usage: Gauge, status: RouterStatus) -> None:
+    used.value = status.num_used_slots
+    total.value = status.num_kv_slots
+    usage.value = status.num_used_slots / status.num_kv_slots if status.num_kv_slots else 0.0
