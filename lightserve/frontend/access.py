@@ -78,7 +78,7 @@ class AccessGate:
         self._keys = keys if config.api_key_file else None
         self._checks_host = config.is_loopback and self._keys is None
         names = [config.host, "localhost", *config.allowed_hosts.split(",")]
-        self._hosts = {name.strip().lower() for name in names}
+        self._hosts = {name.strip().lower() for name in names} - {""}
         self._rejects = rejects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
