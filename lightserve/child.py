@@ -56,7 +56,7 @@ def main(runners: Mapping[Role, Runner] | None = None) -> NoReturn:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     spec = read_spec(_STDIN_FD)
-    setup_logging(f"{spec.role}-{spec.index}", spec.config.log_level)
+    setup_logging(f"{spec.role}-{spec.index}", spec.config.log_level, spec.config.log_format)
     threading.Thread(target=_watch_death_pipe, name="death-pipe", daemon=True).start()
     exit_code = _run(spec, (runners or ROLE_RUNNERS)[spec.role])
     # No interpreter shutdown: it may wait for threads of native libraries.

@@ -1,6 +1,6 @@
 """The ASGI application: routes, what stands before them, and exceptions that become responses.
 
-    AccessGate ─ RequestLimits ─ RequestStamp ─ routes
+    RequestLog ─ AccessGate ─ RequestLimits ─ RequestStamp ─ routes
 
 All pure ASGI: the base class of starlette's function middleware delays the news of a client that
 has left by seconds.
@@ -9,9 +9,9 @@ has left by seconds.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections.abc import Sequence
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -28,8 +28,11 @@ from lightserve.frontend.openai.chat import chat_router
 from lightserve.frontend.openai.completions import completions_router
 from lightserve.frontend.openai.models import models_router
 from lightserve.frontend.operations import operations_router
+from lightserve.frontend.request_log import RequestLog
 from lightserve.frontend.responses import ARRIVAL_KEY
 from lightserve.frontend.service import Service
+
+OPENAPI_PATH = "/openapi.json"
 
 
 class RequestStamp:
@@ -46,39 +49,48 @@ class RequestStamp:
         await self._app(scope, receive, send)
 
 
-def create_app(
-    service: Service, keys: KeyRing | None = None, rejects: Counter[str] | None = None
-) -> ASGIApp:
+def create_app(service: Service, keys: KeyRing | None = None) -> ASGIApp:
     """Return the application.
 
-    `keys` are those that are good (none: nobody passes where keys are needed); `rejects` counts
-    refusals by their code, before any route.
+    `keys` are those that are good (none: nobody passes where keys are needed).
     """
     config = service.config
     keys = KeyRing([]) if keys is None else keys
-    rejects = Counter() if rejects is None else rejects
-    app: ASGIApp = _routes(service)
+    rejects = service.observation.rejects
+    routers = _routers(service)
+    app: ASGIApp = _routes(service, routers)
     app = RequestStamp(app, config)
     app = RequestLimits(app, config, rejects)
-    return AccessGate(app, config, keys, rejects)
+    app = AccessGate(app, config, keys, rejects)
+    return RequestLog(app, service.observation, _fixed_paths(routers))
 
 
-def _routes(service: Service) -> FastAPI:
-    app = FastAPI(
-        title="lightserve",
-        version=lightserve.__version__,
-        openapi_url="/openapi.json",
-        docs_url="/docs" if service.config.enable_docs else None,
-        redoc_url=None,
-        redirect_slashes=False,
-    )
-    for router in (
+def _routers(service: Service) -> list[APIRouter]:
+    return [
         completions_router(service),
         chat_router(service),
         models_router(service),
         native_router(service),
         operations_router(service),
-    ):
+    ]
+
+
+def _fixed_paths(routers: Sequence[APIRouter]) -> frozenset[str]:
+    """Return the paths of all routes without parameters."""
+    paths = {route.path for router in routers for route in router.routes if hasattr(route, "path")}
+    return frozenset(path for path in paths if "{" not in path) | {OPENAPI_PATH}
+
+
+def _routes(service: Service, routers: Sequence[APIRouter]) -> FastAPI:
+    app = FastAPI(
+        title="lightserve",
+        version=lightserve.__version__,
+        openapi_url=OPENAPI_PATH,
+        docs_url="/docs" if service.config.enable_docs else None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    for router in routers:
         app.include_router(router)
     app.add_exception_handler(InvalidRequest, _on_failure)
     app.add_exception_handler(RequestFailed, _on_failure)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from lightserve.frontend.router_client import LiveRequest, NewRequest
+from lightserve.errors import InvalidRequest
+from lightserve.frontend.failures import RequestFailed
+from lightserve.frontend.router_client import Delta, LiveRequest, NewRequest
 from lightserve.frontend.service import Service
+from lightserve.metrics.requests import RequestMetrics
 from lightserve.types import FinishReason
 
 
@@ -41,7 +44,13 @@ class Generation:
     """One completion as it comes; made by `start`, read by one task."""
 
     def __init__(
-        self, service: Service, request: NewRequest, live: LiveRequest, *, by_token: bool
+        self,
+        service: Service,
+        request: NewRequest,
+        live: LiveRequest,
+        metrics: RequestMetrics,
+        *,
+        by_token: bool,
     ) -> None:
         self._live = live
         self._tokenizer = service.model.tokenizer
@@ -49,6 +58,7 @@ class Generation:
         self._eos_token_ids = frozenset(request.eos_token_ids)
         self._by_token = by_token
         self.request = request
+        self._metrics = metrics
         self.num_tokens = 0
         self.first_token_s: float | None = None
         """Monotonic."""
@@ -57,7 +67,17 @@ class Generation:
     @classmethod
     def start(cls, service: Service, request: NewRequest, *, by_token: bool) -> Generation:
         """Submit a request; `by_token` asks for the pieces too. Raises RequestFailed."""
-        return cls(service, request, service.router.submit(request), by_token=by_token)
+        metrics = service.observation.requests.request(
+            request.request_class,
+            arrival_s=request.arrival_s,
+            num_prompt_tokens=len(request.prompt_token_ids),
+        )
+        try:
+            live = service.router.submit(request)
+        except RequestFailed as failure:
+            metrics.on_failure(failure.code)
+            raise
+        return cls(service, request, live, metrics, by_token=by_token)
 
     @property
     def usage(self) -> Usage:
@@ -66,6 +86,7 @@ class Generation:
 
     def abort(self) -> None:
         """End it; no effect once it is over."""
+        self._metrics.on_abort()
         self._live.abort()
 
     async def next_delta(self) -> TextDelta:
@@ -77,14 +98,26 @@ class Generation:
         """
         assert self.finish_reason is None, "it is over"
         while True:
-            news = await self._live.next_delta()
-            if news.token_ids and self.first_token_s is None:
-                self.first_token_s = time.monotonic()
+            news = await self._next_news()
+            if news.token_ids:
+                now_s = time.monotonic()
+                self._metrics.on_tokens(len(news.token_ids), now_s)
+                if self.first_token_s is None:
+                    self.first_token_s = now_s
             self.num_tokens += len(news.token_ids)
             self.finish_reason = news.finish_reason
+            if news.finish_reason is not None:
+                self._metrics.on_finish(news.finish_reason)
             delta = self._detokenise(news.token_ids)
             if delta.text or delta.pieces or delta.finish_reason is not None:
                 return delta
+
+    async def _next_news(self) -> Delta:
+        try:
+            return await self._live.next_delta()
+        except (InvalidRequest, RequestFailed) as failure:
+            self._metrics.on_failure(failure.code)
+            raise
 
     def _detokenise(self, token_ids: list[int]) -> TextDelta:
         has_eos = self.finish_reason is FinishReason.STOP and self._ends_in_eos(token_ids)

@@ -1,4 +1,5 @@
-"""GET /livez, /readyz and /health: what is observed, never constants.
+"""Routes for operators: /livez, /readyz and /health (what is observed, never constants), /load,
+/metrics and /version.
 
 Live: the event loop turns (it answers), and the router is heard of and makes progress; while
 there is none, the supervisor has the time of a start to bring one. A server that is draining,
@@ -7,12 +8,17 @@ loading or restarting workers is live. Ready: a request sent now would be taken.
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+import lightserve
+from lightserve.frontend.failures import not_ready
 from lightserve.frontend.service import Service
+from lightserve.messages.common import PROTOCOL_VERSION
+from lightserve.metrics.catalogue import ENGINE_ID
 
 MAX_SILENCE_S = 8.0
 """The router says something every second; a pause of a few seconds is latency, not death."""
@@ -49,6 +55,29 @@ def _answer(reason: str | None, details: dict[str, Any] | None = None) -> JSONRe
     return JSONResponse(body | (details or {}), status_code=200 if reason is None else 503)
 
 
+def current_load(service: Service) -> dict[str, Any]:
+    """Return the body of /load, about a second old. Raises RequestFailed without a router."""
+    status = service.router.status
+    if status is None:
+        raise not_ready()
+    return {
+        "engine_id": ENGINE_ID,
+        "model": service.model.name,
+        "workers_ready": status.workers_ready,
+        "num_in_flight": service.in_flight.count,
+        "num_used_slots": status.num_used_slots,
+        "num_kv_slots": status.num_kv_slots,
+        "classes": {
+            request_class.value: {
+                "num_waiting": load.num_waiting,
+                "num_waiting_tokens": load.num_waiting_tokens,
+                "num_running": load.num_running,
+            }
+            for request_class, load in status.load.items()
+        },
+    }
+
+
 def operations_router(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter()
@@ -77,5 +106,29 @@ def operations_router(service: Service) -> APIRouter:
                 "worker_idle_s": status.worker_idle_s,
             }
         return _answer(not_ready_because(service), details)
+
+    @router.get("/load")
+    async def load() -> JSONResponse:
+        """Say how much work there is, for load balancers."""
+        return JSONResponse(current_load(service))
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Return the whole server's metrics, in Prometheus's text format."""
+        answer = await service.observation.scrapes.ask()
+        return Response(answer.text, headers={"content-type": answer.content_type})
+
+    @router.get("/version")
+    async def version() -> JSONResponse:
+        """Say what is running."""
+        return JSONResponse(
+            {
+                "version": lightserve.__version__,
+                "protocol": PROTOCOL_VERSION,
+                "model": service.model.name,
+                "engine_id": ENGINE_ID,
+                "python": platform.python_version(),
+            }
+        )
 
     return router

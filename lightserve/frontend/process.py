@@ -13,7 +13,6 @@ import gc
 import logging
 import socket
 import sys
-from collections import Counter
 from collections.abc import Callable
 
 from lightserve.channels.base import AsyncLink
@@ -29,6 +28,7 @@ from lightserve.frontend.router_client import RouterClient, RouterLink
 from lightserve.frontend.service import Service, load_service
 from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.frontend_router import FrontendHello, FrontendMessage, RouterMessage
+from lightserve.messages.metrics import MetricsSnapshot, MetricsText
 from lightserve.messages.supervision import (
     HEARTBEAT_INTERVAL_S,
     ChildMessage,
@@ -72,15 +72,15 @@ async def _serve(spec: ChildSpec, connect_control: Callable[[], Control]) -> int
     service = load_service(spec.config, router)
     gc.collect()
     gc.freeze()  # what was loaded stays: full collections need not walk it in the middle of a step
-    rejects: Counter[str] = Counter()
     keys = KeyRing(spec.api_keys)
-    table = connection_table(spec.config, rejects)
+    table = connection_table(spec.config, service.observation.rejects)
     tls = None
     if spec.config.ssl_certfile:
         tls = server_context(spec.config.ssl_certfile, spec.config.ssl_keyfile)
     control = connect_control()
+    service.observation.scrapes.attach(control.send)
     with socket.socket(fileno=spec.listen_fd) as listener:
-        server = HttpServer(create_app(service, keys, rejects), table, tls)
+        server = HttpServer(create_app(service, keys), table, tls)
         frontend = Frontend(spec, service, control, server, keys)
         try:
             await frontend.serve(listener)
@@ -106,6 +106,9 @@ class Frontend:
         self._control = control
         self._server = server
         self._keys = keys
+        self._router_link: RouterLink | None = None
+        self._num_rejected = 0
+        """Frames that did not decode, on links to earlier routers."""
         self._router_task: asyncio.Task[None] | None = None
         self._drain_task: asyncio.Task[None] | None = None
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -143,6 +146,8 @@ class Frontend:
                 await self._leave_router()
             elif isinstance(message, NewApiKeys):
                 self._keys.keys = tuple(message.keys)
+            elif isinstance(message, MetricsText):
+                self._service.observation.scrapes.on_text(message)
             elif isinstance(message, Drain) and self._drain_task is None:
                 self._drain_task = asyncio.create_task(self._drain(message.timeout_s))
                 self._drain_task.add_done_callback(self._note_failure)
@@ -152,7 +157,16 @@ class Frontend:
         while True:
             with contextlib.suppress(ChannelFull):  # the supervisor is stopped, and may go on
                 self._control.send(Heartbeat())
+                self._control.send(self._snapshot())
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+
+    def _snapshot(self) -> MetricsSnapshot:
+        num_rejected = self._control.num_rejected + self._num_rejected
+        if self._router_link is not None:
+            num_rejected += self._router_link.num_rejected
+        return self._service.observation.snapshot(
+            num_in_flight=self._service.in_flight.count, num_rejected_frames=num_rejected
+        )
 
     async def _drain(self, timeout_s: float) -> None:
         """Take nothing new, let requests in flight end, then end the process."""
@@ -189,6 +203,7 @@ class Frontend:
             send_type=FrontendMessage,
             recv_type=RouterMessage,
         )
+        self._router_link = link
         client = self._service.router
         try:
             while True:
@@ -209,6 +224,8 @@ class Frontend:
                 client.detach()
         finally:
             client.detach()
+            self._num_rejected += link.num_rejected
+            self._router_link = None
             link.close()
 
     async def _listen(self, link: RouterLink) -> None:

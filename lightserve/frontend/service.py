@@ -13,6 +13,7 @@ from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.failures import draining
 from lightserve.frontend.json_body import show
+from lightserve.frontend.observation import Observation
 from lightserve.frontend.prompts import PromptEncoder
 from lightserve.frontend.router_client import RouterClient
 from lightserve.frontend.sampling import SamplingDefaults, read_sampling_defaults
@@ -72,6 +73,7 @@ class Service:
     encoder: PromptEncoder
     router: RouterClient
     in_flight: InFlight
+    observation: Observation
 
     def check_model(self, name: str) -> None:
         """Check that a request names the served model. Raises InvalidRequest (404)."""
@@ -134,4 +136,11 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
         sampling_defaults=read_sampling_defaults(model_dir, vocab_size=vocab_size),
     )
     encoder = PromptEncoder(tokenizer, template, vocab_size=vocab_size, max_model_len=max_model_len)
-    return Service(config=config, model=model, encoder=encoder, router=router, in_flight=InFlight())
+    return Service(
+        config=config,
+        model=model,
+        encoder=encoder,
+        router=router,
+        in_flight=InFlight(),
+        observation=Observation(config),
+    )

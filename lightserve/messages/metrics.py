@@ -38,3 +38,4 @@ class MetricsText(Message, frozen=True):
 
     number: int
     text: bytes
+    content_type: str

@@ -25,7 +25,7 @@ from enum import Enum, IntEnum
 
 from lightserve.api_keys import ApiKey
 from lightserve.errors import ProtocolError, StartupError
-from lightserve.messages.metrics import MetricSample, MetricsRequest, MetricsSnapshot, MetricsText
+from lightserve.messages.metrics import MetricSample, MetricsRequest, MetricsSnapshot
 from lightserve.messages.supervision import (
     ChildFailed,
     ChildMessage,
@@ -180,8 +180,8 @@ class Fleet:
                 pass
             case MetricsSnapshot(samples=samples):
                 self._on_snapshot(child, samples)
-            case MetricsRequest(number=number):
-                child.send(MetricsText(number=number, text=self._metrics.render()))
+            case MetricsRequest():
+                child.send(self._metrics.answer(message))
             case WorkersStalled(generation=generation, stalled_s=stalled_s):
                 if generation == self._generation:
                     self._on_stall(stalled_s)

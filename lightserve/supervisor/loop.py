@@ -45,7 +45,7 @@ def serve(
     Raises:
         ConfigError, ModelLoadError, StartupError: the server cannot start, or gave up.
     """
-    setup_logging("supervisor", config.log_level)
+    setup_logging("supervisor", config.log_level, config.log_format)
     with StopSignals(reloads=bool(config.api_key_file)) as signals:
         try:
             return _serve(config, command, silence_timeout_s, signals)

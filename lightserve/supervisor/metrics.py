@@ -18,7 +18,7 @@ import lightserve
 from lightserve.config import ServeConfig
 from lightserve.errors import StartupError
 from lightserve.messages.common import PROTOCOL_VERSION
-from lightserve.messages.metrics import MetricSample
+from lightserve.messages.metrics import MetricSample, MetricsRequest, MetricsText
 from lightserve.messages.supervision import Role
 from lightserve.metrics.catalogue import (
     BUILD_INFO,
@@ -29,7 +29,7 @@ from lightserve.metrics.catalogue import (
     PROCESS_RESTARTS,
     START_TIME,
 )
-from lightserve.metrics.exposition import make_registry, render
+from lightserve.metrics.exposition import CONTENT_TYPE, make_registry, render
 from lightserve.metrics.ledger import Ledger
 from lightserve.metrics.processes import read_usage
 from lightserve.metrics.recording import Recorder
@@ -80,9 +80,10 @@ class ServerMetrics:
         self._recorder.counter(IPC_REJECTED, _OWN).value = num_rejected
         self._ledger.update(_OWN, self._recorder.snapshot())
 
-    def render(self) -> bytes:
+    def answer(self, request: MetricsRequest) -> MetricsText:
         """Return all metrics in the text format."""
-        return render(self.registry)
+        text = render(self.registry)
+        return MetricsText(number=request.number, text=text, content_type=CONTENT_TYPE)
 
     def _sample_process(self, source: str, name: str, pid: int) -> None:
         if (usage := read_usage(pid)) is None:

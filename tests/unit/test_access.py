@@ -34,13 +34,13 @@ def _bearer(key: str) -> dict[str, str]:
 @asynccontextmanager
 async def guarded(**flags: Any) -> AsyncIterator[tuple[Setup, KeyRing, Counter[str]]]:
     """A frontend that wants keys."""
-    ring, rejects = KeyRing(KEYS), Counter[str]()
+    ring = KeyRing(KEYS)
     async with frontend(says([5, 2]), api_key_file="keys", **flags) as setup:
-        app = create_app(setup.service, ring, rejects)
+        app = create_app(setup.service, ring)
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://any.host") as http:
             setup.http = http
-            yield setup, ring, rejects
+            yield setup, ring, setup.service.observation.rejects
 
 
 def test_everything_wants_a_key() -> None:

@@ -1,0 +1,102 @@
+"""What a frontend counts, and its question to the supervisor for everybody's counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from lightserve.config import ServeConfig
+from lightserve.errors import ChannelFull
+from lightserve.frontend.failures import RequestFailed
+from lightserve.messages.metrics import MetricsRequest, MetricsSnapshot, MetricsText
+from lightserve.metrics.catalogue import (
+    HTTP_REJECTIONS,
+    HTTP_RESPONSES,
+    IPC_REJECTED,
+    REQUESTS_IN_FLIGHT,
+)
+from lightserve.metrics.recording import Recorder
+from lightserve.metrics.requests import FrontendMetrics, SloTargets
+
+SCRAPE_TIMEOUT_S = 2.0
+_MTPOT_FACTOR = 4.0
+"""Default of the largest gap, in mean times per token (architecture 7)."""
+
+
+def slo_targets(config: ServeConfig) -> SloTargets:
+    """Return what the server promises real-time requests that bring no targets of their own."""
+    mtpot_ms = config.mtpot_slo_ms or _MTPOT_FACTOR * config.tpot_slo_ms
+    targets_ms = (config.ttft_slo_ms, config.tpot_slo_ms, mtpot_ms)
+    return SloTargets(*(value / 1e3 if value > 0.0 else None for value in targets_ms))
+
+
+class Scrapes:
+    """Asks the supervisor for all metrics; askers at the same time share one answer."""
+
+    def __init__(self) -> None:
+        self._send: Callable[[MetricsRequest], None] | None = None
+        self._number = 0
+        self._pending: asyncio.Future[MetricsText] | None = None
+
+    def attach(self, send: Callable[[MetricsRequest], None]) -> None:
+        """Use this way to the supervisor."""
+        self._send = send
+
+    async def ask(self) -> MetricsText:
+        """Return all metrics. Raises RequestFailed (503) if the supervisor does not answer."""
+        pending = self._pending or self._ask()
+        try:
+            async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+                return await asyncio.shield(pending)
+        except TimeoutError:
+            if self._pending is pending:
+                self._pending = None
+            raise _no_answer() from None
+
+    def on_text(self, message: MetricsText) -> None:
+        """Take in an answer; one that nobody waits for any more is dropped."""
+        if self._pending is not None and message.number == self._number:
+            self._pending.set_result(message)
+            self._pending = None
+
+    def _ask(self) -> asyncio.Future[MetricsText]:
+        if self._send is None:
+            raise _no_answer()
+        self._number += 1
+        try:
+            self._send(MetricsRequest(number=self._number))
+        except ChannelFull:
+            raise _no_answer() from None
+        self._pending = asyncio.get_running_loop().create_future()
+        return self._pending
+
+
+def _no_answer() -> RequestFailed:
+    return RequestFailed(
+        "the supervisor does not answer; try again", code="metrics_unavailable", status=503
+    )
+
+
+class Observation:
+    """All that a frontend counts."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.recorder = Recorder()
+        self.requests = FrontendMetrics(self.recorder, slo_targets(config))
+        self.scrapes = Scrapes()
+        self.rejects: Counter[str] = Counter()
+        """Requests and connections refused before any route, by error code."""
+
+    def on_response(self, method: str, route: str, status: int) -> None:
+        """Count an HTTP response."""
+        self.recorder.counter(HTTP_RESPONSES, method, route, str(status)).value += 1
+
+    def snapshot(self, *, num_in_flight: int, num_rejected_frames: int) -> MetricsSnapshot:
+        """Return everything as it stands."""
+        recorder = self.recorder
+        for code, count in self.rejects.items():
+            recorder.counter(HTTP_REJECTIONS, code).value = count
+        recorder.gauge(REQUESTS_IN_FLIGHT).value = num_in_flight
+        recorder.counter(IPC_REJECTED, "frontend").value = num_rejected_frames
+        return MetricsSnapshot(samples=recorder.snapshot())
