@@ -16,7 +16,7 @@ from support.fake_router import Setup, eventually, frontend, says
 from lightserve.api_keys import ApiKey, digest_of
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.frontend.access import ADMIN_PATHS, OPEN_PATHS, Caller, KeyRing
-from lightserve.frontend.app import _routes, create_app
+from lightserve.frontend.app import _routers, _routes, create_app
 
 ALICE, OPERATOR = "alice-secret-key", "operator-secret-key"
 KEYS = [
@@ -48,7 +48,10 @@ def test_everything_wants_a_key() -> None:
 
     async def scenario() -> None:
         async with guarded(enable_docs=True) as (setup, _, rejects):
-            paths = {route.path for route in _flat(_routes(setup.service).routes)}
+            paths = {
+                route.path
+                for route in _flat(_routes(setup.service, _routers(setup.service)).routes)
+            }
             assert {"/v1/completions", "/openapi.json", "/docs", "/livez"} <= paths
             paths |= {"/", "/nothing", "/v1", "/livez/", "//livez", "/LIVEZ", "*", *ADMIN_PATHS}
             paths |= {path + "/" for path in paths}
