@@ -74,7 +74,8 @@ class HttpProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin; what the kernel does not take at once counts as waiting, however little."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)
+        # What waits above TLS counts from the first byte: there, "full" means at the limit.
+        transport.set_write_buffer_limits(high=0 if self.scheme == "http" else 1)
         reason = self._table.add(self, self.client[0] if self.client else "")
         if reason is None:
             self._await(_Awaited.HEAD)
@@ -158,10 +159,10 @@ class HttpProtocol(H11Protocol):
         awaited = self._awaited
         self._table.rejects[f"slow_{awaited.value}"] += 1
         self._await(_Awaited.NOTHING)
-        if awaited is _Awaited.REST or (self.cycle and self.cycle.response_started):
-            self.transport.abort()
-        elif awaited is _Awaited.HEAD and self.conn.trailing_data[0] == b"":
+        if awaited is _Awaited.HEAD and self.conn.trailing_data[0] == b"":
             self.transport.close()  # nothing was asked
+        elif awaited is not _Awaited.HEAD and self.cycle.response_started:
+            self.transport.abort()
         else:
             message = f"the {awaited.value} of the request did not arrive in time"
             self._answer(InvalidRequest(message, code="request_timeout", status=408))

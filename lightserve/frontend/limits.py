@@ -12,11 +12,12 @@ from lightserve.frontend.failures import respond_with_error
 
 
 class RequestLimits:
-    """Refuses too many headers (431) and too large bodies (413), counting what arrives."""
+    """Refuses too many or too large headers (431) and bodies (413), counting what arrives."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig, rejects: Counter[str]) -> None:
         self._app = app
         self._max_headers = config.max_headers
+        self._max_header_bytes = config.max_header_bytes
         self._max_body_bytes = config.max_body_bytes
         self._rejects = rejects
 
@@ -48,6 +49,15 @@ class RequestLimits:
             raise InvalidRequest(
                 f"a request must have at most {self._max_headers} headers, got {len(headers)}",
                 code="too_many_headers",
+                status=431,
+            )
+        num_bytes = len(scope["raw_path"]) + len(scope["query_string"])
+        num_bytes += sum(len(name) + len(value) + 4 for name, value in headers)
+        if num_bytes > self._max_header_bytes:
+            raise InvalidRequest(
+                f"the head of a request must be at most {self._max_header_bytes} bytes,"
+                f" got {num_bytes}",
+                code="headers_too_large",
                 status=431,
             )
         for name, value in headers:

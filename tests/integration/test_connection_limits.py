@@ -1,0 +1,279 @@
+"""Connections of real sockets: slow senders, caps, early answers, TLS, keys that change."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+from support.fake_router import eventually, says
+from support.running_frontend import Client, Running, running_frontend
+
+from lightserve.api_keys import ApiKey, digest_of
+from lightserve.bundled import BUNDLED_MODEL_NAME
+from lightserve.frontend.http_protocol import HttpProtocol
+from lightserve.messages.frontend_router import TokenDelta
+from lightserve.messages.supervision import NewApiKeys
+
+COMPLETION = {"model": BUNDLED_MODEL_NAME, "prompt": "hi", "max_tokens": 5}
+HEAD = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+
+
+def _serve(tmp_path: Path, scenario: Callable[[Running], Awaitable[None]], **flags: Any) -> None:
+    async def run() -> None:
+        async with running_frontend(tmp_path, **flags) as running:
+            await scenario(running)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+async def _error(client: Client, status: int) -> str:
+    """Read an answer after which the connection ends; returns the error's code."""
+    given, body = await client.rest()
+    assert given == status
+    assert b"retry-after: 1" in client.data if status in (429, 503) else True
+    return str(json.loads(body)["error"]["code"])
+
+
+async def _rest(client: Client) -> bytes:
+    """Wait for the end of a connection."""
+    async with asyncio.timeout(10):
+        data = await client.reader.read(-1)
+    client.hang_up()
+    return data
+
+
+def test_heads_that_do_not_come(tmp_path: Path) -> None:
+    """Nothing, half a head, a trickle; after a request as well as before the first."""
+
+    async def scenario(running: Running) -> None:
+        silent = await running.send("")
+        assert await _rest(silent) == b""
+        half = await running.send("GET /livez HTTP/1.1\r\nhost: local")
+        assert await _error(half, 408) == "request_timeout"
+
+        trickle = await running.send("GET /livez HTTP/1.1\r\nhost: localhost\r\n")
+        answer = asyncio.create_task(_error(trickle, 408))
+        while not answer.done():
+            trickle.writer.write(b"x-more: y\r\n")
+            await asyncio.sleep(0.02)
+        assert await answer == "request_timeout"
+
+        second = await running.send("GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        await second.until(b"}")
+        await asyncio.sleep(0.4)  # longer than a head may take: keep-alive is no head
+        second.writer.write(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\nGET /")
+        await second.until(b"}", 2)
+        second.writer.write(b"livez")
+        assert b" 408 " in await _rest(second)
+
+    _serve(tmp_path, scenario, header_timeout_s=0.2)
+
+
+def test_bodies_that_do_not_come(tmp_path: Path) -> None:
+    async def scenario(running: Running) -> None:
+        await running.router_up(says([50, 2]))
+        body = json.dumps(COMPLETION)
+        started = await running.send(f"{HEAD}content-length: {len(body)}\r\n\r\n{body[:-1]}")
+        assert await _error(started, 408) == "request_timeout"
+        none = await running.send(f"{HEAD}content-length: 5\r\n\r\n")
+        assert await _error(none, 408) == "request_timeout"
+        chunked = await running.send(f"{HEAD}transfer-encoding: chunked\r\n\r\n1\r\n{{\r\n")
+        assert await _error(chunked, 408) == "request_timeout"
+
+    _serve(tmp_path, scenario, body_timeout_s=0.2)
+
+
+def test_a_body_that_comes_fast_enough_may_take_longer(tmp_path: Path) -> None:
+    async def scenario(running: Running) -> None:
+        await running.router_up(says([50, 2]))
+        body = (json.dumps(COMPLETION) + " " * 4000).encode()
+        client = await running.send(
+            f"{HEAD}connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        for start in range(0, len(body), 1000):
+            client.writer.write(body[start : start + 1000])
+            await asyncio.sleep(0.15)
+        assert (await client.rest())[0] == 200
+
+    _serve(tmp_path, scenario, body_timeout_s=0.3, min_body_bytes_per_s=1000)
+
+
+def test_a_streaming_answer_has_no_deadline_for_reading(tmp_path: Path) -> None:
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up()
+        client = await running.post("/v1/completions", json.dumps(COMPLETION))
+        await eventually(lambda: len(hub.received) >= 2)
+        await asyncio.sleep(0.5)
+        for delta in says([50, 2])(hub.received[-1]):
+            hub.say(TokenDelta(requests=[delta]))
+        await client.until(b'"usage"')
+        client.hang_up()
+
+    _serve(tmp_path, scenario, header_timeout_s=0.2, body_timeout_s=0.2)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_that_is_too_large_is_answered_although_it_keeps_coming(
+    tmp_path: Path, declared: bool
+) -> None:
+    """Ten megabytes: the answer must survive them, and the connection takes the next request."""
+    num_bytes = 10_000_000
+
+    async def scenario(running: Running) -> None:
+        if declared:
+            client = await running.send(f"{HEAD}content-length: {num_bytes}\r\n\r\n")
+            client.writer.write(b"x" * num_bytes)
+        else:
+            client = await running.send(f"{HEAD}transfer-encoding: chunked\r\n\r\n")
+            client.writer.write(b"%x\r\n" % num_bytes + b"x" * num_bytes + b"\r\n0\r\n\r\n")
+        await client.writer.drain()
+        await client.until(b"request_too_large")
+        assert b" 413 " in client.data
+        client.writer.write(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        await client.until(b" 200 ")
+        client.hang_up()
+
+    _serve(tmp_path, scenario)
+
+
+def test_a_body_nobody_reads_is_not_read_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HttpProtocol, "rest_timeout_s", 0.2)
+
+    async def scenario(running: Running) -> None:
+        client = await running.send(f"{HEAD}content-length: 10000000000\r\n\r\n")
+        await client.until(b" 413 ")
+        await _rest(client)
+
+    _serve(tmp_path, scenario)
+
+
+def test_a_client_that_asks_before_it_sends_is_refused_at_once(tmp_path: Path) -> None:
+    async def scenario(running: Running) -> None:
+        head = f"{HEAD}expect: 100-continue\r\n"
+        client = await running.send(f"{head}content-length: 5000000\r\n\r\n")
+        await client.until(b" 413 ")
+        assert b" 100 " not in client.data
+        client.hang_up()
+        client = await running.send(f"{head}content-length: 2\r\n\r\n")
+        await client.until(b" 100 ")
+        client.writer.write(b"{}")
+        await client.until(b" 400 ")
+        client.hang_up()
+
+    _serve(tmp_path, scenario)
+
+
+def test_too_many_headers_and_compressed_bodies(tmp_path: Path) -> None:
+    async def scenario(running: Running) -> None:
+        head = "GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        for num_more, status in ((18, 200), (19, 431)):
+            more = "".join(f"x-{n}: y\r\n" for n in range(num_more))
+            assert (await (await running.send(f"{head}{more}\r\n")).rest())[0] == status
+        compressed = (
+            f"{HEAD}connection: close\r\ncontent-encoding: gzip\r\ncontent-length: 1\r\n\r\nx"
+        )
+        assert await _error(await running.send(compressed), 415) == "unsupported_encoding"
+        long = f"{head}x: {'y' * 3000}\r\n\r\n"
+        assert await _error(await running.send(long), 431) == "headers_too_large"
+        endless = f"{head}x: {'y' * 3000}"
+        assert await _error(await running.send(endless), 400) == "invalid_http"
+
+    _serve(tmp_path, scenario, max_headers=20, max_header_bytes=2048)
+
+
+def test_a_full_table_drops_who_has_been_idle_longest(tmp_path: Path) -> None:
+    """And never who is being served."""
+
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up()
+        served = await running.post("/v1/completions", json.dumps(COMPLETION))
+        await eventually(lambda: len(hub.received) >= 2)
+        idle = [await running.send("") for _ in range(2)]
+        for number in range(3):  # each needs a place
+            assert (await running.get("/livez"))[0] == 200, number
+        assert await _rest(idle[0]) == b""
+        idle[1].hang_up()
+        for delta in says([50, 2])(hub.received[-1]):
+            hub.say(TokenDelta(requests=[delta]))
+        await served.until(b'"usage"')
+        served.hang_up()
+
+    _serve(tmp_path, scenario, max_connections=3)
+
+
+def test_a_table_full_of_work_refuses(tmp_path: Path) -> None:
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up()
+        served = [await running.post("/v1/completions", json.dumps(COMPLETION)) for _ in range(2)]
+        await eventually(lambda: len(hub.received) >= 3)
+        assert await _error(await running.send(""), 503) == "too_many_connections"
+        served[0].hang_up()
+        await running.until_status("/livez", 200)
+        served[1].hang_up()
+
+    _serve(tmp_path, scenario, max_connections=2)
+
+
+def test_one_address_has_its_own_cap(tmp_path: Path) -> None:
+    async def scenario(running: Running) -> None:
+        first, second = await running.send(""), await running.send("GET")
+        assert await _error(await running.send(""), 429) == "too_many_connections_per_ip"
+        first.hang_up()
+        await running.until_status("/livez", 200)
+        second.hang_up()
+
+    _serve(tmp_path, scenario, max_connections_per_ip=2)
+
+
+def test_https_with_a_key_that_changes(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    certificate = authority.issue_cert("localhost")
+    certfile, keyfile = tmp_path / "cert.pem", tmp_path / "key.pem"
+    certfile.write_bytes(b"".join(blob.bytes() for blob in certificate.cert_chain_pems))
+    keyfile.write_bytes(certificate.private_key_pem.bytes())
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+
+    async def models(running: Running, key: str) -> int:
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", running.port, ssl=context, server_hostname="localhost"
+        )
+        writer.write(
+            b"GET /v1/models HTTP/1.1\r\nhost: example.org\r\nconnection: close\r\n"
+            b"authorization: Bearer " + key.encode() + b"\r\n\r\n"
+        )
+        status = int((await reader.read(-1)).split()[1])
+        writer.transport.abort()
+        return status
+
+    async def scenario(running: Running) -> None:
+        assert await models(running, "first-key") == 401
+        for key in ("first-key", "second-key"):
+            keys = [ApiKey("alice", digest_of(key.encode()))]
+            await running.control.orders.put(NewApiKeys(keys=keys))
+            async with asyncio.timeout(10):
+                while await models(running, key) != 200:
+                    await asyncio.sleep(0.005)
+        assert await models(running, "first-key") == 401
+        plain = await running.send("GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert b"HTTP" not in await _rest(plain)
+        # A handshake that does not come is not waited for either.
+        silent = await running.send("")
+        assert await _rest(silent) == b""
+
+    _serve(
+        tmp_path,
+        scenario,
+        api_key_file="keys",
+        ssl_certfile=str(certfile),
+        ssl_keyfile=str(keyfile),
+        header_timeout_s=0.5,
+    )
