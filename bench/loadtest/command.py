@@ -57,5 +57,7 @@ def parse_nested(text: str, options: Sequence[SectionOption], *, param_hint: str
     try:
         args = [f"--{part}" for part in shlex.split(text)]
         return command.make_context(param_hint, args).params
-    except (click.UsageError, ValueError) as error:
+    except click.UsageError as error:
+        raise click.BadParameter(error.format_message(), param_hint=param_hint) from error
+    except ValueError as error:  # quotes that do not close
         raise click.BadParameter(str(error), param_hint=param_hint) from error

@@ -65,6 +65,9 @@ class MockServer:
     def __init__(self, behaviour: Behaviour, *, port: int = 0) -> None:
         self.behaviour = behaviour
         self.received: list[Received] = []
+        self.gate = asyncio.Event()
+        """Until it is set no request is answered; set from the start."""
+        self.gate.set()
         self._port = port
         self._slots = asyncio.Semaphore(behaviour.num_slots or 1 << 30)
         app = web.Application(client_max_size=1 << 26)
@@ -109,6 +112,7 @@ class MockServer:
         self.received.append(received)
         if self.behaviour.status != 200:
             return web.json_response({"error": {"message": "no"}}, status=self.behaviour.status)
+        await self.gate.wait()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         async with self._slots:

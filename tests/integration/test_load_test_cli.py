@@ -1,0 +1,158 @@
+"""bench/load_test.py as its users run it, against the mock server as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import jsonschema_rs
+import pytest
+
+from bench.loadtest import result
+
+BENCH = Path(__file__).parents[2] / "bench"
+KEY = "sk-very-secret"
+
+
+@pytest.fixture(scope="module")
+def mock_url() -> Iterator[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "loadtest.mock_server", "--ttft-s=0.002", "--gap-s=0.001"],
+        cwd=BENCH,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.terminate()
+
+
+def load_test(*args: str, exit_code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "load_test.py"), *args],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "LOAD_TEST_API_KEY": KEY, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == exit_code, done.stderr
+    return done.stdout + done.stderr
+
+
+SMALL = ("--num-requests=20", "--prompt-tokens=50", "--output-tokens=4:8", "--warmup=1")
+
+
+@pytest.fixture(scope="module")
+def sweep(mock_url: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep over two rates with both classes; the directory has result.json and plots."""
+    directory = tmp_path_factory.mktemp("sweep")
+    text = load_test(
+        f"--url={mock_url}", "--rates=50,100", *SMALL, "--targets=ttft=20s,mtpot=10s",
+        "--be=concurrency=2 prompt-tokens=30 output-tokens=3", "--be-targets=e2el=60s",
+        f"--output={directory / 'result.json'}", f"--plots={directory}", "--save-requests",
+        "--label=first",
+    )  # fmt: skip
+    for wanted in ("real time", "best effort", "together", "TTFT", "MTPOT", "first rate=100"):
+        assert wanted in text
+    return directory
+
+
+def test_results_are_as_their_schema_says_and_hold_no_key(sweep: Path) -> None:
+    content = (sweep / "result.json").read_text()
+    jsonschema_rs.validator_for(json.loads(load_test("--schema"))).validate(json.loads(content))
+    assert KEY not in content
+    runs = result.load(sweep / "result.json")
+    assert [run.traffic[0].rate for run in runs] == [50, 100]
+    for run in runs:
+        assert run.classes["rt"].num_arrivals == run.classes["rt"].num_met == 20
+        assert run.classes["be"].num_arrivals == run.classes["be"].num_met > 0
+        assert run.classes["rt"].prompt_lengths.error_p99_pct == pytest.approx(0, abs=4.1)
+        assert run.classes["rt"].tokens_are_counted_by == "usage"
+        assert len(run.requests) == run.classes["all"].num_arrivals
+
+
+def test_plots_are_pictures(sweep: Path) -> None:
+    names = {path.name for path in sweep.glob("*.png")}
+    assert {"cdf.png", "rates.png"} < names and len(names) == 4
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in sweep.glob("*.png"))
+
+
+def test_files_are_compared(sweep: Path, mock_url: str, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    load_test(f"--url={mock_url}", "--concurrency=4", *SMALL, f"--output={other}", "--quiet")
+    text = load_test("--compare", str(sweep / "result.json"), str(other))
+    for wanted in ("result: first rate=50", "other", "goodput, tokens/s", "differ in: traffic"):
+        assert wanted in text
+    assert "%)" in text
+    same = load_test("--compare", str(other), str(other), f"--plots={tmp_path / 'plots'}")
+    assert "differ in" not in same and "%)" not in same
+    assert (tmp_path / "plots" / "rates.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "say when requests arrive"),
+        (("--rate=1", "--concurrency=2"), "give one"),
+        (("--rate=0",), "--rate"),
+        (("--rates=1,x",), "--rates"),
+        (("--rates=1", "--rate=2"), "--rates stands for --rate"),
+        (("--arrivals=trace", "--trace=alpaca_lengths"), "has times"),
+        (("--rate=1", "--time-scale=2"), "--time-scale"),
+        (("--rate=1", "--be=speed=3"), "speed"),
+        (("--rate=1", "--be=concurrency=x"), "concurrency"),
+        (("--rate=1", "--body=[]"), "--body"),
+        (("--compare", "only.json"), "cannot read"),
+        (("--rate=1", "file.json"), "--compare"),
+        (("--rate=1", "--api-key-file=/nonexistent"), "--api-key-file"),
+    ],
+)
+def test_wrong_arguments(args: tuple[str, ...], message: str) -> None:
+    exit_code = 1 if "only.json" in args else 2
+    assert message in load_test(*args, "--url=http://127.0.0.1:1", exit_code=exit_code)
+
+
+def test_no_server_is_said_in_a_line() -> None:
+    text = load_test("--rate=1", "--url=http://127.0.0.1:1", exit_code=1)
+    assert "is it up?" in text and "Traceback" not in text
+
+
+def test_ctrl_c_reports_what_there_is(mock_url: str, tmp_path: Path) -> None:
+    output = tmp_path / "cut.json"
+    num_before = _num_received(mock_url)
+    process = subprocess.Popen(
+        [sys.executable, str(BENCH / "load_test.py"), f"--url={mock_url}", "--rate=50",
+         "--duration-s=600", "--output-tokens=2", f"--output={output}", "--quiet"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+    with process:
+        while _num_received(mock_url) < num_before + 20:
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        text = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, text
+    run = result.load(output)[0]
+    assert run.was_interrupted and run.classes["rt"].num_completed > 0
+
+
+def _num_received(url: str) -> int:
+    """Requests of runs; probes have no id."""
+    with urllib.request.urlopen(f"{url}/log", timeout=10) as answer:
+        return sum(name.startswith("load-") for name in json.load(answer))
+
+
+def test_help_names_every_section() -> None:
+    text = load_test("--help")
+    for section in ("Server:", "What is sent:", "When it arrives:", "Classes and targets:",
+                    "Runs:", "Output:"):  # fmt: skip
+        assert section in text

@@ -1,0 +1,221 @@
+"""The load client against a mock server in the same event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.loadtest.arrivals import ArrivalKind
+from bench.loadtest.calibration import UNCALIBRATED
+from bench.loadtest.client import StreamClient, api_base, clock
+from bench.loadtest.mock_server import Behaviour, MockServer, count_tokens
+from bench.loadtest.options import ServerOptions, Targets, Traffic
+from bench.loadtest.prompts import PromptMaker
+from bench.loadtest.report import counting_window, make_run
+from bench.loadtest.result import Run
+from bench.loadtest.runner import Runner, RunOutcome, RunSettings
+from bench.loadtest.session import make_plans
+from bench.loadtest.sse import EventLines
+
+Meanwhile = Callable[[MockServer, Runner], Coroutine[Any, Any, None]]
+
+
+async def _nothing(server: MockServer, runner: Runner) -> None:
+    pass
+
+
+def run(
+    *traffic: Traffic,
+    behaviour: Behaviour | None = None,
+    meanwhile: Meanwhile = _nothing,
+    is_gated: bool = False,
+    drain_s: float = 30.0,
+    api_key: str | None = None,
+    **server_options: Any,
+) -> tuple[RunOutcome, MockServer]:
+    async def inside() -> tuple[RunOutcome, MockServer]:
+        async with MockServer(behaviour or Behaviour()) as server:
+            if is_gated:
+                server.gate.clear()
+            options = ServerOptions(**{"url": server.url, "model": "mock"} | server_options)
+            async with StreamClient(options, api_key=api_key, ca_file=None) as client:
+                prompts = PromptMaker(UNCALIBRATED, 0)
+                runner = Runner(client, prompts, RunSettings(drain_s, "test"), clock())
+                other = asyncio.ensure_future(meanwhile(server, runner))
+                outcome = await runner.run(make_plans(traffic, 0))
+                await other
+            server.gate.set()
+            return outcome, server
+
+    return asyncio.run(asyncio.wait_for(inside(), 60))
+
+
+def open_loop(count: int, **fields: Any) -> Traffic:
+    values = {"rate": 200.0, "prompt_tokens": "20", "output_tokens": "5"} | fields
+    return Traffic(arrivals=ArrivalKind.POISSON, num_requests=count, **values)
+
+
+def test_an_open_loop_does_not_wait_for_a_server_that_answers_nobody() -> None:
+    """The mock answers nobody before all have arrived: waiting for it would be for ever."""
+    count = 40
+
+    async def open_when_all_are_there(server: MockServer, runner: Runner) -> None:
+        while len(server.received) < count:
+            await asyncio.sleep(0.001)
+        assert runner.progress.num_done == 0
+        server.gate.set()
+
+    outcome, _ = run(open_loop(count), is_gated=True, meanwhile=open_when_all_are_there)
+    assert len(outcome.records) == count
+    assert all(record.is_completed for record in outcome.records)
+    # The wait is in every latency: nobody had anything before the last one had arrived.
+    last_s = max(record.intended_s for record in outcome.records)
+    assert min(record.event_times_s[0] for record in outcome.records) > last_s
+
+
+def test_a_closed_loop_never_has_more_in_flight_than_clients() -> None:
+    most = 0
+
+    async def watch(_: MockServer, runner: Runner) -> None:
+        nonlocal most
+        while runner.progress.num_done < 30:
+            most = max(most, runner.progress.num_sent - runner.progress.num_done)
+            await asyncio.sleep(0)
+
+    traffic = Traffic(arrivals=ArrivalKind.CLOSED, concurrency=3, num_requests=30)
+    outcome, _ = run(traffic, meanwhile=watch)
+    assert len(outcome.records) == 30 and most == 3
+
+
+def test_an_endless_closed_loop_ends_with_the_open_one() -> None:
+    background = Traffic(
+        arrivals=ArrivalKind.CLOSED, concurrency=2, request_class="be", output_tokens="3"
+    )
+    outcome, server = run(open_loop(20), background, be_body={"service_tier": "flex"})
+    classes = [record.request_class for record in outcome.records]
+    assert classes.count("rt") == 20 and classes.count("be") > 2
+    assert all(record.is_completed for record in outcome.records)
+    flex = [received.body.get("service_tier") == "flex" for received in server.received]
+    assert sum(flex) == classes.count("be")
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_what_is_sent_and_what_is_read(endpoint: str) -> None:
+    traffic = open_loop(3, targets=Targets(ttft_ms=400, e2el_ms=9000))
+    outcome, server = run(
+        traffic,
+        behaviour=Behaviour(tokens_per_event=2),
+        endpoint=endpoint,
+        force_lengths=True,
+        sends_targets=True,
+        api_key="secret",
+        body={"temperature": 0},
+    )
+    sent = server.received[0]
+    assert sent.headers["authorization"] == "Bearer secret"
+    assert sent.headers["x-slo-ttft-ms"] == "400"
+    assert sent.body["max_tokens"] == sent.body["min_tokens"] == 5
+    assert sent.body["ignore_eos"] is True and sent.body["temperature"] == 0
+    is_chat = endpoint == "chat"
+    text = sent.body["messages"][0]["content"] if is_chat else sent.body["prompt"]
+    for record in outcome.records:
+        assert (record.output_tokens, len(record.event_times_s)) == (5, 3)
+    assert outcome.records[0].prompt_tokens == count_tokens(text, is_chat=is_chat)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "kind"),
+    [
+        (Behaviour(status=429), "http_429"),
+        (Behaviour(status=500), "http_500"),
+        (Behaviour(ending="torn"), "torn"),
+        (Behaviour(ending="reset"), "disconnected"),
+        (Behaviour(ending="error"), "error_event"),
+        (Behaviour(ending="malformed"), "malformed"),
+    ],
+)
+def test_failures_have_their_kind(behaviour: Behaviour, kind: str) -> None:
+    outcome, _ = run(open_loop(4), behaviour=behaviour)
+    assert [record.error for record in outcome.records] == [kind] * 4
+    assert all(record.error_detail and record.end_s is not None for record in outcome.records)
+
+
+def test_no_server_is_a_failure_to_connect() -> None:
+    outcome, _ = run(open_loop(3), url="http://127.0.0.1:1")
+    assert [record.error for record in outcome.records] == ["connect"] * 3
+
+
+def test_a_timeout_counts_from_the_intended_arrival() -> None:
+    outcome, _ = run(open_loop(3), is_gated=True, timeout_s=0.05)
+    assert [record.error for record in outcome.records] == ["timeout"] * 3
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_what_does_not_end_is_unfinished(is_interrupted: bool) -> None:
+    async def interrupt(server: MockServer, runner: Runner) -> None:
+        while is_interrupted and len(server.received) < 3:
+            await asyncio.sleep(0.001)
+        if is_interrupted:
+            runner.stop.set()
+
+    drain_s = 60.0 if is_interrupted else 0.05
+    outcome, _ = run(open_loop(3), is_gated=True, drain_s=drain_s, meanwhile=interrupt)
+    assert outcome.was_interrupted == is_interrupted
+    assert [record.error for record in outcome.records] == ["unfinished"] * 3
+
+
+def test_a_run_of_failures_and_answers_is_reported_whole() -> None:
+    """8 arrivals, one slot of the mock taken for ever by nobody: all there, all counted."""
+    traffic = open_loop(8, be_share=0.5, targets=Targets(ttft_ms=60_000))
+    outcome, _ = run(traffic, behaviour=Behaviour(has_usage=False))
+    report: Run = make_run(
+        outcome,
+        label="x",
+        started_at="",
+        server=ServerOptions(url="", model=""),
+        traffic=[traffic],
+        seed=0,
+        text_seed=0,
+        window=counting_window(outcome, skip_first_s=0, skip_last_s=0),
+        is_calibrated=False,
+        saves_requests=True,
+    )
+    counts = {name: summary.num_arrivals for name, summary in report.classes.items()}
+    assert counts["rt"] + counts["be"] == counts["all"] == 8 == len(report.requests)
+    assert report.classes["rt"].attainment_by_target == {"ttft_ms": 1.0}
+    assert report.classes["be"].attainment_by_target == {}
+    assert report.classes["all"].tokens_are_counted_by == "events"
+    timeline = report.timeline
+    assert sum(map(sum, timeline.arrivals.values())) == 8
+    assert sum(map(sum, timeline.tokens.values())) == 8 * 5
+    assert all(counts[-1] == 0 for counts in timeline.in_flight.values())
+
+
+@given(st.lists(st.integers(0, 200), max_size=12))
+def test_events_are_the_same_however_the_network_cuts_them(cuts: list[int]) -> None:
+    stream = b': ping\n\ndata: {"a": 1}\r\n\r\nevent: x\ndata:{"b": 2}\n\ndata: [DONE]\n\n'
+    places = sorted({0, len(stream), *(cut % len(stream) for cut in cuts)})
+    lines = EventLines()
+    found = [
+        payload for start, end in pairwise(places) for payload in lines.feed(stream[start:end])
+    ]
+    assert found == [b'{"a": 1}', b'{"b": 2}', b"[DONE]"]
+
+
+@pytest.mark.parametrize(
+    ("url", "base"),
+    [
+        ("http://h:1", "http://h:1/v1"),
+        ("http://h:1/", "http://h:1/v1"),
+        ("http://h:1/v1/", "http://h:1/v1"),
+        ("https://h/gateway/v1", "https://h/gateway/v1"),
+    ],
+)
+def test_urls(url: str, base: str) -> None:
+    assert api_base(url) == base
