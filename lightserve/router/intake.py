@@ -16,6 +16,8 @@ from lightserve.types import FrontendId, RequestClass, RequestKey
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 600.0
+MIN_INTERVAL_S = 1e-6
+"""What leaves within it counts as one."""
 DRAIN_MEMORY_S = 30.0
 """Time constant of the average rate at which a queue drains."""
 
@@ -58,7 +60,7 @@ class DrainRate:
             return
         self._num_tokens += num_tokens
         elapsed_s = now_s - self._since_s
-        if elapsed_s <= 0.0:
+        if elapsed_s < MIN_INTERVAL_S:
             return
         keep = np.exp(-elapsed_s / DRAIN_MEMORY_S)
         rate = self._num_tokens / elapsed_s
