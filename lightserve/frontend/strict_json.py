@@ -16,6 +16,8 @@ from lightserve.errors import InvalidRequest
 DEFAULT_MAX_DEPTH = 64
 MAX_CONTAINERS = 65_536
 MAX_STRINGS = 262_144
+MAX_KEYS = 4096
+"""Of one object. Each unknown one costs the validation of models a complaint."""
 _MAX_DIGITS = 4000
 
 # A string, though its end may be missing, or a bracket. Possessive: linear whatever comes.
@@ -87,6 +89,8 @@ def _integer(text: str) -> int:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_KEYS:
+        raise _StrictJsonError(f"an object has more than {MAX_KEYS} keys")
     value = dict(pairs)
     if len(value) != len(pairs):
         raise _StrictJsonError("an object has the same key twice")

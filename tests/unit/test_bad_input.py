@@ -1,0 +1,310 @@
+"""Input that is wrong on purpose: always a 4xx in OpenAI's shape, never a word of the inside (S18).
+
+The table of numbers is made from the request models' own schemas: fields that are added later are
+in it by themselves, and a model that no route here has makes a test fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.fake_router import Setup, frontend, says
+
+from lightserve.bundled import BUNDLED_MODEL_NAME
+from lightserve.errors import InvalidRequest
+from lightserve.frontend.json_body import StrictModel
+from lightserve.frontend.native import GenerateRequest
+from lightserve.frontend.openai.chat import ChatRequest
+from lightserve.frontend.openai.completions import CompletionRequest
+from lightserve.frontend.strict_json import MAX_CONTAINERS, MAX_STRINGS, parse_json
+
+COMPLETION: dict[str, Any] = {"model": BUNDLED_MODEL_NAME, "prompt": [5, 6], "max_tokens": 2}
+CHAT: dict[str, Any] = {
+    "model": BUNDLED_MODEL_NAME,
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 2,
+}
+GENERATE: dict[str, Any] = {"inputs": "hi", "parameters": {}}
+ROUTES: dict[str, tuple[type[StrictModel], dict[str, Any]]] = {
+    "/v1/completions": (CompletionRequest, COMPLETION),
+    "/v1/chat/completions": (ChatRequest, CHAT),
+    "/generate": (GenerateRequest, GENERATE),
+}
+INTERNAL = ("Traceback", "Error(", "0x", ".py", "pydantic", "lightserve.", "object at", "asyncio")
+
+
+def assert_clean(response: httpx.Response, status: int | None = None) -> None:
+    """Check that an answer is a success or a well-formed 4xx without a word of the inside."""
+    assert response.status_code < 500, response.text
+    assert status is None or response.status_code == status, response.text
+    if response.status_code < 400:
+        return
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    for word in INTERNAL:
+        assert word not in error["message"], error
+
+
+# ---------------------------------------------------------------------- numbers, from the models
+
+
+@dataclass(frozen=True)
+class Number:
+    """A place of a request body that holds a number."""
+
+    path: str
+    keys: tuple[str | int, ...]
+    schema: dict[str, Any]
+    other_types: frozenset[str]
+    """JSON types that the place takes besides."""
+
+    def body(self, value: Any) -> dict[str, Any]:
+        """Return a request with this value there."""
+        body: dict[str, Any] = json.loads(json.dumps(ROUTES[self.path][1]))
+        place: Any = body
+        for key, following in zip(self.keys, self.keys[1:], strict=False):
+            if isinstance(key, str) and not isinstance(place.get(key), dict | list):
+                place[key] = [None] if isinstance(following, int) else {}
+            if isinstance(following, int):
+                place[key] = [None]
+            place = place[key]
+        place[self.keys[-1]] = value
+        return body
+
+    @property
+    def inside(self) -> list[Any]:
+        """The limits themselves."""
+        return [self.schema[key] for key in ("minimum", "maximum") if key in self.schema]
+
+    @property
+    def outside(self) -> list[Any]:
+        """What is beyond the limits, or no such number at all."""
+        step = 1 if self.schema["type"] == "integer" else 0.001
+        values: list[Any] = [10**400] if self.schema["type"] == "number" else [0.5]
+        for key, value in self.schema.items():
+            match key:
+                case "minimum":
+                    values.append(value - step)
+                case "maximum":
+                    values += [value + step, 2**63]
+                case "exclusiveMinimum" | "exclusiveMaximum":
+                    values.append(value)
+        wrong = {"boolean": True, "string": "1", "array": [[]], "object": {"a": {}}, "null": None}
+        return values + [wrong[kind] for kind in wrong.keys() - self.other_types]
+
+
+def _numbers(path: str) -> Iterator[Number]:
+    root = ROUTES[path][0].model_json_schema()
+
+    def walk(schema: dict[str, Any], keys: tuple[str | int, ...]) -> Iterator[Number]:
+        alternatives = [_resolve(root, part) for part in schema.get("anyOf", [schema])]
+        types = {part.get("type", "") for part in alternatives}
+        for part in alternatives:
+            if part.get("type") in ("integer", "number") and "enum" not in part:
+                yield Number(path, keys, part, frozenset(types - {part["type"]}))
+            for name, inner in part.get("properties", {}).items():
+                yield from walk(_resolve(root, inner), (*keys, name))
+            if isinstance(items := part.get("items"), dict):
+                yield from walk(_resolve(root, items), (*keys, 0))
+            if isinstance(values := part.get("additionalProperties"), dict):
+                yield from walk(_resolve(root, values), (*keys, "1"))
+
+    return walk(root, ())
+
+
+def _resolve(root: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    if "$ref" in schema:
+        resolved: dict[str, Any] = root["$defs"][schema["$ref"].rsplit("/", 1)[1]]
+        return resolved
+    return schema
+
+
+NUMBERS = [number for path in ROUTES for number in _numbers(path)]
+
+
+def _models(model: type[StrictModel]) -> set[str]:
+    return {model.__name__, *model.model_json_schema().get("$defs", {})}
+
+
+def test_every_model_is_part_of_a_route_here() -> None:
+    """Otherwise its numbers would not be in the table."""
+
+    def leaves(model: type) -> Iterator[type]:
+        if not model.__subclasses__():
+            yield model
+        for below in model.__subclasses__():
+            yield from leaves(below)
+
+    ours = {m.__name__ for m in leaves(StrictModel) if m.__module__.startswith("lightserve.")}
+    reached = set().union(*(_models(model) for model, _ in ROUTES.values()))
+    assert ours <= reached, ours - reached
+
+
+def test_the_table_has_what_is_known_to_have_limits() -> None:
+    names = {(number.path, number.keys[-1]) for number in NUMBERS}
+    for path in ROUTES:
+        assert {(path, name) for name in ("temperature", "top_p", "top_k", "seed")} <= names
+    assert all(number.outside for number in NUMBERS)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_every_number_at_and_beyond_its_limits(path: str) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            for number in (n for n in NUMBERS if n.path == path):
+                for value in number.inside:
+                    ROUTES[path][0].model_validate(number.body(value))
+                    assert_clean(await setup.post(path, number.body(value)))
+                for value in (*number.outside, 2**63, -(2**63) - 1):
+                    response = await setup.post(path, number.body(value))
+                    is_outside = value in number.outside
+                    assert_clean(response, 400 if is_outside else None)
+                    if is_outside:
+                        named = response.json()["error"]["param"] or ""
+                        assert str(number.keys[0]) in named, (number.keys, value)
+                for literal in ("NaN", "Infinity", "-Infinity", "1e999", "9" * 5000):
+                    text = json.dumps(number.body("@")).replace('"@"', literal)
+                    assert_clean(await setup.post(path, text.encode()), 400)
+
+    asyncio.run(scenario())
+
+
+# ---------------------------------------------------------------------- bodies
+
+MIB = 1024 * 1024
+PROMPT = b'{"max_tokens": 2, "model": "%s", "prompt": [' % BUNDLED_MODEL_NAME.encode()
+BODIES: dict[str, bytes] = {
+    "truncated": json.dumps(COMPLETION)[:-3].encode(),
+    "not-json": b"prompt=hi&model=x",
+    "brackets": b"[" * (4 * MIB - 1),
+    "pairs": b"[" + b"{}," * MIB + b"{}]",
+    "lists-in-a-prompt": b'{"model":"x","prompt":[' + b"[]," * MIB + b"[]]}",
+    "numbers": PROMPT + b"1," * (MIB // 2) + b"1]}",
+    "fractions": PROMPT + b"1.5," * (MIB // 2) + b"1]}",
+    "strings": PROMPT + b'"",' * 200_000 + b'""]}',
+    "keys": b"{" + b",".join(b'"k%d":1' % n for n in range(100_000)) + b"}",
+    "escapes": b'"' + b'\\"' * (2 * MIB - 2),
+    "one-character": json.dumps({**COMPLETION, "prompt": "x" * 2 * MIB}).encode(),
+    "one-character-chat": json.dumps(
+        {**CHAT, "messages": [{"role": "user", "content": "a" * 2 * MIB}]}
+    ).encode(),
+    "surrogate": json.dumps({**COMPLETION, "prompt": "\ud800"}).encode(),
+    "surrogate-key": b'{"\\ud800": 1}',
+    "surrogate-user": json.dumps({**COMPLETION, "user": "\udfff"}).encode(),
+    "surrogate-model": json.dumps({**COMPLETION, "model": "\udfff"}).encode(),
+    "utf8": b'{"prompt": "\xed\xa0\x80"}',
+    "overlong-utf8": b'{"prompt": "\xc0\xaf"}',
+    "bom": b"\xef\xbb\xbf{}",
+    "nul": b'{"model\x00": 1}',
+    "twice": b'{"model": "a", "model": "a"}',
+    "twice-inside": b'{"model": "a", "stream_options": {"x": 1, "x": 1}}',
+    "comment": b"{} // no",
+    **{text.decode(): text for text in (b"[]", b"1", b'"x"', b"true", b"null", b"-", b"1e5")},
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies(name: str) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            for path in ROUTES:
+                response = await setup.post(path, BODIES[name])
+                assert_clean(response)
+                assert response.status_code in (400, 404)  # 404: no such model
+                assert not setup.router.submits
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_depth_is_counted_exactly(opening: str) -> None:
+    closing = "]" if opening == "[" else "}"
+
+    def nested(depth: int) -> bytes:
+        return (opening * depth + "1" + closing * depth).encode()
+
+    parse_json(nested(7), max_depth=7)
+    with pytest.raises(InvalidRequest, match="more than 7 levels"):
+        parse_json(nested(8), max_depth=7)
+    parse_json(b'{"a": "' + b"[" * 100 + b'", "b": "\\"[[[[[[[[["}', max_depth=2)
+
+
+def test_parts_are_counted() -> None:
+    parse_json(b"[" + b"{}," * (MAX_CONTAINERS - 2) + b"{}]")
+    with pytest.raises(InvalidRequest, match="objects and lists"):
+        parse_json(b"[" + b"{}," * (MAX_CONTAINERS - 1) + b"{}]")
+    with pytest.raises(InvalidRequest, match="strings"):
+        parse_json(b"[" + b'"",' * MAX_STRINGS + b'""]')
+
+
+def test_depth_is_configurable() -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2]), max_json_depth=4) as setup:
+            deep = {**COMPLETION, "metadata": {"a": {"b": {"c": {}}}}}
+            response = await setup.post("/v1/completions", deep)
+            assert_clean(response, 400)
+            assert "4 levels" in response.json()["error"]["message"]
+
+    asyncio.run(scenario())
+
+
+# ---------------------------------------------------------------------- chance
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+FIELDS = sorted({name for model, _ in ROUTES.values() for name in model.model_fields})
+
+
+def _run(case: Any) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2]), max_model_len=64) as setup:
+            await case(setup)
+
+    asyncio.run(scenario())
+
+
+@given(st.lists(st.tuples(st.sampled_from(FIELDS), ANYTHING), min_size=1, max_size=20))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_value_in_any_field(values: list[tuple[str, Any]]) -> None:
+    async def case(setup: Setup) -> None:
+        for path, (_, body) in ROUTES.items():
+            for field, value in values:
+                inside = path == "/generate" and field != "inputs"
+                changed = {"parameters": {field: value}} if inside else {field: value}
+                text = json.dumps(
+                    {**body, **changed, "stream": False} if not inside else body | changed
+                )
+                assert_clean(await setup.post(path, text.encode()))
+
+    _run(case)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 200), st.binary(max_size=4), st.integers(0, 4)),
+        min_size=1,
+        max_size=20,
+    )
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_bytes(changes: list[tuple[int, bytes, int]]) -> None:
+    async def case(setup: Setup) -> None:
+        for path, (_, body) in ROUTES.items():
+            good = json.dumps(body).encode()
+            for start, data, num_dropped in changes:
+                bad = good[: start % len(good)] + data + good[start % len(good) + num_dropped :]
+                assert_clean(await setup.post(path, bad))
+
+    _run(case)
