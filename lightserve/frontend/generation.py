@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from lightserve.frontend.router_client import Delta, LiveRequest, NewRequest
 from lightserve.frontend.service import Service
 from lightserve.metrics.requests import RequestMetrics
 from lightserve.types import FinishReason
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Generation:
         except RequestFailed as failure:
             metrics.on_failure(failure.code)
             raise
+        log.debug("is request %d of this frontend to the router", live.request_id)
         return cls(service, request, live, metrics, by_token=by_token)
 
     @property

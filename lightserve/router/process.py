@@ -19,10 +19,13 @@ from lightserve.channels.zmq import bind_hub
 from lightserve.errors import ChannelFull, ProtocolError
 from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.frontend_router import (
+    Abort,
+    Finish,
     FrontendHello,
     FrontendMessage,
     RouterMessage,
     RouterWelcome,
+    Submit,
 )
 from lightserve.messages.metrics import MetricsSnapshot
 from lightserve.messages.router_worker import (
@@ -206,6 +209,7 @@ class RouterProcess:
             log.warning("dropped a message of %s, which has not said hello", peer)
             return
         try:
+            _log_wish(frontend_id, message)
             self._dispatch(FromFrontend(frontend_id, message))
         except ProtocolError as error:
             log.error("dropped a message of %s: %s", peer, error)
@@ -224,7 +228,10 @@ class RouterProcess:
         self._next_status_s = 0.0
 
     def _deliver(self, news: list[Outgoing]) -> None:
+        is_verbose = log.isEnabledFor(logging.DEBUG)
         for outgoing in news:
+            if is_verbose:
+                _log_ends(outgoing)
             self._send(outgoing.frontend_id, outgoing.message)
 
     def _send(self, frontend_id: FrontendId, message: RouterMessage) -> None:
@@ -268,6 +275,28 @@ class RouterProcess:
         with contextlib.suppress(ChannelFull):  # a supervisor that is stopped counts again later
             self._control.send(Heartbeat())
             self._control.send(MetricsSnapshot(samples=self._metrics.recorder.snapshot()))
+
+
+def _log_wish(frontend_id: FrontendId, message: FrontendMessage) -> None:
+    """Say what a frontend wants of a request; `FRONTEND/REQUEST` is its key."""
+    if isinstance(message, Submit):
+        log.debug(
+            "request %d/%d: submitted, class %s, at most %d tokens",
+            frontend_id,
+            message.request_id,
+            message.request_class.value,
+            message.max_tokens,
+        )
+    elif isinstance(message, Abort):
+        log.debug("request %d/%d: aborted", frontend_id, message.request_id)
+    elif isinstance(message, Finish):
+        log.debug("request %d/%d: stop string complete", frontend_id, message.request_id)
+
+
+def _log_ends(news: Outgoing) -> None:
+    for delta in news.message.requests:
+        if (end := delta.error or delta.finish_reason) is not None:
+            log.debug("request %d/%d: ends, %s", news.frontend_id, delta.request_id, end.value)
 
 
 def _worker_name(rank: int) -> str:
