@@ -132,7 +132,7 @@ class MockServer:
         is_chat = request.path.endswith("/chat/completions")
         num_tokens = int(received.body["max_tokens"])
         if is_chat:
-            await response.write(_event({"choices": [{"delta": {"role": "assistant"}}]}))
+            await response.write(_chunk(is_chat, [{"delta": {"role": "assistant"}}]))
         num_events = -(-num_tokens // behaviour.tokens_per_event)
         pieces = [_piece(is_chat, behaviour.tokens_per_event)] * num_events
         for number, piece in enumerate(pieces):
@@ -158,7 +158,7 @@ class MockServer:
     async def _end(
         self, response: web.StreamResponse, received: Received, num_tokens: int, *, is_chat: bool
     ) -> None:
-        end = _event({"choices": [{"delta": {}, "finish_reason": "length"}]})
+        end = _chunk(is_chat, [{"delta": {}, "finish_reason": "length"}])
         if self.behaviour.has_usage and "stream_options" in received.body:
             body = received.body
             text = body["messages"][0]["content"] if is_chat else body["prompt"]
@@ -166,7 +166,7 @@ class MockServer:
                 "prompt_tokens": count_tokens(text, is_chat=is_chat),
                 "completion_tokens": num_tokens,
             }
-            end += _event({"choices": [], "usage": usage})
+            end += _chunk(is_chat, [], usage=usage)
         await response.write(end + b"data: [DONE]\n\n")
 
 
@@ -176,7 +176,15 @@ def _event(value: dict[str, Any]) -> bytes:
 
 def _piece(is_chat: bool, num_tokens: int) -> bytes:
     text = " word" * num_tokens
-    return _event({"choices": [{"delta": {"content": text}} if is_chat else {"text": text}]})
+    return _chunk(is_chat, [{"delta": {"content": text}} if is_chat else {"text": text}])
+
+
+def _chunk(is_chat: bool, choices: list[dict[str, Any]], **fields: Any) -> bytes:
+    kind = "chat.completion.chunk" if is_chat else "text_completion"
+    numbered = [{"index": number} | choice for number, choice in enumerate(choices)]
+    return _event(
+        {"id": "mock", "object": kind, "created": 0, "model": MODEL, "choices": numbered} | fields
+    )
 
 
 @click.command()

@@ -74,7 +74,7 @@ async def run_session(
             server = msgspec.structs.replace(server, model=await _find_model(client, server.url))
     runs: list[Run] = []
     async with _client(options, server) as client:
-        calibration = await _calibrated(client)
+        calibration = await calibrate_client(client)
         await _warm_up(client, calibration, options.num_warmup)
         for point, point_plans in zip(points, plans, strict=True):
             if stop.is_set():
@@ -123,7 +123,7 @@ async def _single(client: StreamClient, text: str, max_tokens: int) -> Record:
     return record
 
 
-async def _calibrated(client: StreamClient) -> Calibration:
+async def calibrate_client(client: StreamClient) -> Calibration:
     """Calibrate; the first request also shows whether the server answers at all."""
 
     async def count_tokens(text: str) -> int | None:
