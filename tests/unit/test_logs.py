@@ -1,0 +1,151 @@
+"""Log lines: one per record, with the request's id, without prompts and keys."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from support.fake_router import Setup, frontend, says
+
+from lightserve import logs
+from lightserve.bundled import BUNDLED_MODEL_NAME
+from lightserve.messages.frontend_router import TokenDelta
+
+SECRET = "xyzzy-plugh"
+KEY = "sk-hollow-voice"
+EOS = 2
+
+
+@contextmanager
+def logged(monkeypatch: pytest.MonkeyPatch, log_format: str) -> Iterator[list[str]]:
+    """Have this process log as a server does at debug level; yields the lines at the end."""
+    stream, lines = io.StringIO(), list[str]()
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    monkeypatch.setattr("sys.stderr", stream)
+    logs.setup_logging("frontend-0", "debug", log_format)
+    try:
+        yield lines
+    finally:
+        root.handlers = handlers
+        root.setLevel(level)
+        lines.extend(stream.getvalue().splitlines())
+
+
+async def _talk(setup: Setup, number: int, *, stream: bool, path: str) -> None:
+    body: dict[str, Any] = {"model": BUNDLED_MODEL_NAME, "max_tokens": 5, "stream": stream}
+    if path.endswith("chat/completions"):
+        body["messages"] = [{"role": "user", "content": f"{SECRET} {number}"}]
+    else:
+        body["prompt"] = f"{SECRET} {number}"
+    body["user"] = f"user-{SECRET}"
+    headers = {"x-request-id": f"id-{number}", "authorization": f"Bearer {KEY}"}
+    answer = await setup.http.post(path, json=body, headers=headers)
+    assert answer.status_code == 200
+    assert answer.headers["x-request-id"] == f"id-{number}"
+
+
+async def _scenario() -> None:
+    async with frontend(says([50, 51, EOS])) as setup:
+        await asyncio.gather(
+            *(
+                _talk(setup, number, stream=number % 2 == 0, path=path)
+                for number, path in enumerate(
+                    ["/v1/completions", "/v1/chat/completions", "/v1/chat/completions"]
+                )
+            )
+        )
+        bad = {"model": BUNDLED_MODEL_NAME, "prompt": SECRET, SECRET: 1, "max_tokens": -1}
+        headers = {"x-request-id": "id-3"}
+        assert (
+            await setup.http.post("/v1/completions", json=bad, headers=headers)
+        ).status_code == 400
+        await setup.http.get(f"/{SECRET}?key={KEY}", headers={"x-request-id": "id-4"})
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_each_line_of_a_request_has_its_id_and_none_has_its_words(
+    monkeypatch: pytest.MonkeyPatch, log_format: str
+) -> None:
+    with logged(monkeypatch, log_format) as lines:
+        asyncio.run(_scenario())
+    ours = [line for line in lines if "lightserve.frontend" in line]
+    for number, count in ((0, 3), (1, 3), (2, 3), (3, 1), (4, 1)):
+        mine = f'"request_id":"id-{number}"' if log_format == "json" else f"[id-{number}]"
+        assert sum(mine in line for line in ours) == count, ours
+    assert len(ours) == 11
+    servers = [line for line in lines if "httpx" not in line]  # the client logs its URLs
+    assert len(servers) >= len(ours)
+    for word in (SECRET, KEY):
+        assert not any(word in line for line in servers)
+
+
+def test_a_failure_of_the_server_has_the_id_and_the_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = io.StringIO()
+    formatter = logs.JsonFormatter("router-0")
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(formatter)
+    log = logging.Logger("some.module")
+    log.addHandler(handler)
+    token = logs.request_id.set("id-9")
+    try:
+        raise ZeroDivisionError("oops")
+    except ZeroDivisionError:
+        log.exception("two\nlines %d", 7, extra={"fields": {"status": 500}})
+    finally:
+        logs.request_id.reset(token)
+    log.warning("plain")
+    failed, plain = map(json.loads, stream.getvalue().splitlines())
+    assert failed["exception"].endswith("ZeroDivisionError: oops")
+    del failed["exception"], failed["time"]
+    assert failed == {
+        "level": "error",
+        "process": "router-0",
+        "logger": "some.module",
+        "message": "two\nlines 7",
+        "request_id": "id-9",
+        "status": 500,
+    }
+    assert "request_id" not in plain
+
+
+@pytest.mark.parametrize(
+    ("given", "is_kept"),
+    [
+        ("abc-1.2:3_4", True),
+        ("x" * 128, True),
+        ("x" * 129, False),
+        ("", False),
+        ("with space", False),
+        ("<script>", False),
+        ("-leading", False),
+    ],
+)
+def test_a_request_id_is_taken_over_if_it_is_harmless(given: str, *, is_kept: bool) -> None:
+    async def scenario() -> None:
+        async with frontend() as setup:
+            answer = await setup.http.get("/livez", headers={"x-request-id": given})
+            got = answer.headers["x-request-id"]
+            assert (got == given) == is_kept
+            assert is_kept or len(got) == 32
+
+    asyncio.run(scenario())
+
+
+def test_two_requests_of_one_task_have_their_own_ids() -> None:
+    async def scenario() -> None:
+        async with frontend() as setup:
+            ids = {(await setup.http.get("/livez")).headers["x-request-id"] for _ in range(5)}
+            assert len(ids) == 5
+            assert logs.request_id.get() == ""
+            setup.service.router.on_message(TokenDelta(requests=[]))
+
+    asyncio.run(scenario())
