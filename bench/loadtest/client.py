@@ -146,7 +146,7 @@ class StreamClient:
 
     async def _exchange(self, record: Record, outgoing: Outgoing, now: Now) -> None:
         async with self._open_session.post(
-            self._url, data=outgoing.body, headers=outgoing.headers
+            self._url, data=outgoing.body, headers=outgoing.headers, allow_redirects=False
         ) as response:
             if response.status != 200:
                 detail = (await response.read())[:300].decode(errors="replace")

@@ -48,7 +48,7 @@ class PromptMaker:
 
     @property
     def max_tokens(self) -> int:
-        """The longest text, in tokens, that starts anywhere."""
+        """Tokens of the whole tape: the longest text cut in one piece."""
         return int(self._token_ends[_TAPE_WORDS - 1])
 
     def text(self, segments: Iterable[Segment]) -> str:
@@ -58,7 +58,11 @@ class PromptMaker:
         for segment in segments:
             wanted = segment.num_tokens - overhead
             overhead = max(0.0, -wanted)
-            parts.append(self._cut(self._start(segment.key), wanted))
+            start = self._start(segment.key)
+            while wanted > self.max_tokens:  # round the tape
+                parts.append(self._cut(start, self.max_tokens))
+                wanted -= self.max_tokens
+            parts.append(self._cut(start, wanted))
         return " ".join(part for part in parts if part) or WORDS[0]
 
     def _start(self, key: int) -> int:
@@ -73,7 +77,7 @@ class PromptMaker:
             if start == 0
             else (float(self._token_ends[start - 1]), int(self._char_ends[start - 1]))
         )
-        wanted = before_tokens + min(num_tokens, self.max_tokens)
+        wanted = before_tokens + num_tokens
         end = int(np.searchsorted(self._token_ends, wanted, side="right"))
         # `end` words stay below; one more may be nearer.
         if end < len(self._token_ends) and self._token_ends[end] - wanted < wanted - (

@@ -89,7 +89,7 @@ def _latencies(summary: ClassSummary) -> Table:
         if field not in summary.attainment_by_target:
             target = attained = ""
         else:
-            target = number(limits[field], 0) if field in limits else "several"
+            target = number(limits[field], 0) if field in limits else "by class"
             attained = percent(summary.attainment_by_target[field])
         values = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
         table.add_row(title, unit, *(number(value) for value in values), target, attained)
