@@ -1,0 +1,1 @@
+"""The parts of bench/abuse.py: one file per kind of abuse."""

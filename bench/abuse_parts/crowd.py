@@ -1,0 +1,125 @@
+"""Connections that want nothing: half-open and idle ones beside normal requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+
+from server import running_server
+
+from abuse_parts.client import (
+    Address,
+    address_of,
+    ask,
+    get,
+    percentile,
+    post,
+    raise_file_limit,
+    row,
+)
+
+NUM_HALF_OPEN = 500
+NUM_IDLE = 5000
+NUM_REQUESTS = 300
+LIMITS = ["--max-connections", "8192", "--max-connections-per-ip", "8192", "--log-level", "error"]
+CLOSED_WITHIN_S = 15.0
+
+
+class Crowd:
+    """Open connections."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._open: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_open(self) -> int:
+        """Those that the server has not closed."""
+        return len(self._open)
+
+    async def add(self, num: int, first_words: bytes, *, wants_answer: bool) -> None:
+        """Open connections that say this and no more."""
+        for start in range(0, num, 100):
+            batch = (self._one(first_words, wants_answer) for _ in range(min(100, num - start)))
+            await asyncio.gather(*batch)
+
+    async def _one(self, first_words: bytes, wants_answer: bool) -> None:
+        reader, writer = await asyncio.open_connection(*self._address)
+        writer.write(first_words)
+        if wants_answer:
+            await reader.readuntil(b"}")
+        self._open.add(writer)
+        task = asyncio.create_task(self._follow(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while await reader.read(1024):
+                pass
+        except OSError:
+            pass
+        self._open.discard(writer)
+        writer.transport.abort()
+
+    async def leave(self) -> None:
+        """Close all."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._open:
+            writer.transport.abort()
+        self._open.clear()
+
+
+async def _normal(address: Address, model: str) -> float:
+    """Return the p99 (s) of one-token completions, one after the other."""
+    request = post("/v1/completions", {"model": model, "prompt": [5, 6, 7], "max_tokens": 1})
+    times = []
+    for _ in range(NUM_REQUESTS):
+        answer = await ask(address, request)
+        assert answer.status == 200, answer.data
+        times.append(answer.end_s - answer.start_s)
+    return percentile(times, 0.99)
+
+
+async def _measure(address: Address, model: str) -> bool:
+    good = True
+    async with AsyncExitStack() as stack:
+        await _normal(address, model)
+        baseline_s = await _normal(address, model)
+        row("baseline: p99 of one-token completions", f"{baseline_s * 1e3:.1f} ms", "-")
+        half_open = Crowd(address)
+        stack.push_async_callback(half_open.leave)
+        start_s = time.monotonic()
+        await half_open.add(NUM_HALF_OPEN, b"GET /livez HTTP/1.1\r\nhost", wants_answer=False)
+        p99_s = await _normal(address, model)
+        good = good and p99_s <= 2 * baseline_s
+        row(f"with {NUM_HALF_OPEN} half-open ones", f"{p99_s * 1e3:.1f} ms", "<= 2x baseline")
+        while half_open.num_open and time.monotonic() - start_s < 2 * CLOSED_WITHIN_S:
+            await asyncio.sleep(0.1)
+        closed_s = time.monotonic() - start_s
+        good = good and not half_open.num_open
+        row("all half-open ones closed after", f"{closed_s:.1f} s", f"<= {CLOSED_WITHIN_S:.0f} s")
+        idle = Crowd(address)
+        stack.push_async_callback(idle.leave)
+        await idle.add(NUM_IDLE, get("/livez", close=False), wants_answer=True)
+        p99_s = await _normal(address, model)
+        good = good and p99_s <= 2 * baseline_s and idle.num_open == NUM_IDLE
+        row(f"with {idle.num_open} idle ones", f"{p99_s * 1e3:.1f} ms", "<= 2x baseline, all kept")
+    return good
+
+
+def run() -> bool:
+    """Measure; returns whether the targets were met."""
+    raise_file_limit()
+    print("connections that want nothing")
+    with running_server(LIMITS) as server:
+        before = server.tree()["frontend-0"].num_fds()
+        good = asyncio.run(_measure(address_of(server.url), server.model))
+        time.sleep(1.0)
+        after = server.tree()["frontend-0"].num_fds()
+    row("frontend's open files before and after", f"{before}, {after}", "equal")
+    return good and after <= before + 1
