@@ -1,0 +1,201 @@
+"""The container's files, as far as they can be checked without an engine (S15)."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from lightserve.cli import serve as cli_serve
+from lightserve.config import ServeConfig
+from lightserve.supervisor import loop
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKER = ROOT / "docker"
+SERVICES = ("server", "loadtest")
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((DOCKER / "docker-compose.yml").read_text())
+    return loaded
+
+
+def test_hadolint_finds_nothing() -> None:
+    hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which(
+        "hadolint"
+    )
+    if hadolint is None:
+        pytest.skip("hadolint is not installed (extra test)")
+    result = subprocess.run(
+        [hadolint, "--no-color", "--failure-threshold", "info", str(DOCKER / "Dockerfile")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (0, "")
+
+
+_COMPOSE_MISTAKES = {
+    "read_only": "read_onlx",
+    "pids_limit: 512": "pids_limit: many",
+    "{condition: service_healthy}": "{condition: well}",
+}
+
+
+def test_the_compose_file_follows_the_specification() -> None:
+    compose_spec = pytest.importorskip("compose_spec")
+    text = (DOCKER / "docker-compose.yml").read_text()
+    parsed = compose_spec.PyCompose.from_json(_as_an_engine_reads_it(text))
+    assert parsed.service_names() == ["server", "loadtest"]
+    for right, wrong in _COMPOSE_MISTAKES.items():
+        with pytest.raises(ValueError, match="services|read_onlx"):
+            compose_spec.PyCompose.from_json(_as_an_engine_reads_it(text.replace(right, wrong)))
+
+
+def _as_an_engine_reads_it(text: str) -> str:
+    """The file as JSON, with ${NAME:-default} at its default and the shared mapping merged."""
+    return json.dumps(yaml.safe_load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)))
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_each_service_is_hardened(compose: dict[str, Any], service: str) -> None:
+    spec = compose["services"][service]
+    assert spec["user"] == "10001:10001"
+    assert spec["read_only"] is True
+    assert spec["cap_drop"] == ["ALL"]
+    assert spec["security_opt"] == ["no-new-privileges:true"]
+    assert spec["ipc"] == "private"
+    assert 0 < spec["pids_limit"] <= 512
+    assert spec["mem_limit"]
+    assert any(mount.startswith("/tmp:") and "size=" in mount for mount in spec["tmpfs"])
+    for loose in ("privileged", "cap_add", "network_mode", "pid", "devices", "volumes"):
+        assert loose not in spec
+
+
+def test_the_server_is_private_to_its_container(compose: dict[str, Any]) -> None:
+    server = compose["services"]["server"]
+    assert server["shm_size"]
+    assert any(mount.startswith("/run/lightserve:mode=0700,uid=10001") for mount in server["tmpfs"])
+    assert server["ports"]
+    assert all(port.startswith("127.0.0.1:") for port in server["ports"])
+    assert server["restart"] == "unless-stopped"
+    grace_s = int(server["stop_grace_period"].removesuffix("s"))
+    assert grace_s > ServeConfig().shutdown_timeout_s
+
+
+def test_the_load_client_waits_for_a_healthy_server(compose: dict[str, Any]) -> None:
+    client = compose["services"]["loadtest"]
+    assert client["profiles"] == ["loadtest"]
+    assert client["depends_on"] == {"server": {"condition": "service_healthy"}}
+    assert "profiles" not in compose["services"]["server"]
+
+
+def test_keys_are_secret_files_and_nothing_else(compose: dict[str, Any]) -> None:
+    for service, secret in (("server", "api_keys"), ("loadtest", "loadtest_key")):
+        spec = compose["services"][service]
+        assert spec["secrets"] == [secret]
+        assert f"--api-key-file=/run/secrets/{secret}" in spec["command"]
+        assert "environment" not in spec
+        assert set(compose["secrets"][secret]) == {"file"}
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert "docker/secrets/" in ignored
+
+
+def test_both_commands_are_ones_that_the_server_takes(
+    compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[ServeConfig] = []
+    monkeypatch.setattr(loop, "serve", lambda config: served.append(config) or 0)
+    of_image = re.search(r"^CMD (\[\"serve\".*\])$", _dockerfile(), re.MULTILINE)
+    assert of_image is not None
+    for command in (compose["services"]["server"]["command"], yaml.safe_load(of_image[1])):
+        assert command[0] == "serve"
+        result = CliRunner().invoke(cli_serve.command, command[1:], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+    assert served[0] == served[1]
+    assert served[0].host == "0.0.0.0"
+    assert served[0].api_key_file == "/run/secrets/api_keys"
+
+
+def test_the_load_clients_options_exist(compose: dict[str, Any]) -> None:
+    options = [word.split("=")[0] for word in compose["services"]["loadtest"]["command"]]
+    shown = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "load_test.py"), "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    assert [option for option in options if f"  {option} " not in shown] == []
+
+
+def test_stages_end_as_an_unprivileged_user_with_a_health_check() -> None:
+    stages = re.split(r"^FROM ", _dockerfile(), flags=re.MULTILINE)[1:]
+    assert all(stage.startswith("${BASE} AS ") for stage in stages)
+    for stage in stages:
+        if "ENTRYPOINT" in stage:
+            assert re.findall(r"^USER (.*)$", stage, re.MULTILINE) == ["10001:10001"]
+            assert "pip install" not in stage
+    assert "HEALTHCHECK" in stages[-1]
+    assert "COPY docker/healthcheck.py" in stages[-1]
+
+
+def _dockerfile() -> str:
+    return (DOCKER / "Dockerfile").read_text()
+
+
+@pytest.mark.parametrize(("status", "expected"), [(200, 0), (503, 1), (None, 1)])
+def test_the_health_check_asks_readyz(status: int | None, expected: int) -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert status is not None
+            self.send_response(status if self.path == "/readyz" else 404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        port = server.server_port
+        if status is None:
+            server.server_close()
+        else:
+            threading.Thread(target=server.handle_request, daemon=True).start()
+        result = subprocess.run(
+            [sys.executable, "-I", str(DOCKER / "healthcheck.py")],
+            env={**os.environ, "LIGHTSERVE_READY_URL": f"http://127.0.0.1:{port}/readyz"},
+            timeout=60,
+            check=False,
+            capture_output=True,
+        )
+    assert result.returncode == expected
+
+
+def test_the_load_clients_requirements_are_the_projects() -> None:
+    printed = subprocess.run(
+        [sys.executable, str(DOCKER / "bench_requirements.py"), str(ROOT / "pyproject.toml")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout.splitlines()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(project["optional-dependencies"]["bench"]) < set(printed)
+    assert not [line for line in printed if line.startswith("torch")]
+    names = {re.split(r"[^a-z_]", line)[0] for line in printed}
+    assert {"click", "msgspec", "numpy", "aiohttp"} <= names
