@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import msgspec
 import psutil
 import pytest
@@ -68,15 +69,15 @@ def test_torch_is_visible_where_it_is(server: LiveServer) -> None:
     assert any("libtorch" in part.path for part in server.tree()["worker-0"].memory_maps())
 
 
-def test_only_the_http_port_listens(server: LiveServer) -> None:
+def test_only_the_http_and_metrics_ports_listen(server: LiveServer) -> None:
     listening = {
         connection.laddr
         for process in server.tree().values()
         for connection in process.net_connections(kind="inet")
         if connection.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)  # none: UDP
     }
-    port = int(server.url.rsplit(":", 1)[1])
-    assert listening == {("127.0.0.1", port)}
+    ports = {httpx.URL(url).port for url in (server.url, server.metrics_url)}
+    assert listening == {("127.0.0.1", port) for port in ports}
 
 
 def test_sockets_are_private(server: LiveServer) -> None:

@@ -19,6 +19,7 @@ import psutil
 from support.processes import wait_for, wait_gone
 
 _READY_LINE = re.compile(r"lightserve: ready on (?P<url>\S+) \(model (?P<model>\S+)\)\n")
+_METRICS_LINE = re.compile(r"metrics on (http\S+)\n")
 _ROLE = re.compile(r"(frontend|router|worker)-\d+")
 
 
@@ -68,6 +69,13 @@ class LiveServer:
     def model(self) -> str:
         """The model name in the ready line."""
         return self._ready_line["model"]
+
+    @property
+    def metrics_url(self) -> str:
+        """Where the supervisor serves metrics, as it logs."""
+        match = _METRICS_LINE.search(self.stderr)
+        assert match is not None, self.stderr
+        return match[1]
 
     @property
     def _ready_line(self) -> re.Match[str]:

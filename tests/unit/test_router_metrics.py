@@ -1,0 +1,125 @@
+"""What the router counts, with the real core: queue times, steps, preemptions, memory."""
+
+from __future__ import annotations
+
+import pytest
+from support.core_scenes import Arrival, RecklessAdmission, make_core, step_time, submit
+
+from lightserve.messages.router_worker import OutputKind, RowResult, StepPlan, StepResult
+from lightserve.metrics.recording import Recorder
+from lightserve.router.core import RouterCore
+from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, WorkersReady
+from lightserve.router.metrics import RouterMetrics
+from lightserve.types import FrontendId, RequestClass
+
+
+class Driver:
+    """Runs a core by hand, on a clock of its own, as the router's loop does."""
+
+    def __init__(self, core: RouterCore, num_kv_slots: int) -> None:
+        self.core = core
+        self.metrics = RouterMetrics(Recorder())
+        self.now_s = 0.0
+        core.on_message(WorkersReady(num_kv_slots), self.now_s)
+
+    def arrive(self, number: int, arrival: Arrival, age_s: float = 0.0) -> None:
+        message = submit(number, arrival, age_s=age_s)
+        self.core.on_message(FromFrontend(FrontendId(0), message), self.now_s)
+
+    def send(self) -> StepPlan | None:
+        step = self.core.plan(self.now_s)
+        if not isinstance(step, PlannedStep):
+            return None
+        self.metrics.on_commit(step, self.now_s)
+        self.core.commit(step, self.now_s)
+        return step.plan
+
+    def finish(self, plan: StepPlan, exec_s: float) -> None:
+        self.now_s += exec_s
+        rows = [RowResult(r.row, [5]) for r in plan.rows if r.output is OutputKind.SAMPLE]
+        result = StepResult(
+            step_id=plan.step_id, generation=0, rows=rows, exec_s=exec_s, idle_s=0.25
+        )
+        self.metrics.on_result(result)
+        self.core.on_result(result, self.now_s)
+
+    def run_out(self) -> int:
+        """Run until nothing is left; return the number of steps."""
+        count = 0
+        while (plan := self.send()) is not None:
+            self.finish(plan, step_time(plan))
+            count += 1
+        return count
+
+    def values(self, num_rejected: int = 0) -> dict[tuple[str, ...], list[float]]:
+        self.metrics.collect(self.core, self.core.status(self.now_s), num_rejected)
+        return {
+            (sample.family.removeprefix("lightserve_"), *sample.labels): sample.values
+            for sample in self.metrics.recorder.snapshot()
+        }
+
+
+def test_one_request_from_its_arrival_to_its_end() -> None:
+    driver = Driver(make_core("chunked"), 100)
+    driver.now_s = 50.0
+    driver.arrive(0, Arrival(0.0, num_prompt=10, num_output=3, max_tokens=3), age_s=0.5)
+    values = driver.values()
+    assert values["num_requests_waiting", "rt"] == [1]
+    assert values["num_tokens_waiting", "rt"] == [10]
+    driver.now_s = 51.0
+    plan = driver.send()
+    assert plan is not None
+    values = driver.values(num_rejected=4)
+    total_s, *counts = values["request_queue_time_seconds", "rt"]
+    assert (total_s, sum(counts)) == (1.5, 1)
+    assert values["num_requests_running", "rt"] == [1]
+    assert values["kv_slots_used",] == [10]
+    assert values["kv_cache_usage_perc",] == [0.1]
+    assert values["ipc_rejected_total", "router"] == [4]
+    driver.finish(plan, 0.25)
+    assert driver.run_out() == 2
+    values = driver.values()
+    assert values["steps_total",] == [3]
+    for family, total in (("step_batch_size", 3), ("iteration_tokens_total", 12)):
+        assert (values[family,][0], sum(values[family,][1:])) == (total, 3)
+    observed_s, predicted_s, error_s = (
+        values[f"{name}_seconds",]
+        for name in ("step_time", "predicted_step_time", "step_time_error")
+    )
+    assert observed_s[0] == pytest.approx(0.25 + 2 * 0.0045)
+    assert observed_s[0] == values["worker_busy_seconds_total",][0]
+    assert sum(observed_s[1:]) == sum(predicted_s[1:]) == sum(error_s[1:]) == 3
+    assert error_s[0] >= 0.25  # of the first step nothing was known
+    assert values["kv_slots_used",] == [0]
+    assert sum(values["request_queue_time_seconds", "be"][1:]) == 0
+
+
+def test_a_preempted_request_has_queued_once() -> None:
+    driver = Driver(make_core("chunked", admission=RecklessAdmission()), 30)
+    for number in range(3):
+        arrival = Arrival(0.0, 6, 12, 12, request_class=RequestClass.BE)
+        driver.arrive(number, arrival)
+    driver.run_out()
+    values = driver.values()
+    assert values["num_preemptions_total",][0] > 0
+    assert values["preempted_tokens_total",][0] > 0
+    assert sum(values["request_queue_time_seconds", "be"][1:]) == 3
+    assert values["num_requests_running", "be"] == [0]
+
+
+def test_steps_of_lost_workers_are_not_waited_for() -> None:
+    driver = Driver(make_core("chunked"), 100)
+    driver.arrive(0, Arrival(0.0, 6, 4, 4))
+    lost = driver.send()
+    assert lost is not None
+    driver.core.on_message(WorkersGone(), driver.now_s)
+    driver.metrics.on_workers_gone()
+    driver.metrics.on_result(
+        StepResult(step_id=lost.step_id, generation=0, rows=[], exec_s=1.0, idle_s=0.0)
+    )
+    values = driver.values()
+    assert sum(values["step_time_seconds",][1:]) == 0
+    assert values["kv_slots",] == values["kv_cache_usage_perc",] == [0]
+    driver.core.on_message(WorkersReady(100), driver.now_s)
+    assert driver.run_out() == 4
+    assert sum(driver.values()["request_queue_time_seconds", "rt"][1:]) == 1
