@@ -4,7 +4,8 @@
 
 aiperf is installed into an environment of its own (`pip install aiperf`), since it pins much. Each
 round runs aiperf alone, this client alone, and both at once: then they measure one server under
-one load, whatever else their own CPU time takes from it. Without --url the server is the mock
+one load, whatever their own CPU time takes from it, and what counts is the stretch in which both
+did. Without --url the server is the mock
 with known delays. aiperf's "inter token latency" is TPOT here, its "inter chunk latency" ITL.
 """
 
@@ -14,15 +15,16 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from load_test_check import running_mock
@@ -68,10 +70,8 @@ class Comparison:
         texts = (maker.text([Segment(UNIQUE, PROMPT_TOKENS)]) for _ in range(self._args.requests))
         self._prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
-    def aiperf(self) -> Figures:
-        """Run aiperf."""
-        output = Path(tempfile.mkdtemp(dir=self._directory))
-        command = [
+    def _aiperf_command(self, output: Path) -> list[str]:
+        return [
             self._args.aiperf, "profile", "-m", self._model, "--url", self._url,
             "--endpoint-type", "chat", "--streaming", "--use-legacy-max-tokens",
             "--use-server-token-count", "--tokenizer", str(TOKENIZER), "--ui-type", "none",
@@ -79,7 +79,11 @@ class Comparison:
             "--concurrency", str(self._args.concurrency), "--osl", str(OUTPUT_TOKENS),
             "--request-count", str(self._args.requests), "--artifact-dir", str(output),
         ]  # fmt: skip
-        cpu_s = _timed(command)
+
+    def aiperf(self) -> Figures:
+        """Run aiperf."""
+        output = Path(tempfile.mkdtemp(dir=self._directory))
+        cpu_s = _timed(self._aiperf_command(output))
         report = json.loads((output / "profile_export_aiperf.json").read_text())
         figures = {f"{name} p50": report[theirs]["p50"] for name, theirs in METRICS.items()}
         figures |= {f"{name} mean": report[theirs]["avg"] for name, theirs in METRICS.items()}
@@ -89,16 +93,18 @@ class Comparison:
             "cpu s": cpu_s,
         }
 
+    def _our_command(self, output: Path, *args: str) -> list[str]:
+        return [
+            sys.executable, str(BENCH / "load_test.py"), "--url", self._url, "--quiet",
+            "--concurrency", str(self._args.concurrency), "--warmup", "0",
+            "--output", str(output), *args,
+            "--prompt-tokens", str(PROMPT_TOKENS), "--output-tokens", str(OUTPUT_TOKENS),
+        ]  # fmt: skip
+
     def ours(self) -> Figures:
         """Run this client."""
         output = Path(tempfile.mkdtemp(dir=self._directory)) / "result.json"
-        command = [
-            sys.executable, str(BENCH / "load_test.py"), "--url", self._url, "--quiet",
-            "--concurrency", str(self._args.concurrency), "--warmup", "0",
-            "--num-requests", str(self._args.requests), "--output", str(output),
-            "--prompt-tokens", str(PROMPT_TOKENS), "--output-tokens", str(OUTPUT_TOKENS),
-        ]  # fmt: skip
-        cpu_s = _timed(command)
+        cpu_s = _timed(self._our_command(output, "--num-requests", str(self._args.requests)))
         summary = result.load(output)[0].classes["rt"]
         spreads = {name: getattr(summary, name) for name in METRICS}
         figures = {f"{name} p50": spread.p50 for name, spread in spreads.items()}
@@ -108,6 +114,82 @@ class Comparison:
             "requests/s": summary.requests_per_s,
             "cpu s": cpu_s,
         }
+
+    def together(self) -> tuple[Figures, Figures]:
+        """Run this client for as long as aiperf runs."""
+        output = Path(tempfile.mkdtemp(dir=self._directory))
+        args = ("--duration-s", "3600", "--save-requests")
+        ours = subprocess.Popen(
+            self._our_command(output / "result.json", *args), stdout=subprocess.DEVNULL
+        )
+        try:
+            _timed(self._aiperf_command(output))
+            ours.send_signal(signal.SIGINT)
+            ours.wait(timeout=60)
+        finally:
+            ours.kill()
+        answers = _aiperf_answers(output / "profile_export.jsonl")
+        start_s = min(answer.start_s for answer in answers)
+        end_s = max(answer.end_s for answer in answers)
+        own = [
+            answer
+            for answer in _our_answers(output / "result.json")
+            if start_s <= answer.start_s and answer.end_s <= end_s
+        ]
+        return _of_answers(answers, end_s - start_s), _of_answers(own, end_s - start_s)
+
+
+class Answer(NamedTuple):
+    """A completed request, on the time of day in seconds."""
+
+    start_s: float
+    end_s: float
+    ttft_ms: float
+    num_tokens: int
+
+
+def _aiperf_answers(path: Path) -> list[Answer]:
+    answers = []
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        start_s = row["metadata"]["request_start_ns"] / 1e9
+        metrics = {name: metric["value"] for name, metric in row["metrics"].items()}
+        end_s = start_s + metrics["request_latency"] / 1e3
+        tokens = int(metrics["output_sequence_length"])
+        answers.append(Answer(start_s, end_s, metrics["time_to_first_token"], tokens))
+    return answers
+
+
+def _our_answers(path: Path) -> list[Answer]:
+    run = result.load(path)[0]
+    zero_s = datetime.fromisoformat(run.started_at).timestamp()
+    return [
+        Answer(
+            zero_s + row.intended_s,
+            zero_s + row.end_s,
+            (row.first_s - row.intended_s) * 1e3,
+            row.output_tokens,
+        )
+        for row in run.requests
+        if row.error is None and row.first_s and row.end_s and row.output_tokens
+    ]
+
+
+def _of_answers(answers: list[Answer], window_s: float) -> Figures:
+    ttft = [answer.ttft_ms for answer in answers]
+    e2el = [(answer.end_s - answer.start_s) * 1e3 for answer in answers]
+    tpot = [
+        (latency - answer.ttft_ms) / (answer.num_tokens - 1)
+        for answer, latency in zip(answers, e2el, strict=True)
+        if answer.num_tokens > 1
+    ]
+    samples = {"ttft_ms": ttft, "tpot_ms": tpot, "e2el_ms": e2el}
+    figures = {f"{name} p50": statistics.median(values) for name, values in samples.items()}
+    figures |= {f"{name} mean": statistics.fmean(values) for name, values in samples.items()}
+    return figures | {
+        "output tokens/s": sum(answer.num_tokens for answer in answers) / window_s,
+        "requests/s": len(answers) / window_s,
+    }
 
 
 def _timed(command: list[str]) -> float:
@@ -141,20 +223,23 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only-together", action="store_true", help="leave out each alone")
     args = parser.parse_args()
     start_s = time.monotonic()
     alone: tuple[list[Figures], list[Figures]] = ([], [])
     together: tuple[list[Figures], list[Figures]] = ([], [])
     server = running_mock(0.1, 0.02) if args.url is None else nullcontext(args.url)
-    with server as url, tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(2) as pool:
+    with server as url, tempfile.TemporaryDirectory() as directory:
         comparison = Comparison(args, url, Path(directory))
         for _ in range(args.rounds):
-            alone[0].append(comparison.aiperf())
-            alone[1].append(comparison.ours())
-            theirs, ours = pool.submit(comparison.aiperf), pool.submit(comparison.ours)
-            together[0].append(theirs.result())
-            together[1].append(ours.result())
-    report = {"alone": _beside(*alone), "at once": _beside(*together)}
+            if not args.only_together:
+                alone[0].append(comparison.aiperf())
+                alone[1].append(comparison.ours())
+            for figures, runs in zip(comparison.together(), together, strict=True):
+                runs.append(figures)
+    report: dict[str, Any] = {"at once": _beside(*together)}
+    if not args.only_together:
+        report["alone"] = _beside(*alone)
     print(json.dumps(report | {"took_s": round(time.monotonic() - start_s, 1)}, indent=2))
 
 

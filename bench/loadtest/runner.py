@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from itertools import count, cycle
 from typing import Any
 
@@ -223,5 +223,5 @@ def raise_file_limit() -> None:
 
 
 def wall_clock() -> str:
-    """Return the time of day, as it goes into a result."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    """Return the time of day, as it goes into a result: UTC, to the millisecond."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

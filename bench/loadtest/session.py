@@ -163,10 +163,9 @@ async def _run_point(
         clock(),
         stop=stop,
     )
-    started_at = wall_clock()
     with _progress_bar(point.label, plans, runner, options.shows_progress):
         # The clock of a run starts when everything is ready to be sent.
-        runner.now = clock()
+        runner.now, started_at = clock(), wall_clock()
         outcome = await runner.run(plans)
     if not outcome.records:
         raise LoadTestError("interrupted before the first arrival")
