@@ -243,6 +243,11 @@ KV_CACHE_USAGE = _gauge(
 )
 KV_SLOTS_USED = _gauge("kv_slots_used", Origin.ROUTER, "Slots of the KV pool in use, in tokens.")
 KV_SLOTS = _gauge("kv_slots", Origin.ROUTER, "Slots of the KV pool, in tokens; 0 without workers.")
+KV_SLOTS_PEAK = _gauge(
+    "kv_slots_used_peak",
+    Origin.ROUTER,
+    "Most slots of the KV pool in use at once in the second before the report.",
+)
 NUM_PREEMPTIONS = _counter(
     "num_preemptions_total",
     Origin.ROUTER,

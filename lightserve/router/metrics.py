@@ -9,6 +9,7 @@ from lightserve.metrics.catalogue import (
     ITERATION_TOKENS,
     KV_CACHE_USAGE,
     KV_SLOTS,
+    KV_SLOTS_PEAK,
     KV_SLOTS_USED,
     NUM_PREEMPTIONS,
     NUM_REQUESTS_RUNNING,
@@ -39,6 +40,7 @@ class RouterMetrics:
         self.recorder = recorder
         self._predicted_s: dict[StepId, float] = {}
         """Of the steps in flight."""
+        self._peak_slots = 0
         self._queue_time = {
             request_class: recorder.histogram(REQUEST_QUEUE_TIME, request_class.value)
             for request_class in RequestClass
@@ -60,8 +62,9 @@ class RouterMetrics:
         self._batch_size.observe(len(step.allotments))
         self._tokens.observe(num_step_tokens)
 
-    def on_result(self, result: StepResult) -> None:
-        """Count a step that has finished."""
+    def on_result(self, result: StepResult, num_used_slots: int) -> None:
+        """Count a step that has finished; call before the core takes it in, and may free slots."""
+        self._peak_slots = max(self._peak_slots, num_used_slots)
         predicted_s = self._predicted_s.pop(result.step_id, None)
         if predicted_s is None:
             return  # out of order, which the core refuses
@@ -87,6 +90,9 @@ class RouterMetrics:
             recorder.gauge(KV_CACHE_USAGE),
             status,
         )
+        peak = max(self._peak_slots, status.num_used_slots)
+        recorder.gauge(KV_SLOTS_PEAK).value = peak
+        self._peak_slots = 0
         recorder.counter(NUM_PREEMPTIONS).value = core.num_preemptions
         recorder.counter(PREEMPTED_TOKENS).value = core.num_preempted_tokens
         recorder.counter(STEPS).value = status.num_steps

@@ -160,7 +160,7 @@ class RouterProcess:
             self._on_result(message)
 
     def _on_result(self, result: StepResult) -> None:
-        self._metrics.on_result(result)
+        self._metrics.on_result(result, self.core.num_used_slots)
         try:
             self._deliver(self.core.on_result(result, time.monotonic()))
         except ProtocolError as error:

@@ -40,7 +40,7 @@ class Driver:
         result = StepResult(
             step_id=plan.step_id, generation=0, rows=rows, exec_s=exec_s, idle_s=0.25
         )
-        self.metrics.on_result(result)
+        self.metrics.on_result(result, self.core.num_used_slots)
         self.core.on_result(result, self.now_s)
 
     def run_out(self) -> int:
@@ -91,6 +91,8 @@ def test_one_request_from_its_arrival_to_its_end() -> None:
     assert sum(observed_s[1:]) == sum(predicted_s[1:]) == sum(error_s[1:]) == 3
     assert error_s[0] >= 0.25  # of the first step nothing was known
     assert values["kv_slots_used",] == [0]
+    assert values["kv_slots_used_peak",] == [12]
+    assert driver.values()["kv_slots_used_peak",] == [0]  # of each second anew
     assert sum(values["request_queue_time_seconds", "be"][1:]) == 0
 
 
@@ -115,7 +117,8 @@ def test_steps_of_lost_workers_are_not_waited_for() -> None:
     driver.core.on_message(WorkersGone(), driver.now_s)
     driver.metrics.on_workers_gone()
     driver.metrics.on_result(
-        StepResult(step_id=lost.step_id, generation=0, rows=[], exec_s=1.0, idle_s=0.0)
+        StepResult(step_id=lost.step_id, generation=0, rows=[], exec_s=1.0, idle_s=0.0),
+        num_used_slots=0,
     )
     values = driver.values()
     assert sum(values["step_time_seconds",][1:]) == 0
