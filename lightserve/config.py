@@ -173,6 +173,12 @@ class ServeConfig:
     be_max_waiting_tokens: int = option(
         67_108_864, "Prompt tokens of waiting best-effort requests; more get a 429.", low=1
     )
+    cache_policy: str = option(
+        "task-aware",
+        "Which cached prefixes go first when KV memory is needed: task-aware (what fewest waiting"
+        " requests want), lru, or off (nothing is cached).",
+        choices=("task-aware", "lru", "off"),
+    )
     kv_memory: str = option(
         "auto",
         "Memory of the KV pool per rank, such as 512MiB or 4GiB; auto on a CPU is"
