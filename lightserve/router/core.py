@@ -5,7 +5,7 @@ same object through
 
     on_message(event, now_s) -> [Outgoing]       a request, an abort, a death, a new worker group
     plan(now_s)              -> PlannedStep | WaitUntil          changes nothing
-    commit(planned, now_s)                       the plan was sent
+    commit(planned, now_s)   -> StepPlan                         books it; send the message
     on_result(result, now_s) -> [Outgoing]       a step has finished
 
 One plan is ahead (architecture 4): while step i runs, plan i+1 waits at the worker. Slots and
@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-
-import numpy as np
 
 from lightserve.errors import ProtocolError
 from lightserve.messages.frontend_router import (
@@ -30,7 +28,7 @@ from lightserve.messages.frontend_router import (
     RouterStatus,
     Submit,
 )
-from lightserve.messages.router_worker import PlanRow, RowResult, StepResult
+from lightserve.messages.router_worker import PlanRow, RowResult, StepPlan, StepResult
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.deltas import DeltaBatch
 from lightserve.router.endings import can_replay, finish_reason
@@ -46,7 +44,7 @@ from lightserve.router.events import (
 )
 from lightserve.router.intake import Intake, request_of
 from lightserve.router.integrity import check_integrity
-from lightserve.router.kv.slots import SlotPool
+from lightserve.router.kv.store import KVStore
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.plan_builder import build_plan, num_samples
 from lightserve.router.policies.base import StepLimits
@@ -65,7 +63,7 @@ class RouterCore:
         self._requests: dict[RequestKey, Request] = {}
         self._waiting = WaitingQueue()
         self._rows = RowTable(config.max_num_seqs)
-        self._slots: SlotPool | None = None
+        self._kv: KVStore | None = None
         self._pipeline = Pipeline(max_steps_in_flight=config.max_steps_in_flight)
         self._intake = Intake(config.queue_limits)
         self._unfinished: dict[RequestKey, Request] = {}
@@ -149,11 +147,11 @@ class RouterCore:
     def _can_ever_fit(self, request: Request) -> bool:
         if request.num_prompt_tokens + request.max_tokens > self._config.max_model_len:
             return False
-        return self._slots is None or request.max_kv_tokens <= self._slots.num_slots
+        return self._kv is None or request.max_kv_tokens <= self._kv.num_slots
 
     def _start_workers(self, num_kv_slots: int, deltas: DeltaBatch) -> None:
         assert len(self._rows) == 0, "the group before was not reported as gone"
-        self._slots = SlotPool(num_kv_slots)
+        self._kv = KVStore(num_kv_slots, order=self._config.cache_order)
         for request in list(self._waiting):
             if not self._can_ever_fit(request):
                 deltas.fail(request, ErrorCode.TOO_LARGE)
@@ -162,7 +160,7 @@ class RouterCore:
     def _lose_workers(self, deltas: DeltaBatch) -> None:
         """Replay what can be replayed, end the rest; no KV and no plan in flight is left."""
         self._pipeline.clear()
-        self._slots = None
+        self._kv = None
         replayed: list[Request] = []
         suspects = [request for request in self._suspects if request.row is None]
         for request in list(self._rows):
@@ -187,7 +185,7 @@ class RouterCore:
 
     def plan(self, now_s: float) -> PlannedStep | WaitUntil:
         """Return the step to send now, or when to ask again. Changes nothing."""
-        if self._slots is None or not self._requests:
+        if self._kv is None or not self._requests:
             return WaitUntil(None)
         due_s = self._pipeline.next_plan_due_s()
         if due_s is None or due_s > now_s:
@@ -195,10 +193,7 @@ class RouterCore:
         fit = self._choose()
         if not fit.allotments or (fit.victims and not self._pipeline.is_empty):
             return WaitUntil(None)
-        num_tokens = sum(part.num_tokens for part in fit.allotments)
-        slots = self._slots.peek_after([v.held_slots for v in fit.victims], num_tokens)
         return PlannedStep(
-            plan=build_plan(self._pipeline.next_step_id, fit.allotments, self._rows, slots),
             allotments=fit.allotments,
             num_samples=tuple(num_samples(*part) for part in fit.allotments),
             victims=fit.victims,
@@ -220,49 +215,60 @@ class RouterCore:
 
     def _select(self, running: Sequence[Request], waiting: Iterable[Request]) -> Fit:
         """Ask the policy who of these advances, and see that it fits; falsy if nobody can."""
-        assert self._slots is not None
+        assert self._kv is not None
         limits = StepLimits(
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             num_free_rows=self._rows.num_free,
         )
         admission = self._config.admission.begin(
-            list(self._rows), self._slots.num_slots, self._pipeline.next_step_id
+            list(self._rows), self._kv.num_slots, self._pipeline.next_step_id
         )
-        chosen = cap_positions(self._config.policy.select(running, waiting, limits, admission))
+        looked_up = map(self._kv.look_up, waiting)
+        chosen = cap_positions(self._config.policy.select(running, looked_up, limits, admission))
         victims_first = self.running[::-1]
-        return fit_into_memory(chosen, self._slots.num_free, victims_first=victims_first)
+        return fit_into_memory(chosen, self._kv.num_available, victims_first, self._kv.num_freed_by)
 
-    def commit(self, planned: PlannedStep, now_s: float) -> None:
-        """Book a step that was sent at `now_s`, planned since the last event."""
-        assert self._slots is not None
+    def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:
+        """Book a step planned since the last event; return the message to send now."""
+        assert self._kv is not None
         self._preempt(planned.victims)
-        self._pipeline.push(planned, now_s)
-        slots = self._slots.acquire(sum(part.num_tokens for part in planned.allotments))
-        offset = 0
+        newcomers = [r for r, _ in planned.allotments if r.state is RequestState.WAITING]
+        for request in newcomers:
+            self._start(request, now_s)
+        slots = self._kv.acquire(sum(part.num_tokens for part in planned.allotments))
+        for request, num_tokens in planned.allotments:
+            assert request.slots is not None
+            start = request.next_position
+            request.slots[start : start + num_tokens] = slots[:num_tokens]
+            slots = slots[num_tokens:]
+        plan = build_plan(self._pipeline.next_step_id, planned.allotments, newcomers)
+        self._pipeline.push(planned, plan, now_s)
         for (request, num_tokens), samples in zip(
             planned.allotments, planned.num_samples, strict=True
         ):
-            if request.state is RequestState.WAITING:
-                self._waiting.admit(request)
-                backlog = self._waiting.backlog(request.request_class)
-                self._intake.note_started(request, backlog, now_s)
-                self._rows.acquire(request)
-                request.state = RequestState.RUNNING
-                request.slots = np.empty(request.max_kv_tokens, dtype=np.int32)
-            assert request.slots is not None
-            start = request.next_position
-            request.slots[start : start + num_tokens] = slots[offset : offset + num_tokens]
-            offset += num_tokens
             request.num_inflight_samples += samples
             request.num_inflight_tokens += num_tokens
             request.num_inflight_steps += 1
+        return plan
+
+    def _start(self, request: Request, now_s: float) -> None:
+        """Take a waiting request out of its queue and give it a row and its cached prefix."""
+        assert self._kv is not None
+        self._waiting.admit(request)
+        backlog = self._waiting.backlog(request.request_class)
+        self._intake.note_started(request, backlog, now_s)
+        self._rows.acquire(request)
+        request.state = RequestState.RUNNING
+        self._kv.start(request)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed_tokens
 
     def _preempt(self, victims: Sequence[Request]) -> None:
         """Free the victims' KV; they keep their text and head the queue, in order of admission."""
-        assert self._slots is not None
+        assert self._kv is not None
         for request in victims:
             self.num_preempted_tokens += request.next_position
-            self._slots.release(request.held_slots)
+            self._kv.release(request, keep=False)
             self._rows.release(request)
             request.back_to_waiting()
         self._waiting.requeue(victims[::-1])
@@ -280,7 +286,7 @@ class RouterCore:
         deltas = DeltaBatch()
         rows = iter(result.rows)
         for (request, num_tokens), samples, row in zip(
-            step.allotments, step.num_samples, step.plan.rows, strict=True
+            step.planned.allotments, step.planned.num_samples, step.plan.rows, strict=True
         ):
             request.num_inflight_samples -= samples
             request.num_inflight_tokens -= num_tokens
@@ -302,12 +308,14 @@ class RouterCore:
         """Append a live request's new tokens; end it where they end it."""
         if result.error is not None:
             deltas.fail(request, ErrorCode.NON_FINITE_LOGITS)
+            request.keeps_kv = False
             self._end(request)
             return
         if news := take_news(request, row.start_position, result.prompt_logprobs):
             deltas.add_prompt_logprobs(request, news)
         if result.token_ids:
             self._clear(request)
+            self._share_prompt(request)
         for index, token_id in enumerate(result.token_ids):
             request.output_token_ids.append(token_id)
             reason = finish_reason(request, token_id)
@@ -315,6 +323,12 @@ class RouterCore:
             if reason is not None:
                 self._complete(request)
                 return
+
+    def _share_prompt(self, request: Request) -> None:
+        """With its first token, a request's whole prompt has been computed: others may use it."""
+        assert self._kv is not None
+        if not request.output_token_ids:
+            self._kv.learn_prompt(request)
 
     def _complete(self, request: Request) -> None:
         """End a request that has all its tokens; a frontend that looks for stop strings may yet
@@ -344,9 +358,8 @@ class RouterCore:
     def _release_if_idle(self, request: Request) -> None:
         if request.num_inflight_steps > 0:
             return
-        assert self._slots is not None
-        self._slots.release(request.held_slots)
-        request.slots = None
+        assert self._kv is not None
+        self._kv.release(request, keep=request.keeps_kv)
         self._rows.release(request)
 
     # ---------------------------------------------------------------- state for operators
@@ -359,7 +372,12 @@ class RouterCore:
     @property
     def num_used_slots(self) -> int:
         """Slots of the KV pool that somebody holds."""
-        return 0 if self._slots is None else self._slots.num_used
+        return 0 if self._kv is None else self._kv.num_used
+
+    @property
+    def num_cached_slots(self) -> int:
+        """Slots whose KV is kept although no live request reads it."""
+        return 0 if self._kv is None else self._kv.num_cached
 
     @property
     def num_unfinished(self) -> int:
@@ -370,7 +388,7 @@ class RouterCore:
         """Return the pulse that frontends are told."""
         num_running = Counter(request.request_class for request in self._rows)
         return RouterStatus(
-            workers_ready=self._slots is not None,
+            workers_ready=self._kv is not None,
             load={
                 request_class: ClassLoad(
                     *self._waiting.backlog(request_class), num_running[request_class]
@@ -378,7 +396,7 @@ class RouterCore:
                 for request_class in RequestClass
             },
             num_used_slots=self.num_used_slots,
-            num_kv_slots=0 if self._slots is None else self._slots.num_slots,
+            num_kv_slots=0 if self._kv is None else self._kv.num_slots,
             num_steps=self._pipeline.num_finished,
             stalled_s=self._pipeline.stalled_s(now_s),
             worker_busy_s=self._pipeline.busy_s,
@@ -387,4 +405,4 @@ class RouterCore:
 
     def check_integrity(self) -> None:
         """Assert what must hold between any two calls (architecture 6, invariant 1)."""
-        check_integrity(self._requests, self._waiting, self._rows, self._slots)
+        check_integrity(self._requests, self._waiting, self._rows, self._kv)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.intake import QueueLimits
+from lightserve.router.kv.prefix_tree import EvictionOrder
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.pipeline import MAX_STEPS_IN_FLIGHT
 from lightserve.router.policies.base import Policy
@@ -28,5 +29,7 @@ class CoreConfig:
     """Learns every finished request's length; the admission rule may read it."""
     admission_limit: int | None = None
     """Most output tokens that admission believes any request can reach (simulation of others)."""
+    cache_order: EvictionOrder | None = None
+    """In which order cached prefixes go; None: nothing is cached."""
     max_steps_in_flight: int = MAX_STEPS_IN_FLIGHT
     """1 plans every step on the results of all before it, as simulations of other systems do."""

@@ -22,9 +22,16 @@ class DeltaBatch:
         reason: FinishReason | None,
         logprobs: list[TokenLogprob],
     ) -> None:
-        """A token, perhaps the last one; `logprobs` has one entry or none."""
-        request_id = request.key.request_id
-        self._add(request, RequestDelta(request_id, [token_id], reason, logprobs=logprobs))
+        """A confirmed token, perhaps the last one; `logprobs` has one entry or none."""
+        is_first = len(request.output_token_ids) == 1
+        delta = RequestDelta(
+            request.key.request_id,
+            [token_id],
+            reason,
+            num_cached_tokens=request.num_cached_tokens or 0 if is_first else 0,
+            logprobs=logprobs,
+        )
+        self._add(request, delta)
 
     def add_prompt_logprobs(self, request: Request, logprobs: list[TokenLogprob]) -> None:
         """How probable the next tokens of the prompt are."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightserve.messages.frontend_router import Abort, Acknowledge, Finish, Submit, TokenDelta
-from lightserve.messages.router_worker import StepPlan
 from lightserve.router.policies.base import Allotment
 from lightserve.router.request import Request
 from lightserve.types import FrontendId
@@ -51,11 +50,9 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step that could be sent now: the plan, and whom it moves by how much."""
+    """A step that could be sent now: whom it moves by how much. `commit` makes the message."""
 
-    plan: StepPlan
     allotments: tuple[Allotment, ...]
-    """In the order of `plan.rows`."""
     num_samples: tuple[int, ...]
     """Tokens that each of them can yield at most."""
     victims: tuple[Request, ...]

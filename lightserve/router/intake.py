@@ -127,6 +127,7 @@ def request_of(
         arrival_number=arrival_number,
         prediction_key=(submit.request_class, submit.prediction_key),
         constraint=submit.constraint,
+        prefix_salt=submit.prefix_salt,
         num_acknowledged_tokens=0 if submit.needs_acknowledgement else None,
         admission_limit=min(submit.max_tokens, admission_limit or submit.max_tokens),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightserve.router.kv.slots import SlotPool
+from lightserve.router.kv.store import KVStore
 from lightserve.router.queues import RowTable, WaitingQueue
 from lightserve.router.request import Request, RequestState
 from lightserve.types import RequestKey
@@ -14,12 +14,11 @@ def check_integrity(
     requests: Mapping[RequestKey, Request],
     waiting: WaitingQueue,
     rows: RowTable,
-    slots: SlotPool | None,
+    kv: KVStore | None,
 ) -> None:
     """Assert that every slot, row and request has its one place."""
-    held = [slot for request in rows for slot in request.held_slots.tolist()]
-    assert len(held) == len(set(held)), "a slot has two owners"
-    assert slots is None or slots.num_used == len(held), "slots leaked"
+    if kv is not None:
+        kv.check_integrity(rows)
     for request in rows:
         ended = request.state is RequestState.ENDED
         assert ended == (request.key not in requests)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightserve.errors import ProtocolError
-from lightserve.messages.router_worker import StepResult
+from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.events import PlannedStep
 from lightserve.router.step_cost import OnlineStepCost, step_features
 from lightserve.types import StepId
@@ -27,8 +27,11 @@ ERROR_FACTOR = 2.0
 
 
 @dataclass(slots=True)
-class _InFlight:
-    step: PlannedStep
+class SentStep:
+    """A step that the workers have, or have finished."""
+
+    planned: PlannedStep
+    plan: StepPlan
     features: npt.NDArray[np.float64]
     start_s: float | None
     """When it began, as far as the router can know; None while it waits at the worker."""
@@ -46,7 +49,7 @@ class Pipeline:
         self.num_finished = 0
         self.busy_s = 0.0
         self.idle_s = 0.0
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[SentStep] = deque()
         self._router_s = 0.0
         self._had_work = False
 
@@ -65,29 +68,28 @@ class Pipeline:
         assert running.start_s is not None
         lead_s = max(MIN_LEAD_S, ROUTER_TIME_FACTOR * self._router_s)
         lead_s += ERROR_FACTOR * self.cost.error_s
-        return running.start_s + running.step.predicted_s - lead_s
+        return running.start_s + running.planned.predicted_s - lead_s
 
-    def push(self, step: PlannedStep, now_s: float) -> None:
-        """Book a step sent at `now_s`."""
-        assert step.plan.step_id == self.next_step_id, "planned before the last commit"
+    def push(self, planned: PlannedStep, plan: StepPlan, now_s: float) -> None:
+        """Book a step that leaves at `now_s`; before its requests have moved."""
+        assert plan.step_id == self.next_step_id
         ahead = bool(self._in_flight)
-        self._in_flight.append(
-            _InFlight(step, step_features(step.allotments), None if ahead else now_s, ahead)
-        )
+        features = step_features(planned.allotments)
+        self._in_flight.append(SentStep(planned, plan, features, None if ahead else now_s, ahead))
         self.next_step_id = StepId(self.next_step_id + 1)
-        self._router_s += 0.1 * (now_s - step.planned_at_s - self._router_s)
+        self._router_s += 0.1 * (now_s - planned.planned_at_s - self._router_s)
 
     def note_work(self, has_work: bool) -> None:
         """Say whether requests are left after a result: then waiting for a plan is idling."""
         self._had_work = has_work
 
-    def pop(self, result: StepResult, now_s: float) -> PlannedStep:
+    def pop(self, result: StepResult, now_s: float) -> SentStep:
         """Take out the oldest step; the one behind it has started.
 
         Raises:
             ProtocolError: `result` is not the oldest step's.
         """
-        if not self._in_flight or self._in_flight[0].step.plan.step_id != result.step_id:
+        if not self._in_flight or self._in_flight[0].plan.step_id != result.step_id:
             raise ProtocolError(f"result of step {result.step_id} out of order")
         done = self._in_flight.popleft()
         self.cost.observe(done.features, result.exec_s)
@@ -97,7 +99,7 @@ class Pipeline:
             self.idle_s += result.idle_s
         if self._in_flight:
             self._in_flight[0].start_s = now_s
-        return done.step
+        return done
 
     def clear(self) -> None:
         """Forget the steps in flight: their worker is gone."""

@@ -1,15 +1,14 @@
-"""From allotments to the message that workers execute. Pure: peeks at rows and slots."""
+"""From allotments to the message that workers execute."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
-from lightserve.messages.common import Int32Array, TokenSegment, pack_int32
+from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
 from lightserve.router.policies.base import Allotment
-from lightserve.router.queues import RowTable
 from lightserve.router.request import Request
-from lightserve.types import StepId
+from lightserve.types import RowId, StepId
 
 
 def num_samples(request: Request, num_tokens: int) -> int:
@@ -32,38 +31,35 @@ def wanted_output(request: Request, num_tokens: int) -> OutputKind:
 
 
 def build_plan(
-    step_id: StepId, allotments: Sequence[Allotment], rows: RowTable, slots: Int32Array
+    step_id: StepId, allotments: Sequence[Allotment], newcomers: Container[Request]
 ) -> StepPlan:
     """Return the plan that moves each request by its allotment.
 
-    New requests get the rows that `RowTable.acquire` will give when called in the order of
-    `allotments`; all requests get the next ones of `slots`, int32 [sum of num_tokens].
+    All have their rows, and the slots that they are about to write; `newcomers` are not known to
+    the workers yet.
     """
-    num_new = sum(request.row is None for request, _ in allotments)
-    new_rows = iter(rows.peek(num_new))
-    all_slots = pack_int32(slots)
     sequences: list[AddSequence] = []
     slot_ranges: list[SlotRange] = []
     plan_rows: list[PlanRow] = []
-    offset = 0
     for request, num_tokens in allotments:
-        row = request.row
-        if row is None:
-            row = next(new_rows)
-            segment = TokenSegment(token_ids=pack_int32(request.known_token_ids()))
-            sequences.append(
-                AddSequence(
-                    row,
-                    [segment],
-                    request.sampling,
-                    request.num_prompt_tokens,
-                    sorted(request.eos_token_ids),
-                    request.constraint,
-                )
-            )
+        assert request.row is not None and request.slots is not None
         start = request.next_position
-        end = offset + 4 * num_tokens
-        slot_ranges.append(SlotRange(row, start, all_slots[offset:end]))
-        offset = end
-        plan_rows.append(PlanRow(row, start, num_tokens, wanted_output(request, num_tokens)))
+        if request in newcomers:
+            sequences.append(_sequence(request, request.row))
+        first = 0 if request in newcomers else start
+        slots = pack_int32(request.slots[first : start + num_tokens])
+        slot_ranges.append(SlotRange(request.row, first, slots))
+        output = wanted_output(request, num_tokens)
+        plan_rows.append(PlanRow(request.row, start, num_tokens, output))
     return StepPlan(step_id=step_id, sequences=sequences, slot_ranges=slot_ranges, rows=plan_rows)
+
+
+def _sequence(request: Request, row: RowId) -> AddSequence:
+    return AddSequence(
+        row,
+        [TokenSegment(token_ids=pack_int32(request.known_token_ids()))],
+        request.sampling,
+        request.num_prompt_tokens,
+        sorted(request.eos_token_ids),
+        request.constraint,
+    )

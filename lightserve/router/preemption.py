@@ -7,7 +7,7 @@ KV goes, the text stays, and the request is recomputed later from the head of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightserve.router.policies.base import Allotment
@@ -30,15 +30,17 @@ def fit_into_memory(
     allotments: Sequence[Allotment],
     num_free_slots: int,
     victims_first: Sequence[Request],
+    num_freed_by: Callable[[Sequence[Request]], int],
 ) -> Fit:
     """Return the part of a step that fits into memory.
 
     Args:
         allotments: what the policy chose, in its order of preference.
-        num_free_slots: slots that nobody holds.
+        num_free_slots: slots that can be had without taking any from a live request.
         victims_first: running requests that may be preempted, the first to go first.
+        num_freed_by: how many slots become free without these requests.
     """
-    if sum(num_tokens for _, num_tokens in allotments) <= num_free_slots:
+    if sum(map(_num_slots_for, allotments)) <= num_free_slots:
         return Fit(tuple(allotments))
     decodes = [part for part in allotments if part.request.is_decoding]
     prompts = [part for part in allotments if not part.request.is_decoding]
@@ -49,7 +51,14 @@ def fit_into_memory(
     if trimmed:
         return Fit(trimmed)
     in_progress = [part for part in prompts if part.request.state is RequestState.RUNNING]
-    return _preempt(decodes or in_progress[:1], num_free_slots, victims_first)
+    return _preempt(decodes or in_progress[:1], num_free_slots, victims_first, num_freed_by)
+
+
+def _num_slots_for(part: Allotment) -> int:
+    """Return what a share takes: its new tokens, and the cached ones that it will hold on to."""
+    request, num_tokens = part
+    is_new = request.state is RequestState.WAITING
+    return num_tokens + (request.num_pinned_by_start if is_new else 0)
 
 
 def _trim(prompts: Sequence[Allotment], num_slots: int) -> tuple[Allotment, ...]:
@@ -57,11 +66,11 @@ def _trim(prompts: Sequence[Allotment], num_slots: int) -> tuple[Allotment, ...]
     kept: list[Allotment] = []
     for request, num_tokens in prompts:
         is_new = request.state is RequestState.WAITING
-        chunk = num_tokens if is_new else min(num_tokens, num_slots)
-        if chunk == 0 or chunk > num_slots:
+        part = Allotment(request, num_tokens if is_new else min(num_tokens, num_slots))
+        if part.num_tokens == 0 or _num_slots_for(part) > num_slots:
             break
-        kept.append(Allotment(request, chunk))
-        num_slots -= chunk
+        kept.append(part)
+        num_slots -= _num_slots_for(part)
     return tuple(kept)
 
 
@@ -77,15 +86,17 @@ def _keep_order(
 
 
 def _preempt(
-    wanted: Sequence[Allotment], num_free_slots: int, victims_first: Sequence[Request]
+    wanted: Sequence[Allotment],
+    num_free_slots: int,
+    victims_first: Sequence[Request],
+    num_freed_by: Callable[[Sequence[Request]], int],
 ) -> Fit:
     """Preempt until every remaining request of `wanted` finds a slot; nobody for nobody."""
     remaining = list(wanted)
     victims: list[Request] = []
     for victim in victims_first:
-        if num_free_slots >= len(remaining):
+        if num_free_slots + num_freed_by(victims) >= len(remaining):
             break
         victims.append(victim)
-        num_free_slots += victim.next_position
         remaining = [part for part in remaining if part.request is not victim]
     return Fit(tuple(Allotment(request, 1) for request, _ in remaining), tuple(victims))

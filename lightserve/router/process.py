@@ -128,11 +128,11 @@ class RouterProcess:
     def plan(self) -> float:
         """Send every plan that is due; return when to ask again."""
         while isinstance(step := self.core.plan(time.monotonic()), PlannedStep):
-            for rank in range(self._spec.config.tp):
-                self._workers.send(_worker_name(rank), step.plan)
             now_s = time.monotonic()
             self._metrics.on_commit(step, now_s)
-            self.core.commit(step, now_s)
+            plan = self.core.commit(step, now_s)
+            for rank in range(self._spec.config.tp):
+                self._workers.send(_worker_name(rank), plan)
         return float("inf") if step.at_s is None else step.at_s
 
     def receive_all(self) -> None:

@@ -88,10 +88,6 @@ class RowTable:
         """Rows that nobody holds."""
         return len(self._free)
 
-    def peek(self, count: int) -> list[RowId]:
-        """Return the rows that the next `count` calls of `acquire` will give."""
-        return [RowId(row) for row in heapq.nsmallest(count, self._free)]
-
     def acquire(self, request: Request) -> RowId:
         """Give the lowest free row to a request."""
         row = RowId(heapq.heappop(self._free))

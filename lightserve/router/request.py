@@ -21,6 +21,7 @@ import numpy as np
 
 from lightserve.messages.common import Constraint, Int32Array
 from lightserve.messages.frontend_router import MAX_UNACKNOWLEDGED_TOKENS
+from lightserve.router.kv.prefix_tree import Lease
 from lightserve.types import RequestClass, RequestKey, RowId, SamplingParams
 
 _NO_SLOTS: Int32Array = np.empty(0, dtype=np.int32)
@@ -53,6 +54,7 @@ class Request:
     prediction_key: Hashable = None
     """Requests with equal keys are expected to have outputs of like length."""
     constraint: Constraint | None = None
+    prefix_salt: str = ""
     num_acknowledged_tokens: int | None = None
     """Output tokens that the frontend found free of stop strings; None: it has none to look for."""
 
@@ -75,6 +77,14 @@ class Request:
     num_requeues: int = 0
     """How often it went back to waiting after it had started."""
     num_prompt_logprobs_sent: int = 0
+    lease: Lease | None = None
+    """While it has a row, and prefixes are cached: its hold on shared KV."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that were not computed when it first started."""
+    keeps_kv: bool = True
+    """Whether its KV may become cache: it has been finite so far."""
+    num_pinned_by_start: int = 0
+    """While it waits: cached slots that starting it would keep from being evicted."""
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt_token_ids)
@@ -84,7 +94,7 @@ class Request:
         """Lose row, KV and everything in flight; the known tokens are to be computed again."""
         self.state = RequestState.WAITING
         self.num_requeues += 1
-        self.slots = None
+        self.slots, self.lease = None, None
         self.num_computed_tokens = self.num_inflight_tokens = 0
         self.num_inflight_samples = self.num_inflight_steps = 0
 
@@ -128,12 +138,27 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """Whether its next move is one token that yields one token."""
-        return self.num_schedulable_tokens == 1 and self.num_known_tokens > self.num_prompt_tokens
+        is_running = self.state is RequestState.RUNNING  # and not about to start all but there
+        return (
+            is_running
+            and self.num_schedulable_tokens == 1
+            and self.num_known_tokens > self.num_prompt_tokens
+        )
 
     @property
     def max_kv_tokens(self) -> int:
         """Most slots it can ever hold; the last output token's KV is never written."""
         return self.num_prompt_tokens + self.max_tokens - 1
+
+    @property
+    def num_shared_tokens(self) -> int:
+        """Leading positions whose slots belong to the prefix tree."""
+        return 0 if self.lease is None else self.lease.num_tokens
+
+    @property
+    def num_own_slots(self) -> int:
+        """Slots that nobody else can read."""
+        return self.next_position - self.num_shared_tokens
 
     @property
     def held_slots(self) -> Int32Array:

@@ -11,7 +11,7 @@ two admissions are then advanced at once, in as far as memory lasts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,7 @@ from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Submit
-from lightserve.messages.router_worker import RowResult, StepResult
+from lightserve.messages.router_worker import RowResult, StepPlan, StepResult
 from lightserve.router.admission.base import AdmissionRound, AdmissionRule
 from lightserve.router.admission.oracle import OracleAdmission
 from lightserve.router.admission.registry import ADMISSION_RULES
@@ -35,7 +35,7 @@ from lightserve.router.policies.registry import POLICIES
 from lightserve.router.request import Request
 from lightserve.sim.hardware import A100_LLAMA2_7B, VirtualHardware
 from lightserve.sim.workload import DISTRIBUTION_MAX_TOKENS, Workload
-from lightserve.types import FrontendId, RequestClass, RequestId, RowId, SamplingParams
+from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
 
 ARTIFACT_INTERVAL_STEPS = 10
 ARTIFACT_PROMPT_BUDGET = 32_768
@@ -162,10 +162,11 @@ class _Run:
             step = core.plan(now_s)
             router_s = time.process_time() - start_s
             assert isinstance(step, PlannedStep), f"nothing can advance: {core.status(now_s)}"
-            result, exec_s = self._execute(step)
+            outputs, exec_s = self._execute(step)
             now_s += exec_s
             start_s = time.process_time()
-            core.commit(step, now_s)
+            plan = core.commit(step, now_s)
+            result = _result_of(plan, outputs, exec_s)
             news = core.on_result(result, now_s)
             measured.router_s.append(router_s + time.process_time() - start_s)
             ended = sum(d.finish_reason is not None for out in news for d in out.message.requests)
@@ -176,20 +177,21 @@ class _Run:
                     progress(ended)
         return measured.report(num_finished, core)
 
-    def _execute(self, step: PlannedStep) -> tuple[StepResult, float]:
-        """Return a step's result and its seconds on the virtual hardware."""
-        rows = [_row_result(part, n, row) for part, n, row in _sampling_rows(step)]
+    def _execute(self, step: PlannedStep) -> tuple[list[list[int]], float]:
+        """Return the tokens of each row that yields any, and the virtual hardware's seconds."""
+        outputs = [
+            _tokens(request, num_samples)
+            for (request, _), num_samples in zip(step.allotments, step.num_samples, strict=True)
+            if num_samples
+        ]
         if any(not request.is_decoding for request, _ in step.allotments):
             exec_s = self._measured.prompts(step)
         else:
-            num_steps = max(len(row.token_ids) for row in rows)
+            num_steps = max(map(len, outputs))
             core = self._core
             exec_s = self._measured.decodes(step, num_steps, core.num_used_slots, core.running)
             self._policy.advance(num_steps)
-        result = StepResult(
-            step_id=step.plan.step_id, generation=0, rows=rows, exec_s=exec_s, idle_s=0.0
-        )
-        return result, exec_s
+        return outputs, exec_s
 
     def _submit_all(self) -> None:
         rows = self._rows
@@ -244,22 +246,25 @@ class _IntervalPolicy:
         ]
 
 
-def _sampling_rows(step: PlannedStep) -> Iterator[tuple[Request, int, RowId]]:
-    """Yield request, most tokens and row of everything that yields tokens."""
-    for (request, _), samples, row in zip(
-        step.allotments, step.num_samples, step.plan.rows, strict=True
-    ):
-        if samples:
-            yield request, samples, row.row
+def _result_of(plan: StepPlan, outputs: Sequence[list[int]], exec_s: float) -> StepResult:
+    """Return a plan's result; `outputs` are in the order of its rows that want any."""
+    rows = [row.row for row in plan.rows if row.output]
+    return StepResult(
+        step_id=plan.step_id,
+        generation=0,
+        rows=[RowResult(row, tokens) for row, tokens in zip(rows, outputs, strict=True)],
+        exec_s=exec_s,
+        idle_s=0.0,
+    )
 
 
-def _row_result(request: Request, num_samples: int, row: RowId) -> RowResult:
+def _tokens(request: Request, num_samples: int) -> list[int]:
     """Return what a worker that knows only lengths yields: tokens, EOS as the last one."""
     length = request.sampling.seed - request.num_prompt_tokens
     missing = length - len(request.output_token_ids)
     if num_samples < missing:
-        return RowResult(row, [_TOKEN] * num_samples)
-    return RowResult(row, [_TOKEN] * (missing - 1) + [_EOS])
+        return [_TOKEN] * num_samples
+    return [_TOKEN] * (missing - 1) + [_EOS]
 
 
 class _Measurements:

@@ -52,6 +52,7 @@ class Outcome:
     token_times_s: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: ErrorCode | None = None
+    num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
@@ -110,8 +111,7 @@ class Simulation:
 
     def _plan(self) -> None:
         while isinstance(step := self.core.plan(self.now_s), PlannedStep):
-            self.core.commit(step, self.now_s)
-            self._sent.append(step.plan)
+            self._sent.append(self.core.commit(step, self.now_s))
             self._start_next()
         if step.at_s is not None:
             self._push(step.at_s, None)
@@ -135,6 +135,7 @@ class Simulation:
                 outcome.token_times_s.extend([self.now_s] * len(delta.token_ids))
                 outcome.finish_reason = delta.finish_reason
                 outcome.error = delta.error
+                outcome.num_cached_tokens += delta.num_cached_tokens
                 outcome.prompt_logprobs.extend(delta.prompt_logprobs)
                 if self._frontend is not None:
                     for timed in self._frontend(outgoing.frontend_id, delta, self.now_s):

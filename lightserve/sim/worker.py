@@ -1,15 +1,16 @@
 """A worker without a model: executes plans on book-keeping alone, and checks them as it goes.
 
-It keeps what a real worker keeps (`req_to_slot`) and, instead of keys and values, whose token
-each slot holds. Every read of a slot that was not written for that row and position is an
-error, so whatever drives it also tests the router's KV book-keeping.
+It keeps what a real worker keeps (`req_to_slot`) and, instead of keys and values, a hash of all
+that they depend on: the tokens up to their position. Every read of a slot that holds another
+prefix is an error, so whatever drives it also tests the router's KV book-keeping.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from lightserve.messages.common import TokenLogprob, unpack_int32
+from lightserve.messages.common import Int32Array, TokenLogprob, unpack_int32
 from lightserve.messages.router_worker import OutputKind, PlanRow, RowResult, StepPlan, StepResult
 
 EOS_TOKEN_ID = 0
@@ -24,22 +25,21 @@ class SimulatedWorker:
 
     def __init__(self, *, num_slots: int, max_num_seqs: int, max_model_len: int) -> None:
         self._req_to_slot = np.full((max_num_seqs, max_model_len), -1, dtype=np.int32)
-        self._owner = np.zeros(num_slots, dtype=np.int64)
-        self._position = np.full(num_slots, -1, dtype=np.int64)
-        self._row_owner = np.zeros(max_num_seqs, dtype=np.int64)
+        self._kv = np.zeros(num_slots, dtype=np.uint64)
+        self._prefixes = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.uint64)
+        """Hash of the tokens of each row up to each position."""
         self._num_known = np.zeros(max_num_seqs, dtype=np.int64)
         self._total_len = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
-        self._next_owner = 1
 
     def execute(self, plan: StepPlan, *, exec_s: float, idle_s: float) -> StepResult:
         """Run one plan. Raises PlanError."""
         for sequence in plan.sequences:
             row = sequence.row
-            self._row_owner[row] = self._next_owner
-            self._next_owner += 1
             self._req_to_slot[row] = -1
-            self._num_known[row] = sum(len(part.token_ids) // 4 for part in sequence.segments)
+            tokens = unpack_int32(b"".join(part.token_ids for part in sequence.segments))
+            self._num_known[row] = len(tokens)
+            self._prefixes[row, : len(tokens)] = np.cumsum(_mixed(tokens, 0))
             self._total_len[row] = sequence.sampling.seed
             self._num_prompt[row] = sequence.num_prompt_tokens
         for part in plan.slot_ranges:
@@ -58,10 +58,9 @@ class SimulatedWorker:
             raise PlanError(f"row {row.row}: position {end - 1} has no token yet")
         if (slots < 0).any():
             raise PlanError(f"row {row.row}: a position below {end} has no slot")
-        owner = self._row_owner[row.row]
-        self._owner[slots[row.start_position :]] = owner
-        self._position[slots[row.start_position :]] = np.arange(row.start_position, end)
-        whole = (self._owner[slots] == owner) & (self._position[slots] == np.arange(end))
+        prefixes = self._prefixes[row.row, :end]
+        self._kv[slots[row.start_position :]] = prefixes[row.start_position :]
+        whole = self._kv[slots] == prefixes
         if not whole.all():
             raise PlanError(f"row {row.row}: KV of position {int(np.argmin(whole))} is lost")
         if row.output is OutputKind.NONE:
@@ -71,12 +70,24 @@ class SimulatedWorker:
         if OutputKind.SAMPLE in row.output:
             self._num_known[row.row] = end + 1
             token_ids = [sampled_token(total_len, end)]
+            mixed = _mixed(np.array(token_ids, dtype=np.int32), end)
+            self._prefixes[row.row, end : end + 1] = prefixes[-1:] + mixed
         prompt_logprobs: list[TokenLogprob] = []
         if OutputKind.PROMPT_LOGPROBS in row.output:
             last = min(end + 1, int(self._num_prompt[row.row]))
             positions = range(row.start_position + 1, last)
             prompt_logprobs = [position_logprob(position) for position in positions]
         return RowResult(row.row, token_ids, prompt_logprobs=prompt_logprobs)
+
+
+def _mixed(token_ids: Int32Array, start: int) -> npt.NDArray[np.uint64]:
+    """Return numbers of tokens at positions start …, uint64 [n]; their sums tell prefixes apart."""
+    positions = np.arange(start + 1, start + 1 + len(token_ids), dtype=np.uint64)
+    mixed = (token_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= positions * np.uint64(0xBF58476D1CE4E5B9) | np.uint64(1)
+    mixed ^= mixed >> np.uint64(32)
+    return mixed
 
 
 def position_logprob(position: int) -> TokenLogprob:

@@ -75,8 +75,7 @@ class FaultyWorld:
         self.core.check_integrity()
         while isinstance(step := self.core.plan(self.now_s), PlannedStep):
             assert self.worker is not None, "a plan for no workers"
-            self.core.commit(step, self.now_s)
-            self.sent.append(step.plan)
+            self.sent.append(self.core.commit(step, self.now_s))
             self.core.check_integrity()
         assert len(self.sent) <= 2, "one plan ahead, not two"
 
@@ -190,11 +189,11 @@ def run_with_poison(
         core.on_message(WorkersReady(120), 0.0)
         worker = SimulatedWorker(num_slots=120, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN)
         while isinstance(step := core.plan(0.0), PlannedStep):
-            core.commit(step, 0.0)
+            plan = core.commit(step, 0.0)
             if any(part.request.key.request_id == poison for part in step.allotments):
                 deliver(core.on_message(WorkersGone(), 0.0))
                 break
-            deliver(core.on_result(worker.execute(step.plan, exec_s=0.01, idle_s=0.0), 0.0))
+            deliver(core.on_result(worker.execute(plan, exec_s=0.01, idle_s=0.0), 0.0))
             core.check_integrity()
         else:
             return ends

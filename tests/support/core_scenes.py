@@ -15,6 +15,7 @@ from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import FromFrontend
 from lightserve.router.intake import QueueLimits
+from lightserve.router.kv.prefix_tree import EvictionOrder
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.request import Request
@@ -43,6 +44,8 @@ class Arrival:
     frontend_id: int = 0
     abort_after_s: float | None = None
     request_class: RequestClass = RequestClass.RT
+    family: int | None = None
+    """Prompts of a family begin alike; None: the prompt is like no other."""
 
 
 class RecklessAdmission:
@@ -60,9 +63,11 @@ class RecklessAdmission:
 def make_core(
     policy: str,
     budget: int = 16,
+    *,
     max_waiting: int = 1000,
     admission: AdmissionRule | None = None,
     lengths: OutputLengths | None = None,
+    cache_order: EvictionOrder | None = None,
 ) -> RouterCore:
     return RouterCore(
         CoreConfig(
@@ -71,6 +76,7 @@ def make_core(
             max_num_batched_tokens=budget,
             queue_limits=dict.fromkeys(RequestClass, QueueLimits(max_waiting, 1 << 30)),
             policy=POLICIES[policy](),
+            cache_order=cache_order,
             admission=admission or ConservativeAdmission(),
             lengths=OutputLengths(max_output_tokens=MAX_LEN) if lengths is None else lengths,
         )
@@ -86,18 +92,27 @@ def make_simulation(core: RouterCore, frontend: Frontend | None = None) -> Simul
     return Simulation(core, worker, step_time, num_slots=NUM_SLOTS, frontend=frontend)
 
 
+def prompt_of(number: int, arrival: Arrival) -> list[int]:
+    if arrival.family is None:
+        return [2000 + number] * arrival.num_prompt
+    return [5000 + arrival.family] * (arrival.num_prompt - 1) + [6000 + number % 3]
+
+
 def submit(number: int, arrival: Arrival, **fields: Any) -> Submit:
     values: dict[str, Any] = {
+        "prompt": prompt_of(number, arrival),
         "age_s": 0.0,
         "sampling": SamplingParams(seed=arrival.num_prompt + arrival.num_output),
     }
+    values |= fields
+    prompt = values.pop("prompt")
     return Submit(
         request_id=RequestId(number),
-        prompt=[TokenSegment(token_ids=pack_int32([5] * arrival.num_prompt))],
+        prompt=[TokenSegment(token_ids=pack_int32(prompt))],
         max_tokens=arrival.max_tokens,
         eos_token_ids=[EOS_TOKEN_ID],
         request_class=arrival.request_class,
-        **(values | fields),
+        **values,
     )
 
 

@@ -39,23 +39,18 @@ class TreeMachine(RuleBasedStateMachine):
         self.leases: list[tuple[str, Prefix, Lease]] = []
         self.waiting: list[tuple[str, Prefix]] = []
         self.slots = itertools.count()
-        self.clock = itertools.count()
 
     @initialize(order=st.sampled_from([task_aware, least_recently_used]))
     def start(self, order: EvictionOrder) -> None:
         self.tree = PrefixTree(order)
 
-    def now_s(self) -> float:
-        return float(next(self.clock))
-
     @rule(key=st.sampled_from(KEYS), tokens=prompts, is_real_time=st.booleans())
     def acquire(self, key: str, tokens: list[int], is_real_time: bool) -> None:
         prefixes = [(key, tuple(tokens[: i + 1])) for i in range(len(tokens))]
         held = list(itertools.takewhile(lambda prefix: prefix in self.model, prefixes))
-        assert self.tree.match_len(key, array(tokens)) == len(held)
-        lease, slots = self.tree.acquire(
-            key, array(tokens), is_real_time=is_real_time, now_s=self.now_s()
-        )
+        num_evictable = sum(not self.num_users(*prefix) for prefix in held)
+        assert self.tree.look_up(key, array(tokens)) == (len(held), num_evictable)
+        lease, slots = self.tree.acquire(key, array(tokens), is_real_time=is_real_time)
         assert slots.tolist() == [self.model[prefix] for prefix in held]
         assert lease.num_tokens == len(held)
         self.leases.append((key, tuple(tokens[: len(held)]), lease))
@@ -74,7 +69,7 @@ class TreeMachine(RuleBasedStateMachine):
                 duplicates.append(slot)
             else:
                 self.model[key, prefix] = slot
-        returned = self.tree.extend(lease, array(tokens), array(slots), self.now_s())
+        returned = self.tree.extend(lease, array(tokens), array(slots))
         assert returned.tolist() == duplicates
         self.leases[index] = (key, prefix, lease)
 
@@ -82,7 +77,10 @@ class TreeMachine(RuleBasedStateMachine):
     def release(self, index: int) -> None:
         if self.leases:
             _, _, lease = self.leases.pop(index % len(self.leases))
-            self.tree.release(lease, self.now_s())
+            before = self.tree.num_evictable
+            freed = self.tree.num_freed_by([lease])
+            self.tree.release(lease)
+            assert self.tree.num_evictable == before + freed
 
     @rule(key=st.sampled_from(KEYS), tokens=prompts)
     def expect(self, key: str, tokens: list[int]) -> None:
@@ -145,19 +143,19 @@ TestTree = TreeMachine.TestCase
 TestTree.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-def finished(tree: PrefixTree, tokens: list[int], *, is_real_time: bool, now_s: float) -> None:
+def finished(tree: PrefixTree, tokens: list[int], *, is_real_time: bool) -> None:
     """A request came, computed all its tokens at slots 100*first token …, and went."""
-    lease, slots = tree.acquire("", array(tokens), is_real_time=is_real_time, now_s=now_s)
+    lease, slots = tree.acquire("", array(tokens), is_real_time=is_real_time)
     rest = tokens[len(slots) :]
-    tree.extend(lease, array(rest), array(100 * t + i for i, t in enumerate(rest)), now_s)
-    tree.release(lease, now_s)
+    tree.extend(lease, array(rest), array(100 * t + i for i, t in enumerate(rest)))
+    tree.release(lease)
 
 
 def test_order_of_eviction() -> None:
     """E7: finished best-effort, finished real-time, then what fewest wait for."""
     tree = PrefixTree(task_aware)
     for first, is_real_time in ((1, True), (2, False), (3, False), (4, True), (5, False)):
-        finished(tree, [first] * 4, is_real_time=is_real_time, now_s=float(first))
+        finished(tree, [first] * 4, is_real_time=is_real_time)
     for _ in range(2):
         tree.expect("", array([3, 3, 3, 3, 9]))
     tree.expect("", array([2, 2, 2, 2, 9]))
@@ -167,29 +165,29 @@ def test_order_of_eviction() -> None:
 
 def test_least_recently_used() -> None:
     tree = PrefixTree(least_recently_used)
-    for now_s, first in enumerate([1, 2, 3, 1]):
-        finished(tree, [first] * 4, is_real_time=first == 2, now_s=float(now_s))
+    for first in (1, 2, 3, 1):
+        finished(tree, [first] * 4, is_real_time=first == 2)
     assert [int(tree.evict(4)[0]) // 100 for _ in range(3)] == [2, 3, 1]
 
 
 def test_a_prefix_loses_its_end_first() -> None:
     tree = PrefixTree()
-    finished(tree, [1, 2, 3, 4, 5, 6], is_real_time=False, now_s=0.0)
+    finished(tree, [1, 2, 3, 4, 5, 6], is_real_time=False)
     assert len(tree.evict(2)) == 2
-    assert tree.match_len("", array([1, 2, 3, 4, 5, 6])) == 4
+    assert tree.look_up("", array([1, 2, 3, 4, 5, 6])).num_tokens == 4
 
 
 def test_a_prefix_outlives_what_is_built_on_it() -> None:
     """Though by its own priority it would go first."""
     tree = PrefixTree(task_aware)
-    finished(tree, [1, 2, 3, 4], is_real_time=True, now_s=0.0)
-    finished(tree, [1, 2], is_real_time=False, now_s=1.0)
+    finished(tree, [1, 2, 3, 4], is_real_time=True)
+    finished(tree, [1, 2], is_real_time=False)
     assert tree.evict(2).tolist() == [302, 403]
-    assert tree.match_len("", array([1, 2, 3, 4])) == 2
+    assert tree.look_up("", array([1, 2, 3, 4])).num_tokens == 2
 
 
 @pytest.mark.parametrize("other", ["salt", ""])
 def test_salts_keep_apart(other: str) -> None:
     tree = PrefixTree()
-    finished(tree, [1, 2, 3], is_real_time=True, now_s=0.0)
-    assert tree.match_len(other, array([1, 2, 3])) == (3 if other == "" else 0)
+    finished(tree, [1, 2, 3], is_real_time=True)
+    assert tree.look_up(other, array([1, 2, 3])).num_tokens == (3 if other == "" else 0)

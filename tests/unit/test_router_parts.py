@@ -55,9 +55,7 @@ class TestSlotPool:
         pool, held = SlotPool(30), []
         for acquire, count in moves:
             if acquire and count <= pool.num_free:
-                expected = pool.peek(count)
                 held.append(pool.acquire(count))
-                assert (held[-1] == expected).all()
             elif not acquire and held:
                 pool.release(held.pop(count % len(held)))
             used = np.concatenate([*held, np.empty(0, dtype=np.int32)])
@@ -76,14 +74,12 @@ class TestSlotPool:
             SlotPool(4).acquire(5)
 
 
-def test_row_table_peeks_what_it_gives() -> None:
+def test_row_table_gives_the_lowest_row() -> None:
     rows = RowTable(3)
     requests = [make_request(i) for i in range(3)]
-    assert rows.peek(2) == [0, 1]
     assert [rows.acquire(request) for request in requests] == [0, 1, 2]
     rows.release(requests[1])
-    assert rows.peek(1) == [1] and rows.num_free == 1
-    rows.acquire(requests[1])
+    assert rows.num_free == 1 and rows.acquire(requests[1]) == 1
     assert [request.key.request_id for request in rows] == [0, 2, 1], "in order of admission"
 
 
@@ -132,15 +128,14 @@ def test_conservative_admission_reserves_the_worst_case() -> None:
 
 
 def test_build_plan_splits_slots_and_samples_at_the_end() -> None:
-    rows, slots = RowTable(4), SlotPool(100).peek(12)
-    decoding = make_request(0, computed=8)
-    rows.acquire(decoding)
-    allotments = [
-        Allotment(decoding, 1),
-        Allotment(make_request(1), 3),
-        Allotment(make_request(2), 8),
-    ]
-    plan = build_plan(StepId(7), allotments, rows, slots)
+    rows = RowTable(4)
+    requests = [make_request(0, computed=8), make_request(1), make_request(2)]
+    for request in requests:
+        rows.acquire(request)
+        request.slots = np.arange(100, dtype=np.int32) + 100 * request.key.request_id
+    requests[2].num_computed_tokens = 3  # found in the cache
+    allotments = [Allotment(*pair) for pair in zip(requests, (1, 3, 5), strict=True)]
+    plan = build_plan(StepId(7), allotments, requests[1:])
     assert [(sequence.row, len(sequence.segments[0].token_ids)) for sequence in plan.sequences] == [
         (1, 32),
         (2, 32),
@@ -148,7 +143,8 @@ def test_build_plan_splits_slots_and_samples_at_the_end() -> None:
     starts = [
         (r.row, r.start_position, np.frombuffer(r.slots, "<i4").tolist()) for r in plan.slot_ranges
     ]
-    assert starts == [(0, 8, [0]), (1, 0, [1, 2, 3]), (2, 0, list(range(4, 12)))]
+    assert starts == [(0, 8, [8]), (1, 0, [100, 101, 102]), (2, 0, list(range(200, 208)))]
+    assert [row.start_position for row in plan.rows] == [8, 0, 3]
     assert [row.output for row in plan.rows] == [
         OutputKind.SAMPLE,
         OutputKind.NONE,
@@ -159,8 +155,11 @@ def test_build_plan_splits_slots_and_samples_at_the_end() -> None:
 class TestPipeline:
     def step(self, pipeline: Pipeline, now_s: float, num_tokens: int = 4) -> PlannedStep:
         allotments = (Allotment(make_request(0, prompt=64), num_tokens),)
+        return PlannedStep(allotments, (1,), (), now_s, pipeline.cost.predict(allotments))
+
+    def push(self, pipeline: Pipeline, planned_s: float, now_s: float) -> None:
         plan = StepPlan(step_id=pipeline.next_step_id, sequences=[], slot_ranges=[], rows=[])
-        return PlannedStep(plan, allotments, (1,), (), now_s, pipeline.cost.predict(allotments))
+        pipeline.push(self.step(pipeline, planned_s), plan, now_s)
 
     def result(self, step_id: int, exec_s: float = 0.02, idle_s: float = 0.0) -> StepResult:
         return StepResult(
@@ -172,39 +171,39 @@ class TestPipeline:
         now_s = 0.0
         for step_id in range(30):
             assert pipeline.next_plan_due_s() == float("-inf")
-            pipeline.push(self.step(pipeline, now_s), now_s)
+            self.push(pipeline, now_s, now_s)
             now_s += 0.02
             pipeline.pop(self.result(step_id), now_s)
-        pipeline.push(self.step(pipeline, now_s), now_s)
+        self.push(pipeline, now_s, now_s)
         due_s = pipeline.next_plan_due_s()
         assert due_s is not None and now_s + 0.018 <= due_s <= now_s + 0.0191
-        pipeline.push(self.step(pipeline, now_s), now_s)
+        self.push(pipeline, now_s, now_s)
         assert pipeline.next_plan_due_s() is None, "one plan ahead, not two"
 
     def test_slow_routers_send_earlier(self) -> None:
         pipeline = Pipeline()
         for step_id in range(60):
-            pipeline.push(self.step(pipeline, 0.0), 0.003)
+            self.push(pipeline, 0.0, 0.003)
             pipeline.pop(self.result(step_id), 0.0)
-        pipeline.push(self.step(pipeline, 0.0), 0.0)
+        self.push(pipeline, 0.0, 0.0)
         due_s = pipeline.next_plan_due_s()
         assert due_s is not None and due_s <= 0.0125
 
     def test_results_out_of_order_are_refused(self) -> None:
         pipeline = Pipeline()
-        pipeline.push(self.step(pipeline, 0.0), 0.0)
+        self.push(pipeline, 0.0, 0.0)
         with pytest.raises(ProtocolError, match="step 3"):
             pipeline.pop(self.result(3), 0.0)
 
     def test_stalled_time_and_idle_time(self) -> None:
         pipeline = Pipeline()
         assert pipeline.stalled_s(5.0) == 0.0
-        pipeline.push(self.step(pipeline, 1.0), 1.0)
+        self.push(pipeline, 1.0, 1.0)
         assert pipeline.stalled_s(5.0) == 4.0
         pipeline.pop(self.result(0, idle_s=9.0), 5.0)
         assert pipeline.idle_s == 0.0, "waiting without work is not idling"
         pipeline.note_work(True)
-        pipeline.push(self.step(pipeline, 5.0), 5.0)
+        self.push(pipeline, 5.0, 5.0)
         pipeline.pop(self.result(1, idle_s=0.5), 6.0)
         assert pipeline.idle_s == 0.5
 

@@ -9,15 +9,17 @@ slots; they hold a `Lease`. *Expected* are requests that wait and whose prompt r
 whole node: Echo's reference count of future users (E7), exact because a waiting prompt is
 itself inserted, without slots. A user or an expected request of a node is one of its parent too.
 
-Token arrays are kept as views; callers must not change them. Pure: time is an argument.
+Token arrays are kept as views; callers must not change them.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,7 +43,8 @@ class PrefixNode:
     """By their first token."""
     num_users: int = 0
     num_expected: int = 0
-    last_use_s: float = 0.0
+    last_use: int = 0
+    """When it was last acquired, extended or released, counted in such events."""
     was_real_time: bool = False
     """Whether its last user was a real-time request."""
     version: int = 0
@@ -64,15 +67,23 @@ EvictionOrder = Callable[[PrefixNode], tuple[float, ...]]
 
 def least_recently_used(node: PrefixNode) -> tuple[float, ...]:
     """Evict what was used longest ago, whatever it is."""
-    return (node.last_use_s,)
+    return (node.last_use,)
 
 
 def task_aware(node: PrefixNode) -> tuple[float, ...]:
     """Echo's priorities (E7): what nobody waits for goes first, best-effort before real-time;
     then what the fewest wait for; ties by last use."""
     if node.num_expected == 0:
-        return (0.5 if node.was_real_time else 0.0, node.last_use_s)
-    return (float(node.num_expected), node.last_use_s)
+        return (0.5 if node.was_real_time else 0.0, node.last_use)
+    return (float(node.num_expected), node.last_use)
+
+
+class Hit(NamedTuple):
+    """How much of a prefix has KV."""
+
+    num_tokens: int
+    num_evictable: int
+    """Those of them that nobody reads: holding them takes them out of what can be evicted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +107,7 @@ class PrefixTree:
         self._heap: list[tuple[tuple[float, ...], int, int, PrefixNode]] = []
         self._ticket = itertools.count()
         self._num_nodes = 0
+        self._clock = 0
         self.num_resident = 0
         """Tokens whose KV the tree holds."""
         self.num_evictable = 0
@@ -103,19 +115,25 @@ class PrefixTree:
 
     # ---------------------------------------------------------------- reading
 
-    def match_len(self, key: PrefixKey, tokens: Int32Array) -> int:
-        """Return how many leading tokens have KV here. Changes nothing."""
+    def look_up(self, key: PrefixKey, tokens: Int32Array) -> Hit:
+        """Return what `acquire` would hold. Changes nothing."""
         node = self._roots.get(key)
-        num_matched = 0
+        num_matched = num_evictable = 0
         while node is not None and num_matched < len(tokens):
             node = node.children.get(int(tokens[num_matched]))
             if node is None or node.slots is None:
                 break
             common = _common_len(node.tokens, tokens[num_matched:])
             num_matched += common
+            num_evictable += common if node.num_users == 0 else 0
             if common < len(node.tokens):
                 break
-        return num_matched
+        return Hit(num_matched, num_evictable)
+
+    def num_freed_by(self, leases: Iterable[Lease]) -> int:
+        """Return how many tokens could be evicted more if these leases were released."""
+        releases = Counter(node for lease in leases for node in _path(lease.node))
+        return sum(len(node.tokens) for node, count in releases.items() if count == node.num_users)
 
     def nodes(self) -> Iterator[PrefixNode]:
         """Iterate over all nodes but the roots, parents first."""
@@ -129,7 +147,7 @@ class PrefixTree:
     # ---------------------------------------------------------------- live requests
 
     def acquire(
-        self, key: PrefixKey, tokens: Int32Array, *, is_real_time: bool, now_s: float
+        self, key: PrefixKey, tokens: Int32Array, *, is_real_time: bool
     ) -> tuple[Lease, Int32Array]:
         """Hold the longest resident prefix of `tokens`; return it with its slots, int32 [matched].
 
@@ -149,13 +167,12 @@ class PrefixTree:
             num_matched += common
             node = child
         lease = Lease(node, num_matched, is_real_time)
+        self._clock += 1
         for part in _path(node):
-            self._pin(part, lease, now_s)
+            self._pin(part, lease)
         return lease, np.concatenate(slots) if slots else _NO_TOKENS
 
-    def extend(
-        self, lease: Lease, tokens: Int32Array, slots: Int32Array, now_s: float
-    ) -> Int32Array:
+    def extend(self, lease: Lease, tokens: Int32Array, slots: Int32Array) -> Int32Array:
         """Put computed tokens that follow a lease's prefix into the tree, and hold them too.
 
         Args:
@@ -166,6 +183,7 @@ class PrefixTree:
         Returns:
             Those of `slots` whose tokens were here already, int32: they stay the caller's.
         """
+        self._clock += 1
         node, done = lease.node, 0
         duplicates: list[Int32Array] = []
         while done < len(tokens):
@@ -181,30 +199,31 @@ class PrefixTree:
             else:
                 duplicates.append(slots[done : done + common])
             done += common
-            self._pin(child, lease, now_s)
+            self._pin(child, lease)
             node = child
         lease.node = node
         lease.num_tokens += done
         return np.concatenate(duplicates) if duplicates else _NO_TOKENS
 
-    def release(self, lease: Lease, now_s: float) -> None:
+    def release(self, lease: Lease) -> None:
         """End a hold; what nobody else holds can be evicted from now on."""
+        self._clock += 1
         for node in _path(lease.node):
             node.num_users -= 1
-            self._touch(node, lease, now_s)
+            self._touch(node, lease)
             if node.num_users == 0 and node.slots is not None:
                 self.num_evictable += len(node.tokens)
             self._offer(node)
         self._prune(lease.node)
 
-    def _pin(self, node: PrefixNode, lease: Lease, now_s: float) -> None:
+    def _pin(self, node: PrefixNode, lease: Lease) -> None:
         if node.num_users == 0 and node.slots is not None:
             self.num_evictable -= len(node.tokens)
         node.num_users += 1
-        self._touch(node, lease, now_s)
+        self._touch(node, lease)
 
-    def _touch(self, node: PrefixNode, lease: Lease, now_s: float) -> None:
-        node.last_use_s = max(node.last_use_s, now_s)
+    def _touch(self, node: PrefixNode, lease: Lease) -> None:
+        node.last_use = self._clock
         node.was_real_time = lease.is_real_time
 
     # ---------------------------------------------------------------- waiting requests
@@ -251,6 +270,7 @@ class PrefixTree:
             node.slots = None
             self._offer(node.parent)
             self._prune(node)
+        assert missing <= 0 or self.num_evictable == 0, "something evictable was not offered"
         return np.concatenate(pieces) if pieces else _NO_TOKENS
 
     def _next_victim(self) -> PrefixNode | None:
@@ -300,7 +320,7 @@ class PrefixTree:
             None if node.slots is None else node.slots[:length],
             num_users=node.num_users,
             num_expected=node.num_expected,
-            last_use_s=node.last_use_s,
+            last_use=node.last_use,
             was_real_time=node.was_real_time,
         )
         node.parent.children[int(first.tokens[0])] = first

@@ -6,8 +6,6 @@ a fresh pool gives 0, 1, 2, … so that a lone request's KV is contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from lightserve.messages.common import Int32Array
@@ -31,25 +29,15 @@ class SlotPool:
         """Slots that somebody holds."""
         return self.num_slots - self._num_free
 
-    def peek(self, count: int) -> Int32Array:
-        """Return the slots that `acquire(count)` would give, int32 [count], without taking them.
+    def acquire(self, count: int) -> Int32Array:
+        """Take `count` slots, int32 [count].
 
         Raises:
-            ValueError: fewer than `count` slots are free.
+            ValueError: fewer are free.
         """
         if count > self._num_free:
             raise ValueError(f"{count} slots asked for, {self._num_free} free")
-        return self._stack[self._num_free - count : self._num_free][::-1].copy()
-
-    def peek_after(self, released: Sequence[Int32Array], count: int) -> Int32Array:
-        """Return what `acquire(count)` would give once `released` were released, in that order."""
-        pieces = list(reversed(released))
-        num_missing = max(0, count - sum(map(len, pieces)))
-        return np.concatenate([*pieces, self.peek(num_missing)])[:count]
-
-    def acquire(self, count: int) -> Int32Array:
-        """Take `count` slots; see `peek`."""
-        slots = self.peek(count)
+        slots = self._stack[self._num_free - count : self._num_free][::-1].copy()
         self._num_free -= count
         return slots
 

@@ -1,0 +1,137 @@
+"""Prefix caching in the core: shared KV is right KV, and nothing leaks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.core_scenes import (
+    MAX_SEQS,
+    Arrival,
+    RecklessAdmission,
+    check_outcome,
+    events_of,
+    make_core,
+    make_simulation,
+    submit,
+)
+
+from lightserve.messages.frontend_router import ClassLoad
+from lightserve.router.events import FromFrontend, FrontendGone, WorkersGone, WorkersReady
+from lightserve.router.kv.prefix_tree import least_recently_used, task_aware
+from lightserve.router.policies.registry import POLICIES
+from lightserve.sim.simulation import TimedEvent
+from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey, SamplingParams
+
+FRONTEND = FrontendId(0)
+
+families = st.lists(
+    st.builds(
+        Arrival,
+        time_s=st.floats(0, 0.4),
+        num_prompt=st.integers(1, 40),
+        num_output=st.integers(1, 24),
+        max_tokens=st.integers(1, 24),
+        frontend_id=st.integers(0, 1),
+        abort_after_s=st.none() | st.none() | st.floats(0, 0.2),
+        family=st.integers(0, 2),
+        request_class=st.sampled_from(RequestClass),
+    ),
+    min_size=1,
+    max_size=30,
+)
+
+
+@pytest.mark.parametrize("order", [least_recently_used, task_aware])
+@pytest.mark.parametrize("reckless", [False, True], ids=["conservative", "preempting"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(arrivals=families, budget=st.integers(MAX_SEQS, 64))
+def test_random_traffic(
+    policy: str, reckless: bool, order: object, arrivals: list[Arrival], budget: int
+) -> None:
+    """The worker refuses a slot that does not hold exactly the reader's prefix."""
+    admission = RecklessAdmission() if reckless else None
+    core = make_core(policy, budget, admission=admission, cache_order=order)
+    simulation = make_simulation(core)
+    for until_s in (0.05, 0.1, 0.2, float("inf")):
+        simulation.run(events_of(arrivals) if until_s == 0.05 else [], until_s=until_s)
+        core.check_integrity()
+    for number, arrival in enumerate(arrivals):
+        key = RequestKey(FrontendId(arrival.frontend_id), RequestId(number))
+        if key in simulation.outcomes:
+            check_outcome(arrival, simulation.outcomes[key])
+    status = core.status(simulation.now_s)
+    assert set(status.load.values()) == {ClassLoad(0, 0, 0)} and status.num_used_slots == 0
+
+
+def run_one_after_another(salts: tuple[str, str], **fields: object) -> list[int]:
+    """Return the cached tokens that two requests with the same prompt of 20 were told."""
+    core = make_core("chunked", cache_order=task_aware)
+    simulation = make_simulation(core)
+    arrival = Arrival(0.0, 20, 4, 8, family=1)
+    for number, salt in enumerate(salts):
+        # Numbers that differ by a multiple of three have the very same prompt.
+        message = submit(3 * number, arrival, prefix_salt=salt, **fields)
+        simulation.run([TimedEvent(simulation.now_s, FromFrontend(FRONTEND, message))])
+    core.check_integrity()
+    outcomes = [simulation.outcomes[RequestKey(FRONTEND, RequestId(3 * n))] for n in (0, 1)]
+    assert outcomes[0].token_ids == outcomes[1].token_ids
+    return [outcome.num_cached_tokens for outcome in outcomes]
+
+
+def test_a_repeated_prompt_is_found_but_for_its_last_token() -> None:
+    assert run_one_after_another(("", "")) == [0, 19]
+
+
+def test_salts_keep_apart() -> None:
+    assert run_one_after_another(("a", "b")) == [0, 0]
+
+
+def test_prompt_logprobs_compute_everything() -> None:
+    sampling = SamplingParams(seed=24, num_prompt_logprobs=0)
+    assert run_one_after_another(("", ""), sampling=sampling) == [0, 0]
+
+
+def test_what_was_generated_is_found_too() -> None:
+    """The next turn of a conversation: prompt, answer, and something new."""
+    core = make_core("chunked", cache_order=task_aware)
+    simulation = make_simulation(core)
+    first = Arrival(0.0, 10, 6, 8)
+    simulation.run(events_of([first]))
+    said = simulation.outcomes[RequestKey(FRONTEND, RequestId(0))].token_ids
+    turns = [2000] * 10 + said + [7, 8, 9]
+    second = submit(1, Arrival(0.0, len(turns), 3, 8), prompt=turns)
+    simulation.run([TimedEvent(simulation.now_s, FromFrontend(FRONTEND, second))])
+    outcome = simulation.outcomes[RequestKey(FRONTEND, RequestId(1))]
+    # The KV of the last token, EOS, was computed one step too many; that is no waste.
+    assert outcome.num_cached_tokens >= 15
+
+
+def test_running_requests_share_a_prompt() -> None:
+    """The pool is too small for two copies."""
+    core = make_core("chunked", budget=64, cache_order=task_aware)
+    simulation = make_simulation(core)
+    long = [Arrival(0.1 * i, 40, 20, 20, family=0) for i in range(4)]
+    messages = [submit(3 * i, arrival) for i, arrival in enumerate(long)]
+    simulation.run(
+        [
+            TimedEvent(arrival.time_s, FromFrontend(FRONTEND, message))
+            for arrival, message in zip(long, messages, strict=True)
+        ]
+    )
+    cached = [simulation.outcomes[RequestKey(FRONTEND, RequestId(3 * i))] for i in range(4)]
+    assert [outcome.num_cached_tokens for outcome in cached] == [0, 39, 39, 39]
+
+
+def test_dead_workers_take_the_cache_with_them() -> None:
+    core = make_core("chunked", cache_order=task_aware)
+    simulation = make_simulation(core)
+    arrival = Arrival(0.0, 20, 4, 8, family=1)
+    simulation.run(events_of([arrival]))
+    assert core.num_cached_slots > 0
+    core.on_message(WorkersGone(), simulation.now_s)
+    core.on_message(WorkersReady(120), simulation.now_s)
+    assert core.num_cached_slots == 0
+    core.on_message(FrontendGone(FRONTEND), simulation.now_s)
+    core.check_integrity()
