@@ -122,6 +122,8 @@ class RouterCore:
             self._requests[request.key] = request
             self._waiting.append(request)
             self._intake.note_waiting(request, now_s)
+            if self._kv is not None:
+                self._kv.expect(request)
 
     def _on_progress(self, frontend_id: FrontendId, progress: Sequence[Progress]) -> None:
         for request_id, num_tokens in progress:
@@ -153,6 +155,7 @@ class RouterCore:
         assert len(self._rows) == 0, "the group before was not reported as gone"
         self._kv = KVStore(num_kv_slots, order=self._config.cache_order)
         for request in list(self._waiting):
+            self._kv.expect(request)
             if not self._can_ever_fit(request):
                 deltas.fail(request, ErrorCode.TOO_LARGE)
                 self._end(request)
@@ -255,6 +258,7 @@ class RouterCore:
         """Take a waiting request out of its queue and give it a row and its cached prefix."""
         assert self._kv is not None
         self._waiting.admit(request)
+        self._kv.forget(request)
         backlog = self._waiting.backlog(request.request_class)
         self._intake.note_started(request, backlog, now_s)
         self._rows.acquire(request)
@@ -271,6 +275,7 @@ class RouterCore:
             self._kv.release(request, keep=False)
             self._rows.release(request)
             request.back_to_waiting()
+            self._kv.expect(request)
         self._waiting.requeue(victims[::-1])
         self.num_preemptions += len(victims)
 
@@ -345,6 +350,8 @@ class RouterCore:
         self._clear(request)
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
+            if self._kv is not None:
+                self._kv.forget(request)
         was_running = request.state is RequestState.RUNNING
         request.state = RequestState.ENDED
         if was_running:

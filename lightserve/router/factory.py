@@ -7,9 +7,17 @@ from lightserve.router.admission.registry import ADMISSION_RULES
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.intake import QueueLimits
+from lightserve.router.kv.prefix_tree import EvictionOrder, least_recently_used, task_aware
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
 from lightserve.types import RequestClass
+
+CACHE_ORDERS: dict[str, EvictionOrder | None] = {
+    "task-aware": task_aware,
+    "lru": least_recently_used,
+    "off": None,
+}
+"""By `--cache-policy`."""
 
 
 def make_core(config: ServeConfig, *, max_model_len: int, seed: int = 0) -> RouterCore:
@@ -31,5 +39,6 @@ def make_core(config: ServeConfig, *, max_model_len: int, seed: int = 0) -> Rout
             policy=POLICIES[config.policy](),
             admission=ADMISSION_RULES[config.admission](config, lengths, seed),
             lengths=lengths,
+            cache_order=CACHE_ORDERS[config.cache_policy],
         )
     )

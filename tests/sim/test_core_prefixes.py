@@ -124,6 +124,27 @@ def test_running_requests_share_a_prompt() -> None:
     assert [outcome.num_cached_tokens for outcome in cached] == [0, 39, 39, 39]
 
 
+def test_what_waiting_requests_want_outlives_what_nobody_wants() -> None:
+    """Two finished prompts; one is wanted again by a request that waits for memory."""
+    core = make_core("chunked", budget=64, cache_order=task_aware)
+    simulation = make_simulation(core)
+    wanted, other = Arrival(0.0, 30, 2, 4, family=0), Arrival(0.0, 30, 2, 4, family=1)
+    for number, arrival in ((0, wanted), (1, other)):
+        simulation.run(
+            [TimedEvent(simulation.now_s, FromFrontend(FRONTEND, submit(number, arrival)))]
+        )
+    big = Arrival(0.0, 40, 20, 24)  # two of them leave no room for both
+    arrivals = [(2, big), (5, big), (3, wanted)]
+    simulation.run(
+        [
+            TimedEvent(simulation.now_s + 0.001 * order, FromFrontend(FRONTEND, submit(n, arrival)))
+            for order, (n, arrival) in enumerate(arrivals)
+        ]
+    )
+    again = simulation.outcomes[RequestKey(FRONTEND, RequestId(3))]
+    assert again.num_cached_tokens == 29
+
+
 def test_dead_workers_take_the_cache_with_them() -> None:
     core = make_core("chunked", cache_order=task_aware)
     simulation = make_simulation(core)

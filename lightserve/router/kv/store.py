@@ -98,6 +98,16 @@ class KVStore:
             slots = request.slots[start:num_tokens].copy()
             self._tree.extend(request.lease, tokens[start:], slots)
 
+    def expect(self, request: Request) -> None:
+        """Count a request that begins to wait as a future user of its tokens' KV (E7)."""
+        if self._tree is not None:
+            self._tree.expect(_key(request), request.known_token_ids())
+
+    def forget(self, request: Request) -> None:
+        """Take `expect` back: the request waits no longer, its tokens are the same."""
+        if self._tree is not None:
+            self._tree.forget(_key(request), request.known_token_ids())
+
     # ---------------------------------------------------------------- slots
 
     def acquire(self, count: int) -> Int32Array:
