@@ -197,6 +197,7 @@ class RouterCore:
         if not fit.allotments or (fit.victims and not self._pipeline.is_empty):
             return WaitUntil(None)
         return PlannedStep(
+            step_id=self._pipeline.next_step_id,
             allotments=fit.allotments,
             num_samples=tuple(num_samples(*part) for part in fit.allotments),
             victims=fit.victims,
@@ -244,7 +245,7 @@ class RouterCore:
             start = request.next_position
             request.slots[start : start + num_tokens] = slots[:num_tokens]
             slots = slots[num_tokens:]
-        plan = build_plan(self._pipeline.next_step_id, planned.allotments, newcomers)
+        plan = build_plan(planned.step_id, planned.allotments, newcomers)
         self._pipeline.push(planned, plan, now_s)
         for (request, num_tokens), samples in zip(
             planned.allotments, planned.num_samples, strict=True

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lightserve.messages.frontend_router import Abort, Acknowledge, Finish, Submit, TokenDelta
 from lightserve.router.policies.base import Allotment
 from lightserve.router.request import Request
-from lightserve.types import FrontendId
+from lightserve.types import FrontendId, StepId
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,7 @@ class Outgoing:
 class PlannedStep:
     """A step that could be sent now: whom it moves by how much. `commit` makes the message."""
 
+    step_id: StepId
     allotments: tuple[Allotment, ...]
     num_samples: tuple[int, ...]
     """Tokens that each of them can yield at most."""

@@ -53,7 +53,7 @@ class RouterMetrics:
 
     def on_commit(self, step: PlannedStep, now_s: float) -> None:
         """Count a step that was sent; call before the core books it."""
-        self._predicted_s[step.plan.step_id] = step.predicted_s
+        self._predicted_s[step.step_id] = step.predicted_s
         num_step_tokens = 0
         for request, num_tokens in step.allotments:
             num_step_tokens += num_tokens

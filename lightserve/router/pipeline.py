@@ -72,7 +72,9 @@ class Pipeline:
 
     def push(self, planned: PlannedStep, plan: StepPlan, now_s: float) -> None:
         """Book a step that leaves at `now_s`; before its requests have moved."""
-        assert plan.step_id == self.next_step_id
+        assert planned.step_id == plan.step_id == self.next_step_id, (
+            "planned before the last commit"
+        )
         ahead = bool(self._in_flight)
         features = step_features(planned.allotments)
         self._in_flight.append(SentStep(planned, plan, features, None if ahead else now_s, ahead))

@@ -155,7 +155,8 @@ def test_build_plan_splits_slots_and_samples_at_the_end() -> None:
 class TestPipeline:
     def step(self, pipeline: Pipeline, now_s: float, num_tokens: int = 4) -> PlannedStep:
         allotments = (Allotment(make_request(0, prompt=64), num_tokens),)
-        return PlannedStep(allotments, (1,), (), now_s, pipeline.cost.predict(allotments))
+        predicted_s = pipeline.cost.predict(allotments)
+        return PlannedStep(pipeline.next_step_id, allotments, (1,), (), now_s, predicted_s)
 
     def push(self, pipeline: Pipeline, planned_s: float, now_s: float) -> None:
         plan = StepPlan(step_id=pipeline.next_step_id, sequences=[], slot_ranges=[], rows=[])
