@@ -14,14 +14,12 @@ rows that a plan in flight names are not reassigned before its result is there.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from lightserve.errors import ProtocolError
 from lightserve.messages.frontend_router import (
     Abort,
     Acknowledge,
-    ClassLoad,
     ErrorCode,
     Finish,
     Progress,
@@ -52,7 +50,8 @@ from lightserve.router.preemption import Fit, fit_into_memory
 from lightserve.router.prompt_logprobs import cap_positions, take_news
 from lightserve.router.queues import RowTable, WaitingQueue
 from lightserve.router.request import Request, RequestState
-from lightserve.types import FrontendId, RequestClass, RequestKey
+from lightserve.router.status import router_status
+from lightserve.types import FrontendId, RequestKey
 
 
 class RouterCore:
@@ -240,12 +239,15 @@ class RouterCore:
         for request in newcomers:
             self._start(request, now_s)
         slots = self._kv.acquire(sum(part.num_tokens for part in planned.allotments))
+        offset = 0
         for request, num_tokens in planned.allotments:
             assert request.slots is not None
             start = request.next_position
-            request.slots[start : start + num_tokens] = slots[:num_tokens]
-            slots = slots[num_tokens:]
-        plan = build_plan(planned.step_id, planned.allotments, newcomers)
+            request.slots[start : start + num_tokens] = slots[offset : offset + num_tokens]
+            offset += num_tokens
+        plan = build_plan(
+            planned.step_id, planned.allotments, planned.num_samples, slots, set(newcomers)
+        )
         self._pipeline.push(planned, plan, now_s)
         for (request, num_tokens), samples in zip(
             planned.allotments, planned.num_samples, strict=True
@@ -312,6 +314,7 @@ class RouterCore:
         self, request: Request, row: PlanRow, result: RowResult, deltas: DeltaBatch
     ) -> None:
         """Append a live request's new tokens; end it where they end it."""
+        assert self._kv is not None
         if result.error is not None:
             deltas.fail(request, ErrorCode.NON_FINITE_LOGITS)
             request.keeps_kv = False
@@ -321,7 +324,8 @@ class RouterCore:
             deltas.add_prompt_logprobs(request, news)
         if result.token_ids:
             self._clear(request)
-            self._share_prompt(request)
+            if not request.output_token_ids:
+                self._kv.learn_prompt(request)  # all of it has just been computed
         for index, token_id in enumerate(result.token_ids):
             request.output_token_ids.append(token_id)
             reason = finish_reason(request, token_id)
@@ -329,12 +333,6 @@ class RouterCore:
             if reason is not None:
                 self._complete(request)
                 return
-
-    def _share_prompt(self, request: Request) -> None:
-        """With its first token, a request's whole prompt has been computed: others may use it."""
-        assert self._kv is not None
-        if not request.output_token_ids:
-            self._kv.learn_prompt(request)
 
     def _complete(self, request: Request) -> None:
         """End a request that has all its tokens; a frontend that looks for stop strings may yet
@@ -394,22 +392,7 @@ class RouterCore:
 
     def status(self, now_s: float) -> RouterStatus:
         """Return the pulse that frontends are told."""
-        num_running = Counter(request.request_class for request in self._rows)
-        return RouterStatus(
-            workers_ready=self._kv is not None,
-            load={
-                request_class: ClassLoad(
-                    *self._waiting.backlog(request_class), num_running[request_class]
-                )
-                for request_class in RequestClass
-            },
-            num_used_slots=self.num_used_slots,
-            num_kv_slots=0 if self._kv is None else self._kv.num_slots,
-            num_steps=self._pipeline.num_finished,
-            stalled_s=self._pipeline.stalled_s(now_s),
-            worker_busy_s=self._pipeline.busy_s,
-            worker_idle_s=self._pipeline.idle_s,
-        )
+        return router_status(self._waiting, self._rows, self._kv, self._pipeline, now_s)
 
     def check_integrity(self) -> None:
         """Assert what must hold between any two calls (architecture 6, invariant 1)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.messages.common import Int32Array, TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
 from lightserve.router.policies.base import Allotment
 from lightserve.router.request import Request
@@ -20,36 +20,43 @@ def num_samples(request: Request, num_tokens: int) -> int:
     return max(0, request.next_position + num_tokens - request.num_known_tokens + 1)
 
 
-def wanted_output(request: Request, num_tokens: int) -> OutputKind:
-    """Return what a request's next `num_tokens` tokens are to give back."""
-    wanted = OutputKind.NONE
-    if num_samples(request, num_tokens):
-        wanted |= OutputKind.SAMPLE
-    if request.wants_prompt_logprobs:
-        wanted |= OutputKind.PROMPT_LOGPROBS
-    return wanted
+def _wanted_output(request: Request, samples: int) -> OutputKind:
+    wanted = OutputKind.SAMPLE if samples else OutputKind.NONE
+    return wanted | OutputKind.PROMPT_LOGPROBS if request.wants_prompt_logprobs else wanted
 
 
 def build_plan(
-    step_id: StepId, allotments: Sequence[Allotment], newcomers: Container[Request]
+    step_id: StepId,
+    allotments: Sequence[Allotment],
+    samples: Sequence[int],
+    slots: Int32Array,
+    newcomers: Container[Request],
 ) -> StepPlan:
     """Return the plan that moves each request by its allotment.
 
-    All have their rows, and the slots that they are about to write; `newcomers` are not known to
-    the workers yet.
+    Args:
+        step_id: its number.
+        allotments: requests, with their rows and slots, and how many tokens they compute.
+        samples: how many tokens each yields.
+        slots: what they write to, one after the other, int32 [sum of num_tokens].
+        newcomers: those that the workers do not know yet.
     """
+    all_slots = pack_int32(slots)
+    offset = 0
     sequences: list[AddSequence] = []
     slot_ranges: list[SlotRange] = []
     plan_rows: list[PlanRow] = []
-    for request, num_tokens in allotments:
+    for (request, num_tokens), num_wanted in zip(allotments, samples, strict=True):
         assert request.row is not None and request.slots is not None
         start = request.next_position
         if request in newcomers:
             sequences.append(_sequence(request, request.row))
-        first = 0 if request in newcomers else start
-        slots = pack_int32(request.slots[first : start + num_tokens])
-        slot_ranges.append(SlotRange(request.row, first, slots))
-        output = wanted_output(request, num_tokens)
+            if start > 0:
+                slot_ranges.append(SlotRange(request.row, 0, pack_int32(request.slots[:start])))
+        end = offset + 4 * num_tokens
+        slot_ranges.append(SlotRange(request.row, start, all_slots[offset:end]))
+        offset = end
+        output = _wanted_output(request, num_wanted)
         plan_rows.append(PlanRow(request.row, start, num_tokens, output))
     return StepPlan(step_id=step_id, sequences=sequences, slot_ranges=slot_ranges, rows=plan_rows)
 

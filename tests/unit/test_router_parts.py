@@ -135,7 +135,7 @@ def test_build_plan_splits_slots_and_samples_at_the_end() -> None:
         request.slots = np.arange(100, dtype=np.int32) + 100 * request.key.request_id
     requests[2].num_computed_tokens = 3  # found in the cache
     allotments = [Allotment(*pair) for pair in zip(requests, (1, 3, 5), strict=True)]
-    plan = build_plan(StepId(7), allotments, requests[1:])
+    plan = build_plan(StepId(7), allotments, (1, 0, 1), np.arange(9, dtype=np.int32), requests[1:])
     assert [(sequence.row, len(sequence.segments[0].token_ids)) for sequence in plan.sequences] == [
         (1, 32),
         (2, 32),
@@ -143,7 +143,8 @@ def test_build_plan_splits_slots_and_samples_at_the_end() -> None:
     starts = [
         (r.row, r.start_position, np.frombuffer(r.slots, "<i4").tolist()) for r in plan.slot_ranges
     ]
-    assert starts == [(0, 8, [8]), (1, 0, [100, 101, 102]), (2, 0, list(range(200, 208)))]
+    found = (2, 0, [200, 201, 202])
+    assert starts == [(0, 8, [0]), (1, 0, [1, 2, 3]), found, (2, 3, [4, 5, 6, 7, 8])]
     assert [row.start_position for row in plan.rows] == [8, 0, 3]
     assert [row.output for row in plan.rows] == [
         OutputKind.SAMPLE,

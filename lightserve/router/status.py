@@ -1,0 +1,31 @@
+"""The router's pulse, from the state of its parts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lightserve.messages.frontend_router import ClassLoad, RouterStatus
+from lightserve.router.kv.store import KVStore
+from lightserve.router.pipeline import Pipeline
+from lightserve.router.queues import RowTable, WaitingQueue
+from lightserve.types import RequestClass
+
+
+def router_status(
+    waiting: WaitingQueue, rows: RowTable, kv: KVStore | None, pipeline: Pipeline, now_s: float
+) -> RouterStatus:
+    """Return what frontends are told; `kv` is None while there are no workers."""
+    num_running = Counter(request.request_class for request in rows)
+    return RouterStatus(
+        workers_ready=kv is not None,
+        load={
+            request_class: ClassLoad(*waiting.backlog(request_class), num_running[request_class])
+            for request_class in RequestClass
+        },
+        num_used_slots=0 if kv is None else kv.num_used,
+        num_kv_slots=0 if kv is None else kv.num_slots,
+        num_steps=pipeline.num_finished,
+        stalled_s=pipeline.stalled_s(now_s),
+        worker_busy_s=pipeline.busy_s,
+        worker_idle_s=pipeline.idle_s,
+    )
