@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import ipaddress
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -228,7 +229,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
-            _check_limits(spec, getattr(self, spec.name))
+            check_limits(spec, getattr(self, spec.name))
         self._refuse_idle_options()
         if self.batch_invariant and self.dtype not in ("auto", "float32"):
             raise ConfigError(
@@ -317,7 +318,8 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def _check_limits(spec: dataclasses.Field[Any], value: Any) -> None:
+def check_limits(spec: dataclasses.Field[Any], value: Any) -> None:
+    """Raise ConfigError, with flag, limit and value, if a field's value is outside its limits."""
     low, high, choices = (spec.metadata[key] for key in ("low", "high", "choices"))
     flag = flag_name(spec.name)
     if choices and value not in choices:
@@ -326,3 +328,5 @@ def _check_limits(spec: dataclasses.Field[Any], value: Any) -> None:
         raise ConfigError(f"{flag} must be at least {low}, got {value!r}")
     if high is not None and not value <= high:
         raise ConfigError(f"{flag} must be at most {high}, got {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{flag} must be finite, got {value!r}")

@@ -31,8 +31,10 @@ def config_options(config_type: type[Any]) -> Callable[[FunctionT], FunctionT]:
 
 def _option(spec: dataclasses.Field[Any], kind: type) -> Callable[[FunctionT], FunctionT]:
     choices: tuple[str, ...] = spec.metadata["choices"]
+    flag = flag_name(spec.name)
     return click.option(
-        flag_name(spec.name),
+        # The second form is for the command line to stand over a file that says true.
+        f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
         spec.name,
         type=None if kind is bool else kind,
         is_flag=kind is bool,
@@ -48,12 +50,13 @@ def _help_text(spec: dataclasses.Field[Any], kind: type) -> str:
     # Where a default needs explaining, the help text itself does it.
     if kind is not bool and spec.default != "" and "Default:" not in text:
         notes.append(f"default: {spec.default}")
-    if limits := _limits(spec):
+    if limits := limits_text(spec):
         notes.append(limits)
     return text + (f" [{'; '.join(notes)}]" if notes else "")
 
 
-def _limits(spec: dataclasses.Field[Any]) -> str:
+def limits_text(spec: dataclasses.Field[Any]) -> str:
+    """Return the limits of a field in words, or nothing."""
     low, high = spec.metadata["low"], spec.metadata["high"]
     if low is None and high is None:
         return ""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import MappingProxyType
 
 from lightserve.api_keys import read_api_keys
 from lightserve.channels.wait import Waitable
 from lightserve.channels.zmq import ZmqHub, bind_hub, wait_readable
 from lightserve.config import ServeConfig
+from lightserve.config_file import Origin, log_configuration
 from lightserve.errors import ConfigError
 from lightserve.logs import one_line, setup_logging
 from lightserve.messages.supervision import ChildMessage, SupervisorMessage
@@ -34,13 +36,15 @@ _LAST_WORDS_S = 0.5
 def serve(
     config: ServeConfig,
     *,
+    origins: Mapping[str, Origin] = MappingProxyType({}),
     command: Sequence[str] = CHILD_COMMAND,
     silence_timeout_s: float = SILENCE_TIMEOUT_S,
 ) -> int:
     """Run a server until a signal ends it; returns the exit code.
 
-    `command` starts a child process (see `spawn`), which hangs when it is silent for
-    `silence_timeout_s` (see `fleet`). Call from the main thread.
+    `origins` says, for the log, where values of `config` come from. `command` starts a child
+    process (see `spawn`), which hangs when it is silent for `silence_timeout_s` (see `fleet`).
+    Call from the main thread.
 
     Raises:
         ConfigError, ModelLoadError, StartupError: the server cannot start, or gave up.
@@ -48,13 +52,17 @@ def serve(
     setup_logging("supervisor", config.log_level, config.log_format)
     with StopSignals(reloads=bool(config.api_key_file)) as signals:
         try:
-            return _serve(config, command, silence_timeout_s, signals)
+            return _serve(config, origins, command, silence_timeout_s, signals)
         except Stopped as stop:
             return _exit_code_before_ready(stop.signum)
 
 
 def _serve(
-    config: ServeConfig, command: Sequence[str], silence_timeout_s: float, signals: StopSignals
+    config: ServeConfig,
+    origins: Mapping[str, Origin],
+    command: Sequence[str],
+    silence_timeout_s: float,
+    signals: StopSignals,
 ) -> int:
     api_keys = read_api_keys(Path(config.api_key_file)) if config.api_key_file else []
     if config.ssl_certfile:
@@ -73,6 +81,7 @@ def _serve(
             closing(bind_hub(control_address, send_type=SupervisorMessage, recv_type=ChildMessage))
         )
         listen(listener, config)
+        log_configuration(log, config, origins)
         specs = SpecWriter(config, run_dir, control_address, listener.fileno())
         metrics = ServerMetrics(config)
         if metrics_listener is not None:

@@ -24,7 +24,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
     """Configurations that `lightserve serve` would have served."""
     configs: list[ServeConfig] = []
 
-    def record(config: ServeConfig) -> int:
+    def record(config: ServeConfig, **_: Any) -> int:
         configs.append(config)
         return 0
 
@@ -67,7 +67,7 @@ def test_every_flag_reaches_its_field_and_no_other(
     """Before the checks, which may want flags in combination: what the configuration is given."""
     given: list[dict[str, object]] = []
     monkeypatch.setattr(cli_serve, "ServeConfig", lambda **values: given.append(values))
-    monkeypatch.setattr(loop, "serve", lambda config: 0)
+    monkeypatch.setattr(loop, "serve", lambda config, origins: 0)
     value = _other_value(spec)
     flag = flag_name(spec.name)
     assert _main("serve", *([flag] if value is True else [flag, str(value)])) == 0
@@ -115,7 +115,7 @@ def test_mistakes_end_with_code_2_and_one_line(
 def test_a_failed_start_ends_with_code_1_and_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(config: ServeConfig) -> int:
+    def fail(config: ServeConfig, **_: Any) -> int:
         raise StartupError("cannot\nlisten")
 
     monkeypatch.setattr(loop, "serve", fail)

@@ -29,7 +29,7 @@ from lightserve.cli import main, serve
 from lightserve.supervisor import loop
 real_serve, options = loop.serve, json.loads(sys.argv.pop(1))
 options["command"] = (sys.executable, *options["command"])
-loop.serve = lambda config: real_serve(config, **options)
+loop.serve = lambda config, origins: real_serve(config, origins=origins, **options)
 main.main(sys.argv[1:])
 """
 

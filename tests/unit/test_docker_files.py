@@ -119,7 +119,7 @@ def test_both_commands_are_ones_that_the_server_takes(
     compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served: list[ServeConfig] = []
-    monkeypatch.setattr(loop, "serve", lambda config: served.append(config) or 0)
+    monkeypatch.setattr(loop, "serve", lambda config, **_: served.append(config) or 0)
     of_image = re.search(r"^CMD (\[\"serve\".*\])$", _dockerfile(), re.MULTILINE)
     assert of_image is not None
     for command in (compose["services"]["server"]["command"], yaml.safe_load(of_image[1])):

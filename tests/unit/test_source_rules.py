@@ -28,7 +28,6 @@ FORBIDDEN_MODULES = {
     "shelve",
     "joblib",
     "multiprocessing",
-    "yaml",
 }
 FORBIDDEN_BUILTINS = {"eval", "exec", "compile", "__import__"}
 FORBIDDEN_ATTRIBUTES = {
@@ -45,6 +44,9 @@ FORBIDDEN_CALLS = {
     ("numpy", "load"),
     ("np", "load"),
     ("os", "system"),
+    # What is left are compose, SafeLoader and safe_load, which make plain values only.
+    *(("yaml", f"{kind}load{all_}") for kind in ("", "full_", "unsafe_") for all_ in ("", "_all")),
+    *(("yaml", f"{kind}Loader") for kind in ("", "C", "Full", "CFull", "Unsafe", "CUnsafe")),
 }
 
 
@@ -87,7 +89,10 @@ def test_nothing_runs_code_from_data(path: Path) -> None:
     [
         "import pickle",
         "from multiprocessing import Queue",
-        "import numpy, yaml",
+        "import numpy, shelve",
+        "yaml.load(text, Loader=yaml.SafeLoader)",
+        "yaml.unsafe_load(text)",
+        "yaml.UnsafeLoader(text)",
         "eval('1')",
         "def f():\n    exec(x)",
         "torch.load(path)",
@@ -102,7 +107,14 @@ def test_the_rules_have_teeth(source: str) -> None:
 
 
 def test_the_rules_let_lookalikes_pass() -> None:
-    assert list(violations("model.eval()\nre.compile(x)\nsafetensors.torch.load_file(x)")) == []
+    assert (
+        list(
+            violations(
+                "model.eval()\nre.compile(x)\nyaml.safe_load(x)\nsafetensors.torch.load_file(x)"
+            )
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
