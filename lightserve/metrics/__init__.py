@@ -1,7 +1,7 @@
 """What operators measure: one catalogue, cheap recording in the children, merging, exposition.
 
-`catalogue` names every family; `recording` counts in one process; `requests` and `http` record a
-frontend's work (the router's is `lightserve.router.metrics`); once a second a process sends
+`catalogue` names every family; `recording` counts in one process; `requests` records a frontend's
+work (the router's is `lightserve.router.metrics`); once a second a process sends
 `Recorder.snapshot()` to the supervisor, whose `ledger` adds the processes up and `exposition`
 renders them. Only the last module, and nobody but the supervisor, imports prometheus_client.
 """

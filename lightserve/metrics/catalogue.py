@@ -187,7 +187,8 @@ REQUEST_SUCCESS = _counter(
 REQUEST_FAILURE = _counter(
     "request_failure_total",
     Origin.FRONTEND,
-    "Valid requests refused or not answered to their end, by error code.",
+    "Valid requests refused by a queue, or not answered to their end, by error code. Refusals"
+    " before a request's class is known (not ready, shutting down) are HTTP responses only.",
     ("request_class", "code"),
 )
 SLO_REQUESTS = _counter(
