@@ -131,12 +131,8 @@ class Comparison:
         answers = _aiperf_answers(output / "profile_export.jsonl")
         start_s = min(answer.start_s for answer in answers)
         end_s = max(answer.end_s for answer in answers)
-        own = [
-            answer
-            for answer in _our_answers(output / "result.json")
-            if start_s <= answer.start_s and answer.end_s <= end_s
-        ]
-        return _of_answers(answers, end_s - start_s), _of_answers(own, end_s - start_s)
+        own = _our_answers(output / "result.json")
+        return _of_answers(answers, start_s, end_s), _of_answers(own, start_s, end_s)
 
 
 class Answer(NamedTuple):
@@ -175,7 +171,15 @@ def _our_answers(path: Path) -> list[Answer]:
     ]
 
 
-def _of_answers(answers: list[Answer], window_s: float) -> Figures:
+def _of_answers(answers: list[Answer], start_s: float, end_s: float) -> Figures:
+    """Latencies of requests wholly inside; throughput has the inner share of the others too."""
+    shares = [
+        max(0.0, min(end_s, each.end_s) - max(start_s, each.start_s)) / (each.end_s - each.start_s)
+        for each in answers
+    ]
+    tokens = sum(share * each.num_tokens for share, each in zip(shares, answers, strict=True))
+    window_s = end_s - start_s
+    answers = [each for each in answers if start_s <= each.start_s and each.end_s <= end_s]
     ttft = [answer.ttft_ms for answer in answers]
     e2el = [(answer.end_s - answer.start_s) * 1e3 for answer in answers]
     tpot = [
@@ -187,8 +191,8 @@ def _of_answers(answers: list[Answer], window_s: float) -> Figures:
     figures = {f"{name} p50": statistics.median(values) for name, values in samples.items()}
     figures |= {f"{name} mean": statistics.fmean(values) for name, values in samples.items()}
     return figures | {
-        "output tokens/s": sum(answer.num_tokens for answer in answers) / window_s,
-        "requests/s": len(answers) / window_s,
+        "output tokens/s": tokens / window_s,
+        "requests/s": sum(shares) / window_s,
     }
 
 
