@@ -43,6 +43,9 @@ ADMISSION_OF_OPTION = {
 }
 """Options that belong to one admission rule."""
 
+METRICS_HOST = "127.0.0.1"
+"""Where metrics are served unless told otherwise."""
+
 _MEMORY_UNITS = {
     "": 1,
     "B": 1,
@@ -111,7 +114,7 @@ class ServeConfig:
     max_connections_per_ip: int = option(
         4096, "Open connections of one client address per frontend; more are refused.", low=1
     )
-    metrics_host: str = option("127.0.0.1", "Address on which metrics are served without a key.")
+    metrics_host: str = option(METRICS_HOST, "Address on which metrics are served without a key.")
     metrics_port: int = option(
         8001, "Port of GET /metrics; 0 takes a free one, -1 opens none.", low=-1, high=65535
     )
@@ -266,6 +269,13 @@ class ServeConfig:
             raise ConfigError("--allowed-hosts needs a loopback --host and no --api-key-file")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+        if self.metrics_port == -1 and self.metrics_host != METRICS_HOST:
+            raise ConfigError(f"--metrics-host {self.metrics_host!r} needs --metrics-port, not -1")
+        if 0 < self.mtpot_slo_ms < self.tpot_slo_ms:
+            raise ConfigError(
+                f"--mtpot-slo-ms must be at least --tpot-slo-ms ({self.tpot_slo_ms:g}),"
+                f" got {self.mtpot_slo_ms:g}"
+            )
 
     def _refuse_idle_options(self) -> None:
         """An option of another admission rule would be accepted and ignored."""

@@ -96,6 +96,16 @@ def _other_value(spec: dataclasses.Field[Any]) -> object:
         (["serve", "--allowed-hosts", "x", "--api-key-file", "y"], "--allowed-hosts needs"),
         (["serve", "--insecure-no-auth", "--api-key-file", "y"], "--insecure-no-auth contradicts"),
         (["serve", "--ssl-keyfile", "x"], "--ssl-keyfile needs --ssl-certfile"),
+        (
+            ["serve", "--metrics-host", "0.0.0.0", "--metrics-port", "-1"],
+            "--metrics-host '0.0.0.0' needs --metrics-port, not -1",
+        ),
+        (["serve", "--metrics-port", "-2"], "--metrics-port must be at least -1, got -2"),
+        (
+            ["serve", "--tpot-slo-ms", "50", "--mtpot-slo-ms", "20"],
+            "--mtpot-slo-ms must be at least --tpot-slo-ms (50), got 20",
+        ),
+        (["serve", "--log-format", "xml"], "--log-format must be one of text, json, got 'xml'"),
         (["serve", "--nope"], "No such option '--nope'"),
         (["serve", "stray"], "unexpected extra argument (stray)"),
         (["nope"], "No such command 'nope'"),
