@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,10 @@ _SERVE = (
 class LiveServer:
     """A server that has been started; `wait_ready` before anything else."""
 
-    def __init__(self, flags: Sequence[str], run_parent: Path) -> None:
+    def __init__(
+        self, flags: Sequence[str], run_parent: Path, verify: ssl.SSLContext | bool = True
+    ) -> None:
+        self._verify = verify
         self.run_parent = run_parent
         self._out: list[str] = []
         self._err: list[str] = []
@@ -100,7 +104,8 @@ class LiveServer:
     def is_ready(self) -> bool:
         """Whether /readyz says yes."""
         try:
-            return httpx.get(f"{self.url}/readyz", timeout=5.0).status_code == 200
+            url = f"{self.url}/readyz"
+            return httpx.get(url, timeout=5.0, verify=self._verify).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -140,14 +145,16 @@ class LiveServer:
 
 
 @contextmanager
-def live_server(run_parent: Path, *flags: str) -> Iterator[LiveServer]:
+def live_server(
+    run_parent: Path, *flags: str, verify: ssl.SSLContext | bool = True
+) -> Iterator[LiveServer]:
     """Run a server that is ready; whatever happens, nothing of it is left afterwards.
 
     Its run directory lies alone in a new directory under `run_parent`.
     """
     own_parent = Path(tempfile.mkdtemp(dir=run_parent))
     own_parent.chmod(0o755)
-    server = LiveServer(flags, own_parent)
+    server = LiveServer(flags, own_parent, verify)
     try:
         server.wait_ready()
         yield server
