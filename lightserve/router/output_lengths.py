@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
 
 DEFAULT_WINDOW = 1000
@@ -24,9 +26,11 @@ NUM_PRIOR_LENGTHS = 20
 """Pseudo-lengths that stand beside the finished ones until the window is full."""
 SHRINKAGE = 50.0
 """A key with this many lengths of its own is drawn from half of the time."""
-MAX_KEYS = 4096
+MAX_KEYS = 1024
 AVERAGE_WEIGHT = 0.01
-_TABLE_SIZE = 2048
+MAX_LAG = 16
+"""Pooled lengths that a key's mixture may lag behind: making one takes a sort."""
+_TABLE_SIZE = 1024
 
 
 class _Window:
@@ -35,6 +39,7 @@ class _Window:
     def __init__(self, size: int) -> None:
         self._size = size
         self._recent: deque[int] = deque()
+        self.num_added = 0
         self.sorted: IntArray = np.empty(0, dtype=np.int64)
 
     def __len__(self) -> int:
@@ -45,7 +50,17 @@ class _Window:
             oldest = self._recent.popleft()
             self.sorted = np.delete(self.sorted, np.searchsorted(self.sorted, oldest))
         self._recent.append(length)
+        self.num_added += 1
         self.sorted = np.insert(self.sorted, np.searchsorted(self.sorted, length), length)
+
+
+@dataclass(slots=True)
+class _Row:
+    """Where a key's distribution is, and how much history was in it when it was made."""
+
+    index: int
+    num_own: int = -1
+    num_pooled: int = 0
 
 
 class OutputLengths:
@@ -55,7 +70,10 @@ class OutputLengths:
         self._window = window
         self._pooled = _Window(window)
         self._by_key: OrderedDict[Hashable, _Window] = OrderedDict()
-        self._tables: dict[Hashable, IntArray] = {}
+        self._rows: dict[Hashable, _Row] = {}
+        """By key, None for those without a history."""
+        self._quantiles: Int32Array = np.zeros((4, _TABLE_SIZE), dtype=np.int32)
+        self._free_rows = list(range(4))
         prior = np.geomspace(1, max(1, max_output_tokens), NUM_PRIOR_LENGTHS)
         self._prior: IntArray = np.rint(prior).astype(np.int64)
         self.average: float = float(self._prior.mean())
@@ -69,13 +87,14 @@ class OutputLengths:
         """Learn the output length (>= 1) of a finished request."""
         self._pooled.add(length)
         self.average += AVERAGE_WEIGHT * (length - self.average)
-        self._tables.clear()
         if key is None:
             return
         if key not in self._by_key:
             self._by_key[key] = _Window(self._window)
             if len(self._by_key) > MAX_KEYS:
-                self._by_key.popitem(last=False)
+                oldest, _ = self._by_key.popitem(last=False)
+                if (row := self._rows.pop(oldest, None)) is not None:
+                    self._free_rows.append(row.index)
         self._by_key.move_to_end(key)
         self._by_key[key].add(length)
 
@@ -95,43 +114,33 @@ class OutputLengths:
             keys: prediction key of each request; None or unknown keys draw from the pool.
         """
         if keys is None or not self._by_key:
-            return self._draw(self._table(None), generated, max_tokens, uniforms)
-        lengths = np.empty(uniforms.shape, dtype=np.int64)
-        for key in set(keys):
-            of_key = np.array([own == key for own in keys])
-            lengths[of_key] = self._draw(
-                self._table(key), generated[of_key], max_tokens[of_key], uniforms[of_key]
-            )
-        return lengths
+            return _draw(self._pooled_table(), None, generated, max_tokens, uniforms)
+        rows = np.fromiter(map(self._row_of, keys), np.int64, len(keys))
+        return _draw(self._quantiles, rows, generated, max_tokens, uniforms)
 
-    @staticmethod
-    def _draw(
-        table: IntArray, generated: IntArray, max_tokens: IntArray, uniforms: FloatArray
-    ) -> IntArray:
-        """Invert the conditional distribution; `table` holds equally likely lengths, sorted."""
-        first = np.searchsorted(table, generated, side="right")[:, None]
-        index = first + ((len(table) - first) * uniforms).astype(np.int64)
-        lengths = table[np.minimum(index, len(table) - 1)]
-        # Longer than anything seen: log-uniform up to the limit.
-        beyond = (first == len(table))[:, 0]
-        if beyond.any():
-            low = generated[beyond, None] + 1.0
-            ratio = np.maximum(max_tokens[beyond, None] / low, 1.0)
-            lengths[beyond] = (low * ratio ** uniforms[beyond]).astype(np.int64)
-        result: IntArray = np.clip(lengths, generated[:, None] + 1, max_tokens[:, None])
-        return result
+    def _row_of(self, key: Hashable) -> int:
+        """Return the row of `_quantiles` that holds a key's distribution as it is now."""
+        own = self._by_key.get(key)
+        if own is None:
+            key = None
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = _Row(self._new_row())
+        num_own = 0 if own is None else own.num_added
+        lag = self._pooled.num_added - row.num_pooled
+        if row.num_own != num_own or lag > MAX_LAG or self._pooled.num_added <= MAX_LAG:
+            row.num_own, row.num_pooled = num_own, self._pooled.num_added
+            share = 0.0 if own is None else len(own) / (len(own) + SHRINKAGE)
+            lengths = np.empty(0, dtype=np.int64) if own is None else own.sorted
+            self._quantiles[row.index] = _mix(lengths, self._pooled_table(), share)
+        return row.index
 
-    def _table(self, key: Hashable) -> IntArray:
-        """Return equally likely lengths, sorted, for a key (None: pooled)."""
-        own = self._by_key.get(key) if key is not None else None
-        cache_key = key if own is not None else None
-        table = self._tables.get(cache_key)
-        if table is None:
-            table = self._pooled_table()
-            if own is not None:
-                table = _mix(own.sorted, table, len(own) / (len(own) + SHRINKAGE))
-            self._tables[cache_key] = table
-        return table
+    def _new_row(self) -> int:
+        if not self._free_rows:
+            size = len(self._quantiles)
+            self._quantiles = np.concatenate([self._quantiles, np.zeros_like(self._quantiles)])
+            self._free_rows.extend(range(size, 2 * size))
+        return self._free_rows.pop()
 
     def _pooled_table(self) -> IntArray:
         if len(self._pooled) >= self._window:
@@ -139,12 +148,54 @@ class OutputLengths:
         return np.sort(np.concatenate([self._pooled.sorted, self._prior]))
 
 
+def _draw(
+    table: IntArray | Int32Array,
+    rows: IntArray | None,
+    generated: IntArray,
+    max_tokens: IntArray,
+    uniforms: FloatArray,
+) -> IntArray:
+    """Invert the conditional distributions.
+
+    `table` holds equally likely lengths, sorted: int64 [size] for all requests, or int64
+    [num_tables, size], of which request i draws from rows[i].
+    """
+    size = table.shape[-1]
+    if rows is None:
+        first = np.searchsorted(table, generated, side="right")
+    else:
+        first = _search_rows(table, rows, generated)
+    index = first[:, None] + ((size - first)[:, None] * uniforms).astype(np.int64)
+    np.minimum(index, size - 1, out=index)
+    lengths = (table[index] if rows is None else table[rows[:, None], index]).astype(np.int64)
+    # Longer than anything seen: log-uniform up to the limit.
+    beyond = first == size
+    if beyond.any():
+        low = generated[beyond, None] + 1.0
+        ratio = np.maximum(max_tokens[beyond, None] / low, 1.0)
+        lengths[beyond] = (low * ratio ** uniforms[beyond]).astype(np.int64)
+    result: IntArray = np.clip(lengths, generated[:, None] + 1, max_tokens[:, None])
+    return result
+
+
+def _search_rows(table: IntArray | Int32Array, rows: IntArray, values: IntArray) -> IntArray:
+    """Return how many entries of table[rows[i]] are <= values[i], int64 [n]; all at once."""
+    low = np.zeros(len(rows), dtype=np.int64)
+    high = np.full(len(rows), table.shape[1], dtype=np.int64)
+    for _ in range(table.shape[1].bit_length()):
+        middle = (low + high) // 2
+        is_below = (low < high) & (table[rows, np.minimum(middle, table.shape[1] - 1)] <= values)
+        low = np.where(is_below, middle + 1, low)
+        high = np.where(is_below, high, middle)
+    return low
+
+
 def _mix(own: IntArray, pooled: IntArray, own_share: float) -> IntArray:
     """Return `_TABLE_SIZE` equally likely lengths of own_share * own + (1 - own_share) * pooled."""
     values = np.concatenate([own, pooled])
     weights = np.concatenate(
         [
-            np.full(len(own), own_share / len(own)),
+            np.full(len(own), own_share / max(1, len(own))),
             np.full(len(pooled), (1 - own_share) / len(pooled)),
         ]
     )
