@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from server import running_server
@@ -36,12 +37,14 @@ def run(max_examples: int = 200) -> bool:
     """Measure; returns whether there was no server error."""
     print(f"schemathesis, positive and negative, {max_examples} examples per operation at most")
     with running_server(FLAGS) as server:
-        done = subprocess.run(
-            command(server.url, max_examples=max_examples),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        with tempfile.TemporaryDirectory() as folder:  # it leaves files where it runs
+            done = subprocess.run(
+                command(server.url, max_examples=max_examples),
+                capture_output=True,
+                text=True,
+                check=False,
+                cwd=folder,
+            )
         is_alive = server.process.poll() is None
     row("cases", f"{num_cases(done.stdout)}", "-")
     row("server errors", "0" if done.returncode == 0 else "SOME", "0")
