@@ -112,8 +112,10 @@ def _client(options: SessionOptions, server: ServerOptions) -> StreamClient:
 async def _find_model(client: StreamClient, url: str) -> str:
     try:
         return await client.first_model()
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise LoadTestError(f"{url} does not tell its models ({error}); is it up?") from error
+    except ValueError as error:
+        raise LoadTestError(f"{url} does not tell its models: {error}") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise LoadTestError(f"no answer from {url}: {error}; is it up?") from error
 
 
 async def _single(client: StreamClient, text: str, max_tokens: int) -> Record:

@@ -144,7 +144,7 @@ def _print_client(console: Console, run: Run) -> None:
 
 def print_sweep(console: Console, runs: list[Run]) -> None:
     """Print a line per run and class."""
-    table = Table(title="sweep", title_justify="left", title_style="bold")
+    table = Table(title="runs", title_justify="left", title_style="bold")
     for column in (
         "run",
         "class",
@@ -161,11 +161,13 @@ def print_sweep(console: Console, runs: list[Run]) -> None:
     ):
         table.add_column(column, justify="left" if column in ("run", "class") else "right")
     for run in runs:
+        num_arrivals = max(summary.num_arrivals for summary in run.classes.values())
         for name, summary in run.classes.items():
+            share = summary.num_arrivals / max(1, num_arrivals)
             table.add_row(
                 escape(run.label),
                 name,
-                number(run.offered_requests_per_s, 2),
+                number(run.offered_requests_per_s * share, 2),
                 percent(summary.attainment),
                 number(summary.goodput_requests_per_s, 2),
                 number(summary.goodput_tokens_per_s),
