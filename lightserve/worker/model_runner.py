@@ -69,7 +69,9 @@ class ModelRunner:
         is_finite = [True] * len(inputs.sampled_rows)
         if logits is not None:
             params = self._table.sampling_of(inputs.sampled_rows)
-            sampled = sample(logits, params, inputs.sampled_positions)
+            sampled = sample(
+                logits, params, inputs.sampled_positions, self._table.histories_of(inputs)
+            )
             token_ids, is_finite = sampled.token_ids, sampled.is_finite
         token_ids = self._tp.broadcast(token_ids)
         self._table.append(inputs, token_ids)

@@ -1,6 +1,6 @@
 """From logits to tokens, vectorised over the batch, every row on its own.
 
-    temperature -> top-k and top-p, where asked for -> inverse of the cumulative distribution
+    adjustments -> temperature -> min-p -> top-k and top-p -> inverse of the cumulative distribution
 
 at one uniform number per row (`random_draw`). A row's path depends on its own parameters alone
 and every operation works along the vocabulary, so its token does not depend on its neighbours.
@@ -8,8 +8,9 @@ and every operation works along the vocabulary, so its token does not depend on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.types import SamplingParams
+from lightserve.worker.adjustments import RowHistory, adjust
 from lightserve.worker.random_draw import uniform
 
 BLOCK = 256
@@ -36,18 +38,29 @@ class Sampled:
     token_ids: Tensor
     """int64 [L]; 0 where the row has no valid logits."""
     is_finite: list[bool]
-    """Whether each row's logits were all finite."""
+    """Whether each row's logits were all finite, and its options left a token to draw."""
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Sampled:
+def sample(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    histories: Mapping[int, RowHistory] = MappingProxyType({}),
+) -> Sampled:
     """Draw one token per row.
 
     Args:
         logits: float32 [L, vocab].
         params: how to draw, one per row.
         positions: position that each new token will have; part of the random number.
+        histories: of the rows whose options change their logits (`is_adjusted`), by index.
     """
     is_finite = _finite_rows(logits)
+    if histories:
+        logits = logits.clone()
+        for row, history in histories.items():
+            adjust(logits[row], params[row], history)
+        is_finite &= logits.amax(dim=-1).isfinite()
     if not bool(is_finite.all()):
         logits = torch.where(is_finite[:, None], logits, 0.0)
     token_ids = _largest(logits)
@@ -93,11 +106,15 @@ def _numbers(params: Sequence[SamplingParams], positions: Sequence[int]) -> Tens
 
 
 def _probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Return softmax(logits / temperature), float32 [L, vocab]."""
+    """Return softmax(logits / temperature) without what min-p drops, float32 [L, vocab]."""
     temperature = torch.tensor([max(p.temperature, MIN_TEMPERATURE) for p in params])[:, None]
     # The largest logit becomes 0 first, so that small temperatures cannot overflow.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature)
-    return torch.softmax(scaled, dim=-1, out=scaled)
+    torch.softmax(scaled, dim=-1, out=scaled)
+    if any(p.min_p for p in params):
+        least = torch.tensor([p.min_p for p in params])[:, None] * scaled.amax(-1, keepdim=True)
+        scaled.masked_fill_(scaled < least, 0.0)
+    return scaled
 
 
 def _draw(probabilities: Tensor, params: Sequence[SamplingParams], numbers: Tensor) -> Tensor:

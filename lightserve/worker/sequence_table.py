@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
 from lightserve.messages.common import unpack_int32
-from lightserve.messages.router_worker import OutputKind, StepPlan
+from lightserve.messages.router_worker import AddSequence, OutputKind, StepPlan
 from lightserve.types import RowId, SamplingParams
+from lightserve.worker.adjustments import RowHistory, is_adjusted
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +45,8 @@ class SequenceTable:
         self._token_ids = torch.zeros(shape, dtype=torch.int32)
         self._req_to_slot = torch.zeros(shape, dtype=torch.int32)
         self._sampling: list[SamplingParams] = [SamplingParams()] * max_num_seqs
+        self._sequences: dict[RowId, AddSequence] = {}
+        """Of rows whose options change their logits."""
 
     def update(self, plan: StepPlan) -> None:
         """Take in a plan's new sequences and slots."""
@@ -51,6 +54,9 @@ class SequenceTable:
             tokens = np.concatenate([unpack_int32(part.token_ids) for part in sequence.segments])
             self._token_ids[sequence.row, : len(tokens)] = torch.from_numpy(tokens)
             self._sampling[sequence.row] = sequence.sampling
+            self._sequences.pop(sequence.row, None)
+            if is_adjusted(sequence.sampling):
+                self._sequences[sequence.row] = sequence
         if not plan.slot_ranges:
             return
         slots = unpack_int32(b"".join(part.slots for part in plan.slot_ranges)).copy()
@@ -91,6 +97,20 @@ class SequenceTable:
     def sampling_of(self, rows: list[RowId]) -> list[SamplingParams]:
         """Return how each row's token is drawn."""
         return [self._sampling[row] for row in rows]
+
+    def histories_of(self, inputs: StepInputs) -> dict[int, RowHistory]:
+        """Return what the options of a step's sampled rows refer to, by index; mostly nothing."""
+        if not self._sequences:
+            return {}
+        found: dict[int, RowHistory] = {}
+        places = zip(inputs.sampled_rows, inputs.sampled_positions, strict=True)
+        for index, (row, position) in enumerate(places):
+            if (sequence := self._sequences.get(row)) is not None:
+                token_ids = self._token_ids[row, :position].long()
+                found[index] = RowHistory(
+                    token_ids, sequence.num_prompt_tokens, sequence.eos_token_ids
+                )
+        return found
 
     def append(self, inputs: StepInputs, token_ids: Tensor) -> None:
         """Store the sampled tokens, int64 [L], at the positions that the next plan will name."""

@@ -1,0 +1,83 @@
+"""Bias, penalties, barred tokens and min-p against a plain loop."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightserve.types import SamplingParams
+from lightserve.worker.adjustments import RowHistory, adjust
+from lightserve.worker.sampler import sample
+
+VOCAB = 12
+TOKENS = st.integers(0, VOCAB - 1)
+
+
+def by_loop(logits: list[float], params: SamplingParams, history: RowHistory) -> list[float]:
+    known = history.token_ids.tolist()
+    output = known[history.num_prompt_tokens :]
+    bias = dict(params.logit_bias)
+    result = []
+    for token, logit in enumerate(logits):
+        value = logit + bias.get(token, 0.0)
+        if token in known:
+            factor = params.repetition_penalty
+            value = value / factor if value > 0 else value * factor
+        if token in output:
+            value -= params.presence_penalty + output.count(token) * params.frequency_penalty
+        barred = len(output) < params.min_tokens and token in history.eos_token_ids
+        if barred or (params.allowed_token_ids and token not in params.allowed_token_ids):
+            value = -math.inf
+        result.append(value)
+    return result
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    logits=st.lists(st.floats(-5, 5, width=32), min_size=VOCAB, max_size=VOCAB),
+    prompt=st.lists(TOKENS, min_size=1, max_size=8),
+    output=st.lists(TOKENS, max_size=8),
+    eos=st.lists(TOKENS, max_size=2),
+    params=st.builds(
+        SamplingParams,
+        temperature=st.just(0.0),
+        frequency_penalty=st.sampled_from([0.0, 0.5, -1.5]),
+        presence_penalty=st.sampled_from([0.0, 0.25, -2.0]),
+        repetition_penalty=st.sampled_from([1.0, 1.3, 0.5]),
+        logit_bias=st.dictionaries(TOKENS, st.floats(-9, 9, width=16), max_size=3).map(
+            lambda bias: tuple(bias.items())
+        ),
+        allowed_token_ids=st.lists(TOKENS, max_size=4, unique=True).map(tuple),
+        min_tokens=st.integers(0, 6),
+    ),
+)
+def test_adjusted_logits_are_those_of_a_loop(
+    logits: list[float],
+    prompt: list[int],
+    output: list[int],
+    eos: list[int],
+    params: SamplingParams,
+) -> None:
+    history = RowHistory(torch.tensor(prompt + output), len(prompt), eos)
+    expected = by_loop(logits, params, history)
+    row = torch.tensor(logits)
+    adjust(row, params, history)
+    torch.testing.assert_close(row, torch.tensor(expected), atol=1e-5, rtol=1e-5)
+    # A neighbour without options changes nothing, and a row with nothing left is an error.
+    both = torch.tensor([logits, logits])
+    sampled = sample(both, [SamplingParams(temperature=0.0), params], [0, 1], {1: history})
+    assert sampled.is_finite == [True, max(expected) > -math.inf]
+    assert int(sampled.token_ids[0]) == both[0].argmax()
+    if sampled.is_finite[1]:
+        assert int(sampled.token_ids[1]) == row.argmax()
+
+
+def test_min_p_keeps_the_share_of_the_most_probable() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    for min_p, kept in ((0.0, 4), (0.2, 3), (0.5, 2), (1.0, 1)):
+        params = SamplingParams(min_p=min_p, seed=3)
+        tokens = sample(logits.expand(2000, -1), [params] * 2000, range(2000)).token_ids
+        assert set(tokens.tolist()) == set(range(kept))
