@@ -150,12 +150,12 @@ def _kind(node: yaml.Node) -> str:
 
 def _value(loader: yaml.SafeLoader, node: yaml.ScalarNode, kind: type, where: str) -> Any:
     """Return a value if it has the type `kind`; an integer is a number as well."""
-    value: Any = loader.construct_object(node)
+    value: object = loader.construct_object(node)
     if type(value) is int:
         value = _decimal(node.value)
     if kind is float and type(value) is int:
         value = float(value)
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+    if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
         raise ConfigError(f"{where} must be {_TYPE_NAMES[kind]}, got {node.value[:80]!r}")
     return value
 

@@ -16,6 +16,8 @@ from lightserve.logs import one_line
 
 SUBCOMMANDS: Mapping[str, str] = {
     "serve": "Serve a model over HTTP.",
+    "chat": "Chat with a running server in the terminal.",
+    "collect-env": "Print what a bug report needs to know of this machine.",
     "simulate": "Run a queue of requests through the router core on virtual hardware.",
 }
 """Name to one-line help; the module is `lightserve.cli.<name>`, its click command `command`."""
@@ -30,7 +32,7 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in SUBCOMMANDS:
             return None
-        command = importlib.import_module(f"lightserve.cli.{cmd_name}").command
+        command = importlib.import_module(f"lightserve.cli.{cmd_name.replace('-', '_')}").command
         assert isinstance(command, click.Command)
         return command
 

@@ -1,0 +1,139 @@
+"""A conversation and its commands, apart from any terminal.
+
+    line ──► Session.enter ──► answer pieces to `show`, or a notice
+             /system TEXT  /reset  /undo  /set NAME VALUE  /show  /save FILE  /help  /exit
+
+A turn joins the history only when its answer is whole, or when the person stopped it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightserve.chat.client import ChatClient, Piece
+
+HELP = """\
+/system TEXT      set the system prompt (without TEXT: none) and begin anew
+/reset            begin anew, with the same system prompt
+/undo             forget the last question and its answer
+/set NAME VALUE   set temperature, top_p, max_tokens or seed; without VALUE: the server's own
+/show             show model, options and the conversation
+/save FILE        write the conversation to a new file as JSON
+/help, /exit      this; leave (or Ctrl-D)
+Ctrl-C stops an answer. Alt-Enter, or Esc and then Enter, begins another line."""
+
+OPTION_TYPES: dict[str, Callable[[str], float | int]] = {
+    "temperature": float,
+    "top_p": float,
+    "max_tokens": int,
+    "seed": int,
+}
+
+
+@dataclass
+class Session:
+    """One conversation; the only writer of its history."""
+
+    client: ChatClient
+    model: str
+    system: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    history: list[dict[str, str]] = field(default_factory=list)
+    is_over: bool = False
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """System prompt and history, as a server takes them."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *self.history]
+
+    def enter(self, line: str, show: Callable[[Piece], None]) -> str:
+        """Run a command or ask a question; returns a notice for the person, perhaps empty.
+
+        Raises:
+            ChatError: no whole answer; the history is as before.
+            KeyboardInterrupt: stopped; what had arrived is in the history.
+        """
+        text = line.strip()
+        if not text:
+            return ""
+        if text.startswith("/"):
+            name, _, rest = text[1:].partition(" ")
+            return self._run(name, rest.strip())
+        self._ask(text, show)
+        return ""
+
+    def _ask(self, question: str, show: Callable[[Piece], None]) -> None:
+        asked = {"role": "user", "content": question}
+        parts: list[str] = []
+        answer = self.client.stream(self.model, [*self.messages, asked], self.options)
+        is_kept = False
+        try:
+            with closing(answer):  # which ends the request
+                for piece in answer:
+                    parts.append(piece.text)
+                    show(piece)
+            is_kept = True
+        except KeyboardInterrupt:
+            is_kept = any(parts)
+            raise
+        finally:
+            if is_kept:
+                self.history += [asked, {"role": "assistant", "content": "".join(parts)}]
+
+    def _run(self, name: str, rest: str) -> str:
+        match name:
+            case "system":
+                self.system = rest
+                self.history.clear()
+                return "system prompt set" if rest else "no system prompt"
+            case "reset":
+                self.history.clear()
+                return "begun anew"
+            case "undo":
+                forgotten = len(self.history[-2:])
+                del self.history[-2:]
+                return "forgotten" if forgotten else "there is nothing to forget"
+            case "set":
+                return self._set(*rest.partition(" ")[::2])
+            case "show":
+                return json.dumps(self._document(), indent=2, ensure_ascii=False)
+            case "save":
+                return self._save(rest)
+            case "help":
+                return HELP
+            case "exit" | "quit":
+                self.is_over = True
+                return ""
+        return f"no such command: /{name} (see /help)"
+
+    def _set(self, name: str, text: str) -> str:
+        if name not in OPTION_TYPES:
+            return f"/set knows {', '.join(OPTION_TYPES)}"
+        if not text.strip():
+            self.options.pop(name, None)
+            return f"{name} is the server's own"
+        try:
+            self.options[name] = OPTION_TYPES[name](text)
+        except ValueError:
+            return f"{name} must be a number, got {text!r}"
+        return f"{name} = {self.options[name]}"
+
+    def _save(self, name: str) -> str:
+        if not name:
+            return "/save needs a file"
+        try:
+            with Path(name).expanduser().open("x", encoding="utf-8") as file:
+                json.dump(self._document(), file, indent=2, ensure_ascii=False)
+                file.write("\n")
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        return f"saved to {name}"
+
+    def _document(self) -> dict[str, Any]:
+        return {"model": self.model, "options": self.options, "messages": self.messages}
