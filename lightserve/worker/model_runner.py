@@ -7,10 +7,12 @@ import time
 import torch
 from torch import Tensor
 
+from lightserve.messages.common import TokenLogprob
 from lightserve.messages.router_worker import RowError, RowResult, StepPlan, StepResult
 from lightserve.models.base import Model
 from lightserve.models.parallel import TensorParallel
 from lightserve.worker.kv_pool import KVPool
+from lightserve.worker.logprobs import token_logprobs
 from lightserve.worker.sampler import sample
 from lightserve.worker.sequence_table import SequenceTable, StepInputs
 
@@ -67,17 +69,29 @@ class ModelRunner:
         """Draw on rank 0, tell the others, and store what was drawn for the next plan."""
         token_ids = torch.empty(len(inputs.sampled_rows), dtype=torch.int64)
         is_finite = [True] * len(inputs.sampled_rows)
+        logprobs: dict[int, TokenLogprob] = {}
         if logits is not None:
             params = self._table.sampling_of(inputs.sampled_rows)
             sampled = sample(
                 logits, params, inputs.sampled_positions, self._table.histories_of(inputs)
             )
             token_ids, is_finite = sampled.token_ids, sampled.is_finite
+            wanted = {
+                i: p.num_logprobs
+                for i, p in enumerate(params)
+                if p.num_logprobs is not None and is_finite[i]
+            }
+            if wanted:
+                index = list(wanted)
+                found = token_logprobs(logits[index], token_ids[index], list(wanted.values()))
+                logprobs = dict(zip(index, found, strict=True))
         token_ids = self._tp.broadcast(token_ids)
         self._table.append(inputs, token_ids)
         return [
-            RowResult(row, [token_id]) if valid else RowResult(row, [], RowError.NON_FINITE_LOGITS)
-            for row, token_id, valid in zip(
-                inputs.sampled_rows, token_ids.tolist(), is_finite, strict=True
+            RowResult(row, [token_id], logprobs=[logprobs[index]] if index in logprobs else [])
+            if valid
+            else RowResult(row, [], RowError.NON_FINITE_LOGITS)
+            for index, (row, token_id, valid) in enumerate(
+                zip(inputs.sampled_rows, token_ids.tolist(), is_finite, strict=True)
             )
         ]
