@@ -11,10 +11,11 @@ from __future__ import annotations
 import platform
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import lightserve
+from lightserve.frontend.access import caller_of
 from lightserve.frontend.failures import not_ready
 from lightserve.frontend.service import Service
 from lightserve.messages.common import PROTOCOL_VERSION
@@ -93,8 +94,10 @@ def operations_router(service: Service) -> APIRouter:
         return _answer(not_ready_because(service))
 
     @router.get("/health")
-    async def health() -> JSONResponse:
-        """Say the same as /readyz, with the router's figures."""
+    async def health(request: Request) -> JSONResponse:
+        """Say the same as /readyz; to operators with the router's figures."""
+        if not caller_of(request.scope).is_admin:
+            return _answer(not_ready_because(service))
         status = service.router.status
         details: dict[str, Any] = {"num_in_flight": service.in_flight.count}
         if status is not None:

@@ -213,3 +213,23 @@ def test_docs_are_a_page_on_request(enabled: bool) -> None:
             assert "/v1/completions" in schema["paths"]
 
     asyncio.run(scenario())
+
+
+def test_figures_are_for_operators() -> None:
+    """/health is open, what all clients together do is not."""
+
+    async def scenario() -> None:
+        async with guarded() as (setup, _, _):
+            for headers, tells in (
+                ({}, False),
+                (_bearer("wrong"), False),
+                (_bearer(ALICE), False),
+                (_bearer(OPERATOR), True),
+            ):
+                response = await setup.http.get("/health", headers=headers)
+                assert response.status_code == 200
+                assert ("num_in_flight" in response.json()) == tells
+        async with frontend(says([5, 2])) as setup:
+            assert "num_in_flight" in (await setup.http.get("/health")).json()
+
+    asyncio.run(scenario())
