@@ -1,0 +1,25 @@
+"""docs/configuration.md is what the declaration says."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import lightserve
+from lightserve.cli.document import document
+from lightserve.config import ServeConfig, flag_name
+
+
+def test_the_page_is_up_to_date() -> None:
+    page = Path(lightserve.__file__).parents[1] / "docs" / "configuration.md"
+    assert page.read_text() == document(), (
+        "python -m lightserve.cli.document > docs/configuration.md"
+    )
+
+
+def test_the_page_has_a_whole_row_for_every_option() -> None:
+    rows = [line for line in document().splitlines() if line.startswith("| `--")]
+    for row, spec in zip(rows, dataclasses.fields(ServeConfig), strict=True):
+        assert row.startswith(f"| `{flag_name(spec.name)}` |")
+        assert row.replace(r"\|", "").count("|") == 6
+        assert str(Path(lightserve.__file__).parent) not in row
