@@ -49,11 +49,11 @@ class FutureMemory:
         index_bits = num_requests.bit_length()
         fits = (longest + 1) << index_bits < _INT32_LIMIT
         packed = (longest - rest).astype(np.int32 if fits else np.int64)
-        packed <<= index_bits
-        packed |= np.arange(num_requests, dtype=packed.dtype)
+        np.left_shift(packed, index_bits, out=packed)
+        np.bitwise_or(packed, np.arange(num_requests, dtype=packed.dtype), out=packed)
         packed.sort(axis=1)
         self._held = base[packed & ((1 << index_bits) - 1)].cumsum(axis=1, dtype=kind)
-        packed >>= index_bits
+        np.right_shift(packed, index_bits, out=packed)
         self._rest = (longest - packed).astype(kind, copy=False)
         self._index()
 

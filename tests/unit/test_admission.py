@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.oracle import OracleAdmission
 from lightserve.router.admission.past_future import PastFutureAdmission
 from lightserve.router.admission.registry import ADMISSION_RULES
-from lightserve.router.admission.risk import RiskAdmission, num_futures_for
+from lightserve.router.admission.risk import MAX_REMEMBERED_STEPS, RiskAdmission, num_futures_for
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.request import Request, RequestState
 from lightserve.types import (
@@ -133,7 +135,7 @@ def test_the_same_state_gives_the_same_decision(name: str) -> None:
 def test_risk_is_a_calibrated_probability_per_class() -> None:
     """Outputs are 10 or 100 with equal chance; five of six long ones do not fit."""
     lengths = history(10, 100)
-    rule = RiskAdmission(lengths, seed=1, rt_risk=0.01, be_risk=0.2)
+    rule = RiskAdmission(lengths, seed=1, rt_risk=0.004, be_risk=0.2)
     # Six requests of prompt 10; k of them long have a peak of about k * 110.
     live = [make_request(i, prompt=10, generated=1, max_tokens=100) for i in range(5)]
     capacities = {RequestClass.RT: 0, RequestClass.BE: 0}
@@ -144,16 +146,39 @@ def test_risk_is_a_calibrated_probability_per_class() -> None:
             for capacity in range(100, 700)
             if rule.begin(live, capacity, StepId(0)).admit(newcomer)
         )
-    # P(six long) = 1/64 > 1 %: RT needs room for all. P(five or six) = 7/64 < 20 %: BE for four.
+    # P(six long) = 1/64 > 0.4 %: RT needs room for all. P(five or six) = 7/64 < 20 %: BE for four.
     assert capacities[RequestClass.RT] == pytest.approx(6 * 110, abs=12)
     assert capacities[RequestClass.BE] == pytest.approx(4 * 110, abs=12)
+
+
+def test_a_refusal_is_remembered_until_memory_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody leaves: no forecast for some steps. Somebody leaves: a new one at once."""
+    rule = RiskAdmission(history(50), seed=1, rt_risk=0.01, be_risk=0.2)
+    live = [make_request(i, prompt=100, generated=1, max_tokens=100) for i in range(5)]
+    newcomer = make_request(9, prompt=100)
+    num_samples = 0
+    sample = rule._lengths.sample
+
+    def counted(*args: Any) -> Any:
+        nonlocal num_samples
+        num_samples += 1
+        return sample(*args)
+
+    monkeypatch.setattr(rule._lengths, "sample", counted)
+    forecasts = []
+    for step in range(2 * MAX_REMEMBERED_STEPS + 1):
+        before = num_samples
+        assert not rule.begin(live, 800, StepId(step)).admit(newcomer)
+        forecasts.append(num_samples > before)
+    assert [step for step, made in enumerate(forecasts) if made] == [0, 8, 16]
+    assert rule.begin(live[1:], 800, StepId(17)).admit(newcomer)
 
 
 def test_enough_futures_for_the_quantile() -> None:
     assert [num_futures_for(risk) for risk in (0.5, 0.2, 0.01, 0.001, 0.0)] == [
         32,
         32,
-        200,
+        128,
         1024,
         1024,
     ]
