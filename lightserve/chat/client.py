@@ -12,13 +12,9 @@ from typing import Any
 
 import httpx
 
-from lightserve.errors import LightserveError
+from lightserve.errors import ChatError
 
 MAX_ERROR_CHARS = 500
-
-
-class ChatError(LightserveError):
-    """The server cannot be reached, refused, or broke an answer off; the text is for people."""
 
 
 @dataclass(frozen=True)

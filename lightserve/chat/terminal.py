@@ -17,8 +17,9 @@ from prompt_toolkit.key_binding import KeyBindings
 from prompt_toolkit.key_binding.key_processor import KeyPressEvent
 from prompt_toolkit.output import Output
 
-from lightserve.chat.client import ChatError, Piece
+from lightserve.chat.client import Piece
 from lightserve.chat.session import Session
+from lightserve.errors import ChatError
 
 
 def talk(
