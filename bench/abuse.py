@@ -1,9 +1,9 @@
 """What a server has to stand: wrong input, clients that leave, crowds, floods.
 
-    python bench/abuse.py {input,storm,crowd,overload,schema,all}
+    python bench/abuse.py {input,parsing,storm,crowd,overload,schema,all}
 
-Each starts a server of its own with the bundled model, prints figures beside their targets and
-the time it took, and ends with code 1 if a target was missed.
+Each starts a server of its own with the bundled model (`parsing` none), prints figures beside their
+targets and the time it took, and ends with code 1 if a target was missed.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-from abuse_parts import bad_input, crowd, overload, schema, storm
+from abuse_parts import bad_input, crowd, overload, parsing, schema, storm
 
 PARTS: Mapping[str, Callable[[], bool]] = {
     "input": bad_input.run,
+    "parsing": parsing.run,
     "storm": storm.run,
     "crowd": crowd.run,
     "overload": overload.run,

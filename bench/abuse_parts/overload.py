@@ -23,7 +23,7 @@ from abuse_parts.client import (
 )
 
 MAX_TOKENS = 32
-RATES = (0.8, 1.0, 1.2)
+RATES = (0.7, 0.9, 1.1, 1.4)
 OVERLOAD = 5.0
 TARGET_FACTOR = 3.0
 REJECT_WITHIN_S = 0.05
