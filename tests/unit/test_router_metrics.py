@@ -31,8 +31,7 @@ class Driver:
         if not isinstance(step, PlannedStep):
             return None
         self.metrics.on_commit(step, self.now_s)
-        self.core.commit(step, self.now_s)
-        return step.plan
+        return self.core.commit(step, self.now_s)
 
     def finish(self, plan: StepPlan, exec_s: float) -> None:
         self.now_s += exec_s
