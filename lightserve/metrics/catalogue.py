@@ -244,6 +244,23 @@ KV_CACHE_USAGE = _gauge(
 )
 KV_SLOTS_USED = _gauge("kv_slots_used", Origin.ROUTER, "Slots of the KV pool in use, in tokens.")
 KV_SLOTS = _gauge("kv_slots", Origin.ROUTER, "Slots of the KV pool, in tokens; 0 without workers.")
+KV_SLOTS_CACHED = _gauge(
+    "kv_slots_cached",
+    Origin.ROUTER,
+    "Slots of the KV pool that keep prefixes for requests to come; free for whoever needs them.",
+)
+PREFIX_CACHE_QUERIES = _counter(
+    "prefix_cache_queries_total",
+    Origin.ROUTER,
+    "Prompt tokens of requests that started.",
+    _CLASS,
+)
+PREFIX_CACHE_HITS = _counter(
+    "prefix_cache_hits_total",
+    Origin.ROUTER,
+    "Those of them whose KV was found, not computed.",
+    _CLASS,
+)
 KV_SLOTS_PEAK = _gauge(
     "kv_slots_used_peak",
     Origin.ROUTER,

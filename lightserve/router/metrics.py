@@ -9,6 +9,7 @@ from lightserve.metrics.catalogue import (
     ITERATION_TOKENS,
     KV_CACHE_USAGE,
     KV_SLOTS,
+    KV_SLOTS_CACHED,
     KV_SLOTS_PEAK,
     KV_SLOTS_USED,
     NUM_PREEMPTIONS,
@@ -17,6 +18,8 @@ from lightserve.metrics.catalogue import (
     NUM_TOKENS_WAITING,
     PREDICTED_STEP_TIME,
     PREEMPTED_TOKENS,
+    PREFIX_CACHE_HITS,
+    PREFIX_CACHE_QUERIES,
     REQUEST_QUEUE_TIME,
     STALLED,
     STEP_BATCH_SIZE,
@@ -29,7 +32,7 @@ from lightserve.metrics.catalogue import (
 from lightserve.metrics.recording import Gauge, Recorder
 from lightserve.router.core import RouterCore
 from lightserve.router.events import PlannedStep
-from lightserve.router.request import RequestState
+from lightserve.router.request import Request, RequestState
 from lightserve.types import RequestClass, StepId
 
 
@@ -41,6 +44,8 @@ class RouterMetrics:
         self._predicted_s: dict[StepId, float] = {}
         """Of the steps in flight."""
         self._peak_slots = 0
+        self._newcomers: list[Request] = []
+        """Started since the last report; the core notes what it found of their prompts."""
         self._queue_time = {
             request_class: recorder.histogram(REQUEST_QUEUE_TIME, request_class.value)
             for request_class in RequestClass
@@ -59,6 +64,7 @@ class RouterMetrics:
             num_step_tokens += num_tokens
             if request.state is RequestState.WAITING and request.num_requeues == 0:
                 self._queue_time[request.request_class].observe(now_s - request.arrival_s)
+                self._newcomers.append(request)
         self._batch_size.observe(len(step.allotments))
         self._tokens.observe(num_step_tokens)
 
@@ -90,6 +96,8 @@ class RouterMetrics:
             recorder.gauge(KV_CACHE_USAGE),
             status,
         )
+        self._count_prefixes()
+        recorder.gauge(KV_SLOTS_CACHED).value = core.num_cached_slots
         peak = max(self._peak_slots, status.num_used_slots)
         recorder.gauge(KV_SLOTS_PEAK).value = peak
         self._peak_slots = 0
@@ -100,6 +108,15 @@ class RouterMetrics:
         recorder.counter(WORKER_IDLE).value = status.worker_idle_s
         recorder.gauge(STALLED).value = status.stalled_s
         recorder.counter(IPC_REJECTED, "router").value = num_rejected
+
+    def _count_prefixes(self) -> None:
+        for request in self._newcomers:
+            label = request.request_class.value
+            queries = self.recorder.counter(PREFIX_CACHE_QUERIES, label)
+            queries.value += request.num_prompt_tokens
+            hits = self.recorder.counter(PREFIX_CACHE_HITS, label)
+            hits.value += request.num_cached_tokens or 0
+        self._newcomers.clear()
 
 
 def _set_memory(used: Gauge, total: Gauge, usage: Gauge, status: RouterStatus) -> None:

@@ -9,6 +9,7 @@ from lightserve.messages.router_worker import OutputKind, RowResult, StepPlan, S
 from lightserve.metrics.recording import Recorder
 from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, WorkersReady
+from lightserve.router.kv.prefix_tree import task_aware
 from lightserve.router.metrics import RouterMetrics
 from lightserve.types import FrontendId, RequestClass
 
@@ -105,6 +106,7 @@ def test_a_preempted_request_has_queued_once() -> None:
     assert values["num_preemptions_total",][0] > 0
     assert values["preempted_tokens_total",][0] > 0
     assert sum(values["request_queue_time_seconds", "be"][1:]) == 3
+    assert values["prefix_cache_queries_total", "be"] == [18]
     assert values["num_requests_running", "be"] == [0]
 
 
@@ -125,3 +127,17 @@ def test_steps_of_lost_workers_are_not_waited_for() -> None:
     driver.core.on_message(WorkersReady(100), driver.now_s)
     assert driver.run_out() == 4
     assert sum(driver.values()["request_queue_time_seconds", "rt"][1:]) == 1
+
+
+def test_prefixes_that_were_found_are_counted() -> None:
+    driver = Driver(make_core("chunked", cache_order=task_aware), 100)
+    for number in (0, 3):  # numbers that differ by a multiple of three have the same prompt
+        driver.arrive(number, Arrival(0.0, 20, 4, 4, family=1))
+        driver.run_out()
+        if number == 0:
+            assert driver.values()["prefix_cache_hits_total", "rt"] == [0]
+    values = driver.values()
+    assert values["prefix_cache_queries_total", "rt"] == [40]
+    assert values["prefix_cache_hits_total", "rt"] == [19]  # the last token's logits are needed
+    assert values["kv_slots_cached",][0] > 0
+    assert driver.values()["prefix_cache_queries_total", "rt"] == [40]
