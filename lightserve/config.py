@@ -68,7 +68,21 @@ class ServeConfig:
         "Directory with a Hugging Face model, or a hub id. Default: the bundled small model.",
     )
     served_model_name: str = option(
-        "", "Name clients use for the model. Default: the last part of --model."
+        "",
+        "Names clients use for the model, separated by commas; the first one is its own."
+        " Default: the last part of --model.",
+    )
+    generation_config: str = option(
+        "auto",
+        "Sampling where a request says nothing: what the model's generation_config.json"
+        " recommends (auto), or temperature 1 and no truncation (none).",
+        choices=("auto", "none"),
+    )
+    sse_keepalive_s: float = option(
+        15.0, "A stream that has had nothing to say for this time sends a comment.", low=0.05
+    )
+    max_completions: int = option(
+        128, "Most completions of one request, prompts times n.", low=1, high=4096
     )
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8000, "Port to listen on; 0 takes a free one.", low=0, high=65535)
@@ -297,10 +311,16 @@ class ServeConfig:
             return False
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names that clients may use, the model's own first."""
+        names = (name.strip() for name in self.served_model_name.split(","))
+        return tuple(dict.fromkeys(name for name in names if name)) or (self.model_name,)
+
+    @property
     def model_name(self) -> str:
-        """The name that clients use."""
+        """The model's own name."""
         if self.served_model_name:
-            return self.served_model_name
+            return self.model_names[0]
         if self.model == str(BUNDLED_MODEL_DIR):
             return BUNDLED_MODEL_NAME
         return self.model.rstrip("/").rsplit("/", 1)[-1]

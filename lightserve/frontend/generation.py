@@ -1,4 +1,4 @@
-"""From a validated request to text: submit, detokenise, count."""
+"""From a validated request to text: submit, detokenise, find stop strings, count."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from lightserve.errors import InvalidRequest
 from lightserve.frontend.failures import RequestFailed
 from lightserve.frontend.router_client import Delta, LiveRequest, NewRequest
 from lightserve.frontend.service import Service
+from lightserve.messages.common import TokenLogprob
 from lightserve.metrics.requests import RequestMetrics
+from lightserve.tokenization.stop_strings import StopMatcher, Stopped
 from lightserve.types import FinishReason
 
 log = logging.getLogger(__name__)
@@ -18,10 +20,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Piece:
-    """One token and the text that became certain with it."""
+    """One token and the text that became certain with it, before stop strings are looked for."""
 
     token_id: int
     text: str
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was there already."""
 
 
 class Generation:
@@ -59,13 +64,23 @@ class Generation:
         self._tokenizer = service.model.tokenizer
         self._detokenizer = self._tokenizer.detokenizer(request.prompt_token_ids)
         self._eos_token_ids = frozenset(request.eos_token_ids)
+        self._stops = (
+            StopMatcher(request.stop_strings, include=request.includes_stop)
+            if request.stop_strings
+            else None
+        )
         self._by_token = by_token
         self.request = request
         self._metrics = metrics
+        self._num_cached_tokens = 0
         self.num_tokens = 0
+        self.prompt_logprobs: list[TokenLogprob] = []
+        """Of the prompt's tokens 1 …; complete with the first text, if asked for."""
         self.first_token_s: float | None = None
         """Monotonic."""
         self.finish_reason: FinishReason | None = None
+        self.stop_string: str | None = None
+        """The stop string that ended it, if one did."""
 
     @classmethod
     def start(cls, service: Service, request: NewRequest, *, by_token: bool) -> Generation:
@@ -86,7 +101,8 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Tokens so far, the one that ended it included."""
-        return Usage(len(self.request.prompt_token_ids), self.num_tokens)
+        num_prompt_tokens = len(self.request.prompt_token_ids)
+        return Usage(num_prompt_tokens, self.num_tokens, self._num_cached_tokens)
 
     def abort(self) -> None:
         """End it; no effect once it is over."""
@@ -103,16 +119,17 @@ class Generation:
         assert self.finish_reason is None, "it is over"
         while True:
             news = await self._next_news()
-            if news.token_ids:
-                now_s = time.monotonic()
-                self._metrics.on_tokens(len(news.token_ids), now_s)
-                if self.first_token_s is None:
-                    self.first_token_s = now_s
-            self.num_tokens += len(news.token_ids)
-            self.finish_reason = news.finish_reason
-            if news.finish_reason is not None:
-                self._metrics.on_finish(news.finish_reason)
-            delta = self._detokenise(news.token_ids)
+            self.prompt_logprobs.extend(news.prompt_logprobs)
+            self._num_cached_tokens += news.num_cached_tokens
+            now_s = time.monotonic()
+            if news.token_ids and self.first_token_s is None:
+                self.first_token_s = now_s
+            num_before = self.num_tokens
+            delta = self._take(news)
+            if self.num_tokens > num_before:
+                self._metrics.on_tokens(self.num_tokens - num_before, now_s)
+            if self.finish_reason is not None:
+                self._metrics.on_finish(self.finish_reason)
             if delta.text or delta.pieces or delta.finish_reason is not None:
                 return delta
 
@@ -123,20 +140,55 @@ class Generation:
             self._metrics.on_failure(failure.code)
             raise
 
-    def _detokenise(self, token_ids: list[int]) -> TextDelta:
-        has_eos = self.finish_reason is FinishReason.STOP and self._ends_in_eos(token_ids)
-        visible = token_ids[:-1] if has_eos else token_ids
-        if not self._by_token:
-            text = self._detokenizer.push(visible)
+    def _take(self, news: Delta) -> TextDelta:
+        """Take in tokens up to a stop string or the end."""
+        if self.request.discards_output:
+            self.finish_reason = news.finish_reason and FinishReason.LENGTH
+            return TextDelta("", (), self.finish_reason)
+        if self._stops is None and not self._by_token:
+            self.num_tokens += len(news.token_ids)
+            self.finish_reason = news.finish_reason
+            text = self._detokenizer.push(self._visible(news.token_ids))
             return TextDelta(text + self._tail(), (), self.finish_reason)
-        pieces = [Piece(token_id, self._detokenizer.push((token_id,))) for token_id in visible]
-        pieces.extend(Piece(token_id, "") for token_id in token_ids[len(visible) :])
-        if pieces:  # what was held back belongs to the last token
-            pieces[-1] = Piece(pieces[-1].token_id, pieces[-1].text + self._tail())
-        return TextDelta("".join(p.text for p in pieces), tuple(pieces), self.finish_reason)
+        return self._take_by_token(news)
 
-    def _ends_in_eos(self, token_ids: list[int]) -> bool:
-        return bool(token_ids) and token_ids[-1] in self._eos_token_ids
+    def _visible(self, token_ids: list[int]) -> list[int]:
+        """Return the tokens without the one that only ends the text."""
+        ends = self.finish_reason is FinishReason.STOP and token_ids
+        return token_ids[:-1] if ends and token_ids[-1] in self._eos_token_ids else token_ids
+
+    def _take_by_token(self, news: Delta) -> TextDelta:
+        """The same token by token, so that a stop string is found wherever deltas are cut."""
+        texts: list[str] = []
+        pieces: list[Piece] = []
+        for index, token_id in enumerate(news.token_ids):
+            self.num_tokens += 1
+            is_last = index == len(news.token_ids) - 1
+            self.finish_reason = news.finish_reason if is_last else None
+            text = self._detokenizer.push(self._visible([token_id])) + self._tail()
+            if self._by_token:
+                logprob = news.logprobs[index] if news.logprobs else None
+                pieces.append(Piece(token_id, text, logprob))
+            texts.append(self._look_for_stops(text))
+            if self.stop_string is not None:
+                break
+        if self._stops is not None:
+            if self.finish_reason is None:
+                self._live.acknowledge(self.num_tokens)
+            else:
+                self._live.finish(self.num_tokens)
+        return TextDelta("".join(texts), tuple(pieces), self.finish_reason)
+
+    def _look_for_stops(self, text: str) -> str:
+        """Return what of a token's text can be shown now."""
+        if self._stops is None:
+            return text
+        found = self._stops.push(text)
+        if isinstance(found, Stopped):
+            self.stop_string = found.stop
+            self.finish_reason = FinishReason.STOP
+            return found.text
+        return found if self.finish_reason is None else found + self._stops.finish()
 
     def _tail(self) -> str:
         return "" if self.finish_reason is None else self._detokenizer.finish()

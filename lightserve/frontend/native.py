@@ -6,14 +6,19 @@ model's own generation_config is not consulted.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request
+from pydantic import Field
 from starlette.responses import Response
 
+from lightserve.errors import InvalidRequest
+from lightserve.frontend.choices import Choices
 from lightserve.frontend.generation import Generation, Piece, TextDelta
 from lightserve.frontend.json_body import StrictModel, read_model
+from lightserve.frontend.openai.logprobs import LOWEST, token_text
 from lightserve.frontend.responses import (
     ARRIVAL_KEY,
     GenerationResponse,
@@ -22,16 +27,21 @@ from lightserve.frontend.responses import (
 )
 from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.sampling import (
+    MAX_STOP_STRINGS,
     MaxTokens,
+    NumLogprobs,
+    Penalty,
+    RepetitionPenalty,
     SamplingDefaults,
+    SamplingRequest,
     Seed,
+    StopString,
     Temperature,
     TopK,
     TopP,
-    resolve_sampling,
 )
 from lightserve.frontend.service import Service
-from lightserve.types import FinishReason, RequestClass, SamplingParams
+from lightserve.types import FinishReason, RequestClass
 
 DEFAULT_MAX_NEW_TOKENS = 100
 _GREEDY = SamplingDefaults(temperature=0.0)
@@ -46,21 +56,30 @@ class GenerateParameters(StrictModel):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    frequency_penalty: Penalty | None = None
     seed: Seed | None = None
+    stop: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    return_full_text: bool | None = None
+    top_n_tokens: NumLogprobs | None = None
     details: bool | None = None
+    decoder_input_details: bool | None = None
 
-    def sampling(self, *, vocab_size: int) -> SamplingParams:
-        """Return how tokens are drawn. Raises InvalidRequest."""
+    def sampling(self) -> tuple[SamplingRequest, SamplingDefaults]:
+        """Return what it says about sampling, and what holds where it says nothing."""
         shaping = (self.temperature, self.top_p, self.top_k)
         samples = bool(self.do_sample) or any(value is not None for value in shaping)
-        return resolve_sampling(
-            _PLAIN if samples else _GREEDY,
-            vocab_size=vocab_size,
+        request = SamplingRequest(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
             seed=self.seed,
+            num_logprobs=self.top_n_tokens or 0,
+            num_prompt_logprobs=0 if self.decoder_input_details else None,
         )
+        return request, _PLAIN if samples else _GREEDY
 
 
 class GenerateRequest(StrictModel):
@@ -68,6 +87,15 @@ class GenerateRequest(StrictModel):
 
     inputs: str
     parameters: GenerateParameters | None = None
+
+    def check(self, *, stream: bool) -> None:
+        """Check what types cannot. Raises InvalidRequest."""
+        parameters = self.parameters or GenerateParameters()
+        if parameters.decoder_input_details and (stream or not parameters.details):
+            raise InvalidRequest(
+                "parameters.decoder_input_details needs details to be true, and /generate",
+                param="parameters.decoder_input_details",
+            )
 
 
 class GenerateShape:
@@ -77,49 +105,61 @@ class GenerateShape:
 
     def __init__(self, service: Service, request: GenerateRequest) -> None:
         self.request_id = new_request_id("gen")
-        parameters = request.parameters
-        self._details = parameters is not None and bool(parameters.details)
-        self._is_special = service.model.tokenizer.is_special
+        self._parameters = request.parameters or GenerateParameters()
+        self._prefix = request.inputs if self._parameters.return_full_text else ""
+        self._tokenizer = service.model.tokenizer
         self._num_sent = 0
-        self._text: list[str] = []
+        self._text: list[str] = [self._prefix]
         self._pending: dict[str, Any] | None = None
 
     def opening(self) -> bytes:
         """Return nothing: the first event is the first token's."""
         return b""
 
-    def delta(self, delta: TextDelta) -> bytes:
+    def delta(self, index: int, delta: TextDelta, choices: Choices) -> bytes:
         """Return one event per token; the last token's waits for `closing`."""
         events: list[bytes] = []
+        self._text.append(delta.text)
         for piece in delta.pieces:
             events.append(self._flush())
             self._num_sent += 1
-            self._text.append(piece.text)
             self._pending = {
                 "index": self._num_sent,
                 "token": self._token(piece),
                 "generated_text": None,
                 "details": None,
             }
+            if self._parameters.top_n_tokens:
+                self._pending["top_tokens"] = self._top_tokens(piece)
         if delta.finish_reason is None:
             events.append(self._flush())
         return b"".join(events)
 
-    def closing(self, generation: Generation) -> bytes:
+    def closing(self, choices: Choices) -> bytes:
         """Return the last token's event, which has the whole text."""
         assert self._pending is not None, "a generation has at least one token"
+        generation = choices.first
         self._pending["generated_text"] = "".join(self._text)
-        if self._details:
+        if self._parameters.details:
             input_length = generation.usage.prompt_tokens
             self._pending["details"] = {**_details(generation), "input_length": input_length}
         return self._flush()
 
-    def whole(self, text: str, deltas: list[TextDelta], generation: Generation) -> bytes:
+    def whole(self, deltas: Sequence[Sequence[TextDelta]], choices: Choices) -> bytes:
         """Return the response."""
+        (own,) = deltas
+        generation = choices.first
+        text = self._prefix + "".join(delta.text for delta in own)
         answer: dict[str, Any] = {"generated_text": text}
-        if self._details:
-            tokens = [self._token(piece) for delta in deltas for piece in delta.pieces]
-            answer["details"] = {**_details(generation), "prefill": [], "tokens": tokens}
+        if self._parameters.details:
+            pieces = [piece for delta in own for piece in delta.pieces]
+            answer["details"] = {
+                **_details(generation),
+                "prefill": self._prefill(generation),
+                "tokens": [self._token(piece) for piece in pieces],
+            }
+            if self._parameters.top_n_tokens:
+                answer["details"]["top_tokens"] = [self._top_tokens(piece) for piece in pieces]
         return msgspec.json.encode(answer)
 
     def _flush(self) -> bytes:
@@ -127,14 +167,44 @@ class GenerateShape:
         return b"" if pending is None else sse_event(msgspec.json.encode(pending))
 
     def _token(self, piece: Piece) -> dict[str, Any]:
-        special = self._is_special(piece.token_id)
-        return {"id": piece.token_id, "text": piece.text, "logprob": None, "special": special}
+        assert piece.logprob is not None
+        return {
+            "id": piece.token_id,
+            "text": piece.text,
+            "logprob": max(piece.logprob.logprob, LOWEST),
+            "special": self._tokenizer.is_special(piece.token_id),
+        }
+
+    def _top_tokens(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the most probable tokens at a place."""
+        assert piece.logprob is not None
+        pairs = zip(piece.logprob.top_token_ids, piece.logprob.top_logprobs, strict=True)
+        return [self._named(token_id, logprob) for token_id, logprob in pairs]
+
+    def _prefill(self, generation: Generation) -> list[dict[str, Any]]:
+        if not self._parameters.decoder_input_details:
+            return []
+        known = [None, *(logprob.logprob for logprob in generation.prompt_logprobs)]
+        return [
+            {"id": token_id, "text": token_text(self._tokenizer, token_id), "logprob": logprob}
+            for token_id, logprob in zip(generation.request.prompt_token_ids, known, strict=True)
+        ]
+
+    def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "id": token_id,
+            "text": token_text(self._tokenizer, token_id),
+            "logprob": max(logprob, LOWEST),
+            "special": self._tokenizer.is_special(token_id),
+        }
 
 
 def _details(generation: Generation) -> dict[str, Any]:
-    stopped = generation.finish_reason is FinishReason.STOP
+    reason = "length"
+    if generation.finish_reason is FinishReason.STOP:
+        reason = "eos_token" if generation.stop_string is None else "stop_sequence"
     return {
-        "finish_reason": "eos_token" if stopped else "length",
+        "finish_reason": reason,
         "generated_tokens": generation.num_tokens,
         "seed": generation.request.sampling.seed,
     }
@@ -146,9 +216,10 @@ def native_router(service: Service) -> APIRouter:
 
     async def respond(request: Request, *, stream: bool) -> Response:
         body = await read_model(request, GenerateRequest)
+        body.check(stream=stream)
         arrival_s: float = request.scope[ARRIVAL_KEY]
 
-        async def prepare() -> NewRequest:
+        async def prepare() -> list[NewRequest]:
             return await _prepare(service, body, arrival_s)
 
         return GenerationResponse(service, GenerateShape(service, body), prepare, stream=stream)
@@ -166,10 +237,10 @@ def native_router(service: Service) -> APIRouter:
     return router
 
 
-async def _prepare(service: Service, body: GenerateRequest, arrival_s: float) -> NewRequest:
+async def _prepare(service: Service, body: GenerateRequest, arrival_s: float) -> list[NewRequest]:
     """Encode and resolve. Raises InvalidRequest, RequestFailed."""
     parameters = body.parameters or GenerateParameters()
-    sampling = parameters.sampling(vocab_size=service.model.vocab_size)
+    sampling, defaults = parameters.sampling()
     prompt_token_ids = await service.encoder.encode_text(body.inputs, param="inputs")
     max_tokens = service.resolve_max_tokens(
         len(prompt_token_ids),
@@ -177,11 +248,15 @@ async def _prepare(service: Service, body: GenerateRequest, arrival_s: float) ->
         default=DEFAULT_MAX_NEW_TOKENS,
         param="parameters.max_new_tokens",
     )
-    return NewRequest(
-        prompt_token_ids=prompt_token_ids,
-        max_tokens=max_tokens,
-        eos_token_ids=service.model.tokenizer.eos_token_ids,
-        sampling=sampling,
-        request_class=RequestClass.RT,
-        arrival_s=arrival_s,
-    )
+    return [
+        NewRequest(
+            prompt_token_ids=prompt_token_ids,
+            max_tokens=max_tokens,
+            eos_token_ids=service.model.tokenizer.eos_token_ids,
+            sampling=sampling.resolve(defaults, vocab_size=service.model.vocab_size),
+            request_class=RequestClass.RT,
+            arrival_s=arrival_s,
+            stop_strings=tuple(parameters.stop or ()),
+            includes_stop=True,  # as TGI does
+        )
+    ]

@@ -63,7 +63,7 @@ def current_load(service: Service) -> dict[str, Any]:
         raise not_ready()
     return {
         "engine_id": ENGINE_ID,
-        "model": service.model.name,
+        "model": service.model.names[0],
         "workers_ready": status.workers_ready,
         "num_in_flight": service.in_flight.count,
         "num_used_slots": status.num_used_slots,
@@ -128,7 +128,7 @@ def operations_router(service: Service) -> APIRouter:
             {
                 "version": lightserve.__version__,
                 "protocol": PROTOCOL_VERSION,
-                "model": service.model.name,
+                "model": service.model.names[0],
                 "engine_id": ENGINE_ID,
                 "python": platform.python_version(),
             }

@@ -15,7 +15,7 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from starlette.responses import Response
@@ -23,8 +23,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.access import ANYBODY, Caller, caller_of
+from lightserve.frontend.choices import Choices
 from lightserve.frontend.failures import ClientGone, RequestFailed, error_body
-from lightserve.frontend.generation import Generation, TextDelta
+from lightserve.frontend.generation import TextDelta
 from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.service import Service
 
@@ -37,6 +38,7 @@ CONNECTION_KEY = "lightserve.connection"
 """Key in the ASGI scope: the `Connection`, where there is one."""
 
 _SSE_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+KEEP_ALIVE = b": keep-alive\n\n"
 _JSON_HEADERS = [(b"content-type", b"application/json")]
 
 
@@ -51,7 +53,7 @@ class Connection(Protocol):
 
 
 class Shape(Protocol):
-    """One route's way of writing a generation down; made for one request, all bytes final."""
+    """One route's way of writing completions down; made for one request, all bytes final."""
 
     request_id: str
     wants_pieces: bool
@@ -59,18 +61,18 @@ class Shape(Protocol):
     def opening(self) -> bytes:
         """Return the events before the first text."""
 
-    def delta(self, delta: TextDelta) -> bytes:
-        """Return the events of some news, the finish included."""
+    def delta(self, index: int, delta: TextDelta, choices: Choices) -> bytes:
+        """Return the events of some news of a completion, the finish included."""
 
-    def closing(self, generation: Generation) -> bytes:
+    def closing(self, choices: Choices) -> bytes:
         """Return the events after the last news."""
 
-    def whole(self, text: str, deltas: list[TextDelta], generation: Generation) -> bytes:
-        """Return the JSON body of the answer as a whole."""
+    def whole(self, deltas: Sequence[Sequence[TextDelta]], choices: Choices) -> bytes:
+        """Return the JSON body of the answer as a whole, from all news of each completion."""
 
 
-Prepare = Callable[[], Awaitable[NewRequest]]
-"""Encodes the prompt and resolves all parameters; raises InvalidRequest, RequestFailed."""
+Prepare = Callable[[], Awaitable[Sequence[NewRequest]]]
+"""Encodes the prompts and resolves all parameters; raises InvalidRequest, RequestFailed."""
 
 
 def sse_event(data: bytes) -> bytes:
@@ -83,15 +85,52 @@ def new_request_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-class GenerationResponse(Response):
-    """The whole life of one generation; see the module."""
+class EventWriter:
+    """The body of a stream: the status leaves with the first event, comments keep it alive."""
 
-    def __init__(self, service: Service, shape: Shape, prepare: Prepare, *, stream: bool) -> None:
+    def __init__(self, send: Send, keepalive_s: float) -> None:
+        self._send = send
+        self._keepalive_s = keepalive_s
+        self._written_s = time.monotonic()
+        self.has_begun = False
+
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        """Send events."""
+        self._written_s = time.monotonic()
+        if not self.has_begun:
+            self.has_begun = True
+            await self._send(_start(_SSE_HEADERS))
+        await self._send(_body(data, more=more))
+
+    async def keep_alive(self) -> None:
+        """Send a comment whenever nothing has been sent for a while; until cancelled."""
+        while True:
+            idle_s = time.monotonic() - self._written_s
+            if idle_s >= self._keepalive_s:
+                await self.write(KEEP_ALIVE)
+                idle_s = 0.0
+            await asyncio.sleep(self._keepalive_s - idle_s)
+
+
+class GenerationResponse(Response):
+    """The whole life of one request's completions; see the module."""
+
+    def __init__(
+        self,
+        service: Service,
+        shape: Shape,
+        prepare: Prepare,
+        *,
+        stream: bool,
+        per_prompt: int = 1,
+    ) -> None:
+        """`per_prompt` consecutive ones of the prepared requests share a prompt."""
         super().__init__()
         self._service = service
         self._shape = shape
         self._prepare = prepare
         self._stream = stream
+        self._per_prompt = per_prompt
         self._has_begun = False
         self._caller = ANYBODY
 
@@ -101,17 +140,17 @@ class GenerationResponse(Response):
             self._service.router.check_ready()  # before anything is spent on the prompt
             client_gone = asyncio.create_task(_client_leaves(receive))
             try:
-                if (request := await self._prepared(client_gone)) is not None:
+                if (requests := await self._prepared(client_gone)) is not None:
                     self._caller = caller_of(scope)
                     salt = self._caller.prefix_salt
-                    request = dataclasses.replace(request, prefix_salt=salt)
+                    requests = [dataclasses.replace(r, prefix_salt=salt) for r in requests]
                     connection = scope.get(CONNECTION_KEY)
-                    await self._generate(request, client_gone, send, connection)
+                    await self._generate(requests, client_gone, send, connection)
             finally:
                 client_gone.cancel()
 
-    async def _prepared(self, client_gone: asyncio.Task[None]) -> NewRequest | None:
-        """Return the request, or None if the client has left before it was ready."""
+    async def _prepared(self, client_gone: asyncio.Task[None]) -> Sequence[NewRequest] | None:
+        """Return the requests, or None if the client has left before they were ready."""
         preparing = asyncio.ensure_future(self._prepare())
         try:
             await asyncio.wait({preparing, client_gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -125,19 +164,24 @@ class GenerationResponse(Response):
 
     async def _generate(
         self,
-        request: NewRequest,
+        requests: Sequence[NewRequest],
         client_gone: asyncio.Task[None],
         send: Send,
         connection: Connection | None,
     ) -> None:
-        generation = Generation.start(self._service, request, by_token=self._shape.wants_pieces)
-        client_gone.add_done_callback(lambda _: generation.abort())
+        choices = Choices.start(
+            self._service,
+            requests,
+            per_prompt=self._per_prompt,
+            by_token=self._shape.wants_pieces,
+        )
+        client_gone.add_done_callback(lambda _: choices.abort())
         outcome = "cancelled"
         try:
-            await (self._send_stream if self._stream else self._send_whole)(generation, send)
+            await (self._send_stream if self._stream else self._send_whole)(choices, send)
             if connection is not None:
                 await connection.drained()
-            outcome = str(generation.finish_reason)
+            outcome = str(choices.first.finish_reason)
         except ClientGone:
             outcome = "client_gone"
         except (InvalidRequest, RequestFailed) as failure:
@@ -146,32 +190,40 @@ class GenerationResponse(Response):
                 raise  # it can still be a status
             await send(_body(sse_event(error_body(failure)), more=False))
         finally:
-            generation.abort()
+            choices.abort()
             if connection is not None and connection.is_cut_off:
                 outcome = "slow_reader"
-            _log_end(self._shape.request_id, generation, outcome, self._caller)
+            _log_end(self._shape.request_id, choices, outcome, self._caller)
 
-    async def _send_whole(self, generation: Generation, send: Send) -> None:
-        deltas: list[TextDelta] = []
-        while generation.finish_reason is None:
-            deltas.append(await generation.next_delta())
-        text = "".join(delta.text for delta in deltas)
+    async def _send_whole(self, choices: Choices, send: Send) -> None:
+        deltas: list[list[TextDelta]] = [[] for _ in choices.generations]
+        while not choices.is_over:
+            index, delta = await choices.next_news()
+            deltas[index].append(delta)
+        body = self._shape.whole(deltas, choices)
         self._has_begun = True
         await send(_start(_JSON_HEADERS))
-        await send(_body(self._shape.whole(text, deltas, generation), more=False))
+        await send(_body(body, more=False))
 
-    async def _send_stream(self, generation: Generation, send: Send) -> None:
-        """Send one event per news; the status waits for the first, as they may be a failure."""
-        while generation.finish_reason is None:
-            delta = await generation.next_delta()
-            data = self._shape.delta(delta)
-            if not self._has_begun:
-                self._has_begun = True
-                data = self._shape.opening() + data
-                await send(_start(_SSE_HEADERS))
-            if generation.finish_reason is not None:
-                data += self._shape.closing(generation)
-            await send(_body(data, more=generation.finish_reason is None))
+    async def _send_stream(self, choices: Choices, send: Send) -> None:
+        """Send one event per news; the status waits for the first, as they may be a failure,
+        but no longer than for the first comment."""
+        writer = EventWriter(send, self._service.config.sse_keepalive_s)
+        keeping_alive = asyncio.create_task(writer.keep_alive())
+        is_first = True
+        try:
+            while not choices.is_over:
+                index, delta = await choices.next_news()
+                data = self._shape.delta(index, delta, choices)
+                if is_first:
+                    is_first, data = False, self._shape.opening() + data
+                if choices.is_over:
+                    keeping_alive.cancel()
+                    data += self._shape.closing(choices)
+                await writer.write(data, more=not choices.is_over)
+        finally:
+            self._has_begun = writer.has_begun
+            keeping_alive.cancel()
 
 
 async def _client_leaves(receive: Receive) -> None:
@@ -188,10 +240,11 @@ def _body(data: bytes, *, more: bool) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-def _log_end(request_id: str, generation: Generation, outcome: str, caller: Caller) -> None:
+def _log_end(request_id: str, choices: Choices, outcome: str, caller: Caller) -> None:
     """Log one line per request: identity, sizes and times, never a text or a key."""
-    now_s, arrival_s = time.monotonic(), generation.request.arrival_s
-    first_s = generation.first_token_s
+    request, usage = choices.first.request, choices.usage
+    now_s, arrival_s = time.monotonic(), request.arrival_s
+    first_s = choices.first.first_token_s
     ttft = "-" if first_s is None else f"{(first_s - arrival_s) * 1e3:.1f}"
     log.info(
         "request=%s outcome=%s client=%s key=%s prompt_tokens=%d completion_tokens=%d ttft_ms=%s"
@@ -199,9 +252,9 @@ def _log_end(request_id: str, generation: Generation, outcome: str, caller: Call
         request_id,
         outcome,
         caller.name or "-",
-        _short_hash(generation.request.prediction_key),
-        generation.usage.prompt_tokens,
-        generation.usage.completion_tokens,
+        _short_hash(request.prediction_key),
+        usage.prompt_tokens,
+        usage.completion_tokens,
         ttft,
         (now_s - arrival_s) * 1e3,
     )

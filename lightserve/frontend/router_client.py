@@ -12,6 +12,7 @@ than its tokens. Everything runs on the event loop; nothing here waits except `n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,10 +27,13 @@ from lightserve.frontend.failures import (
     overloaded,
     router_lost,
 )
-from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.messages.common import Constraint, TokenLogprob, TokenSegment, pack_int32
 from lightserve.messages.frontend_router import (
     Abort,
+    Acknowledge,
+    Finish,
     FrontendMessage,
+    Progress,
     RequestDelta,
     RouterMessage,
     RouterStatus,
@@ -57,31 +61,43 @@ class NewRequest:
     """As in `Submit`: requests with equal keys are expected to have outputs of like length."""
     prefix_salt: str = ""
     """As in `Submit`: set by the response, from whoever asks."""
+    stop_strings: tuple[str, ...] = ()
+    """Any of these ends the output where it is complete."""
+    includes_stop: bool = False
+    """Whether the output shows the stop string that ended it."""
+    constraint: Constraint | None = None
+    discards_output: bool = False
+    """Only the prompt's log-probabilities are wanted: the one token that is drawn is dropped."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Delta:
     """News of a request since the last time it was asked."""
 
-    token_ids: list[int]
-    finish_reason: FinishReason | None
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """One for each of `token_ids`, if asked for."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """The next ones of the prompt's tokens 1 …"""
+    num_cached_tokens: int = 0
 
 
 class LiveRequest:
     """A request's news; made by `RouterClient.submit`, read by one task."""
 
-    def __init__(self, request_id: RequestId, on_abort: Callable[[RequestId], None]) -> None:
+    def __init__(self, request_id: RequestId, client: RouterClient) -> None:
         self.request_id = request_id
-        self._on_abort = on_abort
-        self._token_ids: list[int] = []
-        self._finish_reason: FinishReason | None = None
+        self._client = client
+        self._pending = Delta()
+        self._is_finished = False
         self._failure: InvalidRequest | RequestFailed | ClientGone | None = None
         self._news = asyncio.Event()
 
     @property
     def is_over(self) -> bool:
         """Whether no more news will come."""
-        return self._finish_reason is not None or self._failure is not None
+        return self._is_finished or self._failure is not None
 
     async def next_delta(self) -> Delta:
         """Wait for news and take them all.
@@ -93,19 +109,28 @@ class LiveRequest:
         """
         await self._news.wait()
         self._news.clear()
-        token_ids, self._token_ids = self._token_ids, []
+        news, self._pending = self._pending, Delta()
         if self._failure is None:
-            return Delta(token_ids, self._finish_reason)
-        if token_ids and not isinstance(self._failure, ClientGone):
+            return news
+        if news.token_ids and not isinstance(self._failure, ClientGone):
             self._news.set()
-            return Delta(token_ids, None)
+            return news
         raise self._failure
+
+    def acknowledge(self, num_tokens: int) -> None:
+        """Say that the first `num_tokens` of the output have no stop string."""
+        self._client.acknowledge(self.request_id, num_tokens)
+
+    def finish(self, num_tokens: int) -> None:
+        """End a request with stop strings after `num_tokens`, also if it is over by itself."""
+        self._is_finished = True
+        self._client.finish(self.request_id, num_tokens)
 
     def abort(self) -> None:
         """End the request here and in the router; no effect once it is over."""
         if not self.is_over:
             self.fail(ClientGone())
-            self._on_abort(self.request_id)
+            self._client.abort(self.request_id)
 
     def fail(self, failure: InvalidRequest | RequestFailed | ClientGone) -> None:
         """End the request with a failure."""
@@ -114,11 +139,16 @@ class LiveRequest:
 
     def append(self, delta: RequestDelta) -> None:
         """Merge news from the router."""
-        self._token_ids.extend(delta.token_ids)
+        pending = self._pending
+        pending.token_ids.extend(delta.token_ids)
+        pending.logprobs.extend(delta.logprobs)
+        pending.prompt_logprobs.extend(delta.prompt_logprobs)
+        pending.num_cached_tokens += delta.num_cached_tokens
         if delta.error is not None:
             self._failure = from_router(delta.error, delta.retry_after_s)
         else:
-            self._finish_reason = delta.finish_reason
+            pending.finish_reason = delta.finish_reason
+            self._is_finished = delta.finish_reason is not None
         self._news.set()
 
 
@@ -133,8 +163,10 @@ class _Connection:
     num_kv_slots: int = 0
     workers_ready: bool = False
     status: RouterStatus | None = None
-    unsent_aborts: list[RequestId] = field(default_factory=list)
-    """Aborts that found the queue full; sent again with the next message that arrives."""
+    unsent: list[Abort | Finish] = field(default_factory=list)
+    """Ends that found the queue full; sent again with the next message that arrives."""
+    progress: dict[RequestId, int] = field(default_factory=dict)
+    """Acknowledgements to be sent with the next turn of the loop, or the next message."""
 
 
 class RouterClient:
@@ -226,9 +258,10 @@ class RouterClient:
         elif isinstance(message, RouterWelcome) and message.boot_id == connection.boot_id:
             connection.num_kv_slots = message.num_kv_slots
             connection.workers_ready = True
-        unsent, connection.unsent_aborts = connection.unsent_aborts, []
-        for request_id in unsent:
-            self._send_abort(request_id)
+        unsent, connection.unsent = connection.unsent, []
+        for end in unsent:
+            self._send_end(end)
+        self._send_progress()
 
     def _on_delta(self, delta: RequestDelta) -> None:
         request = self._live.get(delta.request_id)
@@ -259,12 +292,14 @@ class RouterClient:
             age_s=max(0.0, self._clock() - request.arrival_s),
             prediction_key=request.prediction_key,
             prefix_salt=request.prefix_salt,
+            needs_acknowledgement=bool(request.stop_strings),
+            constraint=request.constraint,
         )
         try:
             connection.link.send(message)
         except ChannelFull:
             raise overloaded() from None
-        live = LiveRequest(request_id, self._on_abort)
+        live = LiveRequest(request_id, self)
         self._live[request_id] = live
         return live
 
@@ -273,16 +308,41 @@ class RouterClient:
         live, self._live = self._live, {}
         for request_id, request in live.items():
             request.fail(failure)
-            self._send_abort(request_id)
+            self._send_end(Abort(request_id=request_id))
 
-    def _on_abort(self, request_id: RequestId) -> None:
+    def abort(self, request_id: RequestId) -> None:
+        """Forget a live request, here and in the router; no effect on others."""
         if self._live.pop(request_id, None) is not None:
-            self._send_abort(request_id)
+            self._send_end(Abort(request_id=request_id))
 
-    def _send_abort(self, request_id: RequestId) -> None:
+    def finish(self, request_id: RequestId, num_tokens: int) -> None:
+        """Tell the router after how many tokens an output with stop strings ended."""
+        self._live.pop(request_id, None)
+        self._send_end(Finish(request_id=request_id, num_tokens=num_tokens))
+
+    def acknowledge(self, request_id: RequestId, num_tokens: int) -> None:
+        """Tell the router, with this turn's others, how far an output has been looked at."""
+        connection = self._connection
+        if connection is None:
+            return
+        if not connection.progress:
+            asyncio.get_running_loop().call_soon(self._send_progress)
+        connection.progress[request_id] = num_tokens
+
+    def _send_progress(self) -> None:
+        connection = self._connection
+        if connection is None or not connection.progress:
+            return
+        progress = [Progress(*item) for item in connection.progress.items()]
+        with contextlib.suppress(ChannelFull):  # it stays, for the next message that arrives
+            connection.link.send(Acknowledge(progress=progress))
+            connection.progress.clear()
+
+    def _send_end(self, end: Abort | Finish) -> None:
         if self._connection is None:
             return
+        self._connection.progress.pop(end.request_id, None)
         try:
-            self._connection.link.send(Abort(request_id=request_id))
+            self._connection.link.send(end)
         except ChannelFull:
-            self._connection.unsent_aborts.append(request_id)
+            self._connection.unsent.append(end)

@@ -27,7 +27,8 @@ from lightserve.tokenization.vocabulary import check_vocabulary
 class ServedModel:
     """Facts about the model that requests are checked against."""
 
-    name: str
+    names: tuple[str, ...]
+    """All that clients may use, its own first."""
     created_s: int
     """Unix time at which this process began to serve it."""
     vocab_size: int
@@ -77,9 +78,10 @@ class Service:
 
     def check_model(self, name: str) -> None:
         """Check that a request names the served model. Raises InvalidRequest (404)."""
-        if name != self.model.name:
+        if name not in self.model.names:
+            known = " and ".join(map(show, self.model.names))
             raise InvalidRequest(
-                f"the model {show(name)} does not exist; this server has {show(self.model.name)}",
+                f"the model {show(name)} does not exist; this server has {known}",
                 param="model",
                 code="model_not_found",
                 status=404,
@@ -128,12 +130,16 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
     template = None if source is None else ChatTemplate(source, special_tokens=names)
     max_model_len = resolve_context_len(config.max_model_len, model_config)
     model = ServedModel(
-        name=config.model_name,
+        names=config.model_names,
         created_s=int(time.time()),
         vocab_size=vocab_size,
         max_model_len=max_model_len,
         tokenizer=tokenizer,
-        sampling_defaults=read_sampling_defaults(model_dir, vocab_size=vocab_size),
+        sampling_defaults=(
+            read_sampling_defaults(model_dir, vocab_size=vocab_size)
+            if config.generation_config == "auto"
+            else SamplingDefaults()
+        ),
     )
     encoder = PromptEncoder(tokenizer, template, vocab_size=vocab_size, max_model_len=max_model_len)
     return Service(

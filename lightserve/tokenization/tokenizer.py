@@ -100,6 +100,12 @@ class Tokenizer:
         continues = any(map(self._pieces.has_text, prompt_token_ids))
         return Detokenizer(self._pieces, continues=continues)
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for, those of its name if it has no text."""
+        if self.is_special(token_id):
+            return (self._tokenizer.id_to_token(token_id) or "").encode()
+        return self._pieces.bytes_of(token_id)
+
     def is_special(self, token_id: int) -> bool:
         """Whether a token has no text."""
         return not self._pieces.has_text(token_id)

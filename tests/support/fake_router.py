@@ -19,7 +19,7 @@ from lightserve.errors import ChannelFull
 from lightserve.frontend.app import create_app
 from lightserve.frontend.router_client import RouterClient
 from lightserve.frontend.service import Service, load_service
-from lightserve.messages.common import unpack_int32
+from lightserve.messages.common import TokenLogprob, unpack_int32
 from lightserve.messages.frontend_router import (
     Abort,
     ClassLoad,
@@ -51,6 +51,21 @@ def router_status(**changes: Any) -> RouterStatus:
     return RouterStatus(**(values | changes))
 
 
+def made_logprobs(num_logprobs: int | None, number: int) -> list[TokenLogprob]:
+    """What a token that is the n-th is given, if anything is asked for: -n / 8."""
+    if num_logprobs is None:
+        return []
+    top = list(range(num_logprobs))
+    return [TokenLogprob(-number / 8, top, [-token / 4 for token in top])]
+
+
+def made_prompt_logprobs(submit: Submit) -> list[TokenLogprob]:
+    """The same for each prompt token but the first."""
+    num_tokens = sum(len(segment.token_ids) // 4 for segment in submit.prompt)
+    wanted = submit.sampling.num_prompt_logprobs
+    return [logprob for n in range(1, num_tokens) for logprob in made_logprobs(wanted, n)]
+
+
 def says(token_ids: list[int], finish: FinishReason = FinishReason.STOP) -> Answer:
     """Answer every request with these tokens, one per step, cut at its max_tokens."""
 
@@ -58,7 +73,13 @@ def says(token_ids: list[int], finish: FinishReason = FinishReason.STOP) -> Answ
         tokens = token_ids[: submit.max_tokens]
         end = finish if len(tokens) == len(token_ids) else FinishReason.LENGTH
         return [
-            RequestDelta(submit.request_id, [token], end if number == len(tokens) - 1 else None)
+            RequestDelta(
+                submit.request_id,
+                [token],
+                end if number == len(tokens) - 1 else None,
+                logprobs=made_logprobs(submit.sampling.num_logprobs, number),
+                prompt_logprobs=[] if number else made_prompt_logprobs(submit),
+            )
             for number, token in enumerate(tokens)
         ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -11,16 +12,18 @@ from pydantic import BeforeValidator, Field
 from starlette.responses import Response
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.generation import Generation, TextDelta
+from lightserve.frontend.choices import Choices
+from lightserve.frontend.generation import TextDelta
 from lightserve.frontend.json_body import read_model, show
-from lightserve.frontend.openai.fields import ChunkWriter, CommonFields, usage_object
+from lightserve.frontend.openai.chunks import ChunkWriter, usage_object
+from lightserve.frontend.openai.fields import CommonFields
+from lightserve.frontend.openai.logprobs import chat_logprobs
 from lightserve.frontend.openai.no_effect import CHAT_NO_EFFECT, MESSAGE_NO_EFFECT, NoEffectModel
 from lightserve.frontend.responses import ARRIVAL_KEY, GenerationResponse, new_request_id
 from lightserve.frontend.router_client import NewRequest
-from lightserve.frontend.sampling import MaxTokens
+from lightserve.frontend.sampling import MaxTokens, NumLogprobs
 from lightserve.frontend.service import Service
 from lightserve.tokenization.chat_template import ChatMessage
-from lightserve.types import RequestClass
 
 MAX_MESSAGES = 2048
 _ROLE = {"role": "assistant", "content": ""}
@@ -42,12 +45,16 @@ def _text_of(content: Any) -> Any:
 
 
 class Message(NoEffectModel):
-    """One turn."""
+    """One turn; `developer` is another word for `system`."""
 
     no_effect = MESSAGE_NO_EFFECT
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_text_of)]
+
+    def rendered(self) -> ChatMessage:
+        """Return it as chat templates know it."""
+        return ChatMessage("system" if self.role == "developer" else self.role, self.content)
 
 
 class ChatRequest(CommonFields):
@@ -56,6 +63,8 @@ class ChatRequest(CommonFields):
     no_effect = CHAT_NO_EFFECT
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: MaxTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
 
     @property
     def limit_param(self) -> str:
@@ -65,61 +74,87 @@ class ChatRequest(CommonFields):
     def check(self, service: Service) -> None:
         """Check what types cannot. Raises InvalidRequest."""
         super().check(service)
+        self.check_count(service, 1)
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise InvalidRequest(
                 "max_tokens and max_completion_tokens mean the same; give one of them",
                 param="max_tokens",
             )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
 
 
 class ChatShape:
     """OpenAI's chat completion objects."""
 
-    wants_pieces = False
-
-    def __init__(self, request: ChatRequest) -> None:
+    def __init__(self, service: Service, request: ChatRequest) -> None:
         self.request_id = new_request_id("chatcmpl")
+        self.wants_pieces = bool(request.logprobs)
+        self._tokenizer = service.model.tokenizer
         self._envelope = {
             "id": self.request_id,
             "object": "chat.completion",
             "created": int(time.time()),
             "model": request.model,
+            "service_tier": request.used_tier,
         }
         chunk_envelope = self._envelope | {"object": "chat.completion.chunk"}
         self._writer = ChunkWriter(chunk_envelope, includes_usage=request.includes_usage)
+        self._begun: set[int] = set()
 
     def opening(self) -> bytes:
-        """Return the chunk that names the role."""
-        return self._writer.chunk(_chunk_choice(_ROLE))
+        """Return nothing: each choice names its role when it begins."""
+        return b""
 
-    def delta(self, delta: TextDelta) -> bytes:
+    def delta(self, index: int, delta: TextDelta, choices: Choices) -> bytes:
         """Return a chunk with the text, if any, and one with the finish reason, if any."""
         data = b""
-        if delta.text:
-            data = self._writer.chunk(_chunk_choice({"content": delta.text}))
+        if index not in self._begun:
+            self._begun.add(index)
+            data = self._chunk(index, _ROLE)
+        if delta.text or delta.pieces:
+            data += self._chunk(index, {"content": delta.text}, logprobs=self._logprobs([delta]))
         if delta.finish_reason is not None:
-            data += self._writer.chunk(_chunk_choice({}, delta.finish_reason))
+            data += self._chunk(index, {}, finish_reason=delta.finish_reason)
         return data
 
-    def closing(self, generation: Generation) -> bytes:
+    def closing(self, choices: Choices) -> bytes:
         """Return usage, if wanted, and the end."""
-        return self._writer.closing(generation.usage)
+        return self._writer.closing(choices.usage)
 
-    def whole(self, text: str, deltas: list[TextDelta], generation: Generation) -> bytes:
+    def whole(self, deltas: Sequence[Sequence[TextDelta]], choices: Choices) -> bytes:
         """Return the chat completion object."""
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": None,
-            "finish_reason": generation.finish_reason,
-        }
+        objects = []
+        for index, (own, generation) in enumerate(zip(deltas, choices.generations, strict=True)):
+            text = "".join(delta.text for delta in own)
+            objects.append(
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": text, "refusal": None},
+                    "logprobs": self._logprobs(own),
+                    "finish_reason": generation.finish_reason,
+                }
+            )
         return msgspec.json.encode(
-            {**self._envelope, "choices": [choice], "usage": usage_object(generation.usage)}
+            {**self._envelope, "choices": objects, "usage": usage_object(choices.usage)}
         )
 
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> bytes:
+        return self._writer.chunk(
+            {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        )
 
-def _chunk_choice(delta: dict[str, str], finish_reason: str | None = None) -> dict[str, Any]:
-    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _logprobs(self, deltas: Sequence[TextDelta]) -> dict[str, Any] | None:
+        if not self.wants_pieces:
+            return None
+        return chat_logprobs(self._tokenizer, (p for delta in deltas for p in delta.pieces))
 
 
 def chat_router(service: Service) -> APIRouter:
@@ -133,30 +168,29 @@ def chat_router(service: Service) -> APIRouter:
         body.check(service)
         arrival_s: float = request.scope[ARRIVAL_KEY]
 
-        async def prepare() -> NewRequest:
+        async def prepare() -> list[NewRequest]:
             return await _prepare(service, body, arrival_s)
 
-        return GenerationResponse(service, ChatShape(body), prepare, stream=body.stream or False)
+        return GenerationResponse(
+            service,
+            ChatShape(service, body),
+            prepare,
+            stream=body.stream or False,
+            per_prompt=body.num_choices,
+        )
 
     return router
 
 
-async def _prepare(service: Service, body: ChatRequest, arrival_s: float) -> NewRequest:
+async def _prepare(service: Service, body: ChatRequest, arrival_s: float) -> list[NewRequest]:
     """Render, encode, resolve. Raises InvalidRequest, RequestFailed."""
-    sampling = body.sampling(service)
-    prompt_token_ids = await service.encoder.encode_chat(
-        [ChatMessage(message.role, message.content) for message in body.messages]
-    )
+    messages = [message.rendered() for message in body.messages]
+    prompt_token_ids = await service.encoder.encode_chat(messages)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     max_tokens = service.resolve_max_tokens(
         len(prompt_token_ids), asked, default=None, param=body.limit_param
     )
-    return NewRequest(
-        prompt_token_ids=prompt_token_ids,
-        max_tokens=max_tokens,
-        eos_token_ids=service.model.tokenizer.eos_token_ids,
-        sampling=sampling,
-        request_class=RequestClass.RT,
-        arrival_s=arrival_s,
-        prediction_key=body.prediction_key,
+    sampling = body.sampling_request(
+        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None
     )
+    return list(body.new_requests(service, [(prompt_token_ids, max_tokens)], sampling, arrival_s))

@@ -3,89 +3,155 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from starlette.responses import Response
 
+from lightserve.errors import InvalidRequest
+from lightserve.frontend.choices import Choices
 from lightserve.frontend.generation import Generation, TextDelta
 from lightserve.frontend.json_body import read_model, show
-from lightserve.frontend.openai.fields import ChunkWriter, CommonFields, usage_object
+from lightserve.frontend.openai.chunks import ChunkWriter, usage_object
+from lightserve.frontend.openai.fields import CommonFields
+from lightserve.frontend.openai.logprobs import CompletionLogprobs, join_completion_logprobs
 from lightserve.frontend.openai.no_effect import COMPLETION_NO_EFFECT
 from lightserve.frontend.responses import ARRIVAL_KEY, GenerationResponse, new_request_id
 from lightserve.frontend.router_client import NewRequest
+from lightserve.frontend.sampling import NumChoices, NumLogprobs
 from lightserve.frontend.service import Service
-from lightserve.types import RequestClass
 
 DEFAULT_MAX_TOKENS = 16
+MAX_PROMPTS = 64
+
+Prompt = str | list[int]
 
 
-def _one_prompt(value: Any) -> Any:
-    """Reduce every accepted form of a prompt to a string or a list of ids."""
-    is_list_of_one = isinstance(value, list) and len(value) == 1
-    if is_list_of_one and isinstance(value[0], str | list):
-        value = value[0]
+def _prompts_of(value: Any) -> Any:
+    """Reduce every accepted form of `prompt` to a list of texts and lists of ids."""
     if isinstance(value, str):
-        return value
+        return [value]
     if not isinstance(value, list):
         raise ValueError(f"must be a string or a list of token ids, got {show(value)}")
+    if not any(isinstance(item, str | list) for item in value):
+        return [_ids_of(value)]
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"must have at most {MAX_PROMPTS} prompts, got {len(value)}")
+    return [item if isinstance(item, str) else _ids_of(item) for item in value]
+
+
+def _ids_of(value: Any) -> list[int]:
+    if not isinstance(value, list):
+        raise ValueError(f"must hold strings or lists of token ids, got {show(value)}")
     for item in value:
-        if isinstance(item, str | list):
-            raise ValueError(f"must be one prompt, got a list of {len(value)}")
         if isinstance(item, bool) or not isinstance(item, int):
             raise ValueError(f"must hold token ids, which are integers, got {show(item)}")
     return value
 
 
 class CompletionRequest(CommonFields):
-    """The body: `prompt` is a string, a list of token ids, or a list of one of these."""
+    """The body: `prompt` is a text, a list of token ids, or a list of these."""
 
     no_effect = COMPLETION_NO_EFFECT
-    prompt: Annotated[str | list[Any], BeforeValidator(_one_prompt)]
+    prompt: Annotated[list[Any], BeforeValidator(_prompts_of)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: NumLogprobs | None = None
+    echo: bool | None = None
+    best_of: NumChoices | None = None
+
+    def check(self, service: Service) -> None:
+        """Check what types cannot. Raises InvalidRequest."""
+        super().check(service)
+        self.check_count(service, len(self.prompt))
+        if self.best_of not in (None, self.num_choices):
+            raise InvalidRequest(
+                f"best_of must be equal to n ({self.num_choices}), got {self.best_of}",
+                param="best_of",
+            )
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest(
+                "max_tokens must be at least 1 unless echo is true, got 0", param="max_tokens"
+            )
+
+    @property
+    def only_echoes(self) -> bool:
+        """Whether nothing is to be generated."""
+        return self.max_tokens == 0
 
 
 class CompletionShape:
     """OpenAI's text completion objects."""
 
-    wants_pieces = False
-
-    def __init__(self, request: CompletionRequest) -> None:
+    def __init__(self, service: Service, request: CompletionRequest) -> None:
         self.request_id = new_request_id("cmpl")
+        self.wants_pieces = request.logprobs is not None
+        self.prompt_texts: list[str] = []
+        """Of each prompt, where it is echoed; set once they are encoded."""
+        self._request = request
+        self._tokenizer = service.model.tokenizer
         self._envelope = {
             "id": self.request_id,
             "object": "text_completion",
             "created": int(time.time()),
             "model": request.model,
+            "service_tier": request.used_tier,
         }
         self._writer = ChunkWriter(self._envelope, includes_usage=request.includes_usage)
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        """Of the completions that have begun."""
 
     def opening(self) -> bytes:
         """Return nothing: completions have no first chunk of their own."""
         return b""
 
-    def delta(self, delta: TextDelta) -> bytes:
+    def delta(self, index: int, delta: TextDelta, choices: Choices) -> bytes:
         """Return one chunk."""
-        return self._writer.chunk(_choice(delta.text, delta.finish_reason))
+        text, logprobs = self._content(index, delta, choices.generations[index])
+        return self._writer.chunk(_choice(index, text, logprobs, delta.finish_reason))
 
-    def closing(self, generation: Generation) -> bytes:
+    def closing(self, choices: Choices) -> bytes:
         """Return usage, if wanted, and the end."""
-        return self._writer.closing(generation.usage)
+        return self._writer.closing(choices.usage)
 
-    def whole(self, text: str, deltas: list[TextDelta], generation: Generation) -> bytes:
+    def whole(self, deltas: Sequence[Sequence[TextDelta]], choices: Choices) -> bytes:
         """Return the completion object."""
+        objects = []
+        for index, (own, generation) in enumerate(zip(deltas, choices.generations, strict=True)):
+            contents = [self._content(index, delta, generation) for delta in own]
+            parts = [logprobs for _, logprobs in contents if logprobs is not None]
+            logprobs = join_completion_logprobs(parts) if parts else None
+            text = "".join(text for text, _ in contents)
+            objects.append(_choice(index, text, logprobs, generation.finish_reason))
         return msgspec.json.encode(
-            {
-                **self._envelope,
-                "choices": [_choice(text, generation.finish_reason)],
-                "usage": usage_object(generation.usage),
-            }
+            {**self._envelope, "choices": objects, "usage": usage_object(choices.usage)}
         )
 
+    def _content(
+        self, index: int, delta: TextDelta, generation: Generation
+    ) -> tuple[str, dict[str, Any] | None]:
+        """Return the text and log-probabilities of some news, after those of an echoed prompt."""
+        is_first = index not in self._logprobs
+        builder = self._logprobs.setdefault(index, CompletionLogprobs(self._tokenizer))
+        text = delta.text
+        parts: list[dict[str, Any]] = []
+        if is_first and self.prompt_texts:
+            text = self.prompt_texts[index // self._request.num_choices] + text
+            if self.wants_pieces:
+                prompt = generation.request.prompt_token_ids
+                parts.append(builder.of_prompt(prompt, generation.prompt_logprobs))
+        if self.wants_pieces:
+            parts.append(builder.of_pieces(delta.pieces))
+        return text, join_completion_logprobs(parts) if parts else None
 
-def _choice(text: str, finish_reason: str | None) -> dict[str, Any]:
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+def _choice(
+    index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def completions_router(service: Service) -> APIRouter:
@@ -94,37 +160,60 @@ def completions_router(service: Service) -> APIRouter:
 
     @router.post("/v1/completions")
     async def create_completion(request: Request) -> Response:
-        """Complete a prompt."""
+        """Complete one or several prompts."""
         body = await read_model(request, CompletionRequest)
         body.check(service)
         arrival_s: float = request.scope[ARRIVAL_KEY]
+        shape = CompletionShape(service, body)
 
-        async def prepare() -> NewRequest:
-            return await _prepare(service, body, arrival_s)
+        async def prepare() -> list[NewRequest]:
+            prompts = await _encode(service, body.prompt)
+            if body.echo:
+                shape.prompt_texts = _texts(service, body.prompt)
+            return _requests(service, body, prompts, arrival_s)
 
         return GenerationResponse(
-            service, CompletionShape(body), prepare, stream=body.stream or False
+            service,
+            shape,
+            prepare,
+            stream=body.stream or False,
+            per_prompt=body.num_choices,
         )
 
     return router
 
 
-async def _prepare(service: Service, body: CompletionRequest, arrival_s: float) -> NewRequest:
-    """Encode and resolve. Raises InvalidRequest, RequestFailed."""
-    sampling = body.sampling(service)
-    if isinstance(body.prompt, str):
-        prompt_token_ids = await service.encoder.encode_text(body.prompt, param="prompt")
-    else:
-        prompt_token_ids = service.encoder.check_ids(body.prompt, param="prompt")
-    max_tokens = service.resolve_max_tokens(
-        len(prompt_token_ids), body.max_tokens, default=DEFAULT_MAX_TOKENS, param="max_tokens"
+async def _encode(service: Service, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Return each prompt's ids. Raises InvalidRequest, RequestFailed."""
+    encoder = service.encoder
+    return [
+        await encoder.encode_text(prompt, param="prompt")
+        if isinstance(prompt, str)
+        else encoder.check_ids(prompt, param="prompt")
+        for prompt in prompts
+    ]
+
+
+def _texts(service: Service, prompts: Sequence[Prompt]) -> list[str]:
+    decode = service.model.tokenizer.decode
+    return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
+
+
+def _requests(
+    service: Service, body: CompletionRequest, prompts: Sequence[list[int]], arrival_s: float
+) -> list[NewRequest]:
+    """Resolve all parameters. Raises InvalidRequest, RequestFailed."""
+    asked = 1 if body.only_echoes else body.max_tokens
+    limits = [
+        service.resolve_max_tokens(
+            len(prompt), asked, default=DEFAULT_MAX_TOKENS, param="max_tokens"
+        )
+        for prompt in prompts
+    ]
+    sampling = body.sampling_request(
+        num_logprobs=body.logprobs, num_prompt_logprobs=body.logprobs if body.echo else None
     )
-    return NewRequest(
-        prompt_token_ids=prompt_token_ids,
-        max_tokens=max_tokens,
-        eos_token_ids=service.model.tokenizer.eos_token_ids,
-        sampling=sampling,
-        request_class=RequestClass.RT,
-        arrival_s=arrival_s,
-        prediction_key=body.prediction_key,
+    requests = body.new_requests(
+        service, list(zip(prompts, limits, strict=True)), sampling, arrival_s
     )
+    return [replace(request, discards_output=body.only_echoes) for request in requests]

@@ -1,22 +1,39 @@
-"""What the OpenAI routes share: common fields, usage, the end of a stream."""
+"""What the OpenAI routes share: common fields, and the requests that they become."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.generation import Usage
-from lightserve.frontend.json_body import StrictModel
+from lightserve.frontend.json_body import StrictModel, show
 from lightserve.frontend.openai.no_effect import NoEffectModel
-from lightserve.frontend.responses import sse_event
-from lightserve.frontend.sampling import MaxTokens, Seed, Temperature, TopK, TopP, resolve_sampling
+from lightserve.frontend.router_client import NewRequest
+from lightserve.frontend.sampling import (
+    MAX_STOP_STRINGS,
+    LogitBias,
+    MaxTokens,
+    MinP,
+    MinTokens,
+    NumChoices,
+    Penalty,
+    RepetitionPenalty,
+    SamplingRequest,
+    Seed,
+    StopString,
+    StopTokenIds,
+    Temperature,
+    TokenIds,
+    TopK,
+    TopP,
+    check_token_ids,
+)
 from lightserve.frontend.service import Service
-from lightserve.types import SamplingParams
-
-DONE = sse_event(b"[DONE]")
+from lightserve.types import RequestClass, SamplingParams
 
 
 class StreamOptions(StrictModel):
@@ -26,9 +43,22 @@ class StreamOptions(StrictModel):
 
 
 MAX_KEY_CHARS = 512
+MAX_METADATA = 16
 
 Key = Annotated[str, Field(max_length=MAX_KEY_CHARS)]
 """Who or what sends a request, for clients to choose."""
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Key], Field(max_length=MAX_METADATA)
+]
+
+
+def _stop_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+StopStrings = Annotated[
+    Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)], BeforeValidator(_stop_list)
+]
 
 
 class CommonFields(NoEffectModel):
@@ -36,20 +66,50 @@ class CommonFields(NoEffectModel):
 
     model: str
     max_tokens: MaxTokens | None = None
+    min_tokens: MinTokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
+    min_p: MinP | None = None
     seed: Seed | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: TokenIds | None = None
+    n: NumChoices | None = None
+    stop: StopStrings | None = None
+    stop_token_ids: StopTokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
     user: Key | None = None
     safety_identifier: Key | None = None
     prompt_cache_key: Key | None = None
+    metadata: Metadata | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Completions of each prompt."""
+        return self.n or 1
 
     @property
     def prediction_key(self) -> str:
         """What this request's output length is predicted from: the first key given, or none."""
-        return self.user or self.safety_identifier or self.prompt_cache_key or ""
+        named = self.user or self.safety_identifier or self.prompt_cache_key
+        return named or (json.dumps(self.metadata, sort_keys=True) if self.metadata else "")
+
+    @property
+    def request_class(self) -> RequestClass:
+        """The kind of traffic: `flex` is best-effort, everything else real-time."""
+        return RequestClass.BE if self.service_tier == "flex" else RequestClass.RT
+
+    @property
+    def used_tier(self) -> str:
+        """The tier that the response states."""
+        return "default" if self.service_tier in (None, "auto") else str(self.service_tier)
 
     @property
     def includes_usage(self) -> bool:
@@ -61,44 +121,78 @@ class CommonFields(NoEffectModel):
         service.check_model(self.model)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+        if self.include_stop_str_in_output and not self.stop:
+            raise InvalidRequest(
+                "include_stop_str_in_output needs stop strings", param="include_stop_str_in_output"
+            )
 
-    def sampling(self, service: Service) -> SamplingParams:
-        """Return how tokens are drawn. Raises InvalidRequest."""
-        return resolve_sampling(
-            service.model.sampling_defaults,
-            vocab_size=service.model.vocab_size,
+    def check_count(self, service: Service, num_prompts: int) -> None:
+        """Check how many completions are asked for. Raises InvalidRequest."""
+        limit = service.config.max_completions
+        if num_prompts * self.num_choices > limit:
+            raise InvalidRequest(
+                f"n must be at most {limit // num_prompts} for {num_prompts} prompts, got {self.n}",
+                param="n",
+            )
+
+    def sampling_request(
+        self, *, num_logprobs: int | None = None, num_prompt_logprobs: int | None = None
+    ) -> SamplingRequest:
+        """Return what the request says about sampling."""
+        return SamplingRequest(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            min_p=self.min_p,
             seed=self.seed,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+            allowed_token_ids=self.allowed_token_ids,
+            min_tokens=self.min_tokens,
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
         )
 
+    def new_requests(
+        self,
+        service: Service,
+        prompts: Sequence[tuple[list[int], int]],
+        sampling: SamplingRequest,
+        arrival_s: float,
+    ) -> Iterator[NewRequest]:
+        """Yield one request per completion; `prompts` are token ids and how many may follow.
 
-def usage_object(usage: Usage) -> dict[str, int]:
-    """Return OpenAI's usage object."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
+        Raises:
+            InvalidRequest: a token id beyond the vocabulary, or min_tokens above the limit.
+        """
+        model = service.model
+        params = sampling.resolve(model.sampling_defaults, vocab_size=model.vocab_size)
+        stop_ids = check_token_ids(
+            self.stop_token_ids or (), vocab_size=model.vocab_size, param="stop_token_ids"
+        )
+        eos_ids = () if self.ignore_eos else model.tokenizer.eos_token_ids
+        for prompt_token_ids, max_tokens in prompts:
+            self._check_min_tokens(params, max_tokens)
+            for choice in range(self.num_choices):
+                yield NewRequest(
+                    prompt_token_ids=prompt_token_ids,
+                    max_tokens=max_tokens,
+                    eos_token_ids=(*eos_ids, *stop_ids),
+                    sampling=msgspec.structs.replace(params, choice=choice),
+                    request_class=self.request_class,
+                    arrival_s=arrival_s,
+                    prediction_key=self.prediction_key,
+                    stop_strings=tuple(self.stop or ()),
+                    includes_stop=bool(self.include_stop_str_in_output),
+                )
 
-
-class ChunkWriter:
-    """Writes chunks of one stream; what never changes within it is encoded once."""
-
-    def __init__(self, envelope: dict[str, Any], *, includes_usage: bool) -> None:
-        """`envelope`: id, object, created, model."""
-        self._prefix = b"data: " + msgspec.json.encode(envelope)[:-1]
-        self._includes_usage = includes_usage
-        self._suffix = b',"usage":null}\n\n' if includes_usage else b"}\n\n"
-
-    def chunk(self, choice: dict[str, Any]) -> bytes:
-        """Return one chunk with this choice."""
-        return self._prefix + b',"choices":[' + msgspec.json.encode(choice) + b"]" + self._suffix
-
-    def closing(self, usage: Usage) -> bytes:
-        """Return the usage chunk, if wanted, and the mark of the end."""
-        if not self._includes_usage:
-            return DONE
-        encoded = msgspec.json.encode(usage_object(usage))
-        return self._prefix + b',"choices":[],"usage":' + encoded + b"}\n\n" + DONE
+    @staticmethod
+    def _check_min_tokens(params: SamplingParams, max_tokens: int) -> None:
+        if params.min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens must be at most {max_tokens}, the most tokens there may be, got"
+                f" {show(params.min_tokens)}",
+                param="min_tokens",
+            )

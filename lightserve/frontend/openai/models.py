@@ -14,10 +14,10 @@ def models_router(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter()
 
-    def model_object() -> dict[str, Any]:
+    def model_object(name: str) -> dict[str, Any]:
         model = service.model
         return {
-            "id": model.name,
+            "id": name,
             "object": "model",
             "created": model.created_s,
             "owned_by": "lightserve",
@@ -26,13 +26,14 @@ def models_router(service: Service) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models() -> JSONResponse:
-        """List the served model."""
-        return JSONResponse({"object": "list", "data": [model_object()]})
+        """List the served model under each of its names."""
+        data = [model_object(name) for name in service.model.names]
+        return JSONResponse({"object": "list", "data": data})
 
     @router.get("/v1/models/{model_id:path}")
     async def retrieve_model(model_id: str) -> JSONResponse:
         """Describe the served model."""
         service.check_model(model_id)
-        return JSONResponse(model_object())
+        return JSONResponse(model_object(model_id))
 
     return router

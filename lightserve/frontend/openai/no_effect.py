@@ -18,29 +18,14 @@ from lightserve.frontend.json_body import UNSUPPORTED_VALUE, StrictModel
 NoEffect = Mapping[str, tuple[Any, ...]]
 """Names of fields, and their values besides null that change nothing."""
 
-_BOTH: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "stop": ([],),
-    "logit_bias": ({},),
-    "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0),
-    "metadata": (),
-}
-CHAT_NO_EFFECT: NoEffect = _BOTH | {
+CHAT_NO_EFFECT: NoEffect = {
     "store": (False,),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
 }
-COMPLETION_NO_EFFECT: NoEffect = _BOTH | {
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (),
-    "suffix": (),
-}
+COMPLETION_NO_EFFECT: NoEffect = {"suffix": ()}
 MESSAGE_NO_EFFECT: NoEffect = {
     # What an answer's message has, as clients send it back in the next turn.
     "refusal": (),

@@ -1,0 +1,96 @@
+"""Several completions of one HTTP request, read as one sequence of news."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from lightserve.frontend.generation import Generation, TextDelta, Usage
+from lightserve.frontend.router_client import NewRequest
+from lightserve.frontend.service import Service
+
+_News = tuple[int, TextDelta] | BaseException
+
+
+class Choices:
+    """All completions of a request, in the order of their indices; made by `start`."""
+
+    def __init__(self, generations: Sequence[Generation], *, per_prompt: int) -> None:
+        self.generations = tuple(generations)
+        self._per_prompt = per_prompt
+        self._num_open = len(generations)
+        self._pumps: list[asyncio.Task[None]] = []
+        self._news: asyncio.Queue[_News] = asyncio.Queue(maxsize=len(generations))
+
+    @classmethod
+    def start(
+        cls, service: Service, requests: Sequence[NewRequest], *, per_prompt: int, by_token: bool
+    ) -> Choices:
+        """Submit all or none; `per_prompt` of them share a prompt. Raises RequestFailed."""
+        started: list[Generation] = []
+        try:
+            for request in requests:
+                started.append(Generation.start(service, request, by_token=by_token))
+        except BaseException:
+            for generation in started:
+                generation.abort()
+            raise
+        return cls(started, per_prompt=per_prompt)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every completion has its finish reason, and it has been read."""
+        return self._num_open == 0
+
+    @property
+    def first(self) -> Generation:
+        """The completion with index 0."""
+        return self.generations[0]
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of all completions; a prompt counts once, however many completions it has."""
+        usages = [generation.usage for generation in self.generations]
+        prompts = usages[:: self._per_prompt]
+        return Usage(
+            sum(usage.prompt_tokens for usage in prompts),
+            sum(usage.completion_tokens for usage in usages),
+            sum(usage.cached_tokens for usage in prompts),
+        )
+
+    async def next_news(self) -> tuple[int, TextDelta]:
+        """Wait for news of any completion; return its index and the news.
+
+        Raises:
+            InvalidRequest, RequestFailed: one of them failed.
+            ClientGone: they were aborted.
+        """
+        if len(self.generations) == 1:
+            index, delta = 0, await self.first.next_delta()
+        else:
+            if not self._pumps:
+                self._pumps = [asyncio.create_task(self._pump(i)) for i in self._indices()]
+            news = await self._news.get()
+            if isinstance(news, BaseException):
+                raise news
+            index, delta = news
+        self._num_open -= delta.finish_reason is not None
+        return index, delta
+
+    def abort(self) -> None:
+        """End all of them; no effect on those that are over."""
+        for generation in self.generations:
+            generation.abort()
+        for pump in self._pumps:
+            pump.cancel()
+
+    def _indices(self) -> range:
+        return range(len(self.generations))
+
+    async def _pump(self, index: int) -> None:
+        generation = self.generations[index]
+        try:
+            while generation.finish_reason is None:
+                await self._news.put((index, await generation.next_delta()))
+        except Exception as failure:
+            await self._news.put(failure)

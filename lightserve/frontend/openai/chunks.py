@@ -1,0 +1,43 @@
+"""How the OpenAI routes write: usage, chunks of a stream, and its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from lightserve.frontend.generation import Usage
+from lightserve.frontend.responses import sse_event
+
+DONE = sse_event(b"[DONE]")
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """Return OpenAI's usage object."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+class ChunkWriter:
+    """Writes chunks of one stream; what never changes within it is encoded once."""
+
+    def __init__(self, envelope: dict[str, Any], *, includes_usage: bool) -> None:
+        """`envelope`: id, object, created, model, service_tier."""
+        self._prefix = b"data: " + msgspec.json.encode(envelope)[:-1]
+        self._includes_usage = includes_usage
+        self._suffix = b',"usage":null}\n\n' if includes_usage else b"}\n\n"
+
+    def chunk(self, choice: dict[str, Any]) -> bytes:
+        """Return one chunk with this choice."""
+        return self._prefix + b',"choices":[' + msgspec.json.encode(choice) + b"]" + self._suffix
+
+    def closing(self, usage: Usage) -> bytes:
+        """Return the usage chunk, if wanted, and the mark of the end."""
+        if not self._includes_usage:
+            return DONE
+        encoded = msgspec.json.encode(usage_object(usage))
+        return self._prefix + b',"choices":[],"usage":' + encoded + b"}\n\n" + DONE
