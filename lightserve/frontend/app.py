@@ -31,6 +31,7 @@ from lightserve.frontend.operations import operations_router
 from lightserve.frontend.request_log import RequestLog
 from lightserve.frontend.responses import ARRIVAL_KEY
 from lightserve.frontend.service import Service
+from lightserve.frontend.tokens import tokens_router
 
 OPENAPI_PATH = "/openapi.json"
 
@@ -71,6 +72,7 @@ def _routers(service: Service) -> list[APIRouter]:
         chat_router(service),
         models_router(service),
         native_router(service),
+        tokens_router(service),
         operations_router(service),
     ]
 

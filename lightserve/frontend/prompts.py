@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.failures import overloaded
 from lightserve.tokenization.chat_template import ChatMessage, ChatTemplate
-from lightserve.tokenization.tokenizer import Tokenizer
+from lightserve.tokenization.tokenizer import Span, Tokenizer
 
 NUM_THREADS = 2
 MAX_WAITING = 256
 INLINE_CHARS = 2048
+
+T = TypeVar("T")
 
 
 class PromptEncoder:
@@ -58,6 +61,20 @@ class PromptEncoder:
         self._check_text(text, param)
         token_ids = encode() if len(text) <= INLINE_CHARS else await self._in_thread(encode)
         return self.check_ids(token_ids, param=param)
+
+    async def spans(self, text: str, *, param: str, add_special_tokens: bool) -> list[Span]:
+        """Return the tokens of any text, also an empty one, with their places in it.
+
+        Raises:
+            InvalidRequest: not Unicode, or longer than the context could ever hold.
+            RequestFailed: too many texts are waiting.
+        """
+
+        def split() -> list[Span]:
+            return self._tokenizer.spans(text, add_special_tokens=add_special_tokens)
+
+        self._check_text(text, param)
+        return split() if len(text) <= INLINE_CHARS else await self._in_thread(split)
 
     async def encode_chat(self, messages: list[ChatMessage]) -> list[int]:
         """Return the ids of a conversation up to where the assistant begins.
@@ -127,7 +144,7 @@ class PromptEncoder:
                 code="context_length_exceeded",
             )
 
-    async def _in_thread(self, encode: Callable[[], list[int]]) -> list[int]:
+    async def _in_thread(self, encode: Callable[[], T]) -> T:
         if self._num_waiting >= self._max_waiting:
             raise overloaded()
         self._num_waiting += 1

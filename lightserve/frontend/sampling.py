@@ -128,13 +128,18 @@ class SamplingRequest:
 
 def check_token_ids(token_ids: Sequence[int], *, vocab_size: int, param: str) -> list[int]:
     """Return ids, each once. Raises InvalidRequest for one that is not in the vocabulary."""
+    check_token_range(token_ids, vocab_size=vocab_size, param=param)
+    return list(dict.fromkeys(token_ids))
+
+
+def check_token_range(token_ids: Sequence[int], *, vocab_size: int, param: str) -> None:
+    """Raise InvalidRequest for an id that is not in the vocabulary."""
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
                 f"{param} must hold token ids from 0 to {vocab_size - 1}, got {str(token_id)[:64]}",
                 param=param,
             )
-    return list(dict.fromkeys(token_ids))
 
 
 def _first(given: float | None, default: float) -> float:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 
@@ -24,6 +24,16 @@ TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Span(NamedTuple):
+    """A token and the characters `text[start:stop]` that it stands for, perhaps in part."""
+
+    id: int
+    text: str
+    """Its name if it is not in the text."""
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +100,26 @@ class Tokenizer:
             raise InvalidRequest("the text cannot be tokenised by this model") from error
         return self._with_one_bos(token_ids, add_special_tokens=add_special_tokens)
 
+    def spans(self, text: str, *, add_special_tokens: bool) -> list[Span]:
+        """Return the tokens of `encode` with their places. Raises InvalidRequest, as it does."""
+        try:
+            batch = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        except Exception as error:  # the Rust library raises bare Exceptions of its own
+            raise InvalidRequest("the text cannot be tokenised by this model") from error
+        token_ids: list[int] = batch[0].ids
+        offsets: list[tuple[int, int]] = batch[0].offsets
+        kept = self._with_one_bos(token_ids, add_special_tokens=add_special_tokens)
+        if (num_dropped := len(token_ids) - len(kept)) < 0:  # only BOS comes or goes, in front
+            offsets = [(0, 0), *offsets]
+        return [
+            Span(token_id, text[start:stop] or self.name_of(token_id), start, stop)
+            for token_id, (start, stop) in zip(kept, offsets[max(0, num_dropped) :], strict=True)
+        ]
+
+    def name_of(self, token_id: int) -> str:
+        """Return a token's name in the vocabulary; empty for an unknown id."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
     def decode(self, token_ids: Iterable[int]) -> str:
         """Return the text of whole ids, special tokens skipped."""
         detokenizer = Detokenizer(self._pieces, continues=False)
@@ -103,7 +133,7 @@ class Tokenizer:
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes that a token stands for, those of its name if it has no text."""
         if self.is_special(token_id):
-            return (self._tokenizer.id_to_token(token_id) or "").encode()
+            return self.name_of(token_id).encode()
         return self._pieces.bytes_of(token_id)
 
     def is_special(self, token_id: int) -> bool:
