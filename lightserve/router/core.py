@@ -29,7 +29,7 @@ from lightserve.messages.frontend_router import (
 from lightserve.messages.router_worker import PlanRow, RowResult, StepPlan, StepResult
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.deltas import DeltaBatch
-from lightserve.router.endings import can_replay, finish_reason
+from lightserve.router.endings import can_replay, until_end
 from lightserve.router.events import (
     CoreEvent,
     FromFrontend,
@@ -326,13 +326,11 @@ class RouterCore:
             self._clear(request)
             if not request.output_token_ids:
                 self._kv.learn_prompt(request)  # all of it has just been computed
-        for index, token_id in enumerate(result.token_ids):
-            request.output_token_ids.append(token_id)
-            reason = finish_reason(request, token_id)
-            deltas.add_token(request, token_id, reason, result.logprobs[index : index + 1])
+            token_ids, reason = until_end(request, result.token_ids)
+            deltas.add_tokens(request, token_ids, reason, result.logprobs[: len(token_ids)])
+            request.output_token_ids.extend(token_ids)
             if reason is not None:
                 self._complete(request)
-                return
 
     def _complete(self, request: Request) -> None:
         """End a request that has all its tokens; a frontend that looks for stop strings may yet

@@ -15,18 +15,21 @@ class DeltaBatch:
     def __init__(self) -> None:
         self._by_frontend: dict[FrontendId, list[RequestDelta]] = {}
 
-    def add_token(
+    def add_tokens(
         self,
         request: Request,
-        token_id: int,
+        token_ids: list[int],
         reason: FinishReason | None,
         logprobs: list[TokenLogprob],
     ) -> None:
-        """A confirmed token, perhaps the last one; `logprobs` has one entry or none."""
-        is_first = len(request.output_token_ids) == 1
+        """Confirmed tokens that are not among its output yet, perhaps the last ones.
+
+        `logprobs` has one entry for each, or none.
+        """
+        is_first = not request.output_token_ids
         delta = RequestDelta(
             request.key.request_id,
-            [token_id],
+            token_ids,
             reason,
             num_cached_tokens=request.num_cached_tokens or 0 if is_first else 0,
             logprobs=logprobs,

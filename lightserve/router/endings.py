@@ -9,13 +9,18 @@ MAX_REPLAYS = 1
 """A request that was in flight at one more death than this gets an error: it is the poison."""
 
 
-def finish_reason(request: Request, token_id: int) -> FinishReason | None:
-    """Return why a request ends with `token_id`, its newest token; None: it goes on."""
-    if token_id in request.eos_token_ids:
-        return FinishReason.STOP
-    if len(request.output_token_ids) >= request.max_tokens:
-        return FinishReason.LENGTH
-    return None
+def until_end(request: Request, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
+    """Return those of a request's next tokens that count, and why it ends with the last of them.
+
+    Workers give one token at a time, simulated ones may give many.
+    """
+    token_ids = token_ids[: request.max_tokens - len(request.output_token_ids)]
+    if not request.eos_token_ids.isdisjoint(token_ids):
+        end = next(i for i, token_id in enumerate(token_ids) if token_id in request.eos_token_ids)
+        return token_ids[: end + 1], FinishReason.STOP
+    if len(request.output_token_ids) + len(token_ids) >= request.max_tokens:
+        return token_ids, FinishReason.LENGTH
+    return token_ids, None
 
 
 def can_replay(request: Request, *, was_in_flight: bool) -> bool:

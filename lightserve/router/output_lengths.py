@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
-Int32Array = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
 
 DEFAULT_WINDOW = 1000
@@ -31,6 +30,8 @@ AVERAGE_WEIGHT = 0.01
 MAX_LAG = 16
 """Pooled lengths that a key's mixture may lag behind: making one takes a sort."""
 _TABLE_SIZE = 1024
+_ROW_OFFSET = 1 << 40
+"""More than any length."""
 
 
 class _Window:
@@ -72,7 +73,7 @@ class OutputLengths:
         self._by_key: OrderedDict[Hashable, _Window] = OrderedDict()
         self._rows: dict[Hashable, _Row] = {}
         """By key, None for those without a history."""
-        self._quantiles: Int32Array = np.zeros((4, _TABLE_SIZE), dtype=np.int32)
+        self._quantiles: IntArray = _empty_rows(0, 4)
         self._free_rows = list(range(4))
         prior = np.geomspace(1, max(1, max_output_tokens), NUM_PRIOR_LENGTHS)
         self._prior: IntArray = np.rint(prior).astype(np.int64)
@@ -82,6 +83,11 @@ class OutputLengths:
     def __len__(self) -> int:
         """Return how many finished lengths the pooled history holds."""
         return len(self._pooled)
+
+    @property
+    def num_recorded(self) -> int:
+        """How many lengths were ever recorded: as long as it is the same, samples are."""
+        return self._pooled.num_added
 
     def record(self, length: int, key: Hashable = None) -> None:
         """Learn the output length (>= 1) of a finished request."""
@@ -114,9 +120,10 @@ class OutputLengths:
             keys: prediction key of each request; None or unknown keys draw from the pool.
         """
         if keys is None or not self._by_key:
-            return _draw(self._pooled_table(), None, generated, max_tokens, uniforms)
+            table = self._pooled_table()
+            return _draw(table, 0, generated, max_tokens, uniforms)
         rows = np.fromiter(map(self._row_of, keys), np.int64, len(keys))
-        return _draw(self._quantiles, rows, generated, max_tokens, uniforms)
+        return _draw(self._quantiles.ravel(), rows, generated, max_tokens, uniforms)
 
     def _row_of(self, key: Hashable) -> int:
         """Return the row of `_quantiles` that holds a key's distribution as it is now."""
@@ -128,17 +135,18 @@ class OutputLengths:
             row = self._rows[key] = _Row(self._new_row())
         num_own = 0 if own is None else own.num_added
         lag = self._pooled.num_added - row.num_pooled
-        if row.num_own != num_own or lag > MAX_LAG or self._pooled.num_added <= MAX_LAG:
+        if row.num_own != num_own or lag > min(MAX_LAG, row.num_pooled // 4):
             row.num_own, row.num_pooled = num_own, self._pooled.num_added
             share = 0.0 if own is None else len(own) / (len(own) + SHRINKAGE)
             lengths = np.empty(0, dtype=np.int64) if own is None else own.sorted
-            self._quantiles[row.index] = _mix(lengths, self._pooled_table(), share)
+            mixture = _mix(lengths, self._pooled_table(), share)
+            self._quantiles[row.index] = mixture + row.index * _ROW_OFFSET
         return row.index
 
     def _new_row(self) -> int:
         if not self._free_rows:
             size = len(self._quantiles)
-            self._quantiles = np.concatenate([self._quantiles, np.zeros_like(self._quantiles)])
+            self._quantiles = np.concatenate([self._quantiles, _empty_rows(size, size)])
             self._free_rows.extend(range(size, 2 * size))
         return self._free_rows.pop()
 
@@ -148,46 +156,42 @@ class OutputLengths:
         return np.sort(np.concatenate([self._pooled.sorted, self._prior]))
 
 
+def _empty_rows(first: int, count: int) -> IntArray:
+    """Return rows of `_quantiles` that hold nothing yet, int64 [count, _TABLE_SIZE]."""
+    offsets = np.arange(first, first + count, dtype=np.int64) * _ROW_OFFSET
+    return np.repeat(offsets[:, None], _TABLE_SIZE, axis=1)
+
+
 def _draw(
-    table: IntArray | Int32Array,
-    rows: IntArray | None,
+    table: IntArray,
+    rows: IntArray | int,
     generated: IntArray,
     max_tokens: IntArray,
     uniforms: FloatArray,
 ) -> IntArray:
     """Invert the conditional distributions.
 
-    `table` holds equally likely lengths, sorted: int64 [size] for all requests, or int64
-    [num_tables, size], of which request i draws from rows[i].
+    `table` holds equally likely lengths, sorted, int64 [num_rows * size]: request i draws from
+    row rows[i], whose lengths are offset by rows[i] * _ROW_OFFSET, so that one search finds all.
+    With `rows` 0 the whole of it is one row.
     """
-    size = table.shape[-1]
-    if rows is None:
-        first = np.searchsorted(table, generated, side="right")
-    else:
-        first = _search_rows(table, rows, generated)
-    index = first[:, None] + ((size - first)[:, None] * uniforms).astype(np.int64)
-    np.minimum(index, size - 1, out=index)
-    lengths = (table[index] if rows is None else table[rows[:, None], index]).astype(np.int64)
+    offset = rows * _ROW_OFFSET
+    first = np.searchsorted(table, generated + offset, side="right")
+    end = len(table) if isinstance(rows, int) else (rows + 1) * _TABLE_SIZE
+    num_left = end - first
+    index = (num_left[:, None] * uniforms).astype(np.int64)
+    index += first[:, None]
+    lengths = table.take(index, mode="clip")
+    if not isinstance(rows, int):
+        lengths -= rows[:, None] * _ROW_OFFSET
     # Longer than anything seen: log-uniform up to the limit.
-    beyond = first == size
+    beyond = num_left == 0
     if beyond.any():
         low = generated[beyond, None] + 1.0
         ratio = np.maximum(max_tokens[beyond, None] / low, 1.0)
         lengths[beyond] = (low * ratio ** uniforms[beyond]).astype(np.int64)
-    result: IntArray = np.clip(lengths, generated[:, None] + 1, max_tokens[:, None])
+    result: IntArray = np.clip(lengths, generated[:, None] + 1, max_tokens[:, None], out=lengths)
     return result
-
-
-def _search_rows(table: IntArray | Int32Array, rows: IntArray, values: IntArray) -> IntArray:
-    """Return how many entries of table[rows[i]] are <= values[i], int64 [n]; all at once."""
-    low = np.zeros(len(rows), dtype=np.int64)
-    high = np.full(len(rows), table.shape[1], dtype=np.int64)
-    for _ in range(table.shape[1].bit_length()):
-        middle = (low + high) // 2
-        is_below = (low < high) & (table[rows, np.minimum(middle, table.shape[1] - 1)] <= values)
-        low = np.where(is_below, middle + 1, low)
-        high = np.where(is_below, high, middle)
-    return low
 
 
 def _mix(own: IntArray, pooled: IntArray, own_share: float) -> IntArray:

@@ -1,39 +1,42 @@
 """A queue of requests through the real RouterCore: how many decode steps, how many evictions.
 
-The setting of Past-Future's Table 1: all requests wait in order at the start, prompts are
-prefilled whole between decode steps, and what counts is decode steps, memory, and evictions.
-A step is planned on the results of all steps before it. With `paper_artifact` newcomers are
-let in every ten decode steps and at most 32,768 prompt tokens at a time, and the length history
-starts with 500 entries of 512, as in the authors' published simulation; the ten steps between
-two admissions are then advanced at once, in as far as memory lasts.
+The setting of Past-Future's Table 1: requests come in order (all at the start, unless the
+workload says when), prompts are prefilled whole between decode steps, and what counts is decode
+steps, memory, and evictions. A step is planned on the results of all steps before it. With
+`paper_artifact` newcomers are let in every ten decode steps and at most 32,768 prompt tokens at a
+time, and the length history starts with 500 entries of 512, as in the authors' published
+simulation. Identical decode steps are advanced at once (see `decode_runs`).
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
+import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
-from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.messages.common import TokenSegment
 from lightserve.messages.frontend_router import Submit
 from lightserve.messages.router_worker import RowResult, StepPlan, StepResult
-from lightserve.router.admission.base import AdmissionRound, AdmissionRule
+from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.oracle import OracleAdmission
 from lightserve.router.admission.registry import ADMISSION_RULES
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
-from lightserve.router.events import FromFrontend, PlannedStep, WorkersReady
-from lightserve.router.future_memory import IntArray, peak_memory
+from lightserve.router.events import FromFrontend, Outgoing, PlannedStep, WorkersReady
 from lightserve.router.intake import QueueLimits
 from lightserve.router.output_lengths import OutputLengths
-from lightserve.router.policies.base import Allotment, Policy, StepLimits
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.request import Request
+from lightserve.sim.decode_runs import RunPolicy, WatchedAdmission
 from lightserve.sim.hardware import A100_LLAMA2_7B, VirtualHardware
+from lightserve.sim.report import Measurements, Report
 from lightserve.sim.workload import DISTRIBUTION_MAX_TOKENS, Workload
 from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
 
@@ -61,29 +64,12 @@ class OfflineConfig:
     """Rows whose lengths are in the history before the rest runs."""
     paper_artifact: bool = False
     steps_at_once: bool = True
-    """Whether the steps between two admissions of the artifact go into one plan."""
+    """Whether identical decode steps go into one plan; decisions are the same."""
+    num_clients: int | None = None
+    """Closed loop: so many requests are there at first, and one more whenever one is finished."""
+    keeps_timeline: bool = True
     seed: int = 0
     hardware: VirtualHardware = A100_LLAMA2_7B
-
-
-@dataclass(frozen=True)
-class OfflineReport:
-    """What a run came to; percentages are of the pool's capacity, means over decode steps."""
-
-    decode_steps: int
-    consumed_pct: float
-    future_pct: float
-    """True peak of the running batch."""
-    evicted_pct: float
-    """Evictions per request, in percent."""
-    recomputed_tokens: int
-    total_work_s: float
-    """Execution time of all steps on the virtual hardware, recomputed prompts included."""
-    finished: int
-    cpu_ms_p50: float
-    """Router time per step: plan, commit, result."""
-    cpu_ms_p99: float
-    max_overtaken: int
 
 
 def run_offline(
@@ -91,7 +77,7 @@ def run_offline(
     config: OfflineConfig,
     *,
     progress: Callable[[int], None] | None = None,
-) -> OfflineReport:
+) -> Report:
     """Run all rows (but the warm-up) to their end; `progress` is told of finished requests.
 
     Raises:
@@ -111,7 +97,8 @@ class _Run:
 
     def __init__(self, workload: Workload, config: OfflineConfig) -> None:
         self._config = config
-        self._rows = workload.rows(config.num_warm_up, len(workload))
+        rows = workload.rows(config.num_warm_up, len(workload))
+        self._rows = rows.arriving(rows.arrival_s - rows.arrival_s[0])
         limits = np.maximum(workload.max_tokens, workload.output_tokens)
         longest = int((workload.prompt_tokens + limits).max())
         self._lengths = OutputLengths(max_output_tokens=int(workload.max_tokens.max()))
@@ -121,10 +108,15 @@ class _Run:
             self._lengths.record(length)
         for length, client in zip(warm_up.output_tokens.tolist(), warm_up.clients, strict=True):
             self._lengths.record(length, (config.request_class, client))
-        self._policy = _IntervalPolicy(
+        self._measured = Measurements(
+            config.capacity_tokens, self._rows.output_tokens, config.hardware
+        )
+        admission = WatchedAdmission(self._make_admission(), self._measured.admitted)
+        self._policy = RunPolicy(
             POLICIES[config.policy](),
+            admission,
             interval=ARTIFACT_INTERVAL_STEPS if config.paper_artifact else 1,
-            steps_at_once=config.steps_at_once,
+            limit=self._steps_to_event if config.steps_at_once else None,
         )
         self._core = RouterCore(
             CoreConfig(
@@ -133,15 +125,17 @@ class _Run:
                 max_num_batched_tokens=ARTIFACT_PROMPT_BUDGET if config.paper_artifact else 1 << 40,
                 queue_limits=dict.fromkeys(RequestClass, _UNBOUNDED),
                 policy=self._policy,
-                admission=self._make_admission(),
+                admission=admission,
                 lengths=self._lengths,
                 max_steps_in_flight=1,
                 admission_limit=DISTRIBUTION_MAX_TOKENS if config.paper_artifact else None,
             )
         )
-        self._measured = _Measurements(
-            config.capacity_tokens, self._rows.output_tokens, config.hardware
-        )
+        self._now_s = 0.0
+        self._num_submitted = 0
+        self._num_finished = 0
+        self._wants_first_token: dict[int, float] = {}
+        """Arrival times by request."""
 
     def _make_admission(self) -> AdmissionRule:
         config = self._config
@@ -151,31 +145,66 @@ class _Run:
         options = ServeConfig(admission=config.admission, **config.admission_options)  # type: ignore[arg-type]
         return ADMISSION_RULES[config.admission](options, self._lengths, config.seed)
 
-    def run(self, progress: Callable[[int], None] | None) -> OfflineReport:
+    def run(self, progress: Callable[[int], None] | None) -> Report:
         core, measured = self._core, self._measured
         core.on_message(WorkersReady(self._config.capacity_tokens), 0.0)
-        self._submit_all()
-        now_s = 0.0
-        num_finished = 0
-        while num_finished < len(self._rows):
+        while self._num_finished < len(self._rows):
+            self._submit_arrived()
             start_s = time.process_time()
-            step = core.plan(now_s)
+            step = core.plan(self._now_s)
             router_s = time.process_time() - start_s
-            assert isinstance(step, PlannedStep), f"nothing can advance: {core.status(now_s)}"
+            if not isinstance(step, PlannedStep):
+                self._now_s = self._next_arrival_s()
+                assert self._now_s < math.inf, f"nothing can advance: {core.status(self._now_s)}"
+                continue
             outputs, exec_s = self._execute(step)
-            now_s += exec_s
+            self._now_s += exec_s
             start_s = time.process_time()
-            plan = core.commit(step, now_s)
+            plan = core.commit(step, self._now_s)
             result = _result_of(plan, outputs, exec_s)
-            news = core.on_result(result, now_s)
+            num_used = core.num_used_slots
+            news = core.on_result(result, self._now_s)
             measured.router_s.append(router_s + time.process_time() - start_s)
-            ended = sum(d.finish_reason is not None for out in news for d in out.message.requests)
-            if ended:
-                measured.ended()
-                num_finished += ended
-                if progress is not None:
-                    progress(ended)
-        return measured.report(num_finished, core)
+            if self._config.keeps_timeline:
+                measured.planned(num_used, len(step.victims))
+            if (num_ended := self._take_in(news)) and progress is not None:
+                progress(num_ended)
+        return measured.report(self._num_finished, core, self._now_s)
+
+    def _take_in(self, news: Iterable[Outgoing]) -> int:
+        """Read what frontends are told; returns how many requests have ended."""
+        num_ended = 0
+        for delta in (delta for outgoing in news for delta in outgoing.message.requests):
+            arrival_s = self._wants_first_token.pop(delta.request_id, None)
+            if arrival_s is not None:
+                self._measured.ttft_s.append(self._now_s - arrival_s)
+            num_ended += delta.finish_reason is not None
+        if num_ended:
+            self._measured.ended()
+            self._num_finished += num_ended
+        return num_ended
+
+    def _next_arrival_s(self) -> float:
+        """Return when the next request comes: a time, now, or (in a closed loop) not yet."""
+        number = self._num_submitted
+        if number == len(self._rows):
+            return math.inf
+        if self._config.num_clients is not None:
+            num_there = number - self._num_finished
+            return self._now_s if num_there < self._config.num_clients else math.inf
+        return float(self._rows.arrival_s[number])
+
+    def _steps_to_event(self, decoding: Sequence[Request]) -> int:
+        """Return the decode steps until somebody ends, memory is full, or somebody arrives."""
+        num_steps = min(map(_num_missing, decoding))
+        num_free = self._config.capacity_tokens - self._core.num_used_slots
+        num_steps = min(num_steps, num_free // len(decoding))
+        left_s = self._next_arrival_s() - self._now_s
+        held = sum(request.next_position for request in decoding)
+        seconds = functools.partial(self._measured.decode_seconds, len(decoding), held)
+        if num_steps < 1 or seconds(num_steps) < left_s:
+            return num_steps
+        return 1 + bisect.bisect_left(range(1, num_steps), left_s, key=seconds)
 
     def _execute(self, step: PlannedStep) -> tuple[list[list[int]], float]:
         """Return the tokens of each row that yields any, and the virtual hardware's seconds."""
@@ -193,57 +222,31 @@ class _Run:
             self._policy.advance(num_steps)
         return outputs, exec_s
 
-    def _submit_all(self) -> None:
-        rows = self._rows
-        columns = (rows.prompt_tokens, rows.output_tokens, rows.max_tokens)
-        artifact = self._config.paper_artifact
-        for number, (prompt, output, limit) in enumerate(
-            zip(*(column.tolist() for column in columns), strict=True)
-        ):
+    def _submit_arrived(self) -> None:
+        rows, artifact = self._rows, self._config.paper_artifact
+        while self._next_arrival_s() <= self._now_s:
+            number = self._num_submitted
+            self._num_submitted += 1
+            prompt, output, limit = (
+                int(column[number])
+                for column in (rows.prompt_tokens, rows.output_tokens, rows.max_tokens)
+            )
+            # In a closed loop a request comes when the one before it has gone.
+            arrival_s = float(rows.arrival_s[number])
+            if self._config.num_clients is not None:
+                arrival_s = self._now_s
+            self._wants_first_token[number] = arrival_s
             submit = Submit(
                 request_id=RequestId(number),
-                prompt=[TokenSegment(token_ids=pack_int32(np.zeros(prompt, dtype=np.int32)))],
+                prompt=[TokenSegment(token_ids=bytes(4 * prompt))],
                 max_tokens=max(limit, output) if artifact else limit,
                 eos_token_ids=[_EOS],
                 sampling=SamplingParams(seed=prompt + output),
                 request_class=self._config.request_class,
                 prediction_key=rows.clients[number],
-                age_s=0.0,
+                age_s=self._now_s - arrival_s,
             )
-            self._core.on_message(FromFrontend(_FRONTEND, submit), 0.0)
-
-
-class _IntervalPolicy:
-    """Lets another policy admit only every `interval` decode steps, and decode on meanwhile."""
-
-    def __init__(self, inner: Policy, *, interval: int, steps_at_once: bool) -> None:
-        self._inner = inner
-        self._interval = interval
-        self._steps_at_once = steps_at_once
-        self._steps_left = 0
-
-    def advance(self, num_steps: int) -> None:
-        """Say that decode steps have been made."""
-        remaining = self._steps_left or self._interval
-        self._steps_left = max(0, remaining - num_steps)
-
-    def select(
-        self,
-        running: Collection[Request],
-        waiting: Iterable[Request],
-        limits: StepLimits,
-        admission: AdmissionRound,
-    ) -> list[Allotment]:
-        """See `Policy.select`."""
-        may_admit = self._steps_left == 0 or not running
-        chosen = self._inner.select(running, waiting if may_admit else (), limits, admission)
-        if not self._steps_at_once or any(not part.request.is_decoding for part in chosen):
-            return chosen
-        num_steps = self._steps_left or self._interval
-        return [
-            Allotment(request, min(num_steps, request.max_tokens - len(request.output_token_ids)))
-            for request, _ in chosen
-        ]
+            self._core.on_message(FromFrontend(_FRONTEND, submit), self._now_s)
 
 
 def _result_of(plan: StepPlan, outputs: Sequence[list[int]], exec_s: float) -> StepResult:
@@ -260,87 +263,13 @@ def _result_of(plan: StepPlan, outputs: Sequence[list[int]], exec_s: float) -> S
 
 def _tokens(request: Request, num_samples: int) -> list[int]:
     """Return what a worker that knows only lengths yields: tokens, EOS as the last one."""
-    length = request.sampling.seed - request.num_prompt_tokens
-    missing = length - len(request.output_token_ids)
-    if num_samples < missing:
+    num_missing = _num_missing(request)
+    if num_samples < num_missing:
         return [_TOKEN] * num_samples
-    return [_TOKEN] * (missing - 1) + [_EOS]
+    return [_TOKEN] * (num_missing - 1) + [_EOS]
 
 
-class _Measurements:
-    """Sums over a run."""
-
-    def __init__(self, capacity_tokens: int, outputs: IntArray, hardware: VirtualHardware) -> None:
-        self.router_s: list[float] = []
-        self._capacity = capacity_tokens
-        self._outputs = outputs
-        self._hardware = hardware
-        self._decode_steps = 0
-        self._work_s = 0.0
-        self._consumed = 0.0
-        self._future = 0.0
-        self._peak: float | None = None
-        self._max_overtaken = 0
-
-    def prompts(self, step: PlannedStep) -> float:
-        """Take in a step of prompts; returns its seconds."""
-        self._peak = None
-        parts = [(request.next_position, num_tokens) for request, num_tokens in step.allotments]
-        num_new = sum(num_tokens for _, num_tokens in parts)
-        pairs = sum(num_tokens * (start + num_tokens // 2) for start, num_tokens in parts)
-        self._max_overtaken = max(
-            self._max_overtaken, *(request.num_overtaken for request, _ in step.allotments)
-        )
-        return self._spend(self._hardware.seconds(num_new, chunk_context=pairs))
-
-    def decodes(
-        self, step: PlannedStep, num_steps: int, num_used: int, live: Sequence[Request]
-    ) -> float:
-        """Take in decode steps, before they are booked; returns their seconds."""
-        if step.victims:
-            self._peak = None
-        if self._peak is None:
-            self._peak = self._true_peak(
-                [request for request in live if request not in step.victims]
-            )
-        num_rows = len(step.allotments)
-        held = sum(request.next_position for request, _ in step.allotments)
-        freed = sum(victim.next_position for victim in step.victims)
-        growth = num_rows * num_steps * (num_steps + 1) / 2
-        self._decode_steps += num_steps
-        self._consumed += num_steps * (num_used - freed) + growth
-        self._future += num_steps * self._peak
-        one_s = self._hardware.seconds(num_rows, decode_context=held + num_rows * num_steps // 2)
-        return self._spend(one_s * num_steps)
-
-    def ended(self) -> None:
-        """A request has left the batch."""
-        self._peak = None
-
-    def report(self, num_finished: int, core: RouterCore) -> OfflineReport:
-        """Return what the run came to."""
-        share = 100.0 / (self._capacity * max(1, self._decode_steps))
-        p50, p99 = np.percentile(self.router_s, [50, 99]) * 1e3
-        return OfflineReport(
-            decode_steps=self._decode_steps,
-            consumed_pct=self._consumed * share,
-            future_pct=self._future * share,
-            evicted_pct=100.0 * core.num_preemptions / num_finished,
-            recomputed_tokens=core.num_preempted_tokens,
-            total_work_s=self._work_s,
-            finished=num_finished,
-            cpu_ms_p50=float(p50),
-            cpu_ms_p99=float(p99),
-            max_overtaken=self._max_overtaken,
-        )
-
-    def _spend(self, seconds: float) -> float:
-        self._work_s += seconds
-        return seconds
-
-    def _true_peak(self, live: Sequence[Request]) -> float:
-        """Return the memory that the batch will need at its peak, by the true lengths."""
-        base = np.array([request.num_known_tokens for request in live], dtype=np.int64)
-        truth = self._outputs[[request.key.request_id for request in live]]
-        generated = np.array([len(request.output_token_ids) for request in live], dtype=np.int64)
-        return float(peak_memory(base, (truth - generated)[None])[0])
+def _num_missing(request: Request) -> int:
+    """Return how many tokens it is still going to output."""
+    length = request.sampling.seed - request.num_prompt_tokens
+    return min(length, request.max_tokens) - len(request.output_token_ids)

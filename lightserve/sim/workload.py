@@ -7,9 +7,13 @@ where present, `t` (seconds), `client`.
 from __future__ import annotations
 
 import csv
+import dataclasses
 import gzip
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +21,7 @@ import numpy.typing as npt
 from lightserve.errors import ConfigError
 
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 
 DISTRIBUTIONS = {
     "dist1": ((32, 4096), (2048, 4096)),
@@ -38,6 +43,8 @@ class Workload:
     """What the client declares; outputs are cut there."""
     clients: tuple[str, ...]
     """Prediction keys; empty strings where a trace has none."""
+    arrival_s: FloatArray
+    """Ascending; all 0: they wait from the start."""
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
@@ -49,51 +56,105 @@ class Workload:
             self.output_tokens[start:stop],
             self.max_tokens[start:stop],
             self.clients[start:stop],
+            self.arrival_s[start:stop],
         )
+
+    def arriving(self, arrival_s: FloatArray) -> Workload:
+        """Return the same rows with other times of arrival."""
+        return dataclasses.replace(self, arrival_s=arrival_s)
 
 
 def load_workload(
-    spec: str, *, num_requests: int, rng: np.random.Generator, cut_outputs: bool = True
+    spec: str,
+    *,
+    num_requests: int,
+    rng: np.random.Generator,
+    cut_outputs: bool = True,
+    arrivals: str = "queued",
 ) -> Workload:
-    """Return the rows of `dist1`, `dist2`, `dist3` or a trace file, joined by + for a drift.
+    """Return the rows of distributions and trace files, joined by + for a drift.
 
     Args:
-        spec: names or paths; each contributes `num_requests` rows (a file at most all it has).
+        spec: `dist1`, `dist2`, `dist3`, `uniform:P1-P2:O1-O2` (prompts and outputs of P1 to P2 and
+            O1 to O2 tokens) or a path; each contributes `num_requests` rows (a file at most all
+            it has).
         num_requests: rows per part.
-        rng: draws the distributions; files keep their order.
+        rng: draws the distributions, then Poisson arrivals; files keep their order.
         cut_outputs: whether outputs end at `max_tokens` (the paper's artifact does not cut).
+        arrivals: `queued` (all at 0), `trace` (the file's own times) or `poisson:RATE` (per
+            second).
 
     Raises:
         ConfigError: an unknown name, or a file that is not such a trace.
     """
     parts = [_load_part(name, num_requests, rng) for name in spec.split("+")]
-    prompt, output, max_tokens = (
-        np.concatenate(columns) for columns in zip(*(part[:3] for part in parts), strict=True)
+    times = _arrivals(
+        arrivals, [part.arrival_s for part in parts], rng, sum(len(part.prompt) for part in parts)
     )
-    if cut_outputs:
-        output = np.minimum(output, max_tokens)
-    return Workload(prompt, output, max_tokens, tuple(c for part in parts for c in part[3]))
+    workload = Workload(
+        prompt_tokens=np.concatenate([part.prompt for part in parts]),
+        output_tokens=np.concatenate([part.output for part in parts]),
+        max_tokens=np.concatenate([part.limits for part in parts]),
+        clients=tuple(client for part in parts for client in part.clients),
+        arrival_s=times,
+    )
+    if not cut_outputs:
+        return workload
+    output = np.minimum(workload.output_tokens, workload.max_tokens)
+    return dataclasses.replace(workload, output_tokens=output)
 
 
-_Part = tuple[IntArray, IntArray, IntArray, list[str]]
+class _Part(NamedTuple):
+    prompt: IntArray
+    output: IntArray
+    limits: IntArray
+    clients: list[str]
+    arrival_s: FloatArray | None
 
 
 def _load_part(name: str, num_requests: int, rng: np.random.Generator) -> _Part:
-    if name in DISTRIBUTIONS:
-        prompt_range, output_range = DISTRIBUTIONS[name]
+    uniform = re.fullmatch(r"uniform:(\d+)-(\d+):(\d+)-(\d+)", name)
+    if name in DISTRIBUTIONS or uniform:
+        if uniform:
+            p1, p2, o1, o2 = map(int, uniform.groups())
+            if not (1 <= p1 <= p2 and 1 <= o1 <= o2):
+                raise ConfigError(f"--workload: {name} needs ranges 1 <= low <= high")
+            prompt_range, output_range, limit = (p1, p2), (o1, o2), o2
+        else:
+            (prompt_range, output_range), limit = DISTRIBUTIONS[name], DISTRIBUTION_MAX_TOKENS
         prompt = rng.integers(*prompt_range, size=num_requests, endpoint=True)
         output = rng.integers(*output_range, size=num_requests, endpoint=True)
-        limits = np.full(num_requests, DISTRIBUTION_MAX_TOKENS, dtype=np.int64)
-        return prompt, output, limits, [""] * num_requests
-    prompt, output, clients = read_trace(Path(name))
+        limits = np.full(num_requests, limit, dtype=np.int64)
+        return _Part(prompt, output, limits, [""] * num_requests, None)
+    prompt, output, clients, arrival_s = read_trace(Path(name))
     # The limit that a careful client of this service would set: it never cuts an answer.
-    limit = 1 << int(np.ceil(np.log2(output.max())))
-    limits = np.full(len(prompt), limit, dtype=np.int64)
-    return (*(column[:num_requests] for column in (prompt, output, limits)), clients[:num_requests])  # type: ignore[return-value]
+    limits = np.full(len(prompt), 1 << int(np.ceil(np.log2(output.max()))))
+    keep = slice(num_requests)
+    times = None if arrival_s is None else arrival_s[keep] - arrival_s[0]
+    return _Part(prompt[keep], output[keep], limits[keep], clients[keep], times)
 
 
-def read_trace(path: Path) -> tuple[IntArray, IntArray, list[str]]:
-    """Read prompt lengths, output lengths and clients of a trace file.
+def _arrivals(
+    spec: str, parts: Sequence[FloatArray | None], rng: np.random.Generator, num_rows: int
+) -> FloatArray:
+    """Return times of arrival, float64 [num_rows]. Raises ConfigError."""
+    if spec == "queued":
+        return np.zeros(num_rows)
+    if spec == "trace":
+        if len(parts) != 1 or parts[0] is None:
+            raise ConfigError("--arrivals trace needs one --workload file with a column t")
+        return parts[0]
+    poisson = re.fullmatch(r"poisson:(\d+(\.\d+)?)", spec)
+    if poisson is None or float(poisson[1]) == 0.0:
+        raise ConfigError(
+            "--arrivals must be queued, trace, poisson:RATE or closed:CLIENTS, above 0,"
+            f" got {spec!r}"
+        )
+    return rng.exponential(1.0 / float(poisson[1]), num_rows).cumsum()
+
+
+def read_trace(path: Path) -> tuple[IntArray, IntArray, list[str], FloatArray | None]:
+    """Read prompt lengths, output lengths, clients and (where there are any) times of a trace.
 
     Raises:
         ConfigError: no such file, or a column is missing or not a positive number.
@@ -105,10 +166,14 @@ def read_trace(path: Path) -> tuple[IntArray, IntArray, list[str]]:
             np.array([int(row[column]) for row in rows], dtype=np.int64)
             for column in ("prompt_tokens", "output_tokens")
         )
+        arrival_s = np.array([float(row["t"]) for row in rows]) if "t" in rows[0] else None
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ConfigError(f"--workload: {path} cannot be read: {error}") from error
-    except (KeyError, TypeError, ValueError) as error:
+    except (IndexError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"--workload: {path} is not a trace: {error}") from error
-    if len(rows) == 0 or prompt.min() < 1 or output.min() < 1:
-        raise ConfigError(f"--workload: {path} needs rows of lengths >= 1")
-    return prompt, output, [row.get("client") or "" for row in rows]
+    if prompt.min() < 1 or output.min() < 1:
+        raise ConfigError(f"--workload: {path} needs lengths >= 1")
+    if arrival_s is not None and (np.diff(arrival_s) < 0).any():
+        raise ConfigError(f"--workload: {path} needs times in order")
+    clients = [row.get("client") or "" for row in rows]
+    return prompt, output, clients, arrival_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.oracle import OracleAdmission
 from lightserve.router.admission.past_future import PastFutureAdmission
 from lightserve.router.admission.registry import ADMISSION_RULES
-from lightserve.router.admission.risk import MAX_REMEMBERED_STEPS, RiskAdmission, num_futures_for
+from lightserve.router.admission.risk import RiskAdmission, num_futures_for
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.request import Request, RequestState
 from lightserve.types import (
@@ -151,27 +152,81 @@ def test_risk_is_a_calibrated_probability_per_class() -> None:
     assert capacities[RequestClass.BE] == pytest.approx(4 * 110, abs=12)
 
 
-def test_a_refusal_is_remembered_until_memory_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody leaves: no forecast for some steps. Somebody leaves: a new one at once."""
-    rule = RiskAdmission(history(50), seed=1, rt_risk=0.01, be_risk=0.2)
+class Counted(OutputLengths):
+    """Counts the forecasts made."""
+
+    num_samples = 0
+
+    def sample(self, *args: Any) -> Any:
+        self.num_samples += 1
+        return super().sample(*args)
+
+
+def test_a_refusal_lasts_as_long_as_it_is_certain() -> None:
+    """Nobody leaves: no forecast until the peak can have fallen enough. Else: one at once."""
+    lengths = Counted(max_output_tokens=100, window=1000)
+    for _ in range(1000):
+        lengths.record(50)
+    rule = RiskAdmission(lengths, seed=1, rt_risk=0.01, be_risk=0.2)
     live = [make_request(i, prompt=100, generated=1, max_tokens=100) for i in range(5)]
     newcomer = make_request(9, prompt=100)
-    num_samples = 0
-    sample = rule._lengths.sample
-
-    def counted(*args: Any) -> Any:
-        nonlocal num_samples
-        num_samples += 1
-        return sample(*args)
-
-    monkeypatch.setattr(rule._lengths, "sample", counted)
+    # Peak: five that will hold 150 when they end, and 100 + 49; 9 tokens too much.
+    capacity = 5 * 150 + 149 - 9
     forecasts = []
-    for step in range(2 * MAX_REMEMBERED_STEPS + 1):
-        before = num_samples
-        assert not rule.begin(live, 800, StepId(step)).admit(newcomer)
-        forecasts.append(num_samples > before)
-    assert [step for step, made in enumerate(forecasts) if made] == [0, 8, 16]
-    assert rule.begin(live[1:], 800, StepId(17)).admit(newcomer)
+    for step in range(30):
+        before = lengths.num_samples
+        admitted = rule.begin(live, capacity, StepId(step)).admit(newcomer)
+        forecasts.append(lengths.num_samples > before)
+        if admitted:
+            break
+        for request in live:
+            request.output_token_ids.append(1)
+            request.num_computed_tokens += 1
+    assert admitted
+    assert [step for step, made in enumerate(forecasts) if made] == [0, 9]
+    assert not rule.begin(live, 500, StepId(50)).admit(newcomer), "another pool"
+    before = lengths.num_samples
+    assert not rule.begin(live, 500, StepId(51)).admit(newcomer)
+    assert lengths.num_samples == before
+    lengths.record(50)
+    assert not rule.begin(live, 500, StepId(52)).admit(newcomer)
+    assert lengths.num_samples > before, "there is something new to know"
+    before = lengths.num_samples
+    assert not rule.begin(live[1:], 500, StepId(53)).admit(newcomer)
+    assert lengths.num_samples > before, "somebody has left"
+
+
+@pytest.mark.parametrize("is_uneven", [False, True])
+def test_a_remembered_refusal_is_never_wrong(is_uneven: bool) -> None:
+    """Random batches that move on, evenly or not: a rule with a memory answers like a new one."""
+    rng = np.random.default_rng(3)
+    lengths = history(*rng.integers(1, 100, 100).tolist())
+    num_remembered = num_admitted = 0
+    new_rule = make_rule("risk", lengths)
+    for _ in range(60):
+        rule = copy.deepcopy(new_rule)
+        live = [
+            make_request(i, prompt=int(rng.integers(1, 60)), generated=int(rng.integers(1, 40)))
+            for i in range(int(rng.integers(1, 9)))
+        ]
+        newcomer = make_request(99, prompt=int(rng.integers(1, 60)))
+        held = sum(request.num_known_tokens for request in live)
+        capacity = held + int(rng.integers(20, 60 * len(live) + 120))
+        for step in range(40):
+            round_ = rule.begin(live, capacity, StepId(step))
+            is_certain = step > 0 and newcomer in rule._refusals  # type: ignore[attr-defined]
+            admitted = round_.admit(newcomer)
+            new_rule.begin([], 0, StepId(0))  # forgets what it remembers
+            assert new_rule.begin(live, capacity, StepId(step)).admit(newcomer) is admitted
+            num_remembered += is_certain
+            num_admitted += admitted
+            if admitted:
+                break
+            for request in live:
+                if not is_uneven or rng.random() < 0.7:
+                    request.output_token_ids.append(1)
+                    request.num_computed_tokens += 1
+    assert num_remembered > 200 and num_admitted > 10
 
 
 def test_enough_futures_for_the_quantile() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from lightserve.router.admission.base import ALWAYS
 from lightserve.router.request import Request
 from lightserve.types import StepId
 
@@ -25,6 +26,11 @@ class AggressiveRound:
             return False
         self._num_held += request.num_known_tokens
         return True
+
+    def steps_refused(self, request: Request) -> int:
+        """What is held only grows until somebody leaves."""
+        del request
+        return ALWAYS
 
 
 class AggressiveAdmission:

@@ -8,12 +8,21 @@ from typing import Protocol
 from lightserve.router.request import Request
 from lightserve.types import StepId
 
+ALWAYS = 1 << 40
+"""Steps: until somebody leaves."""
+
 
 class AdmissionRound(Protocol):
     """One plan's decisions; forgotten when the plan is not committed."""
 
     def admit(self, request: Request) -> bool:
         """Decide whether a waiting request may start now; an admitted one counts from here on."""
+
+    def steps_refused(self, request: Request) -> int:
+        """Return for how many decode steps a request refused just now is certain to be again.
+
+        Steps of all live requests, if nobody leaves and nothing finishes; 0 is always right.
+        """
 
 
 class AdmissionRule(Protocol):

@@ -42,4 +42,4 @@ class EmaAdmission:
             lengths: IntArray = np.clip(guess.astype(np.int64), generated + 1, max_tokens)
             return lengths[:, None]
 
-        return PeakRound(live, sample, lambda peaks, _: bool(peaks[0] <= num_slots))
+        return PeakRound(live, sample, lambda peaks, _: int(peaks[0]) - num_slots)

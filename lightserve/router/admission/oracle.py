@@ -26,4 +26,4 @@ class OracleAdmission:
             lengths = np.fromiter(map(self._true_length, requests), np.int64, len(requests))
             return lengths[:, None]
 
-        return PeakRound(live, sample, lambda peaks, _: bool(peaks[0] <= num_slots))
+        return PeakRound(live, sample, lambda peaks, _: int(peaks[0]) - num_slots)

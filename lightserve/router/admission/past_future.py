@@ -30,9 +30,15 @@ class PastFutureAdmission:
         self._samples = samples
 
     def begin(self, live: Collection[Request], num_slots: int, step_id: StepId) -> PeakRound:
-        """Start a round with fresh random numbers, the same ones if it is started again."""
-        rng = np.random.Generator(np.random.Philox(key=[self._seed, step_id]))
-        limit = num_slots * (1.0 - self._reserve)
+        """Start a round with fresh random numbers, the same ones if it is started again.
+
+        They depend on what is held, which changes with every step, and not on how many steps
+        the plans before had.
+        """
+        del step_id
+        num_held = sum(request.num_known_tokens for request in live)
+        rng = np.random.Generator(np.random.Philox(key=[self._seed, num_held]))
+        limit = int(num_slots * (1.0 - self._reserve))
         num_futures = min(self._samples, SMALL_BATCH // max(1, len(live)) + 1)
 
         def sample(requests: Sequence[Request]) -> IntArray:
@@ -43,4 +49,4 @@ class PastFutureAdmission:
             keys = [request.prediction_key for request in requests]
             return self._lengths.sample(generated, max_tokens, uniforms, keys)
 
-        return PeakRound(live, sample, lambda peaks, _: bool(peaks.max() <= limit))
+        return PeakRound(live, sample, lambda peaks, _: int(peaks.max()) - limit, is_steady=False)

@@ -1,7 +1,13 @@
 """What the rules that look into the future share: a round over sampled futures.
 
-A rule says how long outputs will be (one or more futures per request) and which peaks it
-accepts; the round does the rest, lazily: with nobody waiting nothing is sampled.
+A rule says how long outputs will be (one or more futures per request) and by how much the peaks
+exceed what it accepts; the round does the rest, lazily: with nobody waiting nothing is sampled.
+
+Refusals last. Let outputs be forecast steadily: the forecast total length of a request only
+grows as it generates. Let d steps pass in which nobody leaves. Whoever was alive at the old peak
+holds as much at that moment or more, except for the newcomer, who starts d steps later and has
+grown d tokens less. So no peak falls by more than 1 per step, and a newcomer that was e tokens
+too much will still be too much after e - 1 steps.
 """
 
 from __future__ import annotations
@@ -16,8 +22,8 @@ from lightserve.router.request import Request
 OutputSampler = Callable[[Sequence[Request]], IntArray]
 """Total output lengths of requests, int64 [n, num_futures], each above what is generated."""
 
-PeakTest = Callable[[IntArray, Request], bool]
-"""Whether a newcomer that leads to these peaks (int64 [num_futures]) may start."""
+PeakExcess = Callable[[IntArray, Request], int]
+"""Tokens by which a newcomer that leads to these peaks (int64 [num_futures]) is too much."""
 
 
 def num_generated(request: Request) -> int:
@@ -28,11 +34,25 @@ def num_generated(request: Request) -> int:
 class PeakRound:
     """An `AdmissionRound` that forecasts the peak of the batch with each newcomer."""
 
-    def __init__(self, live: Collection[Request], sample: OutputSampler, fits: PeakTest) -> None:
+    def __init__(
+        self,
+        live: Collection[Request],
+        sample: OutputSampler,
+        excess: PeakExcess,
+        *,
+        is_steady: bool = True,
+    ) -> None:
         self._live = list(live)
         self._sample = sample
-        self._fits = fits
+        self._excess = excess
+        self._is_steady = is_steady
         self._memory: FutureMemory | None = None
+        self._refused: dict[Request, int] = {}
+
+    @property
+    def peaks(self) -> IntArray | None:
+        """Peaks of the batch with everybody admitted so far, int64 [num_futures]; None: unknown."""
+        return None if self._memory is None else self._memory.peaks
 
     def admit(self, request: Request) -> bool:
         """Admit if the peak with this request is acceptable, or if it would be alone."""
@@ -40,11 +60,17 @@ class PeakRound:
             self._memory = self._forecast()
         base = request.num_known_tokens
         rest = self._sample([request])[0] - num_generated(request)
-        is_alone = self._memory.num_requests == 0
-        if not is_alone and not self._fits(self._memory.peaks_with(base, rest), request):
-            return False
+        if self._memory.num_requests > 0:
+            excess = self._excess(self._memory.peaks_with(base, rest), request)
+            if excess > 0:
+                self._refused[request] = excess
+                return False
         self._memory.add(base, rest)
         return True
+
+    def steps_refused(self, request: Request) -> int:
+        """See the module's docstring."""
+        return self._refused.get(request, 1) - 1 if self._is_steady else 0
 
     def _forecast(self) -> FutureMemory:
         count = len(self._live)

@@ -5,17 +5,13 @@ reserve. The uniform numbers behind a request's futures are the same in every ro
 random numbers) and stratified, so that decisions do not flicker and few futures suffice.
 Real-time and best-effort requests have bounds of their own.
 
-With common random numbers the forecast of a batch changes little from step to step: what a
-request will have at its end stays as it was until it outlives its sample. So a refusal is
-remembered with the tokens by which the peak was too high, and stands while less has left the
-batch since, at most for MAX_REMEMBERED_STEPS; somebody who waits costs next to nothing then.
+Common random numbers also make refusals last (see `peak`): while nobody leaves, a newcomer that
+was e tokens too much is refused for e - 1 more steps without a forecast.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,7 +23,6 @@ from lightserve.types import RequestClass, StepId
 
 MIN_FUTURES, MAX_FUTURES = 32, 1024
 FUTURES_IN_TAIL = 1.28
-MAX_REMEMBERED_STEPS = 8
 MAX_REMEMBERED = 64
 _TABLE_ROWS = 4096
 """Requests whose numbers of arrival differ by a multiple of this share their random numbers."""
@@ -40,52 +35,43 @@ def num_futures_for(smallest_risk: float) -> int:
     return int(np.clip(np.ceil(FUTURES_IN_TAIL / smallest_risk), MIN_FUTURES, MAX_FUTURES))
 
 
-@dataclass(slots=True)
-class _Refusal:
-    """A request that may not start yet."""
-
-    excess: int
-    """Tokens by which the accepted quantile of the peak exceeds the pool, at most."""
-    step_id: StepId
-
-
 class _Refusals:
-    """What has been refused lately, as long as it would be again."""
+    """What was refused, as long as it certainly would be again."""
 
     def __init__(self) -> None:
-        self._by_request: OrderedDict[Request, _Refusal] = OrderedDict()
-        self._live: set[Request] = set()
-        self._num_slots = 0
-        self._step_id = StepId(0)
+        self._until: dict[Request, int] = {}
+        """By request: the fall of the peak, counted as `_fall` is, at which it may fit."""
+        self._fall = 0
+        """Most tokens by which any peak has fallen."""
+        self._generated: dict[Request, int] = {}
+        self._state: tuple[int, int] = (0, 0)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._by_request
+        return self._until.get(request, 0) > self._fall
 
-    def advance(self, live: Collection[Request], num_slots: int, step_id: StepId) -> None:
-        """Take in who has left the batch: without them the peak is lower by what they held.
-
-        Or by what their futures held, which may be more; a refusal is forgotten soon anyway.
-        """
-        self._step_id = step_id
-        if num_slots != self._num_slots:  # other workers, another pool
-            self._num_slots = num_slots
-            self._by_request.clear()
-        now = set(live)
-        num_freed = sum(request.num_known_tokens for request in self._live - now)
-        self._live = now
-        for request, refusal in list(self._by_request.items()):
-            refusal.excess -= num_freed
-            age = step_id - refusal.step_id
-            if refusal.excess <= 0 or age >= MAX_REMEMBERED_STEPS:
-                del self._by_request[request]
+    def advance(self, live: Collection[Request], state: tuple[int, int]) -> None:
+        """Take in what has become of the batch; another `state` (pool, history) forgets all."""
+        before, self._generated = self._generated, {r: num_generated(r) for r in live}
+        if state != self._state or not before.keys() <= self._generated.keys():
+            self._state = state
+            self._until.clear()
+        if not self._until:
+            self._fall = 0
+            return
+        progress = [self._generated[request] - count for request, count in before.items()]
+        num_steps = max(progress, default=0)
+        # Who stood still while others moved holds so much less at the old peak.
+        self._fall += num_steps + num_steps * len(progress) - sum(progress)
 
     def note(self, request: Request, excess: int) -> None:
-        """Remember a verdict; an excess of 0 or less admits."""
-        self._by_request.pop(request, None)
-        if excess > 0:
-            self._by_request[request] = _Refusal(excess, self._step_id)
-            if len(self._by_request) > MAX_REMEMBERED:
-                self._by_request.popitem(last=False)
+        """Remember that a request was too much by `excess` tokens."""
+        if len(self._until) == MAX_REMEMBERED:
+            self._until.clear()
+        self._until[request] = self._fall + excess
+
+    def steps_left(self, request: Request) -> int:
+        """Return for how many more steps of everybody it is certain."""
+        return max(0, self._until.get(request, 0) - self._fall - 1)
 
 
 class RiskRound:
@@ -95,9 +81,18 @@ class RiskRound:
         self._forecast = forecast
         self._refusals = refusals
 
+    @property
+    def peaks(self) -> IntArray | None:
+        """See `PeakRound.peaks`."""
+        return self._forecast.peaks
+
     def admit(self, request: Request) -> bool:
         """Admit if the risk of running out with this request is accepted, or if it is alone."""
         return request not in self._refusals and self._forecast.admit(request)
+
+    def steps_refused(self, request: Request) -> int:
+        """See `AdmissionRound.steps_refused`."""
+        return self._refusals.steps_left(request)
 
 
 class RiskAdmission:
@@ -110,21 +105,21 @@ class RiskAdmission:
         self._risk = {RequestClass.RT: rt_risk, RequestClass.BE: be_risk}
         num_futures = num_futures_for(min(rt_risk, be_risk))
         self._uniforms = _stratified(np.random.default_rng(seed), num_futures)
-
         self._refusals = _Refusals()
 
     def begin(self, live: Collection[Request], num_slots: int, step_id: StepId) -> RiskRound:
-        """Start a round; nothing that it draws depends on `step_id`."""
+        """Start a round; nothing in it depends on `step_id`."""
+        del step_id
 
-        def fits(peaks: IntArray, request: Request) -> bool:
-            num_accepted = int(self._risk[request.request_class] * len(peaks))
-            highest = np.partition(peaks, len(peaks) - 1 - num_accepted)
-            excess = int(highest[len(peaks) - 1 - num_accepted]) - num_slots
-            self._refusals.note(request, excess)
-            return excess <= 0
+        def excess(peaks: IntArray, request: Request) -> int:
+            rank = len(peaks) - 1 - int(self._risk[request.request_class] * len(peaks))
+            tokens = int(np.partition(peaks, rank)[rank]) - num_slots
+            if tokens > 0:
+                self._refusals.note(request, tokens)
+            return tokens
 
-        self._refusals.advance(live, num_slots, step_id)
-        return RiskRound(PeakRound(live, self._sample, fits), self._refusals)
+        self._refusals.advance(live, (num_slots, self._lengths.num_recorded))
+        return RiskRound(PeakRound(live, self._sample, excess), self._refusals)
 
     def _sample(self, requests: Sequence[Request]) -> IntArray:
         count = len(requests)

@@ -1,0 +1,148 @@
+"""Runs of identical decode steps in one plan, with the decisions that single steps would bring.
+
+Between two events (somebody ends, memory is full, somebody arrives) decode steps differ only in
+what admission answers. `WatchedAdmission` stands around the rule and sees the answers;
+`RunPolicy` stands around the policy and makes its decode steps as long as the answer stays no.
+It finds out by asking the very rule about the batch as it will be, skipping the steps for which
+the rule itself is sure (`AdmissionRound.steps_refused`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from lightserve.router.admission.base import AdmissionRound, AdmissionRule
+from lightserve.router.future_memory import IntArray
+from lightserve.router.policies.base import Allotment, Policy, StepLimits
+from lightserve.router.request import Request
+from lightserve.types import StepId
+
+OnAdmission = Callable[[Sequence[Request], IntArray | None], None]
+"""Told of a batch with a newcomer in it, and of the rule's forecast of its peaks."""
+
+RunLimit = Callable[[Sequence[Request]], int]
+"""The most decode steps (>= 1) of these requests to the next event."""
+
+
+class WatchedAdmission:
+    """Another rule's answers, and a memory of the last round's refusals."""
+
+    def __init__(self, rule: AdmissionRule, on_admission: OnAdmission) -> None:
+        self._rule = rule
+        self._on_admission = on_admission
+        self._live: list[Request] = []
+        self._num_slots = 0
+        self._step_id = StepId(0)
+        self._refused: list[Request] = []
+        self._round: AdmissionRound | None = None
+
+    def begin(self, live: Collection[Request], num_slots: int, step_id: StepId) -> WatchedRound:
+        """Start a round of the rule's."""
+        self._live, self._num_slots, self._step_id = list(live), num_slots, step_id
+        self._refused = []
+        self._round = self._rule.begin(live, num_slots, step_id)
+        return WatchedRound(self._round, self._live, self._refused, self._on_admission)
+
+    def run_length(self, limit: int, interval: int) -> int:
+        """Return after how many decode steps of the whole batch the rule must be asked again.
+
+        It is asked every `interval` steps, and would answer no before; at most `limit`.
+        """
+        refused_until = 0
+        while self._refused and refused_until < limit:
+            assert self._round is not None
+            num_sure = refused_until + min(map(self._round.steps_refused, self._refused))
+            asked = (num_sure // interval + 1) * interval
+            if asked >= limit:
+                return limit
+            if not self._would_refuse_after(asked):
+                return asked
+            refused_until = asked
+        return limit
+
+    def _would_refuse_after(self, num_steps: int) -> bool:
+        """Ask about the batch as it will be; what is asked becomes the last round."""
+        _grow(self._live, num_steps)
+        try:
+            self._round = self._rule.begin(self._live, self._num_slots, self._step_id)
+            return not any(self._round.admit(request) for request in self._refused)
+        finally:
+            _grow(self._live, -num_steps)
+
+
+class WatchedRound:
+    """See `WatchedAdmission`."""
+
+    def __init__(
+        self,
+        inner: AdmissionRound,
+        live: Sequence[Request],
+        refused: list[Request],
+        on_admission: OnAdmission,
+    ) -> None:
+        self._inner = inner
+        self._batch = list(live)
+        self._refused = refused
+        self._on_admission = on_admission
+
+    def admit(self, request: Request) -> bool:
+        """Pass on the rule's answer, and note it."""
+        if not self._inner.admit(request):
+            self._refused.append(request)
+            return False
+        self._batch.append(request)
+        self._on_admission(self._batch, getattr(self._inner, "peaks", None))
+        return True
+
+    def steps_refused(self, request: Request) -> int:
+        """See `AdmissionRound.steps_refused`."""
+        return self._inner.steps_refused(request)
+
+
+class RunPolicy:
+    """Another policy that may admit every `interval` decode steps; decode steps come in runs."""
+
+    def __init__(
+        self,
+        inner: Policy,
+        admission: WatchedAdmission,
+        *,
+        interval: int,
+        limit: RunLimit | None,
+    ) -> None:
+        self._inner = inner
+        self._admission = admission
+        self._interval = interval
+        self._limit = limit
+        self._steps_left = 0
+
+    def advance(self, num_steps: int) -> None:
+        """Say that decode steps have been made."""
+        self._steps_left = (self._steps_left - num_steps) % self._interval
+
+    def select(
+        self,
+        running: Collection[Request],
+        waiting: Iterable[Request],
+        limits: StepLimits,
+        admission: AdmissionRound,
+    ) -> list[Allotment]:
+        """See `Policy.select`."""
+        may_admit = self._steps_left == 0 or not running
+        chosen = self._inner.select(running, waiting if may_admit else (), limits, admission)
+        if self._limit is None or any(not request.is_decoding for request, _ in chosen):
+            return chosen
+        requests = [request for request, _ in chosen]
+        num_steps = max(1, self._limit(requests)) if requests else 1
+        if may_admit:
+            num_steps = self._admission.run_length(num_steps, self._interval)
+        else:
+            num_steps = min(num_steps, self._steps_left)
+        return [Allotment(request, num_steps) for request in requests]
+
+
+def _grow(requests: Iterable[Request], num_tokens: int) -> None:
+    """Let requests look as if plans in flight brought them tokens (or take that back)."""
+    for request in requests:
+        request.num_inflight_samples += num_tokens
+        request.num_inflight_tokens += num_tokens
