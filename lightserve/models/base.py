@@ -45,3 +45,11 @@ class Model(Protocol):
             float32 logits [L, vocab_size] on rank 0, None on the others. With L = 0 the LM head
             and the last layer's feed-forward are not computed.
         """
+
+    def hidden(
+        self, input_ids: Tensor, batch: AttentionBatch, kv: KVPool, logit_rows: Tensor
+    ) -> Tensor:
+        """Run the same pass up to the LM head; return its input [L, hidden_size]."""
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """Return the logits of any rows of `hidden`, as `forward`; every rank must take part."""

@@ -91,7 +91,17 @@ class DecoderModel:
     def forward(
         self, input_ids: Tensor, batch: AttentionBatch, kv: KVPool, logit_rows: Tensor
     ) -> Tensor | None:
-        """See `Model.forward`.
+        """See `Model.forward`."""
+        return self.logits(self.hidden(input_ids, batch, kv, logit_rows))
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """See `Model.logits`."""
+        return self._lm_head(hidden) if hidden.shape[0] else self._lm_head.no_logits()
+
+    def hidden(
+        self, input_ids: Tensor, batch: AttentionBatch, kv: KVPool, logit_rows: Tensor
+    ) -> Tensor:
+        """See `Model.hidden`.
 
         Every token's KV is written in every layer, but past the last layer's attention only the
         tokens whose logits are wanted go on.
@@ -106,11 +116,11 @@ class DecoderModel:
         last = self._layers[-1]
         heads, residual = last.attend(x, residual, inputs, kv)
         if logit_rows.shape[0] == 0:
-            return self._lm_head.no_logits()
+            return x[:0]
         heads, residual = heads.index_select(0, logit_rows), residual.index_select(0, logit_rows)
         x, residual = last.finish(heads, residual)
         hidden, _ = self._norm.add(x, residual)
-        return self._lm_head(hidden)
+        return hidden
 
 
 def _vocab_weights(context: ModelContext) -> tuple[VocabWeight, VocabWeight]:

@@ -53,6 +53,7 @@ class Outcome:
     finish_reason: FinishReason | None = None
     error: ErrorCode | None = None
     num_cached_tokens: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
@@ -136,6 +137,7 @@ class Simulation:
                 outcome.finish_reason = delta.finish_reason
                 outcome.error = delta.error
                 outcome.num_cached_tokens += delta.num_cached_tokens
+                outcome.logprobs.extend(delta.logprobs)
                 outcome.prompt_logprobs.extend(delta.prompt_logprobs)
                 if self._frontend is not None:
                     for timed in self._frontend(outgoing.frontend_id, delta, self.now_s):

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightserve.messages.common import TokenLogprob
-from lightserve.messages.router_worker import RowError, RowResult, StepPlan, StepResult
+from lightserve.messages.router_worker import (
+    PlanRow,
+    RowError,
+    RowResult,
+    StepPlan,
+    StepResult,
+)
 from lightserve.models.base import Model
 from lightserve.models.parallel import TensorParallel
+from lightserve.types import RowId, SamplingParams
 from lightserve.worker.kv_pool import KVPool
-from lightserve.worker.logprobs import token_logprobs
-from lightserve.worker.sampler import sample
-from lightserve.worker.sequence_table import SequenceTable, StepInputs
+from lightserve.worker.logprobs import PROMPT_ROWS, all_finite, token_logprobs
+from lightserve.worker.sampler import Sampled, sample
+from lightserve.worker.sequence_table import PromptSpan, SequenceTable, StepInputs
+
+_PromptNews = list[TokenLogprob] | None
+"""Log-probabilities of a prompt's tokens; None: they are not finite."""
 
 
 class ModelRunner:
@@ -52,8 +64,16 @@ class ModelRunner:
         start_s = time.perf_counter()
         self._table.update(plan)
         inputs = self._table.inputs(plan)
-        logits = self._model.forward(inputs.input_ids, inputs.batch, self._pool, inputs.logit_rows)
-        rows = self._sample(inputs, logits) if inputs.sampled_rows else []
+        num_sampled = len(inputs.sampled_rows)
+        wanted = torch.cat([inputs.logit_rows, *(span.indices for span in inputs.prompt_spans)])
+        hidden = self._model.hidden(inputs.input_ids, inputs.batch, self._pool, wanted)
+        sampled = self._sample(inputs, self._model.logits(hidden[:num_sampled]))
+        prompts = self._prompt_logprobs(inputs.prompt_spans, hidden[num_sampled:])
+        rows = [
+            _row_result(row, sampled.get(row.row), prompts.get(row.row, []))
+            for row in plan.rows
+            if row.output
+        ]
         end_s = time.perf_counter()
         idle_s = start_s - self._free_since_s
         self._free_since_s = end_s
@@ -65,33 +85,80 @@ class ModelRunner:
             idle_s=idle_s,
         )
 
-    def _sample(self, inputs: StepInputs, logits: Tensor | None) -> list[RowResult]:
+    def _sample(self, inputs: StepInputs, logits: Tensor | None) -> dict[RowId, _Drawn]:
         """Draw on rank 0, tell the others, and store what was drawn for the next plan."""
+        if not inputs.sampled_rows:
+            return {}
         token_ids = torch.empty(len(inputs.sampled_rows), dtype=torch.int64)
-        is_finite = [True] * len(inputs.sampled_rows)
+        is_valid = [True] * len(inputs.sampled_rows)
         logprobs: dict[int, TokenLogprob] = {}
         if logits is not None:
             params = self._table.sampling_of(inputs.sampled_rows)
             sampled = sample(
                 logits, params, inputs.sampled_positions, self._table.histories_of(inputs)
             )
-            token_ids, is_finite = sampled.token_ids, sampled.is_finite
-            wanted = {
-                i: p.num_logprobs
-                for i, p in enumerate(params)
-                if p.num_logprobs is not None and is_finite[i]
-            }
-            if wanted:
-                index = list(wanted)
-                found = token_logprobs(logits[index], token_ids[index], list(wanted.values()))
-                logprobs = dict(zip(index, found, strict=True))
+            token_ids, is_valid = sampled.token_ids, sampled.is_finite
+            logprobs = _wanted_logprobs(logits, sampled, params)
         token_ids = self._tp.broadcast(token_ids)
         self._table.append(inputs, token_ids)
-        return [
-            RowResult(row, [token_id], logprobs=[logprobs[index]] if index in logprobs else [])
-            if valid
-            else RowResult(row, [], RowError.NON_FINITE_LOGITS)
-            for index, (row, token_id, valid) in enumerate(
-                zip(inputs.sampled_rows, token_ids.tolist(), is_finite, strict=True)
+        return {
+            row: _Drawn(token_id if is_valid[index] else None, logprobs.get(index))
+            for index, (row, token_id) in enumerate(
+                zip(inputs.sampled_rows, token_ids.tolist(), strict=True)
             )
-        ]
+        }
+
+    def _prompt_logprobs(self, spans: list[PromptSpan], hidden: Tensor) -> dict[RowId, _PromptNews]:
+        """Return each span's log-probabilities, None where the model's logits are not finite.
+
+        `hidden` [sum of n, hidden_size] is that of all spans, one after the other.
+        """
+        found: dict[RowId, _PromptNews] = {}
+        for span, own in zip(
+            spans, torch.split(hidden, [len(s.indices) for s in spans]), strict=True
+        ):
+            parts: _PromptNews = []
+            for part, next_ids in zip(
+                torch.split(own, PROMPT_ROWS), torch.split(span.next_ids, PROMPT_ROWS), strict=True
+            ):
+                logits = self._model.logits(part) if len(part) else None
+                if logits is None or parts is None:
+                    continue
+                if not all_finite(logits):
+                    parts = None
+                    continue
+                parts.extend(token_logprobs(logits, next_ids, [span.num_top] * len(part)))
+            found[span.row] = parts
+        return found
+
+
+class _Drawn(NamedTuple):
+    token_id: int | None
+    """None: there was nothing valid to draw from."""
+    logprob: TokenLogprob | None
+
+
+def _wanted_logprobs(
+    logits: Tensor, sampled: Sampled, params: Sequence[SamplingParams]
+) -> dict[int, TokenLogprob]:
+    """Return the log-probabilities of the rows that want any, by index."""
+    wanted = {
+        index: p.num_logprobs
+        for index, p in enumerate(params)
+        if p.num_logprobs is not None and sampled.is_finite[index]
+    }
+    if not wanted:
+        return {}
+    rows = list(wanted)
+    found = token_logprobs(logits[rows], sampled.token_ids[rows], list(wanted.values()))
+    return dict(zip(rows, found, strict=True))
+
+
+def _row_result(plan_row: PlanRow, drawn: _Drawn | None, prompt: _PromptNews) -> RowResult:
+    """Return a row's share of the result; `drawn` None: no token was wanted."""
+    if prompt is None or (drawn is not None and drawn.token_id is None):
+        return RowResult(plan_row.row, [], RowError.NON_FINITE_LOGITS)
+    if drawn is None or drawn.token_id is None:
+        return RowResult(plan_row.row, [], prompt_logprobs=prompt)
+    logprobs = [] if drawn.logprob is None else [drawn.logprob]
+    return RowResult(plan_row.row, [drawn.token_id], logprobs=logprobs, prompt_logprobs=prompt)

@@ -16,9 +16,22 @@ from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
 from lightserve.messages.common import unpack_int32
-from lightserve.messages.router_worker import AddSequence, OutputKind, StepPlan
+from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, StepPlan
 from lightserve.types import RowId, SamplingParams
 from lightserve.worker.adjustments import RowHistory, is_adjusted
+
+
+@dataclass(frozen=True, eq=False)
+class PromptSpan:
+    """Consecutive tokens of a prompt whose successors' log-probabilities are wanted."""
+
+    row: RowId
+    indices: Tensor
+    """int64 [n], the tokens among the step's; n may be 0."""
+    next_ids: Tensor
+    """int64 [n], the prompt's token after each of them."""
+    num_top: int
+    """Most probable tokens that are wanted at each place."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +43,10 @@ class StepInputs:
     batch: AttentionBatch
     logit_rows: Tensor
     """int64 [L]: tokens whose logits are wanted."""
+    prompt_spans: list[PromptSpan]
+    """Of the rows that want log-probabilities of their prompt, in the plan's order."""
     sampled_rows: list[RowId]
-    """Row of each of them."""
+    """Row of each of `logit_rows`."""
     sampled_positions: list[int]
     """Position that each new token will have."""
 
@@ -45,6 +60,7 @@ class SequenceTable:
         self._token_ids = torch.zeros(shape, dtype=torch.int32)
         self._req_to_slot = torch.zeros(shape, dtype=torch.int32)
         self._sampling: list[SamplingParams] = [SamplingParams()] * max_num_seqs
+        self._num_prompt = [0] * max_num_seqs
         self._sequences: dict[RowId, AddSequence] = {}
         """Of rows whose options change their logits."""
 
@@ -54,6 +70,7 @@ class SequenceTable:
             tokens = np.concatenate([unpack_int32(part.token_ids) for part in sequence.segments])
             self._token_ids[sequence.row, : len(tokens)] = torch.from_numpy(tokens)
             self._sampling[sequence.row] = sequence.sampling
+            self._num_prompt[sequence.row] = sequence.num_prompt_tokens
             self._sequences.pop(sequence.row, None)
             if is_adjusted(sequence.sampling):
                 self._sequences[sequence.row] = sequence
@@ -86,12 +103,32 @@ class SequenceTable:
             host_q_lens=tuple(counts.tolist()),
             host_context_lens=tuple(ends.tolist()),
         )
+        spans = [
+            self._prompt_span(row, int(offset))
+            for row, offset in zip(plan.rows, offsets, strict=False)
+            if row.output & OutputKind.PROMPT_LOGPROBS
+        ]
         return StepInputs(
+            prompt_spans=spans,
             input_ids=self._token_ids[index].long(),
             batch=batch,
             logit_rows=torch.from_numpy(offsets[1:][wants] - 1),
             sampled_rows=[RowId(row) for row in rows[wants].tolist()],
             sampled_positions=ends[wants].tolist(),
+        )
+
+    def _prompt_span(self, row: PlanRow, offset: int) -> PromptSpan:
+        """Return the tokens of a plan row, the first of the step's at `offset`, in its prompt."""
+        start = row.start_position
+        end = min(start + row.num_tokens, self._num_prompt[row.row] - 1)
+        num_tokens = max(0, end - start)
+        sampling = self._sampling[row.row]
+        assert sampling.num_prompt_logprobs is not None
+        return PromptSpan(
+            row=row.row,
+            indices=torch.arange(offset, offset + num_tokens),
+            next_ids=self._token_ids[row.row, start + 1 : start + 1 + num_tokens].long(),
+            num_top=sampling.num_prompt_logprobs,
         )
 
     def sampling_of(self, rows: list[RowId]) -> list[SamplingParams]:

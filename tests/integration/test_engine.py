@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
 
 from lightserve.config import ServeConfig
-from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.messages.common import TokenLogprob, TokenSegment, pack_int32, unpack_int32
 from lightserve.messages.frontend_router import Abort, Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.admission.base import AdmissionRule
@@ -28,6 +30,16 @@ from lightserve.worker.model_runner import ModelRunner
 
 NUM_SLOTS, MAX_LEN = 1200, 512
 NUM_REQUESTS = 14
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"frequency_penalty": 1.5, "presence_penalty": 0.5, "num_logprobs": 3},
+    {"repetition_penalty": 1.6, "num_prompt_logprobs": 2},
+    {"min_p": 0.2, "logit_bias": ((20, 4.0), (21, -100.0)), "num_logprobs": 0},
+    {"allowed_token_ids": tuple(range(1, 400)), "min_tokens": 12},
+]
+"""Given to the requests in turn."""
 
 
 class RunnerWorker:
@@ -63,6 +75,14 @@ def runner() -> Iterator[ModelRunner]:
     torch.set_num_threads(threads)
 
 
+class Answer(NamedTuple):
+    """All that a request was told."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    prompt_logprobs: list[TokenLogprob]
+
+
 def make_requests() -> list[Submit]:
     rng = random.Random(3)
     requests = []
@@ -79,6 +99,7 @@ def make_requests() -> list[Submit]:
                     temperature=0.0 if greedy else 1.0,
                     top_p=0.95 if number % 2 else 1.0,
                     seed=number,
+                    **OPTIONS[number % len(OPTIONS)],
                 ),
                 request_class=RequestClass.RT,
                 age_s=0.0,
@@ -96,7 +117,7 @@ def run(
     num_slots: int = NUM_SLOTS,
     admission: AdmissionRule | None = None,
     extra: list[TimedEvent] | None = None,
-) -> tuple[dict[int, list[int]], RouterCore]:
+) -> tuple[dict[int, Answer], RouterCore]:
     core = RouterCore(
         CoreConfig(
             max_model_len=MAX_LEN,
@@ -115,24 +136,58 @@ def run(
     ]
     simulation.run([*events, *(extra or [])])
     core.check_integrity()
-    return {key.request_id: o.token_ids for key, o in simulation.outcomes.items()}, core
+    answers = {
+        key.request_id: Answer(o.token_ids, o.logprobs, o.prompt_logprobs)
+        for key, o in simulation.outcomes.items()
+    }
+    return answers, core
 
 
 @pytest.fixture(scope="module")
-def solo(runner: ModelRunner) -> dict[int, list[int]]:
+def solo(runner: ModelRunner) -> dict[int, Answer]:
     """Each request alone, its prompt in one chunk."""
-    tokens: dict[int, list[int]] = {}
+    answers: dict[int, Answer] = {}
     for request in make_requests():
-        tokens |= run(runner, [request])[0]
-    assert len({tuple(output) for output in tokens.values()}) == NUM_REQUESTS
-    return tokens
+        answers |= run(runner, [request])[0]
+    assert len({tuple(answer.token_ids) for answer in answers.values()}) == NUM_REQUESTS
+    return answers
+
+
+def test_every_log_probability_is_told_once(solo: dict[int, Answer]) -> None:
+    for number, request in enumerate(make_requests()):
+        answer, sampling = solo[number], request.sampling
+        num_prompt_tokens = len(request.prompt[0].token_ids) // 4
+        wanted = (sampling.num_logprobs, sampling.num_prompt_logprobs)
+        places = (len(answer.token_ids), num_prompt_tokens - 1)
+        told = (answer.logprobs, answer.prompt_logprobs)
+        for num_top, num_places, logprobs in zip(wanted, places, told, strict=True):
+            assert len(logprobs) == (0 if num_top is None else num_places)
+            for logprob in logprobs:
+                assert len(logprob.top_logprobs) == num_top and logprob.logprob <= 0.0
+                assert logprob.top_logprobs == sorted(logprob.top_logprobs, reverse=True)
+                assert not num_top or logprob.logprob <= logprob.top_logprobs[0] + 1e-6
+
+
+def test_prompt_and_output_log_probabilities_are_the_same_numbers(runner: ModelRunner) -> None:
+    """What was generated greedily, given as a prompt: each token is the most probable one."""
+    request = make_requests()[3]
+    sampling = SamplingParams(temperature=0.0, num_logprobs=2)
+    greedy = msgspec.structs.replace(request, sampling=sampling)
+    first = run(runner, [greedy])[0][3]
+    known = unpack_int32(request.prompt[0].token_ids).tolist()
+    prompt = [TokenSegment(token_ids=pack_int32([*known, *first.token_ids]))]
+    sampling = SamplingParams(temperature=0.0, num_prompt_logprobs=2)
+    again = msgspec.structs.replace(request, prompt=prompt, sampling=sampling)
+    second = run(runner, [again], budget=33)[0][3]
+    assert second.prompt_logprobs[len(known) - 1 :] == first.logprobs
+    assert [logprob.top_token_ids[0] for logprob in first.logprobs] == first.token_ids
 
 
 @pytest.mark.parametrize(
     ("policy", "budget"), [("chunked", 512), ("chunked", 32), ("chunked", 45), ("fcfs", 100)]
 )
 def test_tokens_do_not_depend_on_batch_and_chunks(
-    runner: ModelRunner, solo: dict[int, list[int]], policy: str, budget: int
+    runner: ModelRunner, solo: dict[int, Answer], policy: str, budget: int
 ) -> None:
     """Contract N2: number of requests that differ from their solo run is 0."""
     together, _ = run(runner, make_requests(), policy=policy, budget=budget)
@@ -140,7 +195,7 @@ def test_tokens_do_not_depend_on_batch_and_chunks(
 
 
 def test_tokens_survive_preemption_and_scattered_slots(
-    runner: ModelRunner, solo: dict[int, list[int]]
+    runner: ModelRunner, solo: dict[int, Answer]
 ) -> None:
     """A pool too small for all, and aborts that leave holes in it."""
     extra = []

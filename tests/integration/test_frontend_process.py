@@ -16,6 +16,7 @@ from support.running_frontend import Running, running_frontend
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.frontend.http_protocol import HttpProtocol
+from lightserve.messages.common import TokenLogprob
 from lightserve.messages.frontend_router import (
     Abort,
     FrontendHello,
@@ -24,7 +25,7 @@ from lightserve.messages.frontend_router import (
     TokenDelta,
 )
 from lightserve.messages.supervision import Heartbeat
-from lightserve.types import FinishReason
+from lightserve.types import FinishReason, RequestId
 
 CHAT = {"model": BUNDLED_MODEL_NAME, "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": BUNDLED_MODEL_NAME, "prompt": "hi", "max_tokens": 4000}
@@ -36,6 +37,14 @@ PATHS = {
     "generate": ("/generate", {"inputs": "hi"}),
     "generate-stream": ("/generate_stream", {"inputs": "hi"}),
 }
+
+
+def said(
+    request_id: RequestId, token_ids: list[int], reason: FinishReason | None = None
+) -> RequestDelta:
+    """News as the router sends them, with log-probabilities, which /generate asks for."""
+    logprobs = [TokenLogprob(0.0, [], [])] * len(token_ids)
+    return RequestDelta(request_id, token_ids, reason, logprobs=logprobs)
 
 
 def _serve(tmp_path: Path, scenario: Callable[[Running], Awaitable[None]], **flags: Any) -> None:
@@ -62,7 +71,7 @@ def test_a_client_that_leaves_is_aborted_in_every_state(
         client = await running.post(path, json.dumps(body))  # now with some tokens
         await eventually(lambda: len(hub.of(Submit)) == 2)
         request_id = hub.of(Submit)[1].request_id
-        hub.say(TokenDelta(requests=[RequestDelta(request_id, [50, 51])]))
+        hub.say(TokenDelta(requests=[said(request_id, [50, 51])]))
         if "stream" in path or body.get("stream"):
             await client.until(b"data: ")
         client.hang_up()
@@ -102,8 +111,8 @@ def test_news_for_a_slow_reader_merge(tmp_path: Path) -> None:
         request_id = hub.of(Submit)[0].request_id
         token = 50
         for _ in range(num_tokens // 20):
-            hub.say(TokenDelta(requests=[RequestDelta(request_id, [token] * 20)]))
-        hub.say(TokenDelta(requests=[RequestDelta(request_id, [2], "stop")]))  # type: ignore[list-item]
+            hub.say(TokenDelta(requests=[said(request_id, [token] * 20)]))
+        hub.say(TokenDelta(requests=[said(request_id, [2], FinishReason.STOP)]))
         # Others are served meanwhile, although this client reads nothing.
         hub.answer = says([token, 2])
         other = await running.post("/v1/completions", json.dumps(COMPLETION), close=True)
@@ -139,9 +148,9 @@ def test_a_client_that_stops_reading_is_cut_off(
         await eventually(lambda: len(hub.of(Submit)) == 1)
         request_id = hub.of(Submit)[0].request_id
         # So many at once that writing them down in quadratic time would not end in time either.
-        hub.say(TokenDelta(requests=[RequestDelta(request_id, [50] * 40_000)]))
+        hub.say(TokenDelta(requests=[said(request_id, [50] * 40_000)]))
         if ends:
-            end = RequestDelta(request_id, [2], FinishReason.STOP)
+            end = said(request_id, [2], FinishReason.STOP)
             hub.say(TokenDelta(requests=[end]))
         await eventually(lambda: "outcome=" in caplog.text)
         assert "outcome=slow_reader" in caplog.text
@@ -171,11 +180,11 @@ def test_a_slow_client_that_keeps_reading_gets_everything(
         await eventually(lambda: len(hub.of(Submit)) == 1)
         request_id = hub.of(Submit)[0].request_id
         for num_seen in range(1, 4):
-            hub.say(TokenDelta(requests=[RequestDelta(request_id, [50] * 40_000)]))
+            hub.say(TokenDelta(requests=[said(request_id, [50] * 40_000)]))
             await asyncio.sleep(0.05)
             await client.until(b"\n\n", num_seen)  # the whole of it
         await asyncio.sleep(0.8)
-        hub.say(TokenDelta(requests=[RequestDelta(request_id, [2], FinishReason.STOP)]))
+        hub.say(TokenDelta(requests=[said(request_id, [2], FinishReason.STOP)]))
         await client.until(b"[DONE]")
         client.hang_up()
 
@@ -205,7 +214,7 @@ def test_a_router_that_dies_and_comes_back(tmp_path: Path) -> None:
         refused = await running.post("/v1/completions", json.dumps(COMPLETION), close=True)
         assert (await refused.rest())[0] == 503
 
-        hub = await running.router_up(lambda submit: [RequestDelta(submit.request_id, [50])])
+        hub = await running.router_up(lambda submit: [said(submit.request_id, [50])])
         hello = hub.of(FrontendHello)[0]
         assert (hello.boot_id, hello.frontend_id, hello.generation) == ("boot-0", 0, 0)
         streaming = [
@@ -246,7 +255,7 @@ def test_drain_waits_for_what_is_in_flight_and_then_ends(tmp_path: Path) -> None
         assert (await refused.rest())[0] == 503
         assert not running.task.done()
         request_id = hub.of(Submit)[0].request_id
-        hub.say(TokenDelta(requests=[RequestDelta(request_id, [50, 2], "stop")]))  # type: ignore[list-item]
+        hub.say(TokenDelta(requests=[said(request_id, [50, 2], FinishReason.STOP)]))
         await client.until(b"[DONE]")
         client.hang_up()
         assert await asyncio.wait_for(running.task, 20) == 0
@@ -258,7 +267,7 @@ def test_drain_waits_for_what_is_in_flight_and_then_ends(tmp_path: Path) -> None
 
 def test_drain_ends_late_requests_with_an_error(tmp_path: Path) -> None:
     async def scenario(running: Running) -> None:
-        hub = await running.router_up(lambda submit: [RequestDelta(submit.request_id, [50])])
+        hub = await running.router_up(lambda submit: [said(submit.request_id, [50])])
         stream = await running.post("/v1/completions", json.dumps(COMPLETION | {"stream": True}))
         await stream.until(b"data: ")
         whole = await running.post("/v1/completions", json.dumps(COMPLETION))
