@@ -5,20 +5,49 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from lightserve.config import ADMISSION_OF_OPTION, flag_name
 from lightserve.errors import ConfigError
 
+if TYPE_CHECKING:
+    from lightserve.sim import Report, SimulationConfig
+
 RULES = ("past-future", "aggressive", "conservative", "ema", "risk", "oracle")
 _RULE_OPTIONS = ("reserve", "samples", "watermark", "overcommit")
+_SECTIONS = {
+    "kv": (
+        "decode_steps",
+        "consumed_pct",
+        "future_pct",
+        "evicted_pct",
+        "recomputed_tokens",
+        "total_work_s",
+    ),
+    "requests": ("finished", "max_overtaken", "duration_s", "ttft_s_p50", "ttft_s_p99"),
+    "router": ("cpu_ms_p50", "cpu_ms_p99"),
+}
+"""Fields of the report by section of what is printed; scripts read them."""
 
 
 @click.command("simulate")
-@click.option("--workload", required=True, help="dist1, dist2, dist3, a trace file, joined by +.")
+@click.option(
+    "--workload",
+    required=True,
+    help="dist1, dist2, dist3, uniform:P1-P2:O1-O2 (prompt and output lengths), or a trace file,"
+    " joined by + for a drift.",
+)
 @click.option("--num-requests", default=3000, type=click.IntRange(1), show_default=True)
+@click.option(
+    "--arrivals",
+    default="queued",
+    show_default=True,
+    help="queued (all at the start), trace (the file's times), poisson:RATE (per second) or"
+    " closed:CLIENTS.",
+)
 @click.option(
     "--warm-up-requests",
     default=0,
@@ -47,47 +76,53 @@ _RULE_OPTIONS = ("reserve", "samples", "watermark", "overcommit")
     help="Timing and start of the Past-Future authors' own simulation.",
 )
 @click.option("--seed", default=0, type=int, show_default=True)
+@click.option(
+    "--timeline",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw memory used and forecast, and evictions, into this file (.png, .svg, .pdf).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(**values: Any) -> int:
-    """Run a queue of requests through the router core on virtual hardware.
+    """Run requests through the router core on virtual hardware.
 
-    All requests wait at the start; the report counts decode steps, memory and evictions. The
-    same seed gives the same report.
+    The report counts decode steps, memory and evictions. The same seed gives the same report.
     """
     # Imported late: `lightserve --help` needs none of it.
-    import numpy as np  # noqa: PLC0415
+    from lightserve import sim  # noqa: PLC0415
+    from lightserve.sim.timeline import draw_timeline  # noqa: PLC0415
 
-    from lightserve.sim.offline import OfflineConfig, run_offline  # noqa: PLC0415
-    from lightserve.sim.workload import load_workload  # noqa: PLC0415
+    config = _config(values)
+    with click.progressbar(range(config.num_requests), label="requests", file=sys.stderr) as bar:
+
+        def advance(num_finished: int, num_requests: int) -> None:
+            bar.length = num_requests
+            bar.update(num_finished)
+
+        report = sim.run(config, progress=advance)
+    if values["timeline"] is not None:
+        draw_timeline(report.timeline, config.capacity_tokens, values["timeline"])
+    _print(values, report, as_json=values["as_json"])
+    return 0
+
+
+def _config(values: dict[str, Any]) -> SimulationConfig:
+    from lightserve.sim import SimulationConfig  # noqa: PLC0415
     from lightserve.types import RequestClass  # noqa: PLC0415
 
-    num_rows = values["num_requests"] + values["warm_up_requests"]
-    workload = load_workload(
-        values["workload"],
-        num_requests=num_rows,
-        rng=np.random.default_rng(values["seed"]),
-        cut_outputs=not values["paper_artifact"],
-    )
-    if len(workload) <= values["warm_up_requests"]:
-        raise ConfigError(
-            f"--warm-up-requests must be below the {len(workload)} rows of --workload,"
-            f" got {values['warm_up_requests']}"
-        )
-    config = OfflineConfig(
+    return SimulationConfig(
+        workload=values["workload"],
+        num_requests=values["num_requests"],
+        arrivals=values["arrivals"],
+        num_warm_up=values["warm_up_requests"],
         capacity_tokens=values["capacity_tokens"],
         admission=values["admission"],
         admission_options=_rule_options(values),
         policy=values["policy"],
         request_class=RequestClass.BE if values["best_effort"] else RequestClass.RT,
-        num_warm_up=values["warm_up_requests"],
         paper_artifact=values["paper_artifact"],
+        keeps_timeline=values["timeline"] is not None,
         seed=values["seed"],
     )
-    total = len(workload) - values["warm_up_requests"]
-    with click.progressbar(length=total, label="requests", file=sys.stderr) as bar:
-        report = run_offline(workload, config, progress=bar.update)
-    _print(values, dataclasses.asdict(report), as_json=values["as_json"])
-    return 0
 
 
 def _rule_options(values: dict[str, Any]) -> dict[str, float]:
@@ -104,18 +139,21 @@ def _rule_options(values: dict[str, Any]) -> dict[str, float]:
     return given
 
 
-def _print(values: dict[str, Any], report: dict[str, Any], *, as_json: bool) -> None:
-    router = {name: report.pop(name) for name in ("cpu_ms_p50", "cpu_ms_p99")}
-    requests = {name: report.pop(name) for name in ("finished", "max_overtaken")}
-    config = {name: value for name, value in values.items() if name != "as_json"}
-    document = {"config": config, "kv": report, "requests": requests, "router": router}
+def _print(values: dict[str, Any], report: Report, *, as_json: bool) -> None:
+    figures = dataclasses.asdict(dataclasses.replace(report, timeline=()))
+    document: dict[str, dict[str, Any]] = {
+        "config": {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in values.items()
+            if name != "as_json"
+        }
+    }
+    for section, names in _SECTIONS.items():
+        document[section] = {name: figures[name] for name in names}
     if as_json:
         click.echo(json.dumps(document))
         return
-    for section in ("kv", "requests", "router"):
+    for section in _SECTIONS:
         for name, value in document[section].items():
-            click.echo(
-                f"{name:20} {value:>14,.2f}"
-                if isinstance(value, float)
-                else f"{name:20} {value:>14,}"
-            )
+            shown = f"{value:>14,.2f}" if isinstance(value, float) else f"{value:>14,}"
+            click.echo(f"{name:20} {shown}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -68,11 +69,54 @@ def test_the_table_names_every_figure() -> None:
     assert "decode_steps" in table and "max_overtaken" in table
 
 
+def test_a_timeline_is_drawn(tmp_path: Path) -> None:
+    """Used and forecast memory, evictions and the capacity are in the picture."""
+    base = ["--workload", "uniform:50-400:5-400", "--num-requests", "60"]
+    simulate(
+        *base,
+        *("--capacity-tokens", "2500", "--admission", "risk", "--risk", "0.9"),
+        *("--timeline", str(tmp_path / "out.png")),
+    )
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    simulate(
+        *base,
+        *("--capacity-tokens", "2500", "--admission", "risk", "--risk", "0.9"),
+        *("--timeline", str(tmp_path / "out.svg")),
+    )
+    labels = (tmp_path / "out.svg").read_text()
+    for label in ("used", "peak expected at the last admission", "evictions", "capacity"):
+        assert f"<!-- {label}" in labels
+    with pytest.raises(ConfigError, match="cannot be written"):
+        simulate(*base, "--timeline", str(tmp_path / "nowhere" / "out.png"))
+
+
+@pytest.mark.parametrize("arrivals", ["poisson:1.5", "closed:4", "trace", "queued"])
+def test_arrivals(arrivals: str) -> None:
+    """Who waits for others to come or to go takes longer, and waits less for a first token."""
+    base = ["--workload", "bench/traces/azure2023_conv.csv.gz", "--num-requests", "40", "--json"]
+    queued = json.loads(simulate(*base))["requests"]
+    requests = json.loads(simulate(*base, "--arrivals", arrivals))["requests"]
+    assert requests["finished"] == 40
+    if arrivals == "queued":
+        assert requests == queued
+    else:
+        assert requests["duration_s"] > queued["duration_s"]
+        assert requests["ttft_s_p50"] < queued["ttft_s_p50"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--risk", "0.1"], "--risk needs --admission risk, got 'past-future'"),
         (["--capacity-tokens", "5000"], "--capacity-tokens must be at least"),
+        (["--arrivals", "poisson:0"], "--arrivals must be queued, trace, poisson:RATE"),
+        (["--arrivals", "closed:0"], "--arrivals must be queued, trace, poisson:RATE"),
+        (["--arrivals", "trace"], "--arrivals trace needs one --workload file"),
+        (
+            ["--workload", "bench/traces/burstgpt_burst120.csv.gz", "--warm-up-requests", "120"],
+            "--warm-up-requests must be below",
+        ),
+        (["--workload", "uniform:9-3:1-2"], "needs ranges 1 <= low <= high"),
         (["--admission", "risk", "--risk", "2"], "--rt-memory-risk must be at most 1"),
     ],
 )
