@@ -27,6 +27,7 @@ from lightserve.frontend.native import native_router
 from lightserve.frontend.openai.chat import chat_router
 from lightserve.frontend.openai.completions import completions_router
 from lightserve.frontend.openai.models import models_router
+from lightserve.frontend.openapi import describe
 from lightserve.frontend.operations import operations_router
 from lightserve.frontend.request_log import RequestLog
 from lightserve.frontend.responses import ARRIVAL_KEY
@@ -94,6 +95,7 @@ def _routes(service: Service, routers: Sequence[APIRouter]) -> FastAPI:
     )
     for router in routers:
         app.include_router(router)
+    describe(app, needs_keys=bool(service.config.api_key_file))
     app.add_exception_handler(InvalidRequest, _on_failure)
     app.add_exception_handler(RequestFailed, _on_failure)
     app.add_exception_handler(ClientGone, _on_client_gone)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.choices import Choices
 from lightserve.frontend.generation import TextDelta
-from lightserve.frontend.json_body import read_model, show
+from lightserve.frontend.json_body import StrictModel, read_model, show
 from lightserve.frontend.openai.chunks import ChunkWriter, usage_object
 from lightserve.frontend.openai.fields import CommonFields
 from lightserve.frontend.openai.logprobs import chat_logprobs
@@ -44,13 +44,24 @@ def _text_of(content: Any) -> Any:
     return "\n".join(part["text"] for part in content)
 
 
+class TextPart(StrictModel):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+_Content = str | Annotated[list[TextPart], Field(min_length=1)]
+"""What `_text_of` takes."""
+
+
 class Message(NoEffectModel):
     """One turn; `developer` is another word for `system`."""
 
     no_effect = MESSAGE_NO_EFFECT
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_text_of)]
+    content: Annotated[str, BeforeValidator(_text_of, json_schema_input_type=_Content)]
 
     def rendered(self) -> ChatMessage:
         """Return it as chat templates know it."""

@@ -53,11 +53,17 @@ def _ids_of(value: Any) -> list[int]:
     return value
 
 
+_PromptInput = (
+    str | list[int] | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
+"""What `_prompts_of` takes."""
+
+
 class CompletionRequest(CommonFields):
     """The body: `prompt` is a text, a list of token ids, or a list of these."""
 
     no_effect = COMPLETION_NO_EFFECT
-    prompt: Annotated[list[Any], BeforeValidator(_prompts_of)]
+    prompt: Annotated[list[Any], BeforeValidator(_prompts_of, json_schema_input_type=_PromptInput)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: NumLogprobs | None = None
     echo: bool | None = None

@@ -56,8 +56,9 @@ def _stop_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+_StopList = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
 StopStrings = Annotated[
-    Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)], BeforeValidator(_stop_list)
+    _StopList, BeforeValidator(_stop_list, json_schema_input_type=StopString | _StopList)
 ]
 
 

@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from lightserve.frontend.json_body import UNSUPPORTED_VALUE, StrictModel
 
@@ -40,6 +40,16 @@ class NoEffectModel(StrictModel):
     """A strict model that also takes the fields of a table, at its values, and drops them."""
 
     no_effect: ClassVar[NoEffect] = {}
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Return the model's JSON schema, the fields of the table included."""
+        schema = handler(core_schema)
+        fields = {name: {"enum": [*values, None]} for name, values in cls.no_effect.items()}
+        handler.resolve_ref_schema(schema).setdefault("properties", {}).update(fields)
+        return schema
 
     @model_validator(mode="before")
     @classmethod

@@ -1,0 +1,141 @@
+"""What the OpenAI routes answer, for the OpenAPI schema; a test holds real answers against it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from lightserve.frontend.json_body import StrictModel
+
+Finish = Literal["stop", "length", "tool_calls"]
+Tier = Literal["default", "priority", "flex"]
+
+
+class PromptTokensDetails(StrictModel):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int = Field(ge=0)
+
+
+class UsageObject(StrictModel):
+    """Tokens read and written; a prompt counts once, however many choices it has."""
+
+    prompt_tokens: int = Field(ge=1)
+    completion_tokens: int = Field(ge=0)
+    total_tokens: int = Field(ge=1)
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobsObject(StrictModel):
+    """One entry per token; `text_offset` in characters."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(StrictModel):
+    """One completion."""
+
+    index: int = Field(ge=0)
+    text: str
+    logprobs: CompletionLogprobsObject | None
+    finish_reason: Finish
+
+
+class Completion(StrictModel):
+    """The answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    service_tier: Tier
+    choices: list[CompletionChoice]
+    usage: UsageObject
+
+
+class ChatTopLogprob(StrictModel):
+    """A token that could have been drawn."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(ChatTopLogprob):
+    """A token of the output; with `bytes`, as its text may be part of a character only."""
+
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobsObject(StrictModel):
+    """Of one choice."""
+
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class AssistantMessage(StrictModel):
+    """What was generated."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChatChoice(StrictModel):
+    """One completion."""
+
+    index: int = Field(ge=0)
+    message: AssistantMessage
+    logprobs: ChatLogprobsObject | None
+    finish_reason: Finish
+
+
+class ChatCompletion(StrictModel):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    service_tier: Tier
+    choices: list[ChatChoice]
+    usage: UsageObject
+
+
+class ModelObject(StrictModel):
+    """A served model, under one of its names."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(StrictModel):
+    """Every name of the served model."""
+
+    object: Literal["list"]
+    data: list[ModelObject]
+
+
+class ErrorDetailObject(StrictModel):
+    """What is wrong, in OpenAI's words."""
+
+    message: str
+    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
+    param: str | None
+    code: str | None
+
+
+class ErrorObject(StrictModel):
+    """Every answer that is none; also an event of a stream that has begun."""
+
+    error: ErrorDetailObject

@@ -1,0 +1,151 @@
+"""The OpenAPI schema: every route is in it, and real bodies and answers fit it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from support.fake_router import frontend, says
+
+from lightserve.messages.common import TokenLogprob
+from lightserve.messages.frontend_router import RequestDelta, Submit
+
+EOS = 2
+
+
+def _ask(path: str, body: Any = None, **flags: Any) -> tuple[int, Any, Any]:
+    """Return status, answer and schema."""
+
+    def answer(submit: Submit) -> list[RequestDelta]:
+        params = submit.sampling
+        last = (submit.request_id, [300, EOS], "stop")
+        num_top = params.num_logprobs
+        if num_top is None:
+            return [RequestDelta(*last)]
+        logprob = TokenLogprob(-1.0, list(range(5, 5 + num_top)), [-0.5] * num_top)
+        num_prompt = len(submit.prompt[0].token_ids) // 4 - 1
+        of_prompt = [logprob] * num_prompt if params.num_prompt_logprobs is not None else []
+        return [RequestDelta(*last, logprobs=[logprob] * 2, prompt_logprobs=of_prompt)]
+
+    async def scenario() -> tuple[int, Any, Any]:
+        async with frontend(answer, **flags) as setup:
+            schema = (await setup.http.get("/openapi.json")).json()
+            if body is None:
+                response = await setup.http.get(path)
+            else:
+                values = body | ({"model": setup.service.model.names[0]} if "/v1" in path else {})
+                response = await setup.post(path, values)
+            return response.status_code, response.json(), schema
+
+    return asyncio.run(scenario())
+
+
+def _validator(schema: Any, part: Any) -> jsonschema_rs.Draft202012Validator:
+    return jsonschema_rs.Draft202012Validator({**part, "components": schema["components"]})
+
+
+ANSWERS: list[tuple[str, Any]] = [
+    ("/v1/completions", {"prompt": "hi"}),
+    ("/v1/completions", {"prompt": ["hi", [5, 6]], "n": 2, "best_of": 2, "echo": True}),
+    ("/v1/completions", {"prompt": "hi there", "echo": True, "logprobs": 3}),
+    ("/v1/completions", {"prompt": "hi", "logit_bias": {"5": -1}, "stop": "x", "suffix": None}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+            "logprobs": True,
+            "top_logprobs": 2,
+            "service_tier": "flex",
+            "stop": ["a", "b"],
+            "store": False,
+            "modalities": ["text"],
+        },
+    ),
+    ("/generate", {"inputs": "hi"}),
+    (
+        "/generate",
+        {
+            "inputs": "hi you",
+            "parameters": {"details": True, "decoder_input_details": True, "top_n_tokens": 2},
+        },
+    ),
+    ("/tokenize", {"inputs": "hi"}),
+    ("/detokenize", {"tokens": [5, 6]}),
+    ("/v1/models", None),
+    ("/version", None),
+    ("/load", None),
+    ("/health", None),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ANSWERS)
+def test_bodies_and_answers_fit(path: str, body: Any) -> None:
+    status, answer, schema = _ask(path, body)
+    assert status == 200, answer
+    operation = schema["paths"][path]["get" if body is None else "post"]
+    if body is not None:
+        part = operation["requestBody"]["content"]["application/json"]["schema"]
+        values = body | ({"model": "m"} if "/v1" in path else {})
+        _validator(schema, part).validate(values)
+        assert not _validator(schema, part).is_valid(values | {"unknown": 1})
+    part = operation["responses"]["200"]["content"]["application/json"]["schema"]
+    _validator(schema, part).validate(answer)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hi", "stop": 5}),
+        ("/v1/completions", {"prompt": {"a": 1}}),
+        ("/v1/completions", {"prompt": [["a"]]}),
+        ("/v1/completions", {"prompt": "hi", "suffix": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": []}]}),
+        ("/v1/chat/completions", {"messages": [], "store": False}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "hi"}], "store": True},
+        ),
+        ("/generate", {"inputs": "hi", "parameters": {"top_p": 0}}),
+        ("/detokenize", {"tokens": ["a"]}),
+    ],
+)
+def test_what_does_not_fit_is_refused(path: str, body: Any) -> None:
+    status, answer, schema = _ask(path, body)
+    assert status == 400
+    operation = schema["paths"][path]["post"]
+    part = operation["requestBody"]["content"]["application/json"]["schema"]
+    assert not _validator(schema, part).is_valid(body | ({"model": "m"} if "/v1" in path else {}))
+    part = operation["responses"]["400"]["content"]["application/json"]["schema"]
+    _validator(schema, part).validate(answer)
+
+
+def test_every_reference_leads_somewhere() -> None:
+    _, _, schema = _ask("/version")
+    names = {text.split('"')[0] for text in json.dumps(schema).split("#/components/schemas/")[1:]}
+    assert names == set(schema["components"]["schemas"])
+    assert "$defs" not in json.dumps(schema)
+
+
+def test_keys_are_in_the_schema_where_they_are_needed(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"alice {'a' * 32} admin\n")
+    path.chmod(0o600)
+
+    async def scenario() -> Any:
+        async with frontend(says([5, EOS]), api_key_file=str(path)) as setup:
+            return setup.app  # the gate is in front: the schema is asked of the routes
+
+    app = asyncio.run(scenario())
+    while not hasattr(app, "openapi"):
+        app = app._app
+    schema = app.openapi()
+    assert schema["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    for route, methods in schema["paths"].items():
+        for operation in methods.values():
+            is_open = route in ("/livez", "/readyz", "/health")
+            assert ("security" in operation) == ("401" in operation["responses"]) != is_open
