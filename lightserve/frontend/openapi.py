@@ -31,7 +31,7 @@ from lightserve.frontend.tokens import (
 
 _REF = "#/components/schemas/{model}"
 _JSON, _SSE, _TEXT = "application/json", "text/event-stream", "text/plain"
-_EVENTS = {"type": "string", "description": "Server-sent events."}
+_EVENTS = {"description": "Server-sent events; `docs/api.md` says of what kinds."}
 _OBJECT = {"type": "object"}
 
 
