@@ -43,6 +43,52 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "max_tokens": ([1, 40, None], [0, -1, SLOTS, 2**31, 2**63, *NOT_INT]),
     "max_completion_tokens": ([1, 40, None], [0, -1, SLOTS, 2**63, *NOT_INT]),
     "max_new_tokens": ([1, 40, None], [0, -1, SLOTS, 2**63, *NOT_INT]),
+    **dict.fromkeys(
+        ["frequency_penalty", "presence_penalty"],
+        ([-2, -2.0, 0, 2, None], [-2.001, 2.001, 2**63, *WRONG_TYPES]),
+    ),
+    "repetition_penalty": ([0.001, 1, 10, None], [0, -1, 10.001, 2**63, *WRONG_TYPES]),
+    "min_p": ([0, 0.5, 1, None], [-0.001, 1.001, 2**63, *WRONG_TYPES]),
+    "min_tokens": ([0, 1, 8, None], [-1, SLOTS, 2**63, *NOT_INT]),
+    "n": ([1, 16, None], [0, -1, 17, 2**63, *NOT_INT]),
+    "best_of": ([1, None], [0, 2, 17, 2**63, *NOT_INT]),
+    "top_n_tokens": ([0, 1, 20, None], [-1, 21, 2**63, *NOT_INT]),
+    "logit_bias": (
+        [{}, {"0": -100}, {"5": 100.0}, {str(i): 1 for i in range(512)}, None],
+        [
+            *[{"5": -100.001}, {"5": 100.001}, {"5": None}, {"5": True}, {"5": "1"}],
+            *[{str(VOCAB_SIZE): 1}, {"-1": 1}, {"": 1}, {"a": 1}, {"1.0": 1}, {"\u0665": 1}],
+            *[{"9" * 5000: 1}, {str(i): 1 for i in range(1025)}, 1, True, [], "x"],
+        ],
+    ),
+    "allowed_token_ids": (
+        [[5], [0, VOCAB_SIZE - 1], [5, 5], None],
+        [[], [-1], [VOCAB_SIZE], [2**63], [True], [1.5], ["5"], [None], 5, "5", True, {}],
+    ),
+    "stop_token_ids": (
+        [[], [5], [0, VOCAB_SIZE - 1], [5] * 64, None],
+        [[5] * 65, [-1], [VOCAB_SIZE], [2**63], [True], [1.5], ["5"], [None], 5, "5", True, {}],
+    ),
+    "stop": (
+        ["x", ["x"], ["x" * 256] * 4, [], None],
+        ["", [""], ["x"] * 5, "x" * 257, ["x" * 257], "\ud800", [1], [None], 1, True, {}],
+    ),
+    "ignore_eos": ([True, False, None], [0, 1, "true", [], {}]),
+    "echo": ([True, False, None], [0, 1, "true", [], {}]),
+    "return_full_text": ([True, False, None], [0, 1, "true", [], {}]),
+    "include_stop_str_in_output": ([False, None], [True, 0, 1, "true", [], {}]),
+    "decoder_input_details": ([False, None], [True, 0, 1, "true", [], {}]),
+    "service_tier": (
+        ["auto", "default", "priority", "flex", None],
+        ["", "scale", "Flex", 1, True, [], {}],
+    ),
+    "metadata": (
+        [{}, {"k" * 64: "v" * 512}, {str(i): "" for i in range(16)}, None],
+        [
+            *[{"k" * 65: "v"}, {"k": "v" * 513}, {str(i): "" for i in range(17)}],
+            *[{"k": 1}, {"k": None}, 1, "x", True, []],
+        ],
+    ),
     "stream": ([False, None], [0, 1, "true", [], {}]),
     "do_sample": ([True, False, None], [0, 1, "true", [], {}]),
     "details": ([True, False, None], [0, 1, "true", [], {}]),
@@ -53,10 +99,13 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "model": ([BUNDLED_MODEL_NAME], [None, 1, True, [], {}]),
     "prompt": (
-        ["x", [5], ["x"], [[5, 6]], [VOCAB_SIZE - 1], " ", "\u202e\u0301👩‍👩‍👧", "<|bos|><|eos|>"],
+        [
+            *["x", [5], ["x"], [[5, 6]], [VOCAB_SIZE - 1], " ", "\u202e\u0301👩‍👩‍👧"],
+            *["<|bos|><|eos|>", ["a", "b"], [[1], [2]], ["a", [5]], ["a"] * 64],
+        ],
         [
             *["", [], [[]], [""], [-1], [VOCAB_SIZE], [2**31], [2**63], [True], [1.0], [None]],
-            *[None, 1, True, {}, ["a", "b"], [[1], [2]], [1, "a"]],
+            *[None, 1, True, {}, [1, "a"], ["a"] * 65, ["a", ""], ["a", []]],
             *["\ud800", [5] * CONTEXT, "x" * 5000],
         ],
     ),
@@ -88,14 +137,21 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     ),
 }
 COMMON = ["temperature", "top_p", "top_k", "seed"]
+PENALTIES = ["frequency_penalty", "repetition_penalty"]
 OPENAI = [
+    *[*PENALTIES, "presence_penalty", "min_p", "min_tokens", "n", "logit_bias"],
+    *["allowed_token_ids", "stop_token_ids", "stop", "ignore_eos"],
+    *["include_stop_str_in_output", "service_tier", "metadata"],
     *[*COMMON, "max_tokens", "stream", "stream_options", "model"],
     *["user", "safety_identifier", "prompt_cache_key"],
 ]
 ROUTE_FIELDS = {
-    "/v1/completions": [*OPENAI, "prompt"],
+    "/v1/completions": [*OPENAI, "prompt", "echo", "best_of"],
     "/v1/chat/completions": [*OPENAI, "max_completion_tokens", "messages"],
-    "/generate": [*COMMON, "max_new_tokens", "do_sample", "details", "inputs", "parameters"],
+    "/generate": [
+        *[*COMMON, *PENALTIES, "max_new_tokens", "do_sample", "details", "inputs", "parameters"],
+        *["top_n_tokens", "return_full_text", "decoder_input_details"],
+    ],
 }
 CASES = [(path, field) for path, fields in ROUTE_FIELDS.items() for field in fields]
 
@@ -154,7 +210,7 @@ def test_numbers_that_are_none(path: str, field: str, number: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("field", ["x", "min_p", "service_tier", "no_effect", "prediction_key"])
+@pytest.mark.parametrize("field", ["x", "slo", "timeout", "no_effect", "prediction_key"])
 def test_every_other_field_is_named(path: str, field: str) -> None:
     async def scenario() -> None:
         async with frontend(says([5, 2])) as setup:
@@ -366,6 +422,94 @@ def test_openai_fields_change_what_is_submitted() -> None:
                 assert (await _submit(setup, path, {"top_k": -1})).sampling.top_k == 0
             submit = await _submit(setup, "/v1/chat/completions", {"max_completion_tokens": 9})
             assert submit.max_tokens == 9
+
+    asyncio.run(scenario())
+
+
+SAMPLING: list[tuple[str, Any, Any]] = [
+    ("min_p", 0.25, 0.25),
+    ("frequency_penalty", -1.5, -1.5),
+    ("presence_penalty", 0.5, 0.5),
+    ("repetition_penalty", 1.25, 1.25),
+    ("logit_bias", {"5": -3, "7": 2.5}, ((5, -3.0), (7, 2.5))),
+    ("allowed_token_ids", [5, 9, 5], (5, 9)),
+    ("min_tokens", 3, 3),
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(("field", "value", "expected"), SAMPLING)
+def test_each_sampling_field_is_submitted(path: str, field: str, value: Any, expected: Any) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            plain = await _submit(setup, path, {"seed": 1})
+            told = await _submit(setup, path, {"seed": 1, field: value})
+            assert getattr(plain.sampling, field) != expected
+            assert told.sampling == msgspec.structs.replace(plain.sampling, **{field: expected})
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_ends_an_output_is_submitted(path: str) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            eos = list(setup.service.model.tokenizer.eos_token_ids)
+            for changes, ids, needs in [
+                ({}, eos, False),
+                ({"ignore_eos": True}, [], False),
+                ({"stop_token_ids": [9, 8, 9]}, [*eos, 9, 8], False),
+                ({"stop_token_ids": [9], "ignore_eos": True}, [9], False),
+                ({"stop": "x"}, eos, True),
+                ({"stop": []}, eos, False),
+            ]:
+                submit = await _submit(setup, path, changes)
+                assert (submit.eos_token_ids, submit.needs_acknowledgement) == (ids, needs), changes
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_tier_is_a_class_and_is_stated(path: str) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            for tier, used, request_class in [
+                (None, "default", "rt"),
+                ("auto", "default", "rt"),
+                ("default", "default", "rt"),
+                ("priority", "priority", "rt"),
+                ("flex", "flex", "be"),
+            ]:
+                answer = (await setup.post(path, {**BODIES[path], "service_tier": tier})).json()
+                assert answer["service_tier"] == used
+                assert setup.router.submits[-1].request_class == request_class
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_choices_are_submits_that_differ_in_their_number(path: str) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            changes: dict[str, Any] = {"n": 3, "seed": 4}
+            if path == "/v1/completions":
+                changes["prompt"] = [[5, 6], [7]]
+            response = await setup.post(path, {**BODIES[path], **changes})
+            choices = response.json()["choices"]
+            submits = setup.router.submits
+            num_prompts = len(submits) // 3
+            assert [choice["index"] for choice in choices] == list(range(3 * num_prompts))
+            numbers = [submit.sampling.choice for submit in submits]
+            assert numbers == [0, 1, 2] * num_prompts
+            assert {submit.sampling.seed for submit in submits} == {4}
+            if path == "/v1/completions":
+                prompts = [setup.router.prompt_of(number) for number in range(6)]
+                assert prompts == [[5, 6]] * 3 + [[7]] * 3
+                assert response.json()["usage"]["prompt_tokens"] == 3
+                error = _assert_error(
+                    await setup.post(path, {**COMPLETION, "n": 16, "prompt": [[5]] * 9})
+                )
+                assert error["param"] == "n"
 
     asyncio.run(scenario())
 

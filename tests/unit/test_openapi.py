@@ -11,28 +11,14 @@ import jsonschema_rs
 import pytest
 from support.fake_router import frontend, says
 
-from lightserve.messages.common import TokenLogprob
-from lightserve.messages.frontend_router import RequestDelta, Submit
-
 EOS = 2
 
 
 def _ask(path: str, body: Any = None, **flags: Any) -> tuple[int, Any, Any]:
     """Return status, answer and schema."""
 
-    def answer(submit: Submit) -> list[RequestDelta]:
-        params = submit.sampling
-        last = (submit.request_id, [300, EOS], "stop")
-        num_top = params.num_logprobs
-        if num_top is None:
-            return [RequestDelta(*last)]
-        logprob = TokenLogprob(-1.0, list(range(5, 5 + num_top)), [-0.5] * num_top)
-        num_prompt = len(submit.prompt[0].token_ids) // 4 - 1
-        of_prompt = [logprob] * num_prompt if params.num_prompt_logprobs is not None else []
-        return [RequestDelta(*last, logprobs=[logprob] * 2, prompt_logprobs=of_prompt)]
-
     async def scenario() -> tuple[int, Any, Any]:
-        async with frontend(answer, **flags) as setup:
+        async with frontend(says([300, EOS]), **flags) as setup:
             schema = (await setup.http.get("/openapi.json")).json()
             if body is None:
                 response = await setup.http.get(path)
