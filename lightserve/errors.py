@@ -5,6 +5,7 @@
     ├── ConfigError        an operator's mistake: exit code 2 and one line on stderr
     ├── ModelLoadError     model files that cannot be served: exit code 1 and one line
     ├── StartupError       anything else that keeps the server from starting: exit code 1
+    ├── GrammarError       a schema, pattern or grammar that cannot be enforced
     ├── ChatError          `lightserve chat` got no answer: exit code 1 and one line
     ├── ProtocolError      a peer process sent what this version does not understand
     └── ChannelFull        a bounded queue to a peer is full
@@ -55,6 +56,10 @@ class StartupError(LightserveError):
 
 class ChatError(LightserveError):
     """A server that cannot be reached, refused, or broke an answer off; the text is for people."""
+
+
+class GrammarError(LightserveError):
+    """A schema, pattern or grammar that cannot be enforced; the text says why, for its author."""
 
 
 class ProtocolError(LightserveError):

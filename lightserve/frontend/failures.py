@@ -86,6 +86,11 @@ def from_router(error: ErrorCode, retry_after_s: float = 0.0) -> InvalidRequest 
                 code=error.value,
                 status=500,
             )
+        case ErrorCode.CONSTRAINT_FAILED:
+            return InvalidRequest(
+                "the schema, pattern or grammar became too complex in the middle of the output",
+                code=error.value,
+            )
         case ErrorCode.TOO_LARGE:
             return InvalidRequest(
                 "prompt and max_tokens together are more than the server can hold",

@@ -97,6 +97,8 @@ class ErrorCode(StrEnum):
     WORKER_LOST = "worker_lost"
     """The workers died after tokens had been sent, or twice."""
     NON_FINITE_LOGITS = "non_finite_logits"
+    CONSTRAINT_FAILED = "constraint_failed"
+    """The grammar of its constraint went beyond its limits."""
     TOO_LARGE = "too_large"
     """Prompt plus max_tokens can never fit into the KV pool or the context."""
     QUEUE_FULL = "queue_full"

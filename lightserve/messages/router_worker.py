@@ -98,6 +98,8 @@ class RowError(IntEnum):
     """Why a row has no token."""
 
     NON_FINITE_LOGITS = 1
+    CONSTRAINT_FAILED = 2
+    """The grammar of its constraint went beyond its limits."""
 
 
 class RowResult(msgspec.Struct, frozen=True, array_like=True):

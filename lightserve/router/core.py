@@ -316,7 +316,7 @@ class RouterCore:
         """Append a live request's new tokens; end it where they end it."""
         assert self._kv is not None
         if result.error is not None:
-            deltas.fail(request, ErrorCode.NON_FINITE_LOGITS)
+            deltas.fail(request, ErrorCode[result.error.name])
             request.keeps_kv = False
             self._end(request)
             return

@@ -16,7 +16,10 @@ from lightserve.models.config import load_model_config, resolve_context_len, res
 from lightserve.models.kv_layout import kv_layout
 from lightserve.models.loader import load_model
 from lightserve.models.parallel import SingleRank, TensorParallel
+from lightserve.structured.vocabulary import model_vocabulary
+from lightserve.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from lightserve.types import RowId, SamplingParams, StepId
+from lightserve.worker.constraints import RowConstraints
 from lightserve.worker.kv_pool import KVPool
 from lightserve.worker.memory import MIN_SLOTS, free_memory_bytes, num_kv_slots
 from lightserve.worker.model_runner import ModelRunner
@@ -49,9 +52,29 @@ def build_runner(
     num_slots = num_kv_slots(config, layout, free_bytes=free_memory_bytes())
     pool = KVPool(layout, num_slots, torch.device("cpu"))
     log.info("%s, %s kernels, %d KV slots", dtype, kernels.name, num_slots)
-    runner = ModelRunner(model, pool, tp, max_num_seqs=config.max_num_seqs, generation=generation)
+    runner = ModelRunner(
+        model,
+        pool,
+        tp,
+        max_num_seqs=config.max_num_seqs,
+        generation=generation,
+        constraints=_row_constraints(path, model_config.vocab_size) if tp.rank == 0 else None,
+    )
     warm_up(runner)
     return runner
+
+
+def _row_constraints(model_dir: Path, vocab_size: int) -> RowConstraints | None:
+    """Return what enforces constraints, None where frontends refuse them all.
+
+    Loaded at the start, as no step may wait for it: a second for a vocabulary of 150,000 tokens.
+    """
+    if not (model_dir / TOKENIZER_FILE).is_file():
+        return None  # no frontend can start either
+    tokenizer = Tokenizer(model_dir)
+    if not tokenizer.eos_token_ids:
+        return None  # an output could never end where its grammar does
+    return RowConstraints(model_vocabulary(tokenizer, vocab_size))
 
 
 def set_threads(config: ServeConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from lightserve.messages.router_worker import (
 from lightserve.models.base import Model
 from lightserve.models.parallel import TensorParallel
 from lightserve.types import RowId, SamplingParams
+from lightserve.worker.constraints import RowConstraints, StepMasks
 from lightserve.worker.kv_pool import KVPool
 from lightserve.worker.logprobs import PROMPT_ROWS, all_finite, token_logprobs
 from lightserve.worker.sampler import Sampled, sample
@@ -40,12 +41,15 @@ class ModelRunner:
         *,
         max_num_seqs: int,
         generation: int = 0,
+        constraints: RowConstraints | None = None,
     ) -> None:
+        """`constraints` enforces those of the sequences: rank 0 alone has it."""
         self._model = model
         self._pool = pool
         self._tp = tp
         self._table = SequenceTable(max_num_seqs, model.context_len)
         self._generation = generation
+        self._constraints = constraints
         self._free_since_s = time.perf_counter()
 
     @property
@@ -64,10 +68,14 @@ class ModelRunner:
         start_s = time.perf_counter()
         self._table.update(plan)
         inputs = self._table.inputs(plan)
+        masks = None
+        if self._constraints is not None:
+            self._constraints.update(plan.sequences)
+            masks = self._constraints.begin(inputs.sampled_rows)
         num_sampled = len(inputs.sampled_rows)
         wanted = torch.cat([inputs.logit_rows, *(span.indices for span in inputs.prompt_spans)])
         hidden = self._model.hidden(inputs.input_ids, inputs.batch, self._pool, wanted)
-        sampled = self._sample(inputs, self._model.logits(hidden[:num_sampled]))
+        sampled = self._sample(inputs, self._model.logits(hidden[:num_sampled]), masks)
         prompts = self._prompt_logprobs(inputs.prompt_spans, hidden[num_sampled:])
         rows = [
             _row_result(row, sampled.get(row.row), prompts.get(row.row, []))
@@ -85,27 +93,31 @@ class ModelRunner:
             idle_s=idle_s,
         )
 
-    def _sample(self, inputs: StepInputs, logits: Tensor | None) -> dict[RowId, _Drawn]:
+    def _sample(
+        self, inputs: StepInputs, logits: Tensor | None, masks: Callable[[], StepMasks] | None
+    ) -> dict[RowId, _Drawn]:
         """Draw on rank 0, tell the others, and store what was drawn for the next plan."""
         if not inputs.sampled_rows:
             return {}
         token_ids = torch.empty(len(inputs.sampled_rows), dtype=torch.int64)
-        is_valid = [True] * len(inputs.sampled_rows)
+        errors: dict[int, RowError] = {}
         logprobs: dict[int, TokenLogprob] = {}
         if logits is not None:
             params = self._table.sampling_of(inputs.sampled_rows)
-            sampled = sample(
-                logits, params, inputs.sampled_positions, self._table.histories_of(inputs)
-            )
-            token_ids, is_valid = sampled.token_ids, sampled.is_finite
+            histories = self._table.histories_of(inputs)
+            allowed = None if masks is None else masks()
+            sampled = sample(logits, params, inputs.sampled_positions, histories, allowed)
+            token_ids = sampled.token_ids
+            errors = _errors(sampled, allowed)
             logprobs = _wanted_logprobs(logits, sampled, params)
         token_ids = self._tp.broadcast(token_ids)
         self._table.append(inputs, token_ids)
+        drawn = token_ids.tolist()
+        if masks is not None and self._constraints is not None:
+            self._constraints.advance(inputs.sampled_rows, drawn)
         return {
-            row: _Drawn(token_id if is_valid[index] else None, logprobs.get(index))
-            for index, (row, token_id) in enumerate(
-                zip(inputs.sampled_rows, token_ids.tolist(), strict=True)
-            )
+            row: _Drawn(token_id, errors.get(index), logprobs.get(index))
+            for index, (row, token_id) in enumerate(zip(inputs.sampled_rows, drawn, strict=True))
         }
 
     def _prompt_logprobs(self, spans: list[PromptSpan], hidden: Tensor) -> dict[RowId, _PromptNews]:
@@ -133,9 +145,20 @@ class ModelRunner:
 
 
 class _Drawn(NamedTuple):
-    token_id: int | None
-    """None: there was nothing valid to draw from."""
+    token_id: int
+    error: RowError | None
+    """Why the token means nothing."""
     logprob: TokenLogprob | None
+
+
+def _errors(sampled: Sampled, masks: StepMasks | None) -> dict[int, RowError]:
+    """Return what kept rows from a token, by index."""
+    failed = frozenset() if masks is None else masks.failed
+    return {
+        index: RowError.CONSTRAINT_FAILED if index in failed else RowError.NON_FINITE_LOGITS
+        for index, is_finite in enumerate(sampled.is_finite)
+        if not is_finite
+    }
 
 
 def _wanted_logprobs(
@@ -156,9 +179,11 @@ def _wanted_logprobs(
 
 def _row_result(plan_row: PlanRow, drawn: _Drawn | None, prompt: _PromptNews) -> RowResult:
     """Return a row's share of the result; `drawn` None: no token was wanted."""
-    if prompt is None or (drawn is not None and drawn.token_id is None):
+    if prompt is None:
         return RowResult(plan_row.row, [], RowError.NON_FINITE_LOGITS)
-    if drawn is None or drawn.token_id is None:
+    if drawn is not None and drawn.error is not None:
+        return RowResult(plan_row.row, [], drawn.error)
+    if drawn is None:
         return RowResult(plan_row.row, [], prompt_logprobs=prompt)
     logprobs = [] if drawn.logprob is None else [drawn.logprob]
     return RowResult(plan_row.row, [drawn.token_id], logprobs=logprobs, prompt_logprobs=prompt)

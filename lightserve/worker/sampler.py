@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from lightserve.types import SamplingParams
 from lightserve.worker.adjustments import RowHistory, adjust
+from lightserve.worker.constraints import StepMasks
 from lightserve.worker.random_draw import uniform
 
 BLOCK = 256
@@ -46,6 +47,7 @@ def sample(
     params: Sequence[SamplingParams],
     positions: Sequence[int],
     histories: Mapping[int, RowHistory] = MappingProxyType({}),
+    masks: StepMasks | None = None,
 ) -> Sampled:
     """Draw one token per row.
 
@@ -54,10 +56,13 @@ def sample(
         params: how to draw, one per row.
         positions: position that each new token will have; part of the random number.
         histories: of the rows whose options change their logits (`is_adjusted`), by index.
+        masks: what rows with a constraint may draw.
     """
     is_finite = _finite_rows(logits)
-    if histories:
+    if histories or masks is not None:
         logits = logits.clone()
+        if masks is not None:
+            masks.apply(logits)
         for row, history in histories.items():
             adjust(logits[row], params[row], history)
         is_finite &= logits.amax(dim=-1).isfinite()

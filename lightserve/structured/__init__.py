@@ -1,0 +1,1 @@
+"""Structured output: constraints to grammars, checked by frontends and enforced on rank 0."""
