@@ -159,7 +159,7 @@ class ServeConfig:
     )
     policy: str = option("chunked", "Who advances in a step.", choices=("chunked", "fcfs"))
     admission: str = option(
-        "conservative",
+        "risk",
         "Who may start, by memory.",
         choices=("conservative", "aggressive", "ema", "past-future", "risk"),
     )

@@ -266,6 +266,12 @@ KV_SLOTS_PEAK = _gauge(
     Origin.ROUTER,
     "Most slots of the KV pool in use at once in the second before the report.",
 )
+KV_SLOTS_FORECAST = _gauge(
+    "kv_slots_forecast_peak",
+    Origin.ROUTER,
+    "Most slots that the batch was expected to need when a request was last admitted, as the"
+    " admission rule bounds them; 0 with rules that do not look ahead.",
+)
 NUM_PREEMPTIONS = _counter(
     "num_preemptions_total",
     Origin.ROUTER,

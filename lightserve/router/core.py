@@ -379,6 +379,11 @@ class RouterCore:
         return 0 if self._kv is None else self._kv.num_used
 
     @property
+    def forecast_peak(self) -> int | None:
+        """Slots that the batch was expected to need, when somebody was last admitted."""
+        return self._config.admission.forecast_peak
+
+    @property
     def num_cached_slots(self) -> int:
         """Slots whose KV is kept although no live request reads it."""
         return 0 if self._kv is None else self._kv.num_cached

@@ -10,6 +10,7 @@ from lightserve.metrics.catalogue import (
     KV_CACHE_USAGE,
     KV_SLOTS,
     KV_SLOTS_CACHED,
+    KV_SLOTS_FORECAST,
     KV_SLOTS_PEAK,
     KV_SLOTS_USED,
     NUM_PREEMPTIONS,
@@ -98,6 +99,7 @@ class RouterMetrics:
         )
         self._count_prefixes()
         recorder.gauge(KV_SLOTS_CACHED).value = core.num_cached_slots
+        recorder.gauge(KV_SLOTS_FORECAST).value = core.forecast_peak or 0
         peak = max(self._peak_slots, status.num_used_slots)
         recorder.gauge(KV_SLOTS_PEAK).value = peak
         self._peak_slots = 0

@@ -36,6 +36,11 @@ class WatchedAdmission:
         self._refused: list[Request] = []
         self._round: AdmissionRound | None = None
 
+    @property
+    def forecast_peak(self) -> int | None:
+        """See `AdmissionRule.forecast_peak`."""
+        return self._rule.forecast_peak
+
     def begin(self, live: Collection[Request], num_slots: int, step_id: StepId) -> WatchedRound:
         """Start a round of the rule's."""
         self._live, self._num_slots, self._step_id = list(live), num_slots, step_id

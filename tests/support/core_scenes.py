@@ -51,6 +51,8 @@ class Arrival:
 class RecklessAdmission:
     """Admits everybody, so that memory runs out and requests are preempted."""
 
+    forecast_peak = None
+
     def begin(
         self, live: Collection[Request], num_slots: int, step_id: StepId
     ) -> RecklessAdmission:
@@ -58,6 +60,9 @@ class RecklessAdmission:
 
     def admit(self, request: Request) -> bool:
         return True
+
+    def steps_refused(self, request: Request) -> int:
+        return 0
 
 
 def make_core(

@@ -229,6 +229,19 @@ def test_a_remembered_refusal_is_never_wrong(is_uneven: bool) -> None:
     assert num_remembered > 200 and num_admitted > 10
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("risk", 105), ("past-future", 105), ("ema", 105), ("conservative", None)],
+)
+def test_rules_tell_the_peak_they_expect(name: str, expected: int | None) -> None:
+    rule = make_rule(name, history(20))
+    assert rule.forecast_peak is None
+    assert rule.begin(LIVE, 400, StepId(0)).admit(NEWCOMER)
+    assert rule.forecast_peak == expected
+    assert not rule.begin(LIVE, 70, StepId(0)).admit(NEWCOMER)
+    assert rule.forecast_peak == expected, "of those who were admitted"
+
+
 def test_enough_futures_for_the_quantile() -> None:
     assert [num_futures_for(risk) for risk in (0.5, 0.2, 0.01, 0.001, 0.0)] == [
         32,
@@ -266,7 +279,7 @@ def test_past_future_draws_more_for_small_batches() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"watermark": 0.5}, "--watermark needs --admission aggressive, got 'conservative'"),
+        ({"watermark": 0.5}, "--watermark needs --admission aggressive, got 'risk'"),
         ({"admission": "risk", "reserve": 0.1}, "--reserve needs --admission past-future"),
         ({"admission": "aggressive", "watermark": 1.5}, "--watermark must be at most 1.0"),
         ({"overcommit": 0.5}, "--overcommit must be at least 1.0"),

@@ -7,10 +7,12 @@ from support.core_scenes import Arrival, RecklessAdmission, make_core, step_time
 
 from lightserve.messages.router_worker import OutputKind, RowResult, StepPlan, StepResult
 from lightserve.metrics.recording import Recorder
+from lightserve.router.admission.ema import EmaAdmission
 from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, WorkersReady
 from lightserve.router.kv.prefix_tree import task_aware
 from lightserve.router.metrics import RouterMetrics
+from lightserve.router.output_lengths import OutputLengths
 from lightserve.types import FrontendId, RequestClass
 
 
@@ -141,3 +143,14 @@ def test_prefixes_that_were_found_are_counted() -> None:
     assert values["prefix_cache_hits_total", "rt"] == [19]  # the last token's logits are needed
     assert values["kv_slots_cached",][0] > 0
     assert driver.values()["prefix_cache_queries_total", "rt"] == [40]
+
+
+def test_the_forecast_peak_of_the_rule_is_told() -> None:
+    """A request of 5 tokens that may output 4 is expected to hold 9 at most."""
+    lengths = OutputLengths(max_output_tokens=64)
+    rule = EmaAdmission(lengths)
+    driver = Driver(make_core("chunked", admission=rule, lengths=lengths), 64)
+    assert driver.values()["kv_slots_forecast_peak",] == [0]
+    driver.arrive(0, Arrival(0.0, num_prompt=5, num_output=4, max_tokens=4))
+    assert driver.run_out() > 0
+    assert driver.values()["kv_slots_forecast_peak",] == [9]

@@ -36,6 +36,8 @@ class AggressiveRound:
 class AggressiveAdmission:
     """`watermark` is a share of the pool."""
 
+    forecast_peak: int | None = None
+
     def __init__(self, *, watermark: float) -> None:
         self._watermark = watermark
 

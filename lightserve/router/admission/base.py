@@ -28,6 +28,13 @@ class AdmissionRound(Protocol):
 class AdmissionRule(Protocol):
     """Decides by memory alone; pure, so that the simulator and the tests run the same code."""
 
+    @property
+    def forecast_peak(self) -> int | None:
+        """Tokens that the batch was expected to need at its peak when somebody was last admitted.
+
+        As the rule bounds them; None if nobody was, or the rule does not look ahead.
+        """
+
     def begin(self, live: Collection[Request], num_slots: int, step_id: StepId) -> AdmissionRound:
         """Start a round; `live` are all requests that hold rows, ended ones in flight included.
 

@@ -36,6 +36,8 @@ class ConservativeRound:
 class ConservativeAdmission:
     """Reserves prompt + max_tokens for every live request, out of `overcommit` times the pool."""
 
+    forecast_peak: int | None = None
+
     def __init__(self, *, overcommit: float = 1.0) -> None:
         self._overcommit = overcommit
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from lightserve.router.admission.peak import PeakRound, num_generated
+from lightserve.router.admission.peak import PeakAdmission, PeakRound, num_generated
 from lightserve.router.future_memory import IntArray
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.request import Request
@@ -21,7 +21,7 @@ GROWTH = 1.1
 BUSY_USAGE = 0.85
 
 
-class EmaAdmission:
+class EmaAdmission(PeakAdmission):
     """See the module's docstring; `lengths.average` is the exponential average."""
 
     def __init__(self, lengths: OutputLengths) -> None:
@@ -42,4 +42,4 @@ class EmaAdmission:
             lengths: IntArray = np.clip(guess.astype(np.int64), generated + 1, max_tokens)
             return lengths[:, None]
 
-        return PeakRound(live, sample, lambda peaks, _: int(peaks[0]) - num_slots)
+        return PeakRound(live, sample, lambda peaks, _: int(peaks[0]), num_slots, self)

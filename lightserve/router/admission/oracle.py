@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from lightserve.router.admission.peak import PeakRound
+from lightserve.router.admission.peak import PeakAdmission, PeakRound
 from lightserve.router.future_memory import IntArray
 from lightserve.router.request import Request
 from lightserve.types import StepId
 
 
-class OracleAdmission:
+class OracleAdmission(PeakAdmission):
     """`true_length` tells how many tokens a request will output."""
 
     def __init__(self, true_length: Callable[[Request], int]) -> None:
@@ -26,4 +26,4 @@ class OracleAdmission:
             lengths = np.fromiter(map(self._true_length, requests), np.int64, len(requests))
             return lengths[:, None]
 
-        return PeakRound(live, sample, lambda peaks, _: int(peaks[0]) - num_slots)
+        return PeakRound(live, sample, lambda peaks, _: int(peaks[0]), num_slots, self)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from lightserve.router.admission.peak import PeakRound, num_generated
+from lightserve.router.admission.peak import PeakAdmission, PeakRound, num_generated
 from lightserve.router.future_memory import IntArray
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.request import Request
@@ -20,7 +20,7 @@ SMALL_BATCH = 200
 """A batch of k draws min(samples, SMALL_BATCH / k + 1) futures (from the authors' artifact)."""
 
 
-class PastFutureAdmission:
+class PastFutureAdmission(PeakAdmission):
     """`reserve` is a share of the pool, `samples` the most futures drawn."""
 
     def __init__(self, lengths: OutputLengths, *, seed: int, reserve: float, samples: int) -> None:
@@ -49,4 +49,6 @@ class PastFutureAdmission:
             keys = [request.prediction_key for request in requests]
             return self._lengths.sample(generated, max_tokens, uniforms, keys)
 
-        return PeakRound(live, sample, lambda peaks, _: int(peaks.max()) - limit, is_steady=False)
+        return PeakRound(
+            live, sample, lambda peaks, _: int(peaks.max()), limit, self, is_steady=False
+        )

@@ -22,13 +22,19 @@ from lightserve.router.request import Request
 OutputSampler = Callable[[Sequence[Request]], IntArray]
 """Total output lengths of requests, int64 [n, num_futures], each above what is generated."""
 
-PeakExcess = Callable[[IntArray, Request], int]
-"""Tokens by which a newcomer that leads to these peaks (int64 [num_futures]) is too much."""
+PeakBound = Callable[[IntArray, Request], int]
+"""The peak to reckon with, of these (int64 [num_futures]) that a newcomer leads to."""
 
 
 def num_generated(request: Request) -> int:
     """Output tokens a request has or is about to have."""
     return len(request.output_token_ids) + request.num_inflight_samples
+
+
+class PeakAdmission:
+    """What such a rule tells others."""
+
+    forecast_peak: int | None = None
 
 
 class PeakRound:
@@ -38,13 +44,17 @@ class PeakRound:
         self,
         live: Collection[Request],
         sample: OutputSampler,
-        excess: PeakExcess,
+        bound: PeakBound,
+        limit: int,
+        rule: PeakAdmission,
         *,
         is_steady: bool = True,
     ) -> None:
         self._live = list(live)
         self._sample = sample
-        self._excess = excess
+        self._bound = bound
+        self._limit = limit
+        self._rule = rule
         self._is_steady = is_steady
         self._memory: FutureMemory | None = None
         self._refused: dict[Request, int] = {}
@@ -60,13 +70,17 @@ class PeakRound:
             self._memory = self._forecast()
         base = request.num_known_tokens
         rest = self._sample([request])[0] - num_generated(request)
-        if self._memory.num_requests > 0:
-            excess = self._excess(self._memory.peaks_with(base, rest), request)
-            if excess > 0:
-                self._refused[request] = excess
-                return False
+        peak = self._bound(self._memory.peaks_with(base, rest), request)
+        if peak > self._limit and self._memory.num_requests > 0:
+            self._refused[request] = peak - self._limit
+            return False
         self._memory.add(base, rest)
+        self._rule.forecast_peak = peak
         return True
+
+    def excess(self, request: Request) -> int:
+        """Return by how many tokens a request refused in this round was too much."""
+        return self._refused[request]
 
     def steps_refused(self, request: Request) -> int:
         """See the module's docstring."""

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from lightserve.router.admission.peak import PeakRound, num_generated
+from lightserve.router.admission.peak import PeakAdmission, PeakRound, num_generated
 from lightserve.router.future_memory import IntArray
 from lightserve.router.output_lengths import FloatArray, OutputLengths
 from lightserve.router.request import Request
@@ -88,14 +88,19 @@ class RiskRound:
 
     def admit(self, request: Request) -> bool:
         """Admit if the risk of running out with this request is accepted, or if it is alone."""
-        return request not in self._refusals and self._forecast.admit(request)
+        if request in self._refusals:
+            return False
+        is_admitted = self._forecast.admit(request)
+        if not is_admitted:
+            self._refusals.note(request, self._forecast.excess(request))
+        return is_admitted
 
     def steps_refused(self, request: Request) -> int:
         """See `AdmissionRound.steps_refused`."""
         return self._refusals.steps_left(request)
 
 
-class RiskAdmission:
+class RiskAdmission(PeakAdmission):
     """Bounds the probability of running out, per class; see the module's docstring."""
 
     def __init__(
@@ -111,15 +116,12 @@ class RiskAdmission:
         """Start a round; nothing in it depends on `step_id`."""
         del step_id
 
-        def excess(peaks: IntArray, request: Request) -> int:
+        def quantile(peaks: IntArray, request: Request) -> int:
             rank = len(peaks) - 1 - int(self._risk[request.request_class] * len(peaks))
-            tokens = int(np.partition(peaks, rank)[rank]) - num_slots
-            if tokens > 0:
-                self._refusals.note(request, tokens)
-            return tokens
+            return int(np.partition(peaks, rank)[rank])
 
         self._refusals.advance(live, (num_slots, self._lengths.num_recorded))
-        return RiskRound(PeakRound(live, self._sample, excess), self._refusals)
+        return RiskRound(PeakRound(live, self._sample, quantile, num_slots, self), self._refusals)
 
     def _sample(self, requests: Sequence[Request]) -> IntArray:
         count = len(requests)
