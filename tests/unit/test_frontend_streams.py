@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from support.fake_router import Answer, eventually, frontend, says, sse_data
+from support.fake_router import Answer, eventually, frontend, made_logprobs, says, sse_data
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
 from lightserve.messages.frontend_router import (
@@ -177,7 +177,11 @@ def test_generate_details(tokens: list[int]) -> None:
 
 def _fails(error: ErrorCode, *, after: list[int]) -> Answer:
     def answer(submit: Submit) -> list[RequestDelta]:
-        news = [RequestDelta(submit.request_id, [token]) for token in after]
+        num_top = submit.sampling.num_logprobs
+        news = [
+            RequestDelta(submit.request_id, [token], logprobs=made_logprobs(num_top, number))
+            for number, token in enumerate(after)
+        ]
         return [*news, RequestDelta(submit.request_id, [], FinishReason.ERROR, error)]
 
     return answer
@@ -188,6 +192,7 @@ STATUS = {
     ErrorCode.WORKER_LOST: 503,
     ErrorCode.NON_FINITE_LOGITS: 500,
     ErrorCode.TOO_LARGE: 400,
+    ErrorCode.CONSTRAINT_FAILED: 400,
 }
 TYPES = {
     400: "invalid_request_error",
@@ -304,8 +309,8 @@ def test_the_openai_client_understands_everything(tokens: list[int]) -> None:
             pieces = await client.completions.create(**COMPLETION, stream=True)
             assert "".join([piece.choices[0].text async for piece in pieces]) == TEXT
             with pytest.raises(openai.BadRequestError) as bad:
-                await client.completions.create(**COMPLETION, n=2)
-            assert (bad.value.param, bad.value.code) == ("n", "unsupported_value")
+                await client.completions.create(**COMPLETION, n=17)
+            assert (bad.value.param, bad.value.code) == ("n", "invalid_value")
             with pytest.raises(openai.NotFoundError) as missing:
                 await client.completions.create(model="m", prompt="x")
             assert missing.value.code == "model_not_found"
