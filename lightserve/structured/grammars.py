@@ -20,9 +20,9 @@ MAX_REGEX_BYTES = 8 * 1024
 MAX_GRAMMAR_BYTES = 64 * 1024
 _MAX_COMPLAINT_CHARS = 300
 
-WHITESPACE = r"[ \n\r\t]{1,24}"
-"""What JSON may have between its tokens. Without a bound a model that is lost writes blanks until
-its tokens are used up."""
+WHITESPACE = r" |\r?\n[ \t]{0,16}"
+"""What JSON may have between its tokens: a space, or a new line and its indentation. Without a
+bound a model that is lost writes blanks until its tokens are used up."""
 
 
 def text_of(constraint: Constraint) -> str:

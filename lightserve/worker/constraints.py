@@ -114,22 +114,20 @@ class RowConstraints:
         bits = np.zeros((len(rows), -(-vocab_size // 32) * 4), dtype=np.uint8)
         failed = set()
         for number, (index, row) in enumerate(zip(indices, rows, strict=True)):
-            matcher = self._matchers[row]
+            mask = b""
+            if (matcher := self._matchers[row]) is not None:
+                mask = matcher.compute_bitmask()
             if matcher is None or matcher.is_error():
                 failed.add(index)
-            elif matcher.is_stopped():
-                bits[number] = 255  # it is over: what an overlapping step draws is discarded
+            elif any(mask):
+                # There may be a word more than the vocabulary needs.
+                bits[number] = np.frombuffer(mask, dtype=np.uint8)[: bits.shape[1]]
             else:
-                mask = matcher.compute_bitmask()
-                if matcher.is_error():
-                    failed.add(index)
-                else:
-                    bits[number] = np.frombuffer(mask, dtype=np.uint8)
+                bits[number] = 255  # it has ended: what an overlapping step draws is discarded
         allowed = np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
         return StepMasks(indices, torch.from_numpy(allowed), frozenset(failed))
 
     def _consume(self, drawn: list[tuple[RowId, int]]) -> None:
         for row, token_id in drawn:
-            matcher = self._matchers[row]
-            if matcher is not None and not matcher.is_stopped():
-                matcher.consume_token(token_id)
+            if (matcher := self._matchers[row]) is not None:
+                matcher.consume_token(token_id)  # if it does not fit, the next mask says so

@@ -1,0 +1,208 @@
+"""Constraints through the real core and the real model: every output satisfies its own, whatever
+else runs beside it, and recomputation changes no token."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator
+
+import jsonschema
+import msgspec
+import pytest
+import torch
+
+from lightserve.bundled import BUNDLED_MODEL_DIR
+from lightserve.config import ServeConfig
+from lightserve.messages.common import (
+    Constraint,
+    GrammarConstraint,
+    JsonSchemaConstraint,
+    RegexConstraint,
+    TokenSegment,
+    pack_int32,
+)
+from lightserve.messages.frontend_router import ErrorCode, Submit
+from lightserve.messages.router_worker import StepPlan, StepResult
+from lightserve.router.admission.conservative import ConservativeAdmission
+from lightserve.router.core import RouterCore
+from lightserve.router.core_config import CoreConfig
+from lightserve.router.events import FromFrontend
+from lightserve.router.intake import QueueLimits
+from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.policies.registry import POLICIES
+from lightserve.router.request import Request
+from lightserve.sim.simulation import Simulation, TimedEvent
+from lightserve.structured.grammars import json_text
+from lightserve.tokenization.tokenizer import Tokenizer
+from lightserve.types import (
+    FinishReason,
+    FrontendId,
+    RequestClass,
+    RequestId,
+    SamplingParams,
+    StepId,
+)
+from lightserve.worker.engine import build_runner
+from lightserve.worker.model_runner import ModelRunner
+
+NUM_SLOTS, MAX_LEN, MAX_TOKENS = 2400, 512, 240
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "é☃"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+DATE = r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
+SUM = 'start: NUM (("+" | "-") NUM){1,3}\nNUM: /[1-9][0-9]{0,2}/'
+CONSTRAINTS: list[Constraint | None] = [
+    JsonSchemaConstraint(schema=json_text(SCHEMA)),
+    RegexConstraint(pattern=DATE),
+    None,
+    GrammarConstraint(grammar=SUM),
+]
+
+
+class RunnerWorker:
+    """Lets the simulation drive a real model runner; only the clock is virtual."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def execute(self, plan: StepPlan, *, exec_s: float, idle_s: float) -> StepResult:
+        del exec_s, idle_s
+        return self._runner.execute(plan)
+
+
+class RecklessAdmission:
+    """Admits everybody, so that requests are preempted and recomputed."""
+
+    def begin(
+        self, live: Collection[Request], num_slots: int, step_id: StepId
+    ) -> RecklessAdmission:
+        return self
+
+    def admit(self, request: Request) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(BUNDLED_MODEL_DIR)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[ModelRunner]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    config = ServeConfig(batch_invariant=True, max_model_len=MAX_LEN, max_kv_tokens=NUM_SLOTS)
+    yield build_runner(config)
+    torch.set_num_threads(threads)
+
+
+def make_request(
+    number: int, constraint: Constraint | None, tokenizer: Tokenizer, *, temperature: float = 1.0
+) -> Submit:
+    prompt = tokenizer.encode(f"Number {number} of them is", add_special_tokens=True)
+    return Submit(
+        request_id=RequestId(number),
+        prompt=[TokenSegment(token_ids=pack_int32(prompt))],
+        max_tokens=MAX_TOKENS,
+        eos_token_ids=list(tokenizer.eos_token_ids),
+        sampling=SamplingParams(temperature=temperature, seed=number, num_logprobs=1),
+        request_class=RequestClass.RT,
+        age_s=0.0,
+        constraint=constraint,
+    )
+
+
+def run(
+    runner: ModelRunner, requests: list[Submit], *, num_slots: int = NUM_SLOTS
+) -> tuple[Simulation, RouterCore]:
+    scarce = num_slots < NUM_SLOTS
+    core = RouterCore(
+        CoreConfig(
+            max_model_len=MAX_LEN,
+            max_num_seqs=32,
+            max_num_batched_tokens=256,
+            queue_limits=dict.fromkeys(RequestClass, QueueLimits(100, 1 << 30)),
+            policy=POLICIES["chunked"](),
+            admission=RecklessAdmission() if scarce else ConservativeAdmission(),
+            lengths=OutputLengths(max_output_tokens=MAX_LEN),
+        )
+    )
+    simulation = Simulation(core, RunnerWorker(runner), lambda plan: 0.01, num_slots=num_slots)
+    simulation.run(
+        [
+            TimedEvent(0.015 * index, FromFrontend(FrontendId(0), request))
+            for index, request in enumerate(requests)
+        ]
+    )
+    core.check_integrity()
+    return simulation, core
+
+
+def satisfies(text: str, constraint: Constraint) -> bool:
+    match constraint:
+        case JsonSchemaConstraint():
+            jsonschema.validate(json.loads(text), SCHEMA)
+            return True
+        case RegexConstraint():
+            return re.fullmatch(DATE, text) is not None
+        case GrammarConstraint():
+            return re.fullmatch(r"[1-9][0-9]{0,2}([+-][1-9][0-9]{0,2}){1,3}", text) is not None
+
+
+def test_outputs_satisfy_their_constraints_and_preemption_changes_no_token(
+    runner: ModelRunner, tokenizer: Tokenizer
+) -> None:
+    requests = [
+        make_request(i, CONSTRAINTS[i % 4], tokenizer, temperature=0.0 if i % 3 == 0 else 1.0)
+        for i in range(16)
+    ]
+    relaxed, _ = run(runner, requests)
+    scarce, core = run(runner, requests, num_slots=450)
+    assert core.num_preemptions > 0
+    num_ended = 0
+    for request in requests:
+        key = next(k for k in relaxed.outcomes if k.request_id == request.request_id)
+        outcome = relaxed.outcomes[key]
+        assert scarce.outcomes[key].token_ids == outcome.token_ids
+        if request.constraint is None or outcome.finish_reason is not FinishReason.STOP:
+            continue
+        num_ended += 1
+        assert satisfies(tokenizer.decode(outcome.token_ids), request.constraint)
+    assert num_ended >= 10  # of the 12 that have a constraint, all of which are short
+
+
+def test_the_end_is_allowed_exactly_where_the_grammar_ends(
+    runner: ModelRunner, tokenizer: Tokenizer
+) -> None:
+    """The model would go on, or end at once: neither is up to it."""
+    (eos,) = tokenizer.eos_token_ids
+    for bias in (-100.0, 100.0):
+        request = make_request(0, RegexConstraint(pattern="[a-z]{7}"), tokenizer)
+        sampling = SamplingParams(temperature=1.0, seed=1, logit_bias=((eos, bias),))
+        simulation, _ = run(runner, [msgspec.structs.replace(request, sampling=sampling)])
+        (outcome,) = simulation.outcomes.values()
+        assert outcome.finish_reason is FinishReason.STOP
+        assert re.fullmatch("[a-z]{7}", tokenizer.decode(outcome.token_ids))
+
+
+def test_a_grammar_that_fails_ends_its_own_row_alone(
+    runner: ModelRunner, tokenizer: Tokenizer
+) -> None:
+    """No frontend would have sent it; neighbours draw the tokens that they draw without it."""
+    good = [make_request(1, CONSTRAINTS[0], tokenizer), make_request(2, None, tokenizer)]
+    bad = make_request(0, GrammarConstraint(grammar="start: nothing"), tokenizer)
+    alone, _ = run(runner, good)
+    beside, _ = run(runner, [bad, *good])
+    for key, outcome in beside.outcomes.items():
+        if key.request_id == bad.request_id:
+            assert outcome.error is ErrorCode.CONSTRAINT_FAILED
+        else:
+            assert outcome.token_ids == alone.outcomes[key].token_ids
