@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from lightserve.frontend.failures import ClientGone
 from lightserve.frontend.generation import Generation, TextDelta, Usage
 from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.service import Service
@@ -78,11 +79,14 @@ class Choices:
         return index, delta
 
     def abort(self) -> None:
-        """End all of them; no effect on those that are over."""
+        """End all of them, and whoever waits for news; no effect on those that are over."""
         for generation in self.generations:
             generation.abort()
         for pump in self._pumps:
             pump.cancel()
+        while not self._news.empty():  # so that there is room
+            self._news.get_nowait()
+        self._news.put_nowait(ClientGone())
 
     def _indices(self) -> range:
         return range(len(self.generations))
