@@ -41,6 +41,11 @@ from lightserve.frontend.sampling import (
     TopP,
 )
 from lightserve.frontend.service import Service
+from lightserve.frontend.structured_fields import (
+    NativeGrammar,
+    resolve_constraint,
+    wish_of_grammar,
+)
 from lightserve.types import FinishReason, RequestClass
 
 DEFAULT_MAX_NEW_TOKENS = 100
@@ -64,6 +69,7 @@ class GenerateParameters(StrictModel):
     top_n_tokens: NumLogprobs | None = None
     details: bool | None = None
     decoder_input_details: bool | None = None
+    grammar: NativeGrammar | None = None
 
     def sampling(self) -> tuple[SamplingRequest, SamplingDefaults]:
         """Return what it says about sampling, and what holds where it says nothing."""
@@ -248,11 +254,19 @@ async def _prepare(service: Service, body: GenerateRequest, arrival_s: float) ->
         default=DEFAULT_MAX_NEW_TOKENS,
         param="parameters.max_new_tokens",
     )
+    eos_token_ids = service.model.tokenizer.eos_token_ids
+    constraint = await resolve_constraint(
+        [wish_of_grammar(parameters.grammar)],
+        service.constraints,
+        can_end=bool(eos_token_ids),
+        barred=[],
+    )
     return [
         NewRequest(
             prompt_token_ids=prompt_token_ids,
             max_tokens=max_tokens,
-            eos_token_ids=service.model.tokenizer.eos_token_ids,
+            eos_token_ids=eos_token_ids,
+            constraint=constraint,
             sampling=sampling.resolve(defaults, vocab_size=service.model.vocab_size),
             request_class=RequestClass.RT,
             arrival_s=arrival_s,

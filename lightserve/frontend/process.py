@@ -85,7 +85,7 @@ async def _serve(spec: ChildSpec, connect_control: Callable[[], Control]) -> int
         try:
             await frontend.serve(listener)
         finally:
-            service.encoder.close()
+            service.close()
             control.close()
     return 0
 

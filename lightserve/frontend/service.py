@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
+from lightserve.frontend.constraint_check import ConstraintChecker
 from lightserve.frontend.failures import draining
 from lightserve.frontend.json_body import show
 from lightserve.frontend.observation import Observation
@@ -72,9 +73,15 @@ class Service:
     config: ServeConfig
     model: ServedModel
     encoder: PromptEncoder
+    constraints: ConstraintChecker
     router: RouterClient
     in_flight: InFlight
     observation: Observation
+
+    def close(self) -> None:
+        """Let running work in threads end; drop what waits."""
+        self.encoder.close()
+        self.constraints.close()
 
     def check_model(self, name: str) -> None:
         """Check that a request names the served model. Raises InvalidRequest (404)."""
@@ -146,6 +153,7 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
         config=config,
         model=model,
         encoder=encoder,
+        constraints=ConstraintChecker(),
         router=router,
         in_flight=InFlight(),
         observation=Observation(config),

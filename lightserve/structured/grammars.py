@@ -8,8 +8,6 @@ other threads run meanwhile.
 
 from __future__ import annotations
 
-import json
-
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from lightserve.errors import GrammarError
@@ -30,11 +28,6 @@ def text_of(constraint: Constraint) -> str:
     if isinstance(constraint, JsonSchemaConstraint):
         return constraint.schema
     return constraint.pattern if isinstance(constraint, RegexConstraint) else constraint.grammar
-
-
-def json_text(schema: object) -> str:
-    """Return a schema as the text that constraints carry."""
-    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
 def compile_matcher(constraint: Constraint, vocabulary: LLTokenizer) -> LLMatcher:

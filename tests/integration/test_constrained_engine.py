@@ -33,7 +33,6 @@ from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.request import Request
 from lightserve.sim.simulation import Simulation, TimedEvent
-from lightserve.structured.grammars import json_text
 from lightserve.tokenization.tokenizer import Tokenizer
 from lightserve.types import (
     FinishReason,
@@ -60,7 +59,7 @@ SCHEMA = {
 DATE = r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
 SUM = 'start: NUM (("+" | "-") NUM){1,3}\nNUM: /[1-9][0-9]{0,2}/'
 CONSTRAINTS: list[Constraint | None] = [
-    JsonSchemaConstraint(schema=json_text(SCHEMA)),
+    JsonSchemaConstraint(schema=json.dumps(SCHEMA)),
     RegexConstraint(pattern=DATE),
     None,
     GrammarConstraint(grammar=SUM),

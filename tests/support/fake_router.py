@@ -181,7 +181,7 @@ async def frontend(
         try:
             yield Setup(service, router, app, http)
         finally:
-            service.encoder.close()
+            service.close()
 
 
 def copy_bundled_model(model_dir: Path, **config: Any) -> str:

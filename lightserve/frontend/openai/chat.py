@@ -204,4 +204,6 @@ async def _prepare(service: Service, body: ChatRequest, arrival_s: float) -> lis
     sampling = body.sampling_request(
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None
     )
-    return list(body.new_requests(service, [(prompt_token_ids, max_tokens)], sampling, arrival_s))
+    constraint = await body.resolve_constraint(service)
+    prompts = [(prompt_token_ids, max_tokens)]
+    return list(body.new_requests(service, prompts, sampling, arrival_s, constraint))

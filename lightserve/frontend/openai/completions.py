@@ -176,7 +176,7 @@ def completions_router(service: Service) -> APIRouter:
             prompts = await _encode(service, body.prompt)
             if body.echo:
                 shape.prompt_texts = _texts(service, body.prompt)
-            return _requests(service, body, prompts, arrival_s)
+            return await _requests(service, body, prompts, arrival_s)
 
         return GenerationResponse(
             service,
@@ -205,7 +205,7 @@ def _texts(service: Service, prompts: Sequence[Prompt]) -> list[str]:
     return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
 
 
-def _requests(
+async def _requests(
     service: Service, body: CompletionRequest, prompts: Sequence[list[int]], arrival_s: float
 ) -> list[NewRequest]:
     """Resolve all parameters. Raises InvalidRequest, RequestFailed."""
@@ -219,7 +219,8 @@ def _requests(
     sampling = body.sampling_request(
         num_logprobs=body.logprobs, num_prompt_logprobs=body.logprobs if body.echo else None
     )
+    constraint = await body.resolve_constraint(service)
     requests = body.new_requests(
-        service, list(zip(prompts, limits, strict=True)), sampling, arrival_s
+        service, list(zip(prompts, limits, strict=True)), sampling, arrival_s, constraint
     )
     return [replace(request, discards_output=body.only_echoes) for request in requests]

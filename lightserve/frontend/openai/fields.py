@@ -33,6 +33,15 @@ from lightserve.frontend.sampling import (
     check_token_ids,
 )
 from lightserve.frontend.service import Service
+from lightserve.frontend.structured_fields import (
+    ResponseFormat,
+    StructuredOutputs,
+    Wish,
+    resolve_constraint,
+    wish_of_format,
+    wish_of_outputs,
+)
+from lightserve.messages.common import Constraint
 from lightserve.types import RequestClass, SamplingParams
 
 
@@ -83,6 +92,8 @@ class CommonFields(NoEffectModel):
     stop_token_ids: StopTokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
@@ -136,6 +147,23 @@ class CommonFields(NoEffectModel):
                 param="n",
             )
 
+    async def resolve_constraint(
+        self, service: Service, other: Wish | None = None
+    ) -> Constraint | None:
+        """Return what the output must satisfy; `other`: what fields of one route ask for.
+
+        Raises:
+            InvalidRequest: it cannot be enforced, or not beside other fields.
+            RequestFailed: too many constraints are being checked.
+        """
+        deciding = ("ignore_eos", "min_tokens", "allowed_token_ids")
+        return await resolve_constraint(
+            [other, wish_of_format(self.response_format), wish_of_outputs(self.structured_outputs)],
+            service.constraints,
+            can_end=bool(service.model.tokenizer.eos_token_ids),
+            barred=[name for name in deciding if getattr(self, name)],
+        )
+
     def sampling_request(
         self, *, num_logprobs: int | None = None, num_prompt_logprobs: int | None = None
     ) -> SamplingRequest:
@@ -162,6 +190,7 @@ class CommonFields(NoEffectModel):
         prompts: Sequence[tuple[list[int], int]],
         sampling: SamplingRequest,
         arrival_s: float,
+        constraint: Constraint | None = None,
     ) -> Iterator[NewRequest]:
         """Yield one request per completion; `prompts` are token ids and how many may follow.
 
@@ -187,6 +216,7 @@ class CommonFields(NoEffectModel):
                     prediction_key=self.prediction_key,
                     stop_strings=tuple(self.stop or ()),
                     includes_stop=bool(self.include_stop_str_in_output),
+                    constraint=constraint,
                 )
 
     @staticmethod

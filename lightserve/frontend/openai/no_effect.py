@@ -21,7 +21,6 @@ NoEffect = Mapping[str, tuple[Any, ...]]
 CHAT_NO_EFFECT: NoEffect = {
     "store": (False,),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none",),
 }

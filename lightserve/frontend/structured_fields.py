@@ -1,0 +1,164 @@
+"""Fields that ask for structured output, and the constraints that they become.
+
+`response_format` as OpenAI has it, always enforced, whether `strict` or not; `structured_outputs`
+as vLLM has it: exactly one of json, regex, grammar (Lark) and choice.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from lightserve.errors import InvalidRequest
+from lightserve.frontend.constraint_check import ConstraintChecker
+from lightserve.frontend.json_body import StrictModel
+from lightserve.messages.common import (
+    Constraint,
+    GrammarConstraint,
+    JsonSchemaConstraint,
+    RegexConstraint,
+)
+
+MAX_CHOICES = 1024
+Choice = Annotated[str, Field(min_length=1, max_length=1024)]
+Schema = dict[str, Any]
+
+
+class JsonSchemaFormat(StrictModel):
+    """`response_format.json_schema`; name and description are for people."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: Annotated[str, Field(max_length=4096)] | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictModel):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(StrictModel):
+    """`structured_outputs`: exactly one of these."""
+
+    json_: Annotated[Schema | str | None, Field(alias="json")] = None
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    grammar: Annotated[str, Field(min_length=1)] | None = None
+    choice: Annotated[list[Choice], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+
+
+class NativeGrammar(StrictModel):
+    """`parameters.grammar`, as text-generation-inference has it."""
+
+    type: Literal["json", "regex"]
+    value: Schema | str
+
+
+Wish = tuple[Constraint, str]
+"""A constraint that has yet to be checked, and the field that it comes from."""
+
+
+def json_constraint(schema: Any) -> JsonSchemaConstraint:
+    """Return the constraint of a JSON schema, as a value or as text."""
+    text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+    return JsonSchemaConstraint(schema=text)
+
+
+def wish_of_format(response_format: ResponseFormat | None) -> Wish | None:
+    """Return what `response_format` asks for. Raises InvalidRequest."""
+    if response_format is None:
+        return None
+    asked = response_format.json_schema
+    if (response_format.type == "json_schema") != (asked is not None):
+        raise InvalidRequest(
+            "response_format.json_schema must be given exactly with the type json_schema",
+            param="response_format.json_schema",
+        )
+    if response_format.type == "text":
+        return None
+    schema = None if asked is None else asked.schema_
+    if schema is None:
+        return json_constraint({"type": "object"}), "response_format"
+    return json_constraint(schema), "response_format.json_schema.schema"
+
+
+def wish_of_outputs(outputs: StructuredOutputs | None) -> Wish | None:
+    """Return what `structured_outputs` asks for. Raises InvalidRequest."""
+    if outputs is None:
+        return None
+    wishes: list[Wish] = []
+    if outputs.json_ is not None:
+        wishes.append((json_constraint(outputs.json_), "structured_outputs.json"))
+    if outputs.regex is not None:
+        wishes.append((RegexConstraint(pattern=outputs.regex), "structured_outputs.regex"))
+    if outputs.grammar is not None:
+        wishes.append((GrammarConstraint(grammar=outputs.grammar), "structured_outputs.grammar"))
+    if outputs.choice is not None:
+        wishes.append((_one_of(outputs.choice), "structured_outputs.choice"))
+    if len(wishes) != 1:
+        raise InvalidRequest(
+            "structured_outputs must have exactly one of json, regex, grammar and choice, got"
+            f" {len(wishes)}",
+            param="structured_outputs",
+        )
+    return wishes[0]
+
+
+def wish_of_grammar(grammar: NativeGrammar | None) -> Wish | None:
+    """Return what `parameters.grammar` asks for. Raises InvalidRequest."""
+    param = "parameters.grammar.value"
+    if grammar is None:
+        return None
+    if grammar.type == "json":
+        return json_constraint(grammar.value), param
+    if not isinstance(grammar.value, str):
+        raise InvalidRequest(f"{param} must be a string for a regex, got an object", param=param)
+    return RegexConstraint(pattern=grammar.value), param
+
+
+async def resolve_constraint(
+    wishes: list[Wish | None], checker: ConstraintChecker, *, can_end: bool, barred: list[str]
+) -> Constraint | None:
+    """Return the one constraint of a request, checked.
+
+    Args:
+        wishes: at most one of them may be there.
+        checker: the process's.
+        can_end: whether the model has a token that ends an output.
+        barred: fields of the request that keep the grammar from deciding over tokens or the end.
+
+    Raises:
+        InvalidRequest: more than one, one that cannot be enforced, or a barred field beside it.
+        RequestFailed: too many are being checked.
+    """
+    given = [wish for wish in wishes if wish is not None]
+    if not given:
+        return None
+    constraint, param = given[0]
+    if len(given) > 1:
+        raise InvalidRequest(
+            f"{given[1][1]} cannot be combined with {param}: only one can decide over the output",
+            param=given[1][1],
+        )
+    if barred:
+        raise InvalidRequest(f"{barred[0]} cannot be combined with {param}", param=barred[0])
+    if not can_end:
+        raise InvalidRequest(
+            f"{param} needs a model with an end-of-sequence token, which this one has not",
+            param=param,
+        )
+    await checker.check(constraint, param=param)
+    return constraint
+
+
+def _one_of(choices: list[str]) -> GrammarConstraint:
+    # A JSON string is a string of this grammar language, too.
+    return GrammarConstraint(grammar="start: " + " | ".join(map(_quoted, choices)))
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

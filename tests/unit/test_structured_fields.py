@@ -1,0 +1,206 @@
+"""Fields that ask for structured output: what they become, and what is refused, and how fast."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+from support.fake_router import Setup, frontend, says
+
+from lightserve.bundled import BUNDLED_MODEL_NAME
+from lightserve.messages.common import GrammarConstraint, JsonSchemaConstraint, RegexConstraint
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"model": BUNDLED_MODEL_NAME, "prompt": [5, 6]},
+    "/v1/chat/completions": {
+        "model": BUNDLED_MODEL_NAME,
+        "messages": [{"role": "user", "content": "hi"}],
+    },
+}
+OPENAI = list(BODIES)
+
+
+def schema_format(schema: Any, **others: Any) -> dict[str, Any]:
+    named = {"name": "x", "schema": schema, **others}
+    return {"response_format": {"type": "json_schema", "json_schema": named}}
+
+
+def outputs(**fields: Any) -> dict[str, Any]:
+    return {"structured_outputs": fields}
+
+
+ACCEPTED: list[tuple[dict[str, Any], Any]] = [
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": None, "structured_outputs": None}, None),
+    (
+        {"response_format": {"type": "json_object"}},
+        JsonSchemaConstraint(schema='{"type": "object"}'),
+    ),
+    (schema_format(SCHEMA), JsonSchemaConstraint(schema=json.dumps(SCHEMA))),
+    (
+        schema_format(SCHEMA, strict=True, description="d"),
+        JsonSchemaConstraint(schema=json.dumps(SCHEMA)),
+    ),
+    (outputs(json=SCHEMA), JsonSchemaConstraint(schema=json.dumps(SCHEMA))),
+    (outputs(json='{"type":"null"}'), JsonSchemaConstraint(schema='{"type":"null"}')),
+    (outputs(regex="[ab]+"), RegexConstraint(pattern="[ab]+")),
+    (outputs(grammar='start: "a" | "b"'), GrammarConstraint(grammar='start: "a" | "b"')),
+    (
+        outputs(choice=["yes", 'n"\n\\o', "é☃"]),
+        GrammarConstraint(grammar='start: "yes" | "n\\"\\n\\\\o" | "é☃"'),
+    ),
+]
+
+
+@pytest.mark.parametrize("path", OPENAI)
+def test_fields_become_constraints(path: str) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            for fields, constraint in ACCEPTED:
+                response = await setup.post(path, {**BODIES[path], **fields})
+                assert response.status_code == 200, response.text
+                assert setup.router.submits[-1].constraint == constraint
+
+    asyncio.run(scenario())
+
+
+def nested(depth: int) -> Any:
+    schema: Any = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "text", "json_schema": {"name": "x"}}}, "response_format"),
+    ({"response_format": "json"}, "response_format"),
+    (schema_format("x"), "response_format.json_schema.schema"),
+    (schema_format({"type": "foo"}), "response_format.json_schema.schema"),
+    (schema_format({"$ref": "http://localhost/x.json"}), "response_format.json_schema.schema"),
+    (schema_format({"$ref": "#"}), "response_format.json_schema.schema"),
+    (schema_format({"not": {"type": "string"}}), "response_format.json_schema.schema"),
+    (schema_format({"enum": ["x" * 70_000]}), "response_format.json_schema.schema"),
+    (schema_format({"type": "string", "pattern": "(("}), "response_format.json_schema.schema"),
+    (schema_format({"type": "string", "x": "\ud800"}), "response_format.json_schema.schema"),
+    (outputs(), "structured_outputs"),
+    (outputs(regex="a", choice=["a"]), "structured_outputs"),
+    (outputs(json="{"), "structured_outputs.json"),
+    (outputs(json="[]"), "structured_outputs.json"),
+    (outputs(regex=""), "structured_outputs.regex"),
+    (outputs(regex="(("), "structured_outputs.regex"),
+    (outputs(regex="(?=a)b"), "structured_outputs.regex"),
+    (outputs(regex="a" * 9000), "structured_outputs.regex"),
+    (outputs(regex="(" * 3000 + "a" + ")" * 3000), "structured_outputs.regex"),
+    (outputs(grammar="start: nothing"), "structured_outputs.grammar"),
+    (outputs(grammar="start: start"), "structured_outputs.grammar"),
+    (outputs(grammar="no grammar"), "structured_outputs.grammar"),
+    (
+        outputs(grammar="start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
+        "structured_outputs.grammar",
+    ),
+    (outputs(grammar='start: "a"\n' + "#" * 70_000), "structured_outputs.grammar"),
+    (outputs(choice=[]), "structured_outputs.choice"),
+    (outputs(choice=[""]), "structured_outputs.choice"),
+    (outputs(choice=[1]), "structured_outputs.choice"),
+    (outputs(choice=["a"] * 1025), "structured_outputs.choice"),
+    (outputs(xml="a"), "structured_outputs.xml"),
+    ({**schema_format(SCHEMA), **outputs(regex="a")}, "structured_outputs.regex"),
+    ({**outputs(regex="a"), "ignore_eos": True}, "ignore_eos"),
+    ({**outputs(regex="a"), "min_tokens": 2}, "min_tokens"),
+    ({**outputs(regex="a"), "allowed_token_ids": [5]}, "allowed_token_ids"),
+]
+
+
+@pytest.mark.parametrize("path", OPENAI)
+def test_what_cannot_be_enforced_is_refused(path: str) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            for _ in range(2):  # the second time from memory
+                for fields, param in REFUSED:
+                    response = await setup.post(path, {**BODIES[path], **fields})
+                    assert response.status_code == 400, (fields, response.text)
+                    error = response.json()["error"]
+                    assert error["param"].startswith(param), (fields, error)
+                    assert error["param"] in error["message"]
+                    assert len(error["message"]) < 500
+            assert not setup.router.submits
+
+    asyncio.run(scenario())
+
+
+HUGE: dict[str, dict[str, Any]] = {
+    "properties": schema_format(
+        {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1800)}}
+    ),
+    "enum": schema_format({"enum": [f"v{i * 7919}" for i in range(4000)]}),
+    "any-of": schema_format(
+        {"anyOf": [{"type": "string", "pattern": f".*{i}.*{i}.{{50}}"} for i in range(500)]}
+    ),
+    "nested": schema_format(nested(60)),
+    "repeated": outputs(regex="(((((x{50}){50}){50}){50}){50})"),
+    "ambiguous": outputs(regex="(.*a.{300})(.*b.{300})(.*c.{300})"),
+    "left-recursive": outputs(grammar='start: start start start | "a"'),
+}
+
+
+async def _largest_gap_s(setup: Setup, fields: dict[str, Any]) -> tuple[int, float]:
+    gaps = [0.0]
+
+    async def tick() -> None:
+        last_s = time.perf_counter()
+        while True:
+            await asyncio.sleep(0.001)
+            now_s = time.perf_counter()
+            gaps.append(now_s - last_s)
+            last_s = now_s
+
+    ticking = asyncio.create_task(tick())
+    response = await setup.post("/v1/completions", {**BODIES["/v1/completions"], **fields})
+    ticking.cancel()
+    return response.status_code, max(gaps)
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_huge_grammars_never_hold_up_the_event_loop(name: str) -> None:
+    """Accepted or refused, other streams go on; the gap is reported, not asserted."""
+
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            status, gap_s = await _largest_gap_s(setup, HUGE[name])
+            print(f"{name}: {status}, largest gap {1e3 * gap_s:.1f} ms")
+            assert status in (200, 400)
+            plain = await setup.post("/v1/completions", BODIES["/v1/completions"])
+            assert plain.status_code == 200
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("grammar", "expected"),
+    [
+        ({"type": "json", "value": SCHEMA}, JsonSchemaConstraint(schema=json.dumps(SCHEMA))),
+        ({"type": "regex", "value": "a+"}, RegexConstraint(pattern="a+")),
+        ({"type": "regex", "value": SCHEMA}, "parameters.grammar.value"),
+        ({"type": "regex", "value": "(("}, "parameters.grammar.value"),
+        ({"type": "lark", "value": "x"}, "parameters.grammar.type"),
+    ],
+)
+def test_the_native_route_takes_a_grammar(grammar: Any, expected: Any) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            body = {"inputs": "hi", "parameters": {"grammar": grammar}}
+            response = await setup.post("/generate", body)
+            if isinstance(expected, str):
+                assert response.status_code == 400
+                assert response.json()["error"]["param"] == expected
+            else:
+                assert response.status_code == 200
+                assert setup.router.submits[-1].constraint == expected
+
+    asyncio.run(scenario())
