@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightserve.sim.offline import OfflineConfig, OfflineReport, run_offline
+from lightserve.sim.offline import OfflineConfig, run_offline
+from lightserve.sim.report import Report
 from lightserve.sim.workload import load_workload
 
 CAPACITY_TOKENS = 120_000
@@ -103,7 +104,7 @@ CELLS = [
 ]
 
 
-def run_cell(cell: Cell, seed: int, num_requests: int) -> OfflineReport:
+def run_cell(cell: Cell, seed: int, num_requests: int) -> Report:
     """Run one cell with one seed."""
     workload = load_workload(
         cell.workload,
@@ -116,6 +117,7 @@ def run_cell(cell: Cell, seed: int, num_requests: int) -> OfflineReport:
         admission=cell.admission,
         admission_options=cell.options,
         paper_artifact=True,
+        keeps_timeline=False,
         seed=seed,
     )
     return run_offline(workload, config)

@@ -174,7 +174,7 @@ class ServeConfig:
     )
     samples: int = option(5, "past-future: most futures drawn for a small batch.", low=1, high=1024)
     rt_memory_risk: float = option(
-        0.01, "risk: accepted chance of running out by a real-time request.", low=0.0, high=1.0
+        0.05, "risk: accepted chance of running out by a real-time request.", low=0.0, high=1.0
     )
     be_memory_risk: float = option(
         0.2, "risk: accepted chance of running out by a best-effort request.", low=0.0, high=1.0

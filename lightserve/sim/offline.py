@@ -89,13 +89,20 @@ def run_offline(
             f"--capacity-tokens must be at least {needed}, what one request of --workload may come"
             f" to need, got {config.capacity_tokens}"
         )
-    return _Run(workload, config).run(progress)
+    return OfflineRun(workload, config).run(progress)
 
 
-class _Run:
+class OfflineRun:
     """One run: the core, the policy around it, and what is measured."""
 
-    def __init__(self, workload: Workload, config: OfflineConfig) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        config: OfflineConfig,
+        *,
+        rule_of: Callable[[OutputLengths], AdmissionRule] | None = None,
+    ) -> None:
+        """`rule_of` makes the admission rule, if it is not to be the configured one."""
         self._config = config
         rows = workload.rows(config.num_warm_up, len(workload))
         self._rows = rows.arriving(rows.arrival_s - rows.arrival_s[0])
@@ -111,7 +118,10 @@ class _Run:
         self._measured = Measurements(
             config.capacity_tokens, self._rows.output_tokens, config.hardware
         )
-        admission = WatchedAdmission(self._make_admission(), self._measured.admitted)
+        admission = WatchedAdmission(
+            self._make_admission() if rule_of is None else rule_of(self._lengths),
+            self._measured.admitted,
+        )
         self._policy = RunPolicy(
             POLICIES[config.policy](),
             admission,
@@ -131,6 +141,7 @@ class _Run:
                 admission_limit=DISTRIBUTION_MAX_TOKENS if config.paper_artifact else None,
             )
         )
+        self._core.on_message(WorkersReady(config.capacity_tokens), 0.0)
         self._now_s = 0.0
         self._num_submitted = 0
         self._num_finished = 0
@@ -146,30 +157,35 @@ class _Run:
         return ADMISSION_RULES[config.admission](options, self._lengths, config.seed)
 
     def run(self, progress: Callable[[int], None] | None) -> Report:
-        core, measured = self._core, self._measured
-        core.on_message(WorkersReady(self._config.capacity_tokens), 0.0)
+        """Run to the end."""
         while self._num_finished < len(self._rows):
-            self._submit_arrived()
-            start_s = time.process_time()
-            step = core.plan(self._now_s)
-            router_s = time.process_time() - start_s
-            if not isinstance(step, PlannedStep):
-                self._now_s = self._next_arrival_s()
-                assert self._now_s < math.inf, f"nothing can advance: {core.status(self._now_s)}"
-                continue
-            outputs, exec_s = self._execute(step)
-            self._now_s += exec_s
-            start_s = time.process_time()
-            plan = core.commit(step, self._now_s)
-            result = _result_of(plan, outputs, exec_s)
-            num_used = core.num_used_slots
-            news = core.on_result(result, self._now_s)
-            measured.router_s.append(router_s + time.process_time() - start_s)
-            if self._config.keeps_timeline:
-                measured.planned(num_used, len(step.victims))
-            if (num_ended := self._take_in(news)) and progress is not None:
+            num_ended = self.step()
+            if num_ended and progress is not None:
                 progress(num_ended)
-        return measured.report(self._num_finished, core, self._now_s)
+        return self._measured.report(self._num_finished, self._core, self._now_s)
+
+    def step(self) -> int:
+        """Run one plan, or wait for the next arrival; returns how many requests have ended."""
+        core, measured = self._core, self._measured
+        self._submit_arrived()
+        start_s = time.process_time()
+        step = core.plan(self._now_s)
+        router_s = time.process_time() - start_s
+        if not isinstance(step, PlannedStep):
+            self._now_s = self._next_arrival_s()
+            assert self._now_s < math.inf, f"nothing can advance: {core.status(self._now_s)}"
+            return 0
+        outputs, exec_s = self._execute(step)
+        self._now_s += exec_s
+        start_s = time.process_time()
+        plan = core.commit(step, self._now_s)
+        result = _result_of(plan, outputs, exec_s)
+        num_used = core.num_used_slots
+        news = core.on_result(result, self._now_s)
+        measured.router_s.append(router_s + time.process_time() - start_s)
+        if self._config.keeps_timeline:
+            measured.planned(num_used, len(step.victims))
+        return self._take_in(news)
 
     def _take_in(self, news: Iterable[Outgoing]) -> int:
         """Read what frontends are told; returns how many requests have ended."""

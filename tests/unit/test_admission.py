@@ -242,11 +242,31 @@ def test_rules_tell_the_peak_they_expect(name: str, expected: int | None) -> Non
     assert rule.forecast_peak == expected, "of those who were admitted"
 
 
+def test_a_short_history_is_trusted_less() -> None:
+    """The same lengths seen more often: less room is kept for a history that is wrong."""
+
+    def room_needed(num_recorded: int) -> int:
+        lengths = OutputLengths(max_output_tokens=100, window=num_recorded)
+        for index in range(num_recorded):
+            lengths.record(1 + index * 7 % 100)
+        rule = RiskAdmission(lengths, seed=1, rt_risk=0.05, be_risk=0.2)
+        live = [make_request(i, prompt=10, generated=1, max_tokens=100) for i in range(60)]
+        newcomer = make_request(99, prompt=10)
+        return next(
+            capacity
+            for capacity in range(600, 7000, 10)
+            if rule.begin(live, capacity, StepId(0)).admit(newcomer)
+        )
+
+    needed = [room_needed(num_recorded) for num_recorded in (100, 300, 1000)]
+    assert needed[0] > 1.05 * needed[1] and needed[1] > 1.01 * needed[2]
+
+
 def test_enough_futures_for_the_quantile() -> None:
     assert [num_futures_for(risk) for risk in (0.5, 0.2, 0.01, 0.001, 0.0)] == [
         32,
         32,
-        128,
+        320,
         1024,
         1024,
     ]

@@ -5,6 +5,11 @@ reserve. The uniform numbers behind a request's futures are the same in every ro
 random numbers) and stratified, so that decisions do not flicker and few futures suffice.
 Real-time and best-effort requests have bounds of their own.
 
+A history is not the truth: it is short at first, and lengths come in waves. In a large batch the
+errors of single requests cancel out, but not those of the history, which all of them share. So
+each future also draws how much longer or shorter everybody gets than the history says, within
+`HISTORY_ERROR` standard errors of its mean rank.
+
 Common random numbers also make refusals last (see `peak`): while nobody leaves, a newcomer that
 was e tokens too much is refused for e - 1 more steps without a forecast.
 """
@@ -12,6 +17,7 @@ was e tokens too much is refused for e - 1 more steps without a forecast.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from statistics import NormalDist
 
 import numpy as np
 
@@ -22,14 +28,21 @@ from lightserve.router.request import Request
 from lightserve.types import RequestClass, StepId
 
 MIN_FUTURES, MAX_FUTURES = 32, 1024
-FUTURES_IN_TAIL = 1.28
+FUTURES_IN_TAIL = 3.2
+HISTORY_ERROR = 4.0
+"""How many times less exact a history is than as many independent lengths would be."""
+_MIN_HISTORY = 20
+_RANK_TILT = 2.0 / np.sqrt(3.0)
+"""An exponent of 1 + e moves the mean of uniform numbers by e / 4; the mean of n is off by
+1 / sqrt(12 n)."""
 MAX_REMEMBERED = 64
+_LARGEST = np.float32(1 - 1e-7)
 _TABLE_ROWS = 4096
 """Requests whose numbers of arrival differ by a multiple of this share their random numbers."""
 
 
 def num_futures_for(smallest_risk: float) -> int:
-    """Return how many futures a quantile needs: more than one in the tail, where affordable."""
+    """Return how many futures a quantile needs: more than three in the tail, where affordable."""
     if smallest_risk <= 0.0:
         return MAX_FUTURES
     return int(np.clip(np.ceil(FUTURES_IN_TAIL / smallest_risk), MIN_FUTURES, MAX_FUTURES))
@@ -109,7 +122,13 @@ class RiskAdmission(PeakAdmission):
         self._lengths = lengths
         self._risk = {RequestClass.RT: rt_risk, RequestClass.BE: be_risk}
         num_futures = num_futures_for(min(rt_risk, be_risk))
-        self._uniforms = _stratified(np.random.default_rng(seed), num_futures)
+        rng = np.random.default_rng(seed)
+        self._uniforms = _stratified(rng, num_futures)
+        ranks = (np.arange(num_futures) + 0.5) / num_futures
+        self._errors = rng.permutation([NormalDist().inv_cdf(rank) for rank in ranks])
+        """Of each future, in standard errors."""
+        self._tilted = self._uniforms
+        self._tilted_for = 0
         self._refusals = _Refusals()
 
     def begin(self, live: Collection[Request], num_slots: int, step_id: StepId) -> RiskRound:
@@ -128,9 +147,19 @@ class RiskAdmission(PeakAdmission):
         generated = np.fromiter(map(num_generated, requests), np.int64, count)
         max_tokens = np.fromiter((r.admission_limit for r in requests), np.int64, count)
         numbers = np.fromiter((request.arrival_number for request in requests), np.int64, count)
-        uniforms = self._uniforms[numbers % _TABLE_ROWS]
+        uniforms = self._tilt()[numbers % _TABLE_ROWS]
         keys = [request.prediction_key for request in requests]
         return self._lengths.sample(generated, max_tokens, uniforms, keys)
+
+    def _tilt(self) -> FloatArray:
+        """Return the uniform numbers, in each future shifted by the history's error in it."""
+        size = max(_MIN_HISTORY, len(self._lengths))
+        if not self._tilted_for <= size <= 1.1 * self._tilted_for:
+            scale = HISTORY_ERROR * _RANK_TILT / np.sqrt(size)
+            exponents = np.exp(scale * self._errors).astype(np.float32)
+            self._tilted = np.minimum(self._uniforms**exponents, _LARGEST)
+            self._tilted_for = size
+        return self._tilted
 
 
 def _stratified(rng: np.random.Generator, num_futures: int) -> FloatArray:
@@ -138,5 +167,5 @@ def _stratified(rng: np.random.Generator, num_futures: int) -> FloatArray:
     strata = np.tile(np.arange(num_futures, dtype=np.float32), (_TABLE_ROWS, 1))
     rng.permuted(strata, axis=1, out=strata)
     jitter = rng.random(strata.shape, dtype=np.float32)
-    result: FloatArray = np.minimum((strata + jitter) / num_futures, np.float32(1 - 1e-7))
+    result: FloatArray = np.minimum((strata + jitter) / num_futures, _LARGEST)
     return result
