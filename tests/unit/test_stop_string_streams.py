@@ -45,26 +45,20 @@ def test_answers_are_exact_with_any_lag(forced: ForcedFrontend, case: ForcedCase
 
 
 @pytest.mark.parametrize(
-    ("text", "stops", "includes_stop", "expected", "num_tokens"),
+    ("case", "expected", "num_tokens"),
     [
-        ("one END two", ("END",), False, "one ", 7),
-        ("one END two", ("END",), True, "one END", 7),
-        ("abc", ("abc", "b"), False, "a", 2),  # complete first, though it begins later
-        ("EEND", ("END",), False, "E", 4),
-        ("EN EN", ("END",), False, "EN EN", 5),  # held back, and never complete
-        ("日本", ("本",), False, "日", 6),
-        ("日本", ("日本",), False, "", 6),
+        (_by_bytes("one END two", ("END",)), "one ", 7),
+        (_by_bytes("one END two", ("END",), includes_stop=True), "one END", 7),
+        (_by_bytes("abc", ("abc", "b")), "a", 2),  # complete first, though it begins later
+        (_by_bytes("EEND", ("END",)), "E", 4),
+        (_by_bytes("EN EN", ("END",)), "EN EN", 5),  # held back, and never complete
+        (_by_bytes("日本", ("本",)), "日", 6),
+        (_by_bytes("日本", ("日本",)), "", 6),
     ],
 )
 def test_where_outputs_end(
-    forced: ForcedFrontend,
-    text: str,
-    stops: tuple[str, ...],
-    includes_stop: bool,
-    expected: str,
-    num_tokens: int,
+    forced: ForcedFrontend, case: ForcedCase, expected: str, num_tokens: int
 ) -> None:
-    case = _by_bytes(text, stops, includes_stop=includes_stop)
     answer, *_ = forced.answers(case, (0.0,))
     assert (answer.text, answer.usage["completion_tokens"]) == (expected, num_tokens)
     assert expected_text(TOKENIZER, case)[::2] == (expected, num_tokens)
