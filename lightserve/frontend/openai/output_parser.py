@@ -1,0 +1,122 @@
+"""From a model's text to the parts of a chat message: reasoning, content and tool calls.
+
+Each part is told as it comes. How the text is cut into pieces changes nothing: the joined parts
+of a stream are those of the whole text. A whole message is made of the same parts.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from lightserve.frontend.openai.call_scanner import CallNews
+from lightserve.frontend.openai.reasoning import ThinkText
+from lightserve.frontend.openai.tool_texts import HermesText, JsonText
+
+Delta = dict[str, Any]
+"""A `delta` object of OpenAI's chat chunks."""
+
+
+class ParserOptions(NamedTuple):
+    """What to look for in an output."""
+
+    reasoning: str = "none"
+    """`think` or `none`."""
+    starts_in_reasoning: bool = False
+    """Whether the prompt ended inside of the reasoning."""
+    tool_format: str = "none"
+    """`hermes`, `llama3_json` or `none`."""
+    tool_names: frozenset[str] = frozenset()
+
+
+class OutputParser:
+    """The parts of one completion."""
+
+    def __init__(self, options: ParserOptions) -> None:
+        self.num_calls = 0
+        self._deltas: list[Delta] = []
+        self._calls: HermesText | JsonText | None = None
+        if options.tool_format == "hermes":
+            self._calls = HermesText(options.tool_names, self._content, self._call)
+        elif options.tool_format == "llama3_json":
+            self._calls = JsonText(options.tool_names, self._content, self._call)
+        after = self._content if self._calls is None else self._calls.push
+        self._text: ThinkText | None = None
+        self._push = after
+        if options.reasoning == "think":
+            self._text = ThinkText(self._reasoning, after, is_inside=options.starts_in_reasoning)
+            self._push = self._text.push
+
+    def push(self, text: str) -> list[Delta]:
+        """Take in text; return what is certain now."""
+        self._push(text)
+        return self._take()
+
+    def finish(self) -> list[Delta]:
+        """Return what was held back."""
+        for part in (self._text, self._calls):
+            if part is not None:
+                part.finish()
+        return self._take()
+
+    def _take(self) -> list[Delta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _content(self, text: str) -> None:
+        self._append("content", text)
+
+    def _reasoning(self, text: str) -> None:
+        self._append("reasoning_content", text)
+
+    def _append(self, key: str, text: str) -> None:
+        if not text:
+            return
+        if self._deltas and self._deltas[-1].keys() == {key}:
+            self._deltas[-1][key] += text
+        else:
+            self._deltas.append({key: text})
+
+    def _call(self, news: CallNews) -> None:
+        if news.name:
+            function = {"name": news.name, "arguments": ""}
+            call = {"index": self.num_calls, "id": f"call_{uuid.uuid4().hex[:24]}"}
+            self.num_calls += 1
+            self._deltas.append(
+                {"tool_calls": [{**call, "type": "function", "function": function}]}
+            )
+        if news.arguments:
+            last = self._deltas[-1]["tool_calls"][0] if self._is_call_last() else None
+            if last is not None and "id" not in last:
+                last["function"]["arguments"] += news.arguments
+                return
+            index = self.num_calls - 1
+            piece = {"index": index, "function": {"arguments": news.arguments}}
+            self._deltas.append({"tool_calls": [piece]})
+
+    def _is_call_last(self) -> bool:
+        return bool(self._deltas) and "tool_calls" in self._deltas[-1]
+
+
+def message_of(deltas: Iterable[Delta]) -> dict[str, Any]:
+    """Return the message that deltas add up to, without its role."""
+    message: dict[str, Any] = {"content": None}
+    for delta in deltas:
+        for key in delta.keys() - {"tool_calls"}:
+            message[key] = (message.get(key) or "") + delta[key]
+        for piece in delta.get("tool_calls", ()):
+            calls = message.setdefault("tool_calls", [])
+            if "id" in piece:
+                calls.append(
+                    {
+                        "id": piece["id"],
+                        "type": "function",
+                        "function": dict(piece["function"]),
+                    }
+                )
+            else:
+                calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
+    if message["content"] is None and "tool_calls" not in message:
+        message["content"] = ""
+    return message

@@ -1,0 +1,98 @@
+"""Reasoning that a model writes before its answer, told apart from it by `<think>` tags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+THINK, END_OF_THINK = "<think>", "</think>"
+
+Emit = Callable[[str], None]
+
+
+class Until:
+    """Passes text on up to a mark; holds back what may be its beginning, and blanks before it."""
+
+    def __init__(self, mark: str, emit: Emit) -> None:
+        self._mark = mark
+        self._emit = emit
+        self._held = ""
+
+    def push(self, text: str) -> str | None:
+        """Take in text; return what follows the mark once it is there."""
+        held = self._held + text
+        before, mark, after = held.partition(self._mark)
+        if mark:
+            self._held = ""
+            self._emit(before.rstrip())
+            return after
+        kept = _beginning(held, self._mark)
+        blanks = len(held) - kept
+        kept += blanks - len(held[:blanks].rstrip())
+        cut = len(held) - kept
+        self._emit(held[:cut])
+        self._held = held[cut:]
+        return None
+
+    def finish(self) -> None:
+        """The mark does not come."""
+        self._emit(self._held)
+        self._held = ""
+
+
+def _beginning(text: str, mark: str) -> int:
+    """Return the length of the longest end of `text` that is a beginning of `mark`."""
+    lengths = range(min(len(text), len(mark) - 1), 0, -1)
+    return next((n for n in lengths if mark.startswith(text[-n:])), 0)
+
+
+class ThinkText:
+    """`<think>` reasoning `</think>` content; without the first tag, all is content."""
+
+    def __init__(self, reasoning: Emit, content: Emit, *, is_inside: bool) -> None:
+        self._content = content
+        self._start = "" if not is_inside else None
+        """What has come before it is known whether there is reasoning; None: it is known."""
+        self._is_inside = is_inside
+        self._drops_blanks = True
+        self._until = Until(END_OF_THINK, reasoning)
+
+    def push(self, text: str) -> None:
+        """Take in text."""
+        if self._start is not None:
+            self._start += text
+            stripped = self._start.lstrip()
+            if len(stripped) < len(THINK) and THINK.startswith(stripped):
+                return
+            text, self._start = self._start, None
+            if stripped.startswith(THINK):
+                self._is_inside = True
+                text = stripped.removeprefix(THINK)
+            else:
+                self._drops_blanks = False
+        if self._is_inside:
+            self._reason(text)
+        else:
+            self._pass_on(text)
+
+    def _reason(self, text: str) -> None:
+        if self._drops_blanks:
+            text = text.lstrip()
+            self._drops_blanks = not text
+        after = self._until.push(text)
+        if after is not None:
+            self._is_inside, self._drops_blanks = False, True
+            self._pass_on(after)
+
+    def _pass_on(self, text: str) -> None:
+        if self._drops_blanks:
+            text = text.lstrip()
+            self._drops_blanks = not text
+        if text:
+            self._content(text)
+
+    def finish(self) -> None:
+        """Pass on what was held back."""
+        if self._start:
+            self._content(self._start)
+        elif self._is_inside:
+            self._until.finish()
