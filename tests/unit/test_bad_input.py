@@ -20,11 +20,20 @@ from support.fake_router import Setup, frontend, says
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.errors import InvalidRequest
+from lightserve.frontend import native_schemas
 from lightserve.frontend.json_body import StrictModel
 from lightserve.frontend.native import GenerateRequest
+from lightserve.frontend.openai import schemas
 from lightserve.frontend.openai.chat import ChatRequest
 from lightserve.frontend.openai.completions import CompletionRequest
+from lightserve.frontend.openapi import OPERATIONS
 from lightserve.frontend.strict_json import MAX_CONTAINERS, MAX_STRINGS, parse_json
+from lightserve.frontend.tokens import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenSpan,
+)
 
 COMPLETION: dict[str, Any] = {"model": BUNDLED_MODEL_NAME, "prompt": [5, 6], "max_tokens": 2}
 CHAT: dict[str, Any] = {
@@ -37,7 +46,10 @@ ROUTES: dict[str, tuple[type[StrictModel], dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, COMPLETION),
     "/v1/chat/completions": (ChatRequest, CHAT),
     "/generate": (GenerateRequest, GENERATE),
+    "/tokenize": (TokenizeRequest, {"inputs": "hi"}),
+    "/detokenize": (DetokenizeRequest, {"tokens": [5]}),
 }
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/generate")
 INTERNAL = ("Traceback", "Error(", "0x", ".py", "pydantic", "lightserve.", "object at", "asyncio")
 
 
@@ -106,19 +118,29 @@ def _numbers(path: str) -> Iterator[Number]:
     root = ROUTES[path][0].model_json_schema()
 
     def walk(schema: dict[str, Any], keys: tuple[str | int, ...]) -> Iterator[Number]:
-        alternatives = [_resolve(root, part) for part in schema.get("anyOf", [schema])]
+        alternatives = list(_alternatives(root, schema))
         types = {part.get("type", "") for part in alternatives}
         for part in alternatives:
             if part.get("type") in ("integer", "number") and "enum" not in part:
                 yield Number(path, keys, part, frozenset(types - {part["type"]}))
             for name, inner in part.get("properties", {}).items():
                 yield from walk(_resolve(root, inner), (*keys, name))
-            if isinstance(items := part.get("items"), dict):
-                yield from walk(_resolve(root, items), (*keys, 0))
             if isinstance(values := part.get("additionalProperties"), dict):
                 yield from walk(_resolve(root, values), (*keys, "1"))
+        # What an element may be is the sum of what all kinds of lists take.
+        items = [part["items"] for part in alternatives if isinstance(part.get("items"), dict)]
+        if items:
+            yield from walk({"anyOf": items}, (*keys, 0))
 
     return walk(root, ())
+
+
+def _alternatives(root: dict[str, Any], schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    schema = _resolve(root, schema)
+    if "anyOf" not in schema:
+        yield schema
+    for part in schema.get("anyOf", []):
+        yield from _alternatives(root, part)
 
 
 def _resolve(root: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
@@ -135,8 +157,11 @@ def _models(model: type[StrictModel]) -> set[str]:
     return {model.__name__, *model.model_json_schema().get("$defs", {})}
 
 
-def test_every_model_is_part_of_a_route_here() -> None:
+def test_every_body_is_of_a_route_here() -> None:
     """Otherwise its numbers would not be in the table."""
+    known = {model for model, _ in ROUTES.values()}
+    declared = {operation.request for operation in OPERATIONS.values()} - {None}
+    assert declared == known
 
     def leaves(model: type) -> Iterator[type]:
         if not model.__subclasses__():
@@ -145,14 +170,18 @@ def test_every_model_is_part_of_a_route_here() -> None:
             yield from leaves(below)
 
     ours = {m.__name__ for m in leaves(StrictModel) if m.__module__.startswith("lightserve.")}
-    reached = set().union(*(_models(model) for model, _ in ROUTES.values()))
-    assert ours <= reached, ours - reached
+    reached = set().union(*(_models(model) for model in known))
+    answers = {model.__name__ for model in (DetokenizeResponse, TokenSpan)}
+    for module in (schemas, native_schemas):
+        answers |= {name for name, value in vars(module).items() if isinstance(value, type)}
+    assert ours <= reached | answers, ours - reached - answers
 
 
 def test_the_table_has_what_is_known_to_have_limits() -> None:
     names = {(number.path, number.keys[-1]) for number in NUMBERS}
-    for path in ROUTES:
+    for path in GENERATING:
         assert {(path, name) for name in ("temperature", "top_p", "top_k", "seed")} <= names
+    assert {(path, 0) for path in ("/v1/completions", "/detokenize")} <= names  # token ids
     assert all(number.outside for number in NUMBERS)
 
 
