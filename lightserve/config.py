@@ -219,6 +219,16 @@ class ServeConfig:
     chat_template: str = option(
         "", "File with a Jinja chat template to use instead of the model's own."
     )
+    tool_call_parser: str = option(
+        "none",
+        "How the model writes tool calls: <tool_call> tags (hermes, Qwen), JSON (llama3_json).",
+        choices=("none", "hermes", "llama3_json"),
+    )
+    reasoning_parser: str = option(
+        "none",
+        "What the model writes between <think> tags becomes reasoning_content (think).",
+        choices=("none", "think"),
+    )
     start_timeout_s: float = option(
         600.0, "A child that is not ready after this time is a failed start.", low=1.0
     )

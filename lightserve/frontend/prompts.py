@@ -8,9 +8,9 @@ bounded queue. `Tokenizer.encode` lets other threads run while it works.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.failures import overloaded
@@ -76,7 +76,9 @@ class PromptEncoder:
         self._check_text(text, param)
         return split() if len(text) <= INLINE_CHARS else await self._in_thread(split)
 
-    async def encode_chat(self, messages: list[ChatMessage]) -> list[int]:
+    async def encode_chat(
+        self, messages: list[ChatMessage], tools: Sequence[dict[str, Any]] | None = None
+    ) -> list[int]:
         """Return the ids of a conversation up to where the assistant begins.
 
         Raises:
@@ -93,7 +95,7 @@ class PromptEncoder:
             )
 
         def encode() -> list[int]:
-            text = template.render(messages)
+            text = template.render(messages, tools)
             self._check_text(text, "messages")
             return self._tokenizer.encode(text, add_special_tokens=False)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import datetime
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ class ChatMessage:
 
     role: str
     content: str
+    others: dict[str, Any] = field(default_factory=dict)
+    """What else templates may look at: tool_calls, tool_call_id, reasoning_content."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,9 @@ class ChatTemplate:
                 f"{source.origin}: chat template cannot be used: {_one_line(error)}"
             ) from error
 
-    def render(self, messages: list[ChatMessage]) -> str:
+    def render(
+        self, messages: list[ChatMessage], tools: Sequence[dict[str, Any]] | None = None
+    ) -> str:
         """Return the prompt text up to where the assistant begins.
 
         Raises:
@@ -83,7 +88,7 @@ class ChatTemplate:
                 limits of time and length.
         """
         try:
-            return self._render(messages)
+            return self._render(messages, tools)
         except TemplateRejection as error:
             detail = _one_line(error)
         except TemplateLimit as error:
@@ -96,11 +101,13 @@ class ChatTemplate:
             code="chat_template_error",
         )
 
-    def _render(self, messages: list[ChatMessage]) -> str:
+    def _render(
+        self, messages: list[ChatMessage], tools: Sequence[dict[str, Any]] | None = None
+    ) -> str:
         values = {
             **self._special_tokens,
-            "messages": [{"role": m.role, "content": m.content} for m in messages],
-            "tools": None,
+            "messages": [{"role": m.role, "content": m.content, **m.others} for m in messages],
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": True,
         }

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 from starlette.responses import Response
 
 from lightserve.errors import InvalidRequest
@@ -19,19 +19,32 @@ from lightserve.frontend.openai.chunks import ChunkWriter, usage_object
 from lightserve.frontend.openai.fields import CommonFields
 from lightserve.frontend.openai.logprobs import chat_logprobs
 from lightserve.frontend.openai.no_effect import CHAT_NO_EFFECT, MESSAGE_NO_EFFECT, NoEffectModel
+from lightserve.frontend.openai.output_parser import OutputParser, ParserOptions, message_of
+from lightserve.frontend.openai.reasoning import THINK
+from lightserve.frontend.openai.tool_fields import (
+    MAX_TOOLS,
+    ToolCall,
+    ToolChoice,
+    Tools,
+    ToolUse,
+    resolve_tools,
+)
 from lightserve.frontend.responses import ARRIVAL_KEY, GenerationResponse, new_request_id
 from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.sampling import MaxTokens, NumLogprobs
 from lightserve.frontend.service import Service
 from lightserve.tokenization.chat_template import ChatMessage
+from lightserve.types import FinishReason
 
 MAX_MESSAGES = 2048
+NUM_ENDING_TOKENS = 16
+"""Of a prompt, in which the tag of reasoning may be."""
 _ROLE = {"role": "assistant", "content": ""}
 
 
 def _text_of(content: Any) -> Any:
     """Reduce a list of text parts to one string, the parts on lines of their own."""
-    if isinstance(content, str):
+    if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise ValueError(f"must be a string or a list of text parts, got {show(content)}")
@@ -60,12 +73,35 @@ class Message(NoEffectModel):
 
     no_effect = MESSAGE_NO_EFFECT
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_text_of, json_schema_input_type=_Content)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        str | None, BeforeValidator(_text_of, json_schema_input_type=_Content | None)
+    ] = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Message:
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
+            raise ValueError("may have tool_calls and reasoning_content only as the assistant's")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("must have tool_call_id exactly if its role is tool")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("must have content, which is null only beside tool_calls")
+        return self
 
     def rendered(self) -> ChatMessage:
         """Return it as chat templates know it."""
-        return ChatMessage("system" if self.role == "developer" else self.role, self.content)
+        others: dict[str, Any] = {}
+        if self.tool_calls:
+            others["tool_calls"] = [call.rendered() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            others["tool_call_id"] = self.tool_call_id
+        if self.reasoning_content is not None:
+            others["reasoning_content"] = self.reasoning_content
+        role = "system" if self.role == "developer" else self.role
+        return ChatMessage(role, self.content or "", others)
 
 
 class ChatRequest(CommonFields):
@@ -76,6 +112,9 @@ class ChatRequest(CommonFields):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def limit_param(self) -> str:
@@ -93,6 +132,17 @@ class ChatRequest(CommonFields):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        if self.parallel_tool_calls is not None and not self.tools:
+            raise InvalidRequest("parallel_tool_calls needs tools", param="parallel_tool_calls")
+
+    def tool_use(self, service: Service) -> ToolUse:
+        """Return what is to be done with the tools. Raises InvalidRequest."""
+        return resolve_tools(
+            self.tools,
+            self.tool_choice,
+            is_parallel=self.parallel_tool_calls is not False,
+            tool_format=service.config.tool_call_parser,
+        )
 
 
 class ChatShape:
@@ -111,22 +161,29 @@ class ChatShape:
         }
         chunk_envelope = self._envelope | {"object": "chat.completion.chunk"}
         self._writer = ChunkWriter(chunk_envelope, includes_usage=request.includes_usage)
-        self._begun: set[int] = set()
+        self.parser_options = ParserOptions()
+        """What to look for in the output; set before it begins."""
+        self._parsers: dict[int, OutputParser] = {}
+        """Of the choices that have begun."""
 
     def opening(self) -> bytes:
         """Return nothing: each choice names its role when it begins."""
         return b""
 
     def delta(self, index: int, delta: TextDelta, choices: Choices) -> bytes:
-        """Return a chunk with the text, if any, and one with the finish reason, if any."""
+        """Return chunks with the parts of the text, if any, and one with the finish reason."""
         data = b""
-        if index not in self._begun:
-            self._begun.add(index)
+        if index not in self._parsers:
             data = self._chunk(index, _ROLE)
-        if delta.text or delta.pieces:
-            data += self._chunk(index, {"content": delta.text}, logprobs=self._logprobs([delta]))
+        parts = self._parts(index, [delta])
+        if not parts and delta.pieces:
+            parts = [{"content": ""}]
+        logprobs = self._logprobs([delta])
+        for part in parts:
+            data += self._chunk(index, part, logprobs=logprobs)
+            logprobs = None
         if delta.finish_reason is not None:
-            data += self._chunk(index, {}, finish_reason=delta.finish_reason)
+            data += self._chunk(index, {}, finish_reason=self._reason(index, delta.finish_reason))
         return data
 
     def closing(self, choices: Choices) -> bytes:
@@ -137,18 +194,35 @@ class ChatShape:
         """Return the chat completion object."""
         objects = []
         for index, (own, generation) in enumerate(zip(deltas, choices.generations, strict=True)):
-            text = "".join(delta.text for delta in own)
+            message = message_of(self._parts(index, own))
             objects.append(
                 {
                     "index": index,
-                    "message": {"role": "assistant", "content": text, "refusal": None},
+                    "message": {"role": "assistant", "refusal": None, **message},
                     "logprobs": self._logprobs(own),
-                    "finish_reason": generation.finish_reason,
+                    "finish_reason": self._reason(index, generation.finish_reason),
                 }
             )
         return msgspec.json.encode(
             {**self._envelope, "choices": objects, "usage": usage_object(choices.usage)}
         )
+
+    def _parts(self, index: int, deltas: Sequence[TextDelta]) -> list[dict[str, Any]]:
+        """Return the parts of a choice's message that some news complete."""
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = OutputParser(self.parser_options)
+        parts: list[dict[str, Any]] = []
+        for delta in deltas:
+            parts += parser.push(delta.text)
+            if delta.finish_reason is not None:
+                parts += parser.finish()
+        return parts
+
+    def _reason(self, index: int, reason: FinishReason | None) -> str | None:
+        """Return why a choice ended, in OpenAI's words."""
+        is_call = reason is FinishReason.STOP and self._parsers[index].num_calls > 0
+        return "tool_calls" if is_call else reason
 
     def _chunk(
         self,
@@ -179,12 +253,17 @@ def chat_router(service: Service) -> APIRouter:
         body.check(service)
         arrival_s: float = request.scope[ARRIVAL_KEY]
 
+        shape = ChatShape(service, body)
+        tools = body.tool_use(service)
+
         async def prepare() -> list[NewRequest]:
-            return await _prepare(service, body, arrival_s)
+            requests = await _prepare(service, body, tools, arrival_s)
+            shape.parser_options = _parser_options(service, tools, requests[0])
+            return requests
 
         return GenerationResponse(
             service,
-            ChatShape(service, body),
+            shape,
             prepare,
             stream=body.stream or False,
             per_prompt=body.num_choices,
@@ -193,10 +272,25 @@ def chat_router(service: Service) -> APIRouter:
     return router
 
 
-async def _prepare(service: Service, body: ChatRequest, arrival_s: float) -> list[NewRequest]:
+def _parser_options(service: Service, tools: ToolUse, request: NewRequest) -> ParserOptions:
+    """Return what to look for in the output of a request."""
+    # Templates of some models end with the tag that opens the reasoning; a constraint leaves no
+    # room for any.
+    ending = service.model.tokenizer.decode(request.prompt_token_ids[-NUM_ENDING_TOKENS:])
+    return ParserOptions(
+        reasoning=service.config.reasoning_parser if request.constraint is None else "none",
+        starts_in_reasoning=ending.rstrip().endswith(THINK),
+        tool_format=service.config.tool_call_parser if tools.offered else "none",
+        tool_names=tools.names,
+    )
+
+
+async def _prepare(
+    service: Service, body: ChatRequest, tools: ToolUse, arrival_s: float
+) -> list[NewRequest]:
     """Render, encode, resolve. Raises InvalidRequest, RequestFailed."""
     messages = [message.rendered() for message in body.messages]
-    prompt_token_ids = await service.encoder.encode_chat(messages)
+    prompt_token_ids = await service.encoder.encode_chat(messages, tools.descriptions)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     max_tokens = service.resolve_max_tokens(
         len(prompt_token_ids), asked, default=None, param=body.limit_param
@@ -204,6 +298,11 @@ async def _prepare(service: Service, body: ChatRequest, arrival_s: float) -> lis
     sampling = body.sampling_request(
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None
     )
-    constraint = await body.resolve_constraint(service)
+    constraint = await body.resolve_constraint(service, tools.wish(service.config.tool_call_parser))
+    if tools.offered and constraint is not None and not tools.required:
+        raise InvalidRequest(
+            "tools cannot be combined with other structured output unless tool_choice is none",
+            param="tools",
+        )
     prompts = [(prompt_token_ids, max_tokens)]
     return list(body.new_requests(service, prompts, sampling, arrival_s, constraint))

@@ -21,8 +21,6 @@ NoEffect = Mapping[str, tuple[Any, ...]]
 CHAT_NO_EFFECT: NoEffect = {
     "store": (False,),
     "modalities": (["text"],),
-    "tools": ([],),
-    "tool_choice": ("none",),
 }
 COMPLETION_NO_EFFECT: NoEffect = {"suffix": ()}
 MESSAGE_NO_EFFECT: NoEffect = {
@@ -31,7 +29,6 @@ MESSAGE_NO_EFFECT: NoEffect = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "tool_calls": ([],),
 }
 
 

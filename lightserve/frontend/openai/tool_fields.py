@@ -1,0 +1,169 @@
+"""`tools` and `tool_choice`, calls in the history, and the grammars that enforce calls."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from lightserve.errors import InvalidRequest
+from lightserve.frontend.json_body import StrictModel, show
+from lightserve.frontend.openai.tool_texts import END_OF_TOOL_CALL, TOOL_CALL
+from lightserve.frontend.structured_fields import Wish
+from lightserve.messages.common import GrammarConstraint
+
+MAX_TOOLS = 128
+MAX_CALLS = 16
+"""Calls of one answer where calls are required."""
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+class ToolFunction(StrictModel):
+    """`tools[].function`; arguments are as `parameters` has them where a call is required."""
+
+    name: FunctionName
+    description: Annotated[str, Field(max_length=16384)] | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(StrictModel):
+    """`tools[]`."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class NamedFunction(StrictModel):
+    """`tool_choice.function`."""
+
+    name: FunctionName
+
+
+class NamedTool(StrictModel):
+    """`tool_choice` as an object."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(StrictModel):
+    """`messages[].tool_calls[].function`."""
+
+    name: FunctionName
+    arguments: str
+
+
+class ToolCall(StrictModel):
+    """`messages[].tool_calls[]`."""
+
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    type: Literal["function"]
+    function: CalledFunction
+
+    def rendered(self) -> dict[str, Any]:
+        """Return it as chat templates know it: arguments are an object where they can be."""
+        arguments: Any = self.function.arguments
+        # What is no JSON a model once wrote: the template shows it as it is.
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments) if arguments else {}
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class ToolUse(NamedTuple):
+    """What a request does with its tools."""
+
+    offered: Sequence[Tool] = ()
+    """What the model is told of; empty: no calls are looked for."""
+    required: Sequence[Tool] = ()
+    """One of these must be called."""
+    is_parallel: bool = True
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the tools that may be called."""
+        return frozenset(tool.function.name for tool in self.required or self.offered)
+
+    @property
+    def descriptions(self) -> list[dict[str, Any]] | None:
+        """The tools as chat templates know them."""
+        return [tool.model_dump(exclude_none=True) for tool in self.offered] or None
+
+    def wish(self, tool_format: str) -> Wish | None:
+        """Return the grammar of the calls that are required."""
+        if not self.required:
+            return None
+        most = MAX_CALLS if self.is_parallel else 1
+        return _grammar_of_calls(self.required, tool_format, most), "tools"
+
+
+def resolve_tools(
+    tools: Sequence[Tool] | None,
+    choice: ToolChoice | None,
+    *,
+    is_parallel: bool,
+    tool_format: str,
+) -> ToolUse:
+    """Return what is to be done with a request's tools.
+
+    Raises:
+        InvalidRequest: a choice without tools or of an unknown one, a name given twice, or a
+            server that does not look for calls.
+    """
+    tools = tools or ()
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise InvalidRequest("tools must have different names", param="tools")
+    chosen = choice.function.name if isinstance(choice, NamedTool) else None
+    if not tools and choice not in (None, "none", "auto"):
+        raise InvalidRequest("tool_choice needs tools", param="tool_choice")
+    if chosen is not None and chosen not in names:
+        raise InvalidRequest(
+            f"tool_choice.function.name must be one of the tools, got {show(chosen)}",
+            param="tool_choice.function.name",
+        )
+    if not tools or choice == "none":
+        return ToolUse()
+    if tool_format == "none":
+        raise InvalidRequest(
+            "tools need a server with --tool-call-parser; this one has none",
+            param="tools",
+            code="unsupported_value",
+        )
+    required = tools if choice == "required" else [t for t in tools if t.function.name == chosen]
+    return ToolUse(tools, required, is_parallel)
+
+
+def _grammar_of_calls(tools: Sequence[Tool], tool_format: str, most: int) -> GrammarConstraint:
+    """Return the grammar of 1 to `most` calls. Each schema is the root of its own: $ref works."""
+    is_hermes = tool_format == "hermes"
+    opening, closing = (f"{TOOL_CALL}\n", f"\n{END_OF_TOOL_CALL}") if is_hermes else ("", "")
+    key, separator = ("arguments", "\n") if is_hermes else ("parameters", "; ")
+    lines = [
+        f"start: call ({_quoted(separator)} call){{0,{most - 1}}}" if most > 1 else "start: call"
+    ]
+    lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
+    for number, tool in enumerate(tools):
+        name = json.dumps(tool.function.name)
+        before = _quoted(f'{opening}{{"name": {name}, "{key}": ')
+        lines.append(f"call_{number}: {before} arguments_{number} {_quoted('}' + closing)}")
+        lines.append(f"arguments_{number}: %json {json.dumps(_object_schema(tool))}")
+    return GrammarConstraint(grammar="\n".join(lines))
+
+
+def _object_schema(tool: Tool) -> dict[str, Any]:
+    """Return the schema of a tool's arguments, which are an object whatever it says."""
+    schema = tool.function.parameters or {}
+    return schema if "type" in schema or "$ref" in schema else {**schema, "type": "object"}
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,250 @@
+"""Tools through the chat route: into the template, into a grammar, and out of the text again."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_router import Setup, frontend, says, sse_data
+
+from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
+from lightserve.messages.common import GrammarConstraint
+from lightserve.structured.grammars import compile_matcher
+from lightserve.structured.vocabulary import byte_vocabulary
+from lightserve.tokenization.tokenizer import Tokenizer
+
+PATH = "/v1/chat/completions"
+TEMPLATE = """\
+{% for tool in tools or [] %}T:{{ tool.function.name }} {% endfor %}\
+{% for m in messages %}[{{ m.role }}] {{ m.content }}\
+{% for c in m.tool_calls or [] %}C:{{ c.function.name }}={{ c.function.arguments.a }}{% endfor %}\
+{% if m.tool_call_id %}I:{{ m.tool_call_id }}{% endif %} {% endfor %}"""
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/n"}, "b": {"$ref": "#/$defs/n"}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+            "$defs": {"n": {"type": "integer"}},
+        },
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+USER = {"role": "user", "content": "hi"}
+BODY: dict[str, Any] = {"model": BUNDLED_MODEL_NAME, "messages": [USER]}
+NAMED = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(BUNDLED_MODEL_DIR)
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> str:
+    path = tmp_path / "template.jinja"
+    path.write_text(TEMPLATE)
+    return str(path)
+
+
+def ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return [*tokenizer.encode(text, add_special_tokens=False), *tokenizer.eos_token_ids]
+
+
+async def _post(setup: Setup, **changes: Any) -> dict[str, Any]:
+    response = await setup.post(PATH, {**BODY, **changes})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def test_calls_are_told_whole_and_streamed(tokenizer: Tokenizer, template: str) -> None:
+    async def scenario() -> None:
+        answer = says(ids(tokenizer, f"So.\n{CALL}\n{CALL}"))
+        async with frontend(answer, tool_call_parser="hermes", chat_template=template) as setup:
+            body: dict[str, Any] = {"tools": [ADD, NOW], "n": 2}
+            for choice in (await _post(setup, **body))["choices"]:
+                message = choice["message"]
+                assert choice["finish_reason"] == "tool_calls"
+                assert message["content"] == "So."
+                assert len({call["id"] for call in message["tool_calls"]}) == 2
+                for call in message["tool_calls"]:
+                    assert call["function"] == {"name": "add", "arguments": '{"a": 1, "b": 2}'}
+            response = await setup.post(PATH, {**BODY, **body, "stream": True})
+            chunks = sse_data(response.text)[:-1]
+            for index in (0, 1):
+                own = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+                assert own[-1]["finish_reason"] == "tool_calls"
+                deltas = [choice["delta"] for choice in own]
+                assert "".join(delta.get("content", "") for delta in deltas) == "So."
+                calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+                assert [c["function"]["name"] for c in calls if "id" in c] == ["add", "add"]
+                for number in (0, 1):
+                    pieces = [c["function"]["arguments"] for c in calls if c["index"] == number]
+                    assert "".join(pieces) == '{"a": 1, "b": 2}'
+
+    asyncio.run(scenario())
+
+
+def test_without_tools_the_same_text_is_content(tokenizer: Tokenizer, template: str) -> None:
+    async def scenario() -> None:
+        answer = says(ids(tokenizer, CALL))
+        async with frontend(answer, tool_call_parser="hermes", chat_template=template) as setup:
+            for fields in ({}, {"tools": []}, {"tools": [ADD], "tool_choice": "none"}):
+                (choice,) = (await _post(setup, **fields))["choices"]
+                assert choice["message"]["content"] == CALL
+                assert choice["finish_reason"] == "stop"
+                assert "T:" not in tokenizer.decode(setup.router.prompt_of(-1))
+
+    asyncio.run(scenario())
+
+
+def test_templates_see_tools_and_calls(tokenizer: Tokenizer, template: str) -> None:
+    async def scenario() -> None:
+        async with frontend(
+            says([5, 2]), tool_call_parser="hermes", chat_template=template
+        ) as setup:
+            call = {"id": "c1", "type": "function"}
+            calls = [
+                {**call, "function": {"name": "add", "arguments": '{"a": 41}'}},
+                {**call, "function": {"name": "add", "arguments": "broken"}},
+            ]
+            messages = [
+                USER,
+                {"role": "assistant", "content": None, "tool_calls": calls},
+                {"role": "tool", "tool_call_id": "c1", "content": "42"},
+            ]
+            await _post(setup, tools=[ADD, NOW], messages=messages)
+            text = tokenizer.decode(setup.router.prompt_of(-1))
+            expected = "T:add T:now [user] hi [assistant] C:add=41C:add= [tool] 42I:c1"
+            assert text.split() == expected.split()
+            assert setup.router.submits[-1].constraint is None
+
+    asyncio.run(scenario())
+
+
+ONE = CALL
+JSON_ONE = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
+NOW_CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("parser", "fields", "accepted", "refused"),
+    [
+        (
+            "hermes",
+            {"tool_choice": "required"},
+            [ONE, NOW_CALL, f"{ONE}\n{NOW_CALL}", "\n".join([ONE] * 16)],
+            ["", "So.", ONE.replace('"b": 2', '"c": 2'), "\n".join([ONE] * 17), f"{ONE} so"],
+        ),
+        (
+            "hermes",
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            [ONE, NOW_CALL],
+            [f"{ONE}\n{NOW_CALL}"],
+        ),
+        ("hermes", {"tool_choice": NAMED}, [ONE], [NOW_CALL]),
+        (
+            "llama3_json",
+            {"tool_choice": "required"},
+            [JSON_ONE, f"{JSON_ONE}; {JSON_ONE}"],
+            [ONE, JSON_ONE.replace("2", '"2"')],
+        ),
+    ],
+)
+def test_required_calls_become_a_grammar(
+    parser: str, fields: dict[str, Any], accepted: list[str], refused: list[str]
+) -> None:
+    async def scenario() -> Any:
+        async with frontend(says([5, 2]), tool_call_parser=parser) as setup:
+            await _post(setup, tools=[ADD, NOW], **fields)
+            return setup.router.submits[-1].constraint
+
+    constraint = asyncio.run(scenario())
+    assert isinstance(constraint, GrammarConstraint)
+    matcher = compile_matcher(constraint, byte_vocabulary())
+    for text, expected in [*((t, True) for t in accepted), *((t, False) for t in refused)]:
+        own, data = matcher.deep_copy(), list(text.encode())
+        is_whole = own.try_consume_tokens(data) == len(data) and own.is_accepting()
+        assert is_whole is expected, text
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "x"}]}, "tools[0]"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "x": 1}}]}, "tools[0].function.x"),
+    ({"tools": [NOW, NOW]}, "tools"),
+    ({"tools": [{**NOW, "function": {"name": f"f{i}"}} for i in range(129)]}, "tools"),
+    ({"tools": [NOW], "tool_choice": NAMED}, "tool_choice.function.name"),
+    ({"tools": [NOW], "tool_choice": "maybe"}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": NAMED}, "tool_choice"),
+    ({"parallel_tool_calls": True}, "parallel_tool_calls"),
+    ({"tools": [NOW], "response_format": {"type": "json_object"}}, "tools"),
+    (
+        {
+            "tools": [NOW],
+            "tool_choice": "required",
+            "response_format": {"type": "json_object"},
+        },
+        "response_format",
+    ),
+    (
+        {
+            "tools": [{**NOW, "function": {"name": "f", "parameters": {"type": "foo"}}}],
+            "tool_choice": "required",
+        },
+        "tools",
+    ),
+    ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1]"),
+    ({"messages": [{**USER, "tool_call_id": "x"}]}, "messages[0]"),
+    ({"messages": [{**USER, "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0]"),
+    ({"messages": [{"role": "assistant", "content": None}]}, "messages[0]"),
+]
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2]), tool_call_parser="hermes") as setup:
+            for fields, param in REFUSED:
+                response = await setup.post(PATH, {**BODY, **fields})
+                assert response.status_code == 400, (fields, response.text)
+                error = response.json()["error"]
+                assert error["param"].startswith(param), (fields, error)
+                assert error["param"] in error["message"]
+            assert not setup.router.submits
+        async with frontend(says([5, 2])) as setup:
+            response = await setup.post(PATH, {**BODY, "tools": [NOW]})
+            assert response.status_code == 400
+            assert "--tool-call-parser" in response.json()["error"]["message"]
+
+    asyncio.run(scenario())
+
+
+def test_reasoning_is_told_apart(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async def scenario(template: str, text: str) -> dict[str, Any]:
+        path = tmp_path / "thinking.jinja"
+        path.write_text(template)
+        async with frontend(
+            says(ids(tokenizer, text)), reasoning_parser="think", chat_template=str(path)
+        ) as setup:
+            answer = (await _post(setup))["choices"][0]["message"]
+            constrained = {"structured_outputs": {"regex": ".*"}}
+            plain = (await _post(setup, **constrained))["choices"][0]["message"]
+            assert "reasoning_content" not in plain and plain["content"] == text
+            message: dict[str, Any] = answer
+            return message
+
+    for template, text in (
+        ("{{ messages[0].content }}", "<think>\nHm.\n</think>\n\nYes."),
+        ("{{ messages[0].content }}<think>\n", "Hm.\n</think>\n\nYes."),
+    ):
+        message = asyncio.run(scenario(template, text))
+        assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
