@@ -166,6 +166,7 @@ def test_every_body_is_of_a_route_here() -> None:
     def leaves(model: type) -> Iterator[type]:
         if not model.__subclasses__():
             yield model
+        below: type
         for below in model.__subclasses__():
             yield from leaves(below)
 

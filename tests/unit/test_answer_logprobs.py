@@ -1,0 +1,172 @@
+"""Log-probabilities and echoed prompts: the shapes of each route, streamed and whole."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+from support.fake_router import Answer, frontend, says, sse_data
+
+from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
+from lightserve.messages.common import TokenLogprob
+from lightserve.messages.frontend_router import RequestDelta, Submit
+from lightserve.models.config import load_model_config
+from lightserve.tokenization.tokenizer import Tokenizer
+from lightserve.types import FinishReason
+
+TOKENIZER = Tokenizer(BUNDLED_MODEL_DIR)
+VOCAB_SIZE = load_model_config(BUNDLED_MODEL_DIR).vocab_size
+IDS = {TOKENIZER.bytes_of(token): token for token in range(VOCAB_SIZE)}
+EOS = TOKENIZER.eos_token_ids[0]
+TEXT = "aé😀b"
+BYTES = [bytes([byte]) for byte in TEXT.encode()]
+TOKENS = [IDS[data] for data in BYTES]
+NAMES = [*["a", *[rf"bytes:\x{d[0]:02x}" for d in BYTES[1:-1]], "b"], "<|eos|>"]
+"""Of the tokens, EOS included; none of its parts is a character alone."""
+LOGPROBS = [-number / 8 for number in range(len(NAMES))]
+PROMPT = [IDS[bytes([byte])] for byte in "ü!".encode()]
+COMPLETION: dict[str, Any] = {"model": BUNDLED_MODEL_NAME, "prompt": PROMPT, "max_tokens": 50}
+CHAT: dict[str, Any] = {
+    "model": BUNDLED_MODEL_NAME,
+    "messages": [{"role": "user", "content": "hi"}],
+}
+
+
+async def _ask(path: str, body: dict[str, Any], answer: Answer) -> tuple[Any, Submit]:
+    async with frontend(answer) as setup:
+        response = await setup.post(path, body)
+        assert response.status_code == 200, response.text
+        is_stream = response.headers["content-type"] == "text/event-stream"
+        answered = sse_data(response.text) if is_stream else response.json()
+        return answered, setup.router.submits[-1]
+
+
+def _post(path: str, body: dict[str, Any], answer: Answer | None = None) -> tuple[Any, Submit]:
+    return asyncio.run(_ask(path, body, answer or says([*TOKENS, EOS])))
+
+
+def _joined(chunks: list[Any]) -> dict[str, list[Any]]:
+    joined: dict[str, list[Any]] = {}
+    for chunk in chunks[:-1]:
+        for key, values in (chunk["choices"][0]["logprobs"] or {}).items():
+            joined.setdefault(key, []).extend(values or [])
+    return joined
+
+
+@pytest.mark.parametrize("num_top", [None, 0, 2])
+def test_chat(num_top: int | None) -> None:
+    asked = {**CHAT, "logprobs": True, "top_logprobs": num_top}
+    whole, submit = _post("/v1/chat/completions", asked)
+    assert submit.sampling.num_logprobs == (num_top or 0)
+    logprobs = whole["choices"][0]["logprobs"]
+    assert logprobs["refusal"] is None
+    content = logprobs["content"]
+    assert [token["token"] for token in content] == NAMES
+    assert [token["logprob"] for token in content] == LOGPROBS
+    assert b"".join(bytes(token["bytes"]) for token in content[:-1]).decode() == TEXT
+    for token in content:
+        assert [top["logprob"] for top in token["top_logprobs"]] == [0.0, -0.25][: num_top or 0]
+        assert all(top.keys() == {"token", "logprob", "bytes"} for top in token["top_logprobs"])
+    chunks, _ = _post("/v1/chat/completions", asked | {"stream": True})
+    assert _joined(chunks)["content"] == content
+
+
+def test_chat_without() -> None:
+    whole, submit = _post("/v1/chat/completions", {**CHAT, "logprobs": False})
+    assert whole["choices"][0]["logprobs"] is None
+    assert submit.sampling.num_logprobs is None
+
+
+@pytest.mark.parametrize("num_top", [0, 2])
+def test_completions(num_top: int) -> None:
+    whole, submit = _post("/v1/completions", {**COMPLETION, "logprobs": num_top})
+    assert submit.sampling.num_logprobs == num_top
+    assert submit.sampling.num_prompt_logprobs is None
+    logprobs = whole["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == NAMES
+    assert logprobs["token_logprobs"] == LOGPROBS
+    # In characters: a part of one stands where the text ends that is certain before it.
+    assert logprobs["text_offset"] == [0, 1, 1, 2, 2, 2, 2, 3, 4]
+    for name, logprob, top in zip(NAMES, LOGPROBS, logprobs["top_logprobs"], strict=True):
+        assert top[name] == logprob
+        assert len(top) in (num_top, num_top + 1)
+    chunks, _ = _post("/v1/completions", {**COMPLETION, "logprobs": num_top, "stream": True})
+    assert _joined(chunks) == logprobs
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_puts_the_prompt_before_each_choice(stream: bool) -> None:
+    asked = {**COMPLETION, "echo": True, "logprobs": 1, "n": 2, "stream": stream}
+    answer, submit = _post("/v1/completions", asked)
+    assert submit.sampling.num_prompt_logprobs == 1
+    for index in range(2):
+        if stream:
+            own = [c for c in answer[:-1] if c["choices"][0]["index"] == index]
+            text = "".join(chunk["choices"][0]["text"] for chunk in own)
+            logprobs = _joined([*own, None])
+        else:
+            choice = answer["choices"][index]
+            text, logprobs = choice["text"], choice["logprobs"]
+        assert text == "ü!" + TEXT
+        assert logprobs["tokens"] == [r"bytes:\xc3", r"bytes:\xbc", "!", *NAMES]
+        assert logprobs["token_logprobs"] == [None, -1 / 8, -2 / 8, *LOGPROBS]
+        assert logprobs["top_logprobs"][0] is None
+        assert logprobs["text_offset"][:5] == [0, 0, 1, 2, 3]
+
+
+def test_echo_without_log_probabilities_asks_for_none() -> None:
+    for prompt, text in ((PROMPT, "ü!"), ("hello", "hello")):
+        answer, submit = _post("/v1/completions", {**COMPLETION, "prompt": prompt, "echo": True})
+        assert submit.sampling.num_prompt_logprobs is None
+        assert answer["choices"][0] == {
+            "index": 0,
+            "text": text + TEXT,
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+
+
+def test_max_tokens_0_only_echoes() -> None:
+    asked = {**COMPLETION, "max_tokens": 0, "echo": True, "logprobs": 0}
+    answer, submit = _post("/v1/completions", asked)
+    assert submit.max_tokens == 1
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("ü!", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, -1 / 8, -2 / 8]
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_minus_infinity_is_a_number_in_json() -> None:
+    def answer(submit: Submit) -> list[RequestDelta]:
+        never = TokenLogprob(-math.inf, [5], [-math.inf])
+        return [RequestDelta(submit.request_id, [5], FinishReason.LENGTH, logprobs=[never])]
+
+    whole, _ = _post("/v1/completions", {**COMPLETION, "logprobs": 1}, answer)
+    assert whole["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0]
+    whole, _ = _post("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 1}, answer)
+    (content,) = whole["choices"][0]["logprobs"]["content"]
+    assert (content["logprob"], content["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
+    events, _ = _post(
+        "/generate_stream", {"inputs": "x", "parameters": {"top_n_tokens": 1}}, answer
+    )
+    assert events[0]["token"]["logprob"] == events[0]["top_tokens"][0]["logprob"] == -9999.0
+
+
+def test_generate_has_prompt_tokens_top_tokens_and_the_whole_text() -> None:
+    parameters = {
+        **{"details": True, "decoder_input_details": True, "return_full_text": True},
+        **{"top_n_tokens": 2, "stop": ["😀"]},
+    }
+    answer, submit = _post("/generate", {"inputs": "hi there", "parameters": parameters})
+    assert (submit.sampling.num_logprobs, submit.sampling.num_prompt_logprobs) == (2, 0)
+    assert answer["generated_text"] == "hi there" + "aé😀"  # as TGI, with the stop string
+    details = answer["details"]
+    assert (details["finish_reason"], details["generated_tokens"]) == ("stop_sequence", 7)
+    prompt = TOKENIZER.encode("hi there", add_special_tokens=True)
+    assert [token["id"] for token in details["prefill"]] == prompt
+    expected = [None, *[-n / 8 for n in range(1, len(prompt))]]
+    assert [token["logprob"] for token in details["prefill"]] == expected
+    assert [token["id"] for token in details["tokens"]] == TOKENS[:7]
+    assert [[top["id"] for top in tops] for tops in details["top_tokens"]] == [[0, 1]] * 7
