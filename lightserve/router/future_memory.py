@@ -103,14 +103,20 @@ class FutureMemory:
         longest = max(int(rest.max()), int(self._rest.max(initial=0)))
         kind = self._narrowest(longest, num_requests + 1)
         rank = (self._rest >= rest[:, None]).sum(axis=1)
-        is_old = np.ones((num_futures, num_requests + 1), dtype=bool)
-        is_old[np.arange(num_futures), rank] = False
-        own = base * (np.arange(num_requests) >= rank[:, None])
-        held = np.empty((num_futures, num_requests + 1), dtype=kind)
-        new_rest = np.empty_like(held)
-        held[is_old] = (self._held + own).ravel()
-        new_rest[is_old] = self._rest.ravel()
-        held[~is_old] = self._held_before[np.arange(num_futures), rank] + base
-        new_rest[~is_old] = rest
+        is_before = np.arange(num_requests + 1) < rank[:, None]
+        futures = np.arange(num_futures)
+        held_before = self._held_before[futures, rank]
+        new_rest = _spread(self._rest, self._rest, is_before)
+        new_rest[futures, rank] = rest
+        held = _spread(self._held, self._held + kind(base), is_before)
+        held[futures, rank] = held_before + base
         self._held, self._rest = held, new_rest
         self._index()
+
+
+def _spread(before: IntArray, behind: IntArray, is_before: npt.NDArray[np.bool_]) -> IntArray:
+    """Return rows one longer: `before` where it says so, else `behind`, one place later."""
+    padding = np.zeros((len(before), 1), dtype=before.dtype)
+    kept = np.concatenate([before, padding], axis=1)
+    moved = np.concatenate([padding, behind], axis=1)
+    return np.where(is_before, kept, moved)

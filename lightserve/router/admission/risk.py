@@ -56,22 +56,29 @@ class _Refusals:
         """By request: the fall of the peak, counted as `_fall` is, at which it may fit."""
         self._fall = 0
         """Most tokens by which any peak has fallen."""
-        self._generated: dict[Request, int] = {}
+        self._live: list[Request] = []
+        self._counts: list[int] = []
+        """Of output tokens of those who are live; empty if nobody was refused."""
         self._state: tuple[int, int] = (0, 0)
 
     def __contains__(self, request: Request) -> bool:
         return self._until.get(request, 0) > self._fall
 
-    def advance(self, live: Collection[Request], state: tuple[int, int]) -> None:
-        """Take in what has become of the batch; another `state` (pool, history) forgets all."""
-        before, self._generated = self._generated, {r: num_generated(r) for r in live}
-        if state != self._state or not before.keys() <= self._generated.keys():
+    def advance(self, live: list[Request], state: tuple[int, int]) -> None:
+        """Take in what has become of the batch; another `state` (pool, history) forgets all.
+
+        `live` is in order of admission: newcomers are at its end.
+        """
+        before, counts = self._live, self._counts
+        if state != self._state or live[: len(before)] != before:
             self._state = state
             self._until.clear()
+        self._live, self._counts = live, []
         if not self._until:
             self._fall = 0
             return
-        progress = [self._generated[request] - count for request, count in before.items()]
+        self._counts = list(map(num_generated, live))
+        progress = list(map(int.__sub__, self._counts, counts))
         num_steps = max(progress, default=0)
         # Who stood still while others moved holds so much less at the old peak.
         self._fall += num_steps + num_steps * len(progress) - sum(progress)
@@ -80,6 +87,8 @@ class _Refusals:
         """Remember that a request was too much by `excess` tokens."""
         if len(self._until) == MAX_REMEMBERED:
             self._until.clear()
+        if not self._counts:
+            self._counts = list(map(num_generated, self._live))
         self._until[request] = self._fall + excess
 
     def steps_left(self, request: Request) -> int:
@@ -139,6 +148,7 @@ class RiskAdmission(PeakAdmission):
             rank = len(peaks) - 1 - int(self._risk[request.request_class] * len(peaks))
             return int(np.partition(peaks, rank)[rank])
 
+        live = list(live)
         self._refusals.advance(live, (num_slots, self._lengths.num_recorded))
         return RiskRound(PeakRound(live, self._sample, quantile, num_slots, self), self._refusals)
 
