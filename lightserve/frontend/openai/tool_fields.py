@@ -14,6 +14,7 @@ from lightserve.frontend.json_body import StrictModel, show
 from lightserve.frontend.openai.tool_texts import END_OF_TOOL_CALL, TOOL_CALL
 from lightserve.frontend.structured_fields import Wish
 from lightserve.messages.common import GrammarConstraint
+from lightserve.structured.limits import WHITESPACE
 
 MAX_TOOLS = 128
 MAX_CALLS = 16
@@ -162,7 +163,9 @@ def _grammar_of_calls(tools: Sequence[Tool], tool_format: str, most: int) -> Gra
 def _object_schema(tool: Tool) -> dict[str, Any]:
     """Return the schema of a tool's arguments, which are an object whatever it says."""
     schema = tool.function.parameters or {}
-    return schema if "type" in schema or "$ref" in schema else {**schema, "type": "object"}
+    if "type" not in schema and "$ref" not in schema:
+        schema = {**schema, "type": "object"}
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
 def _quoted(text: str) -> str:
