@@ -248,7 +248,7 @@ def test_a_short_history_is_trusted_less() -> None:
     def room_needed(num_recorded: int) -> int:
         lengths = OutputLengths(max_output_tokens=100, window=num_recorded)
         for index in range(num_recorded):
-            lengths.record(1 + index * 7 % 100)
+            lengths.record(1 + 4 * (index % 25))
         rule = RiskAdmission(lengths, seed=1, rt_risk=0.05, be_risk=0.2)
         live = [make_request(i, prompt=10, generated=1, max_tokens=100) for i in range(60)]
         newcomer = make_request(99, prompt=10)
@@ -258,8 +258,7 @@ def test_a_short_history_is_trusted_less() -> None:
             if rule.begin(live, capacity, StepId(0)).admit(newcomer)
         )
 
-    needed = [room_needed(num_recorded) for num_recorded in (100, 300, 1000)]
-    assert needed[0] > 1.05 * needed[1] and needed[1] > 1.01 * needed[2]
+    assert room_needed(25) > 1.02 * room_needed(1000)
 
 
 def test_enough_futures_for_the_quantile() -> None:

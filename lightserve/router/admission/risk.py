@@ -7,8 +7,7 @@ Real-time and best-effort requests have bounds of their own.
 
 A history is not the truth: it is short at first, and lengths come in waves. In a large batch the
 errors of single requests cancel out, but not those of the history, which all of them share. So
-each future also draws how much longer or shorter everybody gets than the history says, within
-`HISTORY_ERROR` standard errors of its mean rank.
+each future also draws how much longer or shorter everybody gets than the history says.
 
 Common random numbers also make refusals last (see `peak`): while nobody leaves, a newcomer that
 was e tokens too much is refused for e - 1 more steps without a forecast.
@@ -29,8 +28,9 @@ from lightserve.types import RequestClass, StepId
 
 MIN_FUTURES, MAX_FUTURES = 32, 1024
 FUTURES_IN_TAIL = 3.2
-HISTORY_ERROR = 4.0
-"""How many times less exact a history is than as many independent lengths would be."""
+WAVES = 0.015
+"""Variance of a history's mean rank beyond that of as many independent lengths, in units of one
+length's: lengths come in waves. Chosen by measurement; see bench/README.md."""
 _MIN_HISTORY = 20
 _RANK_TILT = 2.0 / np.sqrt(3.0)
 """An exponent of 1 + e moves the mean of uniform numbers by e / 4; the mean of n is off by
@@ -165,7 +165,7 @@ class RiskAdmission(PeakAdmission):
         """Return the uniform numbers, in each future shifted by the history's error in it."""
         size = max(_MIN_HISTORY, len(self._lengths))
         if not self._tilted_for <= size <= 1.1 * self._tilted_for:
-            scale = HISTORY_ERROR * _RANK_TILT / np.sqrt(size)
+            scale = _RANK_TILT * np.sqrt(1.0 / size + WAVES)
             exponents = np.exp(scale * self._errors).astype(np.float32)
             self._tilted = np.minimum(self._uniforms**exponents, _LARGEST)
             self._tilted_for = size
