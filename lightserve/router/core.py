@@ -22,7 +22,6 @@ from lightserve.messages.frontend_router import (
     Acknowledge,
     ErrorCode,
     Finish,
-    Progress,
     RouterStatus,
     Submit,
 )
@@ -82,7 +81,9 @@ class RouterCore:
             case FromFrontend(frontend_id, Submit() as submit):
                 self._submit(frontend_id, submit, now_s, deltas)
             case FromFrontend(frontend_id, Acknowledge(progress=progress)):
-                self._on_progress(frontend_id, progress)
+                for request_id, num_tokens in progress:
+                    if request := self._requests.get(RequestKey(frontend_id, request_id)):
+                        request.acknowledge(num_tokens)
             case FromFrontend(frontend_id, Finish() as finish):
                 self._finish(frontend_id, finish)
             case FromFrontend(frontend_id, Abort(request_id=request_id)):
@@ -123,12 +124,6 @@ class RouterCore:
             self._intake.note_waiting(request, now_s)
             if self._kv is not None:
                 self._kv.expect(request)
-
-    def _on_progress(self, frontend_id: FrontendId, progress: Sequence[Progress]) -> None:
-        for request_id, num_tokens in progress:
-            request = self._requests.get(RequestKey(frontend_id, request_id))
-            if request is not None and request.num_acknowledged_tokens is not None:
-                request.num_acknowledged_tokens = max(request.num_acknowledged_tokens, num_tokens)
 
     def _finish(self, frontend_id: FrontendId, finish: Finish) -> None:
         """Learn where a request with stop strings ended, perhaps after its last token was sent."""

@@ -98,6 +98,11 @@ class Request:
         self.num_computed_tokens = self.num_inflight_tokens = 0
         self.num_inflight_samples = self.num_inflight_steps = 0
 
+    def acknowledge(self, num_tokens: int) -> None:
+        """Learn how much of the output has no stop string; older news change nothing."""
+        if self.num_acknowledged_tokens is not None:
+            self.num_acknowledged_tokens = max(self.num_acknowledged_tokens, num_tokens)
+
     @property
     def num_known_tokens(self) -> int:
         """Tokens that exist or will exist once the plans in flight have run."""
