@@ -30,13 +30,15 @@ def forced() -> Iterator[ForcedFrontend]:
 def _by_bytes(text: str, stops: tuple[str, ...], *, includes_stop: bool = False) -> ForcedCase:
     """One token for each byte, and no end by itself."""
     ids = {TOKENIZER.bytes_of(i): i for i in range(VOCAB_SIZE)}
-    token_ids = tuple(ids[bytes([byte])] for byte in text.encode())
+    token_ids = tuple(ids[bytes([byte])] for byte in text.encode(errors="surrogateescape"))
     return ForcedCase(token_ids, stops, includes_stop, None, (1,))
 
 
 @given(case=forced_cases(TOKENIZER, vocab_size=VOCAB_SIZE))
 @example(case=_by_bytes("aa😀b", ("😀b",)))
 @example(case=_by_bytes("a" * 60 + "é" + "b" * 60, ("éb",)))
+@example(case=_by_bytes("a\udcf0\udc9f", ()))  # ends inside a character
+@example(case=_by_bytes("a\udcf0\udc9f", ("\ufffd",)))
 @settings(
     max_examples=NUM_CASES, deadline=None, suppress_health_check=[*HealthCheck], database=None
 )
