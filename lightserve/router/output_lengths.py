@@ -122,7 +122,8 @@ class OutputLengths:
         if keys is None or not self._by_key:
             table = self._pooled_table()
             return _draw(table, 0, generated, max_tokens, uniforms)
-        rows = np.fromiter(map(self._row_of, keys), np.int64, len(keys))
+        row_of = {key: self._row_of(key) for key in dict.fromkeys(keys)}
+        rows = np.fromiter(map(row_of.__getitem__, keys), np.int64, len(keys))
         return _draw(self._quantiles.ravel(), rows, generated, max_tokens, uniforms)
 
     def _row_of(self, key: Hashable) -> int:
