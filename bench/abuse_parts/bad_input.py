@@ -10,7 +10,18 @@ from typing import Any
 
 from server import running_server
 
-from abuse_parts.client import PROMPT, Address, Answer, address_of, ask, get, percentile, post, row
+from abuse_parts.client import (
+    PROMPT,
+    QUIET,
+    Address,
+    Answer,
+    address_of,
+    ask,
+    get,
+    percentile,
+    post,
+    row,
+)
 
 NUM_STREAMS = 4
 MIB = 1024 * 1024
@@ -117,7 +128,7 @@ class Streams(threading.Thread):
 
 def run(repeats: int = 3) -> bool:
     """Measure everything; returns whether each case had a 4xx and the process lived."""
-    with running_server(["--log-level", "error"]) as server:
+    with running_server(QUIET) as server:
         address = address_of(server.url)
         pid = {name: child.pid for name, child in server.tree().items()}
         streams = Streams(address, server.model)

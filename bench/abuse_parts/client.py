@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+QUIET = ["--num-threads", "1", "--log-level", "error"]
+"""Flags of the servers: beside its clients, two threads of a worker wait for each other."""
 PROMPT = "Tell me a story about Mira and the brass lantern."
 
 

@@ -11,6 +11,7 @@ import psutil
 from server import Server, running_server
 
 from abuse_parts.client import (
+    QUIET,
     Address,
     address_of,
     ask,
@@ -24,7 +25,7 @@ from abuse_parts.client import (
 NUM_HALF_OPEN = 500
 NUM_IDLE = 5000
 NUM_REQUESTS = 100
-LIMITS = ["--max-connections", "8192", "--max-connections-per-ip", "8192", "--log-level", "error"]
+LIMITS = ["--max-connections", "8192", "--max-connections-per-ip", "8192", *QUIET]
 CLOSED_WITHIN_S = 15.0
 
 

@@ -12,6 +12,7 @@ from server import Server, running_server
 
 from abuse_parts.client import (
     PROMPT,
+    QUIET,
     Address,
     Answer,
     address_of,
@@ -84,7 +85,7 @@ def _goodput(answers: Sequence[Answer], targets: Targets, seconds: float) -> flo
 def run(seconds: float = 20.0) -> bool:
     """Measure; returns whether the targets were met."""
     raise_file_limit()
-    with running_server(["--log-level", "error"]) as server:
+    with running_server(QUIET) as server:
         address, request = address_of(server.url), _request(server)
         asyncio.run(_closed_loop(address, request, 2.0))
         capacity = asyncio.run(_closed_loop(address, request, seconds / 2))
@@ -95,7 +96,7 @@ def run(seconds: float = 20.0) -> bool:
     )
     # Who waits longer than the target is not served in time: half of it is left for the rest.
     max_waiting = max(1, int(capacity * targets.ttft_s / 2))
-    flags = ["--rt-max-waiting-requests", str(max_waiting), "--log-level", "error"]
+    flags = ["--rt-max-waiting-requests", str(max_waiting), *QUIET]
     with running_server(flags) as server:
         address, request = address_of(server.url), _request(server)
         asyncio.run(_closed_loop(address, request, 2.0))

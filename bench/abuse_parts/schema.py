@@ -10,13 +10,13 @@ from pathlib import Path
 
 from server import running_server
 
-from abuse_parts.client import row
+from abuse_parts.client import QUIET, row
 
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,"
     "response_schema_conformance,negative_data_rejection"
 )
-FLAGS = ["--max-model-len", "96", "--log-level", "error"]
+FLAGS = ["--max-model-len", "96", *QUIET]
 """A short context: many cases are valid and generate to its end."""
 
 

@@ -10,7 +10,16 @@ import time
 import httpx
 from server import Server, running_server
 
-from abuse_parts.client import PROMPT, Address, address_of, get, percentile, post, raise_file_limit
+from abuse_parts.client import (
+    PROMPT,
+    QUIET,
+    Address,
+    address_of,
+    get,
+    percentile,
+    post,
+    raise_file_limit,
+)
 from abuse_parts.client import row as print_row
 
 ROUNDS = 10
@@ -115,7 +124,7 @@ def run(rounds: int = ROUNDS) -> bool:
     used: list[int] = []
     lates: list[float] = []
     waits: list[float] = []
-    with running_server(["--log-level", "error"]) as server:
+    with running_server(QUIET) as server:
         address = address_of(server.url)
         cpu_before_s = _cpu_s(server)
         for _ in range(rounds):
