@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from openai import OpenAI
-from support.live_server import LiveServer
+from support.live_server import LiveServer, live_server
 
 ASK: list[Any] = [{"role": "user", "content": "Tell me a story."}]
 PROMPT = "Tell me a story."
 EOS = 2
+
+
+@pytest.fixture(scope="module")
+def server(run_parent: Path) -> Iterator[LiveServer]:
+    """Answers that are compared must not depend on what runs beside them."""
+    with live_server(run_parent, "--batch-invariant", "--dtype", "float32") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
