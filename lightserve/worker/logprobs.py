@@ -23,21 +23,40 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) ->
     """
     total = logits.logsumexp(dim=-1, keepdim=True)
     chosen = (logits.gather(1, token_ids[:, None]) - total).squeeze(1).tolist()
-    most = min(max(num_top, default=0), logits.shape[-1])
+    vocab_size = logits.shape[-1]
+    most = min(max(num_top, default=0), vocab_size)
     if most == 0:
         return [TokenLogprob(value, [], []) for value in chosen]
     top = logits.topk(most, dim=-1)
-    values, ids = (top.values - total).tolist(), top.indices.tolist()
     return [
-        TokenLogprob(chosen[row], *_best(values[row], ids[row], num))
-        for row, num in enumerate(num_top)
+        TokenLogprob(
+            chosen[row], *_best(logits[row], total[row], (top.values[row], top.indices[row]), num)
+        )
+        if (num := min(wanted, vocab_size))
+        else TokenLogprob(chosen[row], [], [])
+        for row, wanted in enumerate(num_top)
     ]
 
 
-def _best(values: list[float], ids: list[int], num: int) -> tuple[list[int], list[float]]:
-    """Return the `num` best ids and their values, equal ones by id."""
-    pairs = sorted(zip(values, ids, strict=True), key=lambda pair: (-pair[0], pair[1]))[:num]
-    return [token_id for _, token_id in pairs], [value for value, _ in pairs]
+def _best(
+    logits: Tensor, total: Tensor, top: tuple[Tensor, Tensor], num: int
+) -> tuple[list[int], list[float]]:
+    """Return the `num` best ids of a row and their log-probabilities, equal ones by id.
+
+    `topk` takes any of the tokens that are equal at its end, and its end is another row's wish.
+    """
+    values, ids = top
+    last = values[num - 1]
+    above = ids[values > last]
+    equal = (logits == last).nonzero().flatten()[: num - len(above)]
+    order = torch.cat([above[_by_value(logits[above], above)], equal])
+    return order.tolist(), (logits[order] - total).tolist()
+
+
+def _by_value(values: Tensor, ids: Tensor) -> Tensor:
+    """Return the order of falling values, equal ones by rising id."""
+    by_id = ids.argsort()
+    return by_id[values[by_id].argsort(descending=True, stable=True)]
 
 
 def all_finite(logits: Tensor) -> bool:

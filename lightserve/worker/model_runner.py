@@ -69,7 +69,10 @@ class ModelRunner:
         self._table.update(plan)
         inputs = self._table.inputs(plan)
         masks = None
-        if self._constraints is not None:
+        if self._constraints is None:
+            free = all(sequence.constraint is None for sequence in plan.sequences)
+            assert free or self._tp.rank != 0, "frontends refuse what nobody here enforces"
+        else:
             self._constraints.update(plan.sequences)
             masks = self._constraints.begin(inputs.sampled_rows)
         num_sampled = len(inputs.sampled_rows)
