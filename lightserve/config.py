@@ -9,29 +9,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import ipaddress
-import math
-import re
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import msgspec
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
+from lightserve.config_fields import check_limits, flag_name, option, parse_memory
 from lightserve.errors import ConfigError
-
-
-def option(
-    default: Any,
-    help_text: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    choices: tuple[str, ...] = (),
-) -> Any:
-    """Declare one configuration field: default, help text and inclusive limits."""
-    metadata = {"help": help_text, "low": low, "high": high, "choices": choices}
-    return field(default=default, metadata=metadata)
-
 
 ADMISSION_OF_OPTION = {
     "overcommit": "conservative",
@@ -45,18 +29,6 @@ ADMISSION_OF_OPTION = {
 
 METRICS_HOST = "127.0.0.1"
 """Where metrics are served unless told otherwise."""
-
-_MEMORY_UNITS = {
-    "": 1,
-    "B": 1,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-}
-_MEMORY_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +129,11 @@ class ServeConfig:
     max_num_batched_tokens: int = option(
         512, "Most new tokens in one step: the budget that prefill chunks fill.", low=1
     )
-    policy: str = option("chunked", "Who advances in a step.", choices=("chunked", "fcfs"))
+    policy: str = option(
+        "chunked",
+        "Who advances in a step; priority puts real-time requests before best-effort ones.",
+        choices=("chunked", "fcfs", "priority"),
+    )
     admission: str = option(
         "risk",
         "Who may start, by memory.",
@@ -196,6 +172,42 @@ class ServeConfig:
         "Which cached prefixes go first when KV memory is needed: task-aware (what fewest waiting"
         " requests want), lru, or off (nothing is cached).",
         choices=("task-aware", "lru", "off"),
+    )
+    rt_cache_min_tokens: int = option(
+        0, "Cached tokens of real-time requests that best-effort ones may not take.", low=0
+    )
+    preemption: str = option(
+        "checkpoint",
+        "What happens to the KV of a request that is paused for want of memory: checkpoint (only"
+        " what is overwritten goes to the host), swap (all of it does), recompute (it is dropped).",
+        choices=("checkpoint", "swap", "recompute"),
+    )
+    block_owner: str = option(
+        "two-ended",
+        "two-ended: blocks of KV slots are filled by real-time requests from the left and by"
+        " best-effort ones from the right; exclusive: a block belongs to one request.",
+        choices=("two-ended", "exclusive"),
+    )
+    block_size: int = option(
+        16, "KV slots per block of the allocator: 1, 2, 4, 8 or 16.", low=1, high=16
+    )
+    clean_ahead_tokens: int = option(
+        -1,
+        "Tokens of likely victims that are copied to the host before they are paused; -1: 2 % of"
+        " the KV pool, 0: none.",
+        low=-1,
+    )
+    burst_headroom_s: float = option(
+        0.0,
+        "KV memory that best-effort requests leave free: what real-time ones bring within this"
+        " time, in all but the worst cases; 0 leaves none.",
+        low=0.0,
+        high=3600.0,
+    )
+    host_kv_memory: str = option(
+        "auto",
+        "Host memory per rank for the KV of paused requests, such as 512MiB; auto is half of the"
+        " KV pool's size, if that is free.",
     )
     kv_memory: str = option(
         "auto",
@@ -271,14 +283,35 @@ class ServeConfig:
             raise ConfigError(
                 "--max-model-len must be 0 or at least 2 (a prompt and an output token), got 1"
             )
-        if self.kv_memory != "auto" and parse_memory(self.kv_memory) == 0:
+        if self.kv_memory != "auto" and parse_memory(self.kv_memory, "--kv-memory") == 0:
             raise ConfigError(f"--kv-memory must be more than nothing, got {self.kv_memory!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens must be at least --max-num-seqs ({self.max_num_seqs}),"
                 f" got {self.max_num_batched_tokens}"
             )
+        self._check_memory()
         self._check_access()
+
+    def _check_memory(self) -> None:
+        """Refuse sizes and combinations that the KV book-keeping does not have."""
+        if self.host_kv_memory != "auto":
+            parse_memory(self.host_kv_memory, "--host-kv-memory")
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"--block-size must be 1, 2, 4, 8 or 16, got {self.block_size}")
+        if self.block_owner == "exclusive" and self.preemption == "checkpoint":
+            raise ConfigError(
+                "--block-owner exclusive needs --preemption swap or recompute: parts of a block"
+                " cannot be taken"
+            )
+        if self.block_owner == "exclusive" and self.cache_policy != "off":
+            raise ConfigError(
+                "--block-owner exclusive needs --cache-policy off: shared tokens have no owner"
+            )
+        if self.preemption != "checkpoint" and self.clean_ahead_tokens > 0:
+            raise ConfigError(
+                f"--clean-ahead-tokens needs --preemption checkpoint, got {self.preemption!r}"
+            )
 
     def _check_access(self) -> None:
         """Refuse an open door, and options that would have no effect."""
@@ -339,34 +372,3 @@ class ServeConfig:
     def digest(self) -> str:
         """Hash over all fields, carried by every hello: all processes must run the same."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
-
-
-def parse_memory(text: str) -> int:
-    """Return the bytes that "512MiB", "4GiB", "2.5GB" or "1048576" stand for.
-
-    Raises:
-        ConfigError: anything else.
-    """
-    match = _MEMORY_PATTERN.fullmatch(text.strip())
-    if match is None or match[2].upper() not in _MEMORY_UNITS:
-        raise ConfigError(f"--kv-memory must be auto or a size such as 512MiB, got {text!r}")
-    return int(float(match[1]) * _MEMORY_UNITS[match[2].upper()])
-
-
-def flag_name(field_name: str) -> str:
-    """Return the command-line flag of a configuration field."""
-    return "--" + field_name.replace("_", "-")
-
-
-def check_limits(spec: dataclasses.Field[Any], value: Any) -> None:
-    """Raise ConfigError, with flag, limit and value, if a field's value is outside its limits."""
-    low, high, choices = (spec.metadata[key] for key in ("low", "high", "choices"))
-    flag = flag_name(spec.name)
-    if choices and value not in choices:
-        raise ConfigError(f"{flag} must be one of {', '.join(choices)}, got {value!r}")
-    if low is not None and not value >= low:
-        raise ConfigError(f"{flag} must be at least {low}, got {value!r}")
-    if high is not None and not value <= high:
-        raise ConfigError(f"{flag} must be at most {high}, got {value!r}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{flag} must be finite, got {value!r}")

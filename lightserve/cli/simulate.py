@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lightserve.config import ADMISSION_OF_OPTION, flag_name
+from lightserve.config import ADMISSION_OF_OPTION
+from lightserve.config_fields import flag_name
 from lightserve.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -32,6 +32,8 @@ class WorkerHello(Message, frozen=True):
     """Which start of the worker group this is; messages of older ones are dropped."""
     rank: int
     num_kv_slots: int
+    num_host_slots: int
+    """Tokens whose KV the host pool holds beside those."""
 
 
 class AddSequence(msgspec.Struct, frozen=True, array_like=True):
@@ -81,14 +83,36 @@ class PlanRow(msgspec.Struct, frozen=True, array_like=True):
     output: OutputKind
 
 
+class KVCopies(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens whose KV is copied between the pool and the host pool, all layers of them."""
+
+    slots: bytes = b""
+    """int32 [n], see `pack_int32`: places in the pool; each at most once."""
+    host_slots: bytes = b""
+    """int32 [n]: places in the host pool, 0 … num_host_slots-1; each at most once."""
+
+
+NO_COPIES = KVCopies()
+
+
 class StepPlan(Message, frozen=True):
-    """One step: the tables are updated (`sequences`, then `slot_ranges`), then one forward pass."""
+    """One step: tables (`sequences`, then `slot_ranges`), `saves`, `loads`, one forward pass.
+
+    Copies of several requests are merged. `ahead_saves` follow when the result has been sent,
+    before the next plan: nobody waits for them but the next step.
+    """
 
     step_id: StepId
     sequences: list[AddSequence]
     slot_ranges: list[SlotRange]
     rows: list[PlanRow]
     """Each row at most once."""
+    saves: KVCopies = NO_COPIES
+    """To the host, before this plan writes anything to the pool."""
+    loads: KVCopies = NO_COPIES
+    """From the host, after `saves`; no host slot of them is one of `saves`."""
+    ahead_saves: KVCopies = NO_COPIES
+    """To the host, though the tokens stay where they are."""
 
 
 RouterToWorker = StepPlan
@@ -123,9 +147,11 @@ class StepResult(Message, frozen=True):
     rows: list[RowResult]
     """In the plan's order, rows with OutputKind.NONE left out."""
     exec_s: float
-    """From the start of the step to its tokens on the host."""
+    """From the start of the step to its tokens on the host, `copy_s` included."""
     idle_s: float
     """From the end of the step before (or the first plan) to the start of this one."""
+    copy_s: float = 0.0
+    """What `saves` and `loads` added to the step."""
 
 
 WorkerToRouter = WorkerHello | StepResult

@@ -30,6 +30,8 @@ class WorkersReady:
     """A fresh worker group can execute plans; its pool is empty."""
 
     num_kv_slots: int
+    num_host_slots: int = 0
+    """Tokens that the host pool of each rank holds."""
 
 
 @dataclass(frozen=True, slots=True)

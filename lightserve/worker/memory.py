@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightserve.config import ServeConfig, parse_memory
+from lightserve.config import ServeConfig
+from lightserve.config_fields import parse_memory
 from lightserve.errors import ConfigError, StartupError
 from lightserve.models.kv_layout import KVLayout
 
@@ -43,7 +44,7 @@ def num_kv_slots(config: ServeConfig, layout: KVLayout, *, free_bytes: int) -> i
     if config.kv_memory == "auto":
         budget = min(AUTO_LIMIT_BYTES, free_bytes // 2) // config.tp
     else:
-        budget = parse_memory(config.kv_memory)
+        budget = parse_memory(config.kv_memory, "--kv-memory")
         if budget * config.tp > free_bytes:
             raise ConfigError(
                 f"--kv-memory {config.kv_memory} for {config.tp} rank(s) is more than the"

@@ -52,6 +52,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
             generation=spec.generation,
             rank=spec.index,
             num_kv_slots=runner.num_kv_slots,
+            num_host_slots=0,
         )
     )
     control.send(ChildReady())

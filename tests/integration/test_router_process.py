@@ -69,6 +69,7 @@ class Scene:
             generation=0,
             rank=0,
             num_kv_slots=100,
+            num_host_slots=0,
         )
         return WorkerHello(**{**{f: getattr(hello, f) for f in hello.__struct_fields__}, **changes})  # type: ignore[arg-type]
 

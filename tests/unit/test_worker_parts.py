@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightserve.config import ServeConfig, parse_memory
+from lightserve.config import ServeConfig
+from lightserve.config_fields import parse_memory
 from lightserve.errors import ConfigError, StartupError
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
@@ -79,13 +80,13 @@ def test_a_step_of_chunks_and_decodes() -> None:
     ],
 )
 def test_memory_sizes(text: str, num_bytes: int) -> None:
-    assert parse_memory(text) == num_bytes
+    assert parse_memory(text, "--kv-memory") == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "much", "-1GiB", "4TiB", "1e9", "MiB"])
 def test_bad_memory_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match="--kv-memory must be auto or a size"):
-        parse_memory(text)
+        parse_memory(text, "--kv-memory")
 
 
 @pytest.mark.parametrize(

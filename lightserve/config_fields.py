@@ -1,0 +1,67 @@
+"""How one field of the configuration is declared and checked: flag, help text, limits, sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import field
+from typing import Any
+
+from lightserve.errors import ConfigError
+
+_MEMORY_UNITS = {
+    "": 1,
+    "B": 1,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
+_MEMORY_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+def option(
+    default: Any,
+    help_text: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """Declare one configuration field: default, help text and inclusive limits."""
+    metadata = {"help": help_text, "low": low, "high": high, "choices": choices}
+    return field(default=default, metadata=metadata)
+
+
+def parse_memory(text: str, flag: str) -> int:
+    """Return the bytes that "512MiB", "4GiB", "2.5GB" or "1048576", given to `flag`, stand for.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    match = _MEMORY_PATTERN.fullmatch(text.strip())
+    if match is None or match[2].upper() not in _MEMORY_UNITS:
+        raise ConfigError(f"{flag} must be auto or a size such as 512MiB, got {text!r}")
+    return int(float(match[1]) * _MEMORY_UNITS[match[2].upper()])
+
+
+def flag_name(field_name: str) -> str:
+    """Return the command-line flag of a configuration field."""
+    return "--" + field_name.replace("_", "-")
+
+
+def check_limits(spec: dataclasses.Field[Any], value: Any) -> None:
+    """Raise ConfigError, with flag, limit and value, if a field's value is outside its limits."""
+    low, high, choices = (spec.metadata[key] for key in ("low", "high", "choices"))
+    flag = flag_name(spec.name)
+    if choices and value not in choices:
+        raise ConfigError(f"{flag} must be one of {', '.join(choices)}, got {value!r}")
+    if low is not None and not value >= low:
+        raise ConfigError(f"{flag} must be at least {low}, got {value!r}")
+    if high is not None and not value <= high:
+        raise ConfigError(f"{flag} must be at most {high}, got {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{flag} must be finite, got {value!r}")
