@@ -24,6 +24,21 @@ class StepLimits:
 
     max_num_batched_tokens: int
     num_free_rows: int
+    num_yielding_rows: int = 0
+    """Rows of best-effort requests, which real-time newcomers get when no other is free."""
+
+
+class Waiting(Protocol):
+    """The waiting requests, those that were paused or preempted before those that never ran."""
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate over all of them in the order of the queue."""
+
+    def of(self, request_class: RequestClass) -> Iterator[Request]:
+        """Iterate over those of one class, in the order in which they should start.
+
+        Best-effort ones are not all of them: the few that are worth asking.
+        """
 
 
 LOOK_AHEAD = 8
