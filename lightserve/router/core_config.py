@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.intake import QueueLimits
-from lightserve.router.kv.prefix_tree import EvictionOrder
+from lightserve.router.kv.prefix_node import EvictionOrder
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.pipeline import MAX_STEPS_IN_FLIGHT
 from lightserve.router.policies.base import Policy

@@ -7,7 +7,7 @@ from lightserve.router.admission.registry import ADMISSION_RULES
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.intake import QueueLimits
-from lightserve.router.kv.prefix_tree import EvictionOrder, least_recently_used, task_aware
+from lightserve.router.kv.prefix_node import EvictionOrder, least_recently_used, task_aware
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
 from lightserve.types import RequestClass

@@ -18,7 +18,7 @@ from support.core_scenes import (
 
 from lightserve.messages.frontend_router import ClassLoad
 from lightserve.router.events import FromFrontend, FrontendGone, WorkersGone, WorkersReady
-from lightserve.router.kv.prefix_tree import least_recently_used, task_aware
+from lightserve.router.kv.prefix_node import least_recently_used, task_aware
 from lightserve.router.policies.registry import POLICIES
 from lightserve.sim.simulation import TimedEvent
 from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey, SamplingParams

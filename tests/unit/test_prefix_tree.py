@@ -13,13 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lightserve.messages.common import Int32Array
-from lightserve.router.kv.prefix_tree import (
-    EvictionOrder,
-    Lease,
-    PrefixTree,
-    least_recently_used,
-    task_aware,
-)
+from lightserve.router.kv.prefix_node import EvictionOrder, least_recently_used, task_aware
+from lightserve.router.kv.prefix_tree import Lease, PrefixTree
 
 Prefix = tuple[int, ...]
 KEYS = ("a", "b")
@@ -105,6 +100,40 @@ class TreeMachine(RuleBasedStateMachine):
             del self.model[place]
         for key, prefix in self.model:
             assert len(prefix) == 1 or (key, prefix[:-1]) in self.model, "a hole in a prefix"
+
+    @rule(index=st.integers(0, 30), count=st.integers(1, 9))
+    def take_tail(self, index: int, count: int) -> None:
+        if not self.leases:
+            return
+        index %= len(self.leases)
+        key, prefix, lease = self.leases[index]
+        tail = self.tree.exclusive_tail(lease)
+        exclusive = [n for n in range(len(prefix), 0, -1) if self.is_exclusive(key, prefix, n)]
+        assert tail == len(exclusive)
+        count = min(count, tail)
+        taken = self.tree.take_tail(lease, count).tolist()
+        kept = len(prefix) - count
+        expected = [self.model.pop((key, prefix[: n + 1])) for n in range(kept, len(prefix))]
+        assert taken == expected
+        assert lease.num_tokens == kept
+        self.leases[index] = (key, prefix[:kept], lease)
+
+    def is_exclusive(self, key: str, prefix: Prefix, length: int) -> bool:
+        """Whether one lease reads the first `length` tokens, and nothing else is behind them."""
+        start = prefix[:length]
+        behind = [
+            p for k, p in self.model if k == key and p[:length] == start and p != prefix[: len(p)]
+        ]
+        longer = [p for k, p in self.model if k == key and p[: len(prefix)] == prefix != p]
+        return self.num_users(key, start) == 1 and not behind and not longer
+
+    @rule(count=st.integers(1, 12), protected=st.integers(0, 6))
+    def evict_for_best_effort(self, count: int, protected: int) -> None:
+        before = self.tree.num_evictable_rt
+        gone = self.tree.evict(count, num_protected_rt=protected).tolist()
+        self.model = {place: slot for place, slot in self.model.items() if slot not in gone}
+        assert self.tree.num_evictable_rt >= min(before, protected)
+        assert len(gone) <= count
 
     def num_users(self, key: str, prefix: Prefix) -> int:
         return sum(k == key and held[: len(prefix)] == prefix for k, held, _ in self.leases)

@@ -10,7 +10,7 @@ from lightserve.metrics.recording import Recorder
 from lightserve.router.admission.ema import EmaAdmission
 from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, WorkersReady
-from lightserve.router.kv.prefix_tree import task_aware
+from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.metrics import RouterMetrics
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.types import FrontendId, RequestClass

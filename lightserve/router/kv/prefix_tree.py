@@ -17,65 +17,22 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from lightserve.messages.common import Int32Array
-
-PrefixKey = Hashable
-"""What besides equal tokens two requests must have in common to share KV: the salt, the adapter."""
-
-_NO_TOKENS: Int32Array = np.empty(0, dtype=np.int32)
-
-
-@dataclass(slots=True, eq=False)
-class PrefixNode:
-    """One stretch of tokens. Only the tree writes to it."""
-
-    tokens: Int32Array
-    parent: PrefixNode | None
-    slots: Int32Array | None = None
-    """int32 [len(tokens)]; None: not resident."""
-    children: dict[int, PrefixNode] = field(default_factory=dict)
-    """By their first token."""
-    num_users: int = 0
-    num_expected: int = 0
-    last_use: int = 0
-    """When it was last acquired, extended or released, counted in such events."""
-    was_real_time: bool = False
-    """Whether its last user was a real-time request."""
-    version: int = 0
-    """Raised whenever its place in the order of eviction may have changed."""
-
-    @property
-    def is_takeable(self) -> bool:
-        """Whether its slots can be evicted: nobody reads them, and no resident child needs them."""
-        return (
-            self.slots is not None
-            and self.parent is not None
-            and self.num_users == 0
-            and not any(child.slots is not None for child in self.children.values())
-        )
-
-
-EvictionOrder = Callable[[PrefixNode], tuple[float, ...]]
-"""Sort key of a takeable node; the smallest goes first."""
-
-
-def least_recently_used(node: PrefixNode) -> tuple[float, ...]:
-    """Evict what was used longest ago, whatever it is."""
-    return (node.last_use,)
-
-
-def task_aware(node: PrefixNode) -> tuple[float, ...]:
-    """Echo's priorities (E7): what nobody waits for goes first, best-effort before real-time;
-    then what the fewest wait for; ties by last use."""
-    if node.num_expected == 0:
-        return (0.5 if node.was_real_time else 0.0, node.last_use)
-    return (float(node.num_expected), node.last_use)
+from lightserve.router.kv.prefix_node import (
+    NO_TOKENS,
+    EvictionOrder,
+    PrefixKey,
+    PrefixNode,
+    common_len,
+    path_of,
+    task_aware,
+)
 
 
 class Hit(NamedTuple):
@@ -112,6 +69,8 @@ class PrefixTree:
         """Tokens whose KV the tree holds."""
         self.num_evictable = 0
         """Those of them that no live request reads."""
+        self.num_evictable_rt = 0
+        """Those of these that a real-time request read last."""
 
     # ---------------------------------------------------------------- reading
 
@@ -123,7 +82,7 @@ class PrefixTree:
             node = node.children.get(int(tokens[num_matched]))
             if node is None or node.slots is None:
                 break
-            common = _common_len(node.tokens, tokens[num_matched:])
+            common = common_len(node.tokens, tokens[num_matched:])
             num_matched += common
             num_evictable += common if node.num_users == 0 else 0
             if common < len(node.tokens):
@@ -132,7 +91,7 @@ class PrefixTree:
 
     def num_freed_by(self, leases: Iterable[Lease]) -> int:
         """Return how many tokens could be evicted more if these leases were released."""
-        releases = Counter(node for lease in leases for node in _path(lease.node))
+        releases = Counter(node for lease in leases for node in path_of(lease.node))
         return sum(len(node.tokens) for node, count in releases.items() if count == node.num_users)
 
     def nodes(self) -> Iterator[PrefixNode]:
@@ -160,7 +119,7 @@ class PrefixTree:
             child = node.children.get(int(tokens[num_matched]))
             if child is None or child.slots is None:
                 break
-            common = _common_len(child.tokens, tokens[num_matched:])
+            common = common_len(child.tokens, tokens[num_matched:])
             child = self._split(child, common)
             assert child.slots is not None
             slots.append(child.slots)
@@ -168,9 +127,9 @@ class PrefixTree:
             node = child
         lease = Lease(node, num_matched, is_real_time)
         self._clock += 1
-        for part in _path(node):
+        for part in path_of(node):
             self._pin(part, lease)
-        return lease, np.concatenate(slots) if slots else _NO_TOKENS
+        return lease, np.concatenate(slots) if slots else NO_TOKENS
 
     def extend(self, lease: Lease, tokens: Int32Array, slots: Int32Array) -> Int32Array:
         """Put computed tokens that follow a lease's prefix into the tree, and hold them too.
@@ -190,12 +149,12 @@ class PrefixTree:
             child = node.children.get(int(tokens[done]))
             if child is None:
                 child = self._add_child(node, tokens[done:])
-            common = _common_len(child.tokens, tokens[done:])
+            common = common_len(child.tokens, tokens[done:])
             child = self._split(child, common)
             if child.slots is None:
                 child.slots = slots[done : done + common]
                 self.num_resident += common
-                self.num_evictable += common  # until it has its user, below
+                self._count_evictable(child, 1)  # until it has its user, below
             else:
                 duplicates.append(slots[done : done + common])
             done += common
@@ -203,24 +162,28 @@ class PrefixTree:
             node = child
         lease.node = node
         lease.num_tokens += done
-        return np.concatenate(duplicates) if duplicates else _NO_TOKENS
+        return np.concatenate(duplicates) if duplicates else NO_TOKENS
 
     def release(self, lease: Lease) -> None:
         """End a hold; what nobody else holds can be evicted from now on."""
         self._clock += 1
-        for node in _path(lease.node):
+        for node in path_of(lease.node):
             node.num_users -= 1
             self._touch(node, lease)
             if node.num_users == 0 and node.slots is not None:
-                self.num_evictable += len(node.tokens)
+                self._count_evictable(node, 1)
             self._offer(node)
         self._prune(lease.node)
 
     def _pin(self, node: PrefixNode, lease: Lease) -> None:
         if node.num_users == 0 and node.slots is not None:
-            self.num_evictable -= len(node.tokens)
+            self._count_evictable(node, -1)
         node.num_users += 1
         self._touch(node, lease)
+
+    def _count_evictable(self, node: PrefixNode, sign: int) -> None:
+        self.num_evictable += sign * len(node.tokens)
+        self.num_evictable_rt += sign * len(node.tokens) * node.was_real_time
 
     def _touch(self, node: PrefixNode, lease: Lease) -> None:
         node.last_use = self._clock
@@ -233,7 +196,7 @@ class PrefixTree:
         node, done = self._root(key), 0
         while done < len(prompt):
             child = node.children.get(int(prompt[done])) or self._add_child(node, prompt[done:])
-            child = self._split(child, _common_len(child.tokens, prompt[done:]))
+            child = self._split(child, common_len(child.tokens, prompt[done:]))
             child.num_expected += 1
             self._offer(child)
             done += len(child.tokens)
@@ -251,27 +214,74 @@ class PrefixTree:
 
     # ---------------------------------------------------------------- eviction
 
-    def evict(self, num_tokens: int) -> Int32Array:
+    def evict(self, num_tokens: int, *, num_protected_rt: int = 0) -> Int32Array:
         """Give up at least `num_tokens` slots if that many can be; return them, int32 [n].
 
         Nodes go in the order of eviction, from the end of their prefix; of the last one only as
-        much as is needed.
+        much as is needed. Of what a real-time request read last, `num_protected_rt` tokens stay.
         """
         pieces: list[Int32Array] = []
+        passed: list[PrefixNode] = []
         missing = num_tokens
         while missing > 0 and (node := self._next_victim()) is not None:
-            if len(node.tokens) > missing:
-                self._split(node, len(node.tokens) - missing)
+            wanted = missing
+            if node.was_real_time:
+                wanted = min(missing, self.num_evictable_rt - num_protected_rt)
+            if wanted <= 0:
+                passed.append(node)
+                continue
+            if len(node.tokens) > wanted:
+                self._split(node, len(node.tokens) - wanted)
             assert node.slots is not None and node.parent is not None
             pieces.append(node.slots)
             missing -= len(node.slots)
-            self.num_resident -= len(node.slots)
-            self.num_evictable -= len(node.slots)
-            node.slots = None
-            self._offer(node.parent)
-            self._prune(node)
-        assert missing <= 0 or self.num_evictable == 0, "something evictable was not offered"
-        return np.concatenate(pieces) if pieces else _NO_TOKENS
+            self._count_evictable(node, -1)
+            self._drop_slots(node)
+        for node in passed:
+            self._offer(node)
+        assert missing <= 0 or self.num_evictable == 0 or num_protected_rt, "not all was offered"
+        return np.concatenate(pieces) if pieces else NO_TOKENS
+
+    def exclusive_tail(self, lease: Lease) -> int:
+        """Return how many tokens at the end of a lease's prefix nobody else reads or builds on."""
+        num_tokens = 0
+        node, below = lease.node, None
+        while node.parent is not None and node.num_users == 1:
+            if any(c.slots is not None for c in node.children.values() if c is not below):
+                break
+            num_tokens += len(node.tokens)
+            node, below = node.parent, node
+        return num_tokens
+
+    def take_tail(self, lease: Lease, num_tokens: int) -> Int32Array:
+        """Take the last tokens of a lease's prefix, at most its `exclusive_tail`, out of the tree.
+
+        The lease ends before them. Returns their slots, int32 [num_tokens], in order: they belong
+        to the caller now.
+        """
+        self._clock += 1
+        pieces: list[Int32Array] = []
+        missing = num_tokens
+        while missing > 0:
+            node = lease.node
+            if len(node.tokens) > missing:
+                self._split(node, len(node.tokens) - missing)
+            assert node.slots is not None and node.parent is not None and node.num_users == 1
+            pieces.append(node.slots)
+            missing -= len(node.slots)
+            lease.num_tokens -= len(node.slots)
+            node.num_users = 0
+            lease.node = node.parent
+            self._drop_slots(node)
+        return np.concatenate(pieces[::-1]) if pieces else NO_TOKENS
+
+    def _drop_slots(self, node: PrefixNode) -> None:
+        """Make a node non-resident; its parent may have become takeable."""
+        assert node.slots is not None and node.parent is not None
+        self.num_resident -= len(node.slots)
+        node.slots = None
+        self._offer(node.parent)
+        self._prune(node)
 
     def _next_victim(self) -> PrefixNode | None:
         while self._heap:
@@ -296,7 +306,7 @@ class PrefixTree:
     def _root(self, key: PrefixKey) -> PrefixNode:
         root = self._roots.get(key)
         if root is None:
-            root = self._roots[key] = PrefixNode(_NO_TOKENS, None)
+            root = self._roots[key] = PrefixNode(NO_TOKENS, None)
             self._keys[id(root)] = key
         return root
 
@@ -341,18 +351,3 @@ class PrefixTree:
             del node.parent.children[int(node.tokens[0])]
             self._num_nodes -= 1
             node = node.parent
-
-
-def _path(node: PrefixNode) -> Iterator[PrefixNode]:
-    """Iterate from a node up to its root."""
-    at: PrefixNode | None = node
-    while at is not None:
-        yield at
-        at = at.parent
-
-
-def _common_len(first: Int32Array, second: Int32Array) -> int:
-    """Return how many leading tokens are equal."""
-    length = min(len(first), len(second))
-    differs = np.flatnonzero(first[:length] != second[:length])
-    return int(differs[0]) if len(differs) else length

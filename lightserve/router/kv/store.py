@@ -18,7 +18,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from lightserve.messages.common import Int32Array
-from lightserve.router.kv.prefix_tree import EvictionOrder, PrefixTree
+from lightserve.router.kv.prefix_node import EvictionOrder
+from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.kv.slots import SlotPool
 from lightserve.router.request import Request
 from lightserve.types import RequestClass
