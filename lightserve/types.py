@@ -5,7 +5,7 @@ Everything here is immutable, free of torch, and encodable by msgspec.
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import NamedTuple, NewType
 
 import msgspec
@@ -38,6 +38,21 @@ class RequestClass(StrEnum):
 
     RT = "rt"
     BE = "be"
+
+
+class SlotKind(IntEnum):
+    """What a slot of the KV pool is for; running and paused requests alike are its users."""
+
+    FREE = 0
+    RT = 1
+    """Read or written by a real-time request, perhaps by best-effort ones as well."""
+    BE = 2
+    """Read or written by best-effort requests alone."""
+    CACHED = 3
+    """In the prefix tree, without a user."""
+    CHECKPOINTED = 4
+    """Its one user, of either class, has the token on the host as well: it can be taken without
+    a copy."""
 
 
 class FinishReason(StrEnum):

@@ -3,7 +3,8 @@
 A frontend connects, says `FrontendHello`, and gets `RouterWelcome` as soon as the workers are
 ready (again after each restart of the workers). Then `Submit`, `Abort`, `Acknowledge` and
 `Finish` go one way, `TokenDelta` (one frame for all tokens of a step) and `RouterStatus` (about
-once a second) the other. Times never cross: `age_s` is a duration.
+once a second) the other; `DescribeKV` is answered by `KVMap` (see `kv_map`). Times never cross:
+`age_s` is a duration.
 
 Stop strings are text, which the router never sees: a request that has some sets
 `needs_acknowledgement`, runs at most MAX_UNACKNOWLEDGED_TOKENS past the last acknowledgement, and
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from lightserve.messages.common import Constraint, Message, PromptSegment, TokenLogprob
+from lightserve.messages.kv_map import DescribeKV, KVMap
 from lightserve.types import FinishReason, FrontendId, RequestClass, RequestId, SamplingParams
 
 MAX_UNACKNOWLEDGED_TOKENS = 16
@@ -88,7 +90,7 @@ class Abort(Message, frozen=True):
     request_id: RequestId
 
 
-FrontendMessage = FrontendHello | Submit | Acknowledge | Finish | Abort
+FrontendMessage = FrontendHello | Submit | Acknowledge | Finish | Abort | DescribeKV
 
 
 class ErrorCode(StrEnum):
@@ -164,4 +166,4 @@ class RouterStatus(Message, frozen=True):
     """Cumulative time rank 0 waited for a plan although requests could have advanced."""
 
 
-RouterMessage = RouterWelcome | TokenDelta | RouterStatus
+RouterMessage = RouterWelcome | TokenDelta | RouterStatus | KVMap
