@@ -25,7 +25,7 @@ from lightserve.frontend.failures import respond_with_error
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health"})
 """Open to GET without a key."""
-ADMIN_PATHS = frozenset({"/metrics", "/load", "/dashboard"})
+ADMIN_PATHS = frozenset({"/metrics", "/load", "/dashboard", "/debug/kv"})
 """They show what all clients together do."""
 
 CALLER_KEY = "lightserve.caller"

@@ -20,6 +20,7 @@ import lightserve
 from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.access import AccessGate, KeyRing
+from lightserve.frontend.debug import debug_router
 from lightserve.frontend.failures import ClientGone, RequestFailed, error_response
 from lightserve.frontend.json_body import BODY_READER_KEY, BodyReader
 from lightserve.frontend.limits import RequestLimits
@@ -75,6 +76,7 @@ def _routers(service: Service) -> list[APIRouter]:
         native_router(service),
         tokens_router(service),
         operations_router(service),
+        debug_router(service),
     ]
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
 from lightserve.frontend.access import ADMIN_PATHS, OPEN_PATHS
+from lightserve.frontend.debug import KVMapObject
 from lightserve.frontend.native import GenerateRequest
 from lightserve.frontend.native_schemas import GenerateAnswer
 from lightserve.frontend.openai import schemas
@@ -87,6 +88,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/load"): Operation(errors=(503,)),
     ("get", "/metrics"): Operation(content=(_TEXT,), errors=(503,)),
     ("get", "/version"): Operation(),
+    ("get", "/debug/kv"): Operation(answers=KVMapObject, errors=(400, 429, 503, 504)),
 }
 
 _STATUSES = {
@@ -102,6 +104,7 @@ _STATUSES = {
     431: "The headers are too many or too large.",
     500: "The server has failed.",
     503: "The server is starting, draining or has lost its workers; see Retry-After.",
+    504: "The router does not answer.",
 }
 _ANYWHERE = (421, 431, 500)
 

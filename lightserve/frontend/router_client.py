@@ -27,6 +27,7 @@ from lightserve.frontend.failures import (
     overloaded,
     router_lost,
 )
+from lightserve.frontend.kv_query import KVQuery
 from lightserve.messages.common import Constraint, TokenLogprob, TokenSegment, pack_int32
 from lightserve.messages.frontend_router import (
     Abort,
@@ -41,6 +42,7 @@ from lightserve.messages.frontend_router import (
     Submit,
     TokenDelta,
 )
+from lightserve.messages.kv_map import KVMap, KVPool
 from lightserve.types import FinishReason, RequestClass, RequestId, SamplingParams
 
 RouterLink = AsyncLink[FrontendMessage, RouterMessage]
@@ -180,6 +182,7 @@ class RouterClient:
         """The boot detached from, and when it was last heard of."""
         self._live: dict[RequestId, LiveRequest] = {}
         self._next_id = 0
+        self._kv_query = KVQuery()
 
     # ------------------------------------------------------------------ state
 
@@ -222,6 +225,14 @@ class RouterClient:
             raise not_ready()
         return self._connection
 
+    async def describe_kv(self) -> KVPool:
+        """Return what the slots of the KV pool are for, as the router sees it.
+
+        Raises:
+            RequestFailed: there is no ready router, it is lost meanwhile or does not answer.
+        """
+        return await self._kv_query.ask(self._ready_connection().link.send)
+
     # ------------------------------------------------------------------ the link
 
     def attach(self, link: RouterLink, boot_id: str) -> None:
@@ -242,6 +253,7 @@ class RouterClient:
             self._connection = None
             self._disconnected_s = self._clock()
             self.fail_all(router_lost())
+            self._kv_query.fail(router_lost())
 
     def on_message(self, message: RouterMessage) -> None:
         """Take in what the router says."""
@@ -258,6 +270,8 @@ class RouterClient:
         elif isinstance(message, RouterWelcome) and message.boot_id == connection.boot_id:
             connection.num_kv_slots = message.num_kv_slots
             connection.workers_ready = True
+        elif isinstance(message, KVMap):
+            self._kv_query.on_map(message)
         unsent, connection.unsent = connection.unsent, []
         for end in unsent:
             self._send_end(end)

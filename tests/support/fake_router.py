@@ -31,6 +31,7 @@ from lightserve.messages.frontend_router import (
     Submit,
     TokenDelta,
 )
+from lightserve.messages.kv_map import ClassSlots, DescribeKV, KVMap, KVPool, PackedKinds
 from lightserve.types import FinishReason, RequestClass
 
 BOOT_ID = "boot"
@@ -49,6 +50,23 @@ def router_status(**changes: Any) -> RouterStatus:
         "worker_idle_s": 0.0,
     }
     return RouterStatus(**(values | changes))
+
+
+def kv_pool(**changes: Any) -> KVPool:
+    """A pool of two blocks of 4: two users, one of whom is paused, and a cached token."""
+    values: dict[str, Any] = {
+        "num_slots": 8,
+        "block_size": 4,
+        "num_slots_of_kind": [1, 3, 2, 1, 1],
+        "classes": {RequestClass.RT: ClassSlots(1, 3, 0), RequestClass.BE: ClassSlots(1, 3, 1)},
+        "num_free_blocks": 0,
+        "num_shared_blocks": 1,
+        "mean_run_length": 2.0,
+        "num_host_slots": 10,
+        "num_used_host_slots": 7,
+        "slots": PackedKinds(bytes([1, 1, 3, 0, 1, 4, 2, 2]), b""),
+    }
+    return KVPool(**(values | changes))
 
 
 def made_logprobs(num_logprobs: int | None, number: int) -> list[TokenLogprob]:
@@ -95,6 +113,10 @@ class FakeRouter:
     is_full: bool = False
     sent: list[FrontendMessage] = field(default_factory=list)
     num_rejected: int = 0
+    kv_answer: KVPool | None = field(default_factory=kv_pool)
+    """What it says of the KV pool; None: it has no workers."""
+    ignores_kv: bool = False
+    """Whether it does not answer when asked for that."""
     turns_between: int = 10
     """Turns of the event loop between two deltas; 0 delivers all at once."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -107,6 +129,9 @@ class FakeRouter:
             task = asyncio.get_running_loop().create_task(self._play(self.answer(message)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        if isinstance(message, DescribeKV) and not self.ignores_kv:
+            answer = KVMap(query_id=message.query_id, pool=self.kv_answer)
+            asyncio.get_running_loop().call_soon(self.client.on_message, answer)
 
     async def _play(self, deltas: list[RequestDelta]) -> None:
         """Deliver the deltas one by one, leaving the reader time to take each."""

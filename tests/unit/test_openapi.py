@@ -66,6 +66,7 @@ ANSWERS: list[tuple[str, Any]] = [
     ("/version", None),
     ("/load", None),
     ("/health", None),
+    ("/debug/kv", None),
 ]
 
 
