@@ -27,6 +27,7 @@ from lightserve.messages.frontend_router import (
     RouterWelcome,
     Submit,
 )
+from lightserve.messages.kv_map import DescribeKV, KVMap, KVPool
 from lightserve.messages.metrics import MetricsSnapshot
 from lightserve.messages.router_worker import (
     RouterToWorker,
@@ -57,6 +58,7 @@ from lightserve.router.events import (
     WorkersReady,
 )
 from lightserve.router.factory import make_core
+from lightserve.router.kv.description import describe_kv
 from lightserve.router.metrics import RouterMetrics
 from lightserve.types import FrontendId
 
@@ -208,6 +210,10 @@ class RouterProcess:
         if frontend_id not in self._connected:
             log.warning("dropped a message of %s, which has not said hello", peer)
             return
+        if isinstance(message, DescribeKV):
+            answer = KVMap(query_id=message.query_id, pool=_kv_pool(self.core))
+            self._send(frontend_id, answer)
+            return
         try:
             _log_wish(frontend_id, message)
             self._dispatch(FromFrontend(frontend_id, message))
@@ -297,6 +303,13 @@ def _log_ends(news: Outgoing) -> None:
     for delta in news.message.requests:
         if (end := delta.error or delta.finish_reason) is not None:
             log.debug("request %d/%d: ends, %s", news.frontend_id, delta.request_id, end.value)
+
+
+def _kv_pool(core: RouterCore) -> KVPool | None:
+    """Return what the slots of the pool are for; None without workers."""
+    if core._kv is None:
+        return None
+    return describe_kv([*core._rows, *core._waiting], core._kv)
 
 
 def _worker_name(rank: int) -> str:
