@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.request import Request
+from lightserve.router.request import Request, RequestState
 from lightserve.types import RequestClass
+
+NO_LIMIT = 1 << 30
 
 
 class Allotment(NamedTuple):
@@ -26,6 +28,8 @@ class StepLimits:
     num_free_rows: int
     num_yielding_rows: int = 0
     """Rows of best-effort requests, which real-time newcomers get when no other is free."""
+    max_be_seqs: int = NO_LIMIT
+    """Most best-effort requests that run at once."""
 
 
 class Waiting(Protocol):
@@ -69,13 +73,48 @@ def admissible(waiting: Iterable[Request], admission: AdmissionRound) -> Iterato
             return
 
 
+def within_be_limit(
+    waiting: Waiting,
+    running: Iterable[Request],
+    limits: StepLimits,
+    chosen: Sequence[Allotment],
+) -> Iterator[Request]:
+    """Yield the waiting in the order of the queue, of best-effort ones as many as may run.
+
+    For policies that know no classes. `chosen` grows while this goes on: newcomers in it count.
+    Once the limit is reached, the other class alone is gone through.
+    """
+    num_left = limits.max_be_seqs - num_best_effort(running)
+    seen: set[Request] = set()
+    for request in waiting if num_left > 0 else waiting.of(RequestClass.RT):
+        is_best_effort = request.request_class is RequestClass.BE
+        if is_best_effort and num_best_effort(r for r, _ in chosen if _is_new(r)) >= num_left:
+            yield from (r for r in waiting.of(RequestClass.RT) if r not in seen)
+            return
+        seen.add(request)
+        yield request
+
+
+def num_best_effort(requests: Iterable[Request]) -> int:
+    """Return how many of these are best-effort."""
+    return sum(request.request_class is RequestClass.BE for request in requests)
+
+
+def _is_new(request: Request) -> bool:
+    return request.state is RequestState.WAITING
+
+
 class Policy(Protocol):
     """Chooses the rows of a step. Changes nothing; the core commits what was chosen."""
+
+    @property
+    def is_class_aware(self) -> bool:
+        """Whether real-time requests may take the memory of best-effort ones."""
 
     def select(
         self,
         running: Collection[Request],
-        waiting: Iterable[Request],
+        waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
     ) -> list[Allotment]:

@@ -6,20 +6,28 @@ arrival, the last of them cut where the budget ends.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.policies.base import Allotment, StepLimits, admissible
+from lightserve.router.policies.base import (
+    Allotment,
+    StepLimits,
+    Waiting,
+    admissible,
+    within_be_limit,
+)
 from lightserve.router.request import Request
 
 
 class ChunkedPolicy:
     """Decodes first, then chunks of prompts up to `max_num_batched_tokens`."""
 
+    is_class_aware = False
+
     def select(
         self,
         running: Collection[Request],
-        waiting: Iterable[Request],
+        waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
     ) -> list[Allotment]:
@@ -41,7 +49,7 @@ class ChunkedPolicy:
             chosen.append(Allotment(request, chunk))
             budget -= chunk
         num_free_rows = limits.num_free_rows
-        newcomers = admissible(waiting, admission)
+        newcomers = admissible(within_be_limit(waiting, running, limits, chosen), admission)
         while budget > 0 and num_free_rows > 0 and (newcomer := next(newcomers, None)):
             chunk = min(newcomer.num_schedulable_tokens, budget)
             chosen.append(Allotment(newcomer, chunk))

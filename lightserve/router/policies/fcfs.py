@@ -10,22 +10,30 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.policies.base import Allotment, StepLimits, admissible
+from lightserve.router.policies.base import (
+    Allotment,
+    StepLimits,
+    Waiting,
+    admissible,
+    within_be_limit,
+)
 from lightserve.router.request import Request
 
 
 class FcfsPolicy:
     """Whole prompts first, else decodes; never both in one step."""
 
+    is_class_aware = False
+
     def select(
         self,
         running: Collection[Request],
-        waiting: Iterable[Request],
+        waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
     ) -> list[Allotment]:
         """See `Policy.select`."""
-        return _prompts(waiting, limits, admission) or [
+        return _prompts(running, waiting, limits, admission) or [
             Allotment(request, request.num_schedulable_tokens)
             for request in running
             if request.num_schedulable_tokens > 0
@@ -33,11 +41,11 @@ class FcfsPolicy:
 
 
 def _prompts(
-    waiting: Iterable[Request], limits: StepLimits, admission: AdmissionRound
+    running: Collection[Request], waiting: Waiting, limits: StepLimits, admission: AdmissionRound
 ) -> list[Allotment]:
     chosen: list[Allotment] = []
-    newcomers = admissible(_within(waiting, limits, chosen), admission)
-    for request in newcomers:
+    candidates = within_be_limit(waiting, running, limits, chosen)
+    for request in admissible(_within(candidates, limits, chosen), admission):
         chosen.append(Allotment(request, request.num_schedulable_tokens))
     return chosen
 

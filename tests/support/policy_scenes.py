@@ -1,0 +1,101 @@
+"""Scenes for policies: requests at a stage, a queue of them, admission that needs no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+
+from lightserve.router.policies.base import Policy, StepLimits
+from lightserve.router.request import Request, RequestState
+from lightserve.types import (
+    FrontendId,
+    RequestClass,
+    RequestId,
+    RequestKey,
+    SamplingParams,
+)
+
+RT, BE = RequestClass.RT, RequestClass.BE
+
+
+def make_request(
+    number: int,
+    request_class: RequestClass = RT,
+    *,
+    prompt: int = 8,
+    computed: int | None = None,
+    output: int | None = None,
+) -> Request:
+    """Return a request: waiting, or (with `computed` tokens) running; decoding if that is all.
+
+    With `output`, it has so many output tokens, of which the last one is not computed.
+    """
+    request = Request(
+        key=RequestKey(FrontendId(0), RequestId(number)),
+        prompt_token_ids=np.zeros(prompt, dtype=np.int32),
+        max_tokens=1000,
+        eos_token_ids=frozenset(),
+        sampling=SamplingParams(),
+        request_class=request_class,
+        arrival_s=float(number),
+        arrival_number=number,
+    )
+    if output is not None:
+        computed = prompt + output - 1
+    if computed is not None:
+        request.state = RequestState.RUNNING
+        request.num_computed_tokens = computed
+        request.output_token_ids = [1] * max(0, computed - prompt + 1)
+    return request
+
+
+class Queue:
+    """See `policies.base.Waiting`."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def of(self, request_class: RequestClass) -> Iterator[Request]:
+        return (r for r in self._requests if r.request_class is request_class)
+
+
+class Admitting:
+    """Admits all but the given numbers."""
+
+    def __init__(self, refused: Collection[int] = ()) -> None:
+        self._refused = refused
+        self.asked: list[int] = []
+
+    def admit(self, request: Request) -> bool:
+        self.asked.append(request.key.request_id)
+        return request.key.request_id not in self._refused
+
+    def steps_refused(self, request: Request) -> int:
+        return 0
+
+
+def select(
+    policy: Policy,
+    requests: Sequence[Request],
+    *,
+    budget: int = 10,
+    rows: int = 4,
+    yielding: int = 0,
+    max_be: int = 1000,
+    refused: Collection[int] = (),
+) -> list[tuple[int, int]]:
+    """Return (request number, tokens) in the policy's order."""
+    running = [r for r in requests if r.state is RequestState.RUNNING]
+    waiting = Queue([r for r in requests if r.state is RequestState.WAITING])
+    limits = StepLimits(
+        max_num_batched_tokens=budget,
+        num_free_rows=rows,
+        num_yielding_rows=yielding,
+        max_be_seqs=max_be,
+    )
+    chosen = policy.select(running, waiting, limits, Admitting(refused))
+    return [(request.key.request_id, num_tokens) for request, num_tokens in chosen]

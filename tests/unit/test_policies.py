@@ -1,0 +1,136 @@
+"""Policies, each alone: who advances in a scene, and by how many tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightserve.router.policies.chunked import ChunkedPolicy
+from lightserve.router.policies.fcfs import FcfsPolicy
+from lightserve.router.policies.priority import PriorityPolicy
+from lightserve.router.request import Request
+from tests.support.policy_scenes import BE, RT, make_request, select
+
+BE_DECODE = make_request(0, BE, output=3)
+BE_PROMPT = make_request(1, BE, prompt=9, computed=4)
+BE_NEW = make_request(7, BE, prompt=5)
+RT_DECODE = make_request(2, output=1)
+RT_PROMPT = make_request(3, prompt=6, computed=2)
+RT_NEW = make_request(4, prompt=3)
+RT_LATER = make_request(5, prompt=4)
+
+
+class TestChunked:
+    def test_the_budget_is_filled_behind_the_decodes(self) -> None:
+        requests = [
+            make_request(0, prompt=6, computed=2),
+            make_request(1, output=1),
+            make_request(2, prompt=3),
+            make_request(3, prompt=9),
+            make_request(4),
+        ]
+        assert select(ChunkedPolicy(), requests) == [(1, 1), (0, 4), (2, 3), (3, 2)]
+
+    def test_it_stops_at_the_last_row(self) -> None:
+        waiting = [make_request(i, prompt=2) for i in range(5)]
+        assert select(ChunkedPolicy(), waiting, rows=2) == [(0, 2), (1, 2)]
+
+
+def test_fcfs_runs_whole_prompts_before_decodes() -> None:
+    running = make_request(0, output=1)
+    waiting = [make_request(1, prompt=7), make_request(2, prompt=4)]
+    assert select(FcfsPolicy(), [running, *waiting]) == [(1, 7)]
+    assert select(FcfsPolicy(), [running, make_request(1, prompt=70)]) == [(1, 70)]
+    assert select(FcfsPolicy(), [running]) == [(0, 1)]
+
+
+class TestPriority:
+    @pytest.mark.parametrize(
+        ("requests", "options", "expected"),
+        [
+            pytest.param(
+                [BE_DECODE, BE_PROMPT, RT_DECODE, RT_PROMPT, BE_NEW, RT_NEW],
+                {"budget": 20},
+                [(2, 1), (3, 4), (4, 3), (0, 1), (1, 5), (7, 5)],
+                id="the whole order",
+            ),
+            pytest.param(
+                [BE_DECODE, BE_PROMPT, RT_DECODE, RT_NEW, BE_NEW],
+                {"budget": 8},
+                [(2, 1), (4, 3), (0, 1), (1, 3)],
+                id="the last prompt is cut",
+            ),
+            pytest.param(
+                [BE_DECODE, RT_DECODE, RT_NEW],
+                {"budget": 3},
+                [(2, 1), (4, 2)],
+                id="the budget ends inside a real-time prompt",
+            ),
+            pytest.param(
+                [BE_DECODE, RT_NEW, RT_LATER],
+                {"rows": 1},
+                [(4, 3)],
+                id="a real-time prompt without a row: nothing best-effort runs",
+            ),
+            pytest.param(
+                [BE_DECODE, RT_DECODE, RT_NEW, BE_NEW],
+                {"refused": [4]},
+                [(2, 1)],
+                id="a real-time prompt without memory: nothing best-effort runs",
+            ),
+            pytest.param(
+                [BE_DECODE, BE_PROMPT, RT_NEW, RT_LATER, BE_NEW],
+                {"rows": 1, "yielding": 2, "budget": 20},
+                [(4, 3), (5, 4), (0, 1)],
+                id="the last best-effort request yields its row",
+            ),
+            pytest.param(
+                [BE_DECODE, BE_PROMPT, BE_NEW],
+                {"max_be": 2, "budget": 20},
+                [(0, 1), (1, 5)],
+                id="most best-effort requests",
+            ),
+            pytest.param(
+                [BE_NEW, make_request(8, BE, prompt=2)],
+                {"refused": [7]},
+                [(8, 2)],
+                id="best-effort ones may be passed over",
+            ),
+        ],
+    )
+    def test_scenes(
+        self, requests: list[Request], options: dict[str, Any], expected: list[tuple[int, int]]
+    ) -> None:
+        assert select(PriorityPolicy(), requests, **options) == expected
+
+    def test_a_request_whose_frontend_lags_keeps_nobody_waiting(self) -> None:
+        lagging = make_request(4)
+        lagging.output_token_ids = [1] * 20
+        lagging.num_acknowledged_tokens = 0
+        assert select(PriorityPolicy(), [BE_DECODE, lagging]) == [(0, 1)]
+
+
+class TestBestEffortLimit:
+    """Class-blind policies: who is best-effort waits at the limit, others behind it do not."""
+
+    SCENE = (
+        make_request(0, BE, output=2),
+        make_request(1, BE, prompt=2),
+        make_request(2, BE, prompt=3),
+        make_request(3, RT, prompt=4),
+        make_request(4, BE, prompt=1),
+    )
+
+    @pytest.mark.parametrize(
+        ("max_be", "expected"),
+        [(1, [3]), (2, [1, 3]), (3, [1, 2, 3]), (4, [1, 2, 3, 4])],
+    )
+    def test_newcomers(self, max_be: int, expected: list[int]) -> None:
+        for policy in (ChunkedPolicy(), FcfsPolicy()):
+            chosen = select(policy, self.SCENE, budget=30, max_be=max_be)
+            assert [number for number, _ in chosen if number] == expected
+
+    def test_one_that_was_refused_does_not_count(self) -> None:
+        chosen = select(ChunkedPolicy(), self.SCENE, budget=30, max_be=2, refused=[1])
+        assert [number for number, _ in chosen] == [0, 2, 3]
