@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from lightserve.config import ServeConfig
-from lightserve.router.admission.base import AdmissionRound, AdmissionRule
+from lightserve.router.admission.base import AdmissionRound, AdmissionRule, PoolView
 from lightserve.router.admission.registry import ADMISSION_RULES
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.request import Request
@@ -44,10 +44,10 @@ class TimedRule:
         """See `AdmissionRule.forecast_peak`."""
         return self._rule.forecast_peak
 
-    def begin(self, live: Collection[Request], num_slots: int, step_id: StepId) -> TimedRound:
+    def begin(self, live: Collection[Request], pool: PoolView, step_id: StepId) -> TimedRound:
         """Start a round, and the clock."""
         start_s = time.thread_time()
-        inner = self._rule.begin(live, num_slots, step_id)
+        inner = self._rule.begin(live, pool, step_id)
         self.rounds_s.append(time.thread_time() - start_s)
         self.num_live.append(len(live))
         return TimedRound(inner, self.rounds_s)

@@ -26,6 +26,7 @@ from lightserve.messages.frontend_router import (
     Submit,
 )
 from lightserve.messages.router_worker import PlanRow, RowResult, StepPlan, StepResult
+from lightserve.router.admission.base import PoolView
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.deltas import DeltaBatch
 from lightserve.router.endings import can_replay, until_end
@@ -219,7 +220,7 @@ class RouterCore:
             num_free_rows=self._rows.num_free,
         )
         admission = self._config.admission.begin(
-            list(self._rows), self._kv.num_slots, self._pipeline.next_step_id
+            list(self._rows), PoolView(self._kv.num_slots), self._pipeline.next_step_id
         )
         looked_up = map(self._kv.look_up, waiting)
         chosen = cap_positions(self._config.policy.select(running, looked_up, limits, admission))

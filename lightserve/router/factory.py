@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from lightserve.config import ServeConfig
+from lightserve.router.admission.base import AdmissionRule
+from lightserve.router.admission.classwise import ClasswiseAdmission
 from lightserve.router.admission.registry import ADMISSION_RULES
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
@@ -23,6 +25,7 @@ CACHE_ORDERS: dict[str, EvictionOrder | None] = {
 def make_core(config: ServeConfig, *, max_model_len: int, seed: int = 0) -> RouterCore:
     """Return a core with the configured policy and admission rule."""
     lengths = OutputLengths(max_output_tokens=max_model_len)
+    policy = POLICIES[config.policy]()
     return RouterCore(
         CoreConfig(
             max_model_len=max_model_len,
@@ -36,9 +39,19 @@ def make_core(config: ServeConfig, *, max_model_len: int, seed: int = 0) -> Rout
                     config.be_max_waiting_requests, config.be_max_waiting_tokens
                 ),
             },
-            policy=POLICIES[config.policy](),
-            admission=ADMISSION_RULES[config.admission](config, lengths, seed),
+            policy=policy,
+            admission=make_admission(config, lengths, seed, is_class_aware=policy.is_class_aware),
             lengths=lengths,
             cache_order=CACHE_ORDERS[config.cache_policy],
         )
     )
+
+
+def make_admission(
+    config: ServeConfig, lengths: OutputLengths, seed: int, *, is_class_aware: bool
+) -> AdmissionRule:
+    """Return the configured rule; for a policy that knows classes, one of each class."""
+    make_rule = ADMISSION_RULES[config.admission]
+    if not is_class_aware:
+        return make_rule(config, lengths, seed)
+    return ClasswiseAdmission(make_rule(config, lengths, seed), make_rule(config, lengths, seed))

@@ -9,13 +9,13 @@ the rule itself is sure (`AdmissionRound.steps_refused`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from lightserve.router.admission.base import AdmissionRound, AdmissionRule
+from lightserve.router.admission.base import AdmissionRound, AdmissionRule, PoolView
 from lightserve.router.future_memory import IntArray
-from lightserve.router.policies.base import Allotment, Policy, StepLimits
+from lightserve.router.policies.base import Allotment, Policy, StepLimits, Waiting
 from lightserve.router.request import Request
-from lightserve.types import StepId
+from lightserve.types import RequestClass, StepId
 
 OnAdmission = Callable[[Sequence[Request], IntArray | None], None]
 """Told of a batch with a newcomer in it, and of the rule's forecast of its peaks."""
@@ -31,7 +31,7 @@ class WatchedAdmission:
         self._rule = rule
         self._on_admission = on_admission
         self._live: list[Request] = []
-        self._num_slots = 0
+        self._pool = PoolView(0)
         self._step_id = StepId(0)
         self._refused: list[Request] = []
         self._round: AdmissionRound | None = None
@@ -41,11 +41,11 @@ class WatchedAdmission:
         """See `AdmissionRule.forecast_peak`."""
         return self._rule.forecast_peak
 
-    def begin(self, live: Collection[Request], num_slots: int, step_id: StepId) -> WatchedRound:
+    def begin(self, live: Collection[Request], pool: PoolView, step_id: StepId) -> WatchedRound:
         """Start a round of the rule's."""
-        self._live, self._num_slots, self._step_id = list(live), num_slots, step_id
+        self._live, self._pool, self._step_id = list(live), pool, step_id
         self._refused = []
-        self._round = self._rule.begin(live, num_slots, step_id)
+        self._round = self._rule.begin(live, pool, step_id)
         return WatchedRound(self._round, self._live, self._refused, self._on_admission)
 
     def run_length(self, limit: int, interval: int) -> int:
@@ -69,7 +69,7 @@ class WatchedAdmission:
         """Ask about the batch as it will be; what is asked becomes the last round."""
         _grow(self._live, num_steps)
         try:
-            self._round = self._rule.begin(self._live, self._num_slots, self._step_id)
+            self._round = self._rule.begin(self._live, self._pool, self._step_id)
             return not any(self._round.admit(request) for request in self._refused)
         finally:
             _grow(self._live, -num_steps)
@@ -116,6 +116,7 @@ class RunPolicy:
         limit: RunLimit | None,
     ) -> None:
         self._inner = inner
+        self.is_class_aware = inner.is_class_aware
         self._admission = admission
         self._interval = interval
         self._limit = limit
@@ -128,13 +129,13 @@ class RunPolicy:
     def select(
         self,
         running: Collection[Request],
-        waiting: Iterable[Request],
+        waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
     ) -> list[Allotment]:
         """See `Policy.select`."""
         may_admit = self._steps_left == 0 or not running
-        chosen = self._inner.select(running, waiting if may_admit else (), limits, admission)
+        chosen = self._inner.select(running, waiting if may_admit else _Nobody(), limits, admission)
         if self._limit is None or any(not request.is_decoding for request, _ in chosen):
             return chosen
         requests = [request for request, _ in chosen]
@@ -144,6 +145,18 @@ class RunPolicy:
         else:
             num_steps = min(num_steps, self._steps_left)
         return [Allotment(request, num_steps) for request in requests]
+
+
+class _Nobody:
+    """Nobody waits; see `policies.base.Waiting`."""
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(())
+
+    def of(self, request_class: RequestClass) -> Iterator[Request]:
+        """Iterate over nobody."""
+        del request_class
+        return iter(())
 
 
 def _grow(requests: Iterable[Request], num_tokens: int) -> None:

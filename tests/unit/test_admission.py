@@ -10,7 +10,7 @@ import pytest
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
-from lightserve.router.admission.base import AdmissionRule
+from lightserve.router.admission.base import AdmissionRule, PoolView
 from lightserve.router.admission.oracle import OracleAdmission
 from lightserve.router.admission.past_future import PastFutureAdmission
 from lightserve.router.admission.registry import ADMISSION_RULES
@@ -95,7 +95,7 @@ def test_where_each_rule_draws_the_line(
     name: str, options: dict[str, float], capacity: int, admits: bool
 ) -> None:
     rule = make_rule(name, history(20), **options)
-    assert rule.begin(LIVE, capacity, StepId(0)).admit(NEWCOMER) is admits
+    assert rule.begin(LIVE, PoolView(capacity), StepId(0)).admit(NEWCOMER) is admits
 
 
 def test_ema_takes_the_average_or_a_tenth_more_and_the_limit_when_busy() -> None:
@@ -104,23 +104,23 @@ def test_ema_takes_the_average_or_a_tenth_more_and_the_limit_when_busy() -> None
     rule = make_rule("ema", lengths)
     old = [make_request(0, prompt=20, generated=40)]  # guessed to end at 44
     # Peak: when the old one ends after 4 steps, 60 + 10 + 2 * 4 are held.
-    assert rule.begin(old, 78, StepId(0)).admit(NEWCOMER)
-    assert not rule.begin(old, 77, StepId(0)).admit(NEWCOMER)
+    assert rule.begin(old, PoolView(78), StepId(0)).admit(NEWCOMER)
+    assert not rule.begin(old, PoolView(77), StepId(0)).admit(NEWCOMER)
     # 59 slots in use of 69 are over 85 %: both are taken to reach max_tokens.
-    assert not rule.begin(old, 69, StepId(0)).admit(NEWCOMER)
+    assert not rule.begin(old, PoolView(69), StepId(0)).admit(NEWCOMER)
 
 
 def test_oracle_knows() -> None:
     rule = OracleAdmission(lambda request: 12 if request.key.request_id == 0 else 7)
     # Rests are 2, 2 and 7: after two steps 30 + 35 + 10 + 3 * 2 are held.
-    assert rule.begin(LIVE, 81, StepId(0)).admit(NEWCOMER)
-    assert not rule.begin(LIVE, 80, StepId(0)).admit(NEWCOMER)
+    assert rule.begin(LIVE, PoolView(81), StepId(0)).admit(NEWCOMER)
+    assert not rule.begin(LIVE, PoolView(80), StepId(0)).admit(NEWCOMER)
 
 
 @pytest.mark.parametrize("name", sorted(ADMISSION_RULES))
 def test_an_empty_batch_always_takes_one(name: str) -> None:
     """Otherwise a request that fits alone, but not below a reserve, would wait for ever."""
-    round_ = make_rule(name, history(90)).begin([], 109, StepId(0))
+    round_ = make_rule(name, history(90)).begin([], PoolView(109), StepId(0))
     assert round_.admit(make_request(0, prompt=10, max_tokens=100))
     assert not round_.admit(make_request(1, prompt=100, max_tokens=100))
 
@@ -129,7 +129,9 @@ def test_an_empty_batch_always_takes_one(name: str) -> None:
 def test_the_same_state_gives_the_same_decision(name: str) -> None:
     rule = make_rule(name, history(5, 60, 95))
     for capacity in range(75, 360, 15):
-        decisions = {rule.begin(LIVE, capacity, StepId(3)).admit(NEWCOMER) for _ in range(5)}
+        decisions = {
+            rule.begin(LIVE, PoolView(capacity), StepId(3)).admit(NEWCOMER) for _ in range(5)
+        }
         assert len(decisions) == 1
 
 
@@ -145,7 +147,7 @@ def test_risk_is_a_calibrated_probability_per_class() -> None:
         capacities[request_class] = next(
             capacity
             for capacity in range(100, 700)
-            if rule.begin(live, capacity, StepId(0)).admit(newcomer)
+            if rule.begin(live, PoolView(capacity), StepId(0)).admit(newcomer)
         )
     # P(six long) = 1/64 > 0.4 %: RT needs room for all. P(five or six) = 7/64 < 20 %: BE for four.
     assert capacities[RequestClass.RT] == pytest.approx(6 * 110, abs=12)
@@ -175,7 +177,7 @@ def test_a_refusal_lasts_as_long_as_it_is_certain() -> None:
     forecasts = []
     for step in range(30):
         before = lengths.num_samples
-        admitted = rule.begin(live, capacity, StepId(step)).admit(newcomer)
+        admitted = rule.begin(live, PoolView(capacity), StepId(step)).admit(newcomer)
         forecasts.append(lengths.num_samples > before)
         if admitted:
             break
@@ -184,15 +186,15 @@ def test_a_refusal_lasts_as_long_as_it_is_certain() -> None:
             request.num_computed_tokens += 1
     assert admitted
     assert [step for step, made in enumerate(forecasts) if made] == [0, 9]
-    assert not rule.begin(live, 500, StepId(50)).admit(newcomer), "another pool"
+    assert not rule.begin(live, PoolView(500), StepId(50)).admit(newcomer), "another pool"
     before = lengths.num_samples
-    assert not rule.begin(live, 500, StepId(51)).admit(newcomer)
+    assert not rule.begin(live, PoolView(500), StepId(51)).admit(newcomer)
     assert lengths.num_samples == before
     lengths.record(50)
-    assert not rule.begin(live, 500, StepId(52)).admit(newcomer)
+    assert not rule.begin(live, PoolView(500), StepId(52)).admit(newcomer)
     assert lengths.num_samples > before, "there is something new to know"
     before = lengths.num_samples
-    assert not rule.begin(live[1:], 500, StepId(53)).admit(newcomer)
+    assert not rule.begin(live[1:], PoolView(500), StepId(53)).admit(newcomer)
     assert lengths.num_samples > before, "somebody has left"
 
 
@@ -213,11 +215,13 @@ def test_a_remembered_refusal_is_never_wrong(is_uneven: bool) -> None:
         held = sum(request.num_known_tokens for request in live)
         capacity = held + int(rng.integers(20, 60 * len(live) + 120))
         for step in range(40):
-            round_ = rule.begin(live, capacity, StepId(step))
+            round_ = rule.begin(live, PoolView(capacity), StepId(step))
             is_certain = step > 0 and newcomer in rule._refusals  # type: ignore[attr-defined]
             admitted = round_.admit(newcomer)
-            new_rule.begin([], 0, StepId(0))  # forgets what it remembers
-            assert new_rule.begin(live, capacity, StepId(step)).admit(newcomer) is admitted
+            new_rule.begin([], PoolView(0), StepId(0))  # forgets what it remembers
+            assert (
+                new_rule.begin(live, PoolView(capacity), StepId(step)).admit(newcomer) is admitted
+            )
             num_remembered += is_certain
             num_admitted += admitted
             if admitted:
@@ -236,9 +240,9 @@ def test_a_remembered_refusal_is_never_wrong(is_uneven: bool) -> None:
 def test_rules_tell_the_peak_they_expect(name: str, expected: int | None) -> None:
     rule = make_rule(name, history(20))
     assert rule.forecast_peak is None
-    assert rule.begin(LIVE, 400, StepId(0)).admit(NEWCOMER)
+    assert rule.begin(LIVE, PoolView(400), StepId(0)).admit(NEWCOMER)
     assert rule.forecast_peak == expected
-    assert not rule.begin(LIVE, 70, StepId(0)).admit(NEWCOMER)
+    assert not rule.begin(LIVE, PoolView(70), StepId(0)).admit(NEWCOMER)
     assert rule.forecast_peak == expected, "of those who were admitted"
 
 
@@ -255,7 +259,7 @@ def test_a_short_history_is_trusted_less() -> None:
         return next(
             capacity
             for capacity in range(600, 7000, 10)
-            if rule.begin(live, capacity, StepId(0)).admit(newcomer)
+            if rule.begin(live, PoolView(capacity), StepId(0)).admit(newcomer)
         )
 
     assert room_needed(25) > 1.02 * room_needed(1000)
@@ -285,7 +289,7 @@ def test_past_future_draws_more_for_small_batches() -> None:
                     next(
                         capacity
                         for capacity in range(20, 300, 2)
-                        if rule.begin(live, capacity, StepId(step)).admit(newcomer)
+                        if rule.begin(live, PoolView(capacity), StepId(step)).admit(newcomer)
                     )
                     for step in range(40)
                 ]

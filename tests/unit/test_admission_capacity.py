@@ -8,7 +8,7 @@ import pytest
 from test_admission import history, make_request, make_rule
 from test_future_memory import brute_force_peak
 
-from lightserve.router.admission.base import AdmissionRule
+from lightserve.router.admission.base import AdmissionRule, PoolView
 from lightserve.router.admission.oracle import OracleAdmission
 from lightserve.router.request import Request
 from lightserve.types import RequestClass, StepId
@@ -36,7 +36,7 @@ def test_no_admission_plans_beyond_the_capacity(name: str) -> None:
             batch.append(make_request(number, prompt=int(rng.integers(1, 80)), generated=generated))
             truth[number] = int(rng.integers(generated + 1, 101))
         capacity = 100 + int(rng.integers(0, 600))
-        round_ = rule.begin(list(batch), capacity, StepId(step))
+        round_ = rule.begin(list(batch), PoolView(capacity), StepId(step))
         for number in range(10, 18):
             request_class = RequestClass.BE if rng.random() < 0.5 else RequestClass.RT
             newcomer = make_request(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from lightserve.router.admission.base import ALWAYS
+from lightserve.router.admission.base import ALWAYS, PoolView
 from lightserve.router.request import Request
 from lightserve.types import StepId
 
@@ -41,8 +41,8 @@ class AggressiveAdmission:
     def __init__(self, *, watermark: float) -> None:
         self._watermark = watermark
 
-    def begin(self, live: Collection[Request], num_slots: int, step_id: StepId) -> AggressiveRound:
+    def begin(self, live: Collection[Request], pool: PoolView, step_id: StepId) -> AggressiveRound:
         """Start a round; nothing in it is random."""
         del step_id
         num_held = sum(request.num_known_tokens for request in live)
-        return AggressiveRound(num_held, num_slots * self._watermark)
+        return AggressiveRound(num_held, pool.num_slots * self._watermark)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Protocol
 
 from lightserve.router.request import Request
@@ -10,6 +11,18 @@ from lightserve.types import StepId
 
 ALWAYS = 1 << 40
 """Steps: until somebody leaves."""
+
+
+@dataclass(frozen=True)
+class PoolView:
+    """What an admission rule is told of the KV pool."""
+
+    num_slots: int
+    headroom: int = 0
+    """Slots that best-effort requests may not count on (`router.burst`); real-time ones may.
+
+    Only class-aware policies leave any, so only `ClasswiseAdmission` reads it.
+    """
 
 
 class AdmissionRound(Protocol):
@@ -35,7 +48,7 @@ class AdmissionRule(Protocol):
         As the rule bounds them; None if nobody was, or the rule does not look ahead.
         """
 
-    def begin(self, live: Collection[Request], num_slots: int, step_id: StepId) -> AdmissionRound:
+    def begin(self, live: Collection[Request], pool: PoolView, step_id: StepId) -> AdmissionRound:
         """Start a round; `live` are all requests that hold rows, ended ones in flight included.
 
         The same round results from the same state: whatever is drawn at random depends on

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from lightserve.router.admission.base import ALWAYS
+from lightserve.router.admission.base import ALWAYS, PoolView
 from lightserve.router.request import Request
 from lightserve.types import StepId
 
@@ -21,8 +21,8 @@ class ConservativeRound:
         self._num_slots = num_slots
 
     def admit(self, request: Request) -> bool:
-        """Admit if all reservations together fit into the pool."""
-        if self._num_reserved + _worst_case(request) > self._num_slots:
+        """Admit if all reservations together fit into the pool, or it is alone."""
+        if self._num_reserved > 0 and self._num_reserved + _worst_case(request) > self._num_slots:
             return False
         self._num_reserved += _worst_case(request)
         return True
@@ -42,12 +42,12 @@ class ConservativeAdmission:
         self._overcommit = overcommit
 
     def begin(
-        self, live: Collection[Request], num_slots: int, step_id: StepId
+        self, live: Collection[Request], pool: PoolView, step_id: StepId
     ) -> ConservativeRound:
         """Start a round from the reservations of all requests that hold rows."""
         del step_id
         reserved = sum(map(_worst_case, live))
-        return ConservativeRound(reserved, int(num_slots * self._overcommit))
+        return ConservativeRound(reserved, int(pool.num_slots * self._overcommit))
 
 
 def _worst_case(request: Request) -> int:

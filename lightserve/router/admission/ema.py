@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.peak import PeakAdmission, PeakRound, num_generated
 from lightserve.router.future_memory import IntArray
 from lightserve.router.output_lengths import OutputLengths
@@ -27,10 +28,10 @@ class EmaAdmission(PeakAdmission):
     def __init__(self, lengths: OutputLengths) -> None:
         self._lengths = lengths
 
-    def begin(self, live: Collection[Request], num_slots: int, step_id: StepId) -> PeakRound:
+    def begin(self, live: Collection[Request], pool: PoolView, step_id: StepId) -> PeakRound:
         """Start a round; nothing in it is random."""
         del step_id
-        is_busy = sum(request.next_position for request in live) > BUSY_USAGE * num_slots
+        is_busy = sum(request.next_position for request in live) > BUSY_USAGE * pool.num_slots
 
         def sample(requests: Sequence[Request]) -> IntArray:
             count = len(requests)
@@ -42,4 +43,4 @@ class EmaAdmission(PeakAdmission):
             lengths: IntArray = np.clip(guess.astype(np.int64), generated + 1, max_tokens)
             return lengths[:, None]
 
-        return PeakRound(live, sample, lambda peaks, _: int(peaks[0]), num_slots, self)
+        return PeakRound(live, sample, lambda peaks, _: int(peaks[0]), pool.num_slots, self)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
+from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.peak import PeakAdmission, PeakRound
 from lightserve.router.future_memory import IntArray
 from lightserve.router.request import Request
@@ -18,7 +19,7 @@ class OracleAdmission(PeakAdmission):
     def __init__(self, true_length: Callable[[Request], int]) -> None:
         self._true_length = true_length
 
-    def begin(self, live: Collection[Request], num_slots: int, step_id: StepId) -> PeakRound:
+    def begin(self, live: Collection[Request], pool: PoolView, step_id: StepId) -> PeakRound:
         """Start a round; nothing in it is random."""
         del step_id
 
@@ -26,4 +27,4 @@ class OracleAdmission(PeakAdmission):
             lengths = np.fromiter(map(self._true_length, requests), np.int64, len(requests))
             return lengths[:, None]
 
-        return PeakRound(live, sample, lambda peaks, _: int(peaks[0]), num_slots, self)
+        return PeakRound(live, sample, lambda peaks, _: int(peaks[0]), pool.num_slots, self)

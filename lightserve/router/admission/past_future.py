@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.peak import PeakAdmission, PeakRound, num_generated
 from lightserve.router.future_memory import IntArray
 from lightserve.router.output_lengths import OutputLengths
@@ -29,7 +30,7 @@ class PastFutureAdmission(PeakAdmission):
         self._reserve = reserve
         self._samples = samples
 
-    def begin(self, live: Collection[Request], num_slots: int, step_id: StepId) -> PeakRound:
+    def begin(self, live: Collection[Request], pool: PoolView, step_id: StepId) -> PeakRound:
         """Start a round with fresh random numbers, the same ones if it is started again.
 
         They depend on what is held, which changes with every step, and not on how many steps
@@ -38,7 +39,7 @@ class PastFutureAdmission(PeakAdmission):
         del step_id
         num_held = sum(request.num_known_tokens for request in live)
         rng = np.random.Generator(np.random.Philox(key=[self._seed, num_held]))
-        limit = int(num_slots * (1.0 - self._reserve))
+        limit = int(pool.num_slots * (1.0 - self._reserve))
         num_futures = min(self._samples, SMALL_BATCH // max(1, len(live)) + 1)
 
         def sample(requests: Sequence[Request]) -> IntArray:

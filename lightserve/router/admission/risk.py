@@ -20,6 +20,7 @@ from statistics import NormalDist
 
 import numpy as np
 
+from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.peak import PeakAdmission, PeakRound, num_generated
 from lightserve.router.future_memory import IntArray
 from lightserve.router.output_lengths import FloatArray, OutputLengths
@@ -57,8 +58,9 @@ class _Refusals:
         self._fall = 0
         """Most tokens by which any peak has fallen."""
         self._live: list[Request] = []
+        """Who counted in the last round up to its last refusal, newcomers behind the others."""
         self._counts: list[int] = []
-        """Of output tokens of those who are live; empty if nobody was refused."""
+        """Of their output tokens; empty if nobody was refused."""
         self._state: tuple[int, int] = (0, 0)
 
     def __contains__(self, request: Request) -> bool:
@@ -83,12 +85,17 @@ class _Refusals:
         # Who stood still while others moved holds so much less at the old peak.
         self._fall += num_steps + num_steps * len(progress) - sum(progress)
 
-    def note(self, request: Request, excess: int) -> None:
-        """Remember that a request was too much by `excess` tokens."""
+    def note(self, request: Request, excess: int, newcomers: Sequence[Request]) -> None:
+        """Remember that a request was too much by `excess` tokens.
+
+        `newcomers` were admitted since the last note; if they do not start after all, this is
+        forgotten.
+        """
         if len(self._until) == MAX_REMEMBERED:
             self._until.clear()
-        if not self._counts:
-            self._counts = list(map(num_generated, self._live))
+        counted = [*self._live, *newcomers]
+        self._counts += map(num_generated, counted[len(self._counts) :])
+        self._live = counted
         self._until[request] = self._fall + excess
 
     def steps_left(self, request: Request) -> int:
@@ -102,6 +109,7 @@ class RiskRound:
     def __init__(self, forecast: PeakRound, refusals: _Refusals) -> None:
         self._forecast = forecast
         self._refusals = refusals
+        self._newcomers: list[Request] = []
 
     @property
     def peaks(self) -> IntArray | None:
@@ -113,8 +121,12 @@ class RiskRound:
         if request in self._refusals:
             return False
         is_admitted = self._forecast.admit(request)
-        if not is_admitted:
-            self._refusals.note(request, self._forecast.excess(request))
+        if is_admitted:
+            self._newcomers.append(request)
+        else:
+            excess = self._forecast.excess(request)
+            self._refusals.note(request, excess, self._newcomers)
+            self._newcomers = []
         return is_admitted
 
     def steps_refused(self, request: Request) -> int:
@@ -140,7 +152,7 @@ class RiskAdmission(PeakAdmission):
         self._tilted_for = 0
         self._refusals = _Refusals()
 
-    def begin(self, live: Collection[Request], num_slots: int, step_id: StepId) -> RiskRound:
+    def begin(self, live: Collection[Request], pool: PoolView, step_id: StepId) -> RiskRound:
         """Start a round; nothing in it depends on `step_id`."""
         del step_id
 
@@ -149,8 +161,9 @@ class RiskAdmission(PeakAdmission):
             return int(np.partition(peaks, rank)[rank])
 
         live = list(live)
-        self._refusals.advance(live, (num_slots, self._lengths.num_recorded))
-        return RiskRound(PeakRound(live, self._sample, quantile, num_slots, self), self._refusals)
+        self._refusals.advance(live, (pool.num_slots, self._lengths.num_recorded))
+        forecast = PeakRound(live, self._sample, quantile, pool.num_slots, self)
+        return RiskRound(forecast, self._refusals)
 
     def _sample(self, requests: Sequence[Request]) -> IntArray:
         count = len(requests)

@@ -1,0 +1,81 @@
+"""Admission by class: best-effort memory is a loan that real-time requests may call in (C6).
+
+A real-time request is tested against the future of real-time requests alone, in the whole pool:
+whatever best-effort ones hold can be taken from them. A best-effort request is tested against
+the future of everybody, in the pool less the burst headroom. So real-time requests are evicted
+as rarely as their own risk says, and best-effort ones absorb the rest.
+
+Two instances of one rule decide, because a rule may remember what it answered about a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from lightserve.router.admission.base import AdmissionRound, AdmissionRule, PoolView
+from lightserve.router.request import Request
+from lightserve.types import RequestClass, StepId
+
+
+class ClasswiseAdmission:
+    """Asks `rt_rule` about real-time requests and `be_rule` about best-effort ones."""
+
+    forecast_peak: int | None = None
+    """That of the rule that admitted last: what real-time requests need, or everybody."""
+
+    def __init__(self, rt_rule: AdmissionRule, be_rule: AdmissionRule) -> None:
+        self._rules = {RequestClass.RT: rt_rule, RequestClass.BE: be_rule}
+
+    def begin(self, live: Collection[Request], pool: PoolView, step_id: StepId) -> ClasswiseRound:
+        """Start a round; a class that nobody asks about costs nothing."""
+        return ClasswiseRound(self, self._rules, list(live), pool, step_id)
+
+
+class ClasswiseRound:
+    """An `AdmissionRound` that begins one of each class when it is first asked about it."""
+
+    def __init__(
+        self,
+        owner: ClasswiseAdmission,
+        rules: dict[RequestClass, AdmissionRule],
+        live: list[Request],
+        pool: PoolView,
+        step_id: StepId,
+    ) -> None:
+        self._owner = owner
+        self._rules = rules
+        self._counted = live
+        """Everybody with a share in the future, those admitted in this round at the end."""
+        self._pool = pool
+        self._step_id = step_id
+        self._rounds: dict[RequestClass, AdmissionRound] = {}
+
+    def admit(self, request: Request) -> bool:
+        """Admit by the rule of its class; it counts for later ones of both classes."""
+        request_class = request.request_class
+        if not self._round_of(request_class).admit(request):
+            return False
+        self._counted.append(request)
+        self._owner.forecast_peak = self._rules[request_class].forecast_peak
+        if request_class is RequestClass.RT:  # best-effort ones have to be forecast again
+            self._rounds.pop(RequestClass.BE, None)
+        return True
+
+    def steps_refused(self, request: Request) -> int:
+        """See `AdmissionRound.steps_refused`."""
+        return self._round_of(request.request_class).steps_refused(request)
+
+    def _round_of(self, request_class: RequestClass) -> AdmissionRound:
+        if request_class not in self._rounds:
+            self._rounds[request_class] = self._begin(request_class)
+        return self._rounds[request_class]
+
+    def _begin(self, request_class: RequestClass) -> AdmissionRound:
+        counted, pool = self._counted, self._pool
+        if request_class is RequestClass.RT:
+            counted = [r for r in counted if r.request_class is RequestClass.RT]
+        else:
+            num_slots = max(0, pool.num_slots - pool.headroom)
+            pool = replace(pool, num_slots=num_slots, headroom=0)
+        return self._rules[request_class].begin(counted, pool, self._step_id)

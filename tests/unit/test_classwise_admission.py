@@ -1,0 +1,173 @@
+"""Admission by class: what real-time requests may count on, what best-effort ones leave."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from test_admission import history, make_request
+
+from lightserve.config import ServeConfig
+from lightserve.router.admission.base import AdmissionRule, PoolView
+from lightserve.router.admission.registry import ADMISSION_RULES
+from lightserve.router.factory import make_admission
+from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.request import Request
+from lightserve.types import RequestClass, StepId
+
+RT, BE = RequestClass.RT, RequestClass.BE
+
+
+def classwise(name: str, lengths: OutputLengths) -> AdmissionRule:
+    return make_admission(ServeConfig(admission=name), lengths, 0, is_class_aware=True)
+
+
+def live_and_asked() -> tuple[list[Request], dict[str, Request]]:
+    """Everybody ends at 20 tokens; when they do, a live one holds 40, a newcomer 30.
+
+    Of two batches that end at once or a step apart, the first ends at its own peak.
+    """
+    live = [
+        make_request(0, prompt=20, generated=10, request_class=RT),
+        make_request(1, prompt=20, generated=10, request_class=BE),
+    ]
+    asked = {
+        "rt": make_request(2, prompt=10, request_class=RT),
+        "rt2": make_request(3, prompt=10, request_class=RT),
+        "be": make_request(4, prompt=10, request_class=BE),
+        "be2": make_request(5, prompt=10, request_class=BE),
+    }
+    return live, asked
+
+
+# When the live ones end, each newcomer has grown to 20 tokens.
+@pytest.mark.parametrize(
+    ("order", "pool", "admitted"),
+    [
+        # Real-time requests see each other: 40 + 20, and another 20. Alone at the end: 2 * 30.
+        (["rt"], PoolView(60), ["rt"]),
+        (["rt"], PoolView(59), []),
+        (["rt", "rt2"], PoolView(80), ["rt", "rt2"]),
+        (["rt", "rt2"], PoolView(79), ["rt"]),
+        # Best-effort ones see everybody: 40 + 40 + 20.
+        (["be"], PoolView(100), ["be"]),
+        (["be"], PoolView(99), []),
+        (["rt", "be"], PoolView(120), ["rt", "be"]),
+        (["rt", "be"], PoolView(119), ["rt"]),
+        # Also a real-time one that is admitted after they were first asked about.
+        (["be", "rt", "be2"], PoolView(140), ["be", "rt", "be2"]),
+        (["be", "rt", "be2"], PoolView(139), ["be", "rt"]),
+        # Real-time ones do not see best-effort newcomers either.
+        (["be", "be2", "rt"], PoolView(120), ["be", "be2", "rt"]),
+        # The headroom is for real-time ones.
+        (["rt", "be"], PoolView(150, headroom=30), ["rt", "be"]),
+        (["rt", "be"], PoolView(150, headroom=31), ["rt"]),
+        (["rt", "be"], PoolView(60, headroom=1000), ["rt"]),
+    ],
+)
+def test_who_counts_for_whom(order: list[str], pool: PoolView, admitted: list[str]) -> None:
+    live, asked = live_and_asked()
+    round_ = classwise("risk", history(20)).begin(live, pool, StepId(0))
+    assert [name for name in order if round_.admit(asked[name])] == admitted
+
+
+@pytest.mark.parametrize("name", sorted(ADMISSION_RULES))
+def test_every_rule_by_class(name: str) -> None:
+    """Whatever a rule counts: best-effort requests are no obstacle to a real-time one."""
+    live, asked = live_and_asked()
+    for request in live:
+        request.request_class = BE
+    rule = classwise(name, history(20))
+    round_ = rule.begin(live, PoolView(75), StepId(0))
+    assert round_.admit(asked["rt"]), "alone in its class"
+    assert not round_.admit(asked["be"])
+    round_ = rule.begin([], PoolView(120, headroom=120), StepId(1))
+    assert round_.admit(asked["be"]), "it is alone, whatever is to be left free"
+    assert not round_.admit(asked["be2"])
+
+
+def test_a_class_that_nobody_asks_about_is_not_forecast() -> None:
+    class Counted(OutputLengths):
+        asked: list[list[RequestClass]] = []  # noqa: RUF012
+
+        def sample(self, *args: Any) -> Any:
+            self.asked.append([key[0] for key in args[3]])
+            return super().sample(*args)
+
+    lengths = Counted(max_output_tokens=100)
+    live, asked = live_and_asked()
+    for request in [*live, *asked.values()]:
+        request.prediction_key = (request.request_class, "")
+    rule = classwise("risk", lengths)
+    round_ = rule.begin(live, PoolView(10_000), StepId(0))
+    assert lengths.asked == []
+    assert round_.admit(asked["rt"])
+    assert lengths.asked == [[RT], [RT]]
+    lengths.asked.clear()
+    assert rule.begin(live, PoolView(10_000), StepId(0)).admit(asked["be"])
+    assert lengths.asked == [[RT, BE], [BE]]
+
+
+def test_the_forecast_peak_is_of_whom_the_last_admission_counted() -> None:
+    live, asked = live_and_asked()
+    rule = classwise("risk", history(20))
+    assert rule.forecast_peak is None
+    round_ = rule.begin(live, PoolView(1000), StepId(0))
+    assert round_.admit(asked["be"])
+    assert rule.forecast_peak == 100
+    assert round_.admit(asked["rt"])
+    assert rule.forecast_peak == 60
+
+
+def test_a_memory_of_refusals_changes_no_decision() -> None:
+    """Random batches of both classes that move on, gain newcomers and lose members.
+
+    Some of the newcomers that were admitted do not start (as when slots are short), some waiting
+    ones go away. A rule with a memory answers like one that has none.
+    """
+    rng = np.random.default_rng(5)
+    lengths = history(*rng.integers(1, 100, 100).tolist())
+    new_rule = classwise("risk", lengths)
+    num_remembered = num_refused = num_admitted = 0
+    for _ in range(25):
+        rule = copy.deepcopy(new_rule)
+        numbers = iter(range(1000))
+        waiting = [_random_request(rng, next(numbers)) for _ in range(6)]
+        live: list[Request] = []
+        for step in range(30):
+            pool = PoolView(700, headroom=60 * (step // 15))
+            fresh = copy.deepcopy(new_rule)._rules  # type: ignore[attr-defined]
+            known = _remembered(rule)
+            asked = [waiting[i] for i in rng.permutation(len(waiting))]
+            round_ = rule.begin(live, pool, StepId(step))
+            admitted = [request for request in asked if round_.admit(request)]
+            again = type(rule)(fresh[RT], fresh[BE]).begin(live, pool, StepId(step))  # type: ignore[call-arg]
+            assert admitted == [request for request in asked if again.admit(request)]
+            num_remembered += len(known.intersection(asked))
+            num_refused += len(asked) - len(admitted)
+            num_admitted += len(admitted)
+            live = _move_on(rng, [*live, *(r for r in admitted if rng.random() < 0.7)])
+            waiting = [r for r in waiting if r not in live and rng.random() < 0.97]
+            waiting += [_random_request(rng, next(numbers)) for _ in range(6 - len(waiting))]
+    assert min(num_remembered, num_refused, num_admitted) > 200
+
+
+def _random_request(rng: np.random.Generator, number: int) -> Request:
+    request_class = BE if rng.random() < 0.5 else RT
+    return make_request(number, prompt=int(rng.integers(1, 150)), request_class=request_class)
+
+
+def _move_on(rng: np.random.Generator, live: Sequence[Request]) -> list[Request]:
+    """Let most requests generate a token; a few end."""
+    for request in live:
+        if rng.random() < 0.8:
+            request.output_token_ids.append(1)
+    return [r for r in live if len(r.output_token_ids) < 99 and rng.random() < 0.99]
+
+
+def _remembered(rule: Any) -> set[Request]:
+    """Who may be refused without a forecast."""
+    return {request for of_class in rule._rules.values() for request in of_class._refusals._until}
