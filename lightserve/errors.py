@@ -7,6 +7,7 @@
     ├── StartupError       anything else that keeps the server from starting: exit code 1
     ├── GrammarError       a schema, pattern or grammar that cannot be enforced
     ├── ChatError          `lightserve chat` got no answer: exit code 1 and one line
+    ├── KVMapError         `lightserve kv-map` got or wrote no picture: exit code 1 and one line
     ├── ProtocolError      a peer process sent what this version does not understand
     └── ChannelFull        a bounded queue to a peer is full
 
@@ -56,6 +57,10 @@ class StartupError(LightserveError):
 
 class ChatError(LightserveError):
     """A server that cannot be reached, refused, or broke an answer off; the text is for people."""
+
+
+class KVMapError(LightserveError):
+    """A KV map that a server does not give, or a picture of it that cannot be written."""
 
 
 class GrammarError(LightserveError):

@@ -61,10 +61,10 @@ class ChatClient:
         try:
             response = self._http.get("/models")
             if response.is_error:
-                raise ChatError(_refusal(response))
+                raise ChatError(refusal_text(response))
             names = [str(model["id"]) for model in response.json()["data"]]
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ChatError(_unreachable(self._http.base_url, error)) from error
+            raise ChatError(unreachable_text(self._http.base_url, error)) from error
         except (ValueError, KeyError, TypeError) as error:
             raise ChatError("GET /models gave no list of models: is this an LLM server?") from error
         if not names:
@@ -84,10 +84,10 @@ class ChatClient:
             with self._http.stream("POST", "/chat/completions", json=body) as response:
                 if response.is_error:
                     response.read()
-                    raise ChatError(_refusal(response))
+                    raise ChatError(refusal_text(response))
                 yield from _pieces(response.iter_lines())
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ChatError(_unreachable(self._http.base_url, error)) from error
+            raise ChatError(unreachable_text(self._http.base_url, error)) from error
 
 
 def _pieces(lines: Iterator[str]) -> Iterator[Piece]:
@@ -112,7 +112,7 @@ def _pieces(lines: Iterator[str]) -> Iterator[Piece]:
     raise ChatError("the answer ended without [DONE]: the connection broke")
 
 
-def _refusal(response: httpx.Response) -> str:
+def refusal_text(response: httpx.Response) -> str:
     """Return an error response in words: OpenAI's shape, else the beginning of its text."""
     try:
         text = _message(response.json()["error"])
@@ -126,5 +126,6 @@ def _message(error: object) -> str:
     return str(text)[:MAX_ERROR_CHARS]
 
 
-def _unreachable(url: httpx.URL, error: Exception) -> str:
+def unreachable_text(url: httpx.URL, error: Exception) -> str:
+    """Return in words why a server did not answer."""
     return f"{url}: {str(error) or type(error).__name__}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from lightserve.cli.api_key import api_key_options, read_api_key
 from lightserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,13 +25,7 @@ if TYPE_CHECKING:
 @click.option("--top-p", type=float)
 @click.option("--max-tokens", type=int)
 @click.option("--seed", type=int)
-@click.option(
-    "--api-key-env",
-    default="OPENAI_API_KEY",
-    show_default=True,
-    help="Environment variable with the API key; never an argument, which others could read.",
-)
-@click.option("--api-key-file", help="File with the API key; stands before the variable.")
+@api_key_options
 @click.option(
     "--timeout-s",
     default=600.0,
@@ -51,7 +44,8 @@ def command(**values: Any) -> int:
         from lightserve.chat.session import Session  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is missing: pip install 'lightserve[chat]'") from error
-    client = ChatClient(values["url"], api_key=_api_key(values), timeout_s=values["timeout_s"])
+    api_key = read_api_key(api_key_env=values["api_key_env"], api_key_file=values["api_key_file"])
+    client = ChatClient(values["url"], api_key=api_key, timeout_s=values["timeout_s"])
     try:
         session = Session(
             client,
@@ -87,17 +81,3 @@ def _answer_once(session: Session, question: str) -> int:
 def _print(piece: Piece) -> None:
     click.echo(piece.text, nl=False)
     sys.stdout.flush()
-
-
-def _api_key(values: dict[str, Any]) -> str:
-    name = values["api_key_file"]
-    if not name:
-        return os.environ.get(values["api_key_env"], "").strip()
-    try:
-        key = Path(name).read_text(encoding="ascii").strip()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not ASCII text"
-        raise ConfigError(f"--api-key-file {name}: {reason}") from error
-    if not key or len(key.split()) != 1:
-        raise ConfigError(f"--api-key-file {name}: must hold one key and nothing else")
-    return key

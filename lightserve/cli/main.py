@@ -17,6 +17,7 @@ from lightserve.logs import one_line
 SUBCOMMANDS: Mapping[str, str] = {
     "serve": "Serve a model over HTTP.",
     "chat": "Chat with a running server in the terminal.",
+    "kv-map": "Draw what every slot of a running server's KV pool is for.",
     "collect-env": "Print what a bug report needs to know of this machine.",
     "simulate": "Run a queue of requests through the router core on virtual hardware.",
 }

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 from fastapi import APIRouter, Request
-from pydantic import Field
 from starlette.responses import StreamingResponse
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.json_body import StrictModel, show
+from lightserve.frontend.json_body import show
 from lightserve.frontend.service import Service
 from lightserve.messages.kv_map import KindRuns, KVPool, unpack_kinds
 from lightserve.types import SlotKind
@@ -21,49 +20,6 @@ from lightserve.types import SlotKind
 RUNS_PER_PIECE = 8192
 """Runs that are written at a time, so that other requests have their turn in between."""
 KIND_NAMES = tuple(kind.name.lower() for kind in SlotKind)
-
-_Count = Annotated[int, Field(ge=0)]
-
-
-class KindCounts(StrictModel):
-    """Slots of each kind; together all slots."""
-
-    free: _Count
-    rt: _Count
-    be: _Count
-    cached: _Count
-    checkpointed: _Count
-
-
-class ClassSlotsObject(StrictModel):
-    """What the requests of one class have in the pool; slots of both classes are real-time's."""
-
-    num_requests: _Count
-    num_slots: _Count
-    num_checkpointed_slots: _Count
-
-
-class ClassesObject(StrictModel):
-    """Every class."""
-
-    rt: ClassSlotsObject
-    be: ClassSlotsObject
-
-
-class KVMapObject(StrictModel):
-    """The answer of /debug/kv."""
-
-    num_slots: int = Field(ge=1)
-    block_size: int = Field(ge=1)
-    counts: KindCounts
-    classes: ClassesObject
-    num_free_blocks: _Count
-    num_shared_blocks: _Count
-    mean_run_length: float = Field(ge=0)
-    num_host_slots: _Count
-    num_used_host_slots: _Count
-    kinds: list[str]
-    slots: list[tuple[Annotated[int, Field(ge=0, le=4)], Annotated[int, Field(ge=1)]]] | None
 
 
 def debug_router(service: Service) -> APIRouter:

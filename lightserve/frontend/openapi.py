@@ -17,7 +17,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
 from lightserve.frontend.access import ADMIN_PATHS, OPEN_PATHS
-from lightserve.frontend.debug import KVMapObject
+from lightserve.frontend.debug_schemas import KVMapObject
 from lightserve.frontend.native import GenerateRequest
 from lightserve.frontend.native_schemas import GenerateAnswer
 from lightserve.frontend.openai import schemas

@@ -1,0 +1,1 @@
+"""A picture of a server's KV pool: `lightserve kv-map`."""
