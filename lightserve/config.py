@@ -308,6 +308,11 @@ class ServeConfig:
             raise ConfigError(
                 "--block-owner exclusive needs --cache-policy off: shared tokens have no owner"
             )
+        if self.burst_headroom_s > 0 and self.policy != "priority":
+            raise ConfigError(
+                f"--burst-headroom-s needs --policy priority, got {self.policy!r}: others know no"
+                " classes"
+            )
         if self.preemption != "checkpoint" and self.clean_ahead_tokens > 0:
             raise ConfigError(
                 f"--clean-ahead-tokens needs --preemption checkpoint, got {self.preemption!r}"
