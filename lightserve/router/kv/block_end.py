@@ -1,0 +1,172 @@
+"""One of the two ends of all blocks: who grows there, and who may come where nobody does.
+
+Part of `block_slots`, whose masks it shares and writes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable
+
+import numpy as np
+import numpy.typing as npt
+
+from lightserve.messages.common import Int32Array
+
+_FEW_SLOTS = 32
+"""Up to here a loop is faster than numpy."""
+
+
+class BlockEnd:
+    """The low end of the blocks, which real-time fills upwards, or the high end.
+
+    A block's *rank* for newcomers: its free slots, plus B if nobody grows at this end; 0 if it
+    has none. Ranks fall by themselves, when slots are taken; what lets one rise (`on_release`,
+    `stop`) drops the buckets, to be built anew by the next search. So a block is in exactly one
+    bucket at or above its rank, and is found in amortized constant time.
+    """
+
+    def __init__(self, masks: array[int], block_size: int, *, is_low: bool) -> None:
+        self.is_low = is_low
+        places = range(block_size) if is_low else range(block_size - 1, -1, -1)
+        self.first_place = places[0]
+        """The place in an empty block that is taken first, 0 … B-1."""
+        self.first_bit = 1 << self.first_place
+        self.order: Int32Array = np.array(places, dtype=np.int32)
+        """The places of a block in the order in which they are taken, int32 [B]."""
+        self.block_of: dict[Hashable, int] = {}
+        """Where sequences grow; the block may be full."""
+        self.owner_of: dict[int, Hashable] = {}
+        """The same the other way round."""
+        self._masks = masks
+        self._mask_array: npt.NDArray[np.uint16] = np.frombuffer(masks, dtype=np.uint16)
+        self._size = block_size
+        self._full = (1 << block_size) - 1
+        self._is_grown = bytearray(len(masks))
+        """`owner_of`'s keys, for numpy."""
+        self._grown_array: npt.NDArray[np.uint8] = np.frombuffer(self._is_grown, dtype=np.uint8)
+        self._buckets: list[list[int]] | None = None
+        """Blocks with free slots at or above their rank; from the last non-empty bucket up
+        there are none any more."""
+
+    # ---------------------------------------------------------------- growing
+
+    def grow(self, owner: Hashable, block: int) -> None:
+        """Let a sequence grow in a block where nobody does, no longer where it did."""
+        before = self.block_of.get(owner)
+        if before is not None:
+            del self.owner_of[before]
+            self._is_grown[before] = 0
+        if self._masks[block] == self._full:
+            if before is not None:
+                del self.block_of[owner]
+            return
+        self.block_of[owner] = block
+        self.owner_of[block] = owner
+        self._is_grown[block] = 1
+
+    def stop(self, owner: Hashable) -> None:
+        """Let a sequence grow nowhere, if it did."""
+        block = self.block_of.pop(owner, None)
+        if block is not None:
+            del self.owner_of[block]
+            self._is_grown[block] = 0
+            self._buckets = None
+
+    def on_release(self, emptied: Int32Array) -> None:
+        """Slots were released: those who grew in the blocks that are empty now do so no longer."""
+        self._buckets = None
+        if self.owner_of:
+            for block in emptied[self._grown_array[emptied] != 0].tolist():
+                self.stop(self.owner_of[block])
+
+    # ---------------------------------------------------------------- filling
+
+    def fill(self, block: int, slots: Int32Array, start: int) -> int:
+        """Fill `slots` from `start` on with a block's free ones; returns up to where."""
+        free = self._masks[block] ^ self._full
+        first, stop = block * self._size, len(slots)
+        while free and start < stop:
+            place = (free & -free if self.is_low else free).bit_length() - 1
+            free ^= 1 << place
+            slots[start] = first + place
+            start += 1
+        self._masks[block] = free ^ self._full
+        return start
+
+    def fill_scattered(self, owner: Hashable, slots: Int32Array, start: int) -> None:
+        """Fill `slots` from `start` on from blocks that are not empty; enough must be free."""
+        if len(slots) - start > _FEW_SLOTS:
+            start = self._fill_many(slots, start)
+        while start < len(slots):
+            block = self._best_block()
+            is_open = not self._is_grown[block]
+            start = self.fill(block, slots, start)
+            if self._masks[block] != self._full:  # so this was the last one
+                if is_open:
+                    self.grow(owner, block)
+                assert self._buckets is not None
+                self._buckets[self._rank(block)].append(block)
+
+    def _fill_many(self, slots: Int32Array, start: int) -> int:
+        """Do that with all free slots of as many blocks as are certainly needed."""
+        blocks, _ = self._ranked()
+        blocks = blocks[::-1]
+        free = self._mask_array[blocks] ^ np.uint16(self._full)
+        num_free = np.cumsum(np.bitwise_count(free), dtype=np.int64)
+        num_blocks = int(np.searchsorted(num_free, len(slots) - start, side="right"))
+        blocks, free = blocks[:num_blocks], free[:num_blocks]
+        is_free = (free[:, None] >> self.order.astype(np.uint16)) & 1  # [num_blocks, B]
+        rows, columns = np.nonzero(is_free)
+        stop = start + len(rows)
+        slots[start:stop] = blocks[rows] * self._size + self.order[columns]
+        self._mask_array[blocks] = self._full
+        return stop
+
+    # ---------------------------------------------------------------- ranks
+
+    def _rank(self, block: int) -> int:
+        num_free = (self._masks[block] ^ self._full).bit_count()
+        return num_free if self._is_grown[block] or num_free == 0 else num_free + self._size
+
+    def _best_block(self) -> int:
+        """Return a block of the highest rank, taken out of the buckets."""
+        if self._buckets is None:
+            self._buckets = self._build_buckets()
+        buckets = self._buckets
+        while True:
+            while not buckets[-1]:
+                buckets.pop()
+            block = buckets[-1].pop()
+            rank = self._rank(block)
+            if rank == len(buckets) - 1:
+                return block
+            if rank:
+                buckets[rank].append(block)
+
+    def _build_buckets(self) -> list[list[int]]:
+        """Sort the blocks with free slots by rank; the lowest of a bucket is its last."""
+        blocks, ranks = self._ranked()
+        stops = np.cumsum(np.bincount(ranks, minlength=2 * self._size + 1)).tolist()
+        in_order = blocks.tolist()
+        return [in_order[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
+
+    def _ranked(self) -> tuple[Int32Array, npt.NDArray[np.uint8]]:
+        """Return the blocks with free slots by rising rank, falling number, and their ranks."""
+        blocks = np.flatnonzero(self._mask_array != self._full)[::-1].astype(np.int32)
+        num_free = np.bitwise_count(self._mask_array[blocks] ^ np.uint16(self._full))
+        ranks = num_free + (1 - self._grown_array[blocks]) * np.uint8(self._size)
+        order = np.argsort(ranks, kind="stable")
+        return blocks[order], ranks[order]
+
+    def check_integrity(self) -> None:
+        """Assert that growers are known both ways, and buckets hold what they must."""
+        assert {block: owner for owner, block in self.block_of.items()} == self.owner_of
+        assert np.flatnonzero(self._grown_array).tolist() == sorted(self.owner_of)
+        if self._buckets is not None:
+            found: dict[int, int] = {}
+            for rank, bucket in enumerate(self._buckets):
+                assert not found.keys() & bucket and len(set(bucket)) == len(bucket)
+                found.update(dict.fromkeys(bucket, rank))
+            for block in np.flatnonzero(self._mask_array != self._full).tolist():
+                assert found.get(block, -1) >= self._rank(block), "a block is not found"
