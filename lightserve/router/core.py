@@ -14,7 +14,7 @@ rows that a plan in flight names are not reassigned before its result is there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 
 from lightserve.errors import ProtocolError
 from lightserve.messages.frontend_router import (
@@ -26,8 +26,9 @@ from lightserve.messages.frontend_router import (
     Submit,
 )
 from lightserve.messages.router_worker import PlanRow, RowResult, StepPlan, StepResult
-from lightserve.router.admission.base import PoolView
+from lightserve.router.booking import StepBooking
 from lightserve.router.core_config import CoreConfig
+from lightserve.router.counters import KVCounters
 from lightserve.router.deltas import DeltaBatch
 from lightserve.router.endings import can_replay, until_end
 from lightserve.router.events import (
@@ -44,14 +45,13 @@ from lightserve.router.intake import Intake, request_of
 from lightserve.router.integrity import check_integrity
 from lightserve.router.kv.store import KVStore
 from lightserve.router.pipeline import Pipeline
-from lightserve.router.plan_builder import build_plan, num_samples
-from lightserve.router.policies.base import StepLimits
-from lightserve.router.preemption import Fit, fit_into_memory
-from lightserve.router.prompt_logprobs import cap_positions, take_news
+from lightserve.router.plan_builder import num_samples
+from lightserve.router.planning import StepPlanner
+from lightserve.router.prompt_logprobs import take_news
 from lightserve.router.queues import RowTable, WaitingQueue
 from lightserve.router.request import Request, RequestState
 from lightserve.router.status import router_status
-from lightserve.types import FrontendId, RequestKey
+from lightserve.types import FrontendId, RequestClass, RequestKey
 
 
 class RouterCore:
@@ -67,11 +67,11 @@ class RouterCore:
         self._intake = Intake(config.queue_limits)
         self._unfinished: dict[RequestKey, Request] = {}
         """Requests whose last token was sent, but whose frontend still looks for a stop string."""
+        self._planner = StepPlanner(config, self._waiting, self._rows, self._pipeline)
+        self._booking = StepBooking(self._waiting, self._rows, self._pipeline, self._intake)
         self._num_arrivals = 0
         self._suspects: list[Request] = []
         """Requests that were in flight when workers died: each runs alone up to a token."""
-        self.num_preemptions = 0
-        self.num_preempted_tokens = 0
 
     # ---------------------------------------------------------------- events
 
@@ -95,8 +95,8 @@ class RouterCore:
                 for request in [*self._requests.values(), *self._unfinished.values()]:
                     if request.key.frontend_id == frontend_id:
                         self._forget(request)
-            case WorkersReady(num_kv_slots):
-                self._start_workers(num_kv_slots, deltas)
+            case WorkersReady() as ready:
+                self._start_workers(ready, deltas)
             case WorkersGone():
                 self._lose_workers(deltas)
         return deltas.outgoing()
@@ -146,9 +146,14 @@ class RouterCore:
             return False
         return self._kv is None or request.max_kv_tokens <= self._kv.num_slots
 
-    def _start_workers(self, num_kv_slots: int, deltas: DeltaBatch) -> None:
+    def _start_workers(self, ready: WorkersReady, deltas: DeltaBatch) -> None:
         assert len(self._rows) == 0, "the group before was not reported as gone"
-        self._kv = KVStore(num_kv_slots, order=self._config.cache_order)
+        self._kv = KVStore(
+            ready.num_kv_slots,
+            self._config.kv,
+            num_host_slots=ready.num_host_slots,
+            load_is_cheaper=self._pipeline.load_is_cheaper,
+        )
         for request in list(self._waiting):
             self._kv.expect(request)
             if not self._can_ever_fit(request):
@@ -172,10 +177,13 @@ class RouterCore:
                 del self._requests[request.key]
                 continue
             request.num_replays += was_in_flight
-            request.back_to_waiting()
+            request.num_requeues += 1
+            request.lose_kv()
             replayed.append(request)
             if was_in_flight:
                 suspects.append(request)
+        for request in self._waiting:
+            request.lose_kv()
         self._waiting.requeue(replayed)
         self._suspects = suspects
 
@@ -188,95 +196,28 @@ class RouterCore:
         due_s = self._pipeline.next_plan_due_s()
         if due_s is None or due_s > now_s:
             return WaitUntil(due_s)
-        fit = self._choose()
-        if not fit.allotments or (fit.victims and not self._pipeline.is_empty):
+        fit = self._planner.choose(self._kv, self._suspects, self._headroom(now_s))
+        if not fit.allotments or (fit.stops and not self._pipeline.is_empty):
             return WaitUntil(None)
         return PlannedStep(
             step_id=self._pipeline.next_step_id,
             allotments=fit.allotments,
             num_samples=tuple(num_samples(*part) for part in fit.allotments),
-            victims=fit.victims,
+            stops=fit.stops,
+            takes=fit.takes,
+            drops=fit.drops,
             planned_at_s=now_s,
-            predicted_s=self._pipeline.cost.predict(fit.allotments),
+            predicted_s=self._pipeline.predict(fit.allotments, fit.num_copied),
         )
 
-    def _choose(self) -> Fit:
-        """Return who advances: a suspect alone if there is one, else whom the policy selects."""
-        if not self._suspects:
-            return self._select(self.running, self._waiting) or self._select(self.running, ())
-        suspect = self._suspects[0]
-        if suspect.state is RequestState.RUNNING:
-            return self._select([suspect], ())
-        if not self._pipeline.is_empty:
-            return Fit(())
-        # Where there is no room for it, those before it that were cleared make some.
-        return self._select([], [suspect]) or self._select(self.running, ())
-
-    def _select(self, running: Sequence[Request], waiting: Iterable[Request]) -> Fit:
-        """Ask the policy who of these advances, and see that it fits; falsy if nobody can."""
-        assert self._kv is not None
-        limits = StepLimits(
-            max_num_batched_tokens=self._config.max_num_batched_tokens,
-            num_free_rows=self._rows.num_free,
-        )
-        admission = self._config.admission.begin(
-            list(self._rows), PoolView(self._kv.num_slots), self._pipeline.next_step_id
-        )
-        looked_up = map(self._kv.look_up, waiting)
-        chosen = cap_positions(self._config.policy.select(running, looked_up, limits, admission))
-        victims_first = self.running[::-1]
-        return fit_into_memory(chosen, self._kv.num_available, victims_first, self._kv.num_freed_by)
+    def _headroom(self, now_s: float) -> int:
+        """Return the slots that best-effort requests leave free for a burst (Echo, E8)."""
+        return 0
 
     def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:
         """Book a step planned since the last event; return the message to send now."""
         assert self._kv is not None
-        self._preempt(planned.victims)
-        newcomers = [r for r, _ in planned.allotments if r.state is RequestState.WAITING]
-        for request in newcomers:
-            self._start(request, now_s)
-        slots = self._kv.acquire(sum(part.num_tokens for part in planned.allotments))
-        offset = 0
-        for request, num_tokens in planned.allotments:
-            assert request.slots is not None
-            start = request.next_position
-            request.slots[start : start + num_tokens] = slots[offset : offset + num_tokens]
-            offset += num_tokens
-        plan = build_plan(
-            planned.step_id, planned.allotments, planned.num_samples, slots, set(newcomers)
-        )
-        self._pipeline.push(planned, plan, now_s)
-        for (request, num_tokens), samples in zip(
-            planned.allotments, planned.num_samples, strict=True
-        ):
-            request.num_inflight_samples += samples
-            request.num_inflight_tokens += num_tokens
-            request.num_inflight_steps += 1
-        return plan
-
-    def _start(self, request: Request, now_s: float) -> None:
-        """Take a waiting request out of its queue and give it a row and its cached prefix."""
-        assert self._kv is not None
-        self._waiting.admit(request)
-        self._kv.forget(request)
-        backlog = self._waiting.backlog(request.request_class)
-        self._intake.note_started(request, backlog, now_s)
-        self._rows.acquire(request)
-        request.state = RequestState.RUNNING
-        self._kv.start(request)
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = request.num_computed_tokens
-
-    def _preempt(self, victims: Sequence[Request]) -> None:
-        """Free the victims' KV; they keep their text and head the queue, in order of admission."""
-        assert self._kv is not None
-        for request in victims:
-            self.num_preempted_tokens += request.next_position
-            self._kv.release(request, keep=False)
-            self._rows.release(request)
-            request.back_to_waiting()
-            self._kv.expect(request)
-        self._waiting.requeue(victims[::-1])
-        self.num_preemptions += len(victims)
+        return self._booking.book(planned, self._kv, now_s)
 
     # ---------------------------------------------------------------- results
 
@@ -320,8 +261,8 @@ class RouterCore:
             deltas.add_prompt_logprobs(request, news)
         if result.token_ids:
             self._clear(request)
-            if not request.output_token_ids:
-                self._kv.learn_prompt(request)  # all of it has just been computed
+            if not request.is_prompt_shared:
+                self._kv.learn_prompt(request)  # all of it has been computed by now
             token_ids, reason = until_end(request, result.token_ids)
             deltas.add_tokens(request, token_ids, reason, result.logprobs[: len(token_ids)])
             request.output_token_ids.extend(token_ids)
@@ -343,7 +284,9 @@ class RouterCore:
         self._clear(request)
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
-            if self._kv is not None:
+            if self._kv is not None and request.is_paused:
+                self._kv.release(request, keep=request.keeps_kv)
+            elif self._kv is not None:
                 self._kv.forget(request)
         was_running = request.state is RequestState.RUNNING
         request.state = RequestState.ENDED
@@ -367,7 +310,22 @@ class RouterCore:
     @property
     def running(self) -> list[Request]:
         """Requests that hold rows and have not ended, in order of admission."""
-        return [request for request in self._rows if request.state is RequestState.RUNNING]
+        return self._planner.running()
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a request lost KV to another."""
+        return sum(counters.num_evictions for counters in self.counters.values())
+
+    @property
+    def num_preempted_tokens(self) -> int:
+        """Tokens that these have to compute again, unless they find them as cache."""
+        return sum(counters.lost_tokens for counters in self.counters.values())
+
+    @property
+    def counters(self) -> Mapping[RequestClass, KVCounters]:
+        """What happened to requests' KV."""
+        return self._booking.counters
 
     @property
     def num_used_slots(self) -> int:

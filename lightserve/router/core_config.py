@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.intake import QueueLimits
-from lightserve.router.kv.prefix_node import EvictionOrder
+from lightserve.router.kv.options import KVOptions
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.pipeline import MAX_STEPS_IN_FLIGHT
-from lightserve.router.policies.base import Policy
+from lightserve.router.policies.base import NO_LIMIT, Policy
 from lightserve.types import RequestClass
 
 
@@ -21,6 +21,8 @@ class CoreConfig:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_be_seqs: int = NO_LIMIT
+    """Most best-effort requests that run at once."""
     queue_limits: Mapping[RequestClass, QueueLimits]
     """Of every class."""
     policy: Policy
@@ -29,7 +31,6 @@ class CoreConfig:
     """Learns every finished request's length; the admission rule may read it."""
     admission_limit: int | None = None
     """Most output tokens that admission believes any request can reach (simulation of others)."""
-    cache_order: EvictionOrder | None = None
-    """In which order cached prefixes go; None: nothing is cached."""
+    kv: KVOptions = field(default_factory=KVOptions)
     max_steps_in_flight: int = MAX_STEPS_IN_FLIGHT
     """1 plans every step on the results of all before it, as simulations of other systems do."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lightserve.messages.frontend_router import Abort, Acknowledge, Finish, Submit, TokenDelta
 from lightserve.router.policies.base import Allotment
+from lightserve.router.preemption import Take
 from lightserve.router.request import Request
 from lightserve.types import FrontendId, StepId
 
@@ -58,8 +59,12 @@ class PlannedStep:
     allotments: tuple[Allotment, ...]
     num_samples: tuple[int, ...]
     """Tokens that each of them can yield at most."""
-    victims: tuple[Request, ...]
-    """Requests to preempt before the plan is sent; only ever with nothing in flight."""
+    stops: tuple[Request, ...]
+    """Running requests to pause before the plan is sent; only ever with nothing in flight."""
+    takes: tuple[Take, ...]
+    """KV to take from requests that are paused then."""
+    drops: tuple[Request, ...]
+    """Requests, paused then, that lose all their KV."""
     planned_at_s: float
     predicted_s: float
     """Predicted execution time."""

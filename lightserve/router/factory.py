@@ -9,8 +9,10 @@ from lightserve.router.admission.registry import ADMISSION_RULES
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.intake import QueueLimits
+from lightserve.router.kv.options import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import EvictionOrder, least_recently_used, task_aware
 from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.policies.base import NO_LIMIT
 from lightserve.router.policies.registry import POLICIES
 from lightserve.types import RequestClass
 
@@ -24,26 +26,37 @@ CACHE_ORDERS: dict[str, EvictionOrder | None] = {
 
 def make_core(config: ServeConfig, *, max_model_len: int, seed: int = 0) -> RouterCore:
     """Return a core with the configured policy and admission rule."""
+    return RouterCore(make_core_config(config, max_model_len=max_model_len, seed=seed))
+
+
+def make_core_config(config: ServeConfig, *, max_model_len: int, seed: int = 0) -> CoreConfig:
+    """Return what a core needs to know of the server's configuration."""
     lengths = OutputLengths(max_output_tokens=max_model_len)
     policy = POLICIES[config.policy]()
-    return RouterCore(
-        CoreConfig(
-            max_model_len=max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            queue_limits={
-                RequestClass.RT: QueueLimits(
-                    config.rt_max_waiting_requests, config.rt_max_waiting_tokens
-                ),
-                RequestClass.BE: QueueLimits(
-                    config.be_max_waiting_requests, config.be_max_waiting_tokens
-                ),
-            },
-            policy=policy,
-            admission=make_admission(config, lengths, seed, is_class_aware=policy.is_class_aware),
-            lengths=lengths,
+    return CoreConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_be_seqs=config.max_be_seqs or NO_LIMIT,
+        queue_limits={
+            RequestClass.RT: QueueLimits(
+                config.rt_max_waiting_requests, config.rt_max_waiting_tokens
+            ),
+            RequestClass.BE: QueueLimits(
+                config.be_max_waiting_requests, config.be_max_waiting_tokens
+            ),
+        },
+        policy=policy,
+        admission=make_admission(config, lengths, seed, is_class_aware=policy.is_class_aware),
+        lengths=lengths,
+        kv=KVOptions(
             cache_order=CACHE_ORDERS[config.cache_policy],
-        )
+            block_size=config.block_size,
+            is_exclusive=config.block_owner == "exclusive",
+            preemption=Preemption(config.preemption),
+            clean_ahead_tokens=config.clean_ahead_tokens,
+            rt_cache_min_tokens=config.rt_cache_min_tokens,
+        ),
     )
 
 

@@ -18,7 +18,7 @@ def check_integrity(
 ) -> None:
     """Assert that every slot, row and request has its one place."""
     if kv is not None:
-        kv.check_integrity(rows)
+        kv.check_integrity([*rows, *(request for request in waiting if request.is_paused)])
     for request in rows:
         ended = request.state is RequestState.ENDED
         assert ended == (request.key not in requests)

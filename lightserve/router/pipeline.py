@@ -15,7 +15,9 @@ import numpy.typing as npt
 
 from lightserve.errors import ProtocolError
 from lightserve.messages.router_worker import StepPlan, StepResult
+from lightserve.router.copy_cost import CopyCost
 from lightserve.router.events import PlannedStep
+from lightserve.router.policies.base import Allotment
 from lightserve.router.step_cost import OnlineStepCost, step_features
 from lightserve.types import StepId
 
@@ -45,6 +47,7 @@ class Pipeline:
     def __init__(self, *, max_steps_in_flight: int = MAX_STEPS_IN_FLIGHT) -> None:
         self._max_steps_in_flight = max_steps_in_flight
         self.cost = OnlineStepCost()
+        self.copy_cost = CopyCost()
         self.next_step_id = StepId(0)
         self.num_finished = 0
         self.busy_s = 0.0
@@ -70,6 +73,15 @@ class Pipeline:
         lead_s += ERROR_FACTOR * self.cost.error_s
         return running.start_s + running.planned.predicted_s - lead_s
 
+    def predict(self, allotments: tuple[Allotment, ...], num_copied: int) -> float:
+        """Return the predicted seconds of a step that waits for so many copied tokens."""
+        return self.cost.predict(allotments) + self.copy_cost.predict(num_copied)
+
+    def load_is_cheaper(self, num_tokens: int, start: int) -> bool:
+        """Whether loading tokens from `start` on costs less than computing them, or may do so."""
+        computed_s = self.cost.marginal_s(num_tokens, start)
+        return computed_s == 0.0 or self.copy_cost.predict(num_tokens) <= computed_s
+
     def push(self, planned: PlannedStep, plan: StepPlan, now_s: float) -> None:
         """Book a step that leaves at `now_s`; before its requests have moved."""
         assert planned.step_id == plan.step_id == self.next_step_id, (
@@ -94,7 +106,8 @@ class Pipeline:
         if not self._in_flight or self._in_flight[0].plan.step_id != result.step_id:
             raise ProtocolError(f"result of step {result.step_id} out of order")
         done = self._in_flight.popleft()
-        self.cost.observe(done.features, result.exec_s)
+        self.cost.observe(done.features, result.exec_s - result.copy_s)
+        self.copy_cost.observe(_num_copied(done.plan), result.copy_s)
         self.num_finished += 1
         self.busy_s += result.exec_s
         if done.ahead or self._had_work:
@@ -115,3 +128,8 @@ class Pipeline:
         start_s = self._in_flight[0].start_s
         assert start_s is not None
         return max(0.0, now_s - start_s)
+
+
+def _num_copied(plan: StepPlan) -> int:
+    """Return how many tokens' copies a step waits for."""
+    return (len(plan.saves.slots) + len(plan.loads.slots)) // 4

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container
 
 from lightserve.messages.common import Int32Array, TokenSegment, pack_int32
-from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
-from lightserve.router.policies.base import Allotment
+from lightserve.messages.router_worker import (
+    AddSequence,
+    KVCopies,
+    OutputKind,
+    PlanRow,
+    SlotRange,
+    StepPlan,
+)
+from lightserve.router.events import PlannedStep
 from lightserve.router.request import Request
-from lightserve.types import RowId, StepId
+from lightserve.types import RowId
 
 
 def num_samples(request: Request, num_tokens: int) -> int:
@@ -26,27 +33,25 @@ def _wanted_output(request: Request, samples: int) -> OutputKind:
 
 
 def build_plan(
-    step_id: StepId,
-    allotments: Sequence[Allotment],
-    samples: Sequence[int],
+    step: PlannedStep,
     slots: Int32Array,
     newcomers: Container[Request],
+    copies: tuple[KVCopies, KVCopies, KVCopies],
 ) -> StepPlan:
     """Return the plan that moves each request by its allotment.
 
     Args:
-        step_id: its number.
-        allotments: requests, with their rows and slots, and how many tokens they compute.
-        samples: how many tokens each yields.
+        step: requests, with their rows and slots, how many tokens they compute and yield.
         slots: what they write to, one after the other, int32 [sum of num_tokens].
         newcomers: those that the workers do not know yet.
+        copies: saves, loads and ahead-saves.
     """
     all_slots = pack_int32(slots)
     offset = 0
     sequences: list[AddSequence] = []
     slot_ranges: list[SlotRange] = []
     plan_rows: list[PlanRow] = []
-    for (request, num_tokens), num_wanted in zip(allotments, samples, strict=True):
+    for (request, num_tokens), num_wanted in zip(step.allotments, step.num_samples, strict=True):
         assert request.row is not None and request.slots is not None
         start = request.next_position
         if request in newcomers:
@@ -58,7 +63,16 @@ def build_plan(
         offset = end
         output = _wanted_output(request, num_wanted)
         plan_rows.append(PlanRow(request.row, start, num_tokens, output))
-    return StepPlan(step_id=step_id, sequences=sequences, slot_ranges=slot_ranges, rows=plan_rows)
+    saves, loads, ahead_saves = copies
+    return StepPlan(
+        step_id=step.step_id,
+        sequences=sequences,
+        slot_ranges=slot_ranges,
+        rows=plan_rows,
+        saves=saves,
+        loads=loads,
+        ahead_saves=ahead_saves,
+    )
 
 
 def _sequence(request: Request, row: RowId) -> AddSequence:

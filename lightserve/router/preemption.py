@@ -1,102 +1,335 @@
-"""When a step does not fit into memory: who waits, and who is preempted. Pure.
+"""Memory and rows for a step: what of it fits, and from whom the rest is taken. Pure, a dry run.
 
-Nothing is taken from a request that could merely wait: newcomers stay out first, then prompts
-in progress get shorter chunks. Only if a decode still finds no slot is somebody preempted: the
-KV goes, the text stays, and the request is recomputed later from the head of the queue.
+Requests that hold KV have an order of seniority: (for class-aware policies) real-time before
+best-effort, in a class running before paused, then order of admission and of the queue. Whoever
+needs more than there is free or cached takes it from those strictly behind, the last first:
+
+    paused ones      lose tokens from the end of their KV, saved on the host
+    running ones     are paused first; then the same
+    and if that is not enough, or nothing is saved (--preemption recompute), they lose all of it
+
+Nothing is taken unless it makes the taker fit, so nobody is paused for nothing, and nobody can
+take back what it lost to a senior (no ping-pong; architecture 6, invariant 6). A newcomer that
+never ran is junior to all of its class and takes from other classes alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from lightserve.router.kv.prefix_node import PrefixNode, path_of
+from lightserve.router.kv.store import KVStore
 from lightserve.router.policies.base import Allotment
 from lightserve.router.request import Request, RequestState
+from lightserve.types import RequestClass
+
+
+class Take(NamedTuple):
+    """The last tokens that a paused request holds, to be taken from it."""
+
+    request: Request
+    num_tokens: int
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What of a step fits, and who must go for it."""
+    """What of a step fits, and what must happen before."""
 
     allotments: tuple[Allotment, ...]
-    victims: tuple[Request, ...] = ()
+    pauses: tuple[Request, ...] = ()
+    """Running requests that give up their rows."""
+    takes: tuple[Take, ...] = ()
+    drops: tuple[Request, ...] = ()
+    """Requests that lose all their KV."""
 
     def __bool__(self) -> bool:
         """Whether anybody advances."""
         return bool(self.allotments)
 
+    @property
+    def num_copied(self) -> int:
+        """Tokens that the step copies at most, to the host and back."""
+        return sum(count for _, count in self.takes) + sum(
+            request.num_loaded_by_start for request, _ in self.allotments if not _runs(request)
+        )
+
+    @property
+    def stops(self) -> tuple[Request, ...]:
+        """Those who run now, and stop: this must not be decided while their steps are in flight."""
+        return tuple(dict.fromkeys([*self.pauses, *filter(_runs, self.drops)]))
+
 
 def fit_into_memory(
     allotments: Sequence[Allotment],
-    num_free_slots: int,
-    victims_first: Sequence[Request],
-    num_freed_by: Callable[[Sequence[Request]], int],
+    kv: KVStore,
+    holders: Sequence[Request],
+    num_free_rows: int,
+    *,
+    is_class_aware: bool,
 ) -> Fit:
-    """Return the part of a step that fits into memory.
+    """Return the part of a step that fits.
 
     Args:
         allotments: what the policy chose, in its order of preference.
-        num_free_slots: slots that can be had without taking any from a live request.
-        victims_first: running requests that may be preempted, the first to go first.
-        num_freed_by: how many slots become free without these requests.
+        kv: the pool as it is.
+        holders: running and paused requests, the most senior first.
+        num_free_rows: rows that newcomers get without anybody's stopping.
+        is_class_aware: whether a real-time newcomer may take from best-effort requests.
     """
-    if sum(map(_num_slots_for, allotments)) <= num_free_slots:
-        return Fit(tuple(allotments))
-    decodes = [part for part in allotments if part.request.is_decoding]
-    prompts = [part for part in allotments if not part.request.is_decoding]
-    num_left = num_free_slots - len(decodes)  # a run of several steps is cut to one
-    if num_left >= 0 and decodes:
-        return Fit(_keep_order(allotments, _trim(prompts, num_left)))
-    trimmed = _trim(prompts, num_free_slots) if not decodes else ()
-    if trimmed:
-        return Fit(trimmed)
-    in_progress = [part for part in prompts if part.request.state is RequestState.RUNNING]
-    return _preempt(decodes or in_progress[:1], num_free_slots, victims_first, num_freed_by)
+    plan = _Plan(kv, holders, num_free_rows, is_class_aware=is_class_aware)
+    refused: set[RequestClass] = set()
+    for part in allotments:
+        is_new = not _runs(part.request)
+        if is_new and part.request.request_class in refused:
+            continue
+        if not plan.place(part) and is_new:
+            refused.add(part.request.request_class)  # nobody of a class passes another here
+    return plan.result()
 
 
-def _num_slots_for(part: Allotment) -> int:
-    """Return what a share takes: its new tokens, and the cached ones that it will hold on to."""
-    request, num_tokens = part
-    is_new = request.state is RequestState.WAITING
-    return num_tokens + (request.num_pinned_by_start if is_new else 0)
+def _runs(request: Request) -> bool:
+    return request.state is RequestState.RUNNING
 
 
-def _trim(prompts: Sequence[Allotment], num_slots: int) -> tuple[Allotment, ...]:
-    """Cut chunks where the slots end; a newcomer starts only with its whole chunk."""
-    kept: list[Allotment] = []
-    for request, num_tokens in prompts:
-        is_new = request.state is RequestState.WAITING
-        part = Allotment(request, num_tokens if is_new else min(num_tokens, num_slots))
-        if part.num_tokens == 0 or _num_slots_for(part) > num_slots:
-            break
-        kept.append(part)
-        num_slots -= _num_slots_for(part)
-    return tuple(kept)
+def _path_of_hit(request: Request) -> Iterator[PrefixNode]:
+    return path_of(request.hit.node) if request.hit and request.hit.node else iter(())
 
 
-def _keep_order(
-    allotments: Sequence[Allotment], prompts: Sequence[Allotment]
-) -> tuple[Allotment, ...]:
-    chunks = {id(request): num_tokens for request, num_tokens in prompts}
-    return tuple(
-        Allotment(request, chunks.get(id(request), 1))
-        for request, _ in allotments
-        if request.is_decoding or id(request) in chunks
-    )
+class _Plan:
+    """The step so far. `num_left` counts slots that are free or cached, less what was placed."""
 
+    def __init__(
+        self, kv: KVStore, holders: Sequence[Request], num_rows: int, *, is_class_aware: bool
+    ) -> None:
+        self._kv = kv
+        self._holders = holders
+        self._rank = {request: rank for rank, request in enumerate(holders)}
+        self._num_rows = num_rows
+        self._is_class_aware = is_class_aware
+        self._num_left = kv.num_available
+        self._placed: dict[Request, tuple[int, int]] = {}
+        """Tokens that each computes, and the slots that it takes."""
+        self._pauses: dict[Request, None] = {}
+        self._takes: dict[Request, int] = {}
+        self._drops: dict[Request, None] = {}
+        self._pinned: set[PrefixNode] = set()
+        """What newcomers of the step found in the prefix tree: nobody takes it now."""
+        self._barren_rank = len(holders) + 1
+        """From this rank on nobody finds anything to take."""
 
-def _preempt(
-    wanted: Sequence[Allotment],
-    num_free_slots: int,
-    victims_first: Sequence[Request],
-    num_freed_by: Callable[[Sequence[Request]], int],
-) -> Fit:
-    """Preempt until every remaining request of `wanted` finds a slot; nobody for nobody."""
-    remaining = list(wanted)
-    victims: list[Request] = []
-    for victim in victims_first:
-        if num_free_slots + num_freed_by(victims) >= len(remaining):
-            break
-        victims.append(victim)
-        remaining = [part for part in remaining if part.request is not victim]
-    return Fit(tuple(Allotment(request, 1) for request, _ in remaining), tuple(victims))
+    def result(self) -> Fit:
+        """Return what has been decided."""
+        return Fit(
+            tuple(Allotment(request, count) for request, (count, _) in self._placed.items()),
+            tuple(request for request in self._pauses if request not in self._drops),
+            tuple(Take(request, count) for request, count in self._takes.items() if count),
+            tuple(self._drops),
+        )
+
+    def place(self, part: Allotment) -> bool:
+        """Add a share, a running prompt's perhaps shorter; whether (some of) it fits."""
+        request = part.request
+        if self._has_stopped(request) or request in self._takes:
+            return False
+        if _runs(request):
+            return self._place_running(part)
+        before = self._save()
+        if self._place_newcomer(part):
+            return True
+        self._restore(before)
+        return False
+
+    def _place_running(self, part: Allotment) -> bool:
+        request, num_tokens = part
+        missing = self._num_slots_for(request, num_tokens) - self._num_usable(request)
+        if missing > 0:
+            self._take_from_juniors(request, missing)
+            num_tokens = self._most_tokens(request, num_tokens)
+        if num_tokens > 0:
+            self._book(request, num_tokens)
+        return num_tokens > 0
+
+    def _place_newcomer(self, part: Allotment) -> bool:
+        """Add a request that has no row; if it does not fit, the state is to be restored."""
+        request, num_tokens = part
+        if request.hit is not None:
+            if any(self._reads(request, *take) for take in self._takes.items()):
+                return False  # next time it finds less
+            self._pinned = self._pinned | set(_path_of_hit(request))
+        if self._num_rows == 0 and not self._take_row(request):
+            return False
+        missing = self._num_slots_for(request, num_tokens) - self._num_usable(request)
+        if missing > 0:
+            self._take_from_juniors(request, missing)
+        if self._num_slots_for(request, num_tokens) > self._num_usable(request):
+            return False
+        self._book(request, num_tokens)
+        self._num_rows -= 1
+        return True
+
+    def _book(self, request: Request, num_tokens: int) -> None:
+        num_slots = self._num_slots_for(request, num_tokens)
+        self._placed[request] = (num_tokens, num_slots)
+        self._num_left -= num_slots
+
+    def _has_stopped(self, request: Request) -> bool:
+        return request in self._pauses or request in self._drops
+
+    def _num_usable(self, request: Request) -> int:
+        if request.request_class is RequestClass.RT:
+            return self._num_left
+        return self._num_left - self._kv.num_reserved_for_rt
+
+    def _num_slots_for(self, request: Request, num_tokens: int) -> int:
+        """Return what a share takes: its new tokens, and what it brings back or holds on to."""
+        if _runs(request):
+            return self._kv.cost(request, num_tokens)
+        num_new = request.num_loaded_by_start + num_tokens
+        return self._num_pinned_by(request) + self._kv.cost(request, num_new)
+
+    def _num_pinned_by(self, request: Request) -> int:
+        """Return how much less can be evicted once a newcomer reads what it found."""
+        if request.hit is None or not self._drops:
+            return request.num_pinned_by_start
+        freed = self._kv.freed_by(list(self._drops))
+        return request.num_pinned_by_start + sum(
+            len(node.tokens) for node in _path_of_hit(request) if node in freed
+        )
+
+    def _reads(self, request: Request, loser: Request, num_taken: int) -> bool:
+        """Whether a newcomer found tokens that are taken from `loser`."""
+        if loser.lease is None or num_taken <= loser.num_own_slots:
+            return False
+        shared = set(path_of(loser.lease.node))
+        num_common = sum(len(node.tokens) for node in _path_of_hit(request) if node in shared)
+        return num_common > loser.num_held_tokens - num_taken
+
+    def _most_tokens(self, request: Request, num_tokens: int) -> int:
+        """Return how many of a running request's next tokens fit into what is left."""
+        usable = self._num_usable(request)
+        counts = range(1, num_tokens + 1)
+        return bisect.bisect_right(counts, usable, key=lambda n: self._num_slots_for(request, n))
+
+    # ---------------------------------------------------------------- taking from others
+
+    def _juniors_of(self, request: Request) -> Sequence[Request]:
+        """Return those whom a request may take from, the last first."""
+        if request in self._rank:
+            return self._holders[: self._rank[request] : -1]
+        if not self._is_class_aware or request.request_class is RequestClass.BE:
+            return ()
+        return [r for r in reversed(self._holders) if r.request_class is RequestClass.BE]
+
+    def _take_row(self, request: Request) -> bool:
+        """Pause a running junior for its row; whether there is one."""
+        for junior in self._juniors_of(request):
+            if _runs(junior) and not self._has_stopped(junior):
+                self._stop(junior)
+                return True
+        return False
+
+    def _take_from_juniors(self, request: Request, missing: int) -> None:
+        """Take `missing` slots if juniors have them; a running request also takes less.
+
+        All that a class has goes before anything of a more senior class.
+        """
+        rank = self._rank.get(request, len(self._holders))
+        if rank >= self._barren_rank:
+            return
+        before = self._save()
+        enough = self._num_usable(request) + missing
+        juniors = [r for r in self._juniors_of(request) if r not in self._drops]
+        for _, group in itertools.groupby(juniors, key=self._group_of):
+            missing = enough - self._num_usable(request)
+            if missing <= 0 or (_runs(request) and self._num_usable(request) > 0):
+                return
+            self._take_from(list(group), missing, takes_less=_runs(request))
+        if self._num_usable(request) < (1 if _runs(request) else enough):
+            self._restore(before)
+            if _runs(request):
+                self._barren_rank = rank
+
+    def _group_of(self, request: Request) -> RequestClass | None:
+        return request.request_class if self._is_class_aware else None
+
+    def _take_from(self, juniors: Sequence[Request], missing: int, *, takes_less: bool) -> None:
+        """Take what is missing, or as much as there is."""
+        if self._take_ends(juniors, missing, takes_less=False):
+            return
+        if self._drop_whole(juniors, missing):
+            return
+        if not (takes_less and self._take_ends(juniors, missing, takes_less=True)):
+            self._drop_whole(juniors, missing, takes_less=True)
+
+    def _save(self) -> tuple[Any, ...]:
+        """Return what `_restore` needs to take everything back that happens from here on."""
+        state: tuple[dict[Request, Any], ...]
+        state = (self._placed, self._pauses, self._takes, self._drops)
+        return (self._num_left, self._num_rows, self._pinned, *(dict(part) for part in state))
+
+    def _restore(self, saved: tuple[Any, ...]) -> None:
+        self._num_left, self._num_rows, self._pinned, *state = saved
+        self._placed, self._pauses, self._takes, self._drops = state
+
+    def _take_ends(self, juniors: Sequence[Request], missing: int, *, takes_less: bool) -> bool:
+        """Take tokens from the ends of juniors' KV; whether there were (enough) to take."""
+        wanted_slots = missing
+        takes: list[Take] = []
+        for junior in juniors:
+            if missing <= 0:
+                break
+            before = self._takes.get(junior, 0)
+            num_left = self._kv.takeable(junior, self._pinned) - before
+            if num_left <= 0:
+                continue
+            missing -= self._placed.get(junior, (0, 0))[1]
+            wanted = num_left if self._kv.takes_all else max(0, min(num_left, missing))
+            takes.append(Take(junior, before + wanted))
+            missing -= self._gain(junior, before + wanted) - self._gain(junior, before)
+        if missing > 0 and not (takes_less and missing < wanted_slots):
+            return False
+        for junior, num_tokens in takes:
+            self._stop(junior)
+            self._num_left -= self._gain(junior, self._takes.get(junior, 0))
+            self._num_left += self._gain(junior, num_tokens)
+            self._takes[junior] = num_tokens
+        return True
+
+    def _gain(self, request: Request, num_tokens: int) -> int:
+        return self._kv.gain(request, num_tokens) if num_tokens else 0
+
+    def _drop_whole(
+        self, juniors: Sequence[Request], missing: int, *, takes_less: bool = False
+    ) -> bool:
+        """Take all KV of as many juniors as must be; it has to be computed again."""
+        dropped = list(self._drops)
+        before = self._kv.num_freed_by(dropped, self._pinned)
+        returned = 0
+        for junior in juniors:
+            dropped.append(junior)
+            returned += self._placed.get(junior, (0, 0))[1]
+            returned -= self._gain(junior, self._takes.get(junior, 0))
+            if self._kv.num_freed_by(dropped, self._pinned) - before + returned >= missing:
+                break
+        else:
+            if not takes_less:
+                return False
+        for junior in dropped[len(self._drops) :]:
+            self._stop(junior)
+            self._num_left -= self._gain(junior, self._takes.pop(junior, 0))
+            self._drops[junior] = None
+        self._num_left += self._kv.num_freed_by(dropped, self._pinned) - before
+        return True
+
+    def _stop(self, request: Request) -> None:
+        """Take back a share that was placed; whoever runs is paused."""
+        if request in self._placed:
+            self._num_left += self._placed.pop(request)[1]
+            self._num_rows += not _runs(request)
+        if _runs(request) and request not in self._pauses:
+            self._pauses[request] = None
+            self._num_rows += 1

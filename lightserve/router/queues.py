@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -20,18 +21,49 @@ class Backlog(NamedTuple):
 
 
 class WaitingQueue:
-    """First come, first served, with O(1) removal from anywhere."""
+    """Who waits, by class: those put back first, then first come, first served.
+
+    Removal from anywhere is O(log n). Best-effort requests that never ran are in a pool that
+    knows which of them share prefixes (`be_pool`).
+    """
 
     def __init__(self) -> None:
-        self._requests: OrderedDict[RequestKey, Request] = OrderedDict()
+        self._requeued: dict[RequestClass, OrderedDict[RequestKey, Request]] = {
+            request_class: OrderedDict() for request_class in RequestClass
+        }
+        self._fresh: dict[RequestClass, OrderedDict[RequestKey, Request]] = {
+            request_class: OrderedDict() for request_class in RequestClass
+        }
+        self._overtakers: dict[RequestClass, list[int]] = {
+            request_class: [] for request_class in RequestClass
+        }
+        """Arrival numbers, ascending, of those admitted before the first fresh one, but later."""
         self._backlogs = dict.fromkeys(RequestClass, Backlog(0, 0))
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return sum(backlog.num_requests for backlog in self._backlogs.values())
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate from the head."""
-        return iter(self._requests.values())
+        """Iterate from the head; requests of all classes that never ran in order of arrival."""
+        for requeued in self._requeued.values():
+            yield from requeued.values()
+        yield from heapq.merge(*map(self._first_come, RequestClass), key=_arrival_number)
+
+    def of(self, request_class: RequestClass) -> Iterator[Request]:
+        """Iterate over one class in the order in which its requests should start."""
+        yield from self._requeued[request_class].values()
+        yield from self._first_come(request_class)
+
+    def paused(self, request_class: RequestClass) -> Iterator[Request]:
+        """Iterate over those of a class that keep KV, from the head."""
+        return (r for r in self._requeued[request_class].values() if r.is_paused)
+
+    def _first_come(self, request_class: RequestClass) -> Iterator[Request]:
+        overtakers = self._overtakers[request_class]
+        for request in self._fresh[request_class].values():
+            after = bisect.bisect_right(overtakers, request.arrival_number)
+            request.num_overtaken = len(overtakers) - after
+            yield request
 
     def backlog(self, request_class: RequestClass) -> Backlog:
         """Return how much of a class waits."""
@@ -39,27 +71,39 @@ class WaitingQueue:
 
     def append(self, request: Request) -> None:
         """Add a request at the tail."""
-        self._requests[request.key] = request
+        self._fresh[request.request_class][request.key] = request
         self._count(request, 1)
 
     def requeue(self, requests: Sequence[Request]) -> None:
-        """Put requests back before all others, in the given order."""
+        """Put requests back before all others of their class, in the given order."""
         for request in reversed(requests):
-            self.append(request)
-            self._requests.move_to_end(request.key, last=False)
+            requeued = self._requeued[request.request_class]
+            requeued[request.key] = request
+            requeued.move_to_end(request.key, last=False)
+            self._count(request, 1)
 
     def admit(self, request: Request) -> None:
-        """Take a request out to run it; those before it have been overtaken."""
-        for waiting in self._requests.values():
-            if waiting is request:
-                break
-            waiting.num_overtaken += 1
+        """Take a request out to run it; those of its class that came before are overtaken."""
+        if request.key in self._fresh[request.request_class]:
+            bisect.insort(self._overtakers[request.request_class], request.arrival_number)
         self.remove(request)
 
     def remove(self, request: Request) -> None:
         """Take a request out. Raises KeyError if it is not waiting."""
-        del self._requests[request.key]
+        request_class = request.request_class
+        if self._requeued[request_class].pop(request.key, None) is None:
+            del self._fresh[request_class][request.key]
+            self._forget_overtakers(request_class)
         self._count(request, -1)
+
+    def _forget_overtakers(self, request_class: RequestClass) -> None:
+        """Keep those alone that overtook somebody who still waits."""
+        fresh, overtakers = self._fresh[request_class], self._overtakers[request_class]
+        head = next(iter(fresh.values()), None)
+        if head is None:
+            overtakers.clear()
+        else:
+            del overtakers[: bisect.bisect_right(overtakers, head.arrival_number)]
 
     def _count(self, request: Request, sign: int) -> None:
         """Add or take off a request; while it waits, its known tokens do not change."""
@@ -67,6 +111,10 @@ class WaitingQueue:
         self._backlogs[request.request_class] = Backlog(
             before.num_requests + sign, before.num_tokens + sign * request.num_known_tokens
         )
+
+
+def _arrival_number(request: Request) -> int:
+    return request.arrival_number
 
 
 class RowTable:

@@ -9,6 +9,16 @@ has confirmed progress and progress in flight:
 
 `num_known_tokens` counts tokens that are sampled in flight: their values are known only to the
 worker, which is enough to schedule the step after.
+
+A *paused* request waits again, without a row, but keeps KV: what is left of it in the pool, a
+prefix, and (where memory was taken from it) the rest on the host:
+
+    0 ......... num_held_tokens ............... host.end
+    └ in the pool ────────────┘
+                host.start ...................┘
+                └ copied to the host ─────────┘   (both: clean, could be taken at no cost)
+
+What it will not have to compute when it resumes is noted by `KVStore.look_up`.
 """
 
 from __future__ import annotations
@@ -21,18 +31,19 @@ import numpy as np
 
 from lightserve.messages.common import Constraint, Int32Array
 from lightserve.messages.frontend_router import MAX_UNACKNOWLEDGED_TOKENS
-from lightserve.router.kv.prefix_tree import Lease
+from lightserve.router.kv.host import HostRange
+from lightserve.router.kv.prefix_tree import Hit, Lease
 from lightserve.types import RequestClass, RequestKey, RowId, SamplingParams
 
 _NO_SLOTS: Int32Array = np.empty(0, dtype=np.int32)
 
 
 class RequestState(Enum):
-    """Where a request is. Allowed: WAITING -> RUNNING -> ENDED, RUNNING -> WAITING (again)."""
+    """Where a request is: WAITING -> RUNNING -> ENDED; RUNNING -> WAITING when it is paused."""
 
     WAITING = "waiting"
     RUNNING = "running"
-    """It has a row and may hold slots."""
+    """It has a row and holds slots."""
     ENDED = "ended"
     """Finished, failed or aborted; keeps row and slots until no plan in flight names them."""
 
@@ -68,7 +79,7 @@ class Request:
     """Confirmed tokens; all of them have been sent to the frontend."""
     row: RowId | None = None
     slots: Int32Array | None = None
-    """While it has a row: int32 [max_kv_tokens], valid at positions 0 … next_position-1."""
+    """While it runs or is paused: int32 [max_kv_tokens], valid at 0 … num_held_tokens-1."""
     num_computed_tokens: int = 0
     num_inflight_tokens: int = 0
     num_inflight_samples: int = 0
@@ -78,23 +89,41 @@ class Request:
     """How often it went back to waiting after it had started."""
     num_prompt_logprobs_sent: int = 0
     lease: Lease | None = None
-    """While it has a row, and prefixes are cached: its hold on shared KV."""
+    """While it runs or is paused, and prefixes are cached: its hold on shared KV."""
+    num_paused_tokens: int = 0
+    """While it is paused: leading positions whose KV is in the pool."""
+    host: HostRange | None = None
+    """Positions whose KV is on the host."""
+    is_prompt_shared: bool = False
+    """Whether its prompt was offered to the prefix tree since it started or resumed."""
     num_cached_tokens: int | None = None
     """Prompt tokens that were not computed when it first started."""
     keeps_kv: bool = True
     """Whether its KV may become cache: it has been finite so far."""
     num_pinned_by_start: int = 0
     """While it waits: cached slots that starting it would keep from being evicted."""
+    hit: Hit | None = None
+    """While it waits: what of it is in the prefix tree, if that is more than it holds itself."""
+    num_loaded_by_start: int = 0
+    """While it waits: tokens that starting it would load from the host."""
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.admission_limit = self.admission_limit or self.max_tokens
 
-    def back_to_waiting(self) -> None:
-        """Lose row, KV and everything in flight; the known tokens are to be computed again."""
+    def pause(self) -> None:
+        """Give up the row; nothing is in flight, and all KV stays."""
+        assert self.num_inflight_steps == 0
         self.state = RequestState.WAITING
         self.num_requeues += 1
-        self.slots, self.lease = None, None
+        self.num_paused_tokens = self.num_computed_tokens
+
+    def lose_kv(self) -> None:
+        """Wait as if it had never started: its known tokens are to be computed again."""
+        self.state = RequestState.WAITING
+        self.slots = self.lease = self.host = self.hit = None
+        self.is_prompt_shared = False
+        self.num_paused_tokens = self.num_pinned_by_start = self.num_loaded_by_start = 0
         self.num_computed_tokens = self.num_inflight_tokens = 0
         self.num_inflight_samples = self.num_inflight_steps = 0
 
@@ -161,14 +190,31 @@ class Request:
         return 0 if self.lease is None else self.lease.num_tokens
 
     @property
+    def is_paused(self) -> bool:
+        """Whether it waits and keeps KV."""
+        return self.state is RequestState.WAITING and self.slots is not None
+
+    @property
+    def num_held_tokens(self) -> int:
+        """Leading positions whose KV is in the pool, or will be after the plans in flight."""
+        if self.slots is None:
+            return 0
+        return self.num_paused_tokens if self.is_paused else self.next_position
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Leading positions whose KV exists, in the pool or on the host."""
+        return max(self.num_held_tokens, 0 if self.host is None else self.host.end)
+
+    @property
     def num_own_slots(self) -> int:
         """Slots that nobody else can read."""
-        return self.next_position - self.num_shared_tokens
+        return self.num_held_tokens - self.num_shared_tokens
 
     @property
     def held_slots(self) -> Int32Array:
-        """Slots of positions 0 … next_position-1, in order."""
-        return _NO_SLOTS if self.slots is None else self.slots[: self.next_position]
+        """Slots of positions 0 … num_held_tokens-1, in order."""
+        return _NO_SLOTS if self.slots is None else self.slots[: self.num_held_tokens]
 
     def known_token_ids(self) -> Int32Array:
         """Prompt and confirmed output, int32 [num_prompt_tokens + len(output)]."""

@@ -40,6 +40,11 @@ class OnlineStepCost:
             return 0.0
         return max(0.0, float(step_features(allotments) @ self._weights))
 
+    def marginal_s(self, num_new: int, context: int) -> float:
+        """Return the seconds that `num_new` tokens after `context` tokens add to a step."""
+        features = np.array([0.0, num_new, context]) * _SCALE
+        return max(0.0, float(features @ self._weights))
+
     def observe(self, features: npt.NDArray[np.float64], observed_s: float) -> None:
         """Learn from a finished step."""
         error = observed_s - float(features @ self._weights)

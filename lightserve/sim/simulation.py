@@ -67,6 +67,7 @@ class Simulation:
         step_time: StepTime,
         *,
         num_slots: int,
+        num_host_slots: int = 0,
         frontend: Frontend | None = None,
     ) -> None:
         self.core = core
@@ -80,7 +81,7 @@ class Simulation:
         self._sent: deque[StepPlan] = deque()
         self._is_busy = False
         self._free_since_s = 0.0
-        core.on_message(WorkersReady(num_slots), 0.0)
+        core.on_message(WorkersReady(num_slots, num_host_slots), 0.0)
 
     def run(self, events: Sequence[TimedEvent], *, until_s: float = float("inf")) -> None:
         """Play the events and everything that follows from them, up to `until_s`."""

@@ -11,7 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lightserve.messages.common import Int32Array, TokenLogprob, unpack_int32
-from lightserve.messages.router_worker import OutputKind, PlanRow, RowResult, StepPlan, StepResult
+from lightserve.messages.router_worker import (
+    KVCopies,
+    OutputKind,
+    PlanRow,
+    RowResult,
+    StepPlan,
+    StepResult,
+)
 
 EOS_TOKEN_ID = 0
 
@@ -23,9 +30,15 @@ class PlanError(AssertionError):
 class SimulatedWorker:
     """Runs plans. A sequence's `seed` says how long it gets: prompt and output, EOS included."""
 
-    def __init__(self, *, num_slots: int, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self, *, num_slots: int, max_num_seqs: int, max_model_len: int, num_host_slots: int = 0
+    ) -> None:
         self._req_to_slot = np.full((max_num_seqs, max_model_len), -1, dtype=np.int32)
         self._kv = np.zeros(num_slots, dtype=np.uint64)
+        self._host = np.zeros(num_host_slots, dtype=np.uint64)
+        self.num_saved_tokens = 0
+        self.num_loaded_tokens = 0
+        self.num_ahead_saved_tokens = 0
         self._prefixes = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.uint64)
         """Hash of the tokens of each row up to each position."""
         self._num_known = np.zeros(max_num_seqs, dtype=np.int64)
@@ -46,10 +59,23 @@ class SimulatedWorker:
             slots = unpack_int32(part.slots)
             end = part.start_position + len(slots)
             self._req_to_slot[part.row, part.start_position : end] = slots
+        self.num_saved_tokens += self._save(plan.saves)
+        self.num_loaded_tokens += self._load(plan.loads)
         rows = [result for row in plan.rows if (result := self._run(row)) is not None]
+        self.num_ahead_saved_tokens += self._save(plan.ahead_saves)
         return StepResult(
             step_id=plan.step_id, generation=0, rows=rows, exec_s=exec_s, idle_s=idle_s
         )
+
+    def _save(self, copies: KVCopies) -> int:
+        slots, host_slots = _unpacked(copies)
+        self._host[host_slots] = self._kv[slots]
+        return len(slots)
+
+    def _load(self, copies: KVCopies) -> int:
+        slots, host_slots = _unpacked(copies)
+        self._kv[slots] = self._host[host_slots]
+        return len(slots)
 
     def _run(self, row: PlanRow) -> RowResult | None:
         end = row.start_position + row.num_tokens
@@ -78,6 +104,17 @@ class SimulatedWorker:
             positions = range(row.start_position + 1, last)
             prompt_logprobs = [position_logprob(position) for position in positions]
         return RowResult(row.row, token_ids, prompt_logprobs=prompt_logprobs)
+
+
+def _unpacked(copies: KVCopies) -> tuple[Int32Array, Int32Array]:
+    """Return the places in the pool and on the host. Raises PlanError if a place comes twice."""
+    slots, host_slots = unpack_int32(copies.slots), unpack_int32(copies.host_slots)
+    if len(slots) != len(host_slots):
+        raise PlanError(f"{len(slots)} slots are copied, {len(host_slots)} host slots")
+    for places in (slots, host_slots):
+        if len(np.unique(places)) != len(places):
+            raise PlanError("a slot is copied twice")
+    return slots, host_slots
 
 
 def _mixed(token_ids: Int32Array, start: int) -> npt.NDArray[np.uint64]:

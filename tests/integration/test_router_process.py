@@ -19,6 +19,7 @@ from lightserve.messages.frontend_router import (
     Submit,
     TokenDelta,
 )
+from lightserve.messages.kv_map import ClassSlots, DescribeKV, KVMap
 from lightserve.messages.router_worker import (
     RouterToWorker,
     RowResult,
@@ -154,6 +155,29 @@ def test_a_request_from_hello_to_its_last_token() -> None:
         d.token_ids for m in received(frontend) if isinstance(m, TokenDelta) for d in m.requests
     ]
     assert tokens == [[7], [8]]
+
+
+def test_the_kv_pool_is_described_to_who_asks() -> None:
+    scene = make_scene()
+    frontend, worker = scene.frontend(), scene.worker()
+    frontend.send(DescribeKV(query_id=1))
+    scene.turn()
+    assert received(frontend) == [KVMap(query_id=1, pool=None)]  # no workers yet
+    worker.send(scene.hello())
+    frontend.send(submit(request_class=RequestClass.BE, max_tokens=1))
+    scene.turn()
+    frontend.send(DescribeKV(query_id=2))
+    scene.turn()
+    answer = received(frontend)[-1]
+    assert isinstance(answer, KVMap) and answer.pool is not None
+    assert (answer.query_id, answer.pool.num_slots) == (2, 100)
+    assert answer.pool.num_slots_of_kind == [97, 0, 3, 0, 0]
+    assert answer.pool.classes[RequestClass.BE] == ClassSlots(1, 3, 0)
+    assert answer.pool.block_size == scene.config.block_size
+    stranger = scene.frontends.connect_link("frontend-7")
+    stranger.send(DescribeKV(query_id=1))
+    scene.turn()
+    assert received(stranger) == []
 
 
 def test_a_loss_and_the_new_group_in_one_wake_up() -> None:

@@ -15,6 +15,7 @@ from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import FromFrontend
 from lightserve.router.intake import QueueLimits
+from lightserve.router.kv.options import KVOptions
 from lightserve.router.kv.prefix_node import EvictionOrder
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
@@ -73,6 +74,7 @@ def make_core(
     admission: AdmissionRule | None = None,
     lengths: OutputLengths | None = None,
     cache_order: EvictionOrder | None = None,
+    kv: KVOptions | None = None,
 ) -> RouterCore:
     return RouterCore(
         CoreConfig(
@@ -81,7 +83,7 @@ def make_core(
             max_num_batched_tokens=budget,
             queue_limits=dict.fromkeys(RequestClass, QueueLimits(max_waiting, 1 << 30)),
             policy=POLICIES[policy](),
-            cache_order=cache_order,
+            kv=kv or KVOptions(cache_order=cache_order),
             admission=admission or ConservativeAdmission(),
             lengths=OutputLengths(max_output_tokens=MAX_LEN) if lengths is None else lengths,
         )

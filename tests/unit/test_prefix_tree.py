@@ -44,7 +44,7 @@ class TreeMachine(RuleBasedStateMachine):
         prefixes = [(key, tuple(tokens[: i + 1])) for i in range(len(tokens))]
         held = list(itertools.takewhile(lambda prefix: prefix in self.model, prefixes))
         num_evictable = sum(not self.num_users(*prefix) for prefix in held)
-        assert self.tree.look_up(key, array(tokens)) == (len(held), num_evictable)
+        assert self.tree.look_up(key, array(tokens))[:2] == (len(held), num_evictable)
         lease, slots = self.tree.acquire(key, array(tokens), is_real_time=is_real_time)
         assert slots.tolist() == [self.model[prefix] for prefix in held]
         assert lease.num_tokens == len(held)
@@ -73,7 +73,7 @@ class TreeMachine(RuleBasedStateMachine):
         if self.leases:
             _, _, lease = self.leases.pop(index % len(self.leases))
             before = self.tree.num_evictable
-            freed = self.tree.num_freed_by([lease])
+            freed = sum(len(node.tokens) for node in self.tree.freed_by([lease]))
             self.tree.release(lease)
             assert self.tree.num_evictable == before + freed
 

@@ -1,4 +1,4 @@
-"""Slots, rows, queues, policies, admission, step cost, pipeline: each alone."""
+"""Slots, rows, queues, admission, step cost, pipeline: each alone."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightserve.errors import ProtocolError
-from lightserve.messages.router_worker import OutputKind, StepPlan, StepResult
+from lightserve.messages.router_worker import (
+    NO_COPIES,
+    KVCopies,
+    OutputKind,
+    StepPlan,
+    StepResult,
+)
+from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.conservative import ConservativeAdmission
 from lightserve.router.events import PlannedStep
 from lightserve.router.kv.slots import SlotPool
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.plan_builder import build_plan
-from lightserve.router.policies.base import Allotment, StepLimits
-from lightserve.router.policies.chunked import ChunkedPolicy
-from lightserve.router.policies.fcfs import FcfsPolicy
+from lightserve.router.policies.base import Allotment
 from lightserve.router.queues import RowTable, WaitingQueue
 from lightserve.router.request import Request
 from lightserve.router.step_cost import step_features
@@ -93,35 +98,9 @@ def test_waiting_queue_keeps_order() -> None:
     assert [request.key.request_id for request in queue] == [0, 1, 2, 4]
 
 
-class TestPolicies:
-    def select(
-        self, policy: ChunkedPolicy | FcfsPolicy, running: list[Request], waiting: list[Request]
-    ) -> list[tuple[int, int]]:
-        limits = StepLimits(max_num_batched_tokens=10, num_free_rows=2)
-        admission = ConservativeAdmission().begin(running, 1000, StepId(0))
-        chosen = policy.select(running, waiting, limits, admission)
-        return [(request.key.request_id, num_tokens) for request, num_tokens in chosen]
-
-    def test_chunked_fills_the_budget_behind_the_decodes(self) -> None:
-        running = [make_request(0, prompt=6, computed=2), make_request(1, computed=8)]
-        waiting = [make_request(2, prompt=3), make_request(3, prompt=9), make_request(4)]
-        assert self.select(ChunkedPolicy(), running, waiting) == [(1, 1), (0, 4), (2, 3), (3, 2)]
-
-    def test_chunked_stops_at_the_last_row(self) -> None:
-        waiting = [make_request(i, prompt=2) for i in range(5)]
-        assert self.select(ChunkedPolicy(), [], waiting) == [(0, 2), (1, 2)]
-
-    def test_fcfs_runs_whole_prompts_before_decodes(self) -> None:
-        running = [make_request(0, computed=8)]
-        waiting = [make_request(1, prompt=7), make_request(2, prompt=4)]
-        assert self.select(FcfsPolicy(), running, waiting) == [(1, 7)]
-        assert self.select(FcfsPolicy(), running, [make_request(1, prompt=70)]) == [(1, 70)]
-        assert self.select(FcfsPolicy(), running, []) == [(0, 1)]
-
-
 def test_conservative_admission_reserves_the_worst_case() -> None:
     live = [make_request(0, prompt=10, max_tokens=11)]
-    admission = ConservativeAdmission().begin(live, 45, StepId(0))
+    admission = ConservativeAdmission().begin(live, PoolView(45), StepId(0))
     assert admission.admit(make_request(1, prompt=10, max_tokens=6))
     assert not admission.admit(make_request(2, prompt=10, max_tokens=2))
     assert admission.admit(make_request(3, prompt=10, max_tokens=1))
@@ -134,8 +113,11 @@ def test_build_plan_splits_slots_and_samples_at_the_end() -> None:
         rows.acquire(request)
         request.slots = np.arange(100, dtype=np.int32) + 100 * request.key.request_id
     requests[2].num_computed_tokens = 3  # found in the cache
-    allotments = [Allotment(*pair) for pair in zip(requests, (1, 3, 5), strict=True)]
-    plan = build_plan(StepId(7), allotments, (1, 0, 1), np.arange(9, dtype=np.int32), requests[1:])
+    allotments = tuple(Allotment(*pair) for pair in zip(requests, (1, 3, 5), strict=True))
+    step = PlannedStep(StepId(7), allotments, (1, 0, 1), (), (), (), 0.0, 0.0)
+    copies = (KVCopies(b"1234", b"5678"), NO_COPIES, NO_COPIES)
+    plan = build_plan(step, np.arange(9, dtype=np.int32), requests[1:], copies)
+    assert (plan.saves, plan.loads, plan.ahead_saves) == copies
     assert [(sequence.row, len(sequence.segments[0].token_ids)) for sequence in plan.sequences] == [
         (1, 32),
         (2, 32),
@@ -157,7 +139,7 @@ class TestPipeline:
     def step(self, pipeline: Pipeline, now_s: float, num_tokens: int = 4) -> PlannedStep:
         allotments = (Allotment(make_request(0, prompt=64), num_tokens),)
         predicted_s = pipeline.cost.predict(allotments)
-        return PlannedStep(pipeline.next_step_id, allotments, (1,), (), now_s, predicted_s)
+        return PlannedStep(pipeline.next_step_id, allotments, (1,), (), (), (), now_s, predicted_s)
 
     def push(self, pipeline: Pipeline, planned_s: float, now_s: float) -> None:
         plan = StepPlan(step_id=pipeline.next_step_id, sequences=[], slot_ranges=[], rows=[])

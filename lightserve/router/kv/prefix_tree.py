@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,6 +41,8 @@ class Hit(NamedTuple):
     num_tokens: int
     num_evictable: int
     """Those of them that nobody reads: holding them takes them out of what can be evicted."""
+    node: PrefixNode | None
+    """Where they end, perhaps in the middle; None: there are none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,22 +79,30 @@ class PrefixTree:
     def look_up(self, key: PrefixKey, tokens: Int32Array) -> Hit:
         """Return what `acquire` would hold. Changes nothing."""
         node = self._roots.get(key)
+        last: PrefixNode | None = None
         num_matched = num_evictable = 0
         while node is not None and num_matched < len(tokens):
             node = node.children.get(int(tokens[num_matched]))
             if node is None or node.slots is None:
                 break
+            last = node
             common = common_len(node.tokens, tokens[num_matched:])
             num_matched += common
             num_evictable += common if node.num_users == 0 else 0
             if common < len(node.tokens):
                 break
-        return Hit(num_matched, num_evictable)
+        return Hit(num_matched, num_evictable, last)
 
-    def num_freed_by(self, leases: Iterable[Lease]) -> int:
-        """Return how many tokens could be evicted more if these leases were released."""
+    def freed_by(
+        self, leases: Iterable[Lease], pinned: Container[PrefixNode] = ()
+    ) -> set[PrefixNode]:
+        """Return what could be evicted more if these leases were released, but for `pinned`."""
         releases = Counter(node for lease in leases for node in path_of(lease.node))
-        return sum(len(node.tokens) for node, count in releases.items() if count == node.num_users)
+        return {
+            node
+            for node, count in releases.items()
+            if count == node.num_users and node not in pinned
+        }
 
     def nodes(self) -> Iterator[PrefixNode]:
         """Iterate over all nodes but the roots, parents first."""
@@ -242,11 +252,14 @@ class PrefixTree:
         assert missing <= 0 or self.num_evictable == 0 or num_protected_rt, "not all was offered"
         return np.concatenate(pieces) if pieces else NO_TOKENS
 
-    def exclusive_tail(self, lease: Lease) -> int:
-        """Return how many tokens at the end of a lease's prefix nobody else reads or builds on."""
+    def exclusive_tail(self, lease: Lease, pinned: Container[PrefixNode] = ()) -> int:
+        """Return how many tokens at the end of a lease's prefix nobody else reads or builds on.
+
+        Nodes in `pinned` are about to have one more reader.
+        """
         num_tokens = 0
         node, below = lease.node, None
-        while node.parent is not None and node.num_users == 1:
+        while node.parent is not None and node.num_users == 1 and node not in pinned:
             if any(c.slots is not None for c in node.children.values() if c is not below):
                 break
             num_tokens += len(node.tokens)

@@ -1,91 +1,173 @@
 """The KV pool of the workers as the router keeps it: free slots, cached prefixes, live requests.
 
 Every slot is free, cached (in the prefix tree, read by nobody), or used: read or written by a
-live request. A request's KV is
+running or paused request. A request's KV is
 
-    positions  0 ............ lease.num_tokens ............ next_position
+    positions  0 ............ lease.num_tokens ............ num_held_tokens
                └ slots of the tree ──────────┘└ slots of its own ──┘
 
 Its prompt joins the tree when all of it is computed, unless somebody's equal tokens are there
 already; its output when it ends. So what the tree holds is confirmed, and never held twice by
 one request. A request in flight never hits a chunk in flight.
+
+What is taken from the end of a paused request goes to the host first (`checkpoints`); a part of
+it that was in the tree, with nobody else as a user, leaves the tree and is private from then on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import numpy as np
 
 from lightserve.messages.common import Int32Array
-from lightserve.router.kv.prefix_node import EvictionOrder
+from lightserve.messages.router_worker import KVCopies
+from lightserve.router.kv.block_slots import BlockSlotPool
+from lightserve.router.kv.checkpoints import Checkpoints
+from lightserve.router.kv.options import KVOptions, Preemption
+from lightserve.router.kv.prefix_node import PrefixNode
 from lightserve.router.kv.prefix_tree import PrefixTree
-from lightserve.router.kv.slots import SlotPool
 from lightserve.router.request import Request
 from lightserve.types import RequestClass
 
 PrefixKey = tuple[str]
 """The salt; an adapter and content ids may join it."""
 
+LoadIsCheaper = Callable[[int, int], bool]
+"""Whether loading n tokens from a position on is predicted to cost less than computing them."""
+
+_NO_SLOTS: Int32Array = np.empty(0, dtype=np.int32)
+
 
 class KVStore:
-    """Slots of one worker group. `order` None: nothing is cached."""
+    """Slots of one worker group."""
 
-    def __init__(self, num_slots: int, *, order: EvictionOrder | None) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        options: KVOptions,
+        *,
+        num_host_slots: int = 0,
+        load_is_cheaper: LoadIsCheaper = lambda _num_tokens, _start: True,
+    ) -> None:
         self.num_slots = num_slots
-        self._pool = SlotPool(num_slots)
+        self.options = options
+        self.checkpoints = Checkpoints(num_host_slots)
+        self._pool = BlockSlotPool(
+            num_slots, block_size=options.block_size, is_exclusive=options.is_exclusive
+        )
+        order = options.cache_order
         self._tree = PrefixTree(order) if order is not None else None
+        self._load_is_cheaper = load_is_cheaper
+        self._num_clean_ahead = options.num_clean_ahead(num_slots)
 
     # ---------------------------------------------------------------- figures
 
     @property
+    def tree(self) -> PrefixTree | None:
+        """The cached prefixes, to be read; None where nothing is cached."""
+        return self._tree
+
+    @property
     def num_cached(self) -> int:
-        """Slots whose KV is kept, but read by no live request."""
+        """Slots whose KV is kept, but read by no running or paused request."""
         return 0 if self._tree is None else self._tree.num_evictable
 
     @property
     def num_available(self) -> int:
-        """Slots that can be had without taking any from a live request."""
+        """Slots that can be had without taking any from a running or paused request."""
         return self._pool.num_free + self.num_cached
 
     @property
     def num_used(self) -> int:
-        """Slots that live requests read or write."""
+        """Slots that running and paused requests read or write."""
         return self.num_slots - self.num_available
 
     @property
     def num_shared(self) -> int:
-        """Slots of the tree that live requests read."""
+        """Slots of the tree that running and paused requests read."""
         return 0 if self._tree is None else self._tree.num_resident - self._tree.num_evictable
+
+    @property
+    def num_reserved_for_rt(self) -> int:
+        """Cached slots that best-effort requests may not take."""
+        if self._tree is None:
+            return 0
+        return min(self._tree.num_evictable_rt, self.options.rt_cache_min_tokens)
 
     # ---------------------------------------------------------------- prefixes
 
     def look_up(self, request: Request) -> Request:
-        """Note on a waiting request how much of it has KV here, and what holding that takes.
+        """Note on a waiting request how much of it has KV, and what starting it takes besides.
 
         The last known token is always computed: its logits are needed. A request that wants the
-        log-probabilities of its prompt computes all of it. Returns the request.
+        log-probabilities of its prompt computes all of it, once. Returns the request.
         """
-        if self._tree is None or request.sampling.num_prompt_logprobs is not None:
-            return request
-        hit = self._tree.look_up(_key(request), request.known_token_ids()[:-1])
-        request.num_computed_tokens, request.num_pinned_by_start = hit
+        num_held = request.num_held_tokens
+        num_there, num_pinned = num_held, 0
+        request.hit = None
+        if self._tree is not None and request.sampling.num_prompt_logprobs is None:
+            hit = self._tree.look_up(_key(request), request.known_token_ids()[:-1])
+            if hit.num_tokens > request.num_shared_tokens:
+                num_there, num_pinned = max(num_held, hit.num_tokens), hit.num_evictable
+                request.hit = hit
+        num_lost = request.num_kept_tokens - num_there
+        loads = num_lost > 0 and request.host is not None and request.host.start <= num_there
+        if loads and not self._load_is_cheaper(num_lost, num_there):
+            loads = False
+        request.num_loaded_by_start = num_lost if loads else 0
+        request.num_pinned_by_start = num_pinned
+        request.num_computed_tokens = num_there + request.num_loaded_by_start
         return request
 
     def start(self, request: Request) -> None:
-        """Give a request its table of slots, with those of its cached prefix."""
-        request.slots = np.empty(request.max_kv_tokens, dtype=np.int32)
-        if self._tree is None:
-            return
-        tokens = request.known_token_ids()[: request.num_computed_tokens]
-        request.lease, slots = self._tree.acquire(
-            _key(request), tokens, is_real_time=request.request_class is RequestClass.RT
-        )
-        assert len(slots) == request.num_computed_tokens, "looked up before something changed"
+        """Give a request that begins or resumes its table of slots, and hold its cached prefix.
+
+        Every newcomer of a plan does so before anybody acquires slots, which may evict prefixes.
+        """
+        if request.slots is None:
+            request.slots = np.empty(request.max_kv_tokens, dtype=np.int32)
+        start = request.num_computed_tokens - request.num_loaded_by_start
+        if self._tree is not None:
+            self._hold_prefix(request, start)
+        if not request.num_loaded_by_start and request.host and request.host.end > start:
+            self.checkpoints.drop(request)  # computed anew
+        request.num_pinned_by_start = 0
+        request.hit = None
+        request.is_prompt_shared = request.num_shared_tokens >= request.num_prompt_tokens
+        request.num_paused_tokens = start
+
+    def load(self, request: Request) -> int:
+        """Bring back from the host what `look_up` said, behind what is held; returns how much."""
+        count, start = request.num_loaded_by_start, request.num_paused_tokens
+        request.num_loaded_by_start = 0
+        if count:
+            assert request.slots is not None
+            request.slots[start : start + count] = self.acquire([(request, count)])
+            self.checkpoints.load(request, start)
+        return count
+
+    def _hold_prefix(self, request: Request, num_tokens: int) -> None:
+        """Hold what the tree has of the first `num_tokens` tokens; own copies of it are freed."""
+        assert self._tree is not None and request.slots is not None
+        before, num_held = request.lease, request.num_held_tokens
+        is_real_time = request.request_class is RequestClass.RT
+        tokens = request.known_token_ids()[:num_tokens]
+        if request.sampling.num_prompt_logprobs is not None:
+            tokens = tokens[: request.num_shared_tokens]
+        lease, slots = self._tree.acquire(_key(request), tokens, is_real_time=is_real_time)
+        assert len(slots) >= num_tokens or num_held >= num_tokens, "something changed since"
+        num_shared = request.num_shared_tokens
+        duplicates = request.slots[num_shared : max(num_shared, min(len(slots), num_held))]
+        self._pool.release(duplicates)
         request.slots[: len(slots)] = slots
+        if before is not None:
+            self._tree.release(before)
+        request.lease = lease
 
     def learn_prompt(self, request: Request) -> None:
-        """Let others share a live request's prompt, all of which has been computed."""
+        """Let others share a running request's prompt, all of which has been computed."""
+        request.is_prompt_shared = True
         self._learn(request, request.num_prompt_tokens)
 
     def _learn(self, request: Request, num_tokens: int) -> None:
@@ -111,45 +193,144 @@ class KVStore:
 
     # ---------------------------------------------------------------- slots
 
-    def acquire(self, count: int) -> Int32Array:
-        """Take `count` slots, int32 [count], of cached ones as many as must be.
+    def cost(self, request: Request, num_tokens: int) -> int:
+        """Return how many free slots `num_tokens` more tokens of a request take."""
+        return self._pool.cost(request, request.request_class, num_tokens)
+
+    def acquire(self, shares: Sequence[tuple[Request, int]]) -> Int32Array:
+        """Take slots for each share's number of tokens, int32 [their sum], in order.
+
+        Of cached slots as many go as must.
 
         Raises:
             ValueError: more than `num_available`.
         """
-        missing = count - self._pool.num_free
-        if missing > 0 and self._tree is not None:
-            self._pool.release(self._tree.evict(missing))
-        return self._pool.acquire(count)
+        wanted = [(request, request.request_class, count) for request, count in shares]
+        if self._tree is not None:
+            rt, be = _counts_by_class(shares)
+            self._evict(rt - self._pool.num_free, 0)
+            self._evict(rt + be - self._pool.num_free, self.num_reserved_for_rt if be else 0)
+        return self._pool.acquire_many(wanted)
+
+    def _evict(self, num_tokens: int, num_protected_rt: int) -> None:
+        """Free cached slots; real-time's cache is protected while there is anything else."""
+        assert self._tree is not None
+        if num_tokens > 0:
+            gone = self._tree.evict(num_tokens, num_protected_rt=num_protected_rt)
+            self._pool.release(gone)
+            if num_protected_rt and len(gone) < num_tokens:
+                self._pool.release(self._tree.evict(num_tokens - len(gone)))
 
     def release(self, request: Request, *, keep: bool) -> None:
-        """Take a request's KV back; `keep` what was computed as cache."""
+        """Take a request's KV back; `keep` as cache what was computed and is in the pool."""
         assert request.slots is not None
         if self._tree is not None and request.lease is not None:
             if keep:
-                self._learn(request, _num_final_tokens(request))
+                num_final = min(_num_final_tokens(request), request.num_held_tokens)
+                self._learn(request, num_final)
+            own = request.held_slots[request.num_shared_tokens :].copy()
             self._tree.release(request.lease)
-        self._pool.release(request.held_slots[request.num_shared_tokens :])
+        else:
+            own = request.held_slots
+        self._pool.release(own)
+        self._pool.stop_growing(request)
+        self.checkpoints.drop(request)
         request.slots = request.lease = None
 
-    def num_freed_by(self, victims: Sequence[Request]) -> int:
+    # ---------------------------------------------------------------- taking from requests
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether a request loses all that it can lose, or only as much as is needed."""
+        return self.options.preemption is Preemption.SWAP
+
+    def takeable(self, request: Request, pinned: Container[PrefixNode] = ()) -> int:
+        """Return how many tokens at the end of a request's KV could be taken after saving them.
+
+        `pinned` are nodes of the tree that newcomers of the same plan are going to read.
+        """
+        if self.options.preemption is Preemption.RECOMPUTE or self.checkpoints.num_slots == 0:
+            return 0
+        if self._tree is None or request.lease is None or request.num_own_slots < 0:
+            return request.num_held_tokens
+        return request.num_own_slots + self._tree.exclusive_tail(request.lease, pinned)
+
+    def gain(self, request: Request, num_tokens: int) -> int:
+        """Return how many slots become free by taking the last `num_tokens` of a request."""
+        if not self.options.is_exclusive:
+            return num_tokens
+        return self._pool.gain(request.held_slots[request.num_held_tokens - num_tokens :])
+
+    def take(self, request: Request, num_tokens: int) -> int | None:
+        """Take the last `num_tokens` held tokens of a paused request, saved on the host.
+
+        Returns how many tokens had to be copied for that; None: the host has no room for them, so
+        they are lost, as are those behind them.
+        """
+        assert request.is_paused and request.slots is not None
+        num_left = request.num_held_tokens - num_tokens
+        num_saved = self.checkpoints.save(request, num_left)
+        freed = request.slots[max(num_left, request.num_shared_tokens) : request.num_held_tokens]
+        self._pool.release(freed)
+        if request.num_shared_tokens > num_left:
+            assert self._tree is not None and request.lease is not None
+            count = request.num_shared_tokens - num_left
+            self._pool.release(self._tree.take_tail(request.lease, count))
+        self._pool.stop_growing(request)
+        request.num_paused_tokens = num_left
+        return num_saved
+
+    def num_freed_by(self, victims: Sequence[Request], pinned: Container[PrefixNode] = ()) -> int:
         """Return how many slots more would be available without these requests."""
-        own = sum(victim.num_own_slots for victim in victims)
+        own = sum(
+            self.gain(victim, victim.num_own_slots)
+            for victim in victims
+            if victim.slots is not None
+        )
+        return own + sum(len(node.tokens) for node in self.freed_by(victims, pinned))
+
+    def freed_by(
+        self, victims: Sequence[Request], pinned: Container[PrefixNode] = ()
+    ) -> set[PrefixNode]:
+        """Return what of the tree could be evicted more without these requests."""
         if self._tree is None:
-            return own
+            return set()
         leases = [victim.lease for victim in victims if victim.lease is not None]
-        return own + self._tree.num_freed_by(leases)
+        return self._tree.freed_by(leases, pinned)
 
-    def check_integrity(self, live: Iterable[Request]) -> None:
-        """Assert that every slot is free, in the tree, or of one live request."""
+    def copy_ahead(self, victims: Iterable[Request]) -> int:
+        """Save the tails of those who would be taken from next; returns how many tokens."""
+        if self._num_clean_ahead == 0:
+            return 0
+        takeable = ((victim, self.takeable(victim)) for victim in victims)
+        return self.checkpoints.copy_ahead(takeable, self._num_clean_ahead)
+
+    def take_copies(self) -> tuple[KVCopies, KVCopies, KVCopies]:
+        """Return what the plan that is being made copies: saves, loads, ahead-saves."""
+        return self.checkpoints.take_copies()
+
+    def check_integrity(self, holders: Iterable[Request]) -> None:
+        """Assert that every slot is free, in the tree, or of one running or paused request."""
+        holders = list(holders)
         cached = [] if self._tree is None else [n.slots for n in self._tree.nodes()]
-        own = [request.held_slots[request.num_shared_tokens :] for request in live]
-        held = np.concatenate([_NONE, *(s for s in cached if s is not None), *own])
+        own = [request.held_slots[request.num_shared_tokens :] for request in holders]
+        held = np.concatenate([_NO_SLOTS, *(s for s in cached if s is not None), *own])
         assert len(np.unique(held)) == len(held), "a slot has two owners"
-        assert len(held) + self._pool.num_free == self.num_slots, "slots leaked"
+        if not self.options.is_exclusive:
+            assert len(held) + self._pool.num_free == self.num_slots, "slots leaked"
+        self.checkpoints.check_integrity(holders)
+        for request in holders:
+            host = request.host
+            assert request.num_held_tokens >= request.num_shared_tokens
+            if request.is_paused and host is not None and host.end > request.num_held_tokens:
+                assert host.start <= request.num_held_tokens, "a hole in a paused request's KV"
 
 
-_NONE: Int32Array = np.empty(0, dtype=np.int32)
+def _counts_by_class(shares: Sequence[tuple[Request, int]]) -> tuple[int, int]:
+    """Return the tokens of real-time and of best-effort shares."""
+    total = sum(count for _, count in shares)
+    rt = sum(count for request, count in shares if request.request_class is RequestClass.RT)
+    return rt, total - rt
 
 
 def _num_final_tokens(request: Request) -> int:

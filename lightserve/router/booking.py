@@ -1,0 +1,107 @@
+"""Books a planned step: who is paused, from whom memory is taken, who starts, which slots."""
+
+from __future__ import annotations
+
+from lightserve.messages.router_worker import StepPlan
+from lightserve.router.counters import KVCounters
+from lightserve.router.events import PlannedStep
+from lightserve.router.intake import Intake
+from lightserve.router.kv.store import KVStore
+from lightserve.router.pipeline import Pipeline
+from lightserve.router.plan_builder import build_plan
+from lightserve.router.queues import RowTable, WaitingQueue
+from lightserve.router.request import Request, RequestState
+from lightserve.types import RequestClass
+
+
+class StepBooking:
+    """Carries out what `StepPlanner` decided, in the order that copies rely on.
+
+    Memory is taken first (its saves run before all else in the step), then requests start (loads
+    run after the saves), then slots are given out, and at last tails are copied ahead.
+    """
+
+    def __init__(
+        self, waiting: WaitingQueue, rows: RowTable, pipeline: Pipeline, intake: Intake
+    ) -> None:
+        self._waiting = waiting
+        self._rows = rows
+        self._pipeline = pipeline
+        self._intake = intake
+        self.counters = {request_class: KVCounters() for request_class in RequestClass}
+
+    def book(self, step: PlannedStep, kv: KVStore, now_s: float) -> StepPlan:
+        """Book a step planned since the last event; return the message to send."""
+        self._make_room(step, kv)
+        newcomers = [r for r, _ in step.allotments if r.state is RequestState.WAITING]
+        for request in newcomers:
+            self._start(request, kv, now_s)
+        for request in newcomers:
+            self.counters[request.request_class].loaded_tokens += kv.load(request)
+            request.state = RequestState.RUNNING
+        slots = kv.acquire([(request, count) for request, count in step.allotments])
+        offset = 0
+        for request, num_tokens in step.allotments:
+            assert request.slots is not None
+            start = request.next_position
+            request.slots[start : start + num_tokens] = slots[offset : offset + num_tokens]
+            offset += num_tokens
+        self._copy_ahead(kv)
+        plan = build_plan(step, slots, set(newcomers), kv.take_copies())
+        self._pipeline.push(step, plan, now_s)
+        for (request, num_tokens), samples in zip(step.allotments, step.num_samples, strict=True):
+            request.num_inflight_samples += samples
+            request.num_inflight_tokens += num_tokens
+            request.num_inflight_steps += 1
+        return plan
+
+    def _start(self, request: Request, kv: KVStore, now_s: float) -> None:
+        """Take a waiting request out of its queue and give it a row and what there is of its KV."""
+        self._waiting.admit(request)
+        if not request.is_paused:
+            kv.forget(request)
+        backlog = self._waiting.backlog(request.request_class)
+        self._intake.note_started(request, backlog, now_s)
+        self._rows.acquire(request)
+        kv.start(request)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed_tokens
+
+    # ---------------------------------------------------------------- pausing and taking
+
+    def _make_room(self, step: PlannedStep, kv: KVStore) -> None:
+        """Pause and take; who stops heads the queue of its class, in order of admission."""
+        for request in step.stops:
+            self._rows.release(request)
+            self.counters[request.request_class].num_pauses += 1
+            request.pause()
+        self._waiting.requeue(step.stops[::-1])
+        for request, num_tokens in step.takes:
+            counters = self.counters[request.request_class]
+            num_saved = kv.take(request, num_tokens)
+            counters.num_evictions += 1
+            if num_saved is None:
+                counters.lost_tokens += num_tokens
+            else:
+                counters.taken_tokens += num_tokens
+                counters.saved_tokens += num_saved
+        for request in step.drops:
+            counters = self.counters[request.request_class]
+            counters.num_evictions += 1
+            counters.lost_tokens += request.num_kept_tokens
+            kv.release(request, keep=False)
+            request.lose_kv()
+            kv.expect(request)
+
+    def _copy_ahead(self, kv: KVStore) -> None:
+        """Save tails of the next best-effort victims, paused ones first, while nobody waits."""
+        if kv.options.num_clean_ahead(kv.num_slots) == 0:
+            return
+        paused = list(self._waiting.paused(RequestClass.BE))[::-1]
+        running = [
+            request
+            for request in self._rows
+            if request.request_class is RequestClass.BE and request.state is RequestState.RUNNING
+        ][::-1]
+        num_copied = kv.copy_ahead([*paused, *running])
+        self.counters[RequestClass.BE].ahead_tokens += num_copied

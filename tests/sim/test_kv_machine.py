@@ -1,0 +1,214 @@
+"""Allocator, prefix tree, host ranges and queues under random moves, through the real core.
+
+The simulated worker stands for the tensors: it keeps a hash of the prefix in every slot of the
+pool and of the host, so a token read from the wrong place, before it was loaded, or after it was
+overwritten, is an error. The invariants of architecture 6 are checked after every move.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.core_scenes import (
+    MAX_LEN,
+    MAX_SEQS,
+    NUM_SLOTS,
+    Arrival,
+    RecklessAdmission,
+    check_outcome,
+    make_core,
+    submit,
+)
+
+from lightserve.messages.frontend_router import Abort
+from lightserve.messages.router_worker import StepPlan
+from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, WorkersReady
+from lightserve.router.kv.options import KVOptions, Preemption
+from lightserve.router.kv.prefix_node import least_recently_used, task_aware
+from lightserve.router.policies.base import MAX_OVERTAKEN
+from lightserve.router.request import Request
+from lightserve.sim.simulation import Outcome
+from lightserve.sim.worker import SimulatedWorker
+from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey
+
+FRONTEND = FrontendId(0)
+
+kv_options = st.builds(
+    KVOptions,
+    cache_order=st.sampled_from([None, task_aware, least_recently_used]),
+    block_size=st.sampled_from([1, 2, 4, 8, 16]),
+    preemption=st.sampled_from(list(Preemption)),
+    clean_ahead_tokens=st.sampled_from([0, 0, 20, 40]),
+    rt_cache_min_tokens=st.sampled_from([0, 30]),
+)
+
+
+class KVMachine(RuleBasedStateMachine):
+    """Arrivals, aborts, deaths and steps in any order; steps may be one ahead."""
+
+    @initialize(
+        options=kv_options,
+        policy=st.sampled_from(["priority", "priority", "chunked", "fcfs"]),
+        num_host_slots=st.sampled_from([0, 24, 200]),
+    )
+    def start(self, options: KVOptions, policy: str, num_host_slots: int) -> None:
+        self.options, self.num_host_slots = options, num_host_slots
+        self.core = make_core(policy, budget=24, admission=RecklessAdmission(), kv=options)
+        self.is_class_aware = policy == "priority"
+        self.arrivals: dict[RequestKey, Arrival] = {}
+        self.outcomes: dict[RequestKey, Outcome] = {}
+        self.sent: deque[StepPlan] = deque()
+        self.now_s = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        self.worker = SimulatedWorker(
+            num_slots=NUM_SLOTS,
+            max_num_seqs=MAX_SEQS,
+            max_model_len=MAX_LEN,
+            num_host_slots=self.num_host_slots,
+        )
+        self.tell(WorkersReady(NUM_SLOTS, self.num_host_slots))
+
+    def tell(self, event: FromFrontend | WorkersReady | WorkersGone) -> None:
+        self.take_in(self.core.on_message(event, self.now_s))
+
+    def take_in(self, news: list) -> None:  # type: ignore[type-arg]
+        for outgoing in news:
+            for delta in outgoing.message.requests:
+                outcome = self.outcomes[RequestKey(outgoing.frontend_id, delta.request_id)]
+                assert outcome.finish_reason is None, "news after the end"
+                outcome.token_ids.extend(delta.token_ids)
+                outcome.finish_reason, outcome.error = delta.finish_reason, delta.error
+
+    @rule(
+        num_prompt=st.integers(1, 40),
+        num_output=st.integers(1, 24),
+        is_rt=st.booleans(),
+        family=st.none() | st.integers(0, 1),
+    )
+    def arrive(self, num_prompt: int, num_output: int, is_rt: bool, family: int | None) -> None:
+        number = len(self.arrivals)
+        request_class = RequestClass.RT if is_rt else RequestClass.BE
+        arrival = Arrival(
+            0.0, num_prompt, num_output, 24, request_class=request_class, family=family
+        )
+        key = RequestKey(FRONTEND, RequestId(number))
+        self.arrivals[key], self.outcomes[key] = arrival, Outcome(self.now_s)
+        self.tell(FromFrontend(FRONTEND, submit(number, arrival)))
+
+    @rule(
+        count=st.integers(2, 8),
+        num_prompt=st.integers(10, 40),
+        num_output=st.integers(8, 24),
+        is_rt=st.booleans(),
+        family=st.none() | st.integers(0, 1),
+    )
+    def burst(
+        self, count: int, num_prompt: int, num_output: int, is_rt: bool, family: int | None
+    ) -> None:
+        for _ in range(count):
+            self.arrive(num_prompt, num_output, is_rt, family)
+
+    @rule(choice=st.integers(0, 1000))
+    def abort(self, choice: int) -> None:
+        alive = [key for key, o in self.outcomes.items() if o.finish_reason is None]
+        if alive:
+            key = alive[choice % len(alive)]
+            del self.outcomes[key]
+            self.tell(FromFrontend(FRONTEND, Abort(request_id=key.request_id)))
+
+    @rule(choice=st.integers(0, 30))
+    def die(self, choice: int) -> None:
+        if choice == 0:
+            self.sent.clear()
+            self.tell(WorkersGone())
+            self.restart()
+
+    @rule(num_steps=st.integers(1, 12))
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.send()
+            self.answer()
+            self.agrees()
+
+    @rule()
+    def send(self) -> None:
+        self.now_s += 1.0
+        while isinstance(step := self.core.plan(self.now_s), PlannedStep):
+            self.check_victims(step)
+            self.sent.append(self.core.commit(step, self.now_s))
+
+    @precondition(lambda self: self.sent)
+    @rule()
+    def answer(self) -> None:
+        if self.sent:
+            result = self.worker.execute(self.sent.popleft(), exec_s=0.01, idle_s=0.0)
+            self.take_in(self.core.on_result(result, self.now_s))
+
+    def check_victims(self, step: PlannedStep) -> None:
+        """Invariants 3 and 6: real-time goes last, and only for somebody more senior."""
+        moved = {request for request, _ in step.allotments}
+        losers = {*step.stops, *step.drops, *(request for request, _ in step.takes)}
+        assert not moved & losers, "takes part and loses"
+        if not losers:
+            return
+        assert not step.stops or not self.sent, "paused on a guess"
+        assert moved, "somebody loses for nobody"
+        if not self.is_class_aware:
+            return
+        if any(r.request_class is RequestClass.RT for r in losers):
+            assert self.num_left_of_best_effort(step) <= 0
+
+    def holders(self) -> list[Request]:
+        return self.core._planner.holders()
+
+    def num_left_of_best_effort(self, step: PlannedStep) -> int:
+        """Slots that best-effort requests could lose besides what the step takes from them."""
+        kv = self.core._kv
+        assert kv is not None
+        best_effort = [r for r in self.holders() if r.request_class is RequestClass.BE]
+        kept = [r for r in best_effort if r not in step.drops]
+        taken = sum(count for r, count in step.takes if r in kept)
+        return kv.num_freed_by([*step.drops, *kept]) - kv.num_freed_by(step.drops) - taken
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        self.core.check_integrity()
+        for request in self.core._waiting:
+            assert request.num_overtaken <= MAX_OVERTAKEN
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        for _ in range(3000):
+            if not any(o.finish_reason is None for o in self.outcomes.values()):
+                break
+            self.send()
+            self.answer()
+        for key, outcome in self.outcomes.items():
+            if outcome.error is None:
+                check_outcome(self.arrivals[key], outcome)
+        while self.sent:
+            self.answer()
+        kv = self.core._kv
+        assert kv is not None
+        assert kv.num_used == 0
+        assert kv.checkpoints.num_used == 0
+        counters = self.core.counters.values()
+        if self.options.clean_ahead_tokens == 0:
+            assert all(c.saved_tokens <= c.taken_tokens for c in counters)
+
+
+TestKV = KVMachine.TestCase
+TestKV.settings = settings(
+    max_examples=300,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
