@@ -129,6 +129,9 @@ class ServeConfig:
     max_num_batched_tokens: int = option(
         512, "Most new tokens in one step: the budget that prefill chunks fill.", low=1
     )
+    max_be_seqs: int = option(
+        0, "Most best-effort sequences that run at once; 0 sets no limit of their own.", low=0
+    )
     policy: str = option(
         "chunked",
         "Who advances in a step; priority puts real-time requests before best-effort ones.",

@@ -4,6 +4,8 @@ A100 with Llama-2-7B, fitted to public operator profiles (floor, then linear):
 
     T = max(9.4 ms, 64.1 us x new tokens + 2.25 ms)
         + 0.33 us x context of decodes + 3.5 ns x sum of chunk x context
+
+and 21 us for each token whose KV is copied to the host or back (512 KiB at 25 GB/s).
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ class VirtualHardware:
     per_decode_context_s: float
     per_chunk_context_s: float
     """For each pair of a new prompt token and a token of its context."""
+    per_copied_token_s: float
+    """To the host or back."""
+    kv_bytes_per_token: int
 
     def seconds(
         self, num_new: int, *, decode_context: float = 0, chunk_context: float = 0
@@ -43,5 +48,7 @@ A100_LLAMA2_7B = VirtualHardware(
     constant_s=2.25e-3,
     per_decode_context_s=0.33e-6,
     per_chunk_context_s=3.5e-9,
+    per_copied_token_s=21e-6,
+    kv_bytes_per_token=524_288,
 )
 """The default of `lightserve simulate`."""

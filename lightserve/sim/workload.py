@@ -1,7 +1,7 @@
 """Request lengths for the simulator: the papers' synthetic distributions and trace files.
 
 A trace is a gzip CSV with a header; the columns used are `prompt_tokens`, `output_tokens` and,
-where present, `t` (seconds), `client`.
+where present, `t` (seconds), `client`, `block_ids_512` (what prompts have in common).
 """
 
 from __future__ import annotations
@@ -126,12 +126,18 @@ def _load_part(name: str, num_requests: int, rng: np.random.Generator) -> _Part:
         output = rng.integers(*output_range, size=num_requests, endpoint=True)
         limits = np.full(num_requests, limit, dtype=np.int64)
         return _Part(prompt, output, limits, [""] * num_requests, None)
-    prompt, output, clients, arrival_s = read_trace(Path(name))
+    trace = read_trace(Path(name))
+    prompt, output, arrival_s = trace.prompt_tokens, trace.output_tokens, trace.arrival_s
     # The limit that a careful client of this service would set: it never cuts an answer.
-    limits = np.full(len(prompt), 1 << int(np.ceil(np.log2(output.max()))))
+    limits = np.full(len(prompt), next_power_of_two(int(output.max())))
     keep = slice(num_requests)
     times = None if arrival_s is None else arrival_s[keep] - arrival_s[0]
-    return _Part(prompt[keep], output[keep], limits[keep], clients[keep], times)
+    return _Part(prompt[keep], output[keep], limits[keep], trace.clients[keep], times)
+
+
+def next_power_of_two(number: int) -> int:
+    """Return the least power of two that is not below."""
+    return 1 << (number - 1).bit_length()
 
 
 def _arrivals(
@@ -153,8 +159,20 @@ def _arrivals(
     return rng.exponential(1.0 / float(poisson[1]), num_rows).cumsum()
 
 
-def read_trace(path: Path) -> tuple[IntArray, IntArray, list[str], FloatArray | None]:
-    """Read prompt lengths, output lengths, clients and (where there are any) times of a trace.
+class Trace(NamedTuple):
+    """The columns of a trace."""
+
+    prompt_tokens: IntArray
+    output_tokens: IntArray
+    clients: list[str]
+    """Empty strings where there are none."""
+    arrival_s: FloatArray | None
+    block_ids: list[str] | None
+    """Ids of the prompts' blocks of 512 tokens: numbers and ranges a-b, separated by blanks."""
+
+
+def read_trace(path: Path, *, flag: str = "--workload") -> Trace:
+    """Read a trace; `flag` is the option to be named where it is not one.
 
     Raises:
         ConfigError: no such file, or a column is missing or not a positive number.
@@ -167,13 +185,14 @@ def read_trace(path: Path) -> tuple[IntArray, IntArray, list[str], FloatArray | 
             for column in ("prompt_tokens", "output_tokens")
         )
         arrival_s = np.array([float(row["t"]) for row in rows]) if "t" in rows[0] else None
+        block_ids = [row["block_ids_512"] for row in rows] if "block_ids_512" in rows[0] else None
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--workload: {path} cannot be read: {error}") from error
+        raise ConfigError(f"{flag}: {path} cannot be read: {error}") from error
     except (IndexError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"--workload: {path} is not a trace: {error}") from error
+        raise ConfigError(f"{flag}: {path} is not a trace: {error}") from error
     if prompt.min() < 1 or output.min() < 1:
-        raise ConfigError(f"--workload: {path} needs lengths >= 1")
+        raise ConfigError(f"{flag}: {path} needs lengths >= 1")
     if arrival_s is not None and (np.diff(arrival_s) < 0).any():
-        raise ConfigError(f"--workload: {path} needs times in order")
+        raise ConfigError(f"{flag}: {path} needs times in order")
     clients = [row.get("client") or "" for row in rows]
-    return prompt, output, clients, arrival_s
+    return Trace(prompt, output, clients, arrival_s, block_ids)

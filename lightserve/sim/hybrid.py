@@ -1,0 +1,293 @@
+"""Real-time and best-effort requests together through the real RouterCore (mechanisms, section 6).
+
+Time passes as on a server: the core plans one step ahead, virtual hardware takes its time with
+noise, requests come by a Poisson process, from a closed loop, or as a trace says. The first and
+the last `margin_s` do not count. The same configuration gives the same report, but for CPU times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lightserve.config import ServeConfig
+from lightserve.errors import ConfigError
+from lightserve.messages.frontend_router import RequestDelta
+from lightserve.router.admission.base import AdmissionRule
+from lightserve.router.admission.classwise import ClasswiseAdmission
+from lightserve.router.admission.oracle import OracleAdmission
+from lightserve.router.core_config import CoreConfig
+from lightserve.router.events import FromFrontend
+from lightserve.router.factory import make_core_config
+from lightserve.router.request import Request
+from lightserve.sim.class_report import Seen, Targets, Window
+from lightserve.sim.hardware import A100_LLAMA2_7B, VirtualHardware
+from lightserve.sim.hybrid_report import HybridReport, hybrid_report
+from lightserve.sim.simulation import Simulation, TimedEvent, Worker
+from lightserve.sim.timed_core import TimedCore
+from lightserve.sim.traffic import Job, Traffic, parse_traffic
+from lightserve.sim.virtual_worker import LengthWorker, VirtualWorker
+from lightserve.sim.worker import SimulatedWorker
+from lightserve.types import FinishReason, FrontendId, RequestClass
+
+MAX_NUM_SEQS = 512
+DEFAULT_TARGETS = Targets(ttft_s=0.4, tpot_s=0.2, mtpot_s=0.2)
+_FRONTENDS = {RequestClass.RT: FrontendId(0), RequestClass.BE: FrontendId(1)}
+_CLASSES = {frontend_id: request_class for request_class, frontend_id in _FRONTENDS.items()}
+_QUEUE_LIMITS = (
+    "rt_max_waiting_requests",
+    "rt_max_waiting_tokens",
+    "be_max_waiting_requests",
+    "be_max_waiting_tokens",
+)
+_UNBOUNDED = 1 << 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig:
+    """One run. Fields named as options of `lightserve serve` mean the same."""
+
+    rt: str | None = None
+    """poisson:RATE (per second), a trace file, or None: no real-time requests."""
+    rt_lengths: str | None = None
+    """With a rate: uniform:P1-P2,O1-O2 or a trace file."""
+    rt_max_tokens: int | None = 2048
+    """What real-time requests declare; None: the next power of two over the longest output."""
+    be: str | None = None
+    """closed:N, a trace file, or None."""
+    be_lengths: str | None = None
+    be_max_tokens: int | None = None
+    """None: the end of a range; for a trace the next power of two over its longest output."""
+    duration_s: float = 90.0
+    margin_s: float = 30.0
+    """At the start and at the end: not in the statistics."""
+    capacity_tokens: int = 60_000
+    host_kv_tokens: int = -1
+    """-1: half of the pool."""
+    policy: str = "chunked"
+    admission: str = "risk"
+    """A choice of --admission, or "oracle"."""
+    budget_tokens: int = 512
+    max_be_seqs: int = 0
+    """0 sets no limit."""
+    serve_options: dict[str, float | str] = field(default_factory=dict)
+    """Further fields of ServeConfig: those of the admission rule and of the KV pool."""
+    targets: Targets = DEFAULT_TARGETS
+    """Of real-time requests."""
+    noise: float = 0.05
+    """Lognormal, of the time of a step."""
+    checks_kv: bool = False
+    """Whether the worker checks every read of KV (several times slower)."""
+    seed: int = 0
+    hardware: VirtualHardware = A100_LLAMA2_7B
+
+    @property
+    def num_host_slots(self) -> int:
+        """Tokens of the host pool."""
+        return self.capacity_tokens // 2 if self.host_kv_tokens < 0 else self.host_kv_tokens
+
+
+def run_hybrid(
+    config: HybridConfig, *, progress: Callable[[float], None] | None = None
+) -> HybridReport:
+    """Run `duration_s` virtual seconds; `progress` is told of each that has passed.
+
+    Raises:
+        ConfigError: an option that cannot be, or a request that can never fit.
+    """
+    run = HybridRun(config)
+    time_s = 0.0
+    while time_s < config.duration_s:
+        step_s = min(1.0, config.duration_s - time_s)
+        time_s += step_s
+        run.advance(time_s)
+        if progress is not None:
+            progress(step_s)
+    return run.report()
+
+
+class HybridRun:
+    """The core, the worker, and the clients of both classes."""
+
+    def __init__(self, config: HybridConfig) -> None:
+        """Make everything. Raises ConfigError."""
+        if config.duration_s <= 2 * config.margin_s:
+            raise ConfigError(
+                f"--duration-s must be above {2 * config.margin_s:g}: the first and the last"
+                f" {config.margin_s:g} s do not count, got {config.duration_s:g}"
+            )
+        self.config = config
+        rt_seed, be_seed, noise_seed = np.random.SeedSequence(config.seed).spawn(3)
+        seeds = {RequestClass.RT: rt_seed, RequestClass.BE: be_seed}
+        self.clients = {
+            request_class: Clients(
+                request_class, traffic, np.random.default_rng(seeds[request_class])
+            )
+            for request_class, traffic in _traffic(config).items()
+        }
+        core_config = make_core_config_of(config, self.clients)
+        self.core = TimedCore(core_config)
+        self.lengths_worker = LengthWorker(
+            max_num_seqs=core_config.max_num_seqs, max_model_len=core_config.max_model_len
+        )
+        self.worker = VirtualWorker(
+            config.hardware,
+            self._inner_worker(core_config),
+            noise=config.noise,
+            rng=np.random.default_rng(noise_seed),
+        )
+        self.simulation = Simulation(
+            self.core,
+            self.worker,
+            self.worker.seconds,
+            num_slots=config.capacity_tokens,
+            num_host_slots=config.num_host_slots,
+            frontend=self._on_news,
+        )
+        self._events = [
+            event
+            for clients in self.clients.values()
+            for event in clients.first_events(config.duration_s)
+        ]
+
+    def _inner_worker(self, core_config: CoreConfig) -> Worker:
+        if not self.config.checks_kv:
+            return self.lengths_worker
+        return SimulatedWorker(
+            num_slots=self.config.capacity_tokens,
+            num_host_slots=self.config.num_host_slots,
+            max_num_seqs=core_config.max_num_seqs,
+            max_model_len=core_config.max_model_len,
+        )
+
+    def advance(self, until_s: float) -> None:
+        """Let everything happen up to a time."""
+        events, self._events = self._events, []
+        self.simulation.run(events, until_s=until_s)
+
+    def _on_news(
+        self, frontend_id: FrontendId, delta: RequestDelta, now_s: float
+    ) -> list[TimedEvent]:
+        """In a closed loop, send a request when one has ended."""
+        if delta.finish_reason is None:
+            return []
+        return self.clients[_CLASSES[frontend_id]].on_end(now_s)
+
+    def report(self) -> HybridReport:
+        """Return what the run came to so far."""
+        config = self.config
+        window = Window(config.margin_s, config.duration_s - config.margin_s, config.duration_s)
+        seen: dict[RequestClass, list[Seen]] = {request_class: [] for request_class in RequestClass}
+        for key, outcome in self.simulation.outcomes.items():
+            clients = self.clients[_CLASSES[key.frontend_id]]
+            seen[clients.request_class].append(
+                Seen(
+                    outcome.arrival_s,
+                    clients.num_output_tokens[key.request_id],
+                    outcome.token_times_s,
+                    outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH),
+                )
+            )
+        return hybrid_report(
+            seen,
+            {RequestClass.RT: config.targets, RequestClass.BE: Targets()},
+            window,
+            core=self.core,
+            sums=self.worker.sums,
+            run_lengths=self.lengths_worker.run_lengths,
+            num_slots=config.capacity_tokens,
+            kv_bytes_per_token=config.hardware.kv_bytes_per_token,
+        )
+
+
+class Clients:
+    """Who sends the requests of one class."""
+
+    def __init__(
+        self, request_class: RequestClass, traffic: Traffic, rng: np.random.Generator
+    ) -> None:
+        self.request_class = request_class
+        self.traffic = traffic
+        self.num_output_tokens: list[int] = []
+        """True lengths of all requests sent, by number."""
+        self._jobs = traffic.jobs(rng)
+
+    def first_events(self, duration_s: float) -> list[TimedEvent]:
+        """Return what is sent within the run without an answer: all, or a closed loop's start."""
+        if self.traffic.num_clients is not None:
+            jobs = list(itertools.islice(self._jobs, self.traffic.num_clients))
+        else:
+            jobs = list(itertools.takewhile(lambda timed: timed[0] < duration_s, self._jobs))
+        return [self._send(time_s, job) for time_s, job in jobs]
+
+    def on_end(self, now_s: float) -> list[TimedEvent]:
+        """Return what is sent when a request has ended."""
+        if self.traffic.num_clients is None:
+            return []
+        _, job = next(self._jobs)
+        return [self._send(now_s, job)]
+
+    def _send(self, time_s: float, job: Job) -> TimedEvent:
+        submit = job.submit(len(self.num_output_tokens), self.request_class)
+        self.num_output_tokens.append(job.num_output_tokens)
+        return TimedEvent(time_s, FromFrontend(_FRONTENDS[self.request_class], submit))
+
+
+def _traffic(config: HybridConfig) -> dict[RequestClass, Traffic]:
+    """Return the traffic of each class that has any. Raises ConfigError."""
+    of_class = {
+        RequestClass.RT: (config.rt, config.rt_lengths, config.rt_max_tokens),
+        RequestClass.BE: (config.be, config.be_lengths, config.be_max_tokens),
+    }
+    traffic = {}
+    for request_class, (spec, lengths, max_tokens) in of_class.items():
+        if spec is not None:
+            traffic[request_class] = parse_traffic(
+                spec, lengths, request_class=request_class, max_tokens=max_tokens
+            )
+        elif lengths is not None:
+            raise ConfigError(f"--{request_class}-lengths needs --{request_class}")
+    if not traffic:
+        raise ConfigError("there is nothing to simulate: --rt or --be is needed")
+    return traffic
+
+
+def make_core_config_of(
+    config: HybridConfig, clients: Mapping[RequestClass, Clients]
+) -> CoreConfig:
+    """Return the core that a server with these options would have. Raises ConfigError."""
+    longest = max(c.traffic.max_prompt_tokens + c.traffic.max_tokens for c in clients.values())
+    if longest - 1 > config.capacity_tokens:
+        raise ConfigError(
+            f"--capacity-tokens must be at least {longest - 1}, what one request may come to need,"
+            f" got {config.capacity_tokens}"
+        )
+    is_oracle = config.admission == "oracle"
+    options: dict[str, Any] = {
+        "policy": config.policy,
+        "max_num_batched_tokens": config.budget_tokens,
+        "max_num_seqs": min(MAX_NUM_SEQS, config.budget_tokens),
+        "max_be_seqs": config.max_be_seqs,
+        **dict.fromkeys(_QUEUE_LIMITS, _UNBOUNDED),
+        **config.serve_options,
+    }
+    if not is_oracle:
+        options["admission"] = config.admission
+    serve = ServeConfig(**options)
+    core_config = make_core_config(serve, max_model_len=longest, seed=config.seed)
+    if not is_oracle:
+        return core_config
+
+    def true_length(request: Request) -> int:
+        sender = clients[_CLASSES[request.key.frontend_id]]
+        return sender.num_output_tokens[request.key.request_id]
+
+    rule: AdmissionRule = OracleAdmission(true_length)
+    if core_config.policy.is_class_aware:
+        rule = ClasswiseAdmission(rule, OracleAdmission(true_length))
+    return dataclasses.replace(core_config, admission=rule)

@@ -1,0 +1,53 @@
+"""The real core, with a look at what its calls cost and how full the pool is."""
+
+from __future__ import annotations
+
+import time
+
+from lightserve.messages.router_worker import StepPlan, StepResult
+from lightserve.router.core import RouterCore
+from lightserve.router.core_config import CoreConfig
+from lightserve.router.events import CoreEvent, Outgoing, PlannedStep, WaitUntil
+
+
+class TimedCore(RouterCore):
+    """A RouterCore that measures itself; it decides as one that does not."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        super().__init__(config)
+        self.step_cpu_s: list[float] = []
+        """Of each step: CPU time of all calls since the step before was sent, up to its own
+        `commit`."""
+        self.used_slots = 0
+        """Sum over steps of slots that requests held."""
+        self._cpu_s = 0.0
+
+    def on_message(self, event: CoreEvent, now_s: float) -> list[Outgoing]:
+        """See `RouterCore.on_message`."""
+        start_s = time.process_time()
+        news = super().on_message(event, now_s)
+        self._cpu_s += time.process_time() - start_s
+        return news
+
+    def plan(self, now_s: float) -> PlannedStep | WaitUntil:
+        """See `RouterCore.plan`."""
+        start_s = time.process_time()
+        step = super().plan(now_s)
+        self._cpu_s += time.process_time() - start_s
+        return step
+
+    def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:
+        """See `RouterCore.commit`."""
+        start_s = time.process_time()
+        plan = super().commit(planned, now_s)
+        self.step_cpu_s.append(self._cpu_s + time.process_time() - start_s)
+        self._cpu_s = 0.0
+        self.used_slots += self.num_used_slots
+        return plan
+
+    def on_result(self, result: StepResult, now_s: float) -> list[Outgoing]:
+        """See `RouterCore.on_result`."""
+        start_s = time.process_time()
+        news = super().on_result(result, now_s)
+        self._cpu_s += time.process_time() - start_s
+        return news

@@ -1,0 +1,243 @@
+"""Requests of one class for the hybrid simulation: when they come, how long they are, what of.
+
+    --rt poisson:RATE with --rt-lengths    lengths are drawn, from a range or a trace's rows
+    --be closed:N     with --be-lengths    likewise; each one that ends is replaced at once
+    --rt / --be FILE                       a trace's own rows, at its own times (or all at once)
+
+Prompts are random tokens, so that none begins like another, except where a trace says by block
+ids which ones do (mooncake's `block_ids_512`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from lightserve.errors import ConfigError
+from lightserve.messages.common import Int32Array, TokenSegment, pack_int32
+from lightserve.messages.frontend_router import Submit
+from lightserve.sim.worker import EOS_TOKEN_ID
+from lightserve.sim.workload import Trace, next_power_of_two, read_trace
+from lightserve.types import RequestClass, RequestId, SamplingParams
+
+BLOCK_TOKENS = 512
+_TOKENS = (EOS_TOKEN_ID + 1, 32_000)
+"""Token ids of prompts are drawn from this range."""
+
+
+class Job(NamedTuple):
+    """A request that a client will send."""
+
+    prompt_token_ids: Int32Array
+    num_output_tokens: int
+    """What the model will say, EOS included; hidden from the router."""
+    max_tokens: int
+    """What the client declares."""
+    client: str = ""
+
+    def submit(self, number: int, request_class: RequestClass) -> Submit:
+        """Return the message; its seed tells the simulated worker the true length."""
+        return Submit(
+            request_id=RequestId(number),
+            prompt=[TokenSegment(token_ids=pack_int32(self.prompt_token_ids))],
+            max_tokens=self.max_tokens,
+            eos_token_ids=[EOS_TOKEN_ID],
+            sampling=SamplingParams(seed=len(self.prompt_token_ids) + self.num_output_tokens),
+            request_class=request_class,
+            prediction_key=self.client,
+            age_s=0.0,
+        )
+
+
+class Lengths(Protocol):
+    """Where the lengths of requests without a trace of their own are drawn from."""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """No prompt is longer."""
+
+    @property
+    def max_output_tokens(self) -> int:
+        """No output is longer."""
+
+    def draw(self, rng: np.random.Generator) -> tuple[int, int]:
+        """Return the tokens of a prompt and of its output."""
+
+
+@dataclass(frozen=True)
+class UniformLengths:
+    """Ranges, both ends included."""
+
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """See `Lengths`."""
+        return self.prompt[1]
+
+    @property
+    def max_output_tokens(self) -> int:
+        """See `Lengths`."""
+        return self.output[1]
+
+    def draw(self, rng: np.random.Generator) -> tuple[int, int]:
+        """See `Lengths`."""
+        prompt = rng.integers(*self.prompt, endpoint=True)
+        return int(prompt), int(rng.integers(*self.output, endpoint=True))
+
+
+class TraceLengths:
+    """Rows of a trace, drawn with replacement."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self.max_prompt_tokens = int(trace.prompt_tokens.max())
+        self.max_output_tokens = int(trace.output_tokens.max())
+
+    def draw(self, rng: np.random.Generator) -> tuple[int, int]:
+        """See `Lengths`."""
+        row = rng.integers(len(self._trace.prompt_tokens))
+        return int(self._trace.prompt_tokens[row]), int(self._trace.output_tokens[row])
+
+
+def parse_lengths(spec: str, *, flag: str) -> Lengths:
+    """Return the lengths of `uniform:P1-P2,O1-O2` or of a trace file. Raises ConfigError."""
+    if not spec.startswith("uniform:"):
+        return TraceLengths(read_trace(Path(spec), flag=flag))
+    uniform = re.fullmatch(r"uniform:(\d+)-(\d+),(\d+)-(\d+)", spec)
+    if uniform is not None:
+        p1, p2, o1, o2 = map(int, uniform.groups())
+        if 1 <= p1 <= p2 and 1 <= o1 <= o2:
+            return UniformLengths((p1, p2), (o1, o2))
+    raise ConfigError(
+        f"{flag} must be uniform:P1-P2,O1-O2 with 1 <= low <= high, or a trace file, got {spec!r}"
+    )
+
+
+class Traffic(Protocol):
+    """The requests of one class, one after the other."""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """No prompt is longer."""
+
+    @property
+    def max_tokens(self) -> int:
+        """No request declares more."""
+
+    @property
+    def num_clients(self) -> int | None:
+        """Of a closed loop; None: requests come at times of their own."""
+
+    def jobs(self, rng: np.random.Generator) -> Iterator[tuple[float, Job]]:
+        """Yield times (ascending; 0 in a closed loop) and requests, perhaps without end."""
+
+
+class DrawnTraffic:
+    """Lengths are drawn; requests come at random times, or in a closed loop."""
+
+    def __init__(
+        self,
+        lengths: Lengths,
+        *,
+        max_tokens: int | None,
+        rate_rps: float | None = None,
+        num_clients: int | None = None,
+    ) -> None:
+        """Exactly one of `rate_rps` (Poisson) and `num_clients` is given.
+
+        `max_tokens` is declared by all; None: a limit that cuts nothing. Outputs end there.
+        """
+        assert (rate_rps is None) != (num_clients is None)
+        self.num_clients = num_clients
+        self.max_prompt_tokens = lengths.max_prompt_tokens
+        self.max_tokens = max_tokens or next_power_of_two(lengths.max_output_tokens)
+        self._lengths = lengths
+        self._rate_rps = rate_rps
+
+    def jobs(self, rng: np.random.Generator) -> Iterator[tuple[float, Job]]:
+        """See `Traffic`."""
+        time_s = 0.0
+        while True:
+            if self._rate_rps is not None:
+                time_s += rng.exponential(1.0 / self._rate_rps)
+            num_prompt, num_output = self._lengths.draw(rng)
+            prompt = rng.integers(*_TOKENS, size=num_prompt, dtype=np.int32)
+            yield time_s, Job(prompt, min(num_output, self.max_tokens), self.max_tokens)
+
+
+class TraceTraffic:
+    """The rows of a trace, once."""
+
+    num_clients = None
+
+    def __init__(self, trace: Trace, *, max_tokens: int | None) -> None:
+        """See `DrawnTraffic`; `max_tokens` None: a limit that cuts nothing."""
+        self._trace = trace
+        self.max_prompt_tokens = int(trace.prompt_tokens.max())
+        self.max_tokens = max_tokens or next_power_of_two(int(trace.output_tokens.max()))
+
+    def jobs(self, rng: np.random.Generator) -> Iterator[tuple[float, Job]]:
+        """See `Traffic`."""
+        trace = self._trace
+        blocks: dict[int, Int32Array] = {}
+        times = np.zeros(len(trace.clients)) if trace.arrival_s is None else trace.arrival_s
+        for row, time_s in enumerate((times - times[0]).tolist()):
+            num_prompt = int(trace.prompt_tokens[row])
+            prompt = rng.integers(*_TOKENS, size=num_prompt, dtype=np.int32)
+            if trace.block_ids is not None:
+                for number, block_id in enumerate(parse_block_ids(trace.block_ids[row])):
+                    if block_id not in blocks:
+                        blocks[block_id] = rng.integers(*_TOKENS, size=BLOCK_TOKENS, dtype=np.int32)
+                    place = prompt[number * BLOCK_TOKENS :][:BLOCK_TOKENS]
+                    place[:] = blocks[block_id][: len(place)]
+            output = min(int(trace.output_tokens[row]), self.max_tokens)
+            yield time_s, Job(prompt, output, self.max_tokens, trace.clients[row])
+
+
+def parse_block_ids(text: str) -> list[int]:
+    """Return the ids of numbers and ranges a-b, separated by blanks."""
+    bounds = ([int(bound) for bound in part.split("-")] for part in text.split())
+    return list(itertools.chain.from_iterable(range(b[0], b[-1] + 1) for b in bounds))
+
+
+def parse_traffic(
+    spec: str,
+    lengths: str | None,
+    *,
+    request_class: RequestClass,
+    max_tokens: int | None,
+) -> Traffic:
+    """Return the traffic of `--rt SPEC --rt-lengths LENGTHS`, or of the same options of `--be`.
+
+    Raises:
+        ConfigError: a wrong or a missing option, an unreadable file.
+    """
+    flag = f"--{request_class}"
+    open_or_closed, what = {
+        RequestClass.RT: (r"poisson:(\d+(?:\.\d+)?)", "poisson:RATE (per second)"),
+        RequestClass.BE: (r"closed:(\d+)", "closed:N"),
+    }[request_class]
+    match = re.fullmatch(open_or_closed, spec)
+    if match is None and not re.match(r"(poisson|closed):", spec):
+        if lengths is not None:
+            raise ConfigError(f"{flag}-lengths needs {flag} {what}: a trace has its own")
+        trace = read_trace(Path(spec), flag=flag)
+        return TraceTraffic(trace, max_tokens=max_tokens)
+    if match is None or float(match[1]) == 0:
+        raise ConfigError(f"{flag} must be {what}, above 0, or a trace file, got {spec!r}")
+    if lengths is None:
+        raise ConfigError(f"{flag} {spec} needs {flag}-lengths")
+    drawn = parse_lengths(lengths, flag=f"{flag}-lengths")
+    if request_class is RequestClass.RT:
+        return DrawnTraffic(drawn, max_tokens=max_tokens, rate_rps=float(match[1]))
+    if max_tokens is None and isinstance(drawn, UniformLengths):
+        max_tokens = drawn.max_output_tokens
+    return DrawnTraffic(drawn, max_tokens=max_tokens, num_clients=int(match[1]))

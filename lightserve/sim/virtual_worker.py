@@ -1,0 +1,171 @@
+"""A worker of virtual hardware: how long its steps and copies take, and what they come to.
+
+A step takes what `VirtualHardware` says, times lognormal noise of mean one, plus the copies that
+it waits for. Copies made ahead run beside the forward passes, on the link alone: what is left of
+them when a step has copies of its own has to be waited for as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from lightserve.messages.common import Int32Array, unpack_int32
+from lightserve.messages.router_worker import (
+    KVCopies,
+    OutputKind,
+    RowResult,
+    StepPlan,
+    StepResult,
+)
+from lightserve.sim.hardware import VirtualHardware
+from lightserve.sim.simulation import Worker
+from lightserve.sim.worker import EOS_TOKEN_ID
+
+_TOKEN = EOS_TOKEN_ID + 1
+_RUNS_EVERY = 50
+"""Runs of slots are measured in every so many-th step."""
+
+
+@dataclass
+class WorkSums:
+    """Sums over a worker's steps."""
+
+    num_steps: int = 0
+    busy_s: float = 0.0
+    """Execution of all steps, copies that they waited for included."""
+    copy_wait_s: float = 0.0
+    num_tokens: int = 0
+    """Computed, of prompts and decodes."""
+    saved_tokens: int = 0
+    ahead_tokens: int = 0
+    loaded_tokens: int = 0
+    plan_bytes: int = 0
+    max_step_s: float = 0.0
+
+
+class VirtualWorker:
+    """Times plans by a formula and lets `inner` say what tokens they yield."""
+
+    def __init__(
+        self,
+        hardware: VirtualHardware,
+        inner: Worker,
+        *,
+        noise: float = 0.0,
+        rng: np.random.Generator,
+    ) -> None:
+        """`noise` is the standard deviation of the logarithm of a step's time."""
+        self.sums = WorkSums()
+        self._hardware = hardware
+        self._inner = inner
+        self._noise = noise
+        self._rng = rng
+        self._encoder = msgspec.msgpack.Encoder()
+        self._link_left_s = 0.0
+        """Copies ahead that are not finished, if the worker has not idled."""
+        self._copy_s = 0.0
+
+    def seconds(self, plan: StepPlan) -> float:
+        """Return how long the next step takes, the copies that it waits for included."""
+        new = decode_context = 0
+        chunk_context = 0.0
+        for row in plan.rows:
+            count = row.num_tokens
+            new += count
+            if count == 1:
+                decode_context += row.start_position
+            else:
+                chunk_context += count * (row.start_position + count / 2)
+        forward_s = self._hardware.seconds(
+            new, decode_context=decode_context, chunk_context=chunk_context
+        )
+        if self._noise:
+            forward_s *= self._rng.lognormal(-0.5 * self._noise**2, self._noise)
+        self._copy_s = self._copies(plan)
+        self._link_left_s = max(0.0, self._link_left_s - forward_s - self._copy_s)
+        self._link_left_s += self._copy_seconds(plan.ahead_saves)
+        self._add(plan, new, forward_s + self._copy_s)
+        return forward_s + self._copy_s
+
+    def _copies(self, plan: StepPlan) -> float:
+        own_s = self._copy_seconds(plan.saves) + self._copy_seconds(plan.loads)
+        return own_s + self._link_left_s if own_s else 0.0
+
+    def _copy_seconds(self, copies: KVCopies) -> float:
+        return _num_copied(copies) * self._hardware.per_copied_token_s
+
+    def _add(self, plan: StepPlan, num_tokens: int, exec_s: float) -> None:
+        sums = self.sums
+        sums.num_steps += 1
+        sums.num_tokens += num_tokens
+        sums.busy_s += exec_s
+        sums.max_step_s = max(sums.max_step_s, exec_s)
+        sums.copy_wait_s += self._copy_s
+        sums.saved_tokens += _num_copied(plan.saves)
+        sums.loaded_tokens += _num_copied(plan.loads)
+        sums.ahead_tokens += _num_copied(plan.ahead_saves)
+        sums.plan_bytes += len(self._encoder.encode(plan))
+
+    def execute(self, plan: StepPlan, *, exec_s: float, idle_s: float) -> StepResult:
+        """Run the plan whose seconds were asked last."""
+        result = self._inner.execute(plan, exec_s=exec_s, idle_s=idle_s)
+        return msgspec.structs.replace(result, copy_s=self._copy_s)
+
+
+def _num_copied(copies: KVCopies) -> int:
+    return len(copies.slots) // 4
+
+
+class RunLengths(NamedTuple):
+    """How the slots of sequences lie: sums over sampled steps."""
+
+    num_tokens: int = 0
+    num_runs: int = 0
+    """Stretches of neighbouring slots, ascending or descending."""
+
+
+class LengthWorker:
+    """Yields tokens by number alone: the last one is EOS. Checks nothing, costs little.
+
+    See `SimulatedWorker` for the one that checks every read of KV; both end sequences at the
+    length that their seed says.
+    """
+
+    def __init__(self, *, max_num_seqs: int, max_model_len: int) -> None:
+        self.run_lengths = RunLengths()
+        self._total_len = [0] * max_num_seqs
+        self._slots: Int32Array = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
+
+    def execute(self, plan: StepPlan, *, exec_s: float, idle_s: float) -> StepResult:
+        """Run one plan."""
+        for sequence in plan.sequences:
+            self._total_len[sequence.row] = sequence.sampling.seed
+        for part in plan.slot_ranges:
+            start = part.start_position
+            self._slots[part.row, start : start + len(part.slots) // 4] = unpack_int32(part.slots)
+        if plan.step_id % _RUNS_EVERY == 0:
+            self._measure_runs(plan)
+        rows = [
+            RowResult(row.row, [self._token(row.row, row.start_position + row.num_tokens)])
+            for row in plan.rows
+            if OutputKind.SAMPLE in row.output
+        ]
+        return StepResult(
+            step_id=plan.step_id, generation=0, rows=rows, exec_s=exec_s, idle_s=idle_s
+        )
+
+    def _token(self, row: int, position: int) -> int:
+        return EOS_TOKEN_ID if position == self._total_len[row] - 1 else _TOKEN
+
+    def _measure_runs(self, plan: StepPlan) -> None:
+        num_tokens, num_runs = self.run_lengths
+        for row in plan.rows:
+            end = row.start_position + row.num_tokens
+            num_tokens += end
+            jumps = np.abs(np.diff(self._slots[row.row, :end])) != 1
+            num_runs += 1 + int(np.count_nonzero(jumps))
+        self.run_lengths = RunLengths(num_tokens, num_runs)
