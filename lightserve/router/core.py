@@ -25,8 +25,10 @@ from lightserve.messages.frontend_router import (
     RouterStatus,
     Submit,
 )
+from lightserve.messages.kv_map import KVPool
 from lightserve.messages.router_worker import PlanRow, RowResult, StepPlan, StepResult
 from lightserve.router.booking import StepBooking
+from lightserve.router.burst import BurstHeadroom, expected_kv_tokens
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.counters import KVCounters
 from lightserve.router.deltas import DeltaBatch
@@ -43,6 +45,7 @@ from lightserve.router.events import (
 )
 from lightserve.router.intake import Intake, request_of
 from lightserve.router.integrity import check_integrity
+from lightserve.router.kv.description import describe_kv
 from lightserve.router.kv.store import KVStore
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.plan_builder import num_samples
@@ -69,6 +72,7 @@ class RouterCore:
         """Requests whose last token was sent, but whose frontend still looks for a stop string."""
         self._planner = StepPlanner(config, self._waiting, self._rows, self._pipeline)
         self._booking = StepBooking(self._waiting, self._rows, self._pipeline, self._intake)
+        self._burst = BurstHeadroom(config.burst_headroom_s)
         self._num_arrivals = 0
         self._suspects: list[Request] = []
         """Requests that were in flight when workers died: each runs alone up to a token."""
@@ -122,6 +126,9 @@ class RouterCore:
         else:
             self._requests[request.key] = request
             self._waiting.append(request)
+            if request.request_class is RequestClass.RT:
+                num_tokens = expected_kv_tokens(request, self._config.lengths)
+                self._burst.note_arrival(now_s, num_tokens)
             self._intake.note_waiting(request, now_s)
             if self._kv is not None:
                 self._kv.expect(request)
@@ -196,7 +203,8 @@ class RouterCore:
         due_s = self._pipeline.next_plan_due_s()
         if due_s is None or due_s > now_s:
             return WaitUntil(due_s)
-        fit = self._planner.choose(self._kv, self._suspects, self._headroom(now_s))
+        headroom = self._burst.headroom(now_s, self._kv.num_slots)
+        fit = self._planner.choose(self._kv, self._suspects, headroom)
         if not fit.allotments or (fit.stops and not self._pipeline.is_empty):
             return WaitUntil(None)
         return PlannedStep(
@@ -209,10 +217,6 @@ class RouterCore:
             planned_at_s=now_s,
             predicted_s=self._pipeline.predict(fit.allotments, fit.num_copied),
         )
-
-    def _headroom(self, now_s: float) -> int:
-        """Return the slots that best-effort requests leave free for a burst (Echo, E8)."""
-        return 0
 
     def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:
         """Book a step planned since the last event; return the message to send now."""
@@ -346,6 +350,10 @@ class RouterCore:
     def num_unfinished(self) -> int:
         """Requests that have ended here, but whose frontend has not said at which token."""
         return len(self._unfinished)
+
+    def kv_map(self) -> KVPool | None:
+        """Return what every slot of the pool is for; None without workers."""
+        return None if self._kv is None else describe_kv([*self._rows, *self._waiting], self._kv)
 
     def status(self, now_s: float) -> RouterStatus:
         """Return the pulse that frontends are told."""

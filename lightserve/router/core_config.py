@@ -23,6 +23,8 @@ class CoreConfig:
     max_num_batched_tokens: int
     max_be_seqs: int = NO_LIMIT
     """Most best-effort requests that run at once."""
+    burst_headroom_s: float = 0.0
+    """What real-time requests bring in this time stays free of best-effort ones; 0: nothing."""
     queue_limits: Mapping[RequestClass, QueueLimits]
     """Of every class."""
     policy: Policy

@@ -38,6 +38,7 @@ def make_core_config(config: ServeConfig, *, max_model_len: int, seed: int = 0) 
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_be_seqs=config.max_be_seqs or NO_LIMIT,
+        burst_headroom_s=config.burst_headroom_s,
         queue_limits={
             RequestClass.RT: QueueLimits(
                 config.rt_max_waiting_requests, config.rt_max_waiting_tokens

@@ -66,8 +66,8 @@ class StepPlanner:
         limits = StepLimits(
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             num_free_rows=self._rows.num_free,
-            num_yielding_rows=num_yielding if self._is_class_aware else 0,
             max_be_seqs=self._config.max_be_seqs,
+            num_yielding_rows=num_yielding if self._is_class_aware else 0,
         )
         admission = self._config.admission.begin(
             list(self._rows), PoolView(kv.num_slots, headroom), self._pipeline.next_step_id

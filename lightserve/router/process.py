@@ -27,7 +27,7 @@ from lightserve.messages.frontend_router import (
     RouterWelcome,
     Submit,
 )
-from lightserve.messages.kv_map import DescribeKV, KVMap, KVPool
+from lightserve.messages.kv_map import DescribeKV, KVMap
 from lightserve.messages.metrics import MetricsSnapshot
 from lightserve.messages.router_worker import (
     RouterToWorker,
@@ -58,7 +58,6 @@ from lightserve.router.events import (
     WorkersReady,
 )
 from lightserve.router.factory import make_core
-from lightserve.router.kv.description import describe_kv
 from lightserve.router.metrics import RouterMetrics
 from lightserve.types import FrontendId
 
@@ -211,7 +210,7 @@ class RouterProcess:
             log.warning("dropped a message of %s, which has not said hello", peer)
             return
         if isinstance(message, DescribeKV):
-            answer = KVMap(query_id=message.query_id, pool=_kv_pool(self.core))
+            answer = KVMap(query_id=message.query_id, pool=self.core.kv_map())
             self._send(frontend_id, answer)
             return
         try:
@@ -303,13 +302,6 @@ def _log_ends(news: Outgoing) -> None:
     for delta in news.message.requests:
         if (end := delta.error or delta.finish_reason) is not None:
             log.debug("request %d/%d: ends, %s", news.frontend_id, delta.request_id, end.value)
-
-
-def _kv_pool(core: RouterCore) -> KVPool | None:
-    """Return what the slots of the pool are for; None without workers."""
-    if core._kv is None:
-        return None
-    return describe_kv([*core._rows, *core._waiting], core._kv)
 
 
 def _worker_name(rank: int) -> str:

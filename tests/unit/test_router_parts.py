@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightserve.errors import ProtocolError
 from lightserve.messages.router_worker import (
@@ -18,7 +16,6 @@ from lightserve.messages.router_worker import (
 from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.conservative import ConservativeAdmission
 from lightserve.router.events import PlannedStep
-from lightserve.router.kv.slots import SlotPool
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.plan_builder import build_plan
 from lightserve.router.policies.base import Allotment
@@ -51,32 +48,6 @@ def make_request(
     if computed >= prompt:
         request.output_token_ids = [1] * (computed - prompt + 1)
     return request
-
-
-class TestSlotPool:
-    @settings(max_examples=200, deadline=None)
-    @given(moves=st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60))
-    def test_never_gives_a_slot_twice(self, moves: list[tuple[bool, int]]) -> None:
-        pool, held = SlotPool(30), []
-        for acquire, count in moves:
-            if acquire and count <= pool.num_free:
-                held.append(pool.acquire(count))
-            elif not acquire and held:
-                pool.release(held.pop(count % len(held)))
-            used = np.concatenate([*held, np.empty(0, dtype=np.int32)])
-            assert len(set(used.tolist())) == len(used) == pool.num_used
-            assert pool.num_used + pool.num_free == 30
-
-    def test_a_fresh_pool_is_contiguous_and_stays_so_after_release(self) -> None:
-        pool = SlotPool(16)
-        first = pool.acquire(10)
-        assert first.tolist() == list(range(10))
-        pool.release(first)
-        assert pool.acquire(16).tolist() == list(range(16))
-
-    def test_too_many(self) -> None:
-        with pytest.raises(ValueError, match="5 slots asked for, 4 free"):
-            SlotPool(4).acquire(5)
 
 
 def test_row_table_gives_the_lowest_row() -> None:
