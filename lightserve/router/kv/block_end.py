@@ -100,13 +100,26 @@ class BlockEnd:
             start = self._fill_many(slots, start)
         while start < len(slots):
             block = self._best_block()
-            is_open = not self._is_grown[block]
             start = self.fill(block, slots, start)
             if self._masks[block] != self._full:  # so this was the last one
-                if is_open:
-                    self.grow(owner, block)
-                assert self._buckets is not None
-                self._buckets[self._rank(block)].append(block)
+                self._put_back(owner, block)
+
+    def take_scattered(self, owner: Hashable) -> int:
+        """Take one slot, of a block that is not empty; one must be free."""
+        block = self._best_block()
+        free = self._masks[block] ^ self._full
+        place = (free & -free if self.is_low else free).bit_length() - 1
+        self._masks[block] |= 1 << place
+        if free & (free - 1):
+            self._put_back(owner, block)
+        return block * self._size + place
+
+    def _put_back(self, owner: Hashable, block: int) -> None:
+        """Let `owner` grow in a block of which it has got a slot, if nobody does there."""
+        if not self._is_grown[block]:
+            self.grow(owner, block)
+        assert self._buckets is not None
+        self._buckets[(self._masks[block] ^ self._full).bit_count()].append(block)
 
     def _fill_many(self, slots: Int32Array, start: int) -> int:
         """Do that with all free slots of as many blocks as are certainly needed."""
@@ -135,9 +148,11 @@ class BlockEnd:
             self._buckets = self._build_buckets()
         buckets = self._buckets
         while True:
-            while not buckets[-1]:
+            bucket = buckets[-1]
+            if not bucket:
                 buckets.pop()
-            block = buckets[-1].pop()
+                continue
+            block = bucket.pop()
             rank = self._rank(block)
             if rank == len(buckets) - 1:
                 return block

@@ -165,8 +165,10 @@ class BlockSlotPool:
                 masks[block] = end.first_bit
                 places[start] = block * size + end.first_place
                 end.grow(owner, block)
-            else:
+            elif self._is_exclusive:
                 self._acquire(owner, end, slots[start : start + 1])
+            else:
+                places[start] = end.take_scattered(owner)
             start += 1
         return slots
 
