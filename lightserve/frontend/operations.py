@@ -19,7 +19,7 @@ from lightserve.frontend.access import caller_of
 from lightserve.frontend.failures import not_ready
 from lightserve.frontend.service import Service
 from lightserve.messages.common import PROTOCOL_VERSION
-from lightserve.metrics.catalogue import ENGINE_ID
+from lightserve.metrics.families import ENGINE_ID
 
 MAX_SILENCE_S = 8.0
 """The router says something every second; a pause of a few seconds is latency, not death."""

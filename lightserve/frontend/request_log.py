@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightserve.frontend.observation import Observation
 from lightserve.logs import request_id
-from lightserve.metrics.catalogue import OTHER
+from lightserve.metrics.families import OTHER
 
 REQUEST_ID_KEY = "lightserve.request_id"
 """Key in the ASGI scope: the request's id."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from lightserve.metrics.catalogue import COMMON_LABELS, Family, Kind, Origin, all_families
+from lightserve.metrics.catalogue import all_families
+from lightserve.metrics.families import COMMON_LABELS, Family, Kind, Origin
 
 _HEADLINES = {
     Origin.FRONTEND: "Requests, as frontends see them",

@@ -17,7 +17,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from lightserve.metrics.catalogue import COMMON_LABELS, ENGINE_ID, Family, Kind
+from lightserve.metrics.families import COMMON_LABELS, ENGINE_ID, Family, Kind
 from lightserve.metrics.ledger import Ledger, Series
 
 __all__ = ["CONTENT_TYPE", "LedgerCollector", "make_registry", "render"]

@@ -12,13 +12,8 @@ from collections.abc import Sequence
 
 from lightserve.errors import ProtocolError
 from lightserve.messages.metrics import MetricSample
-from lightserve.metrics.catalogue import (
-    MAX_SERIES_PER_FAMILY,
-    Family,
-    Kind,
-    all_families,
-    family_named,
-)
+from lightserve.metrics.catalogue import all_families, family_named
+from lightserve.metrics.families import MAX_SERIES_PER_FAMILY, Family, Kind
 
 SeriesKey = tuple[str, tuple[str, ...]]
 """Family name and label values."""

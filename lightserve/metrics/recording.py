@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from lightserve.messages.metrics import MetricSample
-from lightserve.metrics.catalogue import MAX_SERIES_PER_FAMILY, OTHER, Family, Kind
+from lightserve.metrics.families import MAX_SERIES_PER_FAMILY, OTHER, Family, Kind
 
 
 class Counter:

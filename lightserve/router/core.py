@@ -347,6 +347,16 @@ class RouterCore:
         return 0 if self._kv is None else self._kv.num_cached
 
     @property
+    def num_host_slots(self) -> int:
+        """Size of the host pool."""
+        return 0 if self._kv is None else self._kv.checkpoints.num_slots
+
+    @property
+    def num_used_host_slots(self) -> int:
+        """Host slots that hold copies."""
+        return 0 if self._kv is None else self._kv.checkpoints.num_used
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that have ended here, but whose frontend has not said at which token."""
         return len(self._unfinished)

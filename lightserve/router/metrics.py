@@ -8,15 +8,22 @@ from lightserve.metrics.catalogue import (
     IPC_REJECTED,
     ITERATION_TOKENS,
     KV_CACHE_USAGE,
+    KV_HOST_SLOTS,
+    KV_HOST_SLOTS_USED,
     KV_SLOTS,
     KV_SLOTS_CACHED,
     KV_SLOTS_FORECAST,
     KV_SLOTS_PEAK,
     KV_SLOTS_USED,
+    KV_TOKENS_LOADED,
+    KV_TOKENS_SAVED,
+    KV_TOKENS_SAVED_AHEAD,
+    KV_TOKENS_TAKEN,
     NUM_PREEMPTIONS,
     NUM_REQUESTS_RUNNING,
     NUM_REQUESTS_WAITING,
     NUM_TOKENS_WAITING,
+    PAUSES,
     PREDICTED_STEP_TIME,
     PREEMPTED_TOKENS,
     PREFIX_CACHE_HITS,
@@ -103,6 +110,9 @@ class RouterMetrics:
         peak = max(self._peak_slots, status.num_used_slots)
         recorder.gauge(KV_SLOTS_PEAK).value = peak
         self._peak_slots = 0
+        self._count_pauses(core)
+        recorder.gauge(KV_HOST_SLOTS).value = core.num_host_slots
+        recorder.gauge(KV_HOST_SLOTS_USED).value = core.num_used_host_slots
         recorder.counter(NUM_PREEMPTIONS).value = core.num_preemptions
         recorder.counter(PREEMPTED_TOKENS).value = core.num_preempted_tokens
         recorder.counter(STEPS).value = status.num_steps
@@ -110,6 +120,17 @@ class RouterMetrics:
         recorder.counter(WORKER_IDLE).value = status.worker_idle_s
         recorder.gauge(STALLED).value = status.stalled_s
         recorder.counter(IPC_REJECTED, "router").value = num_rejected
+
+    def _count_pauses(self, core: RouterCore) -> None:
+        for request_class, counters in core.counters.items():
+            for family, value in (
+                (PAUSES, counters.num_pauses),
+                (KV_TOKENS_TAKEN, counters.taken_tokens),
+                (KV_TOKENS_SAVED, counters.saved_tokens),
+                (KV_TOKENS_SAVED_AHEAD, counters.ahead_tokens),
+                (KV_TOKENS_LOADED, counters.loaded_tokens),
+            ):
+                self.recorder.counter(family, request_class.value).value = value
 
     def _count_prefixes(self) -> None:
         for request in self._newcomers:

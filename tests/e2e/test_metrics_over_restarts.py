@@ -11,7 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.live_server import LiveServer, live_server
 from support.processes import wait_for
 
-from lightserve.metrics.catalogue import Kind, Origin, all_families
+from lightserve.metrics.catalogue import all_families
+from lightserve.metrics.families import Kind, Origin
 
 Lines = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

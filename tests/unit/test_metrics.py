@@ -13,9 +13,10 @@ import lightserve
 from lightserve.errors import ProtocolError
 from lightserve.messages.metrics import MetricSample
 from lightserve.metrics import catalogue
-from lightserve.metrics.catalogue import MAX_SERIES_PER_FAMILY, OTHER, Kind, all_families
+from lightserve.metrics.catalogue import all_families
 from lightserve.metrics.document import document
 from lightserve.metrics.exposition import make_registry, render
+from lightserve.metrics.families import MAX_SERIES_PER_FAMILY, OTHER, Kind
 from lightserve.metrics.ledger import Ledger
 from lightserve.metrics.recording import Histogram, Recorder
 from lightserve.metrics.requests import FrontendMetrics, RequestMetrics, SloTargets
