@@ -70,7 +70,9 @@ class StepPlanner:
             num_yielding_rows=num_yielding if self._is_class_aware else 0,
         )
         admission = self._config.admission.begin(
-            list(self._rows), PoolView(kv.num_slots, headroom), self._pipeline.next_step_id
+            list(self._rows),
+            PoolView(kv.num_slots, headroom, kv.lease_version),
+            self._pipeline.next_step_id,
         )
         chosen = cap_positions(self._config.policy.select(running, waiting, limits, admission))
         return fit_into_memory(

@@ -9,22 +9,27 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from lightserve.router.admission.base import ALWAYS, PoolView
+from lightserve.router.admission.sharing import SharedPrefixes
 from lightserve.router.request import Request
 from lightserve.types import StepId
 
 
 class AggressiveRound:
-    """Counts what is held and what newcomers bring."""
+    """Counts what is held and what newcomers bring; what several hold counts once."""
 
-    def __init__(self, num_held: int, limit: float) -> None:
-        self._num_held = num_held
+    def __init__(self, live: Collection[Request], limit: float) -> None:
+        self._shared = SharedPrefixes(live)
+        num_known = sum(request.num_known_tokens for request in live)
+        self._num_held = num_known - self._shared.num_counted_twice
         self._limit = limit
 
     def admit(self, request: Request) -> bool:
         """Admit if all known tokens together stay below the watermark, or it is alone."""
-        if self._num_held > 0 and self._num_held + request.num_known_tokens > self._limit:
+        num_new = request.num_known_tokens - self._shared.num_held_of(request)
+        if self._num_held > 0 and self._num_held + num_new > self._limit:
             return False
-        self._num_held += request.num_known_tokens
+        self._shared.add(request)
+        self._num_held += num_new
         return True
 
     def steps_refused(self, request: Request) -> int:
@@ -44,5 +49,4 @@ class AggressiveAdmission:
     def begin(self, live: Collection[Request], pool: PoolView, step_id: StepId) -> AggressiveRound:
         """Start a round; nothing in it is random."""
         del step_id
-        num_held = sum(request.num_known_tokens for request in live)
-        return AggressiveRound(num_held, pool.num_slots * self._watermark)
+        return AggressiveRound(live, pool.num_slots * self._watermark)

@@ -23,6 +23,8 @@ class PoolView:
 
     Only class-aware policies leave any, so only `ClasswiseAdmission` reads it.
     """
+    lease_version: int = 0
+    """Another one whenever some request has come to hold other tokens of the prefix tree."""
 
 
 class AdmissionRound(Protocol):
@@ -34,7 +36,8 @@ class AdmissionRound(Protocol):
     def steps_refused(self, request: Request) -> int:
         """Return for how many decode steps a request refused just now is certain to be again.
 
-        Steps of all live requests, if nobody leaves and nothing finishes; 0 is always right.
+        Steps of all live requests, if nobody leaves, no prompt or answer ends, and so nobody comes
+        to share other KV; 0 is always right.
         """
 
 

@@ -9,22 +9,26 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from lightserve.router.admission.base import ALWAYS, PoolView
+from lightserve.router.admission.sharing import SharedPrefixes
 from lightserve.router.request import Request
 from lightserve.types import StepId
 
 
 class ConservativeRound:
-    """Counts the tokens that could still be needed at the worst moment."""
+    """Counts the tokens that could be needed at the worst moment; what several hold, once."""
 
-    def __init__(self, num_reserved: int, num_slots: int) -> None:
-        self._num_reserved = num_reserved
+    def __init__(self, live: Collection[Request], num_slots: int) -> None:
+        self._shared = SharedPrefixes(live)
+        self._num_reserved = sum(map(_worst_case, live)) - self._shared.num_counted_twice
         self._num_slots = num_slots
 
     def admit(self, request: Request) -> bool:
         """Admit if all reservations together fit into the pool, or it is alone."""
-        if self._num_reserved > 0 and self._num_reserved + _worst_case(request) > self._num_slots:
+        num_new = _worst_case(request) - self._shared.num_held_of(request)
+        if self._num_reserved > 0 and self._num_reserved + num_new > self._num_slots:
             return False
-        self._num_reserved += _worst_case(request)
+        self._shared.add(request)
+        self._num_reserved += num_new
         return True
 
     def steps_refused(self, request: Request) -> int:
@@ -46,8 +50,7 @@ class ConservativeAdmission:
     ) -> ConservativeRound:
         """Start a round from the reservations of all requests that hold rows."""
         del step_id
-        reserved = sum(map(_worst_case, live))
-        return ConservativeRound(reserved, int(pool.num_slots * self._overcommit))
+        return ConservativeRound(live, int(pool.num_slots * self._overcommit))
 
 
 def _worst_case(request: Request) -> int:

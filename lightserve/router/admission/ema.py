@@ -13,6 +13,7 @@ import numpy as np
 
 from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.peak import PeakAdmission, PeakRound, num_generated
+from lightserve.router.admission.sharing import SharedPrefixes
 from lightserve.router.future_memory import IntArray
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.request import Request
@@ -31,7 +32,9 @@ class EmaAdmission(PeakAdmission):
     def begin(self, live: Collection[Request], pool: PoolView, step_id: StepId) -> PeakRound:
         """Start a round; nothing in it is random."""
         del step_id
-        is_busy = sum(request.next_position for request in live) > BUSY_USAGE * pool.num_slots
+        num_held = sum(request.next_position for request in live)
+        num_held -= SharedPrefixes(live).num_counted_twice
+        is_busy = num_held > BUSY_USAGE * pool.num_slots
 
         def sample(requests: Sequence[Request]) -> IntArray:
             count = len(requests)

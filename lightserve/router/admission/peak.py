@@ -7,7 +7,8 @@ Refusals last. Let outputs be forecast steadily: the forecast total length of a 
 grows as it generates. Let d steps pass in which nobody leaves. Whoever was alive at the old peak
 holds as much at that moment or more, except for the newcomer, who starts d steps later and has
 grown d tokens less. So no peak falls by more than 1 per step, and a newcomer that was e tokens
-too much will still be too much after e - 1 steps.
+too much will still be too much after e - 1 steps. That holds as long as nobody comes to share
+what it did not share before (`PoolView.lease_version`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from lightserve.router.future_memory import FutureMemory, IntArray
+from lightserve.router.admission.sharing import SharedPrefixes
+from lightserve.router.future_memory import (
+    FutureMemory,
+    IntArray,
+    SharedTokens,
+    base_with_shared,
+)
+from lightserve.router.kv.prefix_node import PrefixNode
 from lightserve.router.request import Request
 
 OutputSampler = Callable[[Sequence[Request]], IntArray]
@@ -57,6 +65,10 @@ class PeakRound:
         self._rule = rule
         self._is_steady = is_steady
         self._memory: FutureMemory | None = None
+        self._shared = SharedPrefixes(self._live)
+        self._rests: list[IntArray] = []
+        """Of everybody who counts, newcomers last: int64 [num_futures] each."""
+        self._held_for: dict[PrefixNode, IntArray] = {}
         self._refused: dict[Request, int] = {}
 
     @property
@@ -68,13 +80,17 @@ class PeakRound:
         """Admit if the peak with this request is acceptable, or if it would be alone."""
         if self._memory is None:
             self._memory = self._forecast()
-        base = request.num_known_tokens
         rest = self._sample([request])[0] - num_generated(request)
-        peak = self._bound(self._memory.peaks_with(base, rest), request)
+        shared = self._shared_tokens(request)
+        base = request.num_known_tokens - sum(part.num_tokens for part in shared)
+        peak = self._bound(self._memory.peaks_with(base, rest, shared), request)
         if peak > self._limit and self._memory.num_requests > 0:
             self._refused[request] = peak - self._limit
             return False
-        self._memory.add(base, rest)
+        self._memory.add(base, rest, shared)
+        self._shared.add(request)
+        self._rests.append(rest)
+        self._held_for.clear()
         self._rule.forecast_peak = peak
         return True
 
@@ -90,5 +106,17 @@ class PeakRound:
         count = len(self._live)
         base = np.fromiter((request.num_known_tokens for request in self._live), np.int64, count)
         generated = np.fromiter(map(num_generated, self._live), np.int64, count)
-        rest = self._sample(self._live) - generated[:, None]
-        return FutureMemory(base, np.maximum(rest, 0).T)
+        rest = np.maximum(self._sample(self._live) - generated[:, None], 0)
+        self._rests = list(rest)
+        if held := self._shared.held_by_several():
+            shared = [(part.num_tokens, part.holders) for part in held]
+            base = base_with_shared(base, rest.T, shared)
+        return FutureMemory(base, rest.T)
+
+    def _shared_tokens(self, request: Request) -> list[SharedTokens]:
+        """Return what a newcomer would hold together with others, and for how long they do."""
+        held = self._shared.held_of(request)
+        for node, _, holders in held:
+            if node not in self._held_for:
+                self._held_for[node] = np.max([self._rests[index] for index in holders], axis=0)
+        return [SharedTokens(count, self._held_for[node]) for node, count, _ in held]

@@ -61,13 +61,13 @@ class _Refusals:
         """Who counted in the last round up to its last refusal, newcomers behind the others."""
         self._counts: list[int] = []
         """Of their output tokens; empty if nobody was refused."""
-        self._state: tuple[int, int] = (0, 0)
+        self._state: tuple[int, ...] = ()
 
     def __contains__(self, request: Request) -> bool:
         return self._until.get(request, 0) > self._fall
 
-    def advance(self, live: list[Request], state: tuple[int, int]) -> None:
-        """Take in what has become of the batch; another `state` (pool, history) forgets all.
+    def advance(self, live: list[Request], state: tuple[int, ...]) -> None:
+        """Take in what has become of the batch; another `state` forgets all.
 
         `live` is in order of admission: newcomers are at its end.
         """
@@ -161,7 +161,8 @@ class RiskAdmission(PeakAdmission):
             return int(np.partition(peaks, rank)[rank])
 
         live = list(live)
-        self._refusals.advance(live, (pool.num_slots, self._lengths.num_recorded))
+        state = (pool.num_slots, pool.lease_version, self._lengths.num_recorded)
+        self._refusals.advance(live, state)
         forecast = PeakRound(live, self._sample, quantile, pool.num_slots, self)
         return RiskRound(forecast, self._refusals)
 
