@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar, get_type_hints
 
 import click
@@ -13,8 +13,12 @@ from lightserve.config_fields import flag_name
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
-def config_options(config_type: type[Any]) -> Callable[[FunctionT], FunctionT]:
+def config_options(
+    config_type: type[Any], names: Collection[str] | None = None
+) -> Callable[[FunctionT], FunctionT]:
     """Decorate a command with one option per field of `config_type`, in the order declared.
+
+    `names` are the fields that become options; None: all.
 
     Flag, help, default and limits come from the field. Limits are checked by the configuration
     itself when it is built, so that every way to build one is checked alike.
@@ -23,7 +27,8 @@ def config_options(config_type: type[Any]) -> Callable[[FunctionT], FunctionT]:
 
     def decorate(function: FunctionT) -> FunctionT:
         for spec in reversed(dataclasses.fields(config_type)):
-            function = _option(spec, types[spec.name])(function)
+            if names is None or spec.name in names:
+                function = _option(spec, types[spec.name])(function)
         return function
 
     return decorate

@@ -1,160 +1,116 @@
-"""`lightserve simulate`."""
+"""`lightserve simulate`: a queue of requests, or real-time and best-effort ones together."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from lightserve.config import ADMISSION_OF_OPTION
+from lightserve.cli.simulate_hybrid import hybrid_options, run_hybrid
+from lightserve.cli.simulate_queue import QUEUE_OPTIONS, queue_options, run_queue
+from lightserve.cli.simulate_rules import RULES, rule_options
 from lightserve.config_fields import flag_name
 from lightserve.errors import ConfigError
 
-if TYPE_CHECKING:
-    from lightserve.sim import Report, SimulationConfig
-
-RULES = ("past-future", "aggressive", "conservative", "ema", "risk", "oracle")
-_RULE_OPTIONS = ("reserve", "samples", "watermark", "overcommit")
-_SECTIONS = {
-    "kv": (
-        "decode_steps",
-        "consumed_pct",
-        "future_pct",
-        "evicted_pct",
-        "recomputed_tokens",
-        "total_work_s",
-    ),
-    "requests": ("finished", "max_overtaken", "duration_s", "ttft_s_p50", "ttft_s_p99"),
-    "router": ("cpu_ms_p50", "cpu_ms_p99"),
-}
-"""Fields of the report by section of what is printed; scripts read them."""
+_SHARED = frozenset(
+    {
+        "capacity_tokens",
+        "policy",
+        "admission",
+        "reserve",
+        "samples",
+        "watermark",
+        "overcommit",
+        "risk",
+        "seed",
+        "as_json",
+    }
+)
+"""Options of both kinds of run."""
 
 
 @click.command("simulate")
-@click.option(
-    "--workload",
-    required=True,
-    help="dist1, dist2, dist3, uniform:P1-P2:O1-O2 (prompt and output lengths), or a trace file,"
-    " joined by + for a drift.",
-)
-@click.option("--num-requests", default=3000, type=click.IntRange(1), show_default=True)
-@click.option(
-    "--arrivals",
-    default="queued",
-    show_default=True,
-    help="queued (all at the start), trace (the file's times), poisson:RATE (per second) or"
-    " closed:CLIENTS.",
-)
-@click.option(
-    "--warm-up-requests",
-    default=0,
-    type=click.IntRange(0),
-    show_default=True,
-    help="Rows before those, of which only the lengths are learnt.",
-)
+@queue_options
+@hybrid_options
 @click.option(
     "--capacity-tokens",
-    default=120_000,
     type=click.IntRange(1),
-    show_default=True,
-    help="Size of the KV pool.",
+    help="Size of the KV pool.  [default: 120000; with --rt, --be 60000]",
 )
-@click.option("--policy", default="fcfs", type=click.Choice(["fcfs", "chunked"]), show_default=True)
-@click.option("--admission", default="past-future", type=click.Choice(RULES), show_default=True)
-@click.option("--reserve", type=float, help="past-future: share of the pool kept free.")
-@click.option("--samples", type=int, help="past-future: most futures drawn.")
-@click.option("--watermark", type=float, help="aggressive: share of the pool to fill.")
-@click.option("--overcommit", type=float, help="conservative: times the pool is promised.")
-@click.option("--risk", type=float, help="risk: accepted chance of running out.")
-@click.option("--best-effort", is_flag=True, help="Requests are best-effort: may be passed over.")
 @click.option(
-    "--paper-artifact",
-    is_flag=True,
-    help="Timing and start of the Past-Future authors' own simulation.",
+    "--policy",
+    metavar="POLICY",
+    help="A policy of the server.  [default: fcfs; with --rt, --be chunked]",
 )
-@click.option("--seed", default=0, type=int, show_default=True)
 @click.option(
-    "--timeline",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Draw memory used and forecast, and evictions, into this file (.png, .svg, .pdf).",
+    "--admission",
+    type=click.Choice(RULES),
+    help="A rule of the server, or oracle, which knows every length.  [default: past-future; with"
+    " --rt, --be risk]",
 )
+@rule_options
+@click.option("--seed", default=0, type=click.IntRange(0), show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(**values: Any) -> int:
+@click.pass_context
+def command(context: click.Context, /, **values: Any) -> int:
     """Run requests through the router core on virtual hardware.
 
-    The report counts decode steps, memory and evictions. The same seed gives the same report.
+    With --workload, a queue of requests of one class: decode steps, memory, evictions. With --rt
+    and --be, real-time and best-effort requests as they come: attainment of targets, goodput,
+    throughput. The same seed gives the same report, but for CPU times.
     """
-    # Imported late: `lightserve --help` needs none of it.
-    from lightserve import sim  # noqa: PLC0415
-    from lightserve.sim.timeline import draw_timeline  # noqa: PLC0415
-
-    config = _config(values)
-    with click.progressbar(range(config.num_requests), label="requests", file=sys.stderr) as bar:
-
-        def advance(num_finished: int, num_requests: int) -> None:
-            bar.length = num_requests
-            bar.update(num_finished)
-
-        report = sim.run(config, progress=advance)
-    if values["timeline"] is not None:
-        draw_timeline(report.timeline, config.capacity_tokens, values["timeline"])
-    _print(values, report, as_json=values["as_json"])
+    chosen = _of_this_run(context, values)
+    run = run_queue if "workload" in chosen else run_hybrid
+    chosen, sections = run(chosen)
+    document = {"config": _printable(chosen)} | sections
+    if values["as_json"]:
+        click.echo(json.dumps(document))
+    else:
+        _print_table(sections)
     return 0
 
 
-def _config(values: dict[str, Any]) -> SimulationConfig:
-    from lightserve.sim import SimulationConfig  # noqa: PLC0415
-    from lightserve.types import RequestClass  # noqa: PLC0415
-
-    return SimulationConfig(
-        workload=values["workload"],
-        num_requests=values["num_requests"],
-        arrivals=values["arrivals"],
-        num_warm_up=values["warm_up_requests"],
-        capacity_tokens=values["capacity_tokens"],
-        admission=values["admission"],
-        admission_options=_rule_options(values),
-        policy=values["policy"],
-        request_class=RequestClass.BE if values["best_effort"] else RequestClass.RT,
-        paper_artifact=values["paper_artifact"],
-        keeps_timeline=values["timeline"] is not None,
-        seed=values["seed"],
-    )
-
-
-def _rule_options(values: dict[str, Any]) -> dict[str, float]:
-    """Return the rule's own options as fields of ServeConfig; those of other rules are refused."""
-    given = {name: values[name] for name in _RULE_OPTIONS if values[name] is not None}
-    if values["risk"] is not None:
-        given |= {"rt_memory_risk": values["risk"], "be_memory_risk": values["risk"]}
-    for name in given:
-        if ADMISSION_OF_OPTION[name] != values["admission"]:
-            flag = "--risk" if name.endswith("_risk") else flag_name(name)
-            raise ConfigError(
-                f"{flag} needs --admission {ADMISSION_OF_OPTION[name]}, got {values['admission']!r}"
-            )
-    return given
-
-
-def _print(values: dict[str, Any], report: Report, *, as_json: bool) -> None:
-    figures = dataclasses.asdict(dataclasses.replace(report, timeline=()))
-    document: dict[str, dict[str, Any]] = {
-        "config": {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in values.items()
-            if name != "as_json"
-        }
+def _of_this_run(context: click.Context, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that the chosen kind of run has. Raises ConfigError for another's."""
+    is_queue, is_hybrid = values["workload"] is not None, bool(values["rt"] or values["be"])
+    if is_queue == is_hybrid:
+        raise ConfigError(
+            "either --workload (a queue of requests) or --rt and --be (two classes as they come)"
+            f" is needed, got {'both' if is_queue else 'neither'}"
+        )
+    for name in values:
+        is_given = context.get_parameter_source(name) is not ParameterSource.DEFAULT
+        if is_given and name not in _SHARED and (name in QUEUE_OPTIONS) != is_queue:
+            owner = "--rt and --be, not to --workload" if is_queue else "--workload, not to --rt"
+            raise ConfigError(f"{flag_name(name)} belongs to {owner}")
+    return {
+        name: value
+        for name, value in values.items()
+        if name in _SHARED or (name in QUEUE_OPTIONS) == is_queue
     }
-    for section, names in _SECTIONS.items():
-        document[section] = {name: figures[name] for name in names}
-    if as_json:
-        click.echo(json.dumps(document))
-        return
-    for section in _SECTIONS:
-        for name, value in document[section].items():
-            shown = f"{value:>14,.2f}" if isinstance(value, float) else f"{value:>14,}"
-            click.echo(f"{name:20} {shown}")
+
+
+def _printable(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in values.items()
+        if name != "as_json"
+    }
+
+
+def _print_table(sections: dict[str, dict[str, Any]]) -> None:
+    for section, figures in sections.items():
+        click.echo(section)
+        for name, value in figures.items():
+            click.echo(f"  {name:22} {_shown(value):>16}")
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.3f}" if abs(value) < 10 else f"{value:,.1f}"

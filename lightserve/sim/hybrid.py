@@ -73,8 +73,6 @@ class HybridConfig:
     admission: str = "risk"
     """A choice of --admission, or "oracle"."""
     budget_tokens: int = 512
-    max_be_seqs: int = 0
-    """0 sets no limit."""
     serve_options: dict[str, float | str] = field(default_factory=dict)
     """Further fields of ServeConfig: those of the admission rule and of the KV pool."""
     targets: Targets = DEFAULT_TARGETS
@@ -272,7 +270,6 @@ def make_core_config_of(
         "policy": config.policy,
         "max_num_batched_tokens": config.budget_tokens,
         "max_num_seqs": min(MAX_NUM_SEQS, config.budget_tokens),
-        "max_be_seqs": config.max_be_seqs,
         **dict.fromkeys(_QUEUE_LIMITS, _UNBOUNDED),
         **config.serve_options,
     }

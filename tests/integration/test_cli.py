@@ -91,7 +91,10 @@ def _other_value(spec: dataclasses.Field[Any]) -> object:
         (["serve", "--port", "many"], "'--port': 'many' is not a valid integer"),
         (["serve", "--tp", "0"], "--tp must be at least 1, got 0"),
         (["serve", "--start-timeout-s", "nan"], "--start-timeout-s must be at least 1.0, got nan"),
-        (["serve", "--policy", "lifo"], "--policy must be one of chunked, fcfs, priority, got 'lifo'"),
+        (
+            ["serve", "--policy", "lifo"],
+            "--policy must be one of chunked, fcfs, priority, got 'lifo'",
+        ),
         (["serve", "--host", "0.0.0.0"], "give --api-key-file, or --insecure-no-auth"),
         (["serve", "--host", ""], "can be reached from other machines"),
         (["serve", "--allowed-hosts", "x", "--api-key-file", "y"], "--allowed-hosts needs"),

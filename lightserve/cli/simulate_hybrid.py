@@ -1,0 +1,139 @@
+"""`lightserve simulate --rt … --be …`: real-time and best-effort requests on one engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import click
+
+from lightserve.cli.options import FunctionT, config_options
+from lightserve.cli.simulate_rules import serve_fields
+from lightserve.config import ServeConfig
+
+_SERVE_FIELDS = (
+    "preemption",
+    "block_owner",
+    "block_size",
+    "clean_ahead_tokens",
+    "cache_policy",
+    "rt_cache_min_tokens",
+    "burst_headroom_s",
+    "max_be_seqs",
+)
+"""Options that are those of the server."""
+_DEFAULTS = {"capacity_tokens": 60_000, "policy": "chunked", "admission": "risk"}
+
+
+def hybrid_options(function: FunctionT) -> FunctionT:
+    """Decorate a command with the options of this kind of run."""
+    slo_ms = click.FloatRange(0.0)
+    for option in (
+        config_options(ServeConfig, _SERVE_FIELDS),
+        click.option(
+            "--budget-tokens",
+            default=512,
+            type=click.IntRange(1),
+            show_default=True,
+            help="Most new tokens in one step; the server's --max-num-batched-tokens.",
+        ),
+        click.option(
+            "--host-kv-tokens",
+            default=-1,
+            type=click.IntRange(-1),
+            show_default=True,
+            help="Size of the host pool; -1: half of --capacity-tokens.",
+        ),
+        click.option(
+            "--mtpot-slo-ms",
+            default=200.0,
+            type=slo_ms,
+            show_default=True,
+            help="Target of real-time requests: largest gap between tokens; 0 sets none.",
+        ),
+        click.option(
+            "--tpot-slo-ms",
+            default=200.0,
+            type=slo_ms,
+            show_default=True,
+            help="Target of real-time requests: mean gap between tokens; 0 sets none.",
+        ),
+        click.option(
+            "--ttft-slo-ms",
+            default=400.0,
+            type=slo_ms,
+            show_default=True,
+            help="Target of real-time requests: time to the first token; 0 sets none.",
+        ),
+        click.option(
+            "--margin-s",
+            default=30.0,
+            type=click.FloatRange(0.0),
+            show_default=True,
+            help="At the start and at the end of the run: not in the statistics.",
+        ),
+        click.option(
+            "--duration-s",
+            default=90.0,
+            type=click.FloatRange(0.0, min_open=True),
+            show_default=True,
+            help="Virtual seconds.",
+        ),
+        click.option(
+            "--be-lengths", help="With closed:N: uniform:P1-P2,O1-O2 or the rows of a trace file."
+        ),
+        click.option(
+            "--be",
+            help="Best-effort requests: closed:N (each that ends is replaced at once), or a trace"
+            " file, at its times if it has any.",
+        ),
+        click.option(
+            "--rt-max-tokens",
+            default=2048,
+            type=click.IntRange(1),
+            show_default=True,
+            help="Output tokens that real-time requests declare; longer outputs end there.",
+        ),
+        click.option(
+            "--rt-lengths",
+            help="With poisson:RATE: uniform:P1-P2,O1-O2 or the rows of a trace file.",
+        ),
+        click.option(
+            "--rt",
+            help="Real-time requests: poisson:RATE (per second), or a trace file with its times.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def run_hybrid(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Run it; return all values, and the sections of the report.
+
+    Raises:
+        ConfigError: an option that cannot be.
+    """
+    # Imported late: `lightserve --help` needs none of it.
+    from lightserve import sim  # noqa: PLC0415
+
+    values = given | {name: given[name] or default for name, default in _DEFAULTS.items()}
+    config = sim.HybridConfig(
+        **{
+            spec.name: values[spec.name]
+            for spec in dataclasses.fields(sim.HybridConfig)
+            if spec.name in values
+        },
+        targets=sim.Targets(
+            *(
+                values[name] / 1e3 if values[name] else None
+                for name in ("ttft_slo_ms", "tpot_slo_ms", "mtpot_slo_ms")
+            )
+        ),
+        serve_options=serve_fields(values) | {name: values[name] for name in _SERVE_FIELDS},
+    )
+    with click.progressbar(
+        length=int(config.duration_s), label="virtual seconds", file=sys.stderr
+    ) as bar:
+        report = sim.run_hybrid(config, progress=lambda seconds: bar.update(round(seconds)))
+    return values, dataclasses.asdict(report)
