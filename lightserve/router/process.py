@@ -87,7 +87,7 @@ class _WorkerGroup:
     """The ranks of the current generation that have said hello."""
 
     generation: int = 0
-    num_kv_slots: dict[int, int] = field(default_factory=dict)
+    hellos: dict[int, WorkerHello] = field(default_factory=dict)
 
 
 class RouterProcess:
@@ -178,12 +178,13 @@ class RouterProcess:
         if hello.generation > self._group.generation:
             # The old group is gone, though the supervisor's word of it is still on its way.
             self._lose_workers(next_generation=hello.generation)
-        self._group.num_kv_slots[hello.rank] = hello.num_kv_slots
-        if self._welcome is not None or len(self._group.num_kv_slots) < self._spec.config.tp:
+        self._group.hellos[hello.rank] = hello
+        if self._welcome is not None or len(self._group.hellos) < self._spec.config.tp:
             return
-        num_kv_slots = min(self._group.num_kv_slots.values())
-        log.info("workers ready, %d KV slots", num_kv_slots)
-        self._dispatch(WorkersReady(num_kv_slots))
+        num_kv_slots = min(rank.num_kv_slots for rank in self._group.hellos.values())
+        num_host_slots = min(rank.num_host_slots for rank in self._group.hellos.values())
+        log.info("workers ready, %d KV slots, %d on the host", num_kv_slots, num_host_slots)
+        self._dispatch(WorkersReady(num_kv_slots, num_host_slots))
         self._welcome = RouterWelcome(boot_id=self._spec.boot_id, num_kv_slots=num_kv_slots)
         for frontend_id in list(self._connected):
             self._send(frontend_id, self._welcome)

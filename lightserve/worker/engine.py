@@ -20,8 +20,9 @@ from lightserve.structured.vocabulary import model_vocabulary
 from lightserve.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.constraints import RowConstraints
+from lightserve.worker.host_pool import HostPool
 from lightserve.worker.kv_pool import KVPool
-from lightserve.worker.memory import MIN_SLOTS, free_memory_bytes, num_kv_slots
+from lightserve.worker.memory import MIN_SLOTS, free_memory_bytes, num_host_slots, num_kv_slots
 from lightserve.worker.model_runner import ModelRunner
 
 log = logging.getLogger(__name__)
@@ -49,13 +50,18 @@ def build_runner(
         context_len=resolve_context_len(config.max_model_len, model_config),
     )
     layout = kv_layout(model_config, tp_size=tp.size, dtype=dtype)
-    num_slots = num_kv_slots(config, layout, free_bytes=free_memory_bytes())
+    free_bytes = free_memory_bytes()
+    num_slots = num_kv_slots(config, layout, free_bytes=free_bytes)
+    num_on_host = num_host_slots(config, layout, num_slots=num_slots, free_bytes=free_bytes)
     pool = KVPool(layout, num_slots, torch.device("cpu"))
-    log.info("%s, %s kernels, %d KV slots", dtype, kernels.name, num_slots)
+    log.info(
+        "%s, %s kernels, %d KV slots, %d on the host", dtype, kernels.name, num_slots, num_on_host
+    )
     runner = ModelRunner(
         model,
         pool,
         tp,
+        host_pool=HostPool(layout, num_on_host, pool),
         max_num_seqs=config.max_num_seqs,
         generation=generation,
         constraints=_row_constraints(path, model_config.vocab_size) if tp.rank == 0 else None,

@@ -17,12 +17,15 @@ class KVPool:
 
     def __init__(self, layout: KVLayout, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
+        self.tensors: list[Tensor] = []
+        """One per group, [2, num_layers, num_kv_heads, num_slots, head_dim], keys first."""
         self.k: list[Tensor] = []
         """One view [num_slots, num_kv_heads, head_dim] per layer."""
         self.v: list[Tensor] = []
         for group in layout.groups:
             shape = (2, group.num_layers, group.num_kv_heads, num_slots, group.head_dim)
-            pool = torch.empty(shape, dtype=getattr(torch, group.dtype), device=device)
-            pool = pool.transpose(2, 3)
+            tensor = torch.empty(shape, dtype=getattr(torch, group.dtype), device=device)
+            self.tensors.append(tensor)
+            pool = tensor.transpose(2, 3)
             self.k.extend(pool[0])
             self.v.extend(pool[1])

@@ -61,6 +61,33 @@ def num_kv_slots(config: ServeConfig, layout: KVLayout, *, free_bytes: int) -> i
     return num_slots
 
 
+def num_host_slots(
+    config: ServeConfig, layout: KVLayout, *, num_slots: int, free_bytes: int
+) -> int:
+    """Return the size of this rank's host pool in tokens.
+
+    Args:
+        config: --host-kv-memory (per rank, or auto), --tp.
+        layout: knows the bytes of one token on this rank.
+        num_slots: size of its KV pool, whose memory is not touched yet.
+        free_bytes: free memory of the machine that all ranks share, the pools not taken off.
+
+    Raises:
+        ConfigError: --host-kv-memory is more than is free beside the KV pool.
+    """
+    pool_bytes = num_slots * layout.bytes_per_token
+    rest = free_bytes // config.tp - pool_bytes
+    if config.host_kv_memory == "auto":
+        return max(0, min(pool_bytes, rest) // 2) // layout.bytes_per_token
+    budget = parse_memory(config.host_kv_memory, "--host-kv-memory")
+    if budget > max(0, rest):
+        raise ConfigError(
+            f"--host-kv-memory {config.host_kv_memory} for {config.tp} rank(s) is more than the"
+            f" {max(0, rest) / 2**20:.0f} MiB that the KV pool leaves for each"
+        )
+    return budget // layout.bytes_per_token
+
+
 _V2 = ("memory.max", "memory.current", "inactive_file")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 

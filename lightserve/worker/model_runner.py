@@ -21,6 +21,7 @@ from lightserve.models.base import Model
 from lightserve.models.parallel import TensorParallel
 from lightserve.types import RowId, SamplingParams
 from lightserve.worker.constraints import RowConstraints, StepMasks
+from lightserve.worker.host_pool import HostPool
 from lightserve.worker.kv_pool import KVPool
 from lightserve.worker.logprobs import PROMPT_ROWS, all_finite, token_logprobs
 from lightserve.worker.sampler import Sampled, sample
@@ -39,6 +40,7 @@ class ModelRunner:
         pool: KVPool,
         tp: TensorParallel,
         *,
+        host_pool: HostPool,
         max_num_seqs: int,
         generation: int = 0,
         constraints: RowConstraints | None = None,
@@ -46,6 +48,7 @@ class ModelRunner:
         """`constraints` enforces those of the sequences: rank 0 alone has it."""
         self._model = model
         self._pool = pool
+        self._host_pool = host_pool
         self._tp = tp
         self._table = SequenceTable(max_num_seqs, model.context_len)
         self._generation = generation
@@ -58,6 +61,11 @@ class ModelRunner:
         return self._pool.num_slots
 
     @property
+    def num_host_slots(self) -> int:
+        """Tokens that the host pool holds."""
+        return self._host_pool.num_slots
+
+    @property
     def context_len(self) -> int:
         """Longest sequence, in tokens."""
         return self._model.context_len
@@ -66,6 +74,9 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan; every rank does, rank 0's result counts."""
         start_s = time.perf_counter()
+        self._host_pool.save(plan.saves)
+        self._host_pool.load(plan.loads)
+        copied_s = time.perf_counter()
         self._table.update(plan)
         inputs = self._table.inputs(plan)
         masks = None
@@ -94,7 +105,15 @@ class ModelRunner:
             rows=rows,
             exec_s=end_s - start_s,
             idle_s=idle_s,
+            copy_s=copied_s - start_s if plan.saves.slots or plan.loads.slots else 0.0,
         )
+
+    @torch.inference_mode()
+    def copy_ahead(self, plan: StepPlan) -> None:
+        """Make an executed plan's copies that nobody waits for; this is not idle time."""
+        if plan.ahead_saves.slots:
+            self._host_pool.save(plan.ahead_saves)
+            self._free_since_s = time.perf_counter()
 
     def _sample(
         self, inputs: StepInputs, logits: Tensor | None, masks: Callable[[], StepMasks] | None

@@ -52,7 +52,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
             generation=spec.generation,
             rank=spec.index,
             num_kv_slots=runner.num_kv_slots,
-            num_host_slots=0,
+            num_host_slots=runner.num_host_slots,
         )
     )
     control.send(ChildReady())
@@ -78,3 +78,4 @@ def serve(
         result = runner.execute(plan)
         if is_first_rank:
             link.send(result)
+        runner.copy_ahead(plan)
