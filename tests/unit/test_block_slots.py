@@ -79,7 +79,9 @@ SCENES = [
     Scene("an end is open again when its owner stopped", ".... #.## ####", ("b", RT, 1), [1],
           [("a", RT, 1)], lambda pool: pool.stop_growing("a")),
     Scene("full blocks are left alone", "#### ...# ####", ("a", RT, 3), [4, 5, 6]),
-    Scene("a short last block is used when the others are", "#.## ..", ("a", RT, 3), [4, 5, 1]),
+    Scene("a short last block is used when the others are", "#.## ..", ("a", RT, 2), [4, 5]),
+    Scene("where all slots go, RT has them rising", "#.## ..", ("a", RT, 3), [1, 4, 5]),
+    Scene("where all slots go, BE has them falling", "#.## ..", ("a", BE, 3), [5, 4, 1]),
     Scene("a short last block from above", "#### ...", ("a", BE, 2), [6, 5]),
 ]  # fmt: skip
 

@@ -82,10 +82,10 @@ class BlockEnd:
 
     # ---------------------------------------------------------------- filling
 
-    def fill(self, block: int, slots: Int32Array, start: int) -> int:
-        """Fill `slots` from `start` on with a block's free ones; returns up to where."""
+    def fill(self, block: int, slots: Int32Array, start: int, stop: int) -> int:
+        """Fill slots[start:stop] with free ones of a block; returns up to where."""
         free = self._masks[block] ^ self._full
-        first, stop = block * self._size, len(slots)
+        first = block * self._size
         while free and start < stop:
             place = (free & -free if self.is_low else free).bit_length() - 1
             free ^= 1 << place
@@ -94,13 +94,13 @@ class BlockEnd:
         self._masks[block] = free ^ self._full
         return start
 
-    def fill_scattered(self, owner: Hashable, slots: Int32Array, start: int) -> None:
-        """Fill `slots` from `start` on from blocks that are not empty; enough must be free."""
-        if len(slots) - start > _FEW_SLOTS:
-            start = self._fill_many(slots, start)
-        while start < len(slots):
+    def fill_scattered(self, owner: Hashable, slots: Int32Array, start: int, stop: int) -> None:
+        """Fill slots[start:stop] from blocks that are not empty; enough must be free."""
+        if stop - start > _FEW_SLOTS:
+            start = self._fill_many(slots, start, stop)
+        while start < stop:
             block = self._best_block()
-            start = self.fill(block, slots, start)
+            start = self.fill(block, slots, start, stop)
             if self._masks[block] != self._full:  # so this was the last one
                 self._put_back(owner, block)
 
@@ -121,20 +121,24 @@ class BlockEnd:
         assert self._buckets is not None
         self._buckets[(self._masks[block] ^ self._full).bit_count()].append(block)
 
-    def _fill_many(self, slots: Int32Array, start: int) -> int:
+    def _fill_many(self, slots: Int32Array, start: int, stop: int) -> int:
         """Do that with all free slots of as many blocks as are certainly needed."""
-        blocks, _ = self._ranked()
-        blocks = blocks[::-1]
+        blocks, ranks = self._ranked()
+        num_free = (ranks - 1) % self._size + 1
+        num_taken = np.cumsum(num_free[::-1], dtype=np.int64)
+        num_blocks = int(np.searchsorted(num_taken, stop - start, side="right"))
+        taken = self.take_all(blocks[::-1][:num_blocks])
+        slots[start : start + len(taken)] = taken
+        return start + len(taken)
+
+    def take_all(self, blocks: Int32Array) -> Int32Array:
+        """Take all free slots of these blocks, int32 [n], block by block from this end."""
         free = self._mask_array[blocks] ^ np.uint16(self._full)
-        num_free = np.cumsum(np.bitwise_count(free), dtype=np.int64)
-        num_blocks = int(np.searchsorted(num_free, len(slots) - start, side="right"))
-        blocks, free = blocks[:num_blocks], free[:num_blocks]
         is_free = (free[:, None] >> self.order.astype(np.uint16)) & 1  # [num_blocks, B]
         rows, columns = np.nonzero(is_free)
-        stop = start + len(rows)
-        slots[start:stop] = blocks[rows] * self._size + self.order[columns]
         self._mask_array[blocks] = self._full
-        return stop
+        slots: Int32Array = blocks[rows] * self._size + self.order[columns]
+        return slots
 
     # ---------------------------------------------------------------- ranks
 

@@ -25,6 +25,7 @@ Invariants: used + free = num_slots; an empty block is in `_empty`, and nobody g
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Hashable, Sequence
 
@@ -41,6 +42,10 @@ MAX_BLOCK_SIZE = 16
 
 _FEW_BLOCKS = 4
 """Up to here a loop is faster than numpy."""
+
+
+_Unmet = tuple[Hashable, BlockEnd, int, int]
+"""A part of the slots asked for, slots[start:stop], that empty blocks had no room for."""
 
 
 class BlockSlotPool:
@@ -148,28 +153,29 @@ class BlockSlotPool:
         places = slots.data
         masks, full, empty, size = self._masks, self._full, self._empty, self.block_size
         rt, be, real_time = self._rt, self._be, RequestClass.RT
+        unmet: list[_Unmet] = []
         start = 0
         for owner, request_class, count in shares:
             end = rt if request_class is real_time else be
-            if count != 1:
-                self._acquire(owner, end, slots[start : start + count])
-                start += count
-                continue
-            block = end.block_of.get(owner)
-            if block is not None and (free := masks[block] ^ full):  # the usual decode
-                bit = (free & -free if end.is_low else free).bit_length() - 1
-                masks[block] |= 1 << bit
-                places[start] = block * size + bit
-            elif empty:
-                block = empty.pop()
-                masks[block] = end.first_bit
-                places[start] = block * size + end.first_place
-                end.grow(owner, block)
-            elif self._is_exclusive:
-                self._acquire(owner, end, slots[start : start + 1])
-            else:
-                places[start] = end.take_scattered(owner)
-            start += 1
+            stop = start + count
+            if count == 1:
+                block = end.block_of.get(owner)
+                if block is not None and (free := masks[block] ^ full):  # the usual decode
+                    place = (free & -free if end.is_low else free).bit_length() - 1
+                    masks[block] |= 1 << place
+                    places[start] = block * size + place
+                elif empty:
+                    block = empty.pop()
+                    masks[block] = end.first_bit
+                    places[start] = block * size + end.first_place
+                    end.grow(owner, block)
+                else:
+                    unmet.append((owner, end, start, stop))
+            elif (reached := self._fill(owner, end, slots, start, stop)) < stop:
+                unmet.append((owner, end, reached, stop))
+            start = stop
+        if unmet:
+            self._fill_unmet(unmet, slots)
         return slots
 
     def _check(self, total: int, shares: Sequence[tuple[Hashable, RequestClass, int]]) -> None:
@@ -183,32 +189,58 @@ class BlockSlotPool:
         if cost > self.num_free:
             raise ValueError(f"{cost} slots asked for, {self.num_free} free")
 
-    def _acquire(self, owner: Hashable, end: BlockEnd, slots: Int32Array) -> None:
-        """Fill `slots` with new ones, in the order of search."""
-        start, count, size = 0, len(slots), self.block_size
+    def _fill(
+        self, owner: Hashable, end: BlockEnd, slots: Int32Array, start: int, stop: int
+    ) -> int:
+        """Fill slots[start:stop] from the growing block and empty ones; returns up to where."""
+        size = self.block_size
         block = end.block_of.get(owner)
         if block is not None:
-            start = end.fill(block, slots, 0)
-        num_whole = min((count - start) // size, len(self._empty))
+            start = end.fill(block, slots, start, stop)
+        num_whole = min((stop - start) // size, len(self._empty))
         if num_whole > _FEW_BLOCKS:
             blocks = self._pop_empty(num_whole)
             self._mask_array[blocks] = self._full
-            stop = start + num_whole * size
-            np.add(blocks[:, None] * size, end.order, out=slots[start:stop].reshape(-1, size))
-            start = stop
-        while start < count and self._empty:
+            middle = start + num_whole * size
+            np.add(blocks[:, None] * size, end.order, out=slots[start:middle].reshape(-1, size))
+            start = middle
+        while start < stop and self._empty:
             block = self._empty.pop()
-            start = end.fill(block, slots, start)
+            start = end.fill(block, slots, start, stop)
             end.grow(owner, block)
-        if start == count:
-            return
+        return start
+
+    def _fill_unmet(self, unmet: list[_Unmet], slots: Int32Array) -> None:
+        """Fill what is still missing, now that no block of full size is empty."""
         if self._is_exclusive:
             last = len(self._masks) - 1
-            assert self._num_free_over(), "no block left, though the cost was checked"
-            end.fill(last, slots, start)
-            end.grow(owner, last)
+            for owner, end, start, stop in unmet:
+                assert self._num_free_over() or end.block_of.get(owner) == last, "cost was wrong"
+                end.fill(last, slots, start, stop)
+                end.grow(owner, last)
+        elif self._num_free == 0:
+            self._fill_with_all(unmet, slots)
         else:
-            end.fill_scattered(owner, slots, start)
+            for owner, end, start, stop in unmet:
+                if stop - start == 1:
+                    slots[start] = end.take_scattered(owner)
+                else:
+                    end.fill_scattered(owner, slots, start, stop)
+
+    def _fill_with_all(self, unmet: list[_Unmet], slots: Int32Array) -> None:
+        """Do that where all free slots go, as in every step while the cache is full.
+
+        Nobody will grow, so that what matters is that real-time's slots rise and others' fall.
+        """
+        blocks = np.flatnonzero(self._mask_array != self._full).astype(np.int32)
+        rest = self._rt.take_all(blocks).tolist()
+        rising, falling, places = iter(rest), reversed(rest), slots.data
+        for _, end, start, stop in unmet:
+            following = rising if end.is_low else falling
+            if stop - start == 1:
+                places[start] = next(following)
+            else:
+                slots[start:stop] = list(itertools.islice(following, stop - start))
 
     def _pop_empty(self, num_blocks: int) -> Int32Array:
         """Take the next empty blocks, int32 [num_blocks]."""
