@@ -1,0 +1,273 @@
+"""Both classes in the simulator: the load is what was asked for, the figures are those of the
+log, the same seed gives the same run."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightserve import sim
+from lightserve.messages.common import pack_int32
+from lightserve.messages.router_worker import (
+    KVCopies,
+    OutputKind,
+    PlanRow,
+    StepPlan,
+)
+from lightserve.sim.class_report import ClassReport, Seen, Targets, Window, class_report
+from lightserve.sim.hardware import A100_LLAMA2_7B
+from lightserve.sim.hybrid import HybridRun
+from lightserve.sim.traffic import Job, Traffic, parse_block_ids, parse_traffic
+from lightserve.sim.virtual_worker import LengthWorker, VirtualWorker
+from lightserve.sim.workload import read_trace
+from lightserve.types import RequestClass, RowId, StepId
+
+SHAREGPT = "bench/traces/sharegpt_lengths.csv.gz"
+SMALL = sim.HybridConfig(
+    rt="poisson:6",
+    rt_lengths="uniform:10-200,5-80",
+    rt_max_tokens=100,
+    be="closed:30",
+    be_lengths="uniform:100-300,20-60",
+    duration_s=9.0,
+    margin_s=2.0,
+    capacity_tokens=3000,
+    policy="priority",
+    serve_options={"block_size": 4},
+)
+
+
+def figures(report: sim.HybridReport) -> dict[str, object]:
+    """Return all of a report but what a clock measured."""
+    return {name: value for name, value in dataclasses.asdict(report).items() if name != "router"}
+
+
+def take(traffic: Traffic, count: int, seed: int = 0) -> list[tuple[float, Job]]:
+    return list(itertools.islice(traffic.jobs(np.random.default_rng(seed)), count))
+
+
+class TestTraffic:
+    def test_poisson_arrivals_with_the_lengths_of_a_trace(self) -> None:
+        traffic = parse_traffic(
+            "poisson:16", SHAREGPT, request_class=RequestClass.RT, max_tokens=2048
+        )
+        timed = take(traffic, 40_000)
+        trace = read_trace(Path(SHAREGPT))
+        assert len(timed) / timed[-1][0] == pytest.approx(16.0, rel=0.02)
+        gaps = np.diff([time_s for time_s, _ in timed])
+        assert gaps.std() / gaps.mean() == pytest.approx(1.0, rel=0.02)
+        jobs = [job for _, job in timed]
+        prompts = np.array([len(job.prompt_token_ids) for job in jobs])
+        outputs = np.array([job.num_output_tokens for job in jobs])
+        assert prompts.mean() == pytest.approx(trace.prompt_tokens.mean(), rel=0.02)
+        assert outputs.mean() == pytest.approx(trace.output_tokens.mean(), rel=0.02)
+        assert np.corrcoef(prompts, outputs)[0, 1] == pytest.approx(
+            np.corrcoef(trace.prompt_tokens, trace.output_tokens)[0, 1], abs=0.03
+        )
+        assert {job.max_tokens for job in jobs} == {2048}
+
+    def test_a_closed_loop_with_lengths_from_ranges(self) -> None:
+        traffic = parse_traffic(
+            "closed:7", "uniform:512-1024,32-128", request_class=RequestClass.BE, max_tokens=None
+        )
+        jobs = [job for _, job in take(traffic, 5000)]
+        prompts = np.array([len(job.prompt_token_ids) for job in jobs])
+        outputs = np.array([job.num_output_tokens for job in jobs])
+        assert traffic.num_clients == 7
+        assert (prompts.min(), prompts.max()) == (512, 1024)
+        assert (outputs.min(), outputs.max()) == (32, 128)
+        assert prompts.mean() == pytest.approx(768, rel=0.02)
+        assert outputs.mean() == pytest.approx(80, rel=0.02)
+        assert {job.max_tokens for job in jobs} == {128}, "declared; the true length is hidden"
+        assert jobs[0].submit(3, RequestClass.BE).max_tokens == 128
+
+    def test_prompts_of_a_trace_share_the_blocks_that_it_names(self) -> None:
+        path = Path("bench/traces/mooncake_conversation.csv.gz")
+        traffic = parse_traffic(str(path), None, request_class=RequestClass.BE, max_tokens=None)
+        trace = read_trace(path)
+        assert trace.block_ids is not None and trace.arrival_s is not None
+        first, second = take(traffic, 2)
+        assert [parse_block_ids(text)[:2] for text in trace.block_ids[:2]] == [[0, 1], [0, 14]]
+        same = first[1].prompt_token_ids[:1024] == second[1].prompt_token_ids[:1024]
+        assert same[:512].all() and same[512:].mean() < 0.01
+        assert [time_s for time_s, _ in take(traffic, 9)] == trace.arrival_s[:9].tolist()
+
+    def test_block_ids(self) -> None:
+        assert parse_block_ids("0 14-17 3") == [0, 14, 15, 16, 17, 3]
+
+
+class TestClassReport:
+    WINDOW = Window(10.0, 20.0, 30.0)
+    TARGETS = Targets(ttft_s=0.5, tpot_s=0.2, mtpot_s=0.3)
+
+    def report(self, *requests: Seen, targets: Targets = TARGETS) -> ClassReport:
+        return class_report(requests, targets, self.WINDOW, evictions=4, recomputed_tokens=9)
+
+    def test_a_log_made_by_hand(self) -> None:
+        requests = (
+            Seen(9.9, 2, [10.0, 10.1], True),  # came too early; its end and tokens count
+            Seen(10.0, 3, [10.4, 10.6, 10.7], True),  # met all
+            Seen(11.0, 3, [11.6, 11.7, 11.8], True),  # late first token
+            Seen(12.0, 4, [12.1, 12.2, 12.3, 12.65], True),  # one long gap, but a good mean
+            Seen(13.0, 2, [13.2, 13.7], True),  # long mean and gap
+            Seen(14.0, 9, [14.1, 14.2]),  # unfinished
+            Seen(15.0, 10),  # never started, or refused
+            Seen(19.5, 2, [19.9, 20.05], True),  # met all, ends after the window
+            Seen(20.0, 2, [20.1, 20.2], True),  # came too late
+        )
+        report = self.report(*requests)
+        assert report.arrivals == 7
+        assert report.ttft_attainment == pytest.approx(5 / 7)
+        assert report.tpot_attainment == pytest.approx(4 / 7)
+        assert report.mtpot_attainment == pytest.approx(3 / 7)
+        assert report.goodput_rps == pytest.approx(2 / 10)
+        assert report.goodput_tps == pytest.approx(5 / 10)
+        assert report.throughput_rps == pytest.approx(5 / 10)
+        assert report.throughput_tps == pytest.approx((2 + 3 + 3 + 4 + 2 + 2 + 1) / 10)
+        per_token_s = [0.7 / 3, 0.8 / 3, 0.65 / 4, 0.7 / 2, 16 / 9, 15 / 10, 0.55 / 2]
+        assert report.normalized_latency_ms == pytest.approx(1e3 * np.mean(per_token_s))
+        assert report.ttft_ms_p50 == pytest.approx(400.0)
+        assert (report.evictions, report.recomputed_tokens) == (4, 9)
+
+    def test_without_targets_who_finishes_is_good(self) -> None:
+        done, left = Seen(10.0, 1, [19.0], True), Seen(11.0, 4, [12.0])
+        report = self.report(done, left, targets=Targets())
+        assert report.ttft_attainment is report.mtpot_attainment is None
+        assert report.goodput_rps == report.throughput_rps == pytest.approx(0.1)
+
+    def test_nobody_came(self) -> None:
+        report = self.report()
+        assert (report.arrivals, report.ttft_attainment, report.ttft_ms_p99) == (0, None, None)
+
+
+class TestVirtualWorker:
+    def worker(self, noise: float = 0.0) -> VirtualWorker:
+        inner = LengthWorker(max_num_seqs=4, max_model_len=2000)
+        rng = np.random.default_rng(1)
+        return VirtualWorker(A100_LLAMA2_7B, inner, noise=noise, rng=rng)
+
+    def plan(self, *rows: tuple[int, int], **copies: int) -> StepPlan:
+        """Return a step of rows (start, tokens), and copies of so many tokens."""
+        merged = {
+            name: KVCopies(pack_int32(range(count)), pack_int32(range(count)))
+            for name, count in copies.items()
+        }
+        return StepPlan(
+            step_id=StepId(1),
+            sequences=[],
+            slot_ranges=[],
+            rows=[
+                PlanRow(RowId(number), start, count, OutputKind.NONE)
+                for number, (start, count) in enumerate(rows)
+            ],
+            **merged,
+        )
+
+    def test_a_step_takes_what_the_formula_says(self) -> None:
+        seconds = self.worker().seconds(self.plan((1000, 1), (500, 1), (100, 400)))
+        expected = 64.1e-6 * 402 + 2.25e-3 + 0.33e-6 * 1500 + 3.5e-9 * 400 * 300
+        assert seconds == pytest.approx(expected)
+        assert self.worker().seconds(self.plan((0, 1))) == pytest.approx(9.4e-3)
+
+    def test_noise_has_the_stated_spread_and_no_bias(self) -> None:
+        worker = self.worker(noise=0.05)
+        ratios = np.array([worker.seconds(self.plan((0, 1))) for _ in range(4000)]) / 9.4e-3
+        assert ratios.mean() == pytest.approx(1.0, abs=0.003)
+        assert np.log(ratios).std() == pytest.approx(0.05, rel=0.05)
+
+    def test_a_step_waits_for_its_copies_and_for_what_is_before_them_on_the_link(self) -> None:
+        worker, floor_s = self.worker(), 9.4e-3
+        plan = self.plan((0, 1), saves=100, loads=50)
+        assert worker.seconds(plan) == pytest.approx(floor_s + 150 * 21e-6)
+        assert worker.execute(plan, exec_s=1.0, idle_s=0.0).copy_s == pytest.approx(150 * 21e-6)
+        assert worker.seconds(self.plan((0, 1), ahead_saves=1000)) == pytest.approx(floor_s)
+        assert worker.seconds(self.plan((0, 1))) == pytest.approx(floor_s), "beside the forward"
+        left_s = 1000 * 21e-6 - floor_s
+        assert worker.seconds(plan) == pytest.approx(floor_s + 150 * 21e-6 + left_s)
+        assert worker.seconds(plan) == pytest.approx(floor_s + 150 * 21e-6)
+        sums = worker.sums
+        assert (sums.saved_tokens, sums.loaded_tokens, sums.ahead_tokens) == (300, 150, 1000)
+
+
+class TestRuns:
+    def test_the_same_seed_gives_the_same_run_and_every_read_of_kv_is_right(self) -> None:
+        """Memory is short, so that best-effort requests are paused and resume."""
+        first = sim.run_hybrid(dataclasses.replace(SMALL, checks_kv=True))
+        again = sim.run_hybrid(dataclasses.replace(SMALL, checks_kv=True))
+        assert figures(first) == figures(again)
+        other = sim.run_hybrid(dataclasses.replace(SMALL, seed=1))
+        assert figures(first) != figures(other)
+        assert first.kv.pauses > 0 and first.kv.loaded_tokens > 0
+        assert first.rt.evictions == 0 < first.be.evictions
+        assert first.kv.copied_bytes == 524_288 * (
+            first.kv.saved_tokens + first.kv.ahead_tokens + first.kv.loaded_tokens
+        )
+
+    def test_a_worker_that_checks_nothing_decides_nothing(self) -> None:
+        checked = HybridRun(dataclasses.replace(SMALL, duration_s=5.0, checks_kv=True))
+        cheap = HybridRun(dataclasses.replace(SMALL, duration_s=5.0))
+        for run in (checked, cheap):
+            run.advance(5.0)
+        assert checked.simulation.outcomes.keys() == cheap.simulation.outcomes.keys()
+        for key, outcome in checked.simulation.outcomes.items():
+            assert outcome.token_times_s == cheap.simulation.outcomes[key].token_times_s
+
+    def test_clients_of_one_class_do_not_depend_on_the_rest(self) -> None:
+        def arrivals(config: sim.HybridConfig, request_class: RequestClass) -> list[float]:
+            run = HybridRun(config)
+            run.advance(config.duration_s)
+            sent = run.clients[request_class].num_output_tokens
+            times = [o.arrival_s for k, o in run.simulation.outcomes.items() if k.frontend_id == 0]
+            return [*times, *sent] if request_class is RequestClass.RT else list(sent)
+
+        short = dataclasses.replace(SMALL, duration_s=4.5)
+        alone = dataclasses.replace(short, be=None, be_lengths=None)
+        blind = dataclasses.replace(short, policy="chunked")
+        both = arrivals(short, RequestClass.RT)
+        assert both == arrivals(alone, RequestClass.RT) == arrivals(blind, RequestClass.RT)
+        sent, sent_blind = arrivals(short, RequestClass.BE), arrivals(blind, RequestClass.BE)
+        num = min(len(sent), len(sent_blind))
+        assert num > 30 and sent[:num] == sent_blind[:num]
+
+    def test_a_closed_loop_keeps_so_many_there(self) -> None:
+        run = HybridRun(dataclasses.replace(SMALL, rt=None, rt_lengths=None))
+        for second in range(1, 8):
+            run.advance(float(second))
+            outcomes = run.simulation.outcomes.values()
+            unfinished = sum(outcome.finish_reason is None for outcome in outcomes)
+            assert unfinished == 30
+        assert len(run.simulation.outcomes) > 60
+
+    def test_the_limit_of_best_effort_requests(self) -> None:
+        run = HybridRun(
+            dataclasses.replace(SMALL, serve_options={"max_be_seqs": 3}, capacity_tokens=9000)
+        )
+        for tenth in range(1, 40):
+            run.advance(tenth / 10)
+            classes = [request.request_class for request in run.core.running]
+            assert classes.count(RequestClass.BE) <= 3
+        assert classes.count(RequestClass.BE) == 3
+
+    def test_priority_keeps_the_targets_that_a_class_blind_policy_misses(self) -> None:
+        config = dataclasses.replace(SMALL, targets=Targets(ttft_s=0.15))
+        blind = sim.run_hybrid(dataclasses.replace(config, policy="chunked"))
+        priority = sim.run_hybrid(config)
+        assert blind.rt.ttft_attainment is not None and priority.rt.ttft_attainment is not None
+        assert blind.rt.ttft_attainment < 0.5
+        assert priority.rt.ttft_attainment > 0.9
+
+    def test_the_oracle_and_traces_run(self) -> None:
+        config = dataclasses.replace(
+            SMALL,
+            rt="bench/traces/burstgpt_burst120.csv.gz",
+            rt_lengths=None,
+            rt_max_tokens=None,
+            admission="oracle",
+            capacity_tokens=6000,
+        )
+        report = sim.run_hybrid(config)
+        assert report.rt.arrivals > 50 and report.rt.evictions == 0

@@ -1,0 +1,115 @@
+"""`lightserve simulate --rt --be` from the command line."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from lightserve.cli.simulate import command
+from lightserve.errors import ConfigError
+
+RT = ("--rt", "poisson:6", "--rt-lengths", "uniform:10-200,5-80", "--rt-max-tokens", "100")
+BE = ("--be", "closed:30", "--be-lengths", "uniform:100-300,20-60")
+SHORT = ("--duration-s", "5", "--margin-s", "1", "--capacity-tokens", "3000")
+CLASS_KEYS = {
+    "arrivals",
+    "ttft_attainment",
+    "tpot_attainment",
+    "mtpot_attainment",
+    "goodput_rps",
+    "goodput_tps",
+    "normalized_latency_ms",
+    "throughput_rps",
+    "throughput_tps",
+    "evictions",
+    "recomputed_tokens",
+}
+
+
+def simulate(*arguments: str) -> str:
+    result = CliRunner().invoke(command, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_json_has_the_stable_keys_and_depends_on_the_seed() -> None:
+    arguments = [*RT, *BE, *SHORT, "--policy", "priority", "--json"]
+    first, again, other = (
+        json.loads(simulate(*arguments, "--seed", seed)) for seed in ("1", "1", "2")
+    )
+    assert set(first) == {"config", "rt", "be", "kv", "router"}
+    assert set(first["rt"]) >= CLASS_KEYS and set(first["be"]) >= CLASS_KEYS
+    assert {"copied_tokens", "copied_bytes", "recomputed_tokens"} <= set(first["kv"])
+    assert {"cpu_ms_p50", "cpu_ms_p99"} <= set(first["router"])
+    assert first["config"]["admission"] == "risk" and "workload" not in first["config"]
+    for section in ("rt", "be", "kv"):
+        assert first[section] == again[section] != other[section]
+
+
+def test_the_table_shows_both_classes() -> None:
+    table = simulate(*BE, *SHORT)
+    assert table.index("rt\n") < table.index("be\n") < table.index("kv\n")
+    assert "normalized_latency_ms" in table and "copied_bytes" in table
+
+
+PRIORITY = (*RT, *BE, *SHORT, "--policy", "priority", "--json")
+
+
+@pytest.fixture(scope="module")
+def default() -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(simulate(*PRIORITY))
+    return report
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--preemption", "recompute"),
+        ("--block-size", "1"),
+        ("--host-kv-tokens", "0"),
+        ("--clean-ahead-tokens", "0"),
+        ("--budget-tokens", "64"),
+        ("--max-be-seqs", "2"),
+        ("--admission", "oracle"),
+        ("--policy", "fcfs"),
+        ("--ttft-slo-ms", "1"),
+        ("--burst-headroom-s", "1"),
+    ],
+)
+def test_options_matter(flag: str, value: str, default: dict[str, Any]) -> None:
+    changed = json.loads(simulate(*PRIORITY, flag, value))
+    assert any(default[section] != changed[section] for section in ("rt", "be", "kv"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--workload .* or --rt and --be .* is needed, got neither"),
+        ([*RT, "--workload", "dist1"], "is needed, got both"),
+        ([*RT, "--paper-artifact"], "--paper-artifact belongs to --workload, not to --rt"),
+        (
+            ["--workload", "dist1", "--tpot-slo-ms", "5"],
+            "--tpot-slo-ms belongs to --rt and --be, not to --workload",
+        ),
+        (["--workload", "dist1", "--policy", "priority"], "fcfs, chunked with --workload"),
+        (["--rt", "poisson:0", *RT[2:]], "--rt must be poisson:RATE"),
+        (["--rt", "closed:3", *RT[2:]], "--rt must be poisson:RATE"),
+        (["--be", "closed:0", *BE[2:]], "--be must be closed:N"),
+        (["--be", "closed:4"], "--be closed:4 needs --be-lengths"),
+        ([*RT, "--be-lengths", "uniform:1-2,3-4"], "--be-lengths needs --be"),
+        (["--be", "closed:4", "--be-lengths", "uniform:2-1,3-4"], "--be-lengths must be uniform:"),
+        (["--be", "no.csv.gz"], "--be: no.csv.gz cannot be read"),
+        (["--be", "no.csv.gz", *BE[2:]], "--be-lengths needs --be closed:N"),
+        ([*BE, "--capacity-tokens", "300"], "--capacity-tokens must be at least 359"),
+        ([*BE, "--duration-s", "60"], "--duration-s must be above 60"),
+        ([*BE, "--policy", "lifo"], "--policy must be one of"),
+        ([*BE, "--reserve", "0.1"], "--reserve needs --admission past-future"),
+        ([*BE, "--block-owner", "exclusive"], "--block-owner exclusive needs"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        simulate(*arguments)
