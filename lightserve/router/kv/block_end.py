@@ -108,11 +108,11 @@ class BlockEnd:
         """Take one slot, of a block that is not empty; one must be free."""
         block = self._best_block()
         free = self._masks[block] ^ self._full
-        place = (free & -free if self.is_low else free).bit_length() - 1
-        self._masks[block] |= 1 << place
-        if free & (free - 1):
+        bit = free & -free if self.is_low else 1 << free.bit_length() - 1
+        self._masks[block] |= bit
+        if free != bit:
             self._put_back(owner, block)
-        return block * self._size + place
+        return block * self._size + bit.bit_length() - 1
 
     def _put_back(self, owner: Hashable, block: int) -> None:
         """Let `owner` grow in a block of which it has got a slot, if nobody does there."""
@@ -150,18 +150,19 @@ class BlockEnd:
         """Return a block of the highest rank, taken out of the buckets."""
         if self._buckets is None:
             self._buckets = self._build_buckets()
-        buckets = self._buckets
+        buckets, masks, full, is_grown = self._buckets, self._masks, self._full, self._is_grown
         while True:
             bucket = buckets[-1]
-            if not bucket:
-                buckets.pop()
-                continue
-            block = bucket.pop()
-            rank = self._rank(block)
-            if rank == len(buckets) - 1:
-                return block
-            if rank:
-                buckets[rank].append(block)
+            while bucket:
+                block = bucket.pop()
+                rank = (masks[block] ^ full).bit_count()  # `_rank`, for speed
+                if rank and not is_grown[block]:
+                    rank += self._size
+                if rank == len(buckets) - 1:
+                    return block
+                if rank:
+                    buckets[rank].append(block)
+            buckets.pop()
 
     def _build_buckets(self) -> list[list[int]]:
         """Sort the blocks with free slots by rank; the lowest of a bucket is its last."""
