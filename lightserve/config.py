@@ -134,8 +134,10 @@ class ServeConfig:
     )
     policy: str = option(
         "chunked",
-        "Who advances in a step; priority puts real-time requests before best-effort ones.",
-        choices=("chunked", "fcfs", "priority"),
+        "Who advances in a step: chunked (decodes, then chunks of prompts in order of arrival),"
+        " fcfs (whole prompts, else decodes), mlfq (those who got least), priority (real-time"
+        " before best-effort), round-robin (the classes in turn).",
+        choices=("chunked", "fcfs", "mlfq", "priority", "round-robin"),
     )
     admission: str = option(
         "risk",

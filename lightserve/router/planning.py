@@ -67,6 +67,7 @@ class StepPlanner:
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             num_free_rows=self._rows.num_free,
             max_be_seqs=self._config.max_be_seqs,
+            step_number=self._pipeline.next_step_id,
             num_yielding_rows=num_yielding if self._is_class_aware else 0,
         )
         admission = self._config.admission.begin(

@@ -87,6 +87,7 @@ def select(
     yielding: int = 0,
     max_be: int = 1000,
     refused: Collection[int] = (),
+    step_number: int = 0,
 ) -> list[tuple[int, int]]:
     """Return (request number, tokens) in the policy's order."""
     running = [r for r in requests if r.state is RequestState.RUNNING]
@@ -96,6 +97,7 @@ def select(
         num_free_rows=rows,
         num_yielding_rows=yielding,
         max_be_seqs=max_be,
+        step_number=step_number,
     )
     chosen = policy.select(running, waiting, limits, Admitting(refused))
     return [(request.key.request_id, num_tokens) for request, num_tokens in chosen]

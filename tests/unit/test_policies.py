@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 
+from lightserve.router.policies.base import MAX_OVERTAKEN
 from lightserve.router.policies.chunked import ChunkedPolicy
 from lightserve.router.policies.fcfs import FcfsPolicy
+from lightserve.router.policies.mlfq import MAX_CANDIDATES, MlfqPolicy, queue_of
 from lightserve.router.policies.priority import PriorityPolicy
+from lightserve.router.policies.round_robin import RoundRobinPolicy
 from lightserve.router.request import Request
+from tests.support.core_scenes import Arrival, events_of, make_core, make_simulation
 from tests.support.policy_scenes import BE, RT, make_request, select
 
 BE_DECODE = make_request(0, BE, output=3)
@@ -111,6 +115,90 @@ class TestPriority:
         assert select(PriorityPolicy(), [BE_DECODE, lagging]) == [(0, 1)]
 
 
+class TestRoundRobin:
+    RT_SIDE = (RT_DECODE, RT_PROMPT, RT_NEW)
+    BE_SIDE = (BE_DECODE, BE_PROMPT, BE_NEW)
+
+    @pytest.mark.parametrize(
+        ("requests", "step_number", "options", "expected"),
+        [
+            pytest.param((*RT_SIDE, *BE_SIDE), 0, {}, [(2, 1), (3, 4), (4, 3)], id="even steps"),
+            pytest.param((*RT_SIDE, *BE_SIDE), 7, {}, [(0, 1), (1, 5), (7, 4)], id="odd steps"),
+            pytest.param(BE_SIDE, 2, {}, [(0, 1), (1, 5), (7, 4)], id="no real-time request"),
+            pytest.param(RT_SIDE, 1, {}, [(2, 1), (3, 4), (4, 3)], id="no best-effort request"),
+            pytest.param((RT_NEW, BE_NEW), 0, {"refused": [4]}, [(7, 5)], id="nobody may start"),
+            pytest.param(BE_SIDE, 1, {"max_be": 2}, [(0, 1), (1, 5)], id="best-effort limit"),
+            pytest.param((RT_NEW, RT_LATER), 0, {"rows": 1}, [(4, 3)], id="rows"),
+        ],
+    )
+    def test_scenes(
+        self,
+        requests: tuple[Request, ...],
+        step_number: int,
+        options: dict[str, Any],
+        expected: list[tuple[int, int]],
+    ) -> None:
+        chosen = select(RoundRobinPolicy(), requests, step_number=step_number, **options)
+        assert chosen == expected
+
+    def test_classes_take_turns_in_a_run(self) -> None:
+        """In the core, with one plan ahead, as long as both have something to do."""
+        arrivals = [Arrival(0.0, 4, 8, 8), Arrival(0.0, 4, 8, 8, request_class=BE)]
+        simulation = make_simulation(make_core("round-robin"))
+        simulation.run(events_of(arrivals))
+        first, second = (outcome.token_times_s for outcome in simulation.outcomes.values())
+        served = sorted([*((t, RT) for t in first), *((t, BE) for t in second)])
+        classes = [request_class for _, request_class in served]
+        start = classes.index(BE)  # before it came, every turn was real-time's
+        end = len(classes) - classes[::-1].index(RT)
+        assert classes[start:end] == ([BE, RT] * 8)[: end - start]
+        assert (classes[:start], classes[end:]) == ([RT] * start, [BE] * (len(classes) - end))
+        assert end - start >= 10
+
+
+class TestMlfq:
+    YOUNG = make_request(0, output=10)
+    OLD = make_request(1, output=200)
+    SHORT = make_request(2, prompt=20)
+    LONG = make_request(3, BE, prompt=2000)
+    MIDDLE = make_request(4, BE, prompt=300)
+
+    def test_queues(self) -> None:
+        """A request is demoted as it grows; a long prompt skips the upper queues."""
+        tokens = [1, 127, 128, 383, 384, 895, 896, 1919, 1920, 9000]
+        queues = [queue_of(make_request(0, prompt=count)) for count in tokens]
+        assert queues == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+        assert queue_of(make_request(0, prompt=100, output=27)) == 0
+        assert queue_of(make_request(0, prompt=100, output=28)) == 1
+
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ({"budget": 3000}, [(0, 1), (2, 20), (1, 1), (4, 300), (3, 2000)]),
+            ({"budget": 100}, [(0, 1), (2, 20), (1, 1), (4, 78)]),
+            ({"budget": 15}, [(0, 1), (2, 14)]),
+            ({"budget": 3000, "rows": 2}, [(0, 1), (2, 20), (1, 1), (4, 300)]),
+            ({"budget": 3000, "refused": [4]}, [(0, 1), (2, 20), (1, 1)]),
+            ({"budget": 3000, "max_be": 1}, [(0, 1), (2, 20), (1, 1), (4, 300)]),
+        ],
+    )
+    def test_scenes(self, options: dict[str, Any], expected: list[tuple[int, int]]) -> None:
+        requests = [self.OLD, self.YOUNG, self.LONG, self.MIDDLE, self.SHORT]
+        assert select(MlfqPolicy(), requests, **options) == expected
+
+    def test_who_was_overtaken_often_comes_first(self) -> None:
+        starved = make_request(5, prompt=2000)
+        starved.num_overtaken = MAX_OVERTAKEN
+        chosen = select(MlfqPolicy(), [self.MIDDLE, starved], budget=2100)
+        assert chosen == [(5, 2000), (4, 100)]
+
+    def test_only_the_head_of_a_long_queue_is_looked_at(self) -> None:
+        waiting = [make_request(number, prompt=500) for number in range(MAX_CANDIDATES)]
+        late = make_request(900, prompt=3)
+        assert select(MlfqPolicy(), [*waiting, late], rows=1) == [(0, 10)]
+        assert select(MlfqPolicy(), [*waiting[1:], late], rows=1) == [(900, 3)]
+
+
 class TestBestEffortLimit:
     """Class-blind policies: who is best-effort waits at the limit, others behind it do not."""
 
@@ -127,7 +215,7 @@ class TestBestEffortLimit:
         [(1, [3]), (2, [1, 3]), (3, [1, 2, 3]), (4, [1, 2, 3, 4])],
     )
     def test_newcomers(self, max_be: int, expected: list[int]) -> None:
-        for policy in (ChunkedPolicy(), FcfsPolicy()):
+        for policy in (ChunkedPolicy(), FcfsPolicy(), MlfqPolicy()):
             chosen = select(policy, self.SCENE, budget=30, max_be=max_be)
             assert [number for number, _ in chosen if number] == expected
 

@@ -30,6 +30,8 @@ class StepLimits:
     """Rows of best-effort requests, which real-time newcomers get when no other is free."""
     max_be_seqs: int = NO_LIMIT
     """Most best-effort requests that run at once."""
+    step_number: int = 0
+    """Steps that were planned before this one."""
 
 
 class Waiting(Protocol):

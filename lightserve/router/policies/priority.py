@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.policies.base import Allotment, StepLimits, Waiting, admissible
+from lightserve.router.policies.base import Allotment, StepLimits, Waiting
+from lightserve.router.policies.budget import BudgetedStep
 from lightserve.router.request import Request
 from lightserve.types import RequestClass
 
@@ -37,52 +38,18 @@ class PriorityPolicy:
         """See `Policy.select`."""
         real_time = [r for r in running if r.request_class is RequestClass.RT]
         best_effort = [r for r in running if r.request_class is RequestClass.BE]
-        step = _Step(limits.max_num_batched_tokens)
+        step = BudgetedStep(limits.max_num_batched_tokens)
         step.advance(real_time)
         num_rows = limits.num_free_rows + limits.num_yielding_rows
-        num_started = step.start(waiting, RequestClass.RT, admission, num_rows)
+        num_started = step.start(waiting.of(RequestClass.RT), admission, num_rows)
         if step.budget == 0 or _keeps_waiting(waiting, step.chosen):
             return step.chosen
         # Rows that are not free come from the best-effort requests that were admitted last.
         num_yielded = max(0, num_started - limits.num_free_rows)
         step.advance(best_effort[: len(best_effort) - num_yielded])
         num_rows = min(limits.num_free_rows - num_started, limits.max_be_seqs - len(best_effort))
-        step.start(waiting, RequestClass.BE, admission, num_rows)
+        step.start(waiting.of(RequestClass.BE), admission, num_rows)
         return step.chosen
-
-
-class _Step:
-    """Shares chosen so far, and the budget that is left."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.chosen: list[Allotment] = []
-
-    def advance(self, requests: Sequence[Request]) -> None:
-        """Add requests of one class that run: decodes, then prompts, while the budget lasts."""
-        # Sorting is stable: either kind stays in order of admission.
-        for request in sorted(requests, key=lambda request: request.num_schedulable_tokens > 1):
-            self._add(request)
-
-    def start(
-        self,
-        waiting: Waiting,
-        request_class: RequestClass,
-        admission: AdmissionRound,
-        num_rows: int,
-    ) -> int:
-        """Add waiting requests of a class while budget and rows last; returns how many."""
-        num_started = 0
-        newcomers = admissible(waiting.of(request_class), admission)
-        while self.budget > 0 and num_started < num_rows and (request := next(newcomers, None)):
-            self._add(request)
-            num_started += 1
-        return num_started
-
-    def _add(self, request: Request) -> None:
-        if (num_tokens := min(request.num_schedulable_tokens, self.budget)) > 0:
-            self.chosen.append(Allotment(request, num_tokens))
-            self.budget -= num_tokens
 
 
 def _keeps_waiting(waiting: Waiting, chosen: Sequence[Allotment]) -> bool:

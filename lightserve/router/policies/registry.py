@@ -7,11 +7,15 @@ from collections.abc import Callable
 from lightserve.router.policies.base import Policy
 from lightserve.router.policies.chunked import ChunkedPolicy
 from lightserve.router.policies.fcfs import FcfsPolicy
+from lightserve.router.policies.mlfq import MlfqPolicy
 from lightserve.router.policies.priority import PriorityPolicy
+from lightserve.router.policies.round_robin import RoundRobinPolicy
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "chunked": ChunkedPolicy,
     "fcfs": FcfsPolicy,
+    "mlfq": MlfqPolicy,
     "priority": PriorityPolicy,
+    "round-robin": RoundRobinPolicy,
 }
 """Factories of the choices of --policy."""

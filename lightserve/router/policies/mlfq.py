@@ -1,0 +1,93 @@
+"""Multi-level feedback queues over iterations (FastServe-like; baseline of AccelGen, A12 and A13).
+
+Five queues. A request is in the queue whose limit of service it has not reached; service is
+tokens, of prompt and output, and each queue's share of it twice the one's before:
+
+    queue             0     1     2      3      4
+    tokens        < 128  <384  <896  <1920   more
+
+So a long prompt joins a lower queue at once (FastServe's skip-join: its first iteration would
+use up the share of those above), and whoever generates is demoted step by step. A step is filled
+from the top queue down, within a queue decodes first, then prompts in progress, then newcomers in
+order of arrival; who finds no budget left skips the step and keeps its KV. Class and memory play
+no part: one that waits and may not start by memory ends the search for newcomers.
+
+Against starvation a request that was overtaken too often joins the top queue.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Collection
+
+from lightserve.router.admission.base import AdmissionRound
+from lightserve.router.policies.base import (
+    MAX_OVERTAKEN,
+    Allotment,
+    StepLimits,
+    Waiting,
+    num_best_effort,
+)
+from lightserve.router.policies.budget import BudgetedStep
+from lightserve.router.request import Request, RequestState
+from lightserve.types import RequestClass
+
+SERVICE_LIMITS = (128, 384, 896, 1920)
+"""Tokens at which a request leaves a queue for the next one."""
+MAX_CANDIDATES = 32
+"""Waiting requests of each class that are looked at, from the head of its queue."""
+
+
+class MlfqPolicy:
+    """Those who have had least service first."""
+
+    is_class_aware = False
+
+    def select(
+        self,
+        running: Collection[Request],
+        waiting: Waiting,
+        limits: StepLimits,
+        admission: AdmissionRound,
+    ) -> list[Allotment]:
+        """See `Policy.select`."""
+        step = BudgetedStep(limits.max_num_batched_tokens)
+        newcomers = [
+            request
+            for request_class in RequestClass
+            for request in itertools.islice(waiting.of(request_class), MAX_CANDIDATES)
+        ]
+        newcomers.sort(key=lambda request: request.arrival_number)
+        num_rows = limits.num_free_rows
+        num_be_left = limits.max_be_seqs - num_best_effort(running)
+        for request in sorted([*running, *newcomers], key=_rank):
+            num_tokens = request.num_schedulable_tokens
+            if step.budget == 0:
+                break
+            if num_tokens == 0:
+                continue
+            if request.state is RequestState.WAITING:
+                is_best_effort = request.request_class is RequestClass.BE
+                if num_rows == 0 or (is_best_effort and num_be_left <= 0):
+                    continue
+                if not admission.admit(request):
+                    num_rows = 0
+                    continue
+                num_rows -= 1
+                num_be_left -= is_best_effort
+            step.add(request, num_tokens)
+        return step.chosen
+
+
+def queue_of(request: Request) -> int:
+    """Return the number of a request's queue, 0 … 4."""
+    if request.num_overtaken >= MAX_OVERTAKEN:
+        return 0
+    return bisect_right(SERVICE_LIMITS, request.num_known_tokens)
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    """Return a sort key; requests of equal rank stay in order."""
+    is_waiting = request.state is RequestState.WAITING
+    return queue_of(request), 2 if is_waiting else request.num_schedulable_tokens > 1

@@ -1,0 +1,42 @@
+"""Two FCFS queues, real-time and best-effort, served in turn (BROS, section II-B: "RR"; B17).
+
+Every second step belongs to one class: its decodes, then chunks of its prompts in order of
+arrival, under a static token budget. A class that has nothing to do leaves its turn to the other.
+Memory is the same for both: nobody gives any up for a newcomer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from lightserve.router.admission.base import AdmissionRound
+from lightserve.router.policies.base import Allotment, StepLimits, Waiting, num_best_effort
+from lightserve.router.policies.budget import BudgetedStep
+from lightserve.router.request import Request
+from lightserve.types import RequestClass
+
+
+class RoundRobinPolicy:
+    """Real-time requests in even steps, best-effort ones in odd steps."""
+
+    is_class_aware = False
+
+    def select(
+        self,
+        running: Collection[Request],
+        waiting: Waiting,
+        limits: StepLimits,
+        admission: AdmissionRound,
+    ) -> list[Allotment]:
+        """See `Policy.select`."""
+        turns = (RequestClass.RT, RequestClass.BE)
+        for request_class in turns if limits.step_number % 2 == 0 else turns[::-1]:
+            step = BudgetedStep(limits.max_num_batched_tokens)
+            step.advance([r for r in running if r.request_class is request_class])
+            num_rows = limits.num_free_rows
+            if request_class is RequestClass.BE:
+                num_rows = min(num_rows, limits.max_be_seqs - num_best_effort(running))
+            step.start(waiting.of(request_class), admission, num_rows)
+            if step.chosen:
+                return step.chosen
+        return []
