@@ -51,6 +51,9 @@ class Seen:
     """Its true length, whether it got there or not."""
     token_times_s: list[float] = field(default_factory=list)
     is_finished: bool = False
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found, not computed; known with the first token."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class ClassReport:
     """Over arrivals; those without a token count with their time until the run ended."""
     mtpot_ms_p99: float | None
     """Over arrivals with at least two tokens, finished or not."""
+    cached_pct: float | None
+    """Prompt tokens that were found as cache, over arrivals with a first token."""
     evictions: int
     """Whole run: times that one lost KV to another."""
     recomputed_tokens: int
@@ -122,6 +127,7 @@ def class_report(
         ttft_ms_p50=_percentile_ms(ttft_s, 50),
         ttft_ms_p99=_percentile_ms(ttft_s, 99),
         mtpot_ms_p99=_percentile_ms(mtpot_s, 99),
+        cached_pct=_cached_pct(counted),
         evictions=evictions,
         recomputed_tokens=recomputed_tokens,
     )
@@ -151,6 +157,13 @@ def _targets_met(request: Seen, targets: Targets) -> _Met:
 def _gaps(request: Seen) -> list[float]:
     times = request.token_times_s
     return [after - before for before, after in itertools.pairwise(times)]
+
+
+def _cached_pct(requests: Sequence[Seen]) -> float | None:
+    started = [request for request in requests if request.token_times_s]
+    num_tokens = sum(request.num_prompt_tokens for request in started)
+    num_cached = sum(request.num_cached_tokens for request in started)
+    return 100.0 * num_cached / num_tokens if num_tokens else None
 
 
 def _first_s(request: Seen, stop_s: float) -> float:

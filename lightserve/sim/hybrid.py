@@ -189,6 +189,8 @@ class HybridRun:
                     clients.num_output_tokens[key.request_id],
                     outcome.token_times_s,
                     outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH),
+                    clients.num_prompt_tokens[key.request_id],
+                    outcome.num_cached_tokens,
                 )
             )
         return hybrid_report(
@@ -213,6 +215,7 @@ class Clients:
         self.traffic = traffic
         self.num_output_tokens: list[int] = []
         """True lengths of all requests sent, by number."""
+        self.num_prompt_tokens: list[int] = []
         self._jobs = traffic.jobs(rng)
 
     def first_events(self, duration_s: float) -> list[TimedEvent]:
@@ -233,6 +236,7 @@ class Clients:
     def _send(self, time_s: float, job: Job) -> TimedEvent:
         submit = job.submit(len(self.num_output_tokens), self.request_class)
         self.num_output_tokens.append(job.num_output_tokens)
+        self.num_prompt_tokens.append(len(job.prompt_token_ids))
         return TimedEvent(time_s, FromFrontend(_FRONTENDS[self.request_class], submit))
 
 

@@ -139,6 +139,12 @@ class TestClassReport:
         assert report.ttft_attainment is report.mtpot_attainment is None
         assert report.goodput_rps == report.throughput_rps == pytest.approx(0.1)
 
+    def test_what_was_found_of_the_prompts(self) -> None:
+        first = Seen(10.0, 1, [19.0], True, num_prompt_tokens=30, num_cached_tokens=12)
+        second = Seen(11.0, 4, [12.0], num_prompt_tokens=10)
+        waiting = Seen(12.0, 4, num_prompt_tokens=100)
+        assert self.report(first, second, waiting).cached_pct == pytest.approx(30.0)
+
     def test_nobody_came(self) -> None:
         report = self.report()
         assert (report.arrivals, report.ttft_attainment, report.ttft_ms_p99) == (0, None, None)
@@ -259,6 +265,22 @@ class TestRuns:
         assert blind.rt.ttft_attainment is not None and priority.rt.ttft_attainment is not None
         assert blind.rt.ttft_attainment < 0.5
         assert priority.rt.ttft_attainment > 0.9
+
+    def test_prompts_that_a_trace_says_are_alike_are_found(self) -> None:
+        def cached_pct(cache_policy: str) -> float | None:
+            config = sim.HybridConfig(
+                be="bench/traces/mooncake_conversation.csv.gz",
+                capacity_tokens=400_000,
+                duration_s=8.0,
+                margin_s=0.0,
+                budget_tokens=8192,
+                serve_options={"cache_policy": cache_policy},
+            )
+            return sim.run_hybrid(config).be.cached_pct
+
+        found = cached_pct("task-aware")
+        assert found is not None and found > 5.0
+        assert cached_pct("off") == 0.0
 
     def test_the_oracle_and_traces_run(self) -> None:
         config = dataclasses.replace(
