@@ -76,7 +76,7 @@ class BlockEnd:
     def on_release(self, emptied: Int32Array) -> None:
         """Slots were released: those who grew in the blocks that are empty now do so no longer."""
         self._buckets = None
-        if self.owner_of:
+        if self.owner_of and len(emptied):
             for block in emptied[self._grown_array[emptied] != 0].tolist():
                 self.stop(self.owner_of[block])
 
@@ -129,6 +129,8 @@ class BlockEnd:
         num_blocks = int(np.searchsorted(num_taken, stop - start, side="right"))
         taken = self.take_all(blocks[::-1][:num_blocks])
         slots[start : start + len(taken)] = taken
+        num_left = len(blocks) - num_blocks
+        self._buckets = self._bucketed(blocks[:num_left], ranks[:num_left])
         return start + len(taken)
 
     def take_all(self, blocks: Int32Array) -> Int32Array:
@@ -149,7 +151,7 @@ class BlockEnd:
     def _best_block(self) -> int:
         """Return a block of the highest rank, taken out of the buckets."""
         if self._buckets is None:
-            self._buckets = self._build_buckets()
+            self._buckets = self._bucketed(*self._ranked())
         buckets, masks, full, is_grown = self._buckets, self._masks, self._full, self._is_grown
         while True:
             bucket = buckets[-1]
@@ -164,9 +166,8 @@ class BlockEnd:
                     buckets[rank].append(block)
             buckets.pop()
 
-    def _build_buckets(self) -> list[list[int]]:
-        """Sort the blocks with free slots by rank; the lowest of a bucket is its last."""
-        blocks, ranks = self._ranked()
+    def _bucketed(self, blocks: Int32Array, ranks: npt.NDArray[np.uint8]) -> list[list[int]]:
+        """Return the buckets of these blocks, which come by rising rank."""
         stops = np.cumsum(np.bincount(ranks, minlength=2 * self._size + 1)).tolist()
         in_order = blocks.tolist()
         return [in_order[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]

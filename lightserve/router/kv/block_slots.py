@@ -262,8 +262,10 @@ class BlockSlotPool:
         assert self._are_taken(slots, blocks, bits), "slots released twice"
         np.subtract.at(self._mask_array, blocks, bits)
         self._num_free += len(slots)
-        emptied = self._distinct(blocks[self._mask_array[blocks] == 0])
-        self._empty.frombytes(emptied[::-1].tobytes())
+        emptied = blocks[self._mask_array[blocks] == 0]
+        if len(emptied):
+            emptied = self._distinct(emptied)
+            self._empty.frombytes(emptied[::-1].tobytes())
         for end in (self._rt, self._be):
             end.on_release(emptied)
             if self._num_free_over():
