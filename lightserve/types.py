@@ -40,6 +40,25 @@ class RequestClass(StrEnum):
     BE = "be"
 
 
+class SLO(msgspec.Struct, frozen=True, array_like=True):
+    """What a request should be served in; None: it has no such target.
+
+    Either any of the first three, or `completion_s`.
+    """
+
+    ttft_ms: float | None = None
+    """From its arrival to its first token."""
+    tpot_ms: float | None = None
+    """Mean time per output token after the first."""
+    mtpot_ms: float | None = None
+    """Largest gap between two tokens; at least `tpot_ms`."""
+    completion_s: float | None = None
+    """From its arrival to its last token."""
+
+
+NO_SLO = SLO()
+
+
 class SlotKind(IntEnum):
     """What a slot of the KV pool is for; running and paused requests alike are its users."""
 

@@ -20,7 +20,15 @@ import msgspec
 
 from lightserve.messages.common import Constraint, Message, PromptSegment, TokenLogprob
 from lightserve.messages.kv_map import DescribeKV, KVMap
-from lightserve.types import FinishReason, FrontendId, RequestClass, RequestId, SamplingParams
+from lightserve.types import (
+    NO_SLO,
+    SLO,
+    FinishReason,
+    FrontendId,
+    RequestClass,
+    RequestId,
+    SamplingParams,
+)
 
 MAX_UNACKNOWLEDGED_TOKENS = 16
 """How far a request with stop strings runs ahead of what its frontend has looked at."""
@@ -52,6 +60,10 @@ class Submit(Message, frozen=True):
     request_class: RequestClass
     age_s: float
     """Seconds since the frontend had the request's headers."""
+    priority: int = 0
+    """Within its class, lower ones start first."""
+    slo: SLO = NO_SLO
+    """What it should be served in, the server's own targets included."""
     prediction_key: str = ""
     """Requests of a class with equal keys are expected to have outputs of like length."""
     prefix_salt: str = ""

@@ -125,6 +125,8 @@ def request_of(
         request_class=submit.request_class,
         arrival_s=now_s - submit.age_s,
         arrival_number=arrival_number,
+        priority=submit.priority,
+        slo=submit.slo,
         prediction_key=(submit.request_class, submit.prediction_key),
         constraint=submit.constraint,
         prefix_salt=submit.prefix_salt,

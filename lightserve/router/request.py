@@ -33,7 +33,7 @@ from lightserve.messages.common import Constraint, Int32Array
 from lightserve.messages.frontend_router import MAX_UNACKNOWLEDGED_TOKENS
 from lightserve.router.kv.host import HostRange
 from lightserve.router.kv.prefix_tree import Hit, Lease
-from lightserve.types import RequestClass, RequestKey, RowId, SamplingParams
+from lightserve.types import NO_SLO, SLO, RequestClass, RequestKey, RowId, SamplingParams
 
 _NO_SLOTS: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -62,6 +62,10 @@ class Request:
     """On the router's clock; the frontend's waiting time is already taken off."""
     arrival_number: int = 0
     """How many requests came before it; stands for it where randomness must be repeatable."""
+    priority: int = 0
+    """Within its class, lower ones start first."""
+    slo: SLO = NO_SLO
+    """What it should be served in."""
     prediction_key: Hashable = None
     """Requests with equal keys are expected to have outputs of like length."""
     constraint: Constraint | None = None
