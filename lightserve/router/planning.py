@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightserve.router.admission.base import PoolView
+from lightserve.router.be_pool import prefix_in_flight
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.kv.store import KVStore
 from lightserve.router.pipeline import Pipeline
@@ -45,7 +46,7 @@ class StepPlanner:
             headroom: slots that best-effort newcomers may not count on.
         """
         running = self.running()
-        everybody = _LookedUp(self._waiting, kv)
+        everybody = _LookedUp(self._waiting, kv, running)
         if not suspects:
             fit = self._select(kv, running, everybody, headroom)
             return fit or self._select(kv, running, _Only([]), headroom)
@@ -100,16 +101,29 @@ class StepPlanner:
 class _LookedUp:
     """The waiting, each with notes on what starting it takes; see `policies.base.Waiting`."""
 
-    def __init__(self, waiting: WaitingQueue, kv: KVStore) -> None:
+    def __init__(self, waiting: WaitingQueue, kv: KVStore, running: Sequence[Request]) -> None:
         self._waiting = waiting
         self._kv = kv
+        self._running = running
 
     def __iter__(self) -> Iterator[Request]:
         return map(self._kv.look_up, self._waiting)
 
     def of(self, request_class: RequestClass) -> Iterator[Request]:
-        """Iterate over one class."""
-        return map(self._kv.look_up, self._waiting.of(request_class))
+        """Iterate over one class.
+
+        A best-effort request whose prefix is just being computed by another waits for it; a
+        real-time one does not (architecture 6).
+        """
+        if request_class is RequestClass.RT:
+            return map(self._kv.look_up, self._waiting.real_time())
+        count = max(1, len(self._running))
+        context_len = sum(request.next_position for request in self._running) / count
+        best_effort = map(self._kv.look_up, self._waiting.best_effort(self._kv.tree, context_len))
+        if self._kv.tree is None:
+            return best_effort
+        prefilling = [request for request in self._running if not request.is_prompt_shared]
+        return (r for r in best_effort if not prefix_in_flight(r, prefilling))
 
 
 class _Only:

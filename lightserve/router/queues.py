@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import bisect
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from lightserve.router.be_pool import BEPool
+from lightserve.router.kv.prefix_tree import PrefixTree
+from lightserve.router.lanes import PriorityLanes
 from lightserve.router.request import Request
 from lightserve.types import RequestClass, RequestKey, RowId
 
@@ -21,7 +23,7 @@ class Backlog(NamedTuple):
 
 
 class WaitingQueue:
-    """Who waits, by class: those put back first, then first come, first served.
+    """Who waits, by class: those put back first, then by priority, then first come, first served.
 
     Removal from anywhere is O(log n). Best-effort requests that never ran are in a pool that
     knows which of them share prefixes (`be_pool`).
@@ -31,47 +33,42 @@ class WaitingQueue:
         self._requeued: dict[RequestClass, OrderedDict[RequestKey, Request]] = {
             request_class: OrderedDict() for request_class in RequestClass
         }
-        self._fresh: dict[RequestClass, OrderedDict[RequestKey, Request]] = {
-            request_class: OrderedDict() for request_class in RequestClass
-        }
-        self._overtakers: dict[RequestClass, list[int]] = {
-            request_class: [] for request_class in RequestClass
-        }
-        """Arrival numbers, ascending, of those admitted before the first fresh one, but later."""
+        self._real_time = PriorityLanes()
+        """Those that never ran."""
+        self._best_effort = BEPool()
         self._backlogs = dict.fromkeys(RequestClass, Backlog(0, 0))
 
     def __len__(self) -> int:
         return sum(backlog.num_requests for backlog in self._backlogs.values())
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate from the head; requests of all classes that never ran in order of arrival."""
+        """Iterate from the head; those that never ran, of all classes, by priority and arrival."""
         for requeued in self._requeued.values():
             yield from requeued.values()
-        yield from heapq.merge(*map(self._first_come, RequestClass), key=_arrival_number)
+        yield from heapq.merge(self._real_time.noted(), self._best_effort.noted(), key=_place)
 
-    def of(self, request_class: RequestClass) -> Iterator[Request]:
-        """Iterate over one class in the order in which its requests should start."""
-        yield from self._requeued[request_class].values()
-        yield from self._first_come(request_class)
+    def real_time(self) -> Iterator[Request]:
+        """Iterate over real-time requests in the order in which they should start."""
+        yield from self._requeued[RequestClass.RT].values()
+        yield from self._real_time.noted()
+
+    def best_effort(self, resident: PrefixTree | None, context_len: float) -> Iterator[Request]:
+        """Iterate over the best-effort requests that are worth asking (see `BEPool.candidates`)."""
+        yield from self._requeued[RequestClass.BE].values()
+        next(self._best_effort.noted(), None)  # notes how often the oldest was overtaken
+        yield from self._best_effort.candidates(resident, context_len=context_len)
 
     def paused(self, request_class: RequestClass) -> Iterator[Request]:
         """Iterate over those of a class that keep KV, from the head."""
         return (r for r in self._requeued[request_class].values() if r.is_paused)
-
-    def _first_come(self, request_class: RequestClass) -> Iterator[Request]:
-        overtakers = self._overtakers[request_class]
-        for request in self._fresh[request_class].values():
-            after = bisect.bisect_right(overtakers, request.arrival_number)
-            request.num_overtaken = len(overtakers) - after
-            yield request
 
     def backlog(self, request_class: RequestClass) -> Backlog:
         """Return how much of a class waits."""
         return self._backlogs[request_class]
 
     def append(self, request: Request) -> None:
-        """Add a request at the tail."""
-        self._fresh[request.request_class][request.key] = request
+        """Add a request behind those of its class and priority."""
+        self._fresh(request.request_class).append(request)
         self._count(request, 1)
 
     def requeue(self, requests: Sequence[Request]) -> None:
@@ -83,27 +80,22 @@ class WaitingQueue:
             self._count(request, 1)
 
     def admit(self, request: Request) -> None:
-        """Take a request out to run it; those of its class that came before are overtaken."""
-        if request.key in self._fresh[request.request_class]:
-            bisect.insort(self._overtakers[request.request_class], request.arrival_number)
-        self.remove(request)
+        """Take a request out to run it; those of its class that were before it are overtaken."""
+        if request in (fresh := self._fresh(request.request_class)):
+            fresh.admit(request)
+            self._count(request, -1)
+        else:
+            self.remove(request)
 
     def remove(self, request: Request) -> None:
         """Take a request out. Raises KeyError if it is not waiting."""
-        request_class = request.request_class
-        if self._requeued[request_class].pop(request.key, None) is None:
-            del self._fresh[request_class][request.key]
-            self._forget_overtakers(request_class)
+        if self._requeued[request.request_class].pop(request.key, None) is None:
+            self._fresh(request.request_class).remove(request)
         self._count(request, -1)
 
-    def _forget_overtakers(self, request_class: RequestClass) -> None:
-        """Keep those alone that overtook somebody who still waits."""
-        fresh, overtakers = self._fresh[request_class], self._overtakers[request_class]
-        head = next(iter(fresh.values()), None)
-        if head is None:
-            overtakers.clear()
-        else:
-            del overtakers[: bisect.bisect_right(overtakers, head.arrival_number)]
+    def _fresh(self, request_class: RequestClass) -> PriorityLanes | BEPool:
+        """Return those of a class that never ran."""
+        return self._best_effort if request_class is RequestClass.BE else self._real_time
 
     def _count(self, request: Request, sign: int) -> None:
         """Add or take off a request; while it waits, its known tokens do not change."""
@@ -113,8 +105,8 @@ class WaitingQueue:
         )
 
 
-def _arrival_number(request: Request) -> int:
-    return request.arrival_number
+def _place(request: Request) -> tuple[int, int]:
+    return request.priority, request.arrival_number
 
 
 class RowTable:

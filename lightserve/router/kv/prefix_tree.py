@@ -109,6 +109,10 @@ class PrefixTree:
             if count == node.num_users and node not in pinned
         }
 
+    def root(self, key: PrefixKey) -> PrefixNode | None:
+        """Return where the prefixes of a key begin, to be read; None: it has none."""
+        return self._roots.get(key)
+
     def nodes(self) -> Iterator[PrefixNode]:
         """Iterate over all nodes but the roots, parents first."""
         stack = list(self._roots.values())
