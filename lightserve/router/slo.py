@@ -1,0 +1,218 @@
+"""Deadlines of the next token, from targets (architecture 7; mechanisms B2, E2, A1, A7, C2, C13).
+
+Two trackers behind one interface, pure: times come as arguments, in seconds on one clock.
+
+`TokenDeadlines`, the curve: d1 = arrival + ttft, then
+    d(k+1) = min(max(d_k, t_k) + tpot, t_k + mtpot)       with t_k the time of token k.
+Tokens that come early buy slack for later ones (E2), a late one moves all that follow and is
+counted once, and no gap may exceed mtpot. With mtpot = tpot it is the gap clock (B2): each token
+is due tpot after the one before, whatever was gained.
+
+`CompletionLedger`, a job with a completion time (A7): what is left of that time is granted to
+the tokens to come in equal parts, and under- and over-use are carried forward:
+    d(k+1) = d_k + (D - d_k) / (tokens to come)           with D = arrival + completion.
+Granted and ungranted time are together completion_s, always. AccelGen grants each step T_max and
+a share of the slack; for equal steps that is the same sum.
+
+`lightserve.frontend` judges attainment by what clients asked for; here targets may have been
+raised to what an idle server can do (`raise_to_feasible`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from lightserve.types import SLO
+
+MTPOT_FACTOR = 4.0
+"""Largest gap, in mean times per token, where no target says otherwise."""
+FEASIBLE_FACTOR = 1.2
+"""A raised target, in predicted times on an idle server."""
+PROMOTION_FACTOR = 1.5
+"""A best-effort job is urgent once its time left is below so many times of its work left."""
+
+
+@dataclass
+class Kept:
+    """How a request has kept its deadlines so far."""
+
+    num_tokens: int = 0
+    is_first_met: bool | None = None
+    """Whether the first token came in time; None: there is none yet."""
+    num_missed: int = 0
+    """Tokens that came after their deadlines, the first included."""
+    max_gap_s: float = 0.0
+    """Largest time between two deliveries."""
+
+
+class DeadlineTracker(Protocol):
+    """When the next token of a request is due."""
+
+    kept: Kept
+
+    @property
+    def deadline_of_next_token(self) -> float:
+        """When the next token is due; infinite without a target."""
+
+    def on_tokens(self, num_tokens: int, now_s: float) -> None:
+        """Take note of tokens that came together; at least one, at a time that never falls."""
+
+    def residual(self, now_s: float) -> float:
+        """Return the seconds until the next token is due; negative: it is late."""
+
+
+class TokenDeadlines:
+    """Deadlines from a time to the first token, a mean and a largest gap; see the module."""
+
+    def __init__(self, slo: SLO, arrival_s: float) -> None:
+        assert slo.completion_s is None, "a CompletionLedger keeps it"
+        self.kept = Kept()
+        self._tpot_s = _seconds(slo.tpot_ms)
+        mtpot_ms = slo.mtpot_ms
+        self._mtpot_s = self._tpot_s * MTPOT_FACTOR if mtpot_ms is None else mtpot_ms / 1e3
+        self._last_s = arrival_s
+        self._deadline_s = arrival_s + _seconds(slo.ttft_ms)
+
+    @property
+    def deadline_of_next_token(self) -> float:
+        """When the next token is due."""
+        return self._deadline_s
+
+    def on_tokens(self, num_tokens: int, now_s: float) -> None:
+        """Move the deadline; tokens that came together are each in time if the first was."""
+        _count(self.kept, num_tokens, now_s, last_s=self._last_s, deadline_s=self._deadline_s)
+        # Without a target for this token there is no slack to keep: the next counts from now.
+        anchor_s = max(self._deadline_s, now_s) if math.isfinite(self._deadline_s) else now_s
+        self._deadline_s = min(anchor_s + num_tokens * self._tpot_s, now_s + self._mtpot_s)
+        self._last_s = now_s
+
+    def residual(self, now_s: float) -> float:
+        """Return the seconds until the next token is due."""
+        return self._deadline_s - now_s
+
+
+class CompletionLedger:
+    """Deadlines from a completion time, shared out over the tokens to come; see the module."""
+
+    def __init__(self, completion_s: float, arrival_s: float, *, num_tokens_to_come: float) -> None:
+        """`num_tokens_to_come`: as predicted, until `expect` says otherwise."""
+        self.kept = Kept()
+        self._end_s = arrival_s + completion_s
+        self._arrival_s = arrival_s
+        self._last_s = arrival_s
+        self._granted_until_s = arrival_s
+        self._num_to_come = num_tokens_to_come
+
+    def expect(self, num_tokens_to_come: float) -> None:
+        """Replace the prediction; time granted before stays granted."""
+        self._num_to_come = num_tokens_to_come
+
+    @property
+    def granted_s(self) -> float:
+        """Time granted to the tokens that have come."""
+        return self._granted_until_s - self._arrival_s
+
+    @property
+    def ungranted_s(self) -> float:
+        """Time left for the tokens to come."""
+        return self._end_s - self._granted_until_s
+
+    @property
+    def balance_s(self) -> float:
+        """Time granted and not used by the last token; negative: used and not granted."""
+        return self._granted_until_s - self._last_s
+
+    @property
+    def deadline_of_next_token(self) -> float:
+        """When the next token is due, by what the tokens before it have left."""
+        return self._granted_until_s + self._grant(1)
+
+    def on_tokens(self, num_tokens: int, now_s: float) -> None:
+        """Grant their time to tokens that came."""
+        deadline_s = self.deadline_of_next_token
+        _count(self.kept, num_tokens, now_s, last_s=self._last_s, deadline_s=deadline_s)
+        self._granted_until_s += self._grant(num_tokens)
+        self._num_to_come -= num_tokens
+        self._last_s = now_s
+
+    def residual(self, now_s: float) -> float:
+        """Return the seconds until the next token is due."""
+        return self.deadline_of_next_token - now_s
+
+    def is_urgent(self, now_s: float, *, work_left_s: float) -> bool:
+        """Whether it must run as if it were real-time to end in time, and still can (C13).
+
+        Args:
+            now_s: the time.
+            work_left_s: predicted execution time of what it has to compute.
+        """
+        left_s = self._end_s - now_s
+        return work_left_s <= left_s < PROMOTION_FACTOR * work_left_s
+
+    def _grant(self, num_tokens: int) -> float:
+        """Return what so many tokens get; more of them than were predicted get all."""
+        return self.ungranted_s * min(1.0, num_tokens / max(1.0, self._num_to_come))
+
+
+def track(slo: SLO, arrival_s: float, *, num_tokens_to_come: float) -> DeadlineTracker:
+    """Return what keeps the deadlines of a request; `num_tokens_to_come` is a prediction."""
+    if slo.completion_s is None:
+        return TokenDeadlines(slo, arrival_s)
+    return CompletionLedger(slo.completion_s, arrival_s, num_tokens_to_come=num_tokens_to_come)
+
+
+def gap_clock(slo: SLO) -> SLO:
+    """Return the targets by which each token is due `tpot_ms` after the one before (B2)."""
+    return msgspec.structs.replace(slo, mtpot_ms=slo.tpot_ms)
+
+
+class IdleTimes(NamedTuple):
+    """What a request is predicted to take on a server that does nothing else, in seconds."""
+
+    ttft_s: float
+    tpot_s: float
+    completion_s: float
+
+
+class FeasibleSLO(NamedTuple):
+    """Targets to schedule by."""
+
+    slo: SLO
+    raised: tuple[str, ...]
+    """Names of the targets that an idle server could not have met."""
+
+
+def raise_to_feasible(slo: SLO, idle: IdleTimes) -> FeasibleSLO:
+    """Replace targets that an idle server would miss by 1.2 times what it would need.
+
+    Attainment is judged by the targets that were asked for all the same.
+    """
+    needed = SLO(idle.ttft_s * 1e3, idle.tpot_s * 1e3, idle.tpot_s * 1e3, idle.completion_s)
+    raised: dict[str, float] = {}
+    for name in SLO.__struct_fields__:
+        asked, least = getattr(slo, name), getattr(needed, name)
+        if asked is not None and asked < least:
+            raised[name] = FEASIBLE_FACTOR * least
+    if slo.mtpot_ms is not None and slo.mtpot_ms < raised.get("tpot_ms", 0.0):
+        raised["mtpot_ms"] = raised["tpot_ms"]  # no gap may be below the mean
+    return FeasibleSLO(msgspec.structs.replace(slo, **raised), tuple(raised))
+
+
+def _seconds(milliseconds: float | None) -> float:
+    return math.inf if milliseconds is None else milliseconds / 1e3
+
+
+def _count(kept: Kept, num_tokens: int, now_s: float, *, last_s: float, deadline_s: float) -> None:
+    """Count a delivery whose first token was due at `deadline_s`, after one at `last_s`."""
+    assert num_tokens >= 1
+    is_met = now_s <= deadline_s
+    if kept.num_tokens == 0:
+        kept.is_first_met = is_met
+    else:
+        kept.max_gap_s = max(kept.max_gap_s, now_s - last_s)
+    kept.num_missed += not is_met
+    kept.num_tokens += num_tokens
