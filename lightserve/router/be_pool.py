@@ -153,17 +153,9 @@ def _matching(node: PromptNode, cached: PrefixNode, offset: int) -> list[PromptN
     if offset < len(cached.tokens):
         child = node.children.get(int(cached.tokens[offset]))
         return [] if child is None else [child]
-    if len(cached.children) < len(node.children):
-        return [
-            node.children[token]
-            for token, next_cached in cached.children.items()
-            if token in node.children and next_cached.slots is not None
-        ]
-    return [
-        child
-        for token, child in node.children.items()
-        if token in cached.children and cached.children[token].slots is not None
-    ]
+    if len(cached.residents) < len(node.children):
+        return [node.children[token] for token in cached.residents if token in node.children]
+    return [child for token, child in node.children.items() if token in cached.residents]
 
 
 def _descend(tokens: Int32Array, cached: PrefixNode, offset: int) -> tuple[int, PrefixNode, int]:
@@ -171,8 +163,8 @@ def _descend(tokens: Int32Array, cached: PrefixNode, offset: int) -> tuple[int, 
     done = 0
     while done < len(tokens):
         if offset == len(cached.tokens):
-            child = cached.children.get(int(tokens[done]))
-            if child is None or child.slots is None:
+            child = cached.residents.get(int(tokens[done]))
+            if child is None:
                 break
             cached, offset = child, 0
         common = common_len(cached.tokens[offset:], tokens[done:])

@@ -25,6 +25,8 @@ class PrefixNode:
     """int32 [len(tokens)]; None: not resident."""
     children: dict[int, PrefixNode] = field(default_factory=dict)
     """By their first token."""
+    residents: dict[int, PrefixNode] = field(default_factory=dict)
+    """Those of the children that are resident."""
     num_users: int = 0
     num_expected: int = 0
     last_use: int = 0
@@ -41,7 +43,7 @@ class PrefixNode:
             self.slots is not None
             and self.parent is not None
             and self.num_users == 0
-            and not any(child.slots is not None for child in self.children.values())
+            and not self.residents
         )
 
 

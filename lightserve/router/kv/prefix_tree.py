@@ -87,7 +87,7 @@ class PrefixTree:
         last: PrefixNode | None = None
         num_matched = num_evictable = 0
         while node is not None and num_matched < len(tokens):
-            node = node.children.get(int(tokens[num_matched]))
+            node = node.residents.get(int(tokens[num_matched]))
             if node is None or node.slots is None:
                 break
             last = node
@@ -172,6 +172,7 @@ class PrefixTree:
             child = self._split(child, common)
             if child.slots is None:
                 child.slots = slots[done : done + common]
+                node.residents[int(child.tokens[0])] = child
                 self.num_resident += common
                 self._count_evictable(child, 1)  # until it has its user, below
             else:
@@ -269,7 +270,7 @@ class PrefixTree:
         num_tokens = 0
         node, below = lease.node, None
         while node.parent is not None and node.num_users == 1 and node not in pinned:
-            if any(c.slots is not None for c in node.children.values() if c is not below):
+            if len(node.residents) > (below is not None):
                 break
             num_tokens += len(node.tokens)
             node, below = node.parent, node
@@ -302,6 +303,7 @@ class PrefixTree:
         assert node.slots is not None and node.parent is not None
         self.num_resident -= len(node.slots)
         node.slots = None
+        del node.parent.residents[int(node.tokens[0])]
         self._offer(node.parent)
         self._prune(node)
 
@@ -356,6 +358,9 @@ class PrefixTree:
             was_real_time=node.was_real_time,
         )
         node.parent.children[int(first.tokens[0])] = first
+        if node.slots is not None:
+            node.parent.residents[int(first.tokens[0])] = first
+            first.residents[int(node.tokens[length])] = node
         node.parent = first
         node.tokens = node.tokens[length:]
         node.slots = None if node.slots is None else node.slots[length:]
