@@ -44,10 +44,6 @@ _FEW_BLOCKS = 4
 """Up to here a loop is faster than numpy."""
 
 
-_Unmet = tuple[Hashable, BlockEnd, int, int]
-"""A part of the slots asked for, slots[start:stop], that empty blocks had no room for."""
-
-
 class BlockSlotPool:
     """The slots of a pool of `num_slots` tokens, of which sequences (`owner`s) acquire some."""
 
@@ -76,7 +72,7 @@ class BlockSlotPool:
         self._rt = BlockEnd(self._masks, block_size, is_low=True)
         self._be = BlockEnd(self._masks, block_size, is_low=False)
         self._bits: UInt16Array = (1 << np.arange(block_size)).astype(np.uint16)
-        self._scratch: Int32Array = np.empty(num_slots, dtype=np.int32)
+        self._scratch: Int32Array = np.empty(num_blocks, dtype=np.int32)
 
     # ---------------------------------------------------------------- figures
 
@@ -150,33 +146,62 @@ class BlockSlotPool:
         self._check(total, shares)
         self._num_free -= total
         slots = np.empty(total, dtype=np.int32)
-        places = slots.data
+        if self._num_free == 0 and not self._is_exclusive:
+            self._take_everything(shares, slots)
+        else:
+            self._take(shares, slots)
+        return slots
+
+    def _take(
+        self, shares: Sequence[tuple[Hashable, RequestClass, int]], slots: Int32Array
+    ) -> None:
+        """Fill `slots`, share by share, in the order of search."""
         masks, full, empty, size = self._masks, self._full, self._empty, self.block_size
         rt, be, real_time = self._rt, self._be, RequestClass.RT
-        unmet: list[_Unmet] = []
+        places = slots.data  # faster than numpy for single slots
         start = 0
         for owner, request_class, count in shares:
             end = rt if request_class is real_time else be
             stop = start + count
-            if count == 1:
-                block = end.block_of.get(owner)
-                if block is not None and (free := masks[block] ^ full):  # the usual decode
-                    place = (free & -free if end.is_low else free).bit_length() - 1
-                    masks[block] |= 1 << place
-                    places[start] = block * size + place
-                elif empty:
-                    block = empty.pop()
-                    masks[block] = end.first_bit
-                    places[start] = block * size + end.first_place
-                    end.grow(owner, block)
-                else:
-                    unmet.append((owner, end, start, stop))
-            elif (reached := self._fill(owner, end, slots, start, stop)) < stop:
-                unmet.append((owner, end, reached, stop))
+            if count != 1 or self._is_exclusive:
+                self._fill(owner, end, slots, start, stop)
+                start = stop
+                continue
+            block = end.block_of.get(owner)
+            if block is not None and (free := masks[block] ^ full):  # the usual decode
+                place = (free & -free if end.is_low else free).bit_length() - 1
+                masks[block] |= 1 << place
+                places[start] = block * size + place
+            elif empty:
+                block = empty.pop()
+                masks[block] = end.first_bit
+                places[start] = block * size + end.first_place
+                end.grow(owner, block)
+            else:
+                places[start] = end.take_scattered(owner)
             start = stop
-        if unmet:
-            self._fill_unmet(unmet, slots)
-        return slots
+
+    def _take_everything(
+        self, shares: Sequence[tuple[Hashable, RequestClass, int]], slots: Int32Array
+    ) -> None:
+        """Do that where all free slots go, as in every step while the cache is full.
+
+        Nobody will grow, so the order of search is nothing to anybody; what matters is that
+        real-time's slots rise and best-effort's fall.
+        """
+        blocks = self._pop_empty(len(self._empty))
+        if len(blocks) * self.block_size < len(slots):
+            blocks = np.flatnonzero(self._mask_array != self._full).astype(np.int32)
+        everything = self._rt.take_all(blocks).tolist()
+        rising, falling, places = iter(everything), reversed(everything), slots.data
+        start, real_time = 0, RequestClass.RT
+        for _, request_class, count in shares:
+            following = rising if request_class is real_time else falling
+            if count == 1:
+                places[start] = next(following)
+            else:
+                slots[start : start + count] = list(itertools.islice(following, count))
+            start += count
 
     def _check(self, total: int, shares: Sequence[tuple[Hashable, RequestClass, int]]) -> None:
         """Refuse what costs too much."""
@@ -191,8 +216,8 @@ class BlockSlotPool:
 
     def _fill(
         self, owner: Hashable, end: BlockEnd, slots: Int32Array, start: int, stop: int
-    ) -> int:
-        """Fill slots[start:stop] from the growing block and empty ones; returns up to where."""
+    ) -> None:
+        """Fill slots[start:stop] with a sequence's next ones, in the order of search."""
         size = self.block_size
         block = end.block_of.get(owner)
         if block is not None:
@@ -208,44 +233,21 @@ class BlockSlotPool:
             block = self._empty.pop()
             start = end.fill(block, slots, start, stop)
             end.grow(owner, block)
-        return start
-
-    def _fill_unmet(self, unmet: list[_Unmet], slots: Int32Array) -> None:
-        """Fill what is still missing, now that no block of full size is empty."""
+        if start == stop:
+            return
         if self._is_exclusive:
             last = len(self._masks) - 1
-            for owner, end, start, stop in unmet:
-                assert self._num_free_over() or end.block_of.get(owner) == last, "cost was wrong"
-                end.fill(last, slots, start, stop)
-                end.grow(owner, last)
-        elif self._num_free == 0:
-            self._fill_with_all(unmet, slots)
+            assert self._num_free_over(), "no block is left, though the cost was checked"
+            end.fill(last, slots, start, stop)
+            end.grow(owner, last)
         else:
-            for owner, end, start, stop in unmet:
-                if stop - start == 1:
-                    slots[start] = end.take_scattered(owner)
-                else:
-                    end.fill_scattered(owner, slots, start, stop)
-
-    def _fill_with_all(self, unmet: list[_Unmet], slots: Int32Array) -> None:
-        """Do that where all free slots go, as in every step while the cache is full.
-
-        Nobody will grow, so that what matters is that real-time's slots rise and others' fall.
-        """
-        blocks = np.flatnonzero(self._mask_array != self._full).astype(np.int32)
-        rest = self._rt.take_all(blocks).tolist()
-        rising, falling, places = iter(rest), reversed(rest), slots.data
-        for _, end, start, stop in unmet:
-            following = rising if end.is_low else falling
-            if stop - start == 1:
-                places[start] = next(following)
-            else:
-                slots[start:stop] = list(itertools.islice(following, stop - start))
+            end.fill_scattered(owner, slots, start, stop)
 
     def _pop_empty(self, num_blocks: int) -> Int32Array:
         """Take the next empty blocks, int32 [num_blocks]."""
-        blocks = np.frombuffer(self._empty[-num_blocks:], dtype=np.int32)[::-1]
-        del self._empty[-num_blocks:]
+        first = len(self._empty) - num_blocks
+        blocks = np.frombuffer(self._empty[first:], dtype=np.int32)[::-1]
+        del self._empty[first:]
         return blocks
 
     # ---------------------------------------------------------------- release
@@ -259,10 +261,13 @@ class BlockSlotPool:
             return
         blocks = slots // self.block_size
         bits = self._bits[slots - blocks * self.block_size]
-        assert self._are_taken(slots, blocks, bits), "slots released twice"
+        assert (self._mask_array[blocks] & bits).all(), "slots released twice"
         np.subtract.at(self._mask_array, blocks, bits)
+        left = self._mask_array[blocks]
+        # A bit is still there if it was subtracted twice: that borrows from those above it.
+        assert not (left & bits).any(), "slots released twice at once"
         self._num_free += len(slots)
-        emptied = blocks[self._mask_array[blocks] == 0]
+        emptied = blocks[left == 0]
         if len(emptied):
             emptied = self._distinct(emptied)
             self._empty.frombytes(emptied[::-1].tobytes())
@@ -276,17 +281,11 @@ class BlockSlotPool:
         self._rt.stop(owner)
         self._be.stop(owner)
 
-    def _are_taken(self, slots: Int32Array, blocks: Int32Array, bits: UInt16Array) -> bool:
-        """Whether all these are taken, and different."""
-        return bool((self._mask_array[blocks] & bits).all()) and len(self._distinct(slots)) == len(
-            slots
-        )
-
-    def _distinct(self, values: Int32Array) -> Int32Array:
-        """Return values below num_slots once each, in order (of the last time each occurs)."""
-        places = np.arange(len(values), dtype=np.int32)
-        self._scratch[values] = places
-        distinct: Int32Array = values[self._scratch[values] == places]
+    def _distinct(self, blocks: Int32Array) -> Int32Array:
+        """Return blocks once each, in order (of the last time each occurs)."""
+        places = np.arange(len(blocks), dtype=np.int32)
+        self._scratch[blocks] = places
+        distinct: Int32Array = blocks[self._scratch[blocks] == places]
         return distinct
 
     def _end(self, request_class: RequestClass) -> BlockEnd:
