@@ -24,7 +24,10 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 
-_INT32_LIMIT = 2**31
+_INT32_LIMIT = 2**30
+"""Sums below it leave room for a newcomer's tokens as well."""
+_SPARE = 8
+"""Newcomers for whom there is room at the start."""
 
 
 def peak_memory(base: IntArray, rest: IntArray) -> IntArray:
@@ -61,7 +64,7 @@ def base_with_shared(
     users = np.concatenate([users for _, users in shared])
     twice = np.bincount(users, np.repeat(counts, sizes), num_requests).astype(np.int64)
     # Who stays longest: the largest of rest and index in one number.
-    stays = rest[:, users] * num_requests + users
+    stays = rest[:, users].astype(np.int64) * num_requests + users
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
     longest = np.maximum.reduceat(stays, starts, axis=1) % num_requests
     longest += np.arange(num_futures)[:, None] * num_requests
@@ -71,119 +74,143 @@ def base_with_shared(
     return result
 
 
+class WithNewcomer(NamedTuple):
+    """The futures with one more request; what `FutureMemory.add` needs to let it join."""
+
+    peaks: IntArray
+    """M* of each future, int64 [num_futures]."""
+    num_tokens: int
+    """That the newcomer holds, shared or not."""
+    rest: IntArray
+    """Those it is still to generate, int64 [num_futures]."""
+    is_alive: npt.NDArray[np.bool_]
+    """Whether the newcomer still lives at each moment, bool [num_futures, n]."""
+    brings: IntArray | int
+    """What it then holds of what nobody else does, [num_futures, n]."""
+    grown: IntArray
+    """What is needed at each moment, the newcomer included, the same."""
+    held: IntArray
+    """By those who live at the newcomer's own end, without growth, int64 [num_futures]."""
+    needed: IntArray
+    """By those, with growth, int64 [num_futures]."""
+
+
 class FutureMemory:
-    """The sorted futures of a batch; one more request costs O(num_futures * n) without a sort."""
+    """The futures of a batch as moments, one for each request: when it ends, and what is needed.
+
+    One sort at the start. One more request, whether it is asked about or joins, costs a few
+    passes over [num_futures, n]: its own moment is one more, and it counts at all earlier ones.
+    """
 
     def __init__(self, base: IntArray, rest: IntArray) -> None:
         """`base` is int64 [n], or [num_futures, n] where tokens are shared; `rest` the latter."""
-        num_requests = rest.shape[1]
+        num_futures, num_requests = rest.shape
+        self._num_requests: int = num_requests
         longest = int(rest.max(initial=0))
-        self._bound = int(base.sum(axis=-1).max())
-        kind = self._narrowest(longest, num_requests)
         # Value and index in one number: sorting plain integers is several times faster.
         index_bits = num_requests.bit_length()
-        fits = (longest + 1) << index_bits < _INT32_LIMIT
-        packed = (longest - rest).astype(np.int32 if fits else np.int64)
+        fits = (longest + 1) << index_bits < 2 * _INT32_LIMIT
+        packed = rest.astype(np.int32 if fits else np.int64, order="C")
+        np.subtract(longest, packed, out=packed)
         np.left_shift(packed, index_bits, out=packed)
         np.bitwise_or(packed, np.arange(num_requests, dtype=packed.dtype), out=packed)
         packed.sort(axis=1)
         order = packed & ((1 << index_bits) - 1)
-        sorted_base = base[order] if base.ndim == 1 else np.take_along_axis(base, order, axis=1)
-        self._held = sorted_base.cumsum(axis=1, dtype=kind)
         np.right_shift(packed, index_bits, out=packed)
-        self._rest = (longest - packed).astype(kind, copy=False)
-        self._index()
+        self._longest = longest
+        self._bound = int(base.sum(axis=-1).max())
+        """No less than all that is held, in any future."""
+        self._moments = np.empty((3, num_futures, num_requests + _SPARE), self._narrowest())
+        """In how many steps a request ends; what those who then live hold now; what they need."""
+        ends, held, needed = self._moments[..., :num_requests]
+        np.subtract(longest, packed, out=ends)
+        base = base.astype(held.dtype)
+        base = base.take(order) if base.ndim == 1 else np.take_along_axis(base, order, axis=1)
+        base.cumsum(axis=1, dtype=held.dtype, out=held)
+        np.multiply(ends, np.arange(1, num_requests + 1, dtype=held.dtype), out=needed)
+        needed += held
+        self._ends_at_peak: IntArray | None = None
+        self._peaks: IntArray = needed.max(axis=1, initial=0).astype(np.int64)
 
-    def _narrowest(self, longest: int, num_requests: int) -> type[np.signedinteger[Any]]:
+    def _narrowest(self) -> type[np.signedinteger[Any]]:
         """Return a type that holds every sum; half the bytes are nearly half the time."""
-        return np.int32 if self._bound + longest * (num_requests + 2) < _INT32_LIMIT else np.int64
+        most = self._bound + self._longest * (self._num_requests + 2)
+        return np.int32 if most < _INT32_LIMIT else np.int64
 
     @property
     def num_requests(self) -> int:
         """Size of the batch."""
-        return int(self._rest.shape[1])
+        return self._num_requests
 
     @property
     def peaks(self) -> IntArray:
         """M* of each future, int64 [num_futures]; 0 for an empty batch."""
         return self._peaks
 
-    def _index(self) -> None:
-        """Prepare the prefix and suffix maxima that `peaks_with` needs."""
-        num_futures, num_requests = self._rest.shape
-        kind = self._rest.dtype
-        self._prefix_max = np.zeros((num_futures, num_requests + 1), dtype=kind)
-        self._suffix_max = np.zeros_like(self._prefix_max)
-        self._held_before = np.zeros_like(self._prefix_max)
-        self._held_before[:, 1:] = self._held
-        peaks = self._rest * np.arange(1, num_requests + 1, dtype=kind)
-        peaks += self._held
-        np.maximum.accumulate(peaks, axis=1, out=self._prefix_max[:, 1:])
-        peaks += self._rest  # with one more request among those before it
-        self._with_one_more = peaks
-        np.maximum.accumulate(peaks[:, ::-1], axis=1, out=self._suffix_max[:, -2::-1])
-        self._peaks: IntArray = self._prefix_max[:, -1].astype(np.int64)
+    def peaks_at_least(self, base: int, rest: IntArray) -> IntArray:
+        """Return a lower bound of `with_newcomer(base, rest).peaks` for much less work.
 
-    def peaks_with(
+        It looks at one moment of each future: that of the peak without the newcomer.
+        """
+        if self._ends_at_peak is None:
+            ends, _, needed = self._moments[..., : self._num_requests]
+            column = needed.argmax(axis=1)[:, None]
+            self._ends_at_peak = np.take_along_axis(ends, column, axis=1)[:, 0].astype(np.int64)
+        grown = self._ends_at_peak + base
+        grown *= self._ends_at_peak < rest
+        grown += self._peaks
+        return grown
+
+    def with_newcomer(
         self, base: int, rest: IntArray, shared: Sequence[SharedTokens] = ()
-    ) -> IntArray:
-        """Return M* of each future if one more request joined, int64 [num_futures].
+    ) -> WithNewcomer:
+        """Return what one more request would come to.
 
         Args:
             base: tokens that it alone holds.
             rest: tokens still to come, int64 [num_futures].
             shared: what else it holds, together with others.
         """
-        rank = (self._rest >= rest[:, None]).sum(axis=1)
-        futures = np.arange(len(rest))
-        own = self._held_before[futures, rank].astype(np.int64) + base + rest * (rank + 1)
+        # Masks are multiplied by: several times faster than choosing by them.
+        ends, held, needed = self._moments[..., : self._num_requests]
+        is_alive = ends < rest.astype(ends.dtype)[:, None]
+        rank = self._num_requests + 1 - is_alive.sum(axis=1)
+        own_held = (held * ~is_alive).max(axis=1, initial=0).astype(np.int64) + base
+        brings: IntArray | int = base
         if shared:
-            own += _inherited(shared, rest[:, None])[:, 0]
-            behind = self._with_one_more + _inherited(shared, self._rest)
-            is_behind = np.arange(self.num_requests) >= rank[:, None]
-            behind = behind.max(axis=1, where=is_behind, initial=0)
-        else:
-            behind = self._suffix_max[futures, rank].astype(np.int64)
-        behind = np.where(rank < self.num_requests, behind + base, 0)
-        result: IntArray = np.maximum(np.maximum(self._prefix_max[futures, rank], own), behind)
-        return result
+            brings = _inherited(shared, ends) + base
+            own_held += _inherited(shared, rest[:, None])[:, 0]
+        own_needed = own_held + rest * rank
+        grown = (ends + brings) * is_alive
+        grown += needed
+        peaks = np.maximum(grown.max(axis=1, initial=0), own_needed)
+        num_tokens = base + sum(part.num_tokens for part in shared)
+        return WithNewcomer(peaks, num_tokens, rest, is_alive, brings, grown, own_held, own_needed)
 
-    def add(self, base: int, rest: IntArray, shared: Sequence[SharedTokens] = ()) -> None:
-        """Let one more request join for good; see `peaks_with`."""
-        num_futures, num_requests = self._rest.shape
-        self._bound += base + sum(part.num_tokens for part in shared)
-        longest = max(int(rest.max()), int(self._rest.max(initial=0)))
-        kind = self._narrowest(longest, num_requests + 1)
-        rank = (self._rest >= rest[:, None]).sum(axis=1)
-        is_before = np.arange(num_requests + 1) < rank[:, None]
-        futures = np.arange(num_futures)
-        held_before = self._held_before[futures, rank]
-        new_rest = _spread(self._rest, self._rest, is_before)
-        new_rest[futures, rank] = rest
-        behind = self._held + kind(base)
-        if shared:
-            behind += _inherited(shared, self._rest).astype(kind)
-            held_before = held_before + _inherited(shared, rest[:, None])[:, 0]
-        held = _spread(self._held, behind, is_before)
-        held[futures, rank] = held_before + base
-        self._held, self._rest = held, new_rest
-        self._index()
+    def add(self, newcomer: WithNewcomer) -> None:
+        """Let a request join for good, about which this was asked since anybody joined."""
+        num_requests, size = self._num_requests, self._moments.shape[2]
+        self._bound += newcomer.num_tokens
+        self._longest = max(self._longest, int(newcomer.rest.max()))
+        self._num_requests += 1
+        if num_requests == size or self._moments.dtype != self._narrowest():
+            larger = np.empty((*self._moments.shape[:2], size + _SPARE), self._narrowest())
+            larger[..., :num_requests] = self._moments[..., :num_requests]
+            self._moments = larger
+        _, held, needed = self._moments[..., :num_requests]
+        held += newcomer.is_alive * newcomer.brings
+        needed[:] = newcomer.grown
+        self._moments[..., num_requests] = newcomer.rest, newcomer.held, newcomer.needed
+        self._peaks, self._ends_at_peak = newcomer.peaks, None
 
 
 def _inherited(shared: Sequence[SharedTokens], steps: IntArray) -> IntArray:
     """Return how many shared tokens nobody else holds any more after so many steps.
 
-    `steps` and the result are int64 [num_futures, n].
+    `steps` and the result are integers [num_futures, n].
     """
-    total: IntArray = np.zeros(steps.shape, dtype=np.int64)
+    total: IntArray = np.zeros(steps.shape, dtype=steps.dtype)
     for part in shared:
-        total += part.num_tokens * (part.held_for[:, None] < steps)
+        is_held = part.held_for.astype(steps.dtype)[:, None] >= steps
+        total += ~is_held * steps.dtype.type(part.num_tokens)
     return total
-
-
-def _spread(before: IntArray, behind: IntArray, is_before: npt.NDArray[np.bool_]) -> IntArray:
-    """Return rows one longer: `before` where it says so, else `behind`, one place later."""
-    padding = np.zeros((len(before), 1), dtype=before.dtype)
-    kept = np.concatenate([before, padding], axis=1)
-    moved = np.concatenate([padding, behind], axis=1)
-    return np.where(is_before, kept, moved)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
+LengthArray = npt.NDArray[np.int32]
 
 DEFAULT_WINDOW = 1000
 NUM_PRIOR_LENGTHS = 20
@@ -27,8 +28,10 @@ SHRINKAGE = 50.0
 """A key with this many lengths of its own is drawn from half of the time."""
 MAX_KEYS = 1024
 AVERAGE_WEIGHT = 0.01
-MAX_LAG = 16
+MAX_LAG = 32
 """Pooled lengths that a key's mixture may lag behind: making one takes a sort."""
+OWN_LAG = 1 / 128
+"""The key's own, as a share of them."""
 _TABLE_SIZE = 1024
 _ROW_OFFSET = 1 << 40
 """More than any length."""
@@ -62,6 +65,8 @@ class _Row:
     index: int
     num_own: int = -1
     num_pooled: int = 0
+    is_fresh_at: int = -1
+    """How many lengths were recorded when it was last found fresh enough."""
 
 
 class OutputLengths:
@@ -73,7 +78,10 @@ class OutputLengths:
         self._by_key: OrderedDict[Hashable, _Window] = OrderedDict()
         self._rows: dict[Hashable, _Row] = {}
         """By key, None for those without a history."""
-        self._quantiles: IntArray = _empty_rows(0, 4)
+        self._lengths: LengthArray = np.zeros((4, _TABLE_SIZE), dtype=np.int32)
+        """Of each row equally likely ones, ascending."""
+        self._raised: IntArray = _empty_rows(0, 4)
+        """The same, those of a row raised by its index times `_ROW_OFFSET`: one search in all."""
         self._free_rows = list(range(4))
         prior = np.geomspace(1, max(1, max_output_tokens), NUM_PRIOR_LENGTHS)
         self._prior: IntArray = np.rint(prior).astype(np.int64)
@@ -110,44 +118,66 @@ class OutputLengths:
         max_tokens: IntArray,
         uniforms: FloatArray,
         keys: Sequence[Hashable] | None = None,
-    ) -> IntArray:
-        """Return output lengths drawn from P(l | l > generated), int64 [n, num_futures].
+    ) -> LengthArray:
+        """Return output lengths drawn from P(l | l > generated), int32 [n, num_futures].
 
         Args:
             generated: tokens each request has, int64 [n].
             max_tokens: its limit, > generated, int64 [n]; samples are cut there.
-            uniforms: in [0, 1), float64 [n, num_futures]; larger means longer.
+            uniforms: in [0, 1), float64 or float32 [n, num_futures]; larger means longer.
             keys: prediction key of each request; None or unknown keys draw from the pool.
         """
         if keys is None or not self._by_key:
             table = self._pooled_table()
-            return _draw(table, 0, generated, max_tokens, uniforms)
-        row_of = {key: self._row_of(key) for key in dict.fromkeys(keys)}
-        rows = np.fromiter(map(row_of.__getitem__, keys), np.int64, len(keys))
-        return _draw(self._quantiles.ravel(), rows, generated, max_tokens, uniforms)
+            first = np.searchsorted(table, generated, side="right")
+            num_left = len(table) - first
+            lengths = table.astype(np.int32)
+        else:
+            row_of = {key: self._row_of(key) for key in dict.fromkeys(keys)}
+            rows = np.array([row_of[key] for key in keys], dtype=np.int64)
+            raised = generated + rows * _ROW_OFFSET
+            first = np.searchsorted(self._raised.ravel(), raised, side="right")
+            num_left = (rows + 1) * _TABLE_SIZE - first
+            lengths = self._lengths.ravel()
+        chosen = _choose(lengths, first, num_left, uniforms)
+        # Longer than anything seen: log-uniform up to the limit.
+        beyond = num_left == 0
+        if beyond.any():
+            low = generated[beyond, None] + 1.0
+            ratio = np.maximum(max_tokens[beyond, None] / low, 1.0)
+            chosen[beyond] = (low * ratio ** uniforms[beyond]).astype(np.int32)
+        np.maximum(chosen, (generated + 1).astype(np.int32)[:, None], out=chosen)
+        np.minimum(chosen, max_tokens.astype(np.int32)[:, None], out=chosen)
+        return chosen
 
     def _row_of(self, key: Hashable) -> int:
-        """Return the row of `_quantiles` that holds a key's distribution as it is now."""
+        """Return the row of `_quantiles` that holds a key's distribution about as it is now."""
+        row = self._rows.get(key)
+        if row is not None and row.is_fresh_at == self._pooled.num_added:
+            return row.index
         own = self._by_key.get(key)
         if own is None:
             key = None
         row = self._rows.get(key)
         if row is None:
             row = self._rows[key] = _Row(self._new_row())
-        num_own = 0 if own is None else own.num_added
+        row.is_fresh_at = self._pooled.num_added
+        num_own, max_own_lag = (0, 0.0) if own is None else (own.num_added, OWN_LAG * len(own))
         lag = self._pooled.num_added - row.num_pooled
-        if row.num_own != num_own or lag > min(MAX_LAG, row.num_pooled // 4):
+        if num_own - row.num_own > max_own_lag or lag > min(MAX_LAG, row.num_pooled // 4):
             row.num_own, row.num_pooled = num_own, self._pooled.num_added
             share = 0.0 if own is None else len(own) / (len(own) + SHRINKAGE)
             lengths = np.empty(0, dtype=np.int64) if own is None else own.sorted
             mixture = _mix(lengths, self._pooled_table(), share)
-            self._quantiles[row.index] = mixture + row.index * _ROW_OFFSET
+            self._lengths[row.index] = mixture
+            self._raised[row.index] = mixture + row.index * _ROW_OFFSET
         return row.index
 
     def _new_row(self) -> int:
         if not self._free_rows:
-            size = len(self._quantiles)
-            self._quantiles = np.concatenate([self._quantiles, _empty_rows(size, size)])
+            size = len(self._lengths)
+            self._lengths = np.concatenate([self._lengths, np.zeros_like(self._lengths)])
+            self._raised = np.concatenate([self._raised, _empty_rows(size, size)])
             self._free_rows.extend(range(size, 2 * size))
         return self._free_rows.pop()
 
@@ -158,41 +188,18 @@ class OutputLengths:
 
 
 def _empty_rows(first: int, count: int) -> IntArray:
-    """Return rows of `_quantiles` that hold nothing yet, int64 [count, _TABLE_SIZE]."""
+    """Return rows of `_raised` that hold nothing yet, int64 [count, _TABLE_SIZE]."""
     offsets = np.arange(first, first + count, dtype=np.int64) * _ROW_OFFSET
     return np.repeat(offsets[:, None], _TABLE_SIZE, axis=1)
 
 
-def _draw(
-    table: IntArray,
-    rows: IntArray | int,
-    generated: IntArray,
-    max_tokens: IntArray,
-    uniforms: FloatArray,
-) -> IntArray:
-    """Invert the conditional distributions.
-
-    `table` holds equally likely lengths, sorted, int64 [num_rows * size]: request i draws from
-    row rows[i], whose lengths are offset by rows[i] * _ROW_OFFSET, so that one search finds all.
-    With `rows` 0 the whole of it is one row.
-    """
-    offset = rows * _ROW_OFFSET
-    first = np.searchsorted(table, generated + offset, side="right")
-    end = len(table) if isinstance(rows, int) else (rows + 1) * _TABLE_SIZE
-    num_left = end - first
-    index = (num_left[:, None] * uniforms).astype(np.int64)
-    index += first[:, None]
-    lengths = table.take(index, mode="clip")
-    if not isinstance(rows, int):
-        lengths -= rows[:, None] * _ROW_OFFSET
-    # Longer than anything seen: log-uniform up to the limit.
-    beyond = num_left == 0
-    if beyond.any():
-        low = generated[beyond, None] + 1.0
-        ratio = np.maximum(max_tokens[beyond, None] / low, 1.0)
-        lengths[beyond] = (low * ratio ** uniforms[beyond]).astype(np.int64)
-    result: IntArray = np.clip(lengths, generated[:, None] + 1, max_tokens[:, None], out=lengths)
-    return result
+def _choose(
+    lengths: LengthArray, first: IntArray, num_left: IntArray, uniforms: FloatArray
+) -> LengthArray:
+    """Return one of the `num_left` lengths from `first` on by each uniform number, int32."""
+    index = (num_left.astype(uniforms.dtype)[:, None] * uniforms).astype(np.int32)
+    index += first.astype(np.int32)[:, None]
+    return lengths.take(index, mode="clip")
 
 
 def _mix(own: IntArray, pooled: IntArray, own_share: float) -> IntArray:

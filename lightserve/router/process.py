@@ -8,6 +8,7 @@ the next message, the next planned moment or the next status beat.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import time
 from dataclasses import dataclass, field
@@ -77,6 +78,9 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
         spec.workers_address, send_type=RouterToWorker, recv_type=WorkerToRouter
     )
     core = make_core(spec.config, max_model_len=max_model_len)
+    # What was built so far lives as long as the process: the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
     control.send(ChildReady())
     RouterProcess(spec, core, frontends, workers, control).serve()
     return 0

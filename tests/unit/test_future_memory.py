@@ -47,14 +47,28 @@ def test_one_more_request_without_sorting(
     memory = FutureMemory(np.array(base), np.array([rest, rest[::-1]]))
     mirrored = rest[::-1]
     for held, left in newcomers:
-        asked = memory.peaks_with(held, np.array([left, left + 1]))
+        at_least = memory.peaks_at_least(held, np.array([left, left + 1]))
+        asked = memory.with_newcomer(held, np.array([left, left + 1]))
         base, rest, mirrored = [*base, held], [*rest, left], [*mirrored, left + 1]
-        assert asked.tolist() == [brute_force_peak(base, rest), brute_force_peak(base, mirrored)]
-        memory.add(held, np.array([left, left + 1]))
-        assert memory.peaks.tolist() == asked.tolist()
+        expected = [brute_force_peak(base, rest), brute_force_peak(base, mirrored)]
+        assert asked.peaks.tolist() == expected
+        assert (memory.peaks <= at_least).all() and (at_least <= asked.peaks).all()
+        memory.add(asked)
+        assert memory.peaks.tolist() == expected
 
 
 def test_empty_batch() -> None:
     memory = FutureMemory(np.empty(0, dtype=np.int64), np.empty((3, 0), dtype=np.int64))
     assert memory.peaks.tolist() == [0, 0, 0]
-    assert memory.peaks_with(5, np.array([1, 2, 3])).tolist() == [6, 7, 8]
+    assert memory.with_newcomer(5, np.array([1, 2, 3])).peaks.tolist() == [6, 7, 8]
+
+
+def test_sums_beyond_32_bits() -> None:
+    """Half of them before anybody joins, the others by newcomers."""
+    base, rest = [2**29, 2**29 + 5, 7], [3, 9, 100]
+    memory = FutureMemory(np.array(base), np.array([rest]))
+    for held, left in [(2**29, 50), (2**30 - 1, 2), (2**29, 2000)] * 3:
+        asked = memory.with_newcomer(held, np.array([left]))
+        base, rest = [*base, held], [*rest, left]
+        assert asked.peaks.tolist() == [brute_force_peak(base, rest)]
+        memory.add(asked)

@@ -92,3 +92,32 @@ def test_larger_uniforms_mean_longer_outputs() -> None:
     uniforms = np.linspace(0, 1, 50, endpoint=False)[None, :].repeat(3, axis=0)
     samples = lengths.sample(np.array([0, 100, 800]), np.array([4096] * 3), uniforms, [0, 1, 2])
     assert (np.diff(samples, axis=1) >= 0).all()
+
+
+@pytest.mark.parametrize("num_own", [10, 320, 1000])
+def test_samples_lag_behind_their_key_by_a_share_of_it_at_most(num_own: int) -> None:
+    """Everybody said 10 so far, now this key says 500."""
+    lengths = OutputLengths(max_output_tokens=4096)
+    for _ in range(num_own):
+        lengths.record(10, key="k")
+    for _ in range(1000 - num_own):
+        lengths.record(10)
+    assert set(draw(lengths, 0, key="k").tolist()) == {10}
+    num_new = num_own // 128 + 1
+    for _ in range(num_new):
+        lengths.record(500, key="k")
+    share = (draw(lengths, 0, key="k") == 500).mean()
+    num_own = min(1000, num_own + num_new)
+    weight = num_own / (num_own + 50)
+    expected = weight * num_new / num_own + (1 - weight) * num_new / 1000
+    assert share == pytest.approx(expected, abs=0.005)
+
+
+def test_samples_lag_behind_the_pool_by_32_lengths_at_most() -> None:
+    lengths = OutputLengths(max_output_tokens=4096)
+    for _ in range(1000):
+        lengths.record(10, key="k")
+    assert set(draw(lengths, 0, key="unknown").tolist()) == {10}
+    for _ in range(33):
+        lengths.record(500)
+    assert (draw(lengths, 0, key="unknown") == 500).mean() == pytest.approx(0.033, abs=0.005)

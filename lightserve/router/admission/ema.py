@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from lightserve.router.admission.base import PoolView
-from lightserve.router.admission.peak import PeakAdmission, PeakRound, num_generated
+from lightserve.router.admission.peak import PeakAdmission, PeakRound, nums_generated
 from lightserve.router.admission.sharing import SharedPrefixes
 from lightserve.router.future_memory import IntArray
 from lightserve.router.output_lengths import OutputLengths
@@ -41,7 +41,7 @@ class EmaAdmission(PeakAdmission):
             max_tokens = np.fromiter((r.admission_limit for r in requests), np.int64, count)
             if is_busy:
                 return max_tokens[:, None]
-            generated = np.fromiter(map(num_generated, requests), np.int64, count)
+            generated = nums_generated(requests)
             guess = np.maximum(np.ceil(GROWTH * generated), self._lengths.average)
             lengths: IntArray = np.clip(guess.astype(np.int64), generated + 1, max_tokens)
             return lengths[:, None]

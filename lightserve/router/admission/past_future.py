@@ -11,9 +11,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from lightserve.router.admission.base import PoolView
-from lightserve.router.admission.peak import PeakAdmission, PeakRound, num_generated
-from lightserve.router.future_memory import IntArray
-from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.admission.peak import PeakAdmission, PeakRound, nums_generated
+from lightserve.router.output_lengths import LengthArray, OutputLengths
 from lightserve.router.request import Request
 from lightserve.types import StepId
 
@@ -42,9 +41,9 @@ class PastFutureAdmission(PeakAdmission):
         limit = int(pool.num_slots * (1.0 - self._reserve))
         num_futures = min(self._samples, SMALL_BATCH // max(1, len(live)) + 1)
 
-        def sample(requests: Sequence[Request]) -> IntArray:
+        def sample(requests: Sequence[Request]) -> LengthArray:
             count = len(requests)
-            generated = np.fromiter(map(num_generated, requests), np.int64, count)
+            generated = nums_generated(requests)
             max_tokens = np.fromiter((r.admission_limit for r in requests), np.int64, count)
             uniforms = rng.random((count, num_futures))
             keys = [request.prediction_key for request in requests]

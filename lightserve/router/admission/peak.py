@@ -14,8 +14,10 @@ what it did not share before (`PoolView.lease_version`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lightserve.router.admission.sharing import SharedPrefixes
 from lightserve.router.future_memory import (
@@ -27,8 +29,8 @@ from lightserve.router.future_memory import (
 from lightserve.router.kv.prefix_node import PrefixNode
 from lightserve.router.request import Request
 
-OutputSampler = Callable[[Sequence[Request]], IntArray]
-"""Total output lengths of requests, int64 [n, num_futures], each above what is generated."""
+OutputSampler = Callable[[Sequence[Request]], npt.NDArray[np.signedinteger[Any]]]
+"""Total output lengths of requests, [n, num_futures], each above what is generated."""
 
 PeakBound = Callable[[IntArray, Request], int]
 """The peak to reckon with, of these (int64 [num_futures]) that a newcomer leads to."""
@@ -37,6 +39,13 @@ PeakBound = Callable[[IntArray, Request], int]
 def num_generated(request: Request) -> int:
     """Output tokens a request has or is about to have."""
     return len(request.output_token_ids) + request.num_inflight_samples
+
+
+def nums_generated(requests: Sequence[Request]) -> IntArray:
+    """Return that of each request, int64 [n]."""
+    # Spelt out: a call for each is most of the time that a small forecast takes.
+    counts = [len(r.output_token_ids) + r.num_inflight_samples for r in requests]
+    return np.array(counts, dtype=np.int64)
 
 
 class PeakAdmission:
@@ -83,11 +92,17 @@ class PeakRound:
         rest = self._sample([request])[0] - num_generated(request)
         shared = self._shared_tokens(request)
         base = request.num_known_tokens - sum(part.num_tokens for part in shared)
-        peak = self._bound(self._memory.peaks_with(base, rest, shared), request)
+        if self._memory.num_requests > 0:
+            peak = self._bound(self._memory.peaks_at_least(base, rest), request)
+            if peak > self._limit:
+                self._refused[request] = peak - self._limit
+                return False
+        newcomer = self._memory.with_newcomer(base, rest, shared)
+        peak = self._bound(newcomer.peaks, request)
         if peak > self._limit and self._memory.num_requests > 0:
             self._refused[request] = peak - self._limit
             return False
-        self._memory.add(base, rest, shared)
+        self._memory.add(newcomer)
         self._shared.add(request)
         self._rests.append(rest)
         self._held_for.clear()
@@ -103,10 +118,11 @@ class PeakRound:
         return self._refused.get(request, 1) - 1 if self._is_steady else 0
 
     def _forecast(self) -> FutureMemory:
-        count = len(self._live)
-        base = np.fromiter((request.num_known_tokens for request in self._live), np.int64, count)
-        generated = np.fromiter(map(num_generated, self._live), np.int64, count)
-        rest = np.maximum(self._sample(self._live) - generated[:, None], 0)
+        generated = nums_generated(self._live)
+        prompts = np.array([request.num_prompt_tokens for request in self._live], dtype=np.int64)
+        base = prompts + generated
+        lengths = self._sample(self._live)
+        rest = np.maximum(lengths - generated.astype(lengths.dtype)[:, None], 0)
         self._rests = list(rest)
         if held := self._shared.held_by_several():
             shared = [(part.num_tokens, part.holders) for part in held]

@@ -21,9 +21,9 @@ from statistics import NormalDist
 import numpy as np
 
 from lightserve.router.admission.base import PoolView
-from lightserve.router.admission.peak import PeakAdmission, PeakRound, num_generated
+from lightserve.router.admission.peak import PeakAdmission, PeakRound, num_generated, nums_generated
 from lightserve.router.future_memory import IntArray
-from lightserve.router.output_lengths import FloatArray, OutputLengths
+from lightserve.router.output_lengths import FloatArray, LengthArray, OutputLengths
 from lightserve.router.request import Request
 from lightserve.types import RequestClass, StepId
 
@@ -166,9 +166,9 @@ class RiskAdmission(PeakAdmission):
         forecast = PeakRound(live, self._sample, quantile, pool.num_slots, self)
         return RiskRound(forecast, self._refusals)
 
-    def _sample(self, requests: Sequence[Request]) -> IntArray:
+    def _sample(self, requests: Sequence[Request]) -> LengthArray:
         count = len(requests)
-        generated = np.fromiter(map(num_generated, requests), np.int64, count)
+        generated = nums_generated(requests)
         max_tokens = np.fromiter((r.admission_limit for r in requests), np.int64, count)
         numbers = np.fromiter((request.arrival_number for request in requests), np.int64, count)
         uniforms = self._tilt()[numbers % _TABLE_ROWS]
