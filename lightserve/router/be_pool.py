@@ -117,10 +117,12 @@ class BEPool:
         """Return those whose prompts begin with resident tokens, most tokens first."""
         wanted_bucket = _bucket_of(round(context_len))
         found: list[_Shared] = []
-        for (bucket, salt), tree in self._trees.items():
+        places = sorted(self._trees, key=lambda place: abs(place[0] - wanted_bucket))
+        for bucket, salt in places:
             root = resident.root((salt,))
             if root is not None:
-                _walk(tree.root, root, bucket, found)
+                tree = self._trees[bucket, salt]
+                found += _walk(tree.root, root, bucket, MAX_VISITS - len(found))
         found.sort(key=lambda share: (-share.num_tokens, abs(share.bucket - wanted_bucket)))
         requests: dict[Request, None] = {}
         for share in found:
@@ -131,31 +133,32 @@ class BEPool:
         return list(requests)
 
 
-def _walk(prompts: PromptNode, resident: PrefixNode, bucket: int, found: list[_Shared]) -> None:
-    """Walk both trees where they agree; note each subtree of prompts with what all of it shares."""
+def _walk(prompts: PromptNode, resident: PrefixNode, bucket: int, max_visits: int) -> list[_Shared]:
+    """Walk both trees where they agree; return subtrees of prompts with what all of each shares.
+
+    At most `max_visits`, each node before those below it.
+    """
+    found: list[_Shared] = []
     stack = [(prompts, resident, 0, 0)]  # node and node, tokens into `resident`, shared so far
-    num_visits = 0
-    while stack and num_visits < MAX_VISITS:
+    while stack and len(found) < max_visits:
         node, cached, offset, shared = stack.pop()
-        if shared:
-            found.append(_Shared(shared, bucket, node))  # the longer shares of some come first
-        for child in _matching(node, cached, offset):
-            num_visits += 1
+        children = _matching(node, cached, offset)
+        for child in itertools.islice(children, max_visits - len(found)):
             length, at, into = _descend(child.tokens, cached, offset)
+            found.append(_Shared(shared + length, bucket, child))
             if length == len(child.tokens):
                 stack.append((child, at, into, shared + length))
-            else:
-                found.append(_Shared(shared + length, bucket, child))
+    return found
 
 
-def _matching(node: PromptNode, cached: PrefixNode, offset: int) -> list[PromptNode]:
-    """Return the children of a prompt node whose first token is resident right there."""
+def _matching(node: PromptNode, cached: PrefixNode, offset: int) -> Iterator[PromptNode]:
+    """Iterate over the children of a prompt node whose first token is resident right there."""
     if offset < len(cached.tokens):
         child = node.children.get(int(cached.tokens[offset]))
-        return [] if child is None else [child]
+        return iter(() if child is None else (child,))
     if len(cached.residents) < len(node.children):
-        return [node.children[token] for token in cached.residents if token in node.children]
-    return [child for token, child in node.children.items() if token in cached.residents]
+        return (node.children[token] for token in cached.residents if token in node.children)
+    return (child for token, child in node.children.items() if token in cached.residents)
 
 
 def _descend(tokens: Int32Array, cached: PrefixNode, offset: int) -> tuple[int, PrefixNode, int]:

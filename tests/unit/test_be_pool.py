@@ -10,7 +10,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lightserve.router.be_pool import MIN_IN_FLIGHT_TOKENS, BEPool, prefix_in_flight
+from lightserve.messages.common import Int32Array
+from lightserve.router.be_pool import (
+    MAX_VISITS,
+    MIN_IN_FLIGHT_TOKENS,
+    BEPool,
+    _descend,
+    prefix_in_flight,
+)
+from lightserve.router.kv.prefix_node import PrefixNode
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.policies.base import MAX_OVERTAKEN
 from lightserve.router.queues import WaitingQueue
@@ -139,6 +147,26 @@ def test_the_oldest_is_overtaken_64_times_at_most() -> None:
         order.append(request.arrival_number)
     assert order.index(0) <= MAX_OVERTAKEN
     assert order[0] == 1, "sharing goes first"
+
+
+def test_an_answer_looks_at_few_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many prompts share something, however many buckets there are."""
+    pool, tree = BEPool(), PrefixTree()
+    for number in range(2 * MAX_VISITS):
+        tokens = [number] * (1 + number % 40)
+        pool.append(make_request(number, tokens))
+        resident(tree, tokens)
+    num_visits = 0
+
+    def descend(tokens: Int32Array, cached: PrefixNode, offset: int) -> tuple[int, PrefixNode, int]:
+        nonlocal num_visits
+        num_visits += 1
+        return _descend(tokens, cached, offset)
+
+    monkeypatch.setattr("lightserve.router.be_pool._descend", descend)
+    found = pool.candidates(tree, context_len=30.0, limit=8)
+    assert num_visits == MAX_VISITS
+    assert found[0].num_prompt_tokens == 31, "the longest of the bucket nearest to the context"
 
 
 @pytest.mark.parametrize(
