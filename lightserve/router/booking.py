@@ -14,6 +14,11 @@ from lightserve.router.request import Request, RequestState
 from lightserve.types import RequestClass
 
 
+AHEAD_FACTOR = 4
+"""Tails are copied ahead once less than this many times what is to be clean is free or cached:
+before that nobody will lose anything soon, and the copies would be for nothing."""
+
+
 class StepBooking:
     """Carries out what `StepPlanner` decided, in the order that copies rely on.
 
@@ -95,7 +100,7 @@ class StepBooking:
 
     def _copy_ahead(self, kv: KVStore) -> None:
         """Save tails of the next best-effort victims, paused ones first, while nobody waits."""
-        if kv.options.num_clean_ahead(kv.num_slots) == 0:
+        if kv.num_available > AHEAD_FACTOR * kv.options.num_clean_ahead(kv.num_slots):
             return
         paused = list(self._waiting.paused(RequestClass.BE))[::-1]
         running = [

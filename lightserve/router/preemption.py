@@ -81,6 +81,8 @@ def fit_into_memory(
         is_class_aware: whether a real-time newcomer may take from best-effort requests.
     """
     plan = _Plan(kv, holders, num_free_rows, is_class_aware=is_class_aware)
+    if is_class_aware:
+        plan.make_room_for([part for part in allotments if _runs(part.request)])
     refused: set[RequestClass] = set()
     for part in allotments:
         is_new = not _runs(part.request)
@@ -130,6 +132,17 @@ class _Plan:
             tuple(self._drops),
         )
 
+    def make_room_for(self, parts: Sequence[Allotment]) -> None:
+        """Take from best-effort requests at once what real-time ones among `parts` will miss.
+
+        One by one they would take the same.
+        """
+        real_time = [part for part in parts if part.request.request_class is RequestClass.RT]
+        missing = sum(self._num_slots_for(*part) for part in real_time) - self._num_left
+        if missing > 0:
+            best_effort = [r for r in self._holders if r.request_class is RequestClass.BE]
+            self._take_from(best_effort[::-1], missing, takes_less=True)
+
     def place(self, part: Allotment) -> bool:
         """Add a share, a running prompt's perhaps shorter; whether (some of) it fits."""
         request = part.request
@@ -145,12 +158,15 @@ class _Plan:
 
     def _place_running(self, part: Allotment) -> bool:
         request, num_tokens = part
-        missing = self._num_slots_for(request, num_tokens) - self._num_usable(request)
+        num_slots = self._num_slots_for(request, num_tokens)
+        missing = num_slots - self._num_usable(request)
         if missing > 0:
             self._take_from_juniors(request, missing)
             num_tokens = self._most_tokens(request, num_tokens)
+            num_slots = self._num_slots_for(request, num_tokens)
         if num_tokens > 0:
-            self._book(request, num_tokens)
+            self._placed[request] = (num_tokens, num_slots)
+            self._num_left -= num_slots
         return num_tokens > 0
 
     def _place_newcomer(self, part: Allotment) -> bool:
@@ -167,14 +183,11 @@ class _Plan:
             self._take_from_juniors(request, missing)
         if self._num_slots_for(request, num_tokens) > self._num_usable(request):
             return False
-        self._book(request, num_tokens)
-        self._num_rows -= 1
-        return True
-
-    def _book(self, request: Request, num_tokens: int) -> None:
         num_slots = self._num_slots_for(request, num_tokens)
         self._placed[request] = (num_tokens, num_slots)
         self._num_left -= num_slots
+        self._num_rows -= 1
+        return True
 
     def _has_stopped(self, request: Request) -> bool:
         return request in self._pauses or request in self._drops

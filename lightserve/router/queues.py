@@ -84,6 +84,8 @@ class WaitingQueue:
         if request in (fresh := self._fresh(request.request_class)):
             fresh.admit(request)
             self._count(request, -1)
+            for requeued in self._requeued[request.request_class].values():
+                requeued.num_overtaken += 1
         else:
             self.remove(request)
 
