@@ -116,6 +116,12 @@ class ServeConfig:
         " --tpot-slo-ms.",
         low=0.0,
     )
+    min_ttft_slo_ms: float = option(
+        0.0, "Least target of the time to the first token that a request may ask for.", low=0.0
+    )
+    min_tpot_slo_ms: float = option(
+        0.0, "Least target of times per token, mean or largest, that it may ask for.", low=0.0
+    )
     tp: int = option(1, "Tensor-parallel degree: one worker process per rank.", low=1, high=64)
     dtype: str = option(
         "auto",

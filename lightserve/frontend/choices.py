@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from lightserve.frontend.failures import ClientGone
+from lightserve.frontend.failures import ClientGone, RequestFailed
 from lightserve.frontend.generation import Generation, TextDelta, Usage
 from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.service import Service
@@ -87,6 +87,11 @@ class Choices:
         while not self._news.empty():  # so that there is room
             self._news.get_nowait()
         self._news.put_nowait(ClientGone())
+
+    def end(self, failure: RequestFailed) -> None:
+        """End with a failure those that are not over; `next_news` raises it."""
+        for generation in self.generations:
+            generation.end(failure)
 
     def _indices(self) -> range:
         return range(len(self.generations))

@@ -69,6 +69,19 @@ def router_lost() -> RequestFailed:
     )
 
 
+TIMEOUT = "timeout"
+"""Code of a request that took longer than its own `timeout`."""
+
+
+def timed_out(timeout_s: float) -> RequestFailed:
+    """Return the end of a request that is not done after the time that it gave itself."""
+    return RequestFailed(
+        f"the request was not done after its timeout of {timeout_s:g} seconds",
+        code=TIMEOUT,
+        status=408,
+    )
+
+
 def from_router(error: ErrorCode, retry_after_s: float = 0.0) -> InvalidRequest | RequestFailed:
     """Return what a client is told about an error of the router."""
     match error:
@@ -120,6 +133,8 @@ def error_response(error: InvalidRequest | RequestFailed) -> Response:
     headers = {}
     if isinstance(error, RequestFailed) and error.status in (429, 503):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if error.code == TIMEOUT:
+        headers["x-should-retry"] = "false"  # OpenAI's clients would, and double the time
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(

@@ -89,6 +89,7 @@ class Generation:
             request.request_class,
             arrival_s=request.arrival_s,
             num_prompt_tokens=len(request.prompt_token_ids),
+            slo=request.slo,
         )
         try:
             live = service.router.submit(request)
@@ -108,6 +109,12 @@ class Generation:
         """End it; no effect once it is over."""
         self._metrics.on_abort()
         self._live.abort()
+
+    def end(self, failure: RequestFailed) -> None:
+        """End it with a failure, which `next_delta` raises; no effect once it is over."""
+        if not self._live.is_over:
+            self._metrics.on_failure(failure.code)
+            self._live.end(failure)
 
     async def next_delta(self) -> TextDelta:
         """Wait for news; the last have the finish reason, after which there are no more.

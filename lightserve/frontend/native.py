@@ -46,6 +46,7 @@ from lightserve.frontend.structured_fields import (
     resolve_constraint,
     wish_of_grammar,
 )
+from lightserve.frontend.terms import Priority, Seconds, SLOFields, TermFields, Terms
 from lightserve.types import FinishReason, RequestClass
 
 DEFAULT_MAX_NEW_TOKENS = 100
@@ -70,6 +71,9 @@ class GenerateParameters(StrictModel):
     details: bool | None = None
     decoder_input_details: bool | None = None
     grammar: NativeGrammar | None = None
+    slo: SLOFields | None = None
+    priority: Priority | None = None
+    timeout: Seconds | None = None
 
     def sampling(self) -> tuple[SamplingRequest, SamplingDefaults]:
         """Return what it says about sampling, and what holds where it says nothing."""
@@ -102,6 +106,19 @@ class GenerateRequest(StrictModel):
                 "parameters.decoder_input_details needs details to be true, and /generate",
                 param="parameters.decoder_input_details",
             )
+
+    def terms(self, service: Service, request: Request) -> Terms:
+        """Return the terms of service. Raises InvalidRequest."""
+        parameters = self.parameters or GenerateParameters()
+        fields = TermFields(
+            request_class=RequestClass.RT,
+            slo=parameters.slo,
+            priority=parameters.priority,
+            timeout_s=parameters.timeout,
+            param_prefix="parameters.",
+        )
+        arrival_s: float = request.scope[ARRIVAL_KEY]
+        return fields.resolve(request.headers, service.config, arrival_s=arrival_s)
 
 
 class GenerateShape:
@@ -223,12 +240,13 @@ def native_router(service: Service) -> APIRouter:
     async def respond(request: Request, *, stream: bool) -> Response:
         body = await read_model(request, GenerateRequest)
         body.check(stream=stream)
-        arrival_s: float = request.scope[ARRIVAL_KEY]
+        terms = body.terms(service, request)
 
         async def prepare() -> list[NewRequest]:
-            return await _prepare(service, body, arrival_s)
+            return await _prepare(service, body, terms)
 
-        return GenerationResponse(service, GenerateShape(service, body), prepare, stream=stream)
+        shape = GenerateShape(service, body)
+        return GenerationResponse(service, shape, prepare, terms, stream=stream)
 
     @router.post("/generate")
     async def generate(request: Request) -> Response:
@@ -243,7 +261,7 @@ def native_router(service: Service) -> APIRouter:
     return router
 
 
-async def _prepare(service: Service, body: GenerateRequest, arrival_s: float) -> list[NewRequest]:
+async def _prepare(service: Service, body: GenerateRequest, terms: Terms) -> list[NewRequest]:
     """Encode and resolve. Raises InvalidRequest, RequestFailed."""
     parameters = body.parameters or GenerateParameters()
     sampling, defaults = parameters.sampling()
@@ -268,8 +286,10 @@ async def _prepare(service: Service, body: GenerateRequest, arrival_s: float) ->
             eos_token_ids=eos_token_ids,
             constraint=constraint,
             sampling=sampling.resolve(defaults, vocab_size=service.model.vocab_size),
-            request_class=RequestClass.RT,
-            arrival_s=arrival_s,
+            request_class=terms.request_class,
+            arrival_s=terms.arrival_s,
+            slo=terms.slo,
+            priority=terms.priority,
             stop_strings=tuple(parameters.stop or ()),
             includes_stop=True,  # as TGI does
         )

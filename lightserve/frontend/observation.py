@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull
 from lightserve.frontend.failures import RequestFailed
 from lightserve.messages.metrics import MetricsRequest, MetricsSnapshot, MetricsText
@@ -17,18 +16,9 @@ from lightserve.metrics.catalogue import (
     REQUESTS_IN_FLIGHT,
 )
 from lightserve.metrics.recording import Recorder
-from lightserve.metrics.requests import FrontendMetrics, SloTargets
+from lightserve.metrics.requests import FrontendMetrics
 
 SCRAPE_TIMEOUT_S = 2.0
-_MTPOT_FACTOR = 4.0
-"""Default of the largest gap, in mean times per token (architecture 7)."""
-
-
-def slo_targets(config: ServeConfig) -> SloTargets:
-    """Return what the server promises real-time requests that bring no targets of their own."""
-    mtpot_ms = config.mtpot_slo_ms or _MTPOT_FACTOR * config.tpot_slo_ms
-    targets_ms = (config.ttft_slo_ms, config.tpot_slo_ms, mtpot_ms)
-    return SloTargets(*(value / 1e3 if value > 0.0 else None for value in targets_ms))
 
 
 class Scrapes:
@@ -81,9 +71,9 @@ def _no_answer() -> RequestFailed:
 class Observation:
     """All that a frontend counts."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self) -> None:
         self.recorder = Recorder()
-        self.requests = FrontendMetrics(self.recorder, slo_targets(config))
+        self.requests = FrontendMetrics(self.recorder)
         self.scrapes = Scrapes()
         self.rejects: Counter[str] = Counter()
         """Requests and connections refused before any route, by error code."""

@@ -23,6 +23,7 @@ from lightserve.frontend.native_schemas import GenerateAnswer
 from lightserve.frontend.openai import schemas
 from lightserve.frontend.openai.chat import ChatRequest
 from lightserve.frontend.openai.completions import CompletionRequest
+from lightserve.frontend.terms import header_schemas
 from lightserve.frontend.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -49,6 +50,8 @@ class Operation:
     """Statuses besides those that every path may have."""
     unavailable: bool = False
     """Whether the answer's shape also comes with a 503."""
+    takes_targets: bool = False
+    """Whether targets may come in headers."""
 
 
 _BODY_ERRORS = (400, 408, 413, 415, 429, 503)
@@ -61,20 +64,22 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         answers=schemas.Completion,
         content=_STREAMS_TOO,
         errors=(404, *_BODY_ERRORS),
+        takes_targets=True,
     ),
     ("post", "/v1/chat/completions"): Operation(
         request=ChatRequest,
         answers=schemas.ChatCompletion,
         content=_STREAMS_TOO,
         errors=(404, *_BODY_ERRORS),
+        takes_targets=True,
     ),
     ("get", "/v1/models"): Operation(answers=schemas.ModelList),
     ("get", "/v1/models/{model_id}"): Operation(answers=schemas.ModelObject, errors=(404,)),
     ("post", "/generate"): Operation(
-        request=GenerateRequest, answers=GenerateAnswer, errors=_BODY_ERRORS
+        request=GenerateRequest, answers=GenerateAnswer, errors=_BODY_ERRORS, takes_targets=True
     ),
     ("post", "/generate_stream"): Operation(
-        request=GenerateRequest, content=(_SSE,), errors=_BODY_ERRORS
+        request=GenerateRequest, content=(_SSE,), errors=_BODY_ERRORS, takes_targets=True
     ),
     ("post", "/tokenize"): Operation(
         request=TokenizeRequest, answers=list[TokenSpan], errors=_BODY_ERRORS
@@ -96,7 +101,7 @@ _STATUSES = {
     401: "A valid API key is needed.",
     403: "The key is not an operator's.",
     404: "There is no model of this name.",
-    408: "The request was not sent in time.",
+    408: "The request was not sent in time, or not done after its own timeout.",
     413: "The body is too large.",
     415: "The body is compressed, which is not supported.",
     421: "The Host header names another machine.",
@@ -161,6 +166,8 @@ class _Models:
         if operation.unavailable:
             responses["503"] = {"description": "No; the reason is given.", "content": content}
         described: dict[str, Any] = {"responses": responses}
+        if operation.takes_targets:
+            described["parameters"] = header_schemas()
         if operation.request is not None:
             body = {"schema": self._schema(operation.request, "validation")}
             described["requestBody"] = {"required": True, "content": {_JSON: body}}

@@ -3,7 +3,8 @@
 A route parses its body and returns a `GenerationResponse`; encoding, submitting and sending
 happen when it is called, under one watch for the client's hang-up. The watch aborts in every
 state: while the prompt is encoded, queued, prefilled, or streamed, and also when nothing is
-streamed (plain FastAPI would go on computing for nobody). A client that stays but does not read
+streamed (plain FastAPI would go on computing for nobody). So does a request's own `timeout`, with
+an error for the client. A client that stays but does not read
 is cut off by its connection (see `http_protocol`), which to the watch is a hang-up too.
 """
 
@@ -24,10 +25,11 @@ from starlette.types import Message, Receive, Scope, Send
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.access import ANYBODY, Caller, caller_of
 from lightserve.frontend.choices import Choices
-from lightserve.frontend.failures import ClientGone, RequestFailed, error_body
+from lightserve.frontend.failures import ClientGone, RequestFailed, error_body, timed_out
 from lightserve.frontend.generation import TextDelta
 from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.service import Service
+from lightserve.frontend.terms import Terms
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +122,7 @@ class GenerationResponse(Response):
         service: Service,
         shape: Shape,
         prepare: Prepare,
+        terms: Terms,
         *,
         stream: bool,
         per_prompt: int = 1,
@@ -129,6 +132,7 @@ class GenerationResponse(Response):
         self._service = service
         self._shape = shape
         self._prepare = prepare
+        self._terms = terms
         self._stream = stream
         self._per_prompt = per_prompt
         self._has_begun = False
@@ -150,17 +154,37 @@ class GenerationResponse(Response):
                 client_gone.cancel()
 
     async def _prepared(self, client_gone: asyncio.Task[None]) -> Sequence[NewRequest] | None:
-        """Return the requests, or None if the client has left before they were ready."""
+        """Return the requests, or None if the client has left before they were ready.
+
+        Raises:
+            InvalidRequest, RequestFailed: they cannot be made, or not in time.
+        """
         preparing = asyncio.ensure_future(self._prepare())
         try:
-            await asyncio.wait({preparing, client_gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not client_gone.done():
-                return preparing.result()
-            if preparing.done():
-                preparing.exception()  # there may be one, and nobody to tell it to
-            return None
+            await asyncio.wait(
+                {preparing, client_gone},
+                timeout=self._terms.left_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if client_gone.done():
+                if preparing.done():
+                    preparing.exception()  # there may be one, and nobody to tell it to
+                return None
+            if not preparing.done():
+                raise self._timed_out_early()
+            return preparing.result()
         finally:
             preparing.cancel()
+
+    def _timed_out_early(self) -> RequestFailed:
+        """Count and return the end of a request whose prompt took all its time."""
+        terms = self._terms
+        assert terms.timeout_s is not None
+        failure = timed_out(terms.timeout_s)
+        self._service.observation.requests.request(
+            terms.request_class, arrival_s=terms.arrival_s, num_prompt_tokens=0, slo=terms.slo
+        ).on_failure(failure.code)
+        return failure
 
     async def _generate(
         self,
@@ -176,6 +200,7 @@ class GenerationResponse(Response):
             by_token=self._shape.wants_pieces,
         )
         client_gone.add_done_callback(lambda _: choices.abort())
+        timer = self._start_timer(choices)
         outcome = "cancelled"
         try:
             await (self._send_stream if self._stream else self._send_whole)(choices, send)
@@ -190,10 +215,20 @@ class GenerationResponse(Response):
                 raise  # it can still be a status
             await send(_body(sse_event(error_body(failure)), more=False))
         finally:
+            if timer is not None:
+                timer.cancel()
             choices.abort()
             if connection is not None and connection.is_cut_off:
                 outcome = "slow_reader"
             _log_end(self._shape.request_id, choices, outcome, self._caller)
+
+    def _start_timer(self, choices: Choices) -> asyncio.TimerHandle | None:
+        """Have the choices end with an error when the request's time is over."""
+        timeout_s, left_s = self._terms.timeout_s, self._terms.left_s
+        if timeout_s is None or left_s is None:
+            return None
+        failure = timed_out(timeout_s)
+        return asyncio.get_running_loop().call_later(left_s, choices.end, failure)
 
     async def _send_whole(self, choices: Choices, send: Send) -> None:
         deltas: list[list[TextDelta]] = [[] for _ in choices.generations]

@@ -43,7 +43,14 @@ from lightserve.messages.frontend_router import (
     TokenDelta,
 )
 from lightserve.messages.kv_map import KVMap, KVPool
-from lightserve.types import FinishReason, RequestClass, RequestId, SamplingParams
+from lightserve.types import (
+    NO_SLO,
+    SLO,
+    FinishReason,
+    RequestClass,
+    RequestId,
+    SamplingParams,
+)
 
 RouterLink = AsyncLink[FrontendMessage, RouterMessage]
 
@@ -59,6 +66,10 @@ class NewRequest:
     request_class: RequestClass
     arrival_s: float
     """Monotonic time at which the headers were there."""
+    slo: SLO = NO_SLO
+    """The server's targets included."""
+    priority: int = 0
+    """Within its class, lower ones start first."""
     prediction_key: str = ""
     """As in `Submit`: requests with equal keys are expected to have outputs of like length."""
     prefix_salt: str = ""
@@ -130,8 +141,12 @@ class LiveRequest:
 
     def abort(self) -> None:
         """End the request here and in the router; no effect once it is over."""
+        self.end(ClientGone())
+
+    def end(self, failure: RequestFailed | ClientGone) -> None:
+        """The same with a failure to be told."""
         if not self.is_over:
-            self.fail(ClientGone())
+            self.fail(failure)
             self._client.abort(self.request_id)
 
     def fail(self, failure: InvalidRequest | RequestFailed | ClientGone) -> None:
@@ -304,6 +319,8 @@ class RouterClient:
             sampling=request.sampling,
             request_class=request.request_class,
             age_s=max(0.0, self._clock() - request.arrival_s),
+            priority=request.priority,
+            slo=request.slo,
             prediction_key=request.prediction_key,
             prefix_salt=request.prefix_salt,
             needs_acknowledgement=bool(request.stop_strings),

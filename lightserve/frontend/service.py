@@ -156,5 +156,5 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
         constraints=ConstraintChecker(),
         router=router,
         in_flight=InFlight(),
-        observation=Observation(config),
+        observation=Observation(),
     )

@@ -103,16 +103,27 @@ REQUEST_SUCCESS = counter(
 REQUEST_FAILURE = counter(
     "request_failure_total",
     Origin.FRONTEND,
-    "Valid requests refused by a queue, or not answered to their end, by error code. Refusals"
+    "Valid requests refused by a queue, or not answered to their end, by error code (timeout:"
+    " their own). Refusals"
     " before a request's class is known (not ready, shutting down) are HTTP responses only.",
     ("request_class", "code"),
 )
 SLO_REQUESTS = counter(
     "slo_requests_total",
     Origin.FRONTEND,
-    "Ended requests by whether they met a target they had (ttft, tpot, mtpot, or all of those);"
-    " whatever was refused or did not finish has missed it.",
+    "Ended requests by whether they met a target they had (ttft, tpot, mtpot, completion, or all"
+    " of those), their own or else the server's; whatever was refused or did not finish has missed"
+    " it.",
     ("request_class", "target", "outcome"),
+)
+GOODPUT_REQUESTS = counter(
+    "goodput_requests_total",
+    Origin.FRONTEND,
+    "Requests that were answered to their end and met every target they had.",
+    CLASS,
+)
+GOODPUT_TOKENS = counter(
+    "goodput_tokens_total", Origin.FRONTEND, "Tokens of these requests' outputs.", CLASS
 )
 REQUESTS_IN_FLIGHT = gauge(
     "http_requests_in_flight",

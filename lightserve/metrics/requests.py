@@ -7,6 +7,8 @@ from typing import NamedTuple
 from lightserve.metrics.catalogue import (
     E2E_REQUEST_LATENCY,
     GENERATION_TOKENS,
+    GOODPUT_REQUESTS,
+    GOODPUT_TOKENS,
     INTER_TOKEN_LATENCY,
     MAX_INTER_TOKEN_LATENCY,
     PROMPT_TOKENS,
@@ -19,7 +21,7 @@ from lightserve.metrics.catalogue import (
     TIME_TO_FIRST_TOKEN,
 )
 from lightserve.metrics.recording import Counter, Recorder
-from lightserve.types import FinishReason, RequestClass
+from lightserve.types import SLO, FinishReason, RequestClass
 
 ABORT = "abort"
 """`finished_reason` of requests whose client left."""
@@ -31,6 +33,16 @@ class SloTargets(NamedTuple):
     ttft_s: float | None = None
     tpot_s: float | None = None
     mtpot_s: float | None = None
+    completion_s: float | None = None
+
+    @classmethod
+    def of(cls, slo: SLO) -> SloTargets:
+        """Return targets in the words of requests."""
+        ttft_s, tpot_s, mtpot_s = (
+            None if value is None else value / 1e3
+            for value in (slo.ttft_ms, slo.tpot_ms, slo.mtpot_ms)
+        )
+        return cls(ttft_s, tpot_s, mtpot_s, slo.completion_s)
 
 
 class RequestMetrics:
@@ -96,7 +108,11 @@ class RequestMetrics:
             tpot_s = (self._last_s - ttft_s) / (self._num_tokens - 1)
             series.tpot.observe(tpot_s)
             series.max_gap.observe(self._max_gap_s)
-        self._judge(SloTargets(ttft_s - self._arrival_s, tpot_s, self._max_gap_s))
+        latency_s = self._last_s - self._arrival_s
+        observed = SloTargets(ttft_s - self._arrival_s, tpot_s, self._max_gap_s, latency_s)
+        if self._judge(observed):
+            series.goodput_requests.value += 1
+            series.goodput_tokens.value += self._num_tokens
 
     def on_failure(self, code: str) -> None:
         """Count a refusal, or an end before the answer was whole, by error code."""
@@ -112,8 +128,8 @@ class RequestMetrics:
             self._series.aborts.value += 1
             self._judge(None)
 
-    def _judge(self, observed: SloTargets | None) -> None:
-        """Compare with the targets; None misses them all."""
+    def _judge(self, observed: SloTargets | None) -> bool:
+        """Compare with the targets, None misses them all; return whether nothing was missed."""
         met_all = observed is not None
         has_any = False
         for index, name in enumerate(_TARGET_NAMES):
@@ -126,9 +142,10 @@ class RequestMetrics:
             self._series.on_target(name, met=met)
         if has_any:
             self._series.on_target("all", met=met_all)
+        return met_all
 
 
-_TARGET_NAMES = ("ttft", "tpot", "mtpot")
+_TARGET_NAMES = ("ttft", "tpot", "mtpot", "completion")
 
 
 class _ClassSeries:
@@ -146,6 +163,8 @@ class _ClassSeries:
         self.request_generation_tokens = recorder.histogram(REQUEST_GENERATION_TOKENS, label)
         self.prompt_tokens = recorder.counter(PROMPT_TOKENS, label)
         self.generation_tokens = recorder.counter(GENERATION_TOKENS, label)
+        self.goodput_requests = recorder.counter(GOODPUT_REQUESTS, label)
+        self.goodput_tokens = recorder.counter(GOODPUT_TOKENS, label)
         self.success: dict[FinishReason, Counter] = {
             reason: recorder.counter(REQUEST_SUCCESS, label, reason.value)
             for reason in FinishReason
@@ -162,10 +181,9 @@ class _ClassSeries:
 
 
 class FrontendMetrics:
-    """Makes the records of requests; `targets` are what the server promises real-time ones."""
+    """Makes the records of requests."""
 
-    def __init__(self, recorder: Recorder, targets: SloTargets) -> None:
-        self._targets = targets
+    def __init__(self, recorder: Recorder) -> None:
         self._series = {
             request_class: _ClassSeries(recorder, request_class.value)
             for request_class in RequestClass
@@ -177,14 +195,12 @@ class FrontendMetrics:
         *,
         arrival_s: float,
         num_prompt_tokens: int,
-        targets: SloTargets | None = None,
+        slo: SLO,
     ) -> RequestMetrics:
-        """Begin a request's record; `targets` replace the server's."""
-        if targets is None:
-            targets = self._targets if request_class is RequestClass.RT else SloTargets()
+        """Begin a request's record."""
         return RequestMetrics(
             self._series[request_class],
             arrival_s=arrival_s,
             num_prompt_tokens=num_prompt_tokens,
-            targets=targets,
+            targets=SloTargets.of(slo),
         )

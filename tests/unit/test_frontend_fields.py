@@ -210,7 +210,7 @@ def test_numbers_that_are_none(path: str, field: str, number: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("field", ["x", "slo", "timeout", "no_effect", "prediction_key"])
+@pytest.mark.parametrize("field", ["x", "slo_ms", "timeout_s", "no_effect", "terms"])
 def test_every_other_field_is_named(path: str, field: str) -> None:
     async def scenario() -> None:
         async with frontend(says([5, 2])) as setup:

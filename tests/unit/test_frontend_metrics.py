@@ -16,12 +16,12 @@ from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull
 from lightserve.frontend import observation as observation_module
-from lightserve.frontend.observation import Scrapes, slo_targets
+from lightserve.frontend.observation import Scrapes
+from lightserve.frontend.terms import server_slo
 from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.frontend_router import ClassLoad, ErrorCode, RequestDelta, TokenDelta
 from lightserve.messages.metrics import MetricsRequest, MetricsText
-from lightserve.metrics.requests import SloTargets
-from lightserve.types import FinishReason, RequestClass
+from lightserve.types import SLO, FinishReason, RequestClass
 
 COMPLETION: dict[str, Any] = {"model": BUNDLED_MODEL_NAME, "prompt": [5, 6, 7], "max_tokens": 9}
 EOS = 2
@@ -83,14 +83,14 @@ def test_a_client_that_leaves_is_an_abort() -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ({}, SloTargets()),
-        ({"ttft_slo_ms": 250.0}, SloTargets(ttft_s=0.25)),
-        ({"tpot_slo_ms": 50.0}, SloTargets(tpot_s=0.05, mtpot_s=0.2)),
-        ({"tpot_slo_ms": 50.0, "mtpot_slo_ms": 75.0}, SloTargets(tpot_s=0.05, mtpot_s=0.075)),
+        ({}, SLO()),
+        ({"ttft_slo_ms": 250.0}, SLO(ttft_ms=250)),
+        ({"tpot_slo_ms": 50.0}, SLO(tpot_ms=50, mtpot_ms=200)),
+        ({"tpot_slo_ms": 50.0, "mtpot_slo_ms": 75.0}, SLO(tpot_ms=50, mtpot_ms=75)),
     ],
 )
-def test_targets_of_the_server(flags: dict[str, float], expected: SloTargets) -> None:
-    assert slo_targets(ServeConfig(**flags)) == expected
+def test_targets_of_the_server(flags: dict[str, float], expected: SLO) -> None:
+    assert server_slo(ServeConfig(**flags)) == expected
 
 
 def test_the_servers_targets_are_judged() -> None:

@@ -19,8 +19,8 @@ from lightserve.metrics.exposition import make_registry, render
 from lightserve.metrics.families import MAX_SERIES_PER_FAMILY, OTHER, Kind
 from lightserve.metrics.ledger import Ledger
 from lightserve.metrics.recording import Histogram, Recorder
-from lightserve.metrics.requests import FrontendMetrics, RequestMetrics, SloTargets
-from lightserve.types import FinishReason, RequestClass
+from lightserve.metrics.requests import FrontendMetrics, RequestMetrics
+from lightserve.types import NO_SLO, SLO, FinishReason, RequestClass
 
 BOUNDS = (0.1, 0.5, 1.0)
 
@@ -147,7 +147,9 @@ def test_series_of_a_family_are_bounded() -> None:
     assert samples[-1] == MetricSample(catalogue.REQUEST_FAILURE.name, [OTHER, OTHER], [1000.0])
 
 
-TARGETS = SloTargets(ttft_s=1.0, tpot_s=0.1, mtpot_s=0.4)
+SLACK_MS = 1e-6
+"""Times are exact binary fractions away from each other only up to rounding."""
+TARGETS = SLO(*(value + SLACK_MS for value in (1000.0, 100.0, 400.0)))
 
 
 @pytest.mark.parametrize(
@@ -171,13 +173,8 @@ def test_a_request_is_judged_by_its_targets(
     token_times_s: list[float], end: str, met: set[str]
 ) -> None:
     recorder = Recorder()
-    metrics = FrontendMetrics(recorder, TARGETS)
-    # Times are exact binary fractions away from each other only up to rounding.
-    slack = 1e-9
-    targets = SloTargets(*(value + slack for value in (1.0, 0.1, 0.4)))
-    request = metrics.request(
-        RequestClass.RT, arrival_s=100.0, num_prompt_tokens=7, targets=targets
-    )
+    metrics = FrontendMetrics(recorder)
+    request = metrics.request(RequestClass.RT, arrival_s=100.0, num_prompt_tokens=7, slo=TARGETS)
     for now_s in token_times_s:
         request.on_tokens(1, now_s)
     _end(request, end)
@@ -189,6 +186,10 @@ def test_a_request_is_judged_by_its_targets(
         outcome = "met" if target in met else "missed"
         key = line("slo_requests_total", request_class="rt", target=target, outcome=outcome)
         assert lines[key] == 1, target
+    is_good = "all" in met
+    assert lines[line("goodput_requests_total", request_class="rt")] == is_good
+    num_good_tokens = len(token_times_s) if is_good else 0
+    assert lines[line("goodput_tokens_total", request_class="rt")] == num_good_tokens
     ended = sum(
         value
         for (name, _), value in lines.items()
@@ -208,8 +209,8 @@ def _end(request: RequestMetrics, end: str) -> None:
 
 def test_latencies_and_tokens_of_a_request() -> None:
     recorder = Recorder()
-    metrics = FrontendMetrics(recorder, TARGETS)
-    request = metrics.request(RequestClass.BE, arrival_s=10.0, num_prompt_tokens=300)
+    metrics = FrontendMetrics(recorder)
+    request = metrics.request(RequestClass.BE, arrival_s=10.0, num_prompt_tokens=300, slo=NO_SLO)
     for num_tokens, now_s in ((1, 10.25), (1, 10.5), (3, 12.5)):
         request.on_tokens(num_tokens, now_s)
     request.on_finish(FinishReason.LENGTH)
@@ -232,8 +233,29 @@ def test_latencies_and_tokens_of_a_request() -> None:
     assert lines[line("generation_tokens_total", request_class="be")] == 5
     key = line("request_success_total", request_class="be", finished_reason="length")
     assert lines[key] == 1
-    # The server's targets are those of real-time requests.
+    # Without targets, whatever is answered to its end is good.
     assert not any(name == "lightserve_slo_requests_total" for name, _ in lines)
+    assert lines[line("goodput_requests_total", request_class="be")] == 1
+    assert lines[line("goodput_tokens_total", request_class="be")] == 5
+
+
+@pytest.mark.parametrize(("completion_s", "outcome"), [(2.5, "met"), (2.4, "missed")])
+def test_a_job_is_judged_by_its_completion(completion_s: float, outcome: str) -> None:
+    recorder = Recorder()
+    slo = SLO(completion_s=completion_s)
+    request = FrontendMetrics(recorder).request(
+        RequestClass.BE, arrival_s=10.0, num_prompt_tokens=3, slo=slo
+    )
+    for now_s in (10.25, 12.5):
+        request.on_tokens(1, now_s)
+    request.on_finish(FinishReason.STOP)
+    ledger = Ledger()
+    ledger.update("frontend", recorder.snapshot())
+    lines = values_of(ledger)
+    for target in ("completion", "all"):
+        labels = {"request_class": "be", "target": target, "outcome": outcome}
+        assert lines[line("slo_requests_total", **labels)] == 1
+    assert lines[line("goodput_requests_total", request_class="be")] == (outcome == "met")
 
 
 def test_the_page_is_that_of_the_catalogue() -> None:

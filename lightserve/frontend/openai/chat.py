@@ -29,10 +29,11 @@ from lightserve.frontend.openai.tool_fields import (
     ToolUse,
     resolve_tools,
 )
-from lightserve.frontend.responses import ARRIVAL_KEY, GenerationResponse, new_request_id
+from lightserve.frontend.responses import GenerationResponse, new_request_id
 from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.sampling import MaxTokens, NumLogprobs
 from lightserve.frontend.service import Service
+from lightserve.frontend.terms import Terms
 from lightserve.tokenization.chat_template import ChatMessage
 from lightserve.types import FinishReason
 
@@ -251,13 +252,12 @@ def chat_router(service: Service) -> APIRouter:
         """Answer a conversation."""
         body = await read_model(request, ChatRequest)
         body.check(service)
-        arrival_s: float = request.scope[ARRIVAL_KEY]
-
+        terms = body.terms(service, request)
         shape = ChatShape(service, body)
         tools = body.tool_use(service)
 
         async def prepare() -> list[NewRequest]:
-            requests = await _prepare(service, body, tools, arrival_s)
+            requests = await _prepare(service, body, tools, terms)
             shape.parser_options = _parser_options(service, tools, requests[0])
             return requests
 
@@ -265,6 +265,7 @@ def chat_router(service: Service) -> APIRouter:
             service,
             shape,
             prepare,
+            terms,
             stream=body.stream or False,
             per_prompt=body.num_choices,
         )
@@ -286,7 +287,7 @@ def _parser_options(service: Service, tools: ToolUse, request: NewRequest) -> Pa
 
 
 async def _prepare(
-    service: Service, body: ChatRequest, tools: ToolUse, arrival_s: float
+    service: Service, body: ChatRequest, tools: ToolUse, terms: Terms
 ) -> list[NewRequest]:
     """Render, encode, resolve. Raises InvalidRequest, RequestFailed."""
     messages = [message.rendered() for message in body.messages]
@@ -305,4 +306,4 @@ async def _prepare(
             param="tools",
         )
     prompts = [(prompt_token_ids, max_tokens)]
-    return list(body.new_requests(service, prompts, sampling, arrival_s, constraint))
+    return list(body.new_requests(service, prompts, sampling, terms, constraint))

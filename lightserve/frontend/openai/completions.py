@@ -20,10 +20,11 @@ from lightserve.frontend.openai.chunks import ChunkWriter, usage_object
 from lightserve.frontend.openai.fields import CommonFields
 from lightserve.frontend.openai.logprobs import CompletionLogprobs, join_completion_logprobs
 from lightserve.frontend.openai.no_effect import COMPLETION_NO_EFFECT
-from lightserve.frontend.responses import ARRIVAL_KEY, GenerationResponse, new_request_id
+from lightserve.frontend.responses import GenerationResponse, new_request_id
 from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.sampling import NumChoices, NumLogprobs
 from lightserve.frontend.service import Service
+from lightserve.frontend.terms import Terms
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 64
@@ -169,19 +170,20 @@ def completions_router(service: Service) -> APIRouter:
         """Complete one or several prompts."""
         body = await read_model(request, CompletionRequest)
         body.check(service)
-        arrival_s: float = request.scope[ARRIVAL_KEY]
+        terms = body.terms(service, request)
         shape = CompletionShape(service, body)
 
         async def prepare() -> list[NewRequest]:
             prompts = await _encode(service, body.prompt)
             if body.echo:
                 shape.prompt_texts = _texts(service, body.prompt)
-            return await _requests(service, body, prompts, arrival_s)
+            return await _requests(service, body, prompts, terms)
 
         return GenerationResponse(
             service,
             shape,
             prepare,
+            terms,
             stream=body.stream or False,
             per_prompt=body.num_choices,
         )
@@ -206,7 +208,7 @@ def _texts(service: Service, prompts: Sequence[Prompt]) -> list[str]:
 
 
 async def _requests(
-    service: Service, body: CompletionRequest, prompts: Sequence[list[int]], arrival_s: float
+    service: Service, body: CompletionRequest, prompts: Sequence[list[int]], terms: Terms
 ) -> list[NewRequest]:
     """Resolve all parameters. Raises InvalidRequest, RequestFailed."""
     asked = 1 if body.only_echoes else body.max_tokens
@@ -221,6 +223,6 @@ async def _requests(
     )
     constraint = await body.resolve_constraint(service)
     requests = body.new_requests(
-        service, list(zip(prompts, limits, strict=True)), sampling, arrival_s, constraint
+        service, list(zip(prompts, limits, strict=True)), sampling, terms, constraint
     )
     return [replace(request, discards_output=body.only_echoes) for request in requests]

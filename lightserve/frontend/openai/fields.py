@@ -8,10 +8,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import BeforeValidator, Field
+from starlette.requests import Request
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.json_body import StrictModel, show
 from lightserve.frontend.openai.no_effect import NoEffectModel
+from lightserve.frontend.responses import ARRIVAL_KEY
 from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.sampling import (
     MAX_STOP_STRINGS,
@@ -41,6 +43,7 @@ from lightserve.frontend.structured_fields import (
     wish_of_format,
     wish_of_outputs,
 )
+from lightserve.frontend.terms import Priority, Seconds, SLOFields, TermFields, Terms
 from lightserve.messages.common import Constraint
 from lightserve.types import RequestClass, SamplingParams
 
@@ -97,6 +100,9 @@ class CommonFields(NoEffectModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    slo: SLOFields | None = None
+    priority: Priority | None = None
+    timeout: Seconds | None = None
     user: Key | None = None
     safety_identifier: Key | None = None
     prompt_cache_key: Key | None = None
@@ -122,6 +128,17 @@ class CommonFields(NoEffectModel):
     def used_tier(self) -> str:
         """The tier that the response states."""
         return "default" if self.service_tier in (None, "auto") else str(self.service_tier)
+
+    def terms(self, service: Service, request: Request) -> Terms:
+        """Return the terms of service. Raises InvalidRequest."""
+        fields = TermFields(
+            request_class=self.request_class,
+            slo=self.slo,
+            priority=self.priority,
+            timeout_s=self.timeout,
+        )
+        arrival_s: float = request.scope[ARRIVAL_KEY]
+        return fields.resolve(request.headers, service.config, arrival_s=arrival_s)
 
     @property
     def includes_usage(self) -> bool:
@@ -189,7 +206,7 @@ class CommonFields(NoEffectModel):
         service: Service,
         prompts: Sequence[tuple[list[int], int]],
         sampling: SamplingRequest,
-        arrival_s: float,
+        terms: Terms,
         constraint: Constraint | None = None,
     ) -> Iterator[NewRequest]:
         """Yield one request per completion; `prompts` are token ids and how many may follow.
@@ -211,8 +228,10 @@ class CommonFields(NoEffectModel):
                     max_tokens=max_tokens,
                     eos_token_ids=(*eos_ids, *stop_ids),
                     sampling=msgspec.structs.replace(params, choice=choice),
-                    request_class=self.request_class,
-                    arrival_s=arrival_s,
+                    request_class=terms.request_class,
+                    arrival_s=terms.arrival_s,
+                    slo=terms.slo,
+                    priority=terms.priority,
                     prediction_key=self.prediction_key,
                     stop_strings=tuple(self.stop or ()),
                     includes_stop=bool(self.include_stop_str_in_output),

@@ -1,0 +1,302 @@
+"""Targets, priority and timeout of requests: what is taken, what is refused, what it does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+from support.fake_router import Setup, eventually, frontend, says, sse_data
+
+from lightserve.bundled import BUNDLED_MODEL_NAME
+from lightserve.frontend.terms import MAX_PRIORITY, MAX_SECONDS, MAX_TARGET_MS
+from lightserve.messages.frontend_router import RequestDelta, Submit, TokenDelta
+from lightserve.types import SLO
+
+COMPLETION: dict[str, Any] = {"model": BUNDLED_MODEL_NAME, "prompt": [5, 6, 7], "max_tokens": 9}
+EOS = 2
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": COMPLETION,
+    "/v1/chat/completions": {
+        "model": BUNDLED_MODEL_NAME,
+        "messages": [{"role": "user", "content": "hi"}],
+    },
+    "/generate": {"inputs": "hi"},
+    "/generate_stream": {"inputs": "hi"},
+}
+
+
+async def post(
+    setup: Setup, path: str, fields: dict[str, Any], headers: dict[str, str] | None = None
+) -> httpx.Response:
+    """Send a request with these fields, where the route has them."""
+    body = ROUTES[path]
+    body = body | (fields if path.startswith("/v1") else {"parameters": fields})
+    return await setup.http.post(path, content=json.dumps(body).encode(), headers=headers)
+
+
+def counts(setup: Setup) -> dict[tuple[str, ...], float]:
+    snapshot = setup.service.observation.snapshot(num_in_flight=0, num_rejected_frames=0)
+    return {
+        (sample.family.removeprefix("lightserve_"), *sample.labels): sample.values[0]
+        for sample in snapshot.samples
+    }
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_every_route_takes_them(path: str) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, EOS])) as setup:
+            fields = {"slo": {"ttft_ms": 400, "mtpot_ms": 99.5}, "priority": -3, "timeout": 60}
+            headers = {"X-SLO-TPOT-ms": "50", "x-slo-ttft-ms": "4e2"}
+            assert (await post(setup, path, fields, headers)).status_code == 200
+            (submit,) = setup.router.submits
+            assert submit.slo == SLO(400.0, 50.0, 99.5)
+            assert submit.priority == -3
+
+    asyncio.run(scenario())
+
+
+SERVER = {"ttft_slo_ms": 500.0, "tpot_slo_ms": 80.0, "mtpot_slo_ms": 100.0}
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields", "expected"),
+    [
+        ({}, {}, SLO()),
+        ({}, {"slo": None, "priority": None, "timeout": None}, SLO()),
+        ({}, {"slo": {"tpot_ms": 50}}, SLO(None, 50.0, 200.0)),
+        ({}, {"slo": {"completion_s": 9}}, SLO(completion_s=9.0)),
+        (SERVER, {}, SLO(500.0, 80.0, 100.0)),
+        (SERVER, {"slo": {"ttft_ms": 90}}, SLO(90.0, 80.0, 100.0)),
+        (SERVER, {"slo": {"tpot_ms": 120}}, SLO(500.0, 120.0, 480.0)),
+        (SERVER, {"slo": {"mtpot_ms": 80}}, SLO(500.0, 80.0, 80.0)),
+        (SERVER, {"slo": {"completion_s": 9}}, SLO(completion_s=9.0)),
+        (SERVER, {"service_tier": "flex"}, SLO()),
+        (SERVER, {"service_tier": "flex", "slo": {"completion_s": 9}}, SLO(completion_s=9.0)),
+        (SERVER, {"service_tier": "priority"}, SLO(500.0, 80.0, 100.0)),
+    ],
+)
+def test_the_servers_targets_hold_where_a_request_has_none(
+    flags: dict[str, Any], fields: dict[str, Any], expected: SLO
+) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, EOS]), **flags) as setup:
+            answer = await post(setup, "/v1/completions", {"n": 2, **fields})
+            assert answer.status_code == 200, answer.text
+            assert [submit.slo for submit in setup.router.submits] == [expected] * 2
+
+    asyncio.run(scenario())
+
+
+LEAST = {"min_ttft_slo_ms": 100.0, "min_tpot_slo_ms": 20.0}
+REFUSED: list[tuple[dict[str, Any], dict[str, str], str, str]] = [
+    # fields, headers, the parameter named, a word of the message
+    ({"slo": {"ttft_ms": 0}}, {}, "slo.ttft_ms", "greater than 0"),
+    ({"slo": {"tpot_ms": -1}}, {}, "slo.tpot_ms", "greater than 0"),
+    ({"slo": {"tpot_ms": MAX_TARGET_MS * 2}}, {}, "slo.tpot_ms", "at most"),
+    ({"slo": {"completion_s": MAX_SECONDS + 1}}, {}, "slo.completion_s", "at most"),
+    ({"slo": {"mtpot_ms": "9"}}, {}, "slo.mtpot_ms", "a number"),
+    ({"slo": {"ttft_ms": True}}, {}, "slo.ttft_ms", "a number"),
+    ({"slo": {"e2el_ms": 9}}, {}, "slo.e2el_ms", "not supported"),
+    ({"slo": 9}, {}, "slo", "an object"),
+    ({"slo": {"tpot_ms": 90, "mtpot_ms": 89}}, {}, "slo.mtpot_ms", "at least"),
+    ({"slo": {"mtpot_ms": 79}}, {}, "slo.mtpot_ms", "80"),
+    ({"slo": {"completion_s": 9, "ttft_ms": 900}}, {}, "slo.completion_s", "slo.ttft_ms"),
+    ({"slo": {"completion_s": 9}}, {"x-slo-tpot-ms": "90"}, "slo.completion_s", "x-slo-tpot-ms"),
+    ({"slo": {"ttft_ms": 900}}, {"x-slo-ttft-ms": "901"}, "slo.ttft_ms", "x-slo-ttft-ms"),
+    ({"slo": {"ttft_ms": 99}}, {}, "slo.ttft_ms", "--min-ttft-slo-ms"),
+    ({}, {"x-slo-tpot-ms": "19"}, "x-slo-tpot-ms", "--min-tpot-slo-ms"),
+    ({"slo": {"mtpot_ms": 19}}, {}, "slo.mtpot_ms", "--min-tpot-slo-ms"),
+    ({"service_tier": "flex", "slo": {"ttft_ms": 900}}, {}, "slo.ttft_ms", "real-time"),
+    ({"service_tier": "flex"}, {"x-slo-mtpot-ms": "900"}, "x-slo-mtpot-ms", "real-time"),
+    *(
+        ({}, {"x-slo-ttft-ms": text}, "x-slo-ttft-ms", "milliseconds")
+        for text in ("", "0", "-1", "nan", "inf", "1e999", "1_0", "٣", "0x10", "1,5", "9" * 40)
+    ),
+    ({}, {"x-slo-completion-s": "9"}, "x-slo-completion-s", "not supported"),
+    ({"priority": MAX_PRIORITY + 1}, {}, "priority", "at most"),
+    ({"priority": -MAX_PRIORITY - 1}, {}, "priority", "at least"),
+    ({"priority": 0.5}, {}, "priority", "an integer"),
+    ({"priority": False}, {}, "priority", "an integer"),
+    ({"timeout": 0}, {}, "timeout", "greater than 0"),
+    ({"timeout": MAX_SECONDS + 1}, {}, "timeout", "at most"),
+    ({"timeout": "5"}, {}, "timeout", "a number"),
+]
+
+
+def test_bad_values_are_named() -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, EOS]), **SERVER, **LEAST) as setup:
+            for fields, headers, param, word in REFUSED:
+                raw = {name: text.encode() for name, text in headers.items()}
+                answer = await post(setup, "/v1/completions", fields, raw)  # type: ignore[arg-type]
+                error = answer.json()["error"]
+                assert (answer.status_code, error["param"]) == (400, param), (fields, headers)
+                assert word in error["message"], error
+            twice = await setup.http.post(
+                "/v1/completions",
+                content=json.dumps(COMPLETION).encode(),
+                headers=[("x-slo-ttft-ms", "900")] * 2,
+            )
+            assert twice.status_code == 400
+            assert twice.json()["error"]["param"] == "x-slo-ttft-ms"
+            answer = await post(setup, "/generate", {"slo": {"tpot_ms": 19}})
+            assert answer.json()["error"]["param"] == "parameters.slo.tpot_ms"
+            assert not setup.router.submits
+
+    asyncio.run(scenario())
+
+
+def test_a_requests_own_targets_are_judged() -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, EOS]), ttft_slo_ms=1e6) as setup:
+            for slo in ({"ttft_ms": 1e-3}, {}, {"completion_s": 600}):
+                await post(setup, "/v1/completions", {"slo": slo})
+            found = counts(setup)
+            assert found["slo_requests_total", "rt", "ttft", "missed"] == 1
+            assert found["slo_requests_total", "rt", "ttft", "met"] == 1
+            assert found["slo_requests_total", "rt", "completion", "met"] == 1
+            assert found["goodput_requests_total", "rt"] == 2
+            assert found["goodput_tokens_total", "rt"] == 4
+
+    asyncio.run(scenario())
+
+
+# ---------------------------------------------------------------------- timeouts
+
+TIMEOUT_S = 0.15
+
+
+def first_token(submit: Submit) -> list[RequestDelta]:
+    """Say one token, and nothing more."""
+    return [RequestDelta(submit.request_id, [300])]
+
+
+def check_timeout(setup: Setup, error: dict[str, Any], num_requests: int) -> None:
+    """The client is told, the router freed, everything counted."""
+    assert error["code"] == "timeout"
+    assert f"{TIMEOUT_S:g} seconds" in error["message"]
+    assert sorted(setup.router.aborted_ids) == list(range(num_requests))
+    assert setup.service.router.num_live == 0
+    found = counts(setup)
+    assert found["request_failure_total", "rt", "timeout"] == num_requests
+    assert found["request_success_total", "rt", "abort"] == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+@pytest.mark.parametrize("says_something", [False, True])
+def test_a_whole_answer_times_out(path: str, says_something: bool) -> None:
+    async def scenario() -> None:
+        async with frontend(first_token if says_something else None) as setup:
+            begun_s = time.monotonic()
+            answer = await post(setup, path, {"timeout": TIMEOUT_S})
+            assert time.monotonic() - begun_s >= TIMEOUT_S
+            assert answer.status_code == 408
+            assert answer.headers["x-should-retry"] == "false"
+            check_timeout(setup, answer.json()["error"], 1)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_all_choices_time_out(stream: bool) -> None:
+    """One of them is done: it is an end of its own, though not an answer by itself."""
+
+    def answer(submit: Submit) -> list[RequestDelta]:
+        return first_token(submit) if submit.request_id else says([300, EOS])(submit)
+
+    async def scenario() -> None:
+        async with frontend(answer) as setup:
+            fields = {"timeout": TIMEOUT_S, "n": 3, "stream": stream}
+            got = await post(setup, "/v1/completions", fields)
+            assert got.status_code == (200 if stream else 408)
+            error = sse_data(got.text)[-1]["error"] if stream else got.json()["error"]
+            assert error["code"] == "timeout"
+            assert sorted(setup.router.aborted_ids) == [1, 2]
+            found = counts(setup)
+            assert found["request_failure_total", "rt", "timeout"] == 2
+            assert found["request_success_total", "rt", "stop"] == 1
+            assert found["request_success_total", "rt", "abort"] == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("num_tokens", "keepalive_s"), [(0, 60.0), (0, 0.05), (2, 60.0)])
+def test_a_stream_times_out(num_tokens: int, keepalive_s: float) -> None:
+    """Before anything was sent it is a status, afterwards an event, and no [DONE]."""
+
+    def answer(submit: Submit) -> list[RequestDelta]:
+        return [RequestDelta(submit.request_id, [300]) for _ in range(num_tokens)]
+
+    async def scenario() -> None:
+        async with frontend(answer, sse_keepalive_s=keepalive_s) as setup:
+            got = await post(setup, "/v1/completions", {"timeout": TIMEOUT_S, "stream": True})
+            has_begun = num_tokens > 0 or keepalive_s < TIMEOUT_S
+            assert got.status_code == (200 if has_begun else 408)
+            if not has_begun:
+                error = got.json()["error"]
+            else:
+                text = got.text.replace(": keep-alive\n\n", "")
+                *chunks, last = sse_data(text)
+                assert len(chunks) == num_tokens
+                error = last["error"]
+            check_timeout(setup, error, 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_prompt_that_takes_too_long_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with frontend() as setup:
+
+            async def encode(*_args: object, **_names: object) -> list[int]:
+                await asyncio.sleep(60)
+                return []
+
+            monkeypatch.setattr(setup.service.encoder, "encode_chat", encode)
+            answer = await post(setup, "/v1/chat/completions", {"timeout": TIMEOUT_S})
+            assert answer.status_code == 408
+            assert answer.json()["error"]["code"] == "timeout"
+            assert not setup.router.submits
+            assert counts(setup)["request_failure_total", "rt", "timeout"] == 1
+
+    asyncio.run(scenario())
+
+
+def test_what_is_done_in_time_does_not_time_out() -> None:
+    async def scenario() -> None:
+        async with frontend(says([300, EOS])) as setup:
+            for stream in (False, True):
+                fields = {"timeout": TIMEOUT_S, "stream": stream}
+                answer = await post(setup, "/v1/completions", fields)
+                assert "error" not in answer.text
+            await asyncio.sleep(2 * TIMEOUT_S)
+            assert not setup.router.aborted_ids
+            assert ("request_failure_total", "rt", "timeout") not in counts(setup)
+
+    asyncio.run(scenario())
+
+
+def test_tokens_that_were_there_are_sent_before_the_error() -> None:
+    """The reader is busy when time is up: what came until then is still its own."""
+
+    async def scenario() -> None:
+        async with frontend() as setup:
+            fields = {"timeout": TIMEOUT_S, "stream": True}
+            task = asyncio.create_task(post(setup, "/v1/completions", fields))
+            await setup.router.submitted()
+            await asyncio.sleep(TIMEOUT_S / 2)
+            setup.service.router.on_message(
+                TokenDelta(requests=[RequestDelta(setup.router.submits[0].request_id, [300, 301])])
+            )
+            time.sleep(TIMEOUT_S)  # nobody gets a turn until it is too late
+            *chunks, last = sse_data((await task).text)
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks)
+            check_timeout(setup, last["error"], 1)
+            await eventually(lambda: setup.service.in_flight.count == 0)
+
+    asyncio.run(scenario())
