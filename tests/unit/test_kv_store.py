@@ -1,0 +1,218 @@
+"""Taking KV from a paused request and bringing it back: what is copied, lost, shared."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lightserve.messages.common import unpack_int32
+from lightserve.router.kv.options import KVOptions, Preemption
+from lightserve.router.kv.prefix_node import task_aware
+from lightserve.router.kv.store import KVStore
+from lightserve.router.request import Request, RequestState
+from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey, SamplingParams
+
+
+def make_request(
+    number: int, num_prompt: int = 20, *, request_class: RequestClass = RequestClass.BE
+) -> Request:
+    return Request(
+        key=RequestKey(FrontendId(0), RequestId(number)),
+        prompt_token_ids=np.arange(num_prompt, dtype=np.int32),  # all prompts begin alike
+        max_tokens=20,
+        eos_token_ids=frozenset(),
+        sampling=SamplingParams(),
+        request_class=request_class,
+        arrival_s=0.0,
+        arrival_number=number,
+    )
+
+
+class Scene:
+    """A store whose requests compute all they know, and are paused and resumed."""
+
+    def __init__(
+        self,
+        num_slots: int = 100,
+        *,
+        num_host_slots: int = 100,
+        cached: bool = True,
+        load_is_cheaper: bool = True,
+        preemption: Preemption = Preemption.CHECKPOINT,
+        clean_ahead: int = 0,
+    ) -> None:
+        options = KVOptions(
+            cache_order=task_aware if cached else None,
+            preemption=preemption,
+            block_size=4,
+            clean_ahead_tokens=clean_ahead,
+        )
+        self.kv = KVStore(
+            num_slots,
+            options,
+            num_host_slots=num_host_slots,
+            load_is_cheaper=lambda _num_tokens, _start: load_is_cheaper,
+        )
+
+    def run(self, request: Request, num_output: int = 0) -> Request:
+        """Start or resume a request and compute its prompt and `num_output` tokens."""
+        kv = self.kv
+        kv.look_up(request)
+        kv.start(request)
+        kv.load(request)
+        request.state = RequestState.RUNNING
+        assert request.slots is not None
+        start, end = request.num_computed_tokens, request.num_prompt_tokens + num_output
+        if end > start:
+            request.slots[start:end] = kv.acquire([(request, end - start)])
+            request.num_computed_tokens = end
+        request.output_token_ids = [7] * (num_output + 1)
+        if not request.is_prompt_shared:
+            kv.learn_prompt(request)
+        return request
+
+    def copies(self) -> tuple[int, int, int]:
+        """Tokens that the next plan saves, loads and saves ahead."""
+        saves, loads, ahead = self.kv.take_copies()
+        assert [len(c.slots) for c in (saves, loads, ahead)] == [
+            len(c.host_slots) for c in (saves, loads, ahead)
+        ]
+        return len(saves.slots) // 4, len(loads.slots) // 4, len(ahead.slots) // 4
+
+
+def test_exactly_what_is_taken_is_copied_and_comes_back() -> None:
+    scene = Scene(cached=False)
+    request = scene.run(make_request(0), num_output=5)
+    before = request.held_slots.copy()
+    request.pause()
+    assert scene.kv.take(request, 3) == 3
+    saves, _, _ = scene.kv.checkpoints.take_copies()
+    assert unpack_int32(saves.slots).tolist() == before[-3:].tolist()
+    assert (request.num_held_tokens, scene.kv.num_used) == (22, 22)
+    assert scene.kv.take(request, 2) == 2, "the others are on the host already"
+    assert scene.copies() == (2, 0, 0)
+    scene.run(request, num_output=6)
+    assert scene.copies() == (0, 5, 0)
+    assert request.held_slots[:20].tolist() == before[:20].tolist(), "what was left has not moved"
+    assert scene.kv.num_used == 26
+
+
+def test_copies_stay_while_their_tokens_are_back() -> None:
+    """KV is written once: taking the same tokens again costs nothing, new ones alone are saved."""
+    scene = Scene(cached=False)
+    request = scene.run(make_request(0), num_output=5)
+    request.pause()
+    scene.kv.take(request, 4)
+    scene.run(request, num_output=8)
+    scene.copies()
+    request.pause()
+    assert scene.kv.take(request, 7) == 3
+    assert scene.copies() == (3, 0, 0)
+
+
+def test_the_shared_part_of_a_prompt_is_not_taken() -> None:
+    scene = Scene()
+    first = scene.run(make_request(0, 20), num_output=5)
+    second = scene.run(make_request(1, 30), num_output=5)
+    assert second.num_cached_tokens is None and second.num_shared_tokens == 30
+    first.pause()
+    second.pause()
+    assert scene.kv.takeable(first) == 5, "its whole prompt is read by the other one"
+    assert scene.kv.takeable(second) == 15
+    scene.kv.take(second, 15)
+    assert scene.kv.takeable(second) == 0
+    assert scene.kv.takeable(first) == 5
+    scene.kv.check_integrity([first, second])
+
+
+def test_what_is_taken_out_of_the_tree_is_private_and_back_on_resume() -> None:
+    scene = Scene()
+    request = scene.run(make_request(0), num_output=5)
+    request.pause()
+    assert scene.kv.takeable(request) == 25
+    scene.kv.take(request, 15)
+    assert scene.kv.look_up(make_request(9)).num_computed_tokens == 10, "the rest stays shareable"
+    scene.run(request, num_output=6)
+    assert scene.copies() == (15, 15, 0)
+    assert scene.kv.look_up(make_request(9)).num_computed_tokens == 19, "shared anew"
+    scene.kv.check_integrity([request])
+
+
+def test_a_checkpoint_is_dropped_if_somebody_computed_the_same() -> None:
+    scene = Scene()
+    request = scene.run(make_request(0), num_output=5)
+    request.pause()
+    scene.kv.take(request, 20)
+    other = scene.run(make_request(1, 24), num_output=2)
+    scene.copies()
+    scene.run(request, num_output=6)
+    assert scene.copies() == (0, 5, 0), "its prompt is in the tree again, its output is not"
+    scene.kv.check_integrity([request, other])
+
+
+@pytest.mark.parametrize(
+    ("num_host_slots", "load_is_cheaper", "num_loaded"),
+    [(100, True, 8), (100, False, 0), (7, True, 0)],
+)
+def test_what_does_not_come_back_is_computed(
+    num_host_slots: int, load_is_cheaper: bool, num_loaded: int
+) -> None:
+    """Because that is cheaper, or because the host had no room."""
+    scene = Scene(cached=False, num_host_slots=num_host_slots, load_is_cheaper=load_is_cheaper)
+    request = scene.run(make_request(0), num_output=5)
+    request.pause()
+    assert scene.kv.take(request, 8) == (8 if num_host_slots >= 8 else None)
+    scene.kv.look_up(request)
+    assert request.num_computed_tokens == 17 + num_loaded
+    assert request.num_schedulable_tokens == 26 - 17 - num_loaded
+    scene.run(request, num_output=6)
+    assert scene.copies()[1] == num_loaded
+    scene.kv.release(request, keep=False)
+    assert (scene.kv.num_used, scene.kv.checkpoints.num_used) == (0, 0)
+
+
+def test_spare_copies_make_room_for_needed_ones() -> None:
+    scene = Scene(cached=False, num_host_slots=10)
+    first = scene.run(make_request(0), num_output=5)
+    second = scene.run(make_request(1), num_output=5)
+    first.pause()
+    scene.kv.take(first, 8)
+    scene.run(first, num_output=6)  # its copies are spare now
+    second.pause()
+    assert scene.kv.take(second, 6) == 6
+    assert first.host is None and scene.kv.checkpoints.num_used == 6
+    scene.kv.check_integrity([first, second])
+
+
+def test_clean_tokens_cost_nothing_to_take() -> None:
+    scene = Scene(cached=False, clean_ahead=16)
+    request = scene.run(make_request(0), num_output=5)
+    assert scene.kv.copy_ahead([request]) == 16
+    assert scene.copies() == (0, 0, 16)
+    assert scene.kv.copy_ahead([request]) == 0
+    request.pause()
+    assert scene.kv.take(request, 16) == 0
+    assert scene.copies() == (0, 0, 0)
+
+
+@pytest.mark.parametrize("preemption", [Preemption.SWAP, Preemption.RECOMPUTE])
+def test_other_ways(preemption: Preemption) -> None:
+    scene = Scene(cached=False, preemption=preemption)
+    request = scene.run(make_request(0), num_output=5)
+    assert scene.kv.takes_all is (preemption is Preemption.SWAP)
+    assert scene.kv.takeable(request) == (25 if preemption is Preemption.SWAP else 0)
+    assert scene.kv.num_freed_by([request]) == 25
+
+
+def test_best_effort_leaves_some_of_what_real_time_cached() -> None:
+    options = KVOptions(cache_order=task_aware, rt_cache_min_tokens=10)
+    kv = KVStore(40, options)
+    scene = Scene()
+    scene.kv = kv
+    request = scene.run(make_request(0, 30, request_class=RequestClass.RT))
+    kv.release(request, keep=True)
+    assert (kv.num_cached, kv.num_reserved_for_rt, kv.num_available) == (30, 10, 40)
+    other = make_request(1)
+    other.prompt_token_ids = other.prompt_token_ids + 1000
+    kv.acquire([(other, 30)])
+    assert (kv.num_cached, kv.num_available) == (10, 10)
