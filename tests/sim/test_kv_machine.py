@@ -35,6 +35,7 @@ from lightserve.sim.worker import SimulatedWorker
 from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey
 
 FRONTEND = FrontendId(0)
+BUDGET = 24
 
 kv_options = st.builds(
     KVOptions,
@@ -56,7 +57,7 @@ class KVMachine(RuleBasedStateMachine):
     )
     def start(self, options: KVOptions, policy: str, num_host_slots: int) -> None:
         self.options, self.num_host_slots = options, num_host_slots
-        self.core = make_core(policy, budget=24, admission=RecklessAdmission(), kv=options)
+        self.core = make_core(policy, budget=BUDGET, admission=RecklessAdmission(), kv=options)
         self.is_class_aware = policy == "priority"
         self.arrivals: dict[RequestKey, Arrival] = {}
         self.outcomes: dict[RequestKey, Outcome] = {}
@@ -152,6 +153,16 @@ class KVMachine(RuleBasedStateMachine):
     def check_victims(self, step: PlannedStep) -> None:
         """Invariants 3 and 6: real-time goes last, and only for somebody more senior."""
         moved = {request for request, _ in step.allotments}
+        if self.is_class_aware and sum(count for _, count in step.allotments) < BUDGET:
+            stuck = [
+                request
+                for request in self.core.running
+                if request.request_class is RequestClass.RT
+                and request.num_schedulable_tokens
+                and request not in moved
+                and request not in step.stops
+            ]
+            assert not stuck or self.num_left_of_best_effort(step) <= 0, "stuck beside memory"
         losers = {*step.stops, *step.drops, *(request for request, _ in step.takes)}
         assert not moved & losers, "takes part and loses"
         if not losers:

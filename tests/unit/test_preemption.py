@@ -1,0 +1,151 @@
+"""Who gives memory and rows to whom: scenes of a full pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from lightserve.router.kv.options import KVOptions, Preemption
+from lightserve.router.kv.store import KVStore
+from lightserve.router.policies.base import Allotment
+from lightserve.router.preemption import Fit, fit_into_memory
+from lightserve.router.request import Request, RequestState
+from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey, SamplingParams
+
+RT, BE = RequestClass.RT, RequestClass.BE
+
+
+@dataclass(frozen=True)
+class Actor:
+    """A request of a scene: letters for running, paused and new ones, and what they hold."""
+
+    name: str
+    request_class: RequestClass
+    held: int = 0
+    state: str = "running"
+    wants: int = 1
+
+
+def make_request(number: int, actor: Actor) -> Request:
+    return Request(
+        key=RequestKey(FrontendId(0), RequestId(number)),
+        prompt_token_ids=np.full(max(actor.held, actor.wants, 1), number, dtype=np.int32),
+        max_tokens=50,
+        eos_token_ids=frozenset(),
+        sampling=SamplingParams(),
+        request_class=actor.request_class,
+        arrival_s=0.0,
+        arrival_number=number,
+    )
+
+
+def play(
+    actors: list[Actor],
+    num_slots: int,
+    *,
+    preemption: Preemption = Preemption.CHECKPOINT,
+    num_rows: int = 10,
+    is_class_aware: bool = True,
+) -> tuple[dict[str, int], dict[str, int], list[str], list[str]]:
+    """Let everybody who wants something move, in the given order; holders come as they stand.
+
+    Returns by name: tokens moved, tokens taken; then who stops and who is dropped.
+    """
+    kv = KVStore(num_slots, KVOptions(preemption=preemption), num_host_slots=1000)
+    requests: dict[str, Request] = {}
+    for number, actor in enumerate(actors):
+        request = requests[actor.name] = make_request(number, actor)
+        if actor.state == "new":
+            kv.look_up(request)
+            continue
+        request.slots = np.empty(request.max_kv_tokens, dtype=np.int32)
+        request.slots[: actor.held] = kv.acquire([(request, actor.held)])
+        request.num_computed_tokens = actor.held
+        request.output_token_ids = [1]
+        request.state = RequestState.RUNNING
+        if actor.state == "paused":
+            request.pause()
+            kv.look_up(request)
+    holders = [requests[actor.name] for actor in actors if actor.state != "new"]
+    wanted = [Allotment(requests[a.name], a.wants) for a in actors if a.wants]
+    fit = fit_into_memory(wanted, kv, holders, num_rows, is_class_aware=is_class_aware)
+    return summary(fit, {request: name for name, request in requests.items()})
+
+
+def summary(
+    fit: Fit, names: dict[Request, str]
+) -> tuple[dict[str, int], dict[str, int], list[str], list[str]]:
+    moved = {names[request]: count for request, count in fit.allotments}
+    taken = {names[request]: count for request, count in fit.takes}
+    return moved, taken, [names[r] for r in fit.stops], [names[r] for r in fit.drops]
+
+
+def test_memory_for_everybody() -> None:
+    actors = [Actor("a", RT, 10), Actor("b", BE, 10, wants=5), Actor("c", BE, state="new", wants=4)]
+    assert play(actors, 30) == ({"a": 1, "b": 5, "c": 4}, {}, [], [])
+
+
+def test_the_last_admitted_gives_as_little_as_is_needed() -> None:
+    actors = [Actor("a", RT, 10, wants=4), Actor("b", BE, 10, wants=0), Actor("c", BE, 10)]
+    assert play(actors, 30) == ({"a": 4}, {"c": 4}, ["c"], [])
+
+
+def test_paused_ones_give_before_running_ones() -> None:
+    actors = [
+        Actor("a", RT, 10, wants=12),
+        Actor("b", BE, 10),
+        Actor("p", BE, 10, "paused", wants=0),
+        Actor("q", BE, 5, "paused", wants=0),
+    ]
+    assert play(actors, 36) == ({"a": 12, "b": 1}, {"q": 5, "p": 7}, [], [])
+
+
+def test_best_effort_gives_all_before_real_time_gives_anything() -> None:
+    actors = [Actor("a", RT, 10, wants=12), Actor("z", RT, 10, wants=0), Actor("b", BE, 5, wants=0)]
+    assert play(actors, 25) == ({"a": 5}, {"b": 5}, ["b"], [])
+    actors = [Actor("a", RT, 20), Actor("z", RT, 10, wants=0)]
+    assert play(actors, 30) == ({"a": 1}, {"z": 1}, ["z"], []), "the last resort"
+
+
+def test_nobody_gives_to_its_junior() -> None:
+    actors = [Actor("a", RT, 10), Actor("b", BE, 20), Actor("c", BE, state="new", wants=5)]
+    assert play(actors, 30) == ({"a": 1}, {"b": 1}, ["b"], [])
+    actors = [Actor("a", RT, 10, wants=0), Actor("b", BE, 20)]
+    assert play(actors, 30) == ({}, {}, [], [])
+
+
+def test_a_newcomer_takes_all_it_needs_or_nothing() -> None:
+    actors = [Actor("n", RT, state="new", wants=15), Actor("b", BE, 20, wants=1)]
+    assert play(actors, 20) == ({"n": 15}, {"b": 15}, ["b"], [])
+    actors = [Actor("n", RT, state="new", wants=15), Actor("a", RT, 10), Actor("b", BE, 10)]
+    assert play(actors, 22) == ({"a": 1, "b": 1}, {}, [], [])
+
+
+def test_a_paused_request_resumes_at_the_cost_of_those_behind_it() -> None:
+    actors = [Actor("p", BE, 10, "paused", wants=6), Actor("q", BE, 10, "paused", wants=6)]
+    assert play(actors, 20) == ({"p": 6}, {"q": 6}, [], [])
+
+
+def test_policies_that_know_no_classes() -> None:
+    actors = [Actor("b", BE, 10), Actor("a", RT, 10), Actor("n", RT, state="new", wants=5)]
+    assert play(actors, 20, is_class_aware=False) == ({"b": 1}, {"a": 1}, ["a"], [])
+
+
+@pytest.mark.parametrize(
+    ("preemption", "taken", "dropped"),
+    [(Preemption.SWAP, {"c": 10}, []), (Preemption.RECOMPUTE, {}, ["c"])],
+)
+def test_whole_requests(preemption: Preemption, taken: dict[str, int], dropped: list[str]) -> None:
+    """Who stands before the victim moves with what the victim leaves over."""
+    actors = [Actor("a", RT, 10, wants=4), Actor("b", BE, 10), Actor("c", BE, 10)]
+    assert play(actors, 30, preemption=preemption) == ({"a": 4, "b": 1}, taken, ["c"], dropped)
+
+
+def test_rows_come_from_best_effort_requests() -> None:
+    """vLLM #40004: a full batch, not full memory, must not keep real-time requests out."""
+    actors = [Actor("n", RT, state="new", wants=5), Actor("b", BE, 5), Actor("c", BE, 5)]
+    assert play(actors, 100, num_rows=0) == ({"n": 5, "b": 1}, {}, ["c"], [])
+    actors = [Actor("n", BE, state="new", wants=5), Actor("b", BE, 5)]
+    assert play(actors, 100, num_rows=0) == ({"b": 1}, {}, [], [])
