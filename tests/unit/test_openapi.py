@@ -136,3 +136,13 @@ def test_keys_are_in_the_schema_where_they_are_needed(tmp_path: Path) -> None:
         for operation in methods.values():
             is_open = route in ("/livez", "/readyz", "/health")
             assert ("security" in operation) == ("401" in operation["responses"]) != is_open
+
+
+def test_targets_are_headers_of_what_generates() -> None:
+    _, _, schema = _ask("/version")
+    for path, methods in schema["paths"].items():
+        for operation in methods.values():
+            headers = [p["name"] for p in operation.get("parameters", []) if p["in"] == "header"]
+            generates = "completions" in path or "generate" in path
+            names = ["x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-mtpot-ms"] if generates else []
+            assert headers == names, path

@@ -1,0 +1,152 @@
+"""Targets, priority and timeout through the `openai` client, on a server with one row."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+from support.live_server import LiveServer, live_server
+from support.processes import wait_for
+
+LONG = 1500
+"""Tokens; takes seconds."""
+
+
+@pytest.fixture(scope="module")
+def server(run_parent: Path) -> Iterator[LiveServer]:
+    with live_server(run_parent, "--max-num-seqs", "1") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: LiveServer) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=2) as made:
+        yield made
+
+
+Ask = Callable[..., Any]
+
+
+@pytest.fixture
+def ask(client: OpenAI, server: LiveServer) -> Ask:
+    """Completes a prompt to exactly `max_tokens`, with fields that OpenAI does not know."""
+
+    def completion(
+        max_tokens: int,
+        *,
+        stream: bool = False,
+        headers: dict[str, str] | None = None,
+        **fields: Any,
+    ) -> Any:
+        return client.completions.create(
+            model=server.model,
+            prompt="Tell me a story.",
+            max_tokens=max_tokens,
+            stream=stream,
+            extra_headers=headers,
+            extra_body={"ignore_eos": True, **fields},
+        )
+
+    return completion
+
+
+def load(server: LiveServer) -> dict[str, int]:
+    """Return what of both classes runs and waits."""
+    classes = httpx.get(f"{server.url}/load").json()["classes"].values()
+    return {name: sum(each[name] for each in classes) for name in ("num_waiting", "num_running")}
+
+
+def wait_load(server: LiveServer, *, num_running: int, num_waiting: int) -> None:
+    expected = {"num_waiting": num_waiting, "num_running": num_running}
+    wait_for(lambda: load(server) == expected, str(expected), 30.0)
+
+
+def metric(server: LiveServer, name: str, *labels: str) -> float:
+    """Return the value of the series of a family that has all these label values."""
+    for line in httpx.get(f"{server.url}/metrics").text.splitlines():
+        match = re.fullmatch(r"lightserve_(\w+)\{(.*)\} (\S+)", line)
+        if match and match[1] == name and all(f'"{label}"' in match[2] for label in labels):
+            return float(match[3])
+    return 0.0
+
+
+def wait_metric(server: LiveServer, value: float, name: str, *labels: str) -> None:
+    wait_for(lambda: metric(server, name, *labels) >= value, str(labels), 10.0)
+    assert metric(server, name, *labels) == value
+
+
+def test_own_targets_are_judged(ask: Ask, server: LiveServer) -> None:
+    ask(3, slo={"ttft_ms": 0.001, "tpot_ms": 3_600_000})
+    ask(3, headers={"x-slo-ttft-ms": "3600000"})
+    ask(3, service_tier="flex", slo={"completion_s": 600})
+    for request_class, target, outcome in (
+        ("rt", "ttft", "missed"),
+        ("rt", "ttft", "met"),
+        ("rt", "tpot", "met"),
+        ("be", "completion", "met"),
+    ):
+        wait_metric(server, 1, "slo_requests_total", request_class, target, outcome)
+    with pytest.raises(openai.BadRequestError, match="real-time"):
+        ask(3, service_tier="flex", headers={"x-slo-tpot-ms": "50"})
+
+
+def test_priority_orders_who_waits(ask: Ask, server: LiveServer) -> None:
+    """Sent while the only row is taken."""
+    ended: list[str] = []
+    running = ask(LONG, stream=True)
+    next(running)
+    waiting = []
+
+    def wait(tier: str, priority: int | None) -> None:
+        ask(4, service_tier=tier, priority=priority)
+        ended.append(f"{tier} {priority}")
+
+    for terms in (
+        ("default", 3),
+        ("default", None),
+        ("default", -3),
+        ("flex", 9),
+        ("flex", -1000),
+    ):
+        thread = threading.Thread(target=wait, args=terms)
+        thread.start()
+        waiting.append(thread)
+    wait_load(server, num_running=1, num_waiting=len(waiting))
+    running.close()
+    for thread in waiting:
+        thread.join(60)
+    real_time = [name for name in ended if name.startswith("default")]
+    best_effort = [name for name in ended if name.startswith("flex")]
+    assert real_time == ["default -3", "default None", "default 3"]
+    assert best_effort == ["flex -1000", "flex 9"]
+
+
+def test_timeouts_free_what_they_hold(ask: Ask, server: LiveServer) -> None:
+    """Of a request that waits, and of ones that run, whole and streamed, with several choices."""
+    before = metric(server, "request_failure_total", "rt", "timeout")
+    running = ask(LONG, stream=True)
+    next(running)
+    with pytest.raises(openai.APIStatusError) as waited:
+        ask(4, timeout=0.3)
+    assert waited.value.status_code == 408
+    wait_load(server, num_running=1, num_waiting=0)
+    running.close()
+    wait_load(server, num_running=0, num_waiting=0)
+    with pytest.raises(openai.APIStatusError) as ran:
+        ask(LONG, timeout=0.3, n=2)
+    assert ran.value.status_code == 408
+    texts: list[str] = []
+    with pytest.raises(openai.APIError, match="timeout"):
+        texts.extend(chunk.choices[0].text for chunk in ask(LONG, timeout=0.5, stream=True))
+    assert "".join(texts)
+    wait_load(server, num_running=0, num_waiting=0)
+    # Not more: clients are told not to try again.
+    wait_metric(server, before + 4, "request_failure_total", "rt", "timeout")
+    assert ask(4, timeout=60).usage.completion_tokens == 4
