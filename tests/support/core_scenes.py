@@ -9,7 +9,7 @@ from typing import Any
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Abort, Submit
 from lightserve.messages.router_worker import StepPlan
-from lightserve.router.admission.base import AdmissionRule
+from lightserve.router.admission.base import AdmissionRule, PoolView
 from lightserve.router.admission.conservative import ConservativeAdmission
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
@@ -55,7 +55,7 @@ class RecklessAdmission:
     forecast_peak = None
 
     def begin(
-        self, live: Collection[Request], num_slots: int, step_id: StepId
+        self, live: Collection[Request], pool: PoolView, step_id: StepId
     ) -> RecklessAdmission:
         return self
 
