@@ -119,11 +119,10 @@ class StreamClient:
         if record.request_class == BE:
             body |= server.be_body
         if server.sends_targets:
-            headers |= {
-                _TARGET_HEADERS[name]: f"{limit:g}"
-                for name, limit in targets.items()
-                if name in _TARGET_HEADERS
-            }
+            own = {} if record.request_class == BE else _target_headers(targets)
+            headers |= own
+            if not own and targets.e2el_ms is not None:
+                body["slo"] = {"completion_s": targets.e2el_ms / 1e3}
         return Outgoing(msgspec.json.encode(body), headers)
 
     async def send(self, record: Record, outgoing: Outgoing, now: Now) -> None:
@@ -165,6 +164,15 @@ class StreamClient:
             record.fail(records.TORN, "the stream ended without an end", now())
         elif record.end_s is None:
             record.end_s = record.event_times_s[-1] if record.event_times_s else now()
+
+
+def _target_headers(targets: Targets) -> dict[str, str]:
+    """Return the targets of tokens, which best-effort requests cannot have."""
+    return {
+        _TARGET_HEADERS[name]: repr(limit)
+        for name, limit in targets.items()
+        if name in _TARGET_HEADERS
+    }
 
 
 def _take(record: Record, payload: bytes, event_s: float) -> None:

@@ -257,7 +257,8 @@ CLASS_OPTIONS = _options(
     ),
     _Row(
         "--send-targets",
-        "Send ttft, tpot and mtpot as x-slo-*-ms headers (lightserve schedules by them).",
+        "Tell lightserve: ttft, tpot and mtpot of real-time requests as x-slo-*-ms headers; e2el "
+        "as slo.completion_s of best-effort ones, and of real-time ones that have no other.",
         is_flag=True,
     ),
 )

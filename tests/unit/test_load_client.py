@@ -119,7 +119,8 @@ def test_what_is_sent_and_what_is_read(endpoint: str) -> None:
     )
     sent = server.received[0]
     assert sent.headers["authorization"] == "Bearer secret"
-    assert sent.headers["x-slo-ttft-ms"] == "400"
+    assert float(sent.headers["x-slo-ttft-ms"]) == 400.0
+    assert "slo" not in sent.body  # a completion time excludes targets of tokens
     assert sent.body["max_tokens"] == sent.body["min_tokens"] == 5
     assert sent.body["ignore_eos"] is True and sent.body["temperature"] == 0
     is_chat = endpoint == "chat"
@@ -127,6 +128,26 @@ def test_what_is_sent_and_what_is_read(endpoint: str) -> None:
     for record in outcome.records:
         assert (record.output_tokens, len(record.event_times_s)) == (5, 3)
     assert outcome.records[0].prompt_tokens == count_tokens(text, is_chat=is_chat)
+
+
+@pytest.mark.parametrize(
+    ("request_class", "targets", "headers", "slo"),
+    [
+        ("rt", Targets(tpot_ms=50.5, normalized_ms=9), {"x-slo-tpot-ms": "50.5"}, None),
+        ("rt", Targets(e2el_ms=9000), {}, {"completion_s": 9.0}),
+        ("be", Targets(ttft_ms=400, e2el_ms=9500), {}, {"completion_s": 9.5}),
+        ("be", Targets(ttft_ms=400), {}, None),
+    ],
+)
+def test_targets_are_sent_as_lightserve_takes_them(
+    request_class: str, targets: Targets, headers: dict[str, str], slo: dict[str, float] | None
+) -> None:
+    of_class = {"be_targets" if request_class == "be" else "targets": targets}
+    traffic = open_loop(1, request_class=request_class, **of_class)
+    _, server = run(traffic, sends_targets=True)
+    (sent,) = server.received
+    assert {k: v for k, v in sent.headers.items() if k.startswith("x-slo-")} == headers
+    assert sent.body.get("slo") == slo
 
 
 @pytest.mark.parametrize(
