@@ -106,7 +106,9 @@ class StepBooking:
         running = [
             request
             for request in self._rows
-            if request.request_class is RequestClass.BE and request.state is RequestState.RUNNING
+            if request.request_class is RequestClass.BE
+            and request.state is RequestState.RUNNING
+            and request.num_computed_tokens >= request.num_prompt_tokens  # or its tail still moves
         ][::-1]
         num_copied = kv.copy_ahead([*paused, *running])
         self.counters[RequestClass.BE].ahead_tokens += num_copied

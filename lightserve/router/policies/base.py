@@ -87,10 +87,12 @@ def within_be_limit(
     Once the limit is reached, the other class alone is gone through.
     """
     num_left = limits.max_be_seqs - num_best_effort(running)
+    num_counted = 0
     seen: set[Request] = set()
     for request in waiting if num_left > 0 else waiting.of(RequestClass.RT):
-        is_best_effort = request.request_class is RequestClass.BE
-        if is_best_effort and num_best_effort(r for r, _ in chosen if _is_new(r)) >= num_left:
+        num_left -= num_best_effort(r for r, _ in chosen[num_counted:] if _is_new(r))
+        num_counted = len(chosen)
+        if request.request_class is RequestClass.BE and num_left <= 0:
             yield from (r for r in waiting.of(RequestClass.RT) if r not in seen)
             return
         seen.add(request)
