@@ -58,6 +58,9 @@ class SLO(msgspec.Struct, frozen=True, array_like=True):
 
 NO_SLO = SLO()
 
+MTPOT_FACTOR = 4.0
+"""Target of the largest gap, in targets of the mean, where it is not given."""
+
 
 class SlotKind(IntEnum):
     """What a slot of the KV pool is for; running and paused requests alike are its users."""

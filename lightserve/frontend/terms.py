@@ -20,13 +20,11 @@ from lightserve.config import ServeConfig
 from lightserve.config_fields import flag_name
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.json_body import StrictModel, show
-from lightserve.types import NO_SLO, SLO, RequestClass
+from lightserve.types import MTPOT_FACTOR, NO_SLO, SLO, RequestClass
 
 MAX_TARGET_MS = 3_600_000.0
 MAX_SECONDS = 86_400.0
 MAX_PRIORITY = 1000
-MTPOT_FACTOR = 4.0
-"""Default of the largest gap, in mean times per token (architecture 7)."""
 
 TargetMs = Annotated[float, Field(gt=0.0, le=MAX_TARGET_MS)]
 Seconds = Annotated[float, Field(gt=0.0, le=MAX_SECONDS)]

@@ -26,10 +26,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from lightserve.types import SLO
+from lightserve.types import MTPOT_FACTOR, SLO
 
-MTPOT_FACTOR = 4.0
-"""Largest gap, in mean times per token, where no target says otherwise."""
 FEASIBLE_FACTOR = 1.2
 """A raised target, in predicted times on an idle server."""
 PROMOTION_FACTOR = 1.5

@@ -12,9 +12,12 @@ import pytest
 from support.fake_router import Setup, eventually, frontend, says, sse_data
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
+from lightserve.frontend.choices import Choices
+from lightserve.frontend.failures import timed_out
+from lightserve.frontend.responses import GenerationResponse
 from lightserve.frontend.terms import MAX_PRIORITY, MAX_SECONDS, MAX_TARGET_MS
 from lightserve.messages.frontend_router import RequestDelta, Submit, TokenDelta
-from lightserve.types import SLO
+from lightserve.types import SLO, FinishReason
 
 COMPLETION: dict[str, Any] = {"model": BUNDLED_MODEL_NAME, "prompt": [5, 6, 7], "max_tokens": 9}
 EOS = 2
@@ -202,17 +205,69 @@ def test_a_whole_answer_times_out(path: str, says_something: bool) -> None:
     asyncio.run(scenario())
 
 
+def test_a_stream_that_has_not_begun_times_out_with_a_status() -> None:
+    async def scenario() -> None:
+        async with frontend() as setup:
+            fields = {"timeout": TIMEOUT_S, "stream": True}
+            answer = await post(setup, "/v1/completions", fields)
+            assert answer.status_code == 408
+            check_timeout(setup, answer.json()["error"], 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_prompt_that_takes_too_long_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def encode(*_args: object) -> list[int]:
+        await asyncio.sleep(60)
+        return []
+
+    async def scenario() -> None:
+        async with frontend() as setup:
+            monkeypatch.setattr(setup.service.encoder, "encode_chat", encode)
+            answer = await post(setup, "/v1/chat/completions", {"timeout": TIMEOUT_S, "n": 2})
+            assert answer.status_code == 408
+            assert answer.json()["error"]["code"] == "timeout"
+            assert not setup.router.submits
+            assert counts(setup)["request_failure_total", "rt", "timeout"] == 1
+
+    asyncio.run(scenario())
+
+
+class Timers:
+    """Timers that go off when a test says so, for what must have happened before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._choices: list[Choices] = []
+
+        def start(_: GenerationResponse, choices: Choices) -> None:
+            self._choices.append(choices)
+
+        monkeypatch.setattr(GenerationResponse, "_start_timer", start)
+
+    def go_off(self) -> None:
+        for choices in self._choices:
+            choices.end(timed_out(TIMEOUT_S))
+
+
+@pytest.fixture
+def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
+    return Timers(monkeypatch)
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_all_choices_time_out(stream: bool) -> None:
-    """One of them is done: it is an end of its own, though not an answer by itself."""
+def test_all_choices_time_out(timers: Timers, stream: bool) -> None:
+    """One of them has ended by itself, and counts as that; there is no answer all the same."""
 
     def answer(submit: Submit) -> list[RequestDelta]:
         return first_token(submit) if submit.request_id else says([300, EOS])(submit)
 
     async def scenario() -> None:
         async with frontend(answer) as setup:
-            fields = {"timeout": TIMEOUT_S, "n": 3, "stream": stream}
-            got = await post(setup, "/v1/completions", fields)
+            fields = {"timeout": 60, "n": 3, "stream": stream}
+            task = asyncio.create_task(post(setup, "/v1/completions", fields))
+            await eventually(lambda: counts(setup).get(("generation_tokens_total", "rt")) == 4)
+            timers.go_off()
+            got = await task
             assert got.status_code == (200 if stream else 408)
             error = sse_data(got.text)[-1]["error"] if stream else got.json()["error"]
             assert error["code"] == "timeout"
@@ -225,78 +280,67 @@ def test_all_choices_time_out(stream: bool) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("num_tokens", "keepalive_s"), [(0, 60.0), (0, 0.05), (2, 60.0)])
-def test_a_stream_times_out(num_tokens: int, keepalive_s: float) -> None:
-    """Before anything was sent it is a status, afterwards an event, and no [DONE]."""
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_a_stream_times_out_with_an_event(timers: Timers, num_tokens: int) -> None:
+    """Begun by tokens, or by a comment alone; there is no [DONE]."""
 
     def answer(submit: Submit) -> list[RequestDelta]:
         return [RequestDelta(submit.request_id, [300]) for _ in range(num_tokens)]
 
     async def scenario() -> None:
-        async with frontend(answer, sse_keepalive_s=keepalive_s) as setup:
-            got = await post(setup, "/v1/completions", {"timeout": TIMEOUT_S, "stream": True})
-            has_begun = num_tokens > 0 or keepalive_s < TIMEOUT_S
-            assert got.status_code == (200 if has_begun else 408)
-            if not has_begun:
-                error = got.json()["error"]
-            else:
-                text = got.text.replace(": keep-alive\n\n", "")
-                *chunks, last = sse_data(text)
-                assert len(chunks) == num_tokens
-                error = last["error"]
-            check_timeout(setup, error, 1)
-
-    asyncio.run(scenario())
-
-
-def test_a_prompt_that_takes_too_long_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        async with frontend() as setup:
-
-            async def encode(*_args: object, **_names: object) -> list[int]:
-                await asyncio.sleep(60)
-                return []
-
-            monkeypatch.setattr(setup.service.encoder, "encode_chat", encode)
-            answer = await post(setup, "/v1/chat/completions", {"timeout": TIMEOUT_S})
-            assert answer.status_code == 408
-            assert answer.json()["error"]["code"] == "timeout"
-            assert not setup.router.submits
-            assert counts(setup)["request_failure_total", "rt", "timeout"] == 1
-
-    asyncio.run(scenario())
-
-
-def test_what_is_done_in_time_does_not_time_out() -> None:
-    async def scenario() -> None:
-        async with frontend(says([300, EOS])) as setup:
-            for stream in (False, True):
-                fields = {"timeout": TIMEOUT_S, "stream": stream}
-                answer = await post(setup, "/v1/completions", fields)
-                assert "error" not in answer.text
-            await asyncio.sleep(2 * TIMEOUT_S)
-            assert not setup.router.aborted_ids
-            assert ("request_failure_total", "rt", "timeout") not in counts(setup)
-
-    asyncio.run(scenario())
-
-
-def test_tokens_that_were_there_are_sent_before_the_error() -> None:
-    """The reader is busy when time is up: what came until then is still its own."""
-
-    async def scenario() -> None:
-        async with frontend() as setup:
-            fields = {"timeout": TIMEOUT_S, "stream": True}
+        async with frontend(answer, sse_keepalive_s=0.05) as setup:
+            fields = {"timeout": 60, "stream": True}
             task = asyncio.create_task(post(setup, "/v1/completions", fields))
             await setup.router.submitted()
-            await asyncio.sleep(TIMEOUT_S / 2)
-            setup.service.router.on_message(
-                TokenDelta(requests=[RequestDelta(setup.router.submits[0].request_id, [300, 301])])
-            )
-            time.sleep(TIMEOUT_S)  # nobody gets a turn until it is too late
+            count = ("generation_tokens_total", "rt")
+            await eventually(lambda: counts(setup).get(count) == num_tokens)
+            await asyncio.sleep(0.1)  # the loop wakes the writer of comments before
+            timers.go_off()
+            got = await task
+            assert got.status_code == 200
+            *chunks, last = sse_data(got.text.replace(": keep-alive\n\n", ""))
+            assert len(chunks) == num_tokens
+            check_timeout(setup, last["error"], 1)
+            await eventually(lambda: setup.service.in_flight.count == 0)
+
+    asyncio.run(scenario())
+
+
+def test_tokens_that_were_there_are_sent_before_the_error(timers: Timers) -> None:
+    """The reader had no turn when time was up: what came until then is still its own."""
+
+    async def scenario() -> None:
+        async with frontend() as setup:
+            fields = {"timeout": 60, "stream": True}
+            task = asyncio.create_task(post(setup, "/v1/completions", fields))
+            await setup.router.submitted()
+            await asyncio.sleep(0)
+            delta = RequestDelta(setup.router.submits[0].request_id, [300, 301])
+            setup.service.router.on_message(TokenDelta(requests=[delta]))
+            timers.go_off()
             *chunks, last = sse_data((await task).text)
             assert "".join(chunk["choices"][0]["text"] for chunk in chunks)
             check_timeout(setup, last["error"], 1)
-            await eventually(lambda: setup.service.in_flight.count == 0)
+
+    asyncio.run(scenario())
+
+
+def test_what_has_ended_does_not_time_out(timers: Timers) -> None:
+    """The end has come from the router, though nobody has read it yet."""
+
+    async def scenario() -> None:
+        async with frontend() as setup:
+            task = asyncio.create_task(post(setup, "/v1/completions", {"timeout": 60}))
+            await setup.router.submitted()
+            await asyncio.sleep(0)
+            request_id = setup.router.submits[0].request_id
+            delta = RequestDelta(request_id, [300, EOS], FinishReason.STOP)
+            setup.service.router.on_message(TokenDelta(requests=[delta]))
+            timers.go_off()
+            answer = await task
+            assert answer.status_code == 200
+            assert answer.json()["usage"]["completion_tokens"] == 2
+            assert not setup.router.aborted_ids
+            assert ("request_failure_total", "rt", "timeout") not in counts(setup)
 
     asyncio.run(scenario())
