@@ -81,6 +81,6 @@ class PriorityLanes:
         for priority in self._priorities[: bisect.bisect_left(self._priorities, request.priority)]:
             before = self._lanes[priority]
             youngest = next(reversed(before.requests.values()))
-            before.overtakings.append(youngest.arrival_number + 1)
+            bisect.insort(before.overtakings, youngest.arrival_number + 1)
         bisect.insort(self._lanes[request.priority].overtakings, request.arrival_number)
         self.remove(request)
