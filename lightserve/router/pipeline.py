@@ -55,6 +55,8 @@ class Pipeline:
         self._in_flight: deque[SentStep] = deque()
         self._router_s = 0.0
         self._had_work = False
+        self._num_ahead = 0
+        """Tokens that the step that finished last has copied ahead."""
 
     @property
     def is_empty(self) -> bool:
@@ -107,7 +109,8 @@ class Pipeline:
             raise ProtocolError(f"result of step {result.step_id} out of order")
         done = self._in_flight.popleft()
         self.cost.observe(done.features, result.exec_s - result.copy_s)
-        self.copy_cost.observe(_num_copied(done.plan), result.copy_s)
+        self.copy_cost.observe(_num_copied(done.plan), result.copy_s, self._num_ahead)
+        self._num_ahead = len(done.plan.ahead_saves.slots) // 4
         self.num_finished += 1
         self.busy_s += result.exec_s
         if done.ahead or self._had_work:
@@ -120,6 +123,7 @@ class Pipeline:
         """Forget the steps in flight: their worker is gone."""
         self._in_flight.clear()
         self._had_work = False
+        self._num_ahead = 0
 
     def stalled_s(self, now_s: float) -> float:
         """Return how long the running step has been running, 0 without one."""
