@@ -11,7 +11,7 @@ The oldest request ages: it can be overtaken MAX_OVERTAKEN times, then it comes 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lightserve.messages.common import Int32Array
@@ -43,8 +43,8 @@ class BEPool:
 
     def __init__(self) -> None:
         self._requests = PriorityLanes()
-        self._trees: dict[tuple[int, Hashable], PromptTree] = {}
-        """By bucket and prefix key."""
+        self._trees: dict[int, dict[str, PromptTree]] = {}
+        """By bucket and salt."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -63,10 +63,10 @@ class BEPool:
     def append(self, request: Request) -> None:
         """Add a request."""
         self._requests.append(request)
-        place = _place_of(request)
-        if place not in self._trees:
-            self._trees[place] = PromptTree()
-        self._trees[place].insert(request)
+        trees = self._trees.setdefault(_bucket_of(request.num_prompt_tokens), {})
+        if request.prefix_salt not in trees:
+            trees[request.prefix_salt] = PromptTree()
+        trees[request.prefix_salt].insert(request)
 
     def remove(self, request: Request) -> None:
         """Take a request out. Raises KeyError if it is not here."""
@@ -79,14 +79,17 @@ class BEPool:
         self._forget(request)
 
     def _forget(self, request: Request) -> None:
-        tree = self._trees[_place_of(request)]
-        tree.remove(request)
-        if not tree:
-            del self._trees[_place_of(request)]
+        bucket, salt = _bucket_of(request.num_prompt_tokens), request.prefix_salt
+        trees = self._trees[bucket]
+        trees[salt].remove(request)
+        if not trees[salt]:
+            del trees[salt]
+        if not trees:
+            del self._trees[bucket]
 
     def reference_count(self, salt: str, tokens: Int32Array) -> int:
         """Return how many waiting prompts begin with `tokens`, int32 [n], under a salt."""
-        return sum(tree.count(tokens) for (_, key), tree in self._trees.items() if key == salt)
+        return sum(trees[salt].count(tokens) for trees in self._trees.values() if salt in trees)
 
     def candidates(
         self, resident: PrefixTree | None, *, context_len: float, limit: int = MAX_CANDIDATES
@@ -117,12 +120,13 @@ class BEPool:
         """Return those whose prompts begin with resident tokens, most tokens first."""
         wanted_bucket = _bucket_of(round(context_len))
         found: list[_Shared] = []
-        places = sorted(self._trees, key=lambda place: abs(place[0] - wanted_bucket))
-        for bucket, salt in places:
-            root = resident.root((salt,))
-            if root is not None:
-                tree = self._trees[bucket, salt]
-                found += _walk(tree.root, root, bucket, MAX_VISITS - len(found))
+        # The salts of the oldest stand for all: there may be as many as clients.
+        salts = dict.fromkeys(request.prefix_salt for request in itertools.islice(self, limit))
+        for bucket in sorted(self._trees, key=lambda bucket: abs(bucket - wanted_bucket)):
+            for salt in salts:
+                tree, root = self._trees[bucket].get(salt), resident.root((salt,))
+                if tree is not None and root is not None:
+                    found += _walk(tree.root, root, bucket, MAX_VISITS - len(found))
         found.sort(key=lambda share: (-share.num_tokens, abs(share.bucket - wanted_bucket)))
         requests: dict[Request, None] = {}
         for share in found:
@@ -196,7 +200,3 @@ def prefix_in_flight(request: Request, prefilling: Sequence[Request]) -> int:
 def _bucket_of(num_tokens: int) -> int:
     """Return the bucket of prompts of a length: powers of two."""
     return max(0, num_tokens).bit_length()
-
-
-def _place_of(request: Request) -> tuple[int, Hashable]:
-    return _bucket_of(request.num_prompt_tokens), request.prefix_salt

@@ -75,5 +75,6 @@ def path_of(node: PrefixNode) -> Iterator[PrefixNode]:
 def common_len(first: Int32Array, second: Int32Array) -> int:
     """Return how many leading tokens are equal."""
     length = min(len(first), len(second))
-    differs = np.flatnonzero(first[:length] != second[:length])
-    return int(differs[0]) if len(differs) else length
+    differs = first[:length] != second[:length]
+    at = int(differs.argmax()) if length else 0
+    return at if length and differs[at] else length
