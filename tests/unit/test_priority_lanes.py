@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.core_scenes import NUM_SLOTS, Arrival, make_core, make_simulation, submit
 from test_admission import make_request
 
+from lightserve.router.events import FromFrontend
+from lightserve.router.intake import request_of
 from lightserve.router.lanes import PriorityLanes
+from lightserve.router.policies.registry import POLICIES
 from lightserve.router.queues import WaitingQueue
 from lightserve.router.request import Request
-from lightserve.types import RequestClass
+from lightserve.sim.simulation import TimedEvent
+from lightserve.types import SLO, FrontendId, RequestClass, RequestKey
 
 
 def arriving(number: int, priority: int, request_class: RequestClass = RequestClass.RT) -> Request:
@@ -70,3 +76,34 @@ def test_priority_orders_what_never_ran() -> None:
     assert [request.arrival_number for request in best_effort] == numbers
     both = [request.arrival_number for request in queue]
     assert both == [9, 9, 2, 2, 0, 0, 3, 3, 1, 1, 4, 4]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("request_class", RequestClass)
+def test_under_every_policy_lower_numbers_start_first(
+    policy: str, request_class: RequestClass
+) -> None:
+    """Six requests arrive together; the first is alone then, and starts."""
+    simulation = make_simulation(make_core(policy, budget=NUM_SLOTS // 6))
+    arrival = Arrival(0.0, 15, 4, 4, request_class=request_class)
+    priorities = [9, 4, 0, -2, 3, -1]
+    messages = [submit(number, arrival, priority=p) for number, p in enumerate(priorities)]
+    frontend_id = FrontendId(0)
+    simulation.run([TimedEvent(0.0, FromFrontend(frontend_id, m)) for m in messages])
+    first_s = {
+        priorities[message.request_id]: simulation.outcomes[
+            RequestKey(frontend_id, message.request_id)
+        ].token_times_s[0]
+        for message in messages
+    }
+    order = [9, -2, -1, 0, 3, 4]
+    times = [first_s[priority] for priority in order]
+    assert times == sorted(times)
+    assert len(set(times)) >= 4
+
+
+def test_the_router_keeps_what_a_message_says() -> None:
+    slo = SLO(ttft_ms=5.0, mtpot_ms=7.0)
+    message = submit(3, Arrival(0.0, 8, 4, 4), priority=-7, slo=slo)
+    request = request_of(FrontendId(0), message, now_s=1.0, arrival_number=0, admission_limit=None)
+    assert (request.priority, request.slo) == (-7, slo)

@@ -8,9 +8,9 @@ tokens, of prompt and output, and each queue's share of it twice the one's befor
 
 So a long prompt joins a lower queue at once (FastServe's skip-join: its first iteration would
 use up the share of those above), and whoever generates is demoted step by step. A step is filled
-from the top queue down, within a queue decodes first, then prompts in progress, then newcomers in
-order of arrival; who finds no budget left skips the step and keeps its KV. Class and memory play
-no part: one that waits and may not start by memory ends the search for newcomers.
+from the top queue down, within a queue decodes first, then prompts in progress, then newcomers by
+priority and arrival; who finds no budget left skips the step and keeps its KV. Class and memory
+play no part: one that waits and may not start by memory ends the search for newcomers.
 
 Against starvation a request that was overtaken too often joins the top queue.
 """
@@ -58,7 +58,7 @@ class MlfqPolicy:
             for request_class in RequestClass
             for request in itertools.islice(waiting.of(request_class), MAX_CANDIDATES)
         ]
-        newcomers.sort(key=lambda request: request.arrival_number)
+        newcomers.sort(key=lambda request: (request.priority, request.arrival_number))
         num_rows = limits.num_free_rows
         num_be_left = limits.max_be_seqs - num_best_effort(running)
         for request in sorted([*running, *newcomers], key=_rank):
