@@ -292,7 +292,7 @@ def test_request_ids_go_in_and_out(client: OpenAI, server: LiveServer) -> None:
         ({"temperature": 3}, openai.BadRequestError),
         ({"model": "other"}, openai.NotFoundError),
         ({"max_tokens": 10**6}, openai.BadRequestError),
-        ({"extra_body": {"slo": {}}}, openai.BadRequestError),
+        ({"extra_body": {"slo": {"ttft": 1}}}, openai.BadRequestError),
         ({"stop": ["a"] * 5}, openai.BadRequestError),
     ],
     ids=str,
