@@ -13,7 +13,6 @@ from lightserve.router.queues import RowTable, WaitingQueue
 from lightserve.router.request import Request, RequestState
 from lightserve.types import RequestClass
 
-
 AHEAD_FACTOR = 4
 """Tails are copied ahead once less than this many times what is to be clean is free or cached:
 before that nobody will lose anything soon, and the copies would be for nothing."""
@@ -68,6 +67,8 @@ class StepBooking:
         backlog = self._waiting.backlog(request.request_class)
         self._intake.note_started(request, backlog, now_s)
         self._rows.acquire(request)
+        computed_anew = max(0, request.num_kept_tokens - request.num_computed_tokens)
+        self.counters[request.request_class].lost_tokens += computed_anew
         kv.start(request)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed_tokens
@@ -83,10 +84,11 @@ class StepBooking:
         self._waiting.requeue(step.stops[::-1])
         for request, num_tokens in step.takes:
             counters = self.counters[request.request_class]
+            num_kept = request.num_kept_tokens
             num_saved = kv.take(request, num_tokens)
             counters.num_evictions += 1
-            if num_saved is None:
-                counters.lost_tokens += num_tokens
+            if num_saved is None:  # neither are the copies made before
+                counters.lost_tokens += num_kept - request.num_kept_tokens
             else:
                 counters.taken_tokens += num_tokens
                 counters.saved_tokens += num_saved
