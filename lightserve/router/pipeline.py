@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from lightserve.errors import ProtocolError
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.copy_cost import CopyCost
 from lightserve.router.events import PlannedStep
 from lightserve.router.policies.base import Allotment
-from lightserve.router.step_cost import OnlineStepCost, step_features
+from lightserve.router.step_cost import StepCost, StepShape, shape_of
 from lightserve.types import StepId
 
 MAX_STEPS_IN_FLIGHT = 2
@@ -34,7 +31,7 @@ class SentStep:
 
     planned: PlannedStep
     plan: StepPlan
-    features: npt.NDArray[np.float64]
+    shape: StepShape
     start_s: float | None
     """When it began, as far as the router can know; None while it waits at the worker."""
     ahead: bool
@@ -46,7 +43,7 @@ class Pipeline:
 
     def __init__(self, *, max_steps_in_flight: int = MAX_STEPS_IN_FLIGHT) -> None:
         self._max_steps_in_flight = max_steps_in_flight
-        self.cost = OnlineStepCost()
+        self.cost = StepCost()
         self.copy_cost = CopyCost()
         self.next_step_id = StepId(0)
         self.num_finished = 0
@@ -55,6 +52,8 @@ class Pipeline:
         self._in_flight: deque[SentStep] = deque()
         self._router_s = 0.0
         self._had_work = False
+        self._shape = StepShape()
+        """Of the step that finished last."""
         self._num_ahead = 0
         """Tokens that the step that finished last has copied ahead."""
 
@@ -77,11 +76,12 @@ class Pipeline:
 
     def predict(self, allotments: tuple[Allotment, ...], num_copied: int) -> float:
         """Return the predicted seconds of a step that waits for so many copied tokens."""
-        return self.cost.predict(allotments) + self.copy_cost.predict(num_copied)
+        return self.cost.seconds(shape_of(allotments)) + self.copy_cost.predict(num_copied)
 
     def load_is_cheaper(self, num_tokens: int, start: int) -> bool:
         """Whether loading tokens from `start` on costs less than computing them, or may do so."""
-        computed_s = self.cost.marginal_s(num_tokens, start)
+        computed_s = self.cost.seconds(self._shape.plus(start, num_tokens))
+        computed_s -= self.cost.seconds(self._shape)
         return computed_s == 0.0 or self.copy_cost.predict(num_tokens) <= computed_s
 
     def push(self, planned: PlannedStep, plan: StepPlan, now_s: float) -> None:
@@ -90,8 +90,8 @@ class Pipeline:
             "planned before the last commit"
         )
         ahead = bool(self._in_flight)
-        features = step_features(planned.allotments)
-        self._in_flight.append(SentStep(planned, plan, features, None if ahead else now_s, ahead))
+        shape = shape_of(planned.allotments)
+        self._in_flight.append(SentStep(planned, plan, shape, None if ahead else now_s, ahead))
         self.next_step_id = StepId(self.next_step_id + 1)
         self._router_s += 0.1 * (now_s - planned.planned_at_s - self._router_s)
 
@@ -108,7 +108,8 @@ class Pipeline:
         if not self._in_flight or self._in_flight[0].plan.step_id != result.step_id:
             raise ProtocolError(f"result of step {result.step_id} out of order")
         done = self._in_flight.popleft()
-        self.cost.observe(done.features, result.exec_s - result.copy_s)
+        self._shape = done.shape
+        self.cost.observe(done.shape, result.exec_s - result.copy_s)
         self.copy_cost.observe(_num_copied(done.plan), result.copy_s, self._num_ahead)
         self._num_ahead = len(done.plan.ahead_saves.slots) // 4
         self.num_finished += 1

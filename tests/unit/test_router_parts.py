@@ -21,7 +21,6 @@ from lightserve.router.plan_builder import build_plan
 from lightserve.router.policies.base import Allotment
 from lightserve.router.queues import RowTable, WaitingQueue
 from lightserve.router.request import Request
-from lightserve.router.step_cost import step_features
 from lightserve.types import (
     FrontendId,
     RequestClass,
@@ -109,7 +108,7 @@ def test_build_plan_splits_slots_and_samples_at_the_end() -> None:
 class TestPipeline:
     def step(self, pipeline: Pipeline, now_s: float, num_tokens: int = 4) -> PlannedStep:
         allotments = (Allotment(make_request(0, prompt=64), num_tokens),)
-        predicted_s = pipeline.cost.predict(allotments)
+        predicted_s = pipeline.predict(allotments, 0)
         return PlannedStep(pipeline.next_step_id, allotments, (1,), (), (), (), now_s, predicted_s)
 
     def push(self, pipeline: Pipeline, planned_s: float, now_s: float) -> None:
@@ -161,20 +160,3 @@ class TestPipeline:
         self.push(pipeline, 5.0, 5.0)
         pipeline.pop(self.result(1, idle_s=0.5), 6.0)
         assert pipeline.idle_s == 0.5
-
-
-def test_step_cost_learns_a_linear_worker() -> None:
-    pipeline = Pipeline()
-    rng = np.random.default_rng(0)
-
-    def allot(new: int, context: int) -> tuple[Allotment, ...]:
-        return (Allotment(make_request(0, prompt=4000, computed=context), new),)
-
-    for _ in range(300):
-        new, context = int(rng.integers(1, 512)), int(rng.integers(0, 3000))
-        true_s = 0.005 + 1e-4 * new + 1e-6 * context
-        pipeline.cost.observe(step_features(allot(new, context)), true_s)
-    assert pipeline.cost.predict(allot(256, 1000)) == pytest.approx(
-        0.005 + 0.0256 + 0.001, rel=0.02
-    )
-    assert pipeline.cost.error_s < 1e-4

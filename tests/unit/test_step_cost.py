@@ -1,0 +1,131 @@
+"""The model of a step's time against hardware that it does not know."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightserve.router.step_cost import StepCost, StepShape
+from lightserve.sim.hardware import A100_LLAMA2_7B, VirtualHardware
+
+KNEE = (A100_LLAMA2_7B.floor_s - A100_LLAMA2_7B.constant_s) / A100_LLAMA2_7B.per_new_token_s
+
+
+def seconds(shape: StepShape, hardware: VirtualHardware = A100_LLAMA2_7B) -> float:
+    return hardware.seconds(
+        shape.num_new, decode_context=shape.decode_context, chunk_context=shape.chunk_pairs
+    )
+
+
+def random_shape(rng: np.random.Generator) -> StepShape:
+    """Decodes, and in half of the steps a chunk."""
+    shape = StepShape()
+    for _ in range(int(rng.integers(1, 150))):
+        shape = shape.plus(int(rng.integers(50, 1500)), 1)
+    if rng.random() < 0.5:
+        shape = shape.plus(int(rng.integers(0, 2000)), int(rng.integers(2, 512)))
+    return shape
+
+
+def learnt(num_steps: int = 600, *, noise: float = 0.05, seed: int = 0) -> StepCost:
+    cost, rng = StepCost(), np.random.default_rng(seed)
+    for _ in range(num_steps):
+        shape = random_shape(rng)
+        cost.observe(shape, seconds(shape) * float(np.exp(rng.normal(0.0, noise))))
+    return cost
+
+
+def errors(cost: StepCost, *, factor: float = 1.0) -> list[float]:
+    rng = np.random.default_rng(99)
+    shapes = [random_shape(rng) for _ in range(300)]
+    return [abs(cost.seconds(shape) / (factor * seconds(shape)) - 1.0) for shape in shapes]
+
+
+def test_predicts_shapes_it_has_not_seen() -> None:
+    """T13's bars, though of virtual hardware with 5 % noise."""
+    found = errors(learnt())
+    assert np.median(found) <= 0.03 and np.quantile(found, 0.95) <= 0.08
+
+
+def test_finds_the_knee() -> None:
+    """A2's pivot, within the grid of sizes that were seen."""
+    assert learnt(2000, noise=0.01).pivot == pytest.approx(KNEE, rel=0.3)
+
+
+def test_a_line_alone_would_be_far_off() -> None:
+    """Teeth: with the knee at 0 a step of few decodes is predicted far too short."""
+    cost = learnt()
+    small = StepShape().plus(100, 1)
+    assert abs(cost.seconds(small) / seconds(small) - 1.0) < 0.1
+    linear_s = A100_LLAMA2_7B.constant_s + A100_LLAMA2_7B.per_new_token_s
+    assert linear_s < 0.4 * seconds(small)
+
+
+def test_prompts_are_remembered_through_many_decodes() -> None:
+    cost = learnt()
+    for _ in range(2000):
+        shape = StepShape().plus(500, 1)
+        cost.observe(shape, seconds(shape))
+    assert np.median(errors(cost)) <= 0.05
+
+
+def test_slower_hardware_is_noticed() -> None:
+    cost, rng = learnt(), np.random.default_rng(5)
+    for _ in range(60):
+        shape = random_shape(rng)
+        cost.observe(shape, 1.3 * seconds(shape) * float(np.exp(rng.normal(0.0, 0.05))))
+    assert np.median(errors(cost, factor=1.3)) <= 0.08
+    assert 1.0 < cost.guard < 1.5
+
+
+def test_nothing_is_known_at_first() -> None:
+    cost = StepCost()
+    assert not cost.is_known and cost.seconds(StepShape(num_new=5)) == 0.0
+    cost.observe(StepShape(num_new=5), 0.02)
+    assert cost.is_known and cost.seconds(StepShape(num_new=5)) == pytest.approx(0.02)
+
+
+COST = learnt(noise=0.02)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 300)), max_size=8),
+    start=st.integers(0, 4000),
+    num_tokens=st.integers(1, 600),
+)
+def test_more_work_never_takes_less_time(
+    rows: list[tuple[int, int]], start: int, num_tokens: int
+) -> None:
+    shape = StepShape()
+    for row in rows:
+        shape = shape.plus(*row)
+    assert COST.seconds(shape.plus(start, num_tokens)) >= COST.seconds(shape)
+    assert (
+        COST.seconds(shape.plus(start, num_tokens + 1))
+        >= COST.seconds(shape.plus(start, num_tokens))
+        or num_tokens == 1
+    )  # a decode reads its context otherwise than a chunk
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    num_decodes=st.integers(0, 100),
+    limit_s=st.floats(0.0, 0.2),
+    start=st.integers(0, 3000),
+    most=st.integers(1, 2000),
+)
+def test_the_budget_is_the_inverse_of_the_time(
+    num_decodes: int, limit_s: float, start: int, most: int
+) -> None:
+    shape = StepShape()
+    for _ in range(num_decodes):
+        shape = shape.plus(300, 1)
+    count = COST.tokens_within(shape, limit_s, start, most)
+    assert 0 <= count <= most
+    if count > 1:
+        assert COST.seconds(shape.plus(start, count)) <= limit_s
+    if 1 <= count < most:
+        assert COST.seconds(shape.plus(start, count + 1)) > limit_s
