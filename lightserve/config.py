@@ -239,6 +239,12 @@ class ServeConfig:
     num_threads: int = option(
         0, "CPU threads per worker; 0 divides the cores among the ranks.", low=0
     )
+    profile: str = option(
+        "auto",
+        "Step times that the router starts from: auto (those cached for this model, type, device,"
+        " threads and TP, else measured in the first seconds and cached), off (learnt while"
+        " serving), or a file that lightserve profile wrote.",
+    )
     chat_template: str = option(
         "", "File with a Jinja chat template to use instead of the model's own."
     )

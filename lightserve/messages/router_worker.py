@@ -19,6 +19,7 @@ from enum import IntEnum, IntFlag
 import msgspec
 
 from lightserve.messages.common import Constraint, Message, PromptSegment, TokenLogprob
+from lightserve.messages.step_cost import StepCoefficients
 from lightserve.types import RowId, SamplingParams, StepId
 
 
@@ -34,6 +35,8 @@ class WorkerHello(Message, frozen=True):
     num_kv_slots: int
     num_host_slots: int
     """Tokens whose KV the host pool holds beside those."""
+    step_cost: StepCoefficients | None = None
+    """Rank 0's profile of its steps, if it has one."""
 
 
 class AddSequence(msgspec.Struct, frozen=True, array_like=True):

@@ -155,6 +155,8 @@ class RouterCore:
 
     def _start_workers(self, ready: WorkersReady, deltas: DeltaBatch) -> None:
         assert len(self._rows) == 0, "the group before was not reported as gone"
+        if ready.step_cost is not None:
+            self._pipeline.cost.use_profile(ready.step_cost)
         self._kv = KVStore(
             ready.num_kv_slots,
             self._config.kv,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightserve.messages.frontend_router import Abort, Acknowledge, Finish, Submit, TokenDelta
+from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.policies.base import Allotment
 from lightserve.router.preemption import Take
 from lightserve.router.request import Request
@@ -33,6 +34,8 @@ class WorkersReady:
     num_kv_slots: int
     num_host_slots: int = 0
     """Tokens that the host pool of each rank holds."""
+    step_cost: StepCoefficients | None = None
+    """What a profile says of their steps."""
 
 
 @dataclass(frozen=True, slots=True)

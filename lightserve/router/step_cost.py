@@ -1,158 +1,232 @@
-"""Time of a step: a floor, then linear in what it computes; learnt while serving (B4, E9, A2).
+"""Predicted time of a step, corrected while serving (mechanisms B4, E9, A2, C3, 3.2).
 
-    T = floor + a * max(0, new tokens - knee) + b * context of decodes + c * pairs of prompts
+The model comes from a profile of the workers, or, without one, from the steps themselves: as many
+of each size are remembered, so that a long stretch of decodes does not make it forget what
+prompts cost. Either way running ratios of observed to predicted time, one for each kind of step,
+correct it at once, and their spread is the guard that planners add.
 
-where pairs count, for every new prompt token, the tokens that it attends to. Below the knee a
-step's time is that of reading the weights, above it that of multiplying with them: AccelGen's
-pivot. A line through both is off by over 40 % below it.
-
-Shapes are sampled as they come, as many of each size, so that a long stretch of decodes does not
-make the model forget what prompts cost. Between fits a running ratio of observed to predicted
-time corrects the model, and its spread is the guard that planners add.
+What is predicted for a mixed step is never less than for its decodes or its chunks alone, so
+that predictions stay monotone though each kind has a ratio of its own.
 """
 
 from __future__ import annotations
 
-import bisect
+import math
 from collections import deque
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
 
-import numpy as np
-import numpy.typing as npt
-
+from lightserve.cost.fit import StepSample, fit
+from lightserve.cost.model import StepModel
+from lightserve.cost.shape import StepShape
+from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.policies.base import Allotment
 
-FloatArray = npt.NDArray[np.float64]
+__all__ = ["StepCost", "StepGuard", "StepKind", "StepShape", "shape_of"]
 
 SAMPLES_PER_SIZE = 48
 """Steps remembered of each size; sizes are powers of two of new tokens."""
 NUM_KNEES = 8
 REFIT_STEPS = 64
 RATIO_MEMORY = 0.1
-GUARD_DEVIATIONS = 2.0
-_SCALE: FloatArray = np.array([1.0, 1e-2, 1e-4, 1e-6])
+"""Weight of the newest observation in the ratio, so that ten steps show a change."""
+SPREAD_MEMORY = 0.03
+"""The same in the ratio's variance, which needs more of them; it grows at RATIO_MEMORY."""
+GUARD_DEVIATIONS = 2.5
+MAX_RATIO = 4.0
+"""One step that took longer than this times its prediction says no more than that."""
+GUARD_CUT, GUARD_STEP, GUARD_FLOOR = 0.5, 0.05, 1 / 16
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """What of a step its time depends on."""
+class StepKind(Enum):
+    """Kinds of steps, each with a correction of its own."""
 
-    num_new: int = 0
-    decode_context: int = 0
-    """Sum of the context lengths of rows that compute one token."""
-    chunk_pairs: int = 0
-    """Over rows that compute more: pairs of a new token and one of its context."""
-
-    def plus(self, start: int, num_tokens: int) -> StepShape:
-        """Return the shape with one more row: tokens at positions `start` …"""
-        num_new = self.num_new + num_tokens
-        if num_tokens == 1:
-            return replace(self, num_new=num_new, decode_context=self.decode_context + start)
-        pairs = num_tokens * start + num_tokens * num_tokens // 2
-        return replace(self, num_new=num_new, chunk_pairs=self.chunk_pairs + pairs)
+    DECODE = "decode"
+    MIXED = "mixed"
+    PREFILL = "prefill"
 
 
-def shape_of(allotments: tuple[Allotment, ...]) -> StepShape:
-    """Return a step's shape, before its requests have moved."""
-    num_new = decode_context = chunk_pairs = 0
-    for request, num_tokens in allotments:
-        start = request.next_position
-        num_new += num_tokens
-        if num_tokens == 1:
-            decode_context += start
-        else:
-            chunk_pairs += num_tokens * start + num_tokens * num_tokens // 2
-    return StepShape(num_new, decode_context, chunk_pairs)
+@dataclass(slots=True)
+class _Ratio:
+    """Running mean of observed over modelled time, and variance of observed over predicted."""
+
+    mean: float = 1.0
+    variance: float = 0.0
+    num_observed: int = 0
+
+    def observe(self, ratio: float) -> None:
+        off = min(ratio, MAX_RATIO) / self.mean - 1.0
+        self.num_observed += 1
+        newest = 1.0 / self.num_observed
+        self.mean *= 1.0 + max(RATIO_MEMORY, newest) * off
+        if self.num_observed > 1:
+            is_growing = off * off > self.variance
+            memory = RATIO_MEMORY if is_growing and off > 0 else SPREAD_MEMORY
+            self.variance += max(memory, newest) * (off * off - self.variance)
 
 
+@dataclass(slots=True)
+class StepGuard:
+    """Outer guard against errors of the model: a share of the token budget (C3, AIMD).
+
+    A step that took longer than its limit halves the share; every other one adds 5 % of the full
+    budget, up to all of it. Unlike the ratios it needs no prediction to be right.
+    """
+
+    share: float = 1.0
+
+    def observe(self, seconds: float, limit_s: float) -> None:
+        """Learn whether a step with a limit kept it."""
+        missed = seconds > limit_s
+        share = self.share * GUARD_CUT if missed else self.share + GUARD_STEP
+        self.share = min(1.0, max(GUARD_FLOOR, share))
+
+    def budget(self, num_tokens: int) -> int:
+        """Return how many of so many prompt tokens a step should take; at least 1 of any."""
+        return min(num_tokens, max(1, math.floor(self.share * num_tokens)))
+
+
+@dataclass(slots=True)
 class StepCost:
-    """See the module. Queries are O(1); a fit takes about a millisecond."""
+    """See the module. Queries are O(1); a fit takes a few milliseconds, and only without profile.
 
-    def __init__(self) -> None:
-        self._samples: dict[int, deque[tuple[int, int, int, float]]] = {}
-        self._knee = 0.0
-        self._weights: FloatArray = np.zeros(4)
-        self._num_observed = 0
-        self._ratio = 1.0
-        self._deviation = 0.0
-        self.error_s = 0.0
-        """Running average of the absolute error."""
+    `error_s` is the running average of the absolute error.
+    """
+
+    error_s: float = 0.0
+    _model: StepModel | None = None
+    _is_profiled: bool = False
+    _samples: dict[int, deque[StepSample]] = field(default_factory=dict)
+    _num_observed: int = 0
+    _all: _Ratio = field(default_factory=_Ratio)
+    """Of all kinds: for those that have not been seen."""
+    _ratios: dict[StepKind, _Ratio] = field(
+        default_factory=lambda: {kind: _Ratio() for kind in StepKind}
+    )
 
     @property
     def is_known(self) -> bool:
-        """Whether anything has been learnt."""
-        return self._num_observed > 0
-
-    @property
-    def guard(self) -> float:
-        """Factor >= 1 on predicted times that makes misses rare."""
-        return 1.0 + GUARD_DEVIATIONS * self._deviation
+        """Whether there is a profile, or anything has been learnt."""
+        return self._model is not None
 
     @property
     def pivot(self) -> float:
         """New tokens at which a step stops being free (A2)."""
-        return self._knee
+        return 0.0 if self._model is None else self._model.coefficients.knee
+
+    @property
+    def guard(self) -> float:
+        """Factor >= 1 on predicted times that makes misses rare, whatever the kind."""
+        return max(self.guard_of(kind) for kind in StepKind)
+
+    def guard_of(self, kind: StepKind) -> float:
+        """Return 1 + k sigma of observed over predicted time."""
+        return 1.0 + GUARD_DEVIATIONS * math.sqrt(self._ratio(kind).variance)
+
+    def use_profile(self, coefficients: StepCoefficients) -> None:
+        """Start from what was measured of fresh workers."""
+        self._model = StepModel(coefficients)
+        self._is_profiled = True
+        self._samples.clear()
+        self._forget_ratios()
 
     def seconds(self, shape: StepShape) -> float:
-        """Return the predicted seconds of a step; 0 before the first observation."""
-        floor, per_new, per_context, per_pair = self._weights.tolist()
-        time_s = floor + per_new * max(0.0, shape.num_new - self._knee)
-        time_s += per_context * shape.decode_context + per_pair * shape.chunk_pairs
-        return float(time_s * self._ratio)
+        """Return the predicted seconds of a step, its copies left out; 0: nothing is known."""
+        model = self._model
+        if model is None or shape.num_new == 0:
+            return 0.0
+        kind = kind_of(shape)
+        time_s = self._ratio(kind).mean * model.seconds(shape)
+        if kind is not StepKind.MIXED:
+            return time_s
+        decode_s = self._ratio(StepKind.DECODE).mean * model.seconds(shape.decodes)
+        prefill_s = self._ratio(StepKind.PREFILL).mean * model.seconds(shape.chunks)
+        return max(time_s, decode_s, prefill_s)
+
+    def copy_seconds(self, *, num_saved: int = 0, num_loaded: int = 0) -> float:
+        """Return what copies add by the profile; 0: it has not measured any."""
+        if self._model is None:
+            return 0.0
+        coefficients = self._model.coefficients
+        return (
+            coefficients.per_saved_token_s * num_saved
+            + coefficients.per_loaded_token_s * num_loaded
+        )
 
     def tokens_within(self, shape: StepShape, limit_s: float, start: int, most: int) -> int:
         """Return how many tokens of one more prompt, from `start` on, keep a step in its limit.
 
-        At most `most`; the inverse of the model (A2, A4).
+        The largest of 0 … `most` (A2, A4), without guard; `most` while nothing is known.
         """
-        counts = range(1, most + 1)
-        return bisect.bisect_right(
-            counts, limit_s, key=lambda count: self.seconds(shape.plus(start, count))
-        )
+        if self._model is None:
+            return most
+        low, high = 1, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            is_within = self.seconds(shape.plus(start, middle)) <= limit_s
+            low, high = (middle, high) if is_within else (low, middle - 1)
+        if low > 1:
+            return low
+        # One token is a decode, which may take longer than a chunk of two, or less.
+        return int(most > 0 and self.seconds(shape.plus(start, 1)) <= limit_s)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """Learn from a finished step."""
+        """Learn from a finished step; `seconds` without its copies."""
+        if self._model is not None:
+            self.error_s += RATIO_MEMORY * (abs(seconds - self.seconds(shape)) - self.error_s)
+            self._observe_ratio(shape, seconds)
+        if self._is_profiled:
+            return
         size = shape.num_new.bit_length()
         samples = self._samples.setdefault(size, deque(maxlen=SAMPLES_PER_SIZE))
-        samples.append((shape.num_new, shape.decode_context, shape.chunk_pairs, seconds))
-        if self.is_known:
-            error_s = abs(seconds - self.seconds(shape))
-            self.error_s += RATIO_MEMORY * (error_s - self.error_s)
-            ratio = self._ratio * seconds / max(self.seconds(shape), 1e-9)
-            error = abs(ratio / self._ratio - 1.0)
-            self._ratio += RATIO_MEMORY * (min(ratio, 4.0) - self._ratio)
-            self._deviation += RATIO_MEMORY * (min(error, 1.0) - self._deviation)
+        samples.append(StepSample(shape, seconds))
         self._num_observed += 1
         count = self._num_observed
         if count % REFIT_STEPS == 0 or (count < REFIT_STEPS and count & (count - 1) == 0):
             self._fit()
 
+    def _ratio(self, kind: StepKind) -> _Ratio:
+        ratio = self._ratios[kind]
+        return ratio if ratio.num_observed else self._all
+
+    def _observe_ratio(self, shape: StepShape, seconds: float) -> None:
+        assert self._model is not None
+        ratio = seconds / max(self._model.seconds(shape), 1e-9)
+        self._all.observe(ratio)
+        self._ratios[kind_of(shape)].observe(ratio)
+
+    def _forget_ratios(self) -> None:
+        self._all = _Ratio()
+        self._ratios = {kind: _Ratio() for kind in StepKind}
+
     def _fit(self) -> None:
-        """Fit all weights to the samples, with the knee among their sizes that fits best."""
-        rows = np.array([row for samples in self._samples.values() for row in samples])
-        seconds = rows[:, 3]
-        knees = np.unique(np.quantile(rows[:, 0], np.linspace(0.0, 0.9, NUM_KNEES)))
-        best = np.inf
-        for knee in knees.tolist():
-            features = np.column_stack(
-                [np.ones(len(rows)), np.maximum(0.0, rows[:, 0] - knee), rows[:, 1], rows[:, 2]]
-            )
-            weights = _least_squares(features * _SCALE / seconds[:, None], np.ones(len(rows)))
-            error = float(np.square(features * _SCALE @ weights / seconds - 1.0).sum())
-            if error < best:
-                best, self._knee, self._weights = error, knee, weights * _SCALE
-        self._ratio = 1.0
+        """Fit to the samples; what was last observed keeps correcting."""
+        samples = [sample for of_size in self._samples.values() for sample in of_size]
+        self._model = StepModel(fit(samples, num_knees=NUM_KNEES))
+        self._forget_ratios()
+        latest = [of_size[-8:] for of_size in map(list, self._samples.values())]
+        for shape, seconds in (sample for of_size in latest for sample in of_size):
+            self._observe_ratio(shape, seconds)
 
 
-def _least_squares(features: FloatArray, targets: FloatArray) -> FloatArray:
-    """Return weights of least squared error that are not negative: who would be is left out."""
-    kept = np.ones(features.shape[1], dtype=bool)
-    weights: FloatArray = np.zeros(features.shape[1])
-    while kept.any():
-        found = np.linalg.lstsq(features[:, kept], targets, rcond=None)[0]
-        weights[:] = 0.0
-        weights[kept] = found
-        if (found >= 0).all():
-            return weights
-        kept &= weights > 0
-    return weights
+def kind_of(shape: StepShape) -> StepKind:
+    """Return the kind of a step that has rows."""
+    if shape.num_chunks == 0:
+        return StepKind.DECODE
+    return StepKind.MIXED if shape.num_decodes else StepKind.PREFILL
+
+
+def shape_of(allotments: Iterable[Allotment]) -> StepShape:
+    """Return a step's shape, before its requests have moved."""
+    num_new = decode_context = chunk_pairs = num_decodes = num_chunks = 0
+    for request, num_tokens in allotments:
+        start = request.next_position
+        num_new += num_tokens
+        if num_tokens == 1:
+            decode_context += start
+            num_decodes += 1
+        else:
+            chunk_pairs += num_tokens * start + num_tokens * (num_tokens - 1) // 2
+            num_chunks += 1
+    return StepShape(num_new, decode_context, chunk_pairs, num_decodes, num_chunks)

@@ -18,6 +18,7 @@ from lightserve.messages.supervision import ChildMessage, ChildReady, ChildSpec,
 from lightserve.types import StepId
 from lightserve.worker.engine import build_runner, set_threads
 from lightserve.worker.model_runner import ModelRunner
+from lightserve.worker.profiling import profile_at_start
 from lightserve.worker.tensor_parallel import join_group
 
 
@@ -35,6 +36,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
         timeout_s=spec.config.start_timeout_s,
     )
     runner = build_runner(spec.config, tp=tp, generation=spec.generation)
+    profile = profile_at_start(runner, spec.config, tp)
     link: Link[WorkerToRouter, RouterToWorker] = connect_link(
         spec.workers_address,
         name=f"worker-{spec.index}",
@@ -53,6 +55,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
             rank=spec.index,
             num_kv_slots=runner.num_kv_slots,
             num_host_slots=runner.num_host_slots,
+            step_cost=None if profile is None else profile.coefficients,
         )
     )
     control.send(ChildReady())

@@ -1,0 +1,113 @@
+"""Profiles of workers' step times, and the directory in which they are kept (versioned JSON).
+
+A profile belongs to one model, type, device and way to run: its key. One that cannot be read,
+is of another version or of another key is as good as none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from lightserve.messages.step_cost import StepCoefficients
+
+SCHEMA_VERSION = 1
+_MAX_BYTES = 1 << 20
+
+log = logging.getLogger(__name__)
+
+
+class ProfileKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What step times depend on besides shapes."""
+
+    model_hash: str
+    """Of the model's config.json."""
+    dtype: str
+    device: str
+    tp: int
+    num_threads: int
+    kernels: str
+
+    @property
+    def digest(self) -> str:
+        """Hash of all of it: the name of the file."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
+
+
+class StepProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was measured, in a file of its own."""
+
+    schema_version: int
+    lightserve_version: str
+    model: str
+    """The directory's name, for people."""
+    key: ProfileKey
+    coefficients: StepCoefficients
+    num_samples: int
+    median_error: float
+    """Relative, of shapes that were not fitted."""
+    p95_error: float
+
+
+def cache_dir() -> Path:
+    """Return where profiles are kept: XDG_CACHE_HOME or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # A relative path there is to be ignored, says the XDG base directory specification.
+    root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
+    return root / "lightserve" / "profiles"
+
+
+def cached_path(key: ProfileKey, directory: Path | None = None) -> Path:
+    """Return the file of a key's profile."""
+    return (directory or cache_dir()) / f"{key.digest}.json"
+
+
+def load_profile(path: Path, key: ProfileKey) -> StepProfile | None:
+    """Return a key's profile; None, with a warning if there is such a file, if it is no use."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        profile = msgspec.json.decode(data, type=StepProfile)
+        reason = _refusal(profile, key)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        reason = str(error)
+    if reason:
+        log.warning("profile %s is ignored: %s", path, reason)
+        return None
+    return profile
+
+
+def save_profile(profile: StepProfile, path: Path) -> None:
+    """Write a profile; readers see the old file or the new one, whole. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _refusal(profile: StepProfile, key: ProfileKey) -> str:
+    """Return why a profile does not serve, or nothing."""
+    if profile.schema_version != SCHEMA_VERSION:
+        return f"schema version {profile.schema_version}, not {SCHEMA_VERSION}"
+    for name in ProfileKey.__struct_fields__:
+        theirs, ours = getattr(profile.key, name), getattr(key, name)
+        if theirs != ours:
+            return f"its {name} is {theirs!r}, this server's is {ours!r}"
+    values = msgspec.structs.astuple(profile.coefficients)
+    if not all(math.isfinite(value) and value >= 0 for value in values) or sum(values) == 0:
+        return "coefficients that no worker has"
+    return ""

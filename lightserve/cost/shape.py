@@ -1,0 +1,54 @@
+"""What of a step its time depends on, as an accumulator (mechanisms 3.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Sums over the rows of a step; one row's share is added or taken away in O(1)."""
+
+    num_new: int = 0
+    """Tokens computed."""
+    decode_context: int = 0
+    """Sum of the context lengths of rows that compute one token."""
+    chunk_pairs: int = 0
+    """Over rows that compute more: pairs of a new token and one of its context."""
+    num_decodes: int = 0
+    """Rows that compute one token."""
+    num_chunks: int = 0
+    """Rows that compute more."""
+
+    def plus(self, start: int, num_tokens: int) -> StepShape:
+        """Return the shape with one more row: tokens at positions `start` …"""
+        return self._moved(start, num_tokens, 1)
+
+    def minus(self, start: int, num_tokens: int) -> StepShape:
+        """Return the shape without a row that is in it."""
+        return self._moved(start, num_tokens, -1)
+
+    @property
+    def decodes(self) -> StepShape:
+        """The rows that compute one token, alone."""
+        return StepShape(self.num_decodes, self.decode_context, 0, self.num_decodes, 0)
+
+    @property
+    def chunks(self) -> StepShape:
+        """The rows that compute more, alone."""
+        return StepShape(self.num_new - self.num_decodes, 0, self.chunk_pairs, 0, self.num_chunks)
+
+    def _moved(self, start: int, num_tokens: int, sign: int) -> StepShape:
+        is_decode = num_tokens == 1
+        return StepShape(
+            self.num_new + sign * num_tokens,
+            self.decode_context + sign * start * is_decode,
+            self.chunk_pairs + sign * chunk_pairs(start, num_tokens) * (not is_decode),
+            self.num_decodes + sign * is_decode,
+            self.num_chunks + sign * (not is_decode),
+        )
+
+
+def chunk_pairs(start: int, num_tokens: int) -> int:
+    """Return the pairs of a new token and one that it attends to, itself left out."""
+    return num_tokens * start + num_tokens * (num_tokens - 1) // 2

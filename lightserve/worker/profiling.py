@@ -1,0 +1,298 @@
+"""Measures steps of random shapes on a model runner and fits the step model to them.
+
+All ranks run the same plans: shapes come from one seed, and rank 0's clock decides how many.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+import lightserve
+from lightserve.config import ServeConfig
+from lightserve.cost.fit import StepSample, fit, held_out_errors
+from lightserve.cost.profile import (
+    SCHEMA_VERSION,
+    ProfileKey,
+    StepProfile,
+    cached_path,
+    load_profile,
+    save_profile,
+)
+from lightserve.cost.shape import StepShape
+from lightserve.errors import ConfigError
+from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.messages.router_worker import (
+    AddSequence,
+    KVCopies,
+    OutputKind,
+    PlanRow,
+    SlotRange,
+    StepPlan,
+)
+from lightserve.models.config import load_model_config, resolve_dtype
+from lightserve.models.parallel import TensorParallel
+from lightserve.types import RowId, SamplingParams, StepId
+from lightserve.worker.model_runner import ModelRunner
+
+AUTO_SECONDS = 3.0
+"""Of the profile at a server's start, which runs each shape once: more shapes say more than
+more runs of the same."""
+MIN_SAMPLES = 24
+"""Shapes that are measured even when they take longer …"""
+PATIENCE = 2.0
+"""… but not longer than this times as long, …"""
+MIN_FITTED = 8
+"""… without which nothing can be fitted."""
+CPU_INFO = Path("/proc/cpuinfo")
+NUM_REPEATS = 3
+COPIED_TOKENS = 256
+MAX_ERROR = 0.35
+"""A short profile that is further off than this in the median, on shapes that it was not fitted
+to, was measured amid other work: the router had better learn while it serves."""
+Row = tuple[int, int]
+"""First position and number of tokens."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ShapeLimits:
+    """What steps of this server can be."""
+
+    max_rows: int
+    max_tokens: int
+    context_len: int
+    num_slots: int
+
+
+def limits_of(runner: ModelRunner, config: ServeConfig) -> ShapeLimits:
+    """Return the largest steps that a router would plan."""
+    return ShapeLimits(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        runner.context_len,
+        runner.num_kv_slots,
+    )
+
+
+def random_steps(limits: ShapeLimits, seed: int) -> Iterator[list[Row]]:
+    """Yield steps for ever, decodes, chunks and both in turn; sizes are log-uniform."""
+    rng = np.random.default_rng(seed)
+
+    def log_uniform(low: int, high: int) -> int:
+        return int(np.exp(rng.uniform(np.log(low), np.log(max(low, high) + 1)))) if low else 0
+
+    number = 0
+    while True:
+        kind, number = number % 3, number + 1
+        rows: list[Row] = []
+        if kind != 1:
+            num_rows = log_uniform(1, min(limits.max_rows, limits.max_tokens))
+            longest = min(limits.context_len - 2, limits.num_slots // num_rows - 1)
+            mean = log_uniform(1, max(1, longest))
+            spread = rng.uniform(0.5, 1.5, num_rows)
+            rows = [(min(max(1, int(mean * s)), max(1, longest)), 1) for s in spread]
+        room = min(limits.max_tokens - len(rows), limits.context_len - 1, limits.num_slots - 1)
+        if kind != 0 and room > 1 and len(rows) < limits.max_rows:
+            count = min(room, log_uniform(2, room))
+            most = min(limits.context_len - 1, limits.num_slots - 1) - count
+            start = log_uniform(1, most) - 1 if most > 0 else 0
+            rows.append((min(start, max(0, most)), count))
+        if rows:
+            yield rows
+
+
+def shape_of_rows(rows: list[Row]) -> StepShape:
+    """Return the shape of a step."""
+    shape = StepShape()
+    for start, num_tokens in rows:
+        shape = shape.plus(start, num_tokens)
+    return shape
+
+
+class StepTimer:
+    """Runs steps of given shapes; KV is whatever the pool holds, which costs the same."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def prepare(self, rows: list[Row]) -> None:
+        """Put sequences into the tables, one row of which is run for a plan to have any."""
+        sequences, ranges, first_slot = [], [], 0
+        for row, (start, count) in enumerate(rows):
+            tokens = TokenSegment(token_ids=pack_int32([0] * (start + count)))
+            sequences.append(AddSequence(RowId(row), [tokens], SamplingParams(), start + count, []))
+            slots = (first_slot + np.arange(start + count + 1)) % self._runner.num_kv_slots
+            ranges.append(SlotRange(RowId(row), 0, pack_int32(slots.astype(np.int32))))
+            first_slot += start + count + 1
+        self._runner.execute(
+            StepPlan(
+                step_id=StepId(0),
+                sequences=sequences,
+                slot_ranges=ranges,
+                rows=[PlanRow(RowId(0), 0, 1, OutputKind.NONE)],
+            )
+        )
+
+    def run(self, rows: list[Row]) -> float:
+        """Return the seconds of a step that was prepared."""
+        plan = StepPlan(
+            step_id=StepId(0),
+            sequences=[],
+            slot_ranges=[],
+            rows=[PlanRow(RowId(i), s, n, OutputKind.SAMPLE) for i, (s, n) in enumerate(rows)],
+        )
+        return self._runner.execute(plan).exec_s
+
+    def measure(self, rows: list[Row], num_repeats: int = NUM_REPEATS) -> StepSample:
+        """Return the median of a few runs."""
+        self.prepare(rows)
+        seconds = [self.run(rows) for _ in range(num_repeats)]
+        return StepSample(shape_of_rows(rows), float(np.median(seconds)))
+
+    def copy_seconds(self) -> tuple[float, float]:
+        """Return seconds per token saved to the host and loaded back; 0 without a host pool."""
+        count = min(COPIED_TOKENS, self._runner.num_host_slots, self._runner.num_kv_slots)
+        if count == 0:
+            return 0.0, 0.0
+        places = pack_int32(range(count))
+        copies = KVCopies(places, places)
+        self.prepare([(1, 1)])
+        row = [PlanRow(RowId(0), 1, 1, OutputKind.NONE)]
+        save = StepPlan(step_id=StepId(0), sequences=[], slot_ranges=[], rows=row, saves=copies)
+        load = StepPlan(step_id=StepId(0), sequences=[], slot_ranges=[], rows=row, loads=copies)
+        return self._copy_s(save) / count, self._copy_s(load) / count
+
+    def _copy_s(self, plan: StepPlan) -> float:
+        seconds = [self._runner.execute(plan).copy_s for _ in range(NUM_REPEATS + 1)]
+        return float(np.median(seconds[1:]))  # the first one touches the pages
+
+
+def take_profile(
+    runner: ModelRunner,
+    config: ServeConfig,
+    tp: TensorParallel,
+    *,
+    seconds: float,
+    num_repeats: int = NUM_REPEATS,
+    progress: Callable[[float], None] | None = None,
+) -> StepProfile:
+    """Measure for about so many seconds, every rank alike, and fit; `progress` gets the share."""
+    timer, steps = StepTimer(runner), random_steps(limits_of(runner, config), seed=0)
+    saved_s, loaded_s = timer.copy_seconds()
+    samples: list[StepSample] = []
+    start_s = time.perf_counter()
+    while _agreed(tp, is_true=_goes_on(len(samples), time.perf_counter() - start_s, seconds)):
+        samples.append(timer.measure(next(steps), num_repeats))
+        if progress is not None:
+            progress(min(1.0, (time.perf_counter() - start_s) / seconds))
+    coefficients = fit(samples)
+    held_out = held_out_errors(samples)
+    return StepProfile(
+        schema_version=SCHEMA_VERSION,
+        lightserve_version=lightserve.__version__,
+        model=Path(config.model).name,
+        key=profile_key(config),
+        coefficients=msgspec.structs.replace(
+            coefficients, per_saved_token_s=saved_s, per_loaded_token_s=loaded_s
+        ),
+        num_samples=len(samples),
+        median_error=held_out.median,
+        p95_error=held_out.p95,
+    )
+
+
+def profile_at_start(
+    runner: ModelRunner, config: ServeConfig, tp: TensorParallel
+) -> StepProfile | None:
+    """Return the profile that --profile asks for, measured now if none is cached; all ranks call.
+
+    Ranks other than 0 return None.
+
+    Raises:
+        ConfigError: the file that --profile names does not serve.
+    """
+    if config.profile == "off":
+        return None
+    key = profile_key(config)
+    if config.profile != "auto":
+        profile = load_profile(Path(config.profile), key)
+        if profile is None:
+            raise ConfigError(
+                f"--profile {config.profile!r} is no profile of this model, type, device,"
+                " threads and TP; lightserve profile makes one"
+            )
+        return profile
+    path = cached_path(key)
+    cached = load_profile(path, key) if tp.rank == 0 else None
+    if _agreed(tp, is_true=cached is not None):
+        return cached
+    profile = take_profile(runner, config, tp, seconds=AUTO_SECONDS, num_repeats=1)
+    if tp.rank != 0:
+        return None
+    log.info(
+        "profiled: %d shapes, off by %.0f %% in the median, pivot %.0f tokens",
+        profile.num_samples,
+        100 * profile.median_error,
+        profile.coefficients.knee,
+    )
+    if profile.median_error > MAX_ERROR:
+        log.warning("too much else runs here for a profile: step times are learnt while serving")
+        return None
+    try:
+        save_profile(profile, path)
+    except OSError as error:
+        log.warning("the profile is not kept: %s", error)
+    return profile
+
+
+def profile_key(config: ServeConfig) -> ProfileKey:
+    """Return what a profile of this configuration belongs to; read in the worker itself.
+
+    Raises:
+        ModelLoadError: there is no such model.
+    """
+    path = Path(config.model)
+    model_config = load_model_config(path)
+    dtype = resolve_dtype(config.dtype, model_config, batch_invariant=config.batch_invariant)
+    kernels = config.attention_backend + (", batch-invariant" if config.batch_invariant else "")
+    return ProfileKey(
+        model_hash=hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:16],
+        dtype=dtype,
+        device=device_name(),
+        tp=config.tp,
+        num_threads=torch.get_num_threads(),
+        kernels=kernels,
+    )
+
+
+def device_name() -> str:
+    """Return the name of the processor, as well as the system knows it."""
+    try:
+        found = re.search(r"^model name\s*: (.*)$", CPU_INFO.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else f"cpu {platform.machine()}"
+
+
+def _goes_on(num_samples: int, elapsed_s: float, seconds: float) -> bool:
+    """Whether to measure another shape: time is left, or there are too few and some patience."""
+    if num_samples < MIN_SAMPLES:
+        return num_samples < MIN_FITTED or elapsed_s < PATIENCE * seconds
+    return elapsed_s < seconds
+
+
+def _agreed(tp: TensorParallel, *, is_true: bool) -> bool:
+    """Return what rank 0 thinks."""
+    return bool(tp.broadcast(torch.tensor([int(is_true)])).item())
