@@ -79,8 +79,21 @@ def fit_into_memory(
         holders: running and paused requests, the most senior first.
         num_free_rows: rows that newcomers get without anybody's stopping.
         is_class_aware: whether a real-time newcomer may take from best-effort requests.
+
+    What is reserved for real-time's cache gives way where nobody could ever advance otherwise: a
+    best-effort request may need more than the rest of the pool.
     """
-    plan = _Plan(kv, holders, num_free_rows, is_class_aware=is_class_aware)
+    num_reserved = kv.num_reserved_for_rt
+    plan = _Plan(kv, holders, num_free_rows, num_reserved, is_class_aware=is_class_aware)
+    fit = _fit(allotments, plan, is_class_aware=is_class_aware)
+    if fit or num_reserved == 0 or any(holder.num_inflight_steps for holder in holders):
+        return fit
+    plan = _Plan(kv, holders, num_free_rows, 0, is_class_aware=is_class_aware)
+    return _fit(allotments, plan, is_class_aware=is_class_aware)
+
+
+def _fit(allotments: Sequence[Allotment], plan: _Plan, *, is_class_aware: bool) -> Fit:
+    """Place what fits, in order."""
     if is_class_aware:
         plan.make_room_for([part for part in allotments if _runs(part.request)])
     refused: set[RequestClass] = set()
@@ -105,9 +118,17 @@ class _Plan:
     """The step so far. `num_left` counts slots that are free or cached, less what was placed."""
 
     def __init__(
-        self, kv: KVStore, holders: Sequence[Request], num_rows: int, *, is_class_aware: bool
+        self,
+        kv: KVStore,
+        holders: Sequence[Request],
+        num_rows: int,
+        num_reserved: int,
+        *,
+        is_class_aware: bool,
     ) -> None:
+        """`num_reserved` cached slots are none of best-effort requests'."""
         self._kv = kv
+        self._num_reserved = num_reserved
         self._holders = holders
         self._rank = {request: rank for rank, request in enumerate(holders)}
         self._num_rows = num_rows
@@ -195,7 +216,7 @@ class _Plan:
     def _num_usable(self, request: Request) -> int:
         if request.request_class is RequestClass.RT:
             return self._num_left
-        return self._num_left - self._kv.num_reserved_for_rt
+        return self._num_left - self._num_reserved
 
     def _num_slots_for(self, request: Request, num_tokens: int) -> int:
         """Return what a share takes: its new tokens, and what it brings back or holds on to."""
