@@ -45,30 +45,77 @@ class StepPlanner:
             suspects: requests that may have killed workers, the next to be tried first.
             headroom: slots that best-effort newcomers may not count on.
         """
+        if suspects:
+            return self._try_suspect(kv, suspects, headroom)
         running = self.running()
         everybody = _LookedUp(self._waiting, kv, running)
-        if not suspects:
-            fit = self._select(kv, running, everybody, headroom)
-            return fit or self._select(kv, running, _Only([]), headroom)
-        suspect = suspects[0]
-        if suspect.state is RequestState.RUNNING:
-            return self._select(kv, [suspect], _Only([]), headroom)
-        if not self._pipeline.is_empty:
-            return Fit(())
-        # Where there is no room for it, those before it that were cleared make some.
-        alone = self._select(kv, [], _Only([kv.look_up(suspect)]), headroom)
-        return alone or self._select(kv, running, _Only([]), headroom)
+        fit = self._first_fit(kv, running, everybody, headroom)
+        return fit or self._senior_alone(kv, headroom)
 
-    def _select(
+    def _try_suspect(self, kv: KVStore, suspects: Sequence[Request], headroom: int) -> Fit:
+        """Return a step of the first suspect alone, or one of those that hold what it needs."""
+        suspect = suspects[0]
+        if not self._pipeline.is_empty and suspect.num_inflight_steps == 0:
+            return Fit(())
+        alone = self._first_fit(kv, *_one(suspect, kv), headroom)
+        if alone or not self._pipeline.is_empty:
+            return alone
+        # Where there is no room for it, those before it that were cleared make some.
+        cleared = [request for request in self.holders() if request not in suspects]
+        running = [request for request in cleared if request.state is RequestState.RUNNING]
+        paused = _Only([kv.look_up(request) for request in cleared if request.is_paused])
+        fit = self._first_fit(kv, running, paused, headroom)
+        return fit or self._senior_alone(kv, headroom)
+
+    def _first_fit(
         self, kv: KVStore, running: Sequence[Request], waiting: Waiting, headroom: int
     ) -> Fit:
-        """Ask the policy who of these advances, and see that it fits; falsy if nobody can."""
+        """Return the first choice of the policy of which something fits; falsy if none does.
+
+        With nothing in flight no result will make room, and somebody has to move at last: when it
+        is the turn of those who miss memory, it becomes that of those who hold it.
+        """
+        for num_skipped in (0, 1) if self._pipeline.is_empty else (0,):
+            for who in (waiting, _Only([])):
+                if fit := self._select(kv, running, who, headroom, num_skipped):
+                    return fit
+        return Fit(())
+
+    def _senior_alone(self, kv: KVStore, headroom: int) -> Fit:
+        """Let the most senior holder of memory move if nothing is in flight: it can take from all.
+
+        The policy may go on choosing requests that cannot take from anybody.
+        """
+        if self._pipeline.is_empty:
+            for request in self.holders():
+                one = _one(request, kv)
+                if request.num_schedulable_tokens > 0:
+                    return self._select(kv, *one, headroom)
+        return Fit(())
+
+    def _select(
+        self,
+        kv: KVStore,
+        running: Sequence[Request],
+        waiting: Waiting,
+        headroom: int,
+        num_skipped: int = 0,
+    ) -> Fit:
+        """Ask the policy who of these advances, and see that it fits; falsy if nobody can.
+
+        Args:
+            kv: the pool.
+            running: who may advance.
+            waiting: who may start.
+            headroom: slots that best-effort newcomers may not count on.
+            num_skipped: turns that are skipped, for policies that serve in turn.
+        """
         num_yielding = sum(request.request_class is RequestClass.BE for request in running)
         limits = StepLimits(
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             num_free_rows=self._rows.num_free,
             max_be_seqs=self._config.max_be_seqs,
-            step_number=self._pipeline.next_step_id,
+            step_number=self._pipeline.next_step_id + num_skipped,
             num_yielding_rows=num_yielding if self._is_class_aware else 0,
         )
         admission = self._config.admission.begin(
@@ -124,6 +171,13 @@ class _LookedUp:
             return best_effort
         prefilling = [request for request in self._running if not request.is_prompt_shared]
         return (r for r in best_effort if not prefix_in_flight(r, prefilling))
+
+
+def _one(request: Request, kv: KVStore) -> tuple[list[Request], _Only]:
+    """Return those who run and those who wait, if there is nobody but this request."""
+    if request.state is RequestState.RUNNING:
+        return [request], _Only([])
+    return [], _Only([kv.look_up(request)])
 
 
 class _Only:

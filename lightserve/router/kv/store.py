@@ -54,6 +54,8 @@ class KVStore:
         num_host_slots: int = 0,
         load_is_cheaper: LoadIsCheaper = lambda _num_tokens, _start: True,
     ) -> None:
+        if options.is_exclusive:  # without a short block: requests' costs add up to that of all
+            num_slots = num_slots // options.block_size * options.block_size or num_slots
         self.num_slots = num_slots
         self.options = options
         self.checkpoints = Checkpoints(num_host_slots)
