@@ -19,6 +19,7 @@ SUBCOMMANDS: Mapping[str, str] = {
     "chat": "Chat with a running server in the terminal.",
     "kv-map": "Draw what every slot of a running server's KV pool is for.",
     "collect-env": "Print what a bug report needs to know of this machine.",
+    "profile": "Measure step times on this machine for the router to plan with.",
     "simulate": "Run requests through the router core on virtual hardware.",
 }
 """Name to one-line help; the module is `lightserve.cli.<name>`, its click command `command`."""

@@ -26,7 +26,7 @@ _ROLE = re.compile(r"(frontend|router|worker)-\d+")
 
 _SERVE = (
     *(sys.executable, "-m", "lightserve.cli.main", "serve"),
-    *("--port=0", "--metrics-port=0", "--num-threads=1"),
+    *("--port=0", "--metrics-port=0", "--num-threads=1", "--profile=off"),
 )
 
 

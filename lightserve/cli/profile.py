@@ -1,0 +1,157 @@
+"""`lightserve profile`: measures step times for the router to plan with."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from lightserve.cli.options import config_options
+from lightserve.config import ServeConfig
+from lightserve.cost.job import ProfileJob, ProfileNews
+from lightserve.cost.profile import StepProfile, cached_path, save_profile
+from lightserve.errors import StartupError
+from lightserve.supervisor.startup import resolve_model
+
+FIELDS = (
+    "model",
+    "tp",
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "kv_memory",
+    "host_kv_memory",
+    "attention_backend",
+    "batch_invariant",
+    "num_threads",
+)
+"""Options of the server that step times depend on."""
+RANK_COMMAND = (sys.executable, "-P", "-m", "lightserve.worker.profile_run")
+_BAR_LENGTH = 1000
+
+
+@click.command("profile")
+@config_options(ServeConfig, FIELDS)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(1.0, 3600.0),
+    default=60.0,
+    show_default=True,
+    help="Time to measure.",
+)
+@click.option(
+    "--profile-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Directory of profiles. Default: lightserve/profiles in XDG_CACHE_HOME or ~/.cache.",
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File to write instead, for --profile of lightserve serve.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
+def command(
+    seconds: float, profile_dir: Path | None, output: Path | None, as_json: bool, **values: Any
+) -> int:
+    """Measure how long steps take on this machine, and keep it for the server.
+
+    Runs the model in processes of its own, no server; best on a machine that does nothing else.
+    """
+    config = resolve_model(ServeConfig(**values))
+    with click.progressbar(length=_BAR_LENGTH, label="profiling", file=sys.stderr) as bar:
+        profile = measure(config, seconds, lambda share: _advance(bar, share))
+    path = output or cached_path(profile.key, profile_dir)
+    try:
+        save_profile(profile, path)
+    except OSError as error:
+        raise StartupError(f"the profile cannot be written to {path}: {error}") from error
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(profile)).decode())
+    else:
+        click.echo(table(profile))
+    click.echo(f"written to {path}", err=True)
+    return 0
+
+
+def _advance(bar: Any, share: float) -> None:
+    bar.update(round(_BAR_LENGTH * share) - bar.pos)
+
+
+def measure(config: ServeConfig, seconds: float, progress: Any) -> StepProfile:
+    """Run the ranks to their end and return the profile.
+
+    Raises:
+        StartupError: a rank failed.
+    """
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(_rank(ProfileJob(config, rank, f"{directory}/store", seconds)))
+            for rank in range(config.tp)
+        ]
+        news = ProfileNews()
+        assert ranks[0].stdout is not None
+        for line in ranks[0].stdout:
+            news = msgspec.json.decode(line, type=ProfileNews)
+            progress(news.share)
+        if news.profile is None:
+            raise StartupError(news.error or "a worker ended without a profile")
+        return news.profile
+
+
+@contextlib.contextmanager
+def _rank(job: ProfileJob) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a rank; it is killed if it still runs at the end."""
+    # torch's allocator asks for huge pages, as in the server's workers.
+    environment = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ}
+    process = subprocess.Popen(
+        RANK_COMMAND,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE if job.rank == 0 else subprocess.DEVNULL,
+        env=environment,
+    )
+    try:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(msgspec.json.encode(job))
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def table(profile: StepProfile) -> str:
+    """Return the profile for people."""
+    key, c = profile.key, profile.coefficients
+    rows = [
+        ("model", profile.model),
+        ("type, kernels", f"{key.dtype}, {key.kernels}"),
+        ("device", f"{key.device}, {key.num_threads} threads, TP {key.tp}"),
+        ("shapes measured", f"{profile.num_samples}"),
+        ("error, not fitted", f"{profile.median_error:.1%} median, {profile.p95_error:.1%} p95"),
+        ("floor", f"{1e3 * c.floor_s:.3f} ms"),
+        ("pivot", f"{c.knee:.0f} new tokens"),
+        ("new token beyond it", f"{1e6 * c.per_new_s:.2f} us"),
+        ("row that decodes", f"{1e6 * c.per_decode_s:.2f} us"),
+        ("row of a prompt", f"{1e6 * c.per_chunk_s:.2f} us"),
+        ("1000 tokens of context of decodes", f"{1e9 * c.per_decode_context_s:.2f} us"),
+        ("1000 pairs of a prompt", f"{1e9 * c.per_chunk_pair_s:.2f} us"),
+        ("1000 tokens to the host", f"{1e6 * c.per_saved_token_s:.2f} ms"),
+        ("1000 tokens back", f"{1e6 * c.per_loaded_token_s:.2f} ms"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+assert set(FIELDS) <= {spec.name for spec in dataclasses.fields(ServeConfig)}
