@@ -1,0 +1,298 @@
+"""Random schedules of the real core over a real model runner: tokens and KV have to survive them.
+
+One process, virtual time. A `Catalogue` has requests with what each answers alone; a schedule
+draws some of them, a pool that is too small, a way of preemption and moments of arrivals and
+aborts, all from its number.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import msgspec
+
+from lightserve.config import ServeConfig
+from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.messages.frontend_router import Abort, Submit
+from lightserve.messages.router_worker import StepPlan, StepResult
+from lightserve.router.core import RouterCore
+from lightserve.router.core_config import CoreConfig
+from lightserve.router.events import FromFrontend
+from lightserve.router.intake import QueueLimits
+from lightserve.router.kv.options import KVOptions, Preemption
+from lightserve.router.kv.prefix_node import least_recently_used, task_aware
+from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.policies.registry import POLICIES
+from lightserve.sim.simulation import Simulation, TimedEvent
+from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
+from lightserve.worker.engine import build_runner
+from lightserve.worker.model_runner import ModelRunner
+from support.core_scenes import RecklessAdmission
+from support.kv_watch import Seen, WatchedModel
+from support.tiny_models import TinyModel, write_tiny_model
+
+NUM_SLOTS, MAX_LEN, MAX_SEQS = 600, 128, 6
+NUM_CATALOGUE = 40
+STEP_S = 0.01
+MODEL = TinyModel("lossless", "Qwen3", {"head_dim": 16, "max_position_embeddings": MAX_LEN})
+
+Fault = Callable[[ModelRunner, StepPlan], StepPlan]
+"""Spoils a plan, or the pools, before the plan is executed."""
+
+
+def make_runner(directory: Path, *, dtype: str = "float32", invariant: bool = True) -> ModelRunner:
+    """Return a runner of a small random model, written to `directory`."""
+    write_tiny_model(MODEL, directory)
+    config = ServeConfig(
+        model=str(directory),
+        dtype=dtype,
+        batch_invariant=invariant,
+        max_model_len=MAX_LEN,
+        max_num_seqs=MAX_SEQS,
+        max_kv_tokens=NUM_SLOTS,
+        host_kv_memory="4MiB",
+    )
+    runner = build_runner(config)
+    assert runner.num_host_slots >= NUM_SLOTS
+    return runner
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One run: which requests, when, in what memory."""
+
+    requests: list[int]
+    times_s: list[float]
+    classes: list[RequestClass]
+    abort_times_s: list[float | None]
+    policy: str
+    budget: int
+    num_slots: int
+    num_host_slots: int
+    copied_token_s: float
+    """Virtual seconds per copied token: decides between loading and computing again."""
+    kv: KVOptions
+
+
+def make_schedule(
+    number: int, *, preemption: Preemption | None = None, num_host_slots: int | None = None
+) -> Schedule:
+    """Draw a schedule; what is given is not drawn."""
+    rng = random.Random(number)
+    count = rng.randint(6, 14)
+    times_s = sorted(rng.choice((0.0, 0.1, 0.4)) + 0.2 * rng.random() for _ in range(count))
+    way = rng.choice((*Preemption, Preemption.CHECKPOINT, Preemption.CHECKPOINT))
+    drawn_host_slots = rng.choice((0, 24, 100, NUM_SLOTS, NUM_SLOTS))
+    return Schedule(
+        requests=rng.sample(range(NUM_CATALOGUE), count),
+        times_s=times_s,
+        classes=[rng.choice(tuple(RequestClass)) for _ in range(count)],
+        abort_times_s=[
+            time_s + 0.3 * rng.random() if rng.random() < 0.15 else None for time_s in times_s
+        ],
+        policy=rng.choice(("priority", "priority", "chunked")),
+        budget=rng.choice((16, 40, 200)),
+        num_slots=rng.choice((130, 130, 160, 250)),
+        num_host_slots=drawn_host_slots if num_host_slots is None else num_host_slots,
+        copied_token_s=rng.choice((0.0, 1e-5, 1e-3)),
+        kv=KVOptions(
+            cache_order=rng.choice((None, task_aware, task_aware, least_recently_used)),
+            block_size=rng.choice((1, 2, 4, 8, 16)),
+            preemption=way if preemption is None else preemption,
+            clean_ahead_tokens=rng.choice((0, 0, 20, 60)),
+            rt_cache_min_tokens=rng.choice((0, 30)),
+        ),
+    )
+
+
+def make_requests(catalogue: int) -> list[Submit]:
+    """Return requests of which some begin alike, told apart by their seeds."""
+    rng = random.Random(1_000_000 + catalogue)
+    families = [[rng.randrange(5, 200) for _ in range(50)] for _ in range(4)]
+    requests = []
+    for number in range(NUM_CATALOGUE):
+        shared = rng.choice(families)[: rng.choice((0, 0, 20, 50))]
+        own = [rng.randrange(5, 200) for _ in range(rng.choice((1, 6, 30)))]
+        sampling = SamplingParams(
+            temperature=rng.choice((0.0, 1.0, 0.7)),
+            top_p=rng.choice((1.0, 0.9)),
+            top_k=rng.choice((0, 20)),
+            seed=number,
+            frequency_penalty=rng.choice((0.0, 0.0, 0.8)),
+        )
+        requests.append(
+            Submit(
+                request_id=RequestId(number),
+                prompt=[TokenSegment(token_ids=pack_int32([*shared, *own]))],
+                max_tokens=rng.randrange(4, 44),
+                eos_token_ids=[2],
+                sampling=sampling,
+                request_class=RequestClass.RT,
+                age_s=0.0,
+            )
+        )
+    return requests
+
+
+@dataclass
+class Tally:
+    """What schedules contained; sums over them."""
+
+    num_schedules: int = 0
+    num_compared: int = 0
+    num_different: int = 0
+    num_aborts: int = 0
+    num_prefix_hits: int = 0
+    cached_tokens: int = 0
+    num_pauses: int = 0
+    num_evictions: int = 0
+    taken_tokens: int = 0
+    saved_tokens: int = 0
+    ahead_tokens: int = 0
+    loaded_tokens: int = 0
+    lost_tokens: int = 0
+    seen: Seen = field(default_factory=Seen)
+
+    def add(self, other: Tally) -> None:
+        """Add another's sums to these."""
+        for key, value in asdict(other).items():
+            if key != "seen":
+                setattr(self, key, getattr(self, key) + value)
+        for part in fields(Seen):
+            total = getattr(self.seen, part.name) + getattr(other.seen, part.name)
+            setattr(self.seen, part.name, total)
+
+
+class RunnerWorker:
+    """Lets the simulation drive the runner; times are virtual, so that runs can be repeated."""
+
+    def __init__(
+        self, runner: ModelRunner, model: WatchedModel, schedule: Schedule, fault: Fault | None
+    ) -> None:
+        self._runner, self._model, self._fault = runner, model, fault
+        self._copied_token_s = schedule.copied_token_s
+
+    def execute(self, plan: StepPlan, *, exec_s: float, idle_s: float) -> StepResult:
+        self._model.note_plan(plan)
+        num_copied = (len(plan.saves.slots) + len(plan.loads.slots)) // 4
+        if self._fault is not None:
+            plan = self._fault(self._runner, plan)
+        result = self._runner.execute(plan)
+        self._runner.copy_ahead(plan)
+        copy_s = num_copied * self._copied_token_s
+        return msgspec.structs.replace(result, exec_s=exec_s + copy_s, idle_s=idle_s, copy_s=copy_s)
+
+
+class Catalogue:
+    """A runner, and requests with their answers alone."""
+
+    def __init__(self, runner: ModelRunner, number: int = 0) -> None:
+        self._runner = runner
+        self.requests = make_requests(number)
+        self.alone: dict[int, list[int]] = {}
+        for index in range(NUM_CATALOGUE):
+            schedule = Schedule(
+                [index],
+                [0.0],
+                [RequestClass.RT],
+                [None],
+                "chunked",
+                512,
+                NUM_SLOTS,
+                0,
+                0.0,
+                KVOptions(),
+            )
+            self.alone |= self._answers(schedule)[0]
+
+    def run(self, schedule: Schedule, *, checks: bool = True, fault: Fault | None = None) -> Tally:
+        """Play a schedule and compare. Raises KVChanged unless told not to check KV."""
+        answers, tally = self._answers(schedule, checks=checks, fault=fault)
+        tally.num_compared = len(answers)
+        tally.num_different = sum(self.alone[number] != ids for number, ids in answers.items())
+        return tally
+
+    def _answers(
+        self, schedule: Schedule, *, checks: bool = True, fault: Fault | None = None
+    ) -> tuple[dict[int, list[int]], Tally]:
+        core = make_core(schedule)
+        model = WatchedModel(self._runner, checks=checks)
+        plain = self._runner._model
+        self._runner._model = model  # type: ignore[assignment]  # what a runner calls, no more
+        worker = RunnerWorker(self._runner, model, schedule, fault)
+        simulation = Simulation(
+            core,
+            worker,
+            lambda plan: STEP_S,
+            num_slots=schedule.num_slots,
+            num_host_slots=schedule.num_host_slots,
+        )
+        try:
+            simulation.run(self._events(schedule))
+        finally:
+            self._runner._model = plain
+        core.check_integrity()
+        assert core.num_used_slots == 0 and core.num_used_host_slots == 0
+        assert all(o.finish_reason and not o.error for o in simulation.outcomes.values())
+        outcomes = simulation.outcomes.items()
+        answers = {int(key.request_id): outcome.token_ids for key, outcome in outcomes}
+        return answers, _tally(core, model, simulation, len(schedule.requests))
+
+    def _events(self, schedule: Schedule) -> list[TimedEvent]:
+        events = []
+        for index, number in enumerate(schedule.requests):
+            request = msgspec.structs.replace(
+                self.requests[number], request_class=schedule.classes[index]
+            )
+            events.append(TimedEvent(schedule.times_s[index], FromFrontend(FrontendId(0), request)))
+            if (abort_s := schedule.abort_times_s[index]) is not None:
+                abort = Abort(request_id=RequestId(number))
+                events.append(TimedEvent(abort_s, FromFrontend(FrontendId(0), abort)))
+        return events
+
+
+_COUNTERS = (
+    "num_pauses",
+    "num_evictions",
+    "taken_tokens",
+    "saved_tokens",
+    "ahead_tokens",
+    "loaded_tokens",
+    "lost_tokens",
+)
+
+
+def make_core(schedule: Schedule) -> RouterCore:
+    """Return a core that admits everybody, so that memory runs out."""
+    return RouterCore(
+        CoreConfig(
+            max_model_len=MAX_LEN,
+            max_num_seqs=MAX_SEQS,
+            max_num_batched_tokens=schedule.budget,
+            queue_limits=dict.fromkeys(RequestClass, QueueLimits(100, 1 << 30)),
+            policy=POLICIES[schedule.policy](),
+            admission=RecklessAdmission(),
+            lengths=OutputLengths(max_output_tokens=MAX_LEN),
+            kv=schedule.kv,
+        )
+    )
+
+
+def _tally(
+    core: RouterCore, model: WatchedModel, simulation: Simulation, num_requests: int
+) -> Tally:
+    hits = [outcome.num_cached_tokens for outcome in simulation.outcomes.values()]
+    tally = Tally(
+        num_schedules=1,
+        num_aborts=num_requests - len(simulation.outcomes),
+        num_prefix_hits=sum(hit > 0 for hit in hits),
+        cached_tokens=sum(hits),
+        seen=model.end(),
+    )
+    for counters in core.counters.values():
+        for name in _COUNTERS:
+            setattr(tally, name, getattr(tally, name) + getattr(counters, name))
+    return tally
