@@ -314,6 +314,10 @@ class ServeConfig:
         """Refuse sizes and combinations that the KV book-keeping does not have."""
         if self.host_kv_memory != "auto":
             parse_memory(self.host_kv_memory, "--host-kv-memory")
+        if self.host_kv_memory != "auto" and self.preemption == "recompute":
+            raise ConfigError("--host-kv-memory needs --preemption checkpoint or swap")
+        if self.rt_cache_min_tokens > 0 and self.cache_policy == "off":
+            raise ConfigError("--rt-cache-min-tokens needs --cache-policy task-aware or lru")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size must be 1, 2, 4, 8 or 16, got {self.block_size}")
         if self.block_owner == "exclusive" and self.preemption == "checkpoint":

@@ -121,7 +121,8 @@ class BEPool:
         wanted_bucket = _bucket_of(round(context_len))
         found: list[_Shared] = []
         # The salts of the oldest stand for all: there may be as many as clients.
-        salts = dict.fromkeys(request.prefix_salt for request in itertools.islice(self, limit))
+        oldest = itertools.islice(self, MAX_CANDIDATES)
+        salts = dict.fromkeys(request.prefix_salt for request in oldest)
         for bucket in sorted(self._trees, key=lambda bucket: abs(bucket - wanted_bucket)):
             for salt in salts:
                 tree, root = self._trees[bucket].get(salt), resident.root((salt,))
@@ -187,8 +188,11 @@ def prefix_in_flight(request: Request, prefilling: Sequence[Request]) -> int:
 
     Those beyond what it found, in the prompt of a running request that is not shared yet; 0 where
     that is too little to wait for (architecture 6: a best-effort request waits, a real-time one
-    does not).
+    does not). A request that wants the log-probabilities of its prompt computes all of it: it has
+    nothing to wait for.
     """
+    if request.sampling.num_prompt_logprobs is not None:
+        return 0
     best = 0
     for other in prefilling:
         if other.prefix_salt == request.prefix_salt:

@@ -75,6 +75,8 @@ def num_host_slots(
     Raises:
         ConfigError: --host-kv-memory is more than is free beside the KV pool.
     """
+    if config.preemption == "recompute":
+        return 0  # nothing is ever copied there
     pool_bytes = num_slots * layout.bytes_per_token
     rest = free_bytes // config.tp - pool_bytes
     if config.host_kv_memory == "auto":
