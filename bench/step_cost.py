@@ -24,7 +24,6 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
 from bench.engine import write_model  # noqa: E402
-
 from lightserve.bundled import BUNDLED_MODEL_DIR  # noqa: E402
 from lightserve.config import ServeConfig  # noqa: E402
 from lightserve.cost.fit import FitError, StepSample, fit, least_squares  # noqa: E402

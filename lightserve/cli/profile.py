@@ -146,6 +146,7 @@ def table(profile: StepProfile) -> str:
         ("row that decodes", f"{1e6 * c.per_decode_s:.2f} us"),
         ("row of a prompt", f"{1e6 * c.per_chunk_s:.2f} us"),
         ("1000 tokens of context of decodes", f"{1e9 * c.per_decode_context_s:.2f} us"),
+        ("1000 tokens of context of prompts", f"{1e9 * c.per_chunk_context_s:.2f} us"),
         ("1000 pairs of a prompt", f"{1e9 * c.per_chunk_pair_s:.2f} us"),
         ("1000 tokens to the host", f"{1e6 * c.per_saved_token_s:.2f} ms"),
         ("1000 tokens back", f"{1e6 * c.per_loaded_token_s:.2f} ms"),

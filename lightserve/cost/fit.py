@@ -15,7 +15,7 @@ from lightserve.messages.step_cost import StepCoefficients
 FloatArray = npt.NDArray[np.float64]
 
 NUM_KNEES = 24
-_SCALE: FloatArray = np.array([1.0, 1e-2, 1e-2, 1e-1, 1e-4, 1e-6])
+_SCALE: FloatArray = np.array([1.0, 1e-2, 1e-2, 1e-1, 1e-4, 1e-4, 1e-6])
 """Brings the features to the order of one."""
 NUM_ROUNDS = 4
 OUTLIER_ERROR = 0.1
@@ -79,7 +79,7 @@ def held_out_errors(samples: Sequence[StepSample], num_folds: int = 4) -> FitErr
 
 def _features(samples: Sequence[StepSample], num_new: FloatArray, knee: float) -> FloatArray:
     rows = [
-        (s.num_decodes, s.num_chunks, s.decode_context, s.chunk_pairs)
+        (s.num_decodes, s.num_chunks, s.decode_context, s.chunk_context, s.chunk_pairs)
         for s in (sample.shape for sample in samples)
     ]
     ones = np.ones(len(samples))

@@ -19,6 +19,8 @@ class StepShape:
     """Rows that compute one token."""
     num_chunks: int = 0
     """Rows that compute more."""
+    chunk_context: int = 0
+    """Sum over those of the context lengths that they start from."""
 
     def plus(self, start: int, num_tokens: int) -> StepShape:
         """Return the shape with one more row: tokens at positions `start` …"""
@@ -36,7 +38,10 @@ class StepShape:
     @property
     def chunks(self) -> StepShape:
         """The rows that compute more, alone."""
-        return StepShape(self.num_new - self.num_decodes, 0, self.chunk_pairs, 0, self.num_chunks)
+        num_new = self.num_new - self.num_decodes
+        return StepShape(
+            num_new, 0, self.chunk_pairs, 0, self.num_chunks, chunk_context=self.chunk_context
+        )
 
     def _moved(self, start: int, num_tokens: int, sign: int) -> StepShape:
         is_decode = num_tokens == 1
@@ -46,6 +51,7 @@ class StepShape:
             self.chunk_pairs + sign * chunk_pairs(start, num_tokens) * (not is_decode),
             self.num_decodes + sign * is_decode,
             self.num_chunks + sign * (not is_decode),
+            self.chunk_context + sign * start * (not is_decode),
         )
 
 

@@ -18,6 +18,8 @@ class StepCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_chunk_s: float
     """For each row that computes more."""
     per_decode_context_s: float
+    per_chunk_context_s: float
+    """For each token that a row of several starts from: it is read once for all of them."""
     per_chunk_pair_s: float
     per_saved_token_s: float = 0.0
     """Copied to the host; 0: not measured."""

@@ -19,7 +19,7 @@ from enum import Enum
 
 from lightserve.cost.fit import StepSample, fit
 from lightserve.cost.model import StepModel
-from lightserve.cost.shape import StepShape
+from lightserve.cost.shape import StepShape, chunk_pairs
 from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.policies.base import Allotment
 
@@ -219,7 +219,7 @@ def kind_of(shape: StepShape) -> StepKind:
 
 def shape_of(allotments: Iterable[Allotment]) -> StepShape:
     """Return a step's shape, before its requests have moved."""
-    num_new = decode_context = chunk_pairs = num_decodes = num_chunks = 0
+    num_new = decode_context = chunk_context = pairs = num_decodes = num_chunks = 0
     for request, num_tokens in allotments:
         start = request.next_position
         num_new += num_tokens
@@ -227,6 +227,7 @@ def shape_of(allotments: Iterable[Allotment]) -> StepShape:
             decode_context += start
             num_decodes += 1
         else:
-            chunk_pairs += num_tokens * start + num_tokens * (num_tokens - 1) // 2
+            pairs += chunk_pairs(start, num_tokens)
+            chunk_context += start
             num_chunks += 1
-    return StepShape(num_new, decode_context, chunk_pairs, num_decodes, num_chunks)
+    return StepShape(num_new, decode_context, pairs, num_decodes, num_chunks, chunk_context)

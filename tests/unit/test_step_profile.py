@@ -1,0 +1,251 @@
+"""Fitting the step model, its shapes, and the file that a profile is kept in."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightserve.cost.fit import StepSample, fit, held_out_errors, knee_grid
+from lightserve.cost.model import StepModel
+from lightserve.cost.profile import (
+    SCHEMA_VERSION,
+    ProfileKey,
+    StepProfile,
+    cache_dir,
+    cached_path,
+    load_profile,
+    save_profile,
+)
+from lightserve.cost.shape import StepShape
+from lightserve.messages.step_cost import StepCoefficients
+from lightserve.router.step_cost import StepCost
+
+COEFFICIENTS = StepCoefficients(
+    floor_s=9.4e-3,
+    knee=112.0,
+    per_new_s=64e-6,
+    per_decode_s=5e-6,
+    per_chunk_s=2e-4,
+    per_decode_context_s=3.3e-7,
+    per_chunk_context_s=2e-7,
+    per_chunk_pair_s=3.5e-9,
+    per_saved_token_s=21e-6,
+    per_loaded_token_s=22e-6,
+)
+MODEL = StepModel(COEFFICIENTS)
+ROWS = st.lists(st.tuples(st.integers(0, 4000), st.integers(1, 400)), max_size=10)
+
+
+def shape_of(rows: list[tuple[int, int]]) -> StepShape:
+    shape = StepShape()
+    for start, num_tokens in rows:
+        shape = shape.plus(start, num_tokens)
+    return shape
+
+
+def samples_of(model: StepModel, count: int, *, noise: float, seed: int = 0) -> list[StepSample]:
+    rng = np.random.default_rng(seed)
+    samples = []
+    for number in range(count):
+        rows = []
+        if number % 3 != 1:
+            rows += [(int(rng.integers(1, 3000)), 1)] * int(np.exp(rng.uniform(0, 5.5)))
+        if number % 3 != 0:
+            rows += [(int(rng.integers(0, 3000)), int(np.exp(rng.uniform(0.7, 7))))]
+        shape = shape_of(rows)
+        seconds = model.seconds(shape) * float(np.exp(rng.normal(0.0, noise)))
+        samples.append(StepSample(shape, seconds))
+    return samples
+
+
+@given(rows=ROWS, number=st.integers(0, 9))
+def test_a_share_is_added_and_taken_away_exactly(rows: list[tuple[int, int]], number: int) -> None:
+    shape = shape_of(rows)
+    assert shape.num_new == sum(count for _, count in rows)
+    assert shape.decode_context == sum(start for start, count in rows if count == 1)
+    assert shape.chunk_pairs == sum(
+        position for start, count in rows if count > 1 for position in range(start, start + count)
+    )
+    assert shape.chunk_context == sum(start for start, count in rows if count > 1)
+    assert shape.num_decodes + shape.num_chunks == len(rows)
+    if number < len(rows):
+        others = rows[:number] + rows[number + 1 :]
+        assert shape.minus(*rows[number]) == shape_of(others)
+    decodes, chunks = shape.decodes, shape.chunks
+    assert decodes == shape_of([row for row in rows if row[1] == 1])
+    assert chunks == shape_of([row for row in rows if row[1] > 1])
+
+
+@pytest.mark.parametrize("knee", [8.0, 40.0, 112.0, 300.0, 700.0])
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_the_knee_is_found_within_one_step_of_the_grid(knee: float, noise: float) -> None:
+    model = StepModel(msgspec.structs.replace(COEFFICIENTS, knee=knee))
+    samples = samples_of(model, 300, noise=noise)
+    grid = knee_grid(np.array([float(sample.shape.num_new) for sample in samples]))
+    nearest = int(np.argmin([abs(np.log(max(at, 0.5) / knee)) for at in grid]))
+    assert fit(samples).knee in grid[max(0, nearest - 1) : nearest + 2]
+
+
+def test_the_fit_survives_steps_that_were_held_up() -> None:
+    samples = samples_of(MODEL, 120, noise=0.02)
+    held_up = [
+        StepSample(shape, seconds * (8.0 if number % 8 == 0 else 1.0))
+        for number, (shape, seconds) in enumerate(samples)
+    ]
+    model = StepModel(fit(held_up))
+    off = [abs(model.seconds(s.shape) / MODEL.seconds(s.shape) - 1.0) for s in samples]
+    assert np.median(off) < 0.05
+    assert held_out_errors(samples).median < 0.04
+
+
+def test_no_coefficient_is_negative_though_noise_says_so() -> None:
+    for seed in range(5):
+        values = msgspec.structs.astuple(fit(samples_of(MODEL, 14, noise=0.8, seed=seed)))
+        assert all(value >= 0 for value in values)
+
+
+@given(
+    shape=ROWS.map(shape_of),
+    more=st.tuples(*[st.integers(0, 1000)] * 6),
+    copies=st.tuples(st.integers(0, 500), st.integers(0, 500)),
+)
+def test_time_grows_with_every_part_of_a_shape(
+    shape: StepShape, more: tuple[int, ...], copies: tuple[int, int]
+) -> None:
+    larger = StepShape(
+        shape.num_new + more[0],
+        shape.decode_context + more[1],
+        shape.chunk_pairs + more[2],
+        shape.num_decodes + more[3],
+        shape.num_chunks + more[4],
+        shape.chunk_context + more[5],
+    )
+    assert MODEL.seconds(larger) >= MODEL.seconds(shape)
+    waiting_s = MODEL.seconds(shape, num_saved=copies[0], num_loaded=copies[1])
+    added_s = 21e-6 * copies[0] + 22e-6 * copies[1]
+    assert waiting_s == pytest.approx(MODEL.seconds(shape) + added_s)
+
+
+@given(
+    rows=ROWS,
+    start=st.integers(0, 4000),
+    num_tokens=st.integers(2, 500),
+    ratios=st.tuples(*[st.floats(0.5, 2.0)] * 3),
+)
+def test_corrected_time_grows_with_every_row(
+    rows: list[tuple[int, int]], start: int, num_tokens: int, ratios: tuple[float, ...]
+) -> None:
+    cost = corrected(ratios)
+    shape = shape_of(rows)
+    for row in ((start, 1), (start, num_tokens)):
+        assert cost.seconds(shape.plus(*row)) >= cost.seconds(shape)
+    assert cost.seconds(shape.plus(start, num_tokens + 1)) >= cost.seconds(
+        shape.plus(start, num_tokens)
+    )
+
+
+@settings(max_examples=300)
+@given(
+    rows=ROWS,
+    limit_s=st.floats(0.0, 0.5),
+    start=st.integers(0, 4000),
+    most=st.integers(0, 3000),
+    ratios=st.tuples(*[st.floats(0.5, 2.0)] * 3),
+)
+def test_the_budget_fits_and_one_more_does_not(
+    rows: list[tuple[int, int]], limit_s: float, start: int, most: int, ratios: tuple[float, ...]
+) -> None:
+    cost, shape = corrected(ratios), shape_of(rows)
+    count = cost.tokens_within(shape, limit_s, start, most)
+    assert 0 <= count <= most
+    if count > 0:
+        assert cost.seconds(shape.plus(start, count)) <= limit_s
+    if count < most:
+        assert cost.seconds(shape.plus(start, count + 1)) > limit_s
+    if count == 0 and most > 1:
+        assert cost.seconds(shape.plus(start, 2)) > limit_s
+
+
+def corrected(ratios: tuple[float, ...]) -> StepCost:
+    """Return a model whose kinds of steps take so many times as long as profiled."""
+    cost, kinds = StepCost(), ([(9, 1)], [(9, 1), (9, 2)], [(9, 2)])
+    cost.use_profile(COEFFICIENTS)
+    for rows, ratio in zip(kinds, ratios, strict=True):
+        cost.observe(shape_of(rows), ratio * MODEL.seconds(shape_of(rows)))
+    return cost
+
+
+KEY = ProfileKey("abc", "bfloat16", "a device", 1, 2, "auto")
+PROFILE = StepProfile(SCHEMA_VERSION, "0.1.0", "a model", KEY, COEFFICIENTS, 50, 0.03, 0.1)
+
+
+def test_a_profile_comes_back_from_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = cached_path(KEY)
+    assert path.parent == cache_dir() == tmp_path / "lightserve" / "profiles"
+    assert load_profile(path, KEY) is None
+    save_profile(PROFILE, path)
+    save_profile(PROFILE, path)
+    assert load_profile(path, KEY) == PROFILE
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
+    assert cache_dir() == Path.home() / ".cache" / "lightserve" / "profiles"
+
+
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(PROFILE, path)
+
+    def fail(self: Path, target: Path) -> Path:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_profile(msgspec.structs.replace(PROFILE, num_samples=1), path)
+    assert load_profile(path, KEY) == PROFILE
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def _with(**changes: object) -> bytes:
+    return msgspec.json.encode(msgspec.structs.replace(PROFILE, **changes))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "truncated"),
+        (b"{}", "missing required field"),
+        (b"\xff\xfe", "malformed"),
+        (msgspec.json.encode(PROFILE)[:-20], "truncated"),
+        (b"[]", "got `array`"),
+        (_with(schema_version=99), "schema version 99, not 1"),
+        (_with(key=msgspec.structs.replace(KEY, tp=2)), "its tp is 2, this server's is 1"),
+        (_with(key=msgspec.structs.replace(KEY, device="x")), "its device is 'x'"),
+        (
+            _with(coefficients=msgspec.structs.replace(COEFFICIENTS, floor_s=-1.0)),
+            "coefficients that no worker has",
+        ),
+    ],
+)
+def test_other_files_are_ignored_with_a_warning(
+    content: bytes, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert load_profile(path, KEY) is None
+    assert f"profile {path} is ignored" in caplog.text
+    assert reason in caplog.text
