@@ -326,18 +326,14 @@ class ServeConfig:
                 " cannot be taken"
             )
         if self.block_owner == "exclusive" and self.cache_policy != "off":
-            raise ConfigError(
-                "--block-owner exclusive needs --cache-policy off: shared tokens have no owner"
-            )
+            raise ConfigError("--block-owner exclusive needs --cache-policy off")
         if self.burst_headroom_s > 0 and self.policy != "priority":
             raise ConfigError(
                 f"--burst-headroom-s needs --policy priority, got {self.policy!r}: others know no"
                 " classes"
             )
         if self.preemption != "checkpoint" and self.clean_ahead_tokens > 0:
-            raise ConfigError(
-                f"--clean-ahead-tokens needs --preemption checkpoint, got {self.preemption!r}"
-            )
+            raise ConfigError("--clean-ahead-tokens needs --preemption checkpoint")
 
     def _check_access(self) -> None:
         """Refuse an open door, and options that would have no effect."""
