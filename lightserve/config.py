@@ -142,8 +142,9 @@ class ServeConfig:
         "chunked",
         "Who advances in a step: chunked (decodes, then chunks of prompts in order of arrival),"
         " fcfs (whole prompts, else decodes), mlfq (those who got least), priority (real-time"
-        " before best-effort), round-robin (the classes in turn).",
-        choices=("chunked", "fcfs", "mlfq", "priority", "round-robin"),
+        " before best-effort), round-robin (the classes in turn), unified (real-time tokens by"
+        " their deadlines, best-effort ones in the time that is left).",
+        choices=("chunked", "fcfs", "mlfq", "priority", "round-robin", "unified"),
     )
     admission: str = option(
         "risk",
@@ -327,10 +328,10 @@ class ServeConfig:
             )
         if self.block_owner == "exclusive" and self.cache_policy != "off":
             raise ConfigError("--block-owner exclusive needs --cache-policy off")
-        if self.burst_headroom_s > 0 and self.policy != "priority":
+        if self.burst_headroom_s > 0 and self.policy not in ("priority", "unified"):
             raise ConfigError(
-                f"--burst-headroom-s needs --policy priority, got {self.policy!r}: others know no"
-                " classes"
+                f"--burst-headroom-s needs --policy priority or unified, got {self.policy!r}:"
+                " others know no classes"
             )
         if self.preemption != "checkpoint" and self.clean_ahead_tokens > 0:
             raise ConfigError("--clean-ahead-tokens needs --preemption checkpoint")

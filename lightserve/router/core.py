@@ -53,6 +53,7 @@ from lightserve.router.planning import StepPlanner
 from lightserve.router.prompt_logprobs import take_news
 from lightserve.router.queues import RowTable, WaitingQueue
 from lightserve.router.request import Request, RequestState
+from lightserve.router.slo import track
 from lightserve.router.status import router_status
 from lightserve.types import FrontendId, RequestClass, RequestKey
 
@@ -125,6 +126,11 @@ class RouterCore:
             deltas.fail(request, ErrorCode.QUEUE_FULL, retry_after_s=retry_after_s)
         else:
             self._requests[request.key] = request
+            if self._config.policy.meets_deadlines:
+                to_come = self._config.lengths.average
+                request.deadlines = track(
+                    request.slo, request.arrival_s, num_tokens_to_come=to_come
+                )
             self._waiting.append(request)
             if request.request_class is RequestClass.RT:
                 num_tokens = expected_kv_tokens(request, self._config.lengths)
@@ -132,6 +138,11 @@ class RouterCore:
             self._intake.note_waiting(request, now_s)
             if self._kv is not None:
                 self._kv.expect(request)
+
+    def _sink_late(self, now_s: float) -> None:
+        """Let real-time requests that cannot be in time any more wait behind those that can."""
+        if self._config.policy.meets_deadlines:
+            self._waiting.sink_late(now_s)
 
     def _finish(self, frontend_id: FrontendId, finish: Finish) -> None:
         """Learn where a request with stop strings ended, perhaps after its last token was sent."""
@@ -206,7 +217,7 @@ class RouterCore:
         if due_s is None or due_s > now_s:
             return WaitUntil(due_s)
         headroom = self._burst.headroom(now_s, self._kv.num_slots)
-        fit = self._planner.choose(self._kv, self._suspects, headroom)
+        fit = self._planner.choose(self._kv, self._suspects, headroom, now_s)
         if not fit.allotments or (fit.stops and not self._pipeline.is_empty):
             return WaitUntil(None)
         return PlannedStep(
@@ -249,12 +260,18 @@ class RouterCore:
             if request.state is RequestState.ENDED:
                 self._release_if_idle(request)
             elif row_result is not None:
-                self._advance(request, row, row_result, deltas)
+                self._advance(request, row, row_result, deltas, now_s)
+        self._sink_late(now_s)
         self._pipeline.note_work(bool(self._requests))
         return deltas.outgoing()
 
     def _advance(
-        self, request: Request, row: PlanRow, result: RowResult, deltas: DeltaBatch
+        self,
+        request: Request,
+        row: PlanRow,
+        result: RowResult,
+        deltas: DeltaBatch,
+        now_s: float,
     ) -> None:
         """Append a live request's new tokens; end it where they end it."""
         assert self._kv is not None
@@ -272,6 +289,8 @@ class RouterCore:
             token_ids, reason = until_end(request, result.token_ids)
             deltas.add_tokens(request, token_ids, reason, result.logprobs[: len(token_ids)])
             request.output_token_ids.extend(token_ids)
+            if request.deadlines is not None and token_ids:
+                request.deadlines.on_tokens(len(token_ids), now_s)
             if reason is not None:
                 self._complete(request)
 

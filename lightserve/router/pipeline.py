@@ -74,6 +74,14 @@ class Pipeline:
         lead_s += ERROR_FACTOR * self.cost.error_s
         return running.start_s + running.planned.predicted_s - lead_s
 
+    def next_start_s(self, now_s: float) -> float:
+        """Return when a step planned now will start, as predicted."""
+        if not self._in_flight:
+            return now_s
+        start_s = self._in_flight[0].start_s
+        assert start_s is not None
+        return max(now_s, start_s + sum(sent.planned.predicted_s for sent in self._in_flight))
+
     def predict(self, allotments: tuple[Allotment, ...], num_copied: int) -> float:
         """Return the predicted seconds of a step that waits for so many copied tokens."""
         return self.cost.seconds(shape_of(allotments)) + self.copy_cost.predict(num_copied)

@@ -37,38 +37,47 @@ class StepPlanner:
         """Return the requests that hold rows and have not ended, in order of admission."""
         return [request for request in self._rows if request.state is RequestState.RUNNING]
 
-    def choose(self, kv: KVStore, suspects: Sequence[Request], headroom: int) -> Fit:
+    def choose(self, kv: KVStore, suspects: Sequence[Request], headroom: int, now_s: float) -> Fit:
         """Return who advances: a suspect alone if there is one, else whom the policy selects.
 
         Args:
             kv: the pool.
             suspects: requests that may have killed workers, the next to be tried first.
             headroom: slots that best-effort newcomers may not count on.
+            now_s: the time.
         """
+        start_s = self._pipeline.next_start_s(now_s)
         if suspects:
-            return self._try_suspect(kv, suspects, headroom)
+            return self._try_suspect(kv, suspects, headroom, start_s)
         running = self.running()
         everybody = _LookedUp(self._waiting, kv, running)
-        fit = self._first_fit(kv, running, everybody, headroom)
-        return fit or self._senior_alone(kv, headroom)
+        fit = self._first_fit(kv, running, everybody, headroom, start_s)
+        return fit or self._senior_alone(kv, headroom, start_s)
 
-    def _try_suspect(self, kv: KVStore, suspects: Sequence[Request], headroom: int) -> Fit:
+    def _try_suspect(
+        self, kv: KVStore, suspects: Sequence[Request], headroom: int, start_s: float
+    ) -> Fit:
         """Return a step of the first suspect alone, or one of those that hold what it needs."""
         suspect = suspects[0]
         if not self._pipeline.is_empty and suspect.num_inflight_steps == 0:
             return Fit(())
-        alone = self._first_fit(kv, *_one(suspect, kv), headroom)
+        alone = self._first_fit(kv, *_one(suspect, kv), headroom, start_s)
         if alone or not self._pipeline.is_empty:
             return alone
         # Where there is no room for it, those before it that were cleared make some.
         cleared = [request for request in self.holders() if request not in suspects]
         running = [request for request in cleared if request.state is RequestState.RUNNING]
         paused = _Only([kv.look_up(request) for request in cleared if request.is_paused])
-        fit = self._first_fit(kv, running, paused, headroom)
-        return fit or self._senior_alone(kv, headroom)
+        fit = self._first_fit(kv, running, paused, headroom, start_s)
+        return fit or self._senior_alone(kv, headroom, start_s)
 
     def _first_fit(
-        self, kv: KVStore, running: Sequence[Request], waiting: Waiting, headroom: int
+        self,
+        kv: KVStore,
+        running: Sequence[Request],
+        waiting: Waiting,
+        headroom: int,
+        start_s: float,
     ) -> Fit:
         """Return the first choice of the policy of which something fits; falsy if none does.
 
@@ -77,11 +86,13 @@ class StepPlanner:
         """
         for num_skipped in (0, 1) if self._pipeline.is_empty else (0,):
             for who in (waiting, _Only([])):
-                if fit := self._select(kv, running, who, headroom, num_skipped):
+                if fit := self._select(
+                    kv, running, who, headroom, start_s, num_skipped=num_skipped
+                ):
                     return fit
         return Fit(())
 
-    def _senior_alone(self, kv: KVStore, headroom: int) -> Fit:
+    def _senior_alone(self, kv: KVStore, headroom: int, start_s: float) -> Fit:
         """Let the most senior holder of memory move if nothing is in flight: it can take from all.
 
         The policy may go on choosing requests that cannot take from anybody.
@@ -90,7 +101,7 @@ class StepPlanner:
             for request in self.holders():
                 one = _one(request, kv)
                 if request.num_schedulable_tokens > 0:
-                    return self._select(kv, *one, headroom)
+                    return self._select(kv, *one, headroom, start_s)
         return Fit(())
 
     def _select(
@@ -99,6 +110,8 @@ class StepPlanner:
         running: Sequence[Request],
         waiting: Waiting,
         headroom: int,
+        start_s: float,
+        *,
         num_skipped: int = 0,
     ) -> Fit:
         """Ask the policy who of these advances, and see that it fits; falsy if nobody can.
@@ -108,6 +121,7 @@ class StepPlanner:
             running: who may advance.
             waiting: who may start.
             headroom: slots that best-effort newcomers may not count on.
+            start_s: when the step will begin.
             num_skipped: turns that are skipped, for policies that serve in turn.
         """
         num_yielding = sum(request.request_class is RequestClass.BE for request in running)
@@ -116,6 +130,9 @@ class StepPlanner:
             num_free_rows=self._rows.num_free,
             max_be_seqs=self._config.max_be_seqs,
             step_number=self._pipeline.next_step_id + num_skipped,
+            num_slots=kv.num_slots,
+            start_s=start_s,
+            cost=self._pipeline.cost,
             num_yielding_rows=num_yielding if self._is_class_aware else 0,
         )
         admission = self._config.admission.begin(

@@ -35,6 +35,8 @@ class WaitingQueue:
         }
         self._real_time = PriorityLanes()
         """Those that never ran."""
+        self._late: OrderedDict[RequestKey, Request] = OrderedDict()
+        """Real-time ones that never ran, and whose first token is late."""
         self._best_effort = BEPool()
         self._backlogs = dict.fromkeys(RequestClass, Backlog(0, 0))
 
@@ -45,12 +47,26 @@ class WaitingQueue:
         """Iterate from the head; those that never ran, of all classes, by priority and arrival."""
         for requeued in self._requeued.values():
             yield from requeued.values()
+        yield from self._late.values()
         yield from heapq.merge(self._real_time.noted(), self._best_effort.noted(), key=_place)
 
     def real_time(self) -> Iterator[Request]:
         """Iterate over real-time requests in the order in which they should start."""
         yield from self._requeued[RequestClass.RT].values()
         yield from self._real_time.noted()
+        yield from self._late.values()
+
+    def sink_late(self, now_s: float) -> None:
+        """Put real-time requests at the head that are late behind all others of their class.
+
+        Those that arrived together with targets alike are late in order of arrival, so that the
+        head is all there is to look at.
+        """
+        while (head := next(iter(self._real_time), None)) is not None:
+            if head.deadlines is None or head.deadlines.residual(now_s) > 0:
+                return
+            self._real_time.remove(head)
+            self._late[head.key] = head
 
     def best_effort(self, resident: PrefixTree | None, context_len: float) -> Iterator[Request]:
         """Iterate over the best-effort requests that are worth asking (see `BEPool.candidates`)."""
@@ -91,7 +107,8 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Take a request out. Raises KeyError if it is not waiting."""
-        if self._requeued[request.request_class].pop(request.key, None) is None:
+        put_back = self._requeued[request.request_class].pop(request.key, None)
+        if put_back is None and self._late.pop(request.key, None) is None:
             self._fresh(request.request_class).remove(request)
         self._count(request, -1)
 

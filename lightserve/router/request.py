@@ -33,6 +33,7 @@ from lightserve.messages.common import Constraint, Int32Array
 from lightserve.messages.frontend_router import MAX_UNACKNOWLEDGED_TOKENS
 from lightserve.router.kv.host import HostRange
 from lightserve.router.kv.prefix_tree import Hit, Lease
+from lightserve.router.slo import DeadlineTracker
 from lightserve.types import NO_SLO, SLO, RequestClass, RequestKey, RowId, SamplingParams
 
 _NO_SLOTS: Int32Array = np.empty(0, dtype=np.int32)
@@ -70,6 +71,8 @@ class Request:
     """Requests with equal keys are expected to have outputs of like length."""
     constraint: Constraint | None = None
     prefix_salt: str = ""
+    deadlines: DeadlineTracker | None = None
+    """When its next token is due; None under policies that do not ask."""
     num_acknowledged_tokens: int | None = None
     """Output tokens that the frontend found free of stop strings; None: it has none to look for."""
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightserve.types import SLO
+
 
 class Targets(NamedTuple):
     """Seconds; None where there is no target."""
@@ -23,6 +25,10 @@ class Targets(NamedTuple):
     """Mean of the gaps between a request's tokens."""
     mtpot_s: float | None = None
     """Largest of them."""
+
+    def slo(self) -> SLO:
+        """Return them as requests carry them."""
+        return SLO(*(None if target is None else 1e3 * target for target in self))
 
 
 class Window(NamedTuple):

@@ -117,6 +117,7 @@ class RunPolicy:
     ) -> None:
         self._inner = inner
         self.is_class_aware = inner.is_class_aware
+        self.meets_deadlines = inner.meets_deadlines
         self._admission = admission
         self._interval = interval
         self._limit = limit

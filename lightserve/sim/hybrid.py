@@ -124,7 +124,10 @@ class HybridRun:
         seeds = {RequestClass.RT: rt_seed, RequestClass.BE: be_seed}
         self.clients = {
             request_class: Clients(
-                request_class, traffic, np.random.default_rng(seeds[request_class])
+                request_class,
+                traffic,
+                np.random.default_rng(seeds[request_class]),
+                config.targets if request_class is RequestClass.RT else Targets(),
             )
             for request_class, traffic in _traffic(config).items()
         }
@@ -209,8 +212,14 @@ class Clients:
     """Who sends the requests of one class."""
 
     def __init__(
-        self, request_class: RequestClass, traffic: Traffic, rng: np.random.Generator
+        self,
+        request_class: RequestClass,
+        traffic: Traffic,
+        rng: np.random.Generator,
+        targets: Targets,
     ) -> None:
+        """`targets` are sent along: what the report judges by."""
+        self._slo = targets.slo()
         self.request_class = request_class
         self.traffic = traffic
         self.num_output_tokens: list[int] = []
@@ -234,7 +243,7 @@ class Clients:
         return [self._send(now_s, job)]
 
     def _send(self, time_s: float, job: Job) -> TimedEvent:
-        submit = job.submit(len(self.num_output_tokens), self.request_class)
+        submit = job.submit(len(self.num_output_tokens), self.request_class, self._slo)
         self.num_output_tokens.append(job.num_output_tokens)
         self.num_prompt_tokens.append(len(job.prompt_token_ids))
         return TimedEvent(time_s, FromFrontend(_FRONTENDS[self.request_class], submit))

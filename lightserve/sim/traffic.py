@@ -24,7 +24,7 @@ from lightserve.messages.common import Int32Array, TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Submit
 from lightserve.sim.worker import EOS_TOKEN_ID
 from lightserve.sim.workload import Trace, next_power_of_two, read_trace
-from lightserve.types import RequestClass, RequestId, SamplingParams
+from lightserve.types import NO_SLO, SLO, RequestClass, RequestId, SamplingParams
 
 BLOCK_TOKENS = 512
 _TOKENS = (EOS_TOKEN_ID + 1, 32_000)
@@ -41,7 +41,7 @@ class Job(NamedTuple):
     """What the client declares."""
     client: str = ""
 
-    def submit(self, number: int, request_class: RequestClass) -> Submit:
+    def submit(self, number: int, request_class: RequestClass, slo: SLO = NO_SLO) -> Submit:
         """Return the message; its seed tells the simulated worker the true length."""
         return Submit(
             request_id=RequestId(number),
@@ -51,6 +51,7 @@ class Job(NamedTuple):
             sampling=SamplingParams(seed=len(self.prompt_token_ids) + self.num_output_tokens),
             request_class=request_class,
             prediction_key=self.client,
+            slo=slo,
             age_s=0.0,
         )
 

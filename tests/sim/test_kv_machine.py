@@ -52,13 +52,13 @@ class KVMachine(RuleBasedStateMachine):
 
     @initialize(
         options=kv_options,
-        policy=st.sampled_from(["priority", "priority", "chunked", "fcfs"]),
+        policy=st.sampled_from(["priority", "unified", "chunked", "fcfs"]),
         num_host_slots=st.sampled_from([0, 24, 200]),
     )
     def start(self, options: KVOptions, policy: str, num_host_slots: int) -> None:
         self.options, self.num_host_slots = options, num_host_slots
         self.core = make_core(policy, budget=BUDGET, admission=RecklessAdmission(), kv=options)
-        self.is_class_aware = policy == "priority"
+        self.is_class_aware = policy in ("priority", "unified")
         self.arrivals: dict[RequestKey, Arrival] = {}
         self.outcomes: dict[RequestKey, Outcome] = {}
         self.sent: deque[StepPlan] = deque()

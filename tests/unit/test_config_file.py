@@ -65,7 +65,10 @@ def test_values_keep_their_types(tmp_path: Path, text: str, expected: dict[str, 
     [
         ("port: 65536", "line 1: --port must be at most 65535, got 65536"),
         ("\ntp: 0", "line 2: --tp must be at least 1, got 0"),
-        ("policy: lifo", "line 1: --policy must be one of chunked, fcfs, mlfq, priority, round-robin, got 'lifo'"),
+        (
+            "policy: lifo",
+            "line 1: --policy must be one of chunked, fcfs, mlfq, priority, round-robin, unified, got 'lifo'",
+        ),
         ("prot: 1", "line 1: no such option 'prot'"),
         ("config: other.yaml", "line 1: no such option 'config'"),
         ("port: 1\nport: 1", "line 2: 'port' is given twice"),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.request import Request, RequestState
 from lightserve.types import RequestClass
+
+if TYPE_CHECKING:
+    from lightserve.router.step_cost import StepCost
 
 NO_LIMIT = 1 << 30
 
@@ -32,6 +35,12 @@ class StepLimits:
     """Most best-effort requests that run at once."""
     step_number: int = 0
     """Steps that were planned before this one."""
+    num_slots: int = 0
+    """Size of the KV pool."""
+    start_s: float = 0.0
+    """When the step will start, as predicted, on the router's clock."""
+    cost: StepCost | None = None
+    """Predicts what it takes; None: nobody asks."""
 
 
 class Waiting(Protocol):
@@ -114,6 +123,10 @@ class Policy(Protocol):
     @property
     def is_class_aware(self) -> bool:
         """Whether real-time requests may take the memory of best-effort ones."""
+
+    @property
+    def meets_deadlines(self) -> bool:
+        """Whether it looks at requests' deadlines."""
 
     def select(
         self,

@@ -18,6 +18,7 @@ class ChunkedPolicy:
     """Decodes first, then chunks of prompts up to `max_num_batched_tokens`."""
 
     is_class_aware = False
+    meets_deadlines = False
 
     def select(
         self,

@@ -24,6 +24,7 @@ class FcfsPolicy:
     """Whole prompts first, else decodes; never both in one step."""
 
     is_class_aware = False
+    meets_deadlines = False
 
     def select(
         self,

@@ -43,6 +43,7 @@ class MlfqPolicy:
     """Those who have had least service first."""
 
     is_class_aware = False
+    meets_deadlines = False
 
     def select(
         self,

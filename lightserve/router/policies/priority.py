@@ -27,6 +27,7 @@ class PriorityPolicy:
     """Best-effort requests get what real-time ones leave of a step."""
 
     is_class_aware = True
+    meets_deadlines = False
 
     def select(
         self,

@@ -10,12 +10,14 @@ from lightserve.router.policies.fcfs import FcfsPolicy
 from lightserve.router.policies.mlfq import MlfqPolicy
 from lightserve.router.policies.priority import PriorityPolicy
 from lightserve.router.policies.round_robin import RoundRobinPolicy
+from lightserve.router.policies.unified import UnifiedPolicy
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "chunked": ChunkedPolicy,
     "fcfs": FcfsPolicy,
     "mlfq": MlfqPolicy,
     "priority": PriorityPolicy,
+    "unified": UnifiedPolicy,
     "round-robin": RoundRobinPolicy,
 }
 """Factories of the choices of --policy."""

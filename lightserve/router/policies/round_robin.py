@@ -20,6 +20,7 @@ class RoundRobinPolicy:
     """Real-time requests in even steps, best-effort ones in odd steps."""
 
     is_class_aware = False
+    meets_deadlines = False
 
     def select(
         self,

@@ -1,0 +1,220 @@
+"""Real-time tokens by their deadlines, best-effort ones in all the time that is left.
+
+One time limit per step (mechanisms C3, E2): the smallest residual among tokens that this step
+completes and that can still be in time; token budgets are the inverse of the cost model at that
+limit (A2, A4), so that prompts fill it exactly. Slack that early tokens bought (architecture 7)
+is what long chunks and best-effort work live on.
+
+    1. real-time decodes, all of them: they make the limit
+    2. real-time prompts that can still be in time, by residual, one cut where the limit ends
+    3. real-time prompts that are late anyway; in every tenth step they go before those of 2
+    4. best-effort decodes, prompts in progress, those that resume, newcomers
+
+In overload this order keeps goodput: sorted by deadline alone, everybody would be a little late.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+
+from lightserve.router.admission.base import AdmissionRound
+from lightserve.router.policies.base import Allotment, StepLimits, Waiting, admissible
+from lightserve.router.request import Request
+from lightserve.router.step_cost import StepCost, StepShape
+from lightserve.types import RequestClass
+
+IDLE_LIMIT_S = 0.1
+"""Limit of a step without deadlines: an arrival waits for the rest of it."""
+EASY_SHARE, FULL_SHARE = 0.5, 0.9
+"""Shares of the KV pool in real-time hands from which on best-effort requests get less time, and
+at which they get none."""
+LATE_EVERY = 10
+"""Of so many steps, late prompts head one: they get a share of the time at the least."""
+MIN_CHUNK = 16
+"""Fewer tokens of a prompt are not worth a row, unless they end it."""
+
+
+class UnifiedPolicy:
+    """See the module's docstring."""
+
+    is_class_aware = True
+    meets_deadlines = True
+
+    def select(
+        self,
+        running: Collection[Request],
+        waiting: Waiting,
+        limits: StepLimits,
+        admission: AdmissionRound,
+    ) -> list[Allotment]:
+        """See `Policy.select`."""
+        assert limits.cost is not None, "the planner gives it"
+        step = _TimedStep(limits, limits.cost)
+        real_time = [r for r in running if r.request_class is RequestClass.RT]
+        best_effort = [r for r in running if r.request_class is RequestClass.BE]
+        step.add_decodes([r for r in real_time if r.num_schedulable_tokens == 1])
+        step.limit_by_deadlines()
+        num_started = self._prompts(step, real_time, waiting, limits, admission)
+        if step.is_full or step.left_waiting:
+            return step.chosen
+        step.shorten(_time_for_best_effort(real_time, limits))
+        num_yielded = max(0, num_started - limits.num_free_rows)
+        best_effort = best_effort[: len(best_effort) - num_yielded]
+        step.add_while_in_time([r for r in best_effort if r.num_schedulable_tokens == 1])
+        for request in best_effort:
+            if request.num_schedulable_tokens > 1 and not step.add_chunk(request):
+                return step.chosen
+        num_rows = min(limits.num_free_rows - num_started, limits.max_be_seqs - len(best_effort))
+        step.start(admissible(waiting.of(RequestClass.BE), admission), num_rows)
+        return step.chosen
+
+    def _prompts(
+        self,
+        step: _TimedStep,
+        real_time: Sequence[Request],
+        waiting: Waiting,
+        limits: StepLimits,
+        admission: AdmissionRound,
+    ) -> int:
+        """Add real-time prompts; returns how many of them are newcomers."""
+        prompts = [r for r in real_time if r.num_schedulable_tokens > 1]
+        prompts.sort(key=step.residual)
+        late = [r for r in prompts if not step.can_be_in_time(r)]
+        if limits.step_number % LATE_EVERY:
+            prompts = [r for r in prompts if r not in late]
+            late_first: list[Request] = []
+        else:
+            late_first, late = late, []
+        for request in [*late_first, *prompts]:
+            if not step.add_chunk(request):
+                step.left_waiting = True
+                return 0
+        num_rows = limits.num_free_rows + limits.num_yielding_rows
+        newcomers = admissible(waiting.of(RequestClass.RT), admission)
+        num_started = step.start(newcomers, num_rows)
+        for request in late:
+            if not step.add_chunk(request):
+                step.left_waiting = True
+                break
+        if not step.left_waiting:
+            step.left_waiting = _any_left(waiting, step.chosen)
+        return num_started
+
+
+class _TimedStep:
+    """Shares chosen so far, their shape, and the time that is left for more."""
+
+    def __init__(self, limits: StepLimits, cost: StepCost) -> None:
+        self.chosen: list[Allotment] = []
+        self.left_waiting = False
+        """Whether a real-time prompt was left out, or cut."""
+        self._budget = limits.max_num_batched_tokens
+        self._start_s = limits.start_s
+        self._cost = cost
+        self._shape = StepShape()
+        self._limit_s = math.inf
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the token budget is used up."""
+        return self._budget <= 0
+
+    def residual(self, request: Request) -> float:
+        """Return the time from the start of the step to a request's deadline."""
+        deadlines = request.deadlines
+        return math.inf if deadlines is None else deadlines.residual(self._start_s)
+
+    def _seconds(self, shape: StepShape) -> float:
+        return self._cost.seconds(shape) * self._cost.guard
+
+    def can_be_in_time(self, request: Request) -> bool:
+        """Whether a prompt, computed from here on without a pause, meets its deadline."""
+        rest = request.num_schedulable_tokens
+        return self._seconds(self._shape.plus(request.next_position, rest)) <= self.residual(
+            request
+        )
+
+    def add_decodes(self, requests: Sequence[Request]) -> None:
+        """Add decodes as far as the token budget goes, the most urgent first."""
+        if len(requests) > self._budget:
+            requests = sorted(requests, key=self.residual)[: self._budget]
+        for request in requests:
+            self._add(request, 1)
+
+    def limit_by_deadlines(self) -> None:
+        """Limit the step by the deadlines of the decodes in it that can still be met."""
+        base_s = self._seconds(self._shape)
+        residuals = (self.residual(request) for request, _ in self.chosen)
+        self._limit_s = min((r for r in residuals if r >= base_s), default=math.inf)
+
+    def shorten(self, limit_s: float) -> None:
+        """Lower the limit, though not below what is in the step already."""
+        self._limit_s = max(min(self._limit_s, limit_s), self._seconds(self._shape))
+
+    def add_while_in_time(self, decodes: Iterable[Request]) -> None:
+        """Add decodes while budget and time last."""
+        for request in decodes:
+            shape = self._shape.plus(request.next_position, 1)
+            if self._budget <= 0 or (self.chosen and self._seconds(shape) > self._limit_s):
+                return
+            self._add(request, 1)
+
+    def add_chunk(self, request: Request) -> bool:
+        """Add as much of a prompt as there is time and budget for; whether that is its rest.
+
+        An empty step takes something, however little time there is.
+        """
+        rest = request.num_schedulable_tokens
+        most = min(rest, self._budget)
+        if most > 0 and math.isfinite(self._limit_s) and self._cost.is_known:
+            limit_s = self._limit_s / self._cost.guard
+            start = request.next_position
+            in_time = self._cost.tokens_within(self._shape, limit_s, start, most)
+            most = in_time if self.chosen else max(in_time, min(most, MIN_CHUNK))
+        if most <= 0 or (most < min(rest, MIN_CHUNK) and self.chosen):
+            return False
+        if most == rest and request.request_class is RequestClass.RT:
+            # It yields a token in this step, whose deadline counts if it can be met.
+            residual_s = self.residual(request)
+            if residual_s >= self._seconds(self._shape.plus(request.next_position, rest)):
+                self._limit_s = min(self._limit_s, residual_s)
+        self._add(request, most)
+        return most == rest
+
+    def start(self, newcomers: Iterable[Request], num_rows: int) -> int:
+        """Add newcomers while time, budget and rows last; returns how many."""
+        num_started = 0
+        if num_rows <= 0 or self._budget <= 0:
+            return 0
+        for request in newcomers:
+            num_before = len(self.chosen)
+            is_whole = self.add_chunk(request)
+            num_started += len(self.chosen) - num_before
+            if not is_whole or num_started >= num_rows or self._budget <= 0:
+                break
+        return num_started
+
+    def _add(self, request: Request, num_tokens: int) -> None:
+        self.chosen.append(Allotment(request, num_tokens))
+        self._shape = self._shape.plus(request.next_position, num_tokens)
+        self._budget -= num_tokens
+
+
+def _time_for_best_effort(real_time: Sequence[Request], limits: StepLimits) -> float:
+    """Return the seconds that a step with best-effort requests may take.
+
+    Longer steps keep real-time requests, and their KV, for longer: at the same rate of arrival
+    memory grows with the time per token. So the more of it they hold, the less time is lent.
+    """
+    share = sum(request.num_held_tokens for request in real_time) / limits.num_slots
+    return IDLE_LIMIT_S * min(1.0, max(0.0, (FULL_SHARE - share) / (FULL_SHARE - EASY_SHARE)))
+
+
+def _any_left(waiting: Waiting, chosen: Sequence[Allotment]) -> bool:
+    """Return whether a real-time request that could start is not among the chosen."""
+    started = {request for request, _ in chosen}
+    return any(
+        request not in started and request.num_schedulable_tokens > 0
+        for request in waiting.of(RequestClass.RT)
+    )

@@ -1,0 +1,158 @@
+"""The unified planner's order and limits, in scenes with a cost model of round numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.policy_scenes import BE, Admitting, Queue, make_request
+
+from lightserve.router.policies.base import StepLimits
+from lightserve.router.policies.unified import IDLE_LIMIT_S, LATE_EVERY, MIN_CHUNK, UnifiedPolicy
+from lightserve.router.queues import WaitingQueue
+from lightserve.router.request import Request
+from lightserve.router.slo import TokenDeadlines
+from lightserve.router.step_cost import StepCost, StepShape
+from lightserve.types import SLO
+
+MS_PER_TOKEN = 1e-4
+NOW_S = 1000.0
+
+
+@pytest.fixture(scope="module")
+def cost() -> StepCost:
+    """Steps take 0.1 ms per token, whatever the context; nothing varies, so the guard is 1."""
+    model = StepCost()
+    for _ in range(4):
+        for exponent in range(12):
+            model.observe(StepShape(num_new=2**exponent), MS_PER_TOKEN * 2**exponent)
+    return model
+
+
+def due(request: Request, residual_ms: float) -> Request:
+    """Let a request's next token be due so long after the step starts."""
+    request.deadlines = TokenDeadlines(SLO(ttft_ms=residual_ms), NOW_S)
+    return request
+
+
+def play(
+    cost: StepCost,
+    running: list[Request],
+    waiting: list[Request] | None = None,
+    *,
+    budget: int = 2048,
+    step_number: int = 1,
+    num_free_rows: int = 8,
+    refused: tuple[int, ...] = (),
+    num_slots: int = 100_000,
+) -> dict[int, int]:
+    limits = StepLimits(
+        max_num_batched_tokens=budget,
+        num_free_rows=num_free_rows,
+        step_number=step_number,
+        num_slots=num_slots,
+        start_s=NOW_S,
+        cost=cost,
+    )
+    chosen = UnifiedPolicy().select(running, Queue(waiting or []), limits, Admitting(refused))
+    assert len({request for request, _ in chosen}) == len(chosen)
+    return {request.arrival_number: count for request, count in chosen}
+
+
+def decode(number: int, residual_ms: float) -> Request:
+    return due(make_request(number, output=5), residual_ms)
+
+
+def test_a_chunk_fills_the_time_to_the_nearest_deadline(cost: StepCost) -> None:
+    """A4: 30 ms are 300 tokens, of which two are the decodes."""
+    running = [decode(0, 200), decode(1, 30)]
+    shares = play(cost, running, [due(make_request(2, prompt=1000), 400)])
+    assert shares[0] == shares[1] == 1
+    assert shares[2] == pytest.approx(298, abs=3)
+
+
+def test_a_late_decode_does_not_shorten_the_step(cost: StepCost) -> None:
+    """One that cannot be met any more would shrink every batch to nothing."""
+    running = [decode(0, -5), decode(1, 50)]
+    shares = play(cost, running, [due(make_request(2, prompt=1000), 400)])
+    assert shares[2] == pytest.approx(498, abs=5)
+
+
+def test_a_prompt_that_ends_in_the_step_counts_with_its_own_deadline(cost: StepCost) -> None:
+    waiting = [due(make_request(2, prompt=100), 20), due(make_request(3, prompt=1000), 400)]
+    shares = play(cost, [decode(0, 100)], waiting)
+    assert shares[2] == 100
+    assert shares[3] == pytest.approx(99, abs=3), "20 ms in all"
+
+
+def test_prompts_that_can_be_in_time_go_before_late_ones(cost: StepCost) -> None:
+    late = due(make_request(1, prompt=600, computed=50), -10)
+    in_time = due(make_request(2, prompt=600, computed=50), 80)
+    shares = play(cost, [late, in_time], budget=550)
+    assert shares == {2: 550}
+    shares = play(cost, [late, in_time], budget=550, step_number=LATE_EVERY)
+    assert shares == {1: 550}, "a share of the time is theirs"
+
+
+def test_best_effort_gets_the_rest_of_the_time(cost: StepCost) -> None:
+    running = [decode(0, 40), make_request(5, BE, output=3), make_request(6, BE, output=3)]
+    shares = play(cost, running, [make_request(7, BE, prompt=5000)])
+    assert shares[5] == shares[6] == 1
+    assert shares[7] == pytest.approx(397, abs=4)
+
+
+def test_without_deadlines_a_step_leaves_room_for_an_arrival(cost: StepCost) -> None:
+    shares = play(cost, [], [make_request(7, BE, prompt=5000)])
+    assert shares[7] == pytest.approx(IDLE_LIMIT_S / MS_PER_TOKEN, rel=0.02)
+
+
+def test_real_time_without_targets_is_not_limited(cost: StepCost) -> None:
+    assert play(cost, [], [make_request(1, prompt=5000)]) == {1: 2048}
+
+
+@pytest.mark.parametrize("reason", ["time", "memory", "budget"])
+def test_no_best_effort_while_a_real_time_prompt_waits(cost: StepCost, reason: str) -> None:
+    running = [decode(0, 30), make_request(5, BE, output=3)]
+    waiting = [due(make_request(2, prompt=1000), 400), make_request(7, BE, prompt=50)]
+    shares = play(
+        cost,
+        running,
+        waiting,
+        budget=40 if reason == "budget" else 2048,
+        refused=(2,) if reason == "memory" else (),
+    )
+    assert 5 not in shares and 7 not in shares
+
+
+def test_best_effort_yields_time_as_real_time_fills_the_pool(cost: StepCost) -> None:
+    real_time = make_request(0, prompt=600, output=1)
+    real_time.slots = np.zeros(2000, dtype=np.int32)
+    assert real_time.num_held_tokens == 600
+    waiting = [make_request(7, BE, prompt=5000)]
+    shares = [
+        play(cost, [due(real_time, 500)], waiting, num_slots=num_slots).get(7, 0)
+        for num_slots in (100_000, 1000, 860, 720, 600)
+    ]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > 900 and shares[-1] == 0
+
+
+def test_scraps_of_prompts_are_not_worth_a_row(cost: StepCost) -> None:
+    running = [decode(0, 1.0), *(decode(i, 500) for i in range(1, 4))]
+    assert play(cost, running, [due(make_request(9, prompt=1000), 400)]) == {0: 1, 1: 1, 2: 1, 3: 1}
+    short = due(make_request(9, prompt=MIN_CHUNK // 4), 400)
+    assert play(cost, running, [short])[9] == MIN_CHUNK // 4
+
+
+def test_late_requests_wait_behind_those_that_are_not() -> None:
+    queue = WaitingQueue()
+    requests = [make_request(number) for number in range(4)]
+    for request, residual_ms in zip(requests, (10.0, 20.0, 500.0, 600.0), strict=True):
+        queue.append(due(request, residual_ms))
+    queue.sink_late(NOW_S + 0.1)
+    assert [r.arrival_number for r in queue.real_time()] == [2, 3, 0, 1]
+    assert len(queue) == 4
+    queue.admit(requests[0])
+    queue.remove(requests[1])
+    assert [r.arrival_number for r in queue.real_time()] == [2, 3] and len(queue) == 2
+    with pytest.raises(KeyError):
+        queue.remove(requests[1])
