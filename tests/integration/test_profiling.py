@@ -1,0 +1,170 @@
+"""Workers that measure their own steps: which shapes, what is cached, `lightserve profile`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from click.testing import CliRunner
+from support.tiny_models import TINY_MODELS, write_tiny_model
+
+from lightserve.cli.profile import command
+from lightserve.config import ServeConfig
+from lightserve.cost.profile import StepProfile, cached_path, load_profile
+from lightserve.errors import ConfigError
+from lightserve.models.parallel import SingleRank
+from lightserve.worker import profiling
+from lightserve.worker.engine import build_runner
+from lightserve.worker.model_runner import ModelRunner
+from lightserve.worker.profiling import (
+    ShapeLimits,
+    StepTimer,
+    limits_of,
+    profile_at_start,
+    profile_key,
+    random_steps,
+    shape_of_rows,
+)
+
+FLAGS = {"kv_memory": "1MiB", "max_num_seqs": 8, "max_num_batched_tokens": 32}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ServeConfig:
+    path = write_tiny_model(TINY_MODELS[0], tmp_path_factory.mktemp("model"))
+    return ServeConfig(model=str(path), num_threads=1, **FLAGS)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def runner(config: ServeConfig) -> Iterator[ModelRunner]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield build_runner(config)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(profiling, "AUTO_SECONDS", 0.01)
+    monkeypatch.setattr(profiling, "PATIENCE", 1000.0)
+    monkeypatch.setattr(profiling, "MAX_ERROR", 1e9)
+    return tmp_path / "lightserve" / "profiles"
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        ShapeLimits(256, 512, 4096, 100_000),
+        ShapeLimits(1, 1, 4096, 64),
+        ShapeLimits(1, 512, 128, 64),
+        ShapeLimits(64, 64, 16, 24),
+        ShapeLimits(8, 512, 8, 100_000),
+    ],
+)
+def test_steps_are_such_as_a_router_plans(limits: ShapeLimits) -> None:
+    steps = list(itertools.islice(random_steps(limits, seed=3), 300))
+    for rows in steps:
+        assert 1 <= len(rows) <= limits.max_rows
+        assert sum(count for _, count in rows) <= limits.max_tokens
+        for start, count in rows:
+            assert start >= 0 and count >= 1
+            assert start + count <= limits.context_len - 1
+            assert start + count <= limits.num_slots
+    assert steps == list(itertools.islice(random_steps(limits, seed=3), 300)), "every rank alike"
+    if limits.max_rows > 1 and limits.max_tokens > 2:
+        shapes = [shape_of_rows(rows) for rows in steps]
+        kinds = {(shape.num_decodes > 0, shape.num_chunks > 0) for shape in shapes}
+        assert kinds == {(True, False), (False, True), (True, True)}
+
+
+def test_a_worker_measures_steps_and_copies(runner: ModelRunner, config: ServeConfig) -> None:
+    timer = StepTimer(runner)
+    for rows in itertools.islice(random_steps(limits_of(runner, config), seed=5), 12):
+        sample = timer.measure(rows)
+        assert sample.seconds > 0 and sample.shape == shape_of_rows(rows)
+    saved_s, loaded_s = timer.copy_seconds()
+    assert saved_s > 0 and loaded_s > 0
+
+
+def test_the_first_start_measures_and_the_second_does_not(
+    runner: ModelRunner, config: ServeConfig, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = profile_at_start(runner, config, SingleRank())
+    assert first is not None and first.num_samples == profiling.MIN_SAMPLES
+    assert [entry.name for entry in cache.iterdir()] == [f"{profile_key(config).digest}.json"]
+    monkeypatch.setattr(profiling, "take_profile", lambda *_, **__: pytest.fail("measured again"))
+    assert profile_at_start(runner, config, SingleRank()) == first
+    given = ServeConfig(
+        model=config.model,
+        num_threads=1,
+        profile=str(cached_path(first.key)),
+        **FLAGS,  # type: ignore[arg-type]
+    )
+    assert profile_at_start(runner, given, SingleRank()) == first
+
+
+def test_a_damaged_cache_is_measured_anew(
+    runner: ModelRunner, config: ServeConfig, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = cached_path(profile_key(config))
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    with caplog.at_level(logging.WARNING):
+        profile = profile_at_start(runner, config, SingleRank())
+    assert "is ignored" in caplog.text
+    assert profile is not None and load_profile(path, profile.key) == profile
+
+
+def test_a_profile_that_is_mostly_noise_is_not_used(
+    runner: ModelRunner, config: ServeConfig, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling, "MAX_ERROR", -1.0)
+    assert profile_at_start(runner, config, SingleRank()) is None
+    assert not cache.exists()
+
+
+def test_a_cache_that_cannot_be_written_stops_nothing(
+    runner: ModelRunner, config: ServeConfig, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.parent.write_text("a file")
+    with caplog.at_level(logging.WARNING):
+        assert profile_at_start(runner, config, SingleRank()) is not None
+    assert "the profile is not kept" in caplog.text
+
+
+def test_off_measures_nothing_and_a_wrong_file_is_refused(
+    runner: ModelRunner, config: ServeConfig, cache: Path
+) -> None:
+    def asking(profile: str) -> ServeConfig:
+        return ServeConfig(
+            model=config.model,
+            num_threads=1,
+            profile=profile,
+            **FLAGS,  # type: ignore[arg-type]
+        )
+
+    assert profile_at_start(runner, asking("off"), SingleRank()) is None
+    with pytest.raises(ConfigError, match="--profile '/nowhere' is no profile of this model"):
+        profile_at_start(runner, asking("/nowhere"), SingleRank())
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_command_measures_in_processes_of_its_own(
+    tp: int, config: ServeConfig, tmp_path: Path
+) -> None:
+    output = tmp_path / "profile.json"
+    arguments = ["--model", config.model, "--tp", str(tp), "--num-threads", "1", "--seconds", "1"]
+    arguments += ["--kv-memory", "1MiB", "--max-num-seqs", "8", "--max-num-batched-tokens", "32"]
+    result = CliRunner().invoke(command, [*arguments, "--output", str(output), "--json"])
+    assert result.exit_code == 0, result.output
+    profile = msgspec.json.decode(output.read_bytes(), type=StepProfile)
+    assert profile.key.tp == tp and profile.num_samples >= profiling.MIN_FITTED
+    assert msgspec.json.decode(result.stdout, type=StepProfile) == profile
+    assert f"written to {output}" in result.stderr
