@@ -142,7 +142,7 @@ class _Plan:
         self._pinned: set[PrefixNode] = set()
         """What newcomers of the step found in the prefix tree: nobody takes it now."""
         self._barren_rank = len(holders) + 1
-        """From this rank on nobody finds anything to take."""
+        """Nobody finds anything to take whose juniors begin at this rank or behind it."""
 
     def result(self) -> Fit:
         """Return what has been decided."""
@@ -271,12 +271,13 @@ class _Plan:
 
         All that a class has goes before anything of a more senior class.
         """
-        rank = self._rank.get(request, len(self._holders))
+        juniors = self._juniors_of(request)
+        rank = len(self._holders) - len(juniors)
         if rank >= self._barren_rank:
             return
         before = self._save()
         enough = self._num_usable(request) + missing
-        juniors = [r for r in self._juniors_of(request) if r not in self._drops]
+        juniors = [r for r in juniors if r not in self._drops]
         for _, group in itertools.groupby(juniors, key=self._group_of):
             missing = enough - self._num_usable(request)
             if missing <= 0 or (_runs(request) and self._num_usable(request) > 0):

@@ -123,6 +123,14 @@ def test_a_newcomer_takes_all_it_needs_or_nothing() -> None:
     assert play(actors, 22) == ({"a": 1, "b": 1}, {}, [], [])
 
 
+def test_a_newcomer_finds_what_a_junior_did_not() -> None:
+    """The last of the holders may miss memory before it is a real-time newcomer's turn."""
+    actors = [Actor("b", BE, 10), Actor("c", BE, 10), Actor("n", RT, state="new", wants=5)]
+    assert play(actors, 20) == ({"b": 1, "n": 5}, {"c": 6}, ["c"], [])
+    actors = [Actor("c", BE, 20), Actor("n", RT, state="new", wants=5)]
+    assert play(actors, 20) == ({"n": 5}, {"c": 5}, ["c"], [])
+
+
 def test_a_paused_request_resumes_at_the_cost_of_those_behind_it() -> None:
     actors = [Actor("p", BE, 10, "paused", wants=6), Actor("q", BE, 10, "paused", wants=6)]
     assert play(actors, 20) == ({"p": 6}, {"q": 6}, [], [])
