@@ -341,24 +341,27 @@ class _Plan:
         self, juniors: Sequence[Request], missing: int, *, takes_less: bool = False
     ) -> bool:
         """Take all KV of as many juniors as must be; it has to be computed again."""
-        dropped = list(self._drops)
-        before = self._kv.num_freed_by(dropped, self._pinned)
-        returned = 0
-        for junior in juniors:
-            dropped.append(junior)
-            returned += self._placed.get(junior, (0, 0))[1]
-            returned -= self._gain(junior, self._takes.get(junior, 0))
-            if self._kv.num_freed_by(dropped, self._pinned) - before + returned >= missing:
-                break
-        else:
-            if not takes_less:
-                return False
-        for junior in dropped[len(self._drops) :]:
+        counts = range(1, len(juniors) + 1)
+        num_enough = 1 + bisect.bisect_left(
+            counts, missing, key=lambda count: self._num_returned_by(juniors[:count])
+        )
+        if num_enough > len(juniors) and not takes_less:
+            return False
+        before = self._kv.num_freed_by(list(self._drops), self._pinned)
+        for junior in juniors[:num_enough]:
             self._stop(junior)
             self._num_left -= self._gain(junior, self._takes.pop(junior, 0))
             self._drops[junior] = None
-        self._num_left += self._kv.num_freed_by(dropped, self._pinned) - before
+        self._num_left += self._kv.num_freed_by(list(self._drops), self._pinned) - before
         return True
+
+    def _num_returned_by(self, juniors: Sequence[Request]) -> int:
+        """Return how many slots more would be left if these lost all KV."""
+        before = self._kv.num_freed_by(list(self._drops), self._pinned)
+        after = self._kv.num_freed_by([*self._drops, *juniors], self._pinned)
+        num_placed = sum(self._placed.get(junior, (0, 0))[1] for junior in juniors)
+        num_taken = sum(self._gain(junior, self._takes.get(junior, 0)) for junior in juniors)
+        return after - before + num_placed - num_taken
 
     def _stop(self, request: Request) -> None:
         """Take back a share that was placed; whoever runs is paused."""
