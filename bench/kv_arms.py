@@ -46,7 +46,7 @@ ARMS: dict[str, dict[str, float | str]] = {
 ALONE = "no best-effort requests"
 TARGETS = sim.Targets(ttft_s=0.4, tpot_s=0.2, mtpot_s=0.2)
 TIGHT_TPOT_S = (0.04, 0.03, 0.025)
-RATES = {20_000: (16.0, 18.0, 19.0, 20.0), 30_000: (20.0, 22.0, 24.0)}
+RATES = {20_000: (16.0, 18.0, 19.0, 20.0), 30_000: (20.0, 21.0, 22.0, 24.0)}
 """Per second, by the size of the pool: around what it can hold of real-time requests alone."""
 CLEAN_AHEAD = (0, -1)
 

@@ -24,7 +24,7 @@ from kv_arms import ARMS
 from server import Server, running_server
 
 TARGET_FACTOR = 3.0
-BURST_SIZE, BURST_EVERY_S = 14, 2.5
+BURST_SIZE, BURST_EVERY_S = 16, 2.5
 NUM_BE_CLIENTS = 24
 SETTLE_S = 2.5
 """Until the router's counters are new."""
@@ -115,7 +115,7 @@ class Load:
     async def _real_time(self) -> None:
         self.tally.num_sent += 1
         rng = self._rng
-        seen = await self._stream(rng, rng.randint(20, 120), rng.randint(40, 120), "default")
+        seen = await self._stream(rng, rng.randint(20, 160), rng.randint(40, 120), "default")
         self.tally.real_time.append(seen)
 
     async def _best_effort_client(self) -> None:
