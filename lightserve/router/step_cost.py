@@ -161,15 +161,28 @@ class StepCost:
         """
         if self._model is None:
             return most
-        low, high = 1, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            is_within = self.seconds(shape.plus(start, middle)) <= limit_s
-            low, high = (middle, high) if is_within else (low, middle - 1)
-        if low > 1:
-            return low
+        count = min(most, self._guess_within(shape, limit_s, start, most))
+        while count > 1 and self.seconds(shape.plus(start, count)) > limit_s:
+            count -= 1
+        while 0 < count < most and self.seconds(shape.plus(start, count + 1)) <= limit_s:
+            count += 1
+        if count > 1:
+            return count
         # One token is a decode, which may take longer than a chunk of two, or less.
         return int(most > 0 and self.seconds(shape.plus(start, 1)) <= limit_s)
+
+    def _guess_within(self, shape: StepShape, limit_s: float, start: int, most: int) -> int:
+        """Return `tokens_within`, at least 1, but for rounding: one off at most."""
+        assert self._model is not None
+        kind = StepKind.MIXED if shape.num_decodes else StepKind.PREFILL
+        count = self._model.chunk_within(shape, limit_s / self._ratio(kind).mean, start)
+        if kind is StepKind.MIXED:
+            prefill_s = limit_s / self._ratio(StepKind.PREFILL).mean
+            count = min(count, self._model.chunk_within(shape.chunks, prefill_s, start))
+            decode_s = self._ratio(StepKind.DECODE).mean * self._model.seconds(shape.decodes)
+            if decode_s > limit_s:
+                return 1
+        return max(1, int(min(count, most)))
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learn from a finished step; `seconds` without its copies."""
