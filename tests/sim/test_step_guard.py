@@ -5,11 +5,13 @@ The planner knows a profile that was fitted to noisy samples of the hardware, ne
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from lightserve.cost.fit import StepSample, fit
 from lightserve.messages.step_cost import StepCoefficients
+from lightserve.router.pipeline import Pipeline
 from lightserve.router.step_cost import StepCost, StepGuard, StepKind, StepShape, kind_of
 from lightserve.sim.hardware import A100_LLAMA2_7B
 
@@ -128,3 +130,14 @@ def test_a_profile_is_what_is_predicted_at_first() -> None:
     assert cost.is_known and cost.pivot == coefficients.knee and cost.guard == 1.0
     assert cost.seconds(StepShape().plus(0, 1)) == pytest.approx(9.4e-3, rel=0.05)
     assert cost.copy_seconds(num_saved=10, num_loaded=10) == 0.0
+
+
+def test_copies_cost_what_the_profile_says_until_some_were_seen() -> None:
+    pipeline = Pipeline()
+    assert pipeline.predict((), 10) == 0.0
+    measured = profile(np.random.default_rng(2))
+    pipeline.cost.use_profile(msgspec.structs.replace(measured, per_loaded_token_s=1e-3))
+    assert pipeline.predict((), 10) == pytest.approx(10e-3)
+    for count in (100, 400, 100, 400):
+        pipeline.copy_cost.observe(count, 2e-3 * count)
+    assert pipeline.predict((), 250) == pytest.approx(500e-3, rel=0.1)
