@@ -16,6 +16,9 @@ from lightserve.types import RequestClass
 AHEAD_FACTOR = 4
 """Tails are copied ahead once less than this many times what is to be clean is free or cached:
 before that nobody will lose anything soon, and the copies would be for nothing."""
+AHEAD_STEPS = 256
+"""Steps after memory was last taken from somebody in which tails are copied ahead: where nobody
+loses anything, every best-effort newcomer would still be the next victim for a moment."""
 
 
 class StepBooking:
@@ -32,11 +35,13 @@ class StepBooking:
         self._rows = rows
         self._pipeline = pipeline
         self._intake = intake
+        self._steps_since_take = AHEAD_STEPS + 1
         self.counters = {request_class: KVCounters() for request_class in RequestClass}
 
     def book(self, step: PlannedStep, kv: KVStore, now_s: float) -> StepPlan:
         """Book a step planned since the last event; return the message to send."""
         self._make_room(step, kv)
+        self._steps_since_take = 0 if step.takes else self._steps_since_take + 1
         newcomers = [r for r, _ in step.allotments if r.state is RequestState.WAITING]
         for request in newcomers:
             self._start(request, kv, now_s)
@@ -102,6 +107,8 @@ class StepBooking:
 
     def _copy_ahead(self, kv: KVStore) -> None:
         """Save tails of the next best-effort victims, paused ones first, while nobody waits."""
+        if self._steps_since_take > AHEAD_STEPS:
+            return
         if kv.num_available > AHEAD_FACTOR * kv.options.num_clean_ahead(kv.num_slots):
             return
         paused = list(self._waiting.paused(RequestClass.BE))[::-1]
