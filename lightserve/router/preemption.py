@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -84,12 +84,24 @@ def fit_into_memory(
     best-effort request may need more than the rest of the pool.
     """
     num_reserved = kv.num_reserved_for_rt
-    plan = _Plan(kv, holders, num_free_rows, num_reserved, is_class_aware=is_class_aware)
-    fit = _fit(allotments, plan, is_class_aware=is_class_aware)
+
+    def attempt(num_reserved: int, pinned: Iterable[Request] = ()) -> tuple[Fit, list[Request]]:
+        plan = _Plan(kv, holders, num_free_rows, num_reserved, is_class_aware=is_class_aware)
+        plan.pin(pinned)
+        return _fit(allotments, plan, is_class_aware=is_class_aware), plan.robbed
+
+    fit, robbed = attempt(num_reserved)
+    if robbed:
+        spared, _ = attempt(num_reserved, robbed)
+        if _real_time(fit) < _real_time(spared):
+            return spared
     if fit or num_reserved == 0 or any(holder.num_inflight_steps for holder in holders):
         return fit
-    plan = _Plan(kv, holders, num_free_rows, 0, is_class_aware=is_class_aware)
-    return _fit(allotments, plan, is_class_aware=is_class_aware)
+    return attempt(0)[0]
+
+
+def _real_time(fit: Fit) -> set[Allotment]:
+    return {part for part in fit.allotments if part.request.request_class is RequestClass.RT}
 
 
 def _fit(allotments: Sequence[Allotment], plan: _Plan, *, is_class_aware: bool) -> Fit:
@@ -141,8 +153,15 @@ class _Plan:
         self._drops: dict[Request, None] = {}
         self._pinned: set[PrefixNode] = set()
         """What newcomers of the step found in the prefix tree: nobody takes it now."""
+        self.robbed: list[Request] = []
+        """Real-time newcomers that do not start, as what they found is being taken."""
         self._barren_rank = len(holders) + 1
         """Nobody finds anything to take whose juniors begin at this rank or behind it."""
+
+    def pin(self, newcomers: Iterable[Request]) -> None:
+        """Let nobody take what these found in the prefix tree."""
+        for request in newcomers:
+            self._pinned |= set(_path_of_hit(request))
 
     def result(self) -> Fit:
         """Return what has been decided."""
@@ -195,6 +214,8 @@ class _Plan:
         request, num_tokens = part
         if request.hit is not None:
             if any(self._reads(request, *take) for take in self._takes.items()):
+                if request.request_class is RequestClass.RT:
+                    self.robbed.append(request)
                 return False  # next time it finds less
             self._pinned = self._pinned | set(_path_of_hit(request))
         if self._num_rows == 0 and not self._take_row(request):
