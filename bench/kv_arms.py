@@ -90,10 +90,9 @@ def config_of(cell: Cell, trace: Path | None = None) -> sim.HybridConfig:
         return dataclasses.replace(
             config, be=None, be_lengths=None, serve_options={"cache_policy": "off"}
         )
-    options = ARMS[cell.arm] | {
-        "cache_policy": "off",
-        "clean_ahead_tokens": cell.clean_ahead_tokens,
-    }
+    options = ARMS[cell.arm] | {"cache_policy": "off"}
+    if options["preemption"] == "checkpoint":
+        options["clean_ahead_tokens"] = cell.clean_ahead_tokens
     return dataclasses.replace(config, serve_options=options)
 
 

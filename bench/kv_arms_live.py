@@ -205,7 +205,10 @@ def arms() -> dict[str, list[str]]:
         for arm, fields in ARMS.items()
     }
     first = next(iter(options))
-    return {**options, f"{first}, nothing ahead": [*options[first], "--clean-ahead-tokens", "0"]}
+    nothing_ahead = {f"{first}, nothing ahead": list(options[first])}
+    for arm in list(options)[:2]:  # those with checkpoints
+        options[arm] += ["--clean-ahead-tokens", "-1"]
+    return options | nothing_ahead
 
 
 def main() -> None:

@@ -204,7 +204,7 @@ class ServeConfig:
         16, "KV slots per block of the allocator: 1, 2, 4, 8 or 16.", low=1, high=16
     )
     clean_ahead_tokens: int = option(
-        -1,
+        0,
         "Tokens of likely victims that are copied to the host before they are paused; -1: 2 % of"
         " the KV pool, 0: none.",
         low=-1,
@@ -333,7 +333,7 @@ class ServeConfig:
                 f"--burst-headroom-s needs --policy priority or unified, got {self.policy!r}:"
                 " others know no classes"
             )
-        if self.preemption != "checkpoint" and self.clean_ahead_tokens > 0:
+        if self.preemption != "checkpoint" and self.clean_ahead_tokens != 0:
             raise ConfigError("--clean-ahead-tokens needs --preemption checkpoint")
 
     def _check_access(self) -> None:

@@ -70,7 +70,7 @@ def default() -> dict[str, Any]:
         ("--preemption", "recompute"),
         ("--block-size", "1"),
         ("--host-kv-tokens", "0"),
-        ("--clean-ahead-tokens", "0"),
+        ("--clean-ahead-tokens", "400"),
         ("--budget-tokens", "64"),
         ("--max-be-seqs", "2"),
         ("--admission", "oracle"),
