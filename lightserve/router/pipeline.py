@@ -83,13 +83,16 @@ class Pipeline:
         return max(now_s, start_s + sum(sent.planned.predicted_s for sent in self._in_flight))
 
     def predict(self, allotments: tuple[Allotment, ...], num_copied: int) -> float:
-        """Return the predicted seconds of a step that waits for so many copied tokens.
+        """Return the predicted seconds of a step that waits for so many copied tokens."""
+        return self.cost.seconds(shape_of(allotments)) + self.copy_seconds(num_copied)
+
+    def copy_seconds(self, num_tokens: int) -> float:
+        """Return the predicted seconds that a step waits for copies of so many tokens.
 
         Until copies have been seen, what a profile says of loads.
         """
-        copied_s = self.copy_cost.predict(num_copied)
-        copied_s = copied_s or self.cost.copy_seconds(num_loaded=num_copied)
-        return self.cost.seconds(shape_of(allotments)) + copied_s
+        predicted_s = self.copy_cost.predict(num_tokens)
+        return predicted_s or self.cost.copy_seconds(num_loaded=num_tokens)
 
     def load_is_cheaper(self, num_tokens: int, start: int) -> bool:
         """Whether loading tokens from `start` on costs less than computing them, or may do so."""

@@ -133,6 +133,7 @@ class StepPlanner:
             num_slots=kv.num_slots,
             start_s=start_s,
             cost=self._pipeline.cost,
+            copy_seconds=self._pipeline.copy_seconds,
             num_yielding_rows=num_yielding if self._is_class_aware else 0,
         )
         admission = self._config.admission.begin(

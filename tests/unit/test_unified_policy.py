@@ -44,6 +44,7 @@ def play(
     num_free_rows: int = 8,
     refused: tuple[int, ...] = (),
     num_slots: int = 100_000,
+    copy_ms: float = 0.0,
 ) -> dict[int, int]:
     limits = StepLimits(
         max_num_batched_tokens=budget,
@@ -52,6 +53,7 @@ def play(
         num_slots=num_slots,
         start_s=NOW_S,
         cost=cost,
+        copy_seconds=lambda num_tokens: num_tokens * copy_ms / 1e3,
     )
     chosen = UnifiedPolicy().select(running, Queue(waiting or []), limits, Admitting(refused))
     assert len({request for request, _ in chosen}) == len(chosen)
@@ -141,6 +143,19 @@ def test_scraps_of_prompts_are_not_worth_a_row(cost: StepCost) -> None:
     assert play(cost, running, [due(make_request(9, prompt=1000), 400)]) == {0: 1, 1: 1, 2: 1, 3: 1}
     short = due(make_request(9, prompt=MIN_CHUNK // 4), 400)
     assert play(cost, running, [short])[9] == MIN_CHUNK // 4
+
+
+def test_who_resumes_brings_the_time_of_its_copies(cost: StepCost) -> None:
+    """Each of ten would add a single token, and 10 ms of loads."""
+    resuming = []
+    for number in range(10):
+        request = make_request(10 + number, BE, prompt=501)
+        request.num_computed_tokens, request.num_loaded_by_start = 500, 100
+        resuming.append(request)
+    free = play(cost, [decode(0, 45)], resuming, num_free_rows=20)
+    assert len(free) == 11
+    dear = play(cost, [decode(0, 45)], resuming, num_free_rows=20, copy_ms=0.1)
+    assert len(dear) == 1 + 4
 
 
 def test_late_requests_wait_behind_those_that_are_not() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -41,6 +41,8 @@ class StepLimits:
     """When the step will start, as predicted, on the router's clock."""
     cost: StepCost | None = None
     """Predicts what it takes; None: nobody asks."""
+    copy_seconds: Callable[[int], float] = lambda _num_tokens: 0.0
+    """Predicts the time that it waits for copies of so many tokens."""
 
 
 class Waiting(Protocol):

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.policies.base import Allotment, StepLimits, Waiting, admissible
-from lightserve.router.request import Request
+from lightserve.router.request import Request, RequestState
 from lightserve.router.step_cost import StepCost, StepShape
 from lightserve.types import RequestClass
 
@@ -112,6 +112,9 @@ class _TimedStep:
         self._budget = limits.max_num_batched_tokens
         self._start_s = limits.start_s
         self._cost = cost
+        self._copy_seconds = limits.copy_seconds
+        self._num_loaded = 0
+        """Tokens that come back from the host for those who resume."""
         self._shape = StepShape()
         self._limit_s = math.inf
 
@@ -126,7 +129,8 @@ class _TimedStep:
         return math.inf if deadlines is None else deadlines.residual(self._start_s)
 
     def _seconds(self, shape: StepShape) -> float:
-        return self._cost.seconds(shape) * self._cost.guard
+        copied_s = self._copy_seconds(self._num_loaded)
+        return (self._cost.seconds(shape) + copied_s) * self._cost.guard
 
     def can_be_in_time(self, request: Request) -> bool:
         """Whether a prompt, computed from here on without a pause, meets its deadline."""
@@ -168,7 +172,8 @@ class _TimedStep:
         rest = request.num_schedulable_tokens
         most = min(rest, self._budget)
         if most > 0 and math.isfinite(self._limit_s) and self._cost.is_known:
-            limit_s = self._limit_s / self._cost.guard
+            num_loaded = self._num_loaded + _num_loaded_by(request)
+            limit_s = self._limit_s / self._cost.guard - self._copy_seconds(num_loaded)
             start = request.next_position
             in_time = self._cost.tokens_within(self._shape, limit_s, start, most)
             most = in_time if self.chosen else max(in_time, min(most, MIN_CHUNK))
@@ -197,8 +202,13 @@ class _TimedStep:
 
     def _add(self, request: Request, num_tokens: int) -> None:
         self.chosen.append(Allotment(request, num_tokens))
+        self._num_loaded += _num_loaded_by(request)
         self._shape = self._shape.plus(request.next_position, num_tokens)
         self._budget -= num_tokens
+
+
+def _num_loaded_by(request: Request) -> int:
+    return request.num_loaded_by_start if request.state is RequestState.WAITING else 0
 
 
 def _time_for_best_effort(real_time: Sequence[Request], limits: StepLimits) -> float:
