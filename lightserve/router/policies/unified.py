@@ -26,7 +26,7 @@ from lightserve.types import RequestClass
 
 IDLE_LIMIT_S = 0.1
 """Limit of a step without deadlines: an arrival waits for the rest of it."""
-EASY_SHARE, FULL_SHARE = 0.5, 0.9
+EASY_SHARE, FULL_SHARE = 0.3, 0.6
 """Shares of the KV pool in real-time hands from which on best-effort requests get less time, and
 at which they get none."""
 LATE_EVERY = 10
