@@ -219,7 +219,7 @@ class ServeConfig:
     host_kv_memory: str = option(
         "auto",
         "Host memory per rank for the KV of paused requests, such as 512MiB; auto is half of the"
-        " KV pool's size, if that is free.",
+        " KV pool's size, or of what the KV pool leaves free.",
     )
     kv_memory: str = option(
         "auto",

@@ -59,6 +59,9 @@ class SimulatedWorker:
             slots = unpack_int32(part.slots)
             end = part.start_position + len(slots)
             self._req_to_slot[part.row, part.start_position : end] = slots
+        saved, loaded = unpack_int32(plan.saves.host_slots), unpack_int32(plan.loads.host_slots)
+        if len(np.intersect1d(saved, loaded)):
+            raise PlanError("a host slot is saved to and loaded from by one plan")
         self.num_saved_tokens += self._save(plan.saves)
         self.num_loaded_tokens += self._load(plan.loads)
         rows = [result for row in plan.rows if (result := self._run(row)) is not None]
@@ -68,14 +71,30 @@ class SimulatedWorker:
         )
 
     def _save(self, copies: KVCopies) -> int:
-        slots, host_slots = _unpacked(copies)
+        slots, host_slots = self._places(copies)
+        if not self._kv[slots].all():
+            raise PlanError("a slot is saved that was never written")
         self._host[host_slots] = self._kv[slots]
         return len(slots)
 
     def _load(self, copies: KVCopies) -> int:
-        slots, host_slots = _unpacked(copies)
+        slots, host_slots = self._places(copies)
+        if not self._host[host_slots].all():
+            raise PlanError("a host slot is loaded that was never written")
         self._kv[slots] = self._host[host_slots]
         return len(slots)
+
+    def _places(self, copies: KVCopies) -> tuple[Int32Array, Int32Array]:
+        """Return places in the pool and on the host. Raises PlanError if they are none."""
+        slots, host_slots = unpack_int32(copies.slots), unpack_int32(copies.host_slots)
+        if len(slots) != len(host_slots):
+            raise PlanError(f"{len(slots)} slots are copied, {len(host_slots)} host slots")
+        for places, pool in ((slots, self._kv), (host_slots, self._host)):
+            if len(np.unique(places)) != len(places):
+                raise PlanError("a slot is copied twice")
+            if ((places < 0) | (places >= len(pool))).any():
+                raise PlanError("a copy names a place outside its pool")
+        return slots, host_slots
 
     def _run(self, row: PlanRow) -> RowResult | None:
         end = row.start_position + row.num_tokens
@@ -104,17 +123,6 @@ class SimulatedWorker:
             positions = range(row.start_position + 1, last)
             prompt_logprobs = [position_logprob(position) for position in positions]
         return RowResult(row.row, token_ids, prompt_logprobs=prompt_logprobs)
-
-
-def _unpacked(copies: KVCopies) -> tuple[Int32Array, Int32Array]:
-    """Return the places in the pool and on the host. Raises PlanError if a place comes twice."""
-    slots, host_slots = unpack_int32(copies.slots), unpack_int32(copies.host_slots)
-    if len(slots) != len(host_slots):
-        raise PlanError(f"{len(slots)} slots are copied, {len(host_slots)} host slots")
-    for places in (slots, host_slots):
-        if len(np.unique(places)) != len(places):
-            raise PlanError("a slot is copied twice")
-    return slots, host_slots
 
 
 def _mixed(token_ids: Int32Array, start: int) -> npt.NDArray[np.uint64]:

@@ -74,6 +74,7 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan; every rank does, rank 0's result counts."""
         start_s = time.perf_counter()
+        self._host_pool.check(plan)
         self._host_pool.save(plan.saves)
         self._host_pool.load(plan.loads)
         copied_s = time.perf_counter()

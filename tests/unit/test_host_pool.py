@@ -8,9 +8,11 @@ import torch
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, ProtocolError
 from lightserve.messages.common import pack_int32
-from lightserve.messages.router_worker import KVCopies
+from lightserve.messages.router_worker import KVCopies, StepPlan
 from lightserve.models.kv_layout import KVGroup, KVLayout
-from lightserve.worker.host_pool import HostPool
+from lightserve.sim.worker import PlanError, SimulatedWorker
+from lightserve.types import StepId
+from lightserve.worker.host_pool import MIN_TOKENS_BY_LAYER, HostPool
 from lightserve.worker.kv_pool import KVPool
 from lightserve.worker.memory import num_host_slots
 
@@ -69,19 +71,62 @@ def test_a_later_save_replaces_an_earlier_one() -> None:
     assert torch.equal(kv_at(pool, [9]), second)
 
 
-@pytest.mark.parametrize(
-    ("slots", "host_slots"),
-    [([NUM_SLOTS], [0]), ([-1], [0]), ([0], [NUM_HOST_SLOTS]), ([0], [-1]), ([0, 1], [0])],
-)
-def test_places_outside_are_refused_before_anything_moves(
-    slots: list[int], host_slots: list[int]
+SCENES = {
+    "slot too large": {"saves": ([NUM_SLOTS], [0])},
+    "slot too small": {"saves": ([-1], [0])},
+    "host slot too large": {"loads": ([0], [NUM_HOST_SLOTS])},
+    "host slot too small": {"ahead_saves": ([0], [-1])},
+    "lengths": {"saves": ([0, 1], [0])},
+    "slot twice": {"loads": ([3, 3], [0, 1])},
+    "host slot twice": {"saves": ([3, 4], [1, 1])},
+    "saved and loaded": {"saves": ([3], [1]), "loads": ([4], [1])},
+}
+
+
+def plan_of(scene: dict[str, tuple[list[int], list[int]]]) -> StepPlan:
+    lists = {name: copies(*places) for name, places in scene.items()}
+    return StepPlan(step_id=StepId(0), sequences=[], slot_ranges=[], rows=[], **lists)
+
+
+@pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
+def test_wrong_plans_are_refused(scene: dict[str, tuple[list[int], list[int]]]) -> None:
+    """By the pool, which looks at all of a plan first, and by the simulated worker."""
+    _, host = make_pools("float32")
+    with pytest.raises(ProtocolError, match=r"cop|saved"):
+        host.check(plan_of(scene))
+    worker = SimulatedWorker(
+        num_slots=NUM_SLOTS, max_num_seqs=1, max_model_len=8, num_host_slots=NUM_HOST_SLOTS
+    )
+    worker._kv[:] = worker._host[:] = 1
+    with pytest.raises(PlanError):
+        worker.execute(plan_of(scene), exec_s=0.0, idle_s=0.0)
+
+
+@pytest.mark.parametrize("scene", [{"saves": ([3], [1])}, {"loads": ([3], [1])}])
+def test_nothing_that_was_never_written_is_copied(
+    scene: dict[str, tuple[list[int], list[int]]],
 ) -> None:
-    pool, host = make_pools("float32")
-    before = kv_at(pool, list(range(NUM_SLOTS)))
-    for copy in (host.save, host.load):
-        with pytest.raises(ProtocolError, match="cop"):
-            copy(copies(slots, host_slots))
-    assert torch.equal(kv_at(pool, list(range(NUM_SLOTS))), before)
+    worker = SimulatedWorker(num_slots=9, max_num_seqs=1, max_model_len=8, num_host_slots=9)
+    with pytest.raises(PlanError, match="never written"):
+        worker.execute(plan_of(scene), exec_s=0.0, idle_s=0.0)
+
+
+@pytest.mark.parametrize("count", [MIN_TOKENS_BY_LAYER - 1, MIN_TOKENS_BY_LAYER, 200])
+def test_many_tokens_are_copied_as_few_are(count: int) -> None:
+    layout = KVLayout((KVGroup(num_layers=3, num_kv_heads=2, head_dim=4, dtype="bfloat16"),))
+    pool = KVPool(layout, 400, torch.device("cpu"))
+    for tensor in pool.tensors:
+        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3)))
+    host = HostPool(layout, 300, pool)
+    order = torch.randperm(400, generator=torch.Generator().manual_seed(4)).tolist()
+    slots, elsewhere = order[:count], order[count : 2 * count]
+    host_slots = list(range(300))[::-1][:count]
+    before = kv_at(pool, slots)
+    host.save(copies(slots, host_slots))
+    for layer in (*pool.k, *pool.v):
+        layer[slots] = float("nan")
+    host.load(copies(elsewhere, host_slots))
+    assert torch.equal(kv_at(pool, elsewhere), before)
 
 
 def test_no_copies_need_no_host_pool() -> None:
