@@ -6,6 +6,7 @@ import os
 import signal
 
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     # Triton's kernels run in its interpreter, which must be known before triton is imported.
@@ -15,3 +16,9 @@ if not torch.cuda.is_available():
 # that and, as they should, go on ignoring them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# The same examples in every run, so that a change is judged by what it changed; others on demand:
+# HYPOTHESIS_PROFILE=random.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("random", derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
