@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.cli.options import limits_text
 from lightserve.config import ServeConfig
-from lightserve.config_fields import flag_name
+from lightserve.config.fields import flag_name
 
 _HEAD = """\
 # Configuration

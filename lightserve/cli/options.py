@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import click
 
-from lightserve.config_fields import flag_name
+from lightserve.config.fields import flag_name
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from lightserve.cli.options import config_options
 from lightserve.config import ServeConfig
-from lightserve.config_file import merge, read_config_file
+from lightserve.config.file import merge, read_config_file
 
 
 @click.command("serve")

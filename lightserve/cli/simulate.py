@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from lightserve.cli.simulate_hybrid import hybrid_options, run_hybrid
 from lightserve.cli.simulate_queue import QUEUE_OPTIONS, queue_options, run_queue
 from lightserve.cli.simulate_rules import RULES, rule_options
-from lightserve.config_fields import flag_name
+from lightserve.config.fields import flag_name
 from lightserve.errors import ConfigError
 
 _SHARED = frozenset(

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from lightserve.cli.options import FunctionT
-from lightserve.config import ADMISSION_OF_OPTION
-from lightserve.config_fields import flag_name
+from lightserve.config.fields import flag_name
+from lightserve.config.scheduling import ADMISSION_OF_OPTION
 from lightserve.errors import ConfigError
 
 RULES = ("past-future", "aggressive", "conservative", "ema", "risk", "oracle")

@@ -17,7 +17,7 @@ from pydantic import Field, TypeAdapter
 from starlette.datastructures import Headers
 
 from lightserve.config import ServeConfig
-from lightserve.config_fields import flag_name
+from lightserve.config.fields import flag_name
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.json_body import StrictModel, show
 from lightserve.types import MTPOT_FACTOR, NO_SLO, SLO, RequestClass

@@ -14,7 +14,7 @@ from lightserve.api_keys import read_api_keys
 from lightserve.channels.wait import Waitable
 from lightserve.channels.zmq import ZmqHub, bind_hub, wait_readable
 from lightserve.config import ServeConfig
-from lightserve.config_file import Origin, log_configuration
+from lightserve.config.file import Origin, log_configuration
 from lightserve.errors import ConfigError
 from lightserve.logs import one_line, setup_logging
 from lightserve.messages.supervision import ChildMessage, SupervisorMessage

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lightserve.config import ServeConfig
-from lightserve.config_fields import parse_memory
+from lightserve.config.fields import parse_memory
 from lightserve.errors import ConfigError, StartupError
 from lightserve.models.kv_layout import KVLayout
 

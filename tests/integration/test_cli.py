@@ -15,7 +15,7 @@ import lightserve
 from lightserve.cli import main as cli_main
 from lightserve.cli import serve as cli_serve
 from lightserve.config import ServeConfig
-from lightserve.config_fields import flag_name
+from lightserve.config.fields import flag_name
 from lightserve.errors import StartupError
 from lightserve.supervisor import loop
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lightserve.cli import main as cli_main
 from lightserve.config import ServeConfig
-from lightserve.config_file import (
+from lightserve.config.file import (
     MAX_FILE_BYTES,
     Origin,
     log_configuration,

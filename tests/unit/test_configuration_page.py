@@ -8,7 +8,7 @@ from pathlib import Path
 import lightserve
 from lightserve.cli.document import document
 from lightserve.config import ServeConfig
-from lightserve.config_fields import flag_name
+from lightserve.config.fields import flag_name
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightserve.config import ServeConfig
-from lightserve.config_fields import parse_memory
+from lightserve.config.fields import parse_memory
 from lightserve.errors import ConfigError, StartupError
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan

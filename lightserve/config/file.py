@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import yaml
 
-from lightserve.config_fields import check_limits
+from lightserve.config.fields import check_limits
 from lightserve.errors import ConfigError
 
 MAX_FILE_BYTES = 1024 * 1024

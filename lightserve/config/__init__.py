@@ -1,0 +1,129 @@
+"""The server's configuration: one declaration gives field, flag, help text, default and limits.
+
+`ServeConfig` is frozen, validated once when built, and never edited after start. Every process
+gets the same one; its hash is part of every hello. `lightserve.cli` turns the fields into flags.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+
+import msgspec
+
+from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
+from lightserve.config.fields import check_limits, option
+from lightserve.config.frontend import FrontendOptions
+from lightserve.config.memory import MemoryOptions
+from lightserve.config.scheduling import SchedulingOptions
+from lightserve.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(MemoryOptions, SchedulingOptions, FrontendOptions):
+    """Everything `lightserve serve` can be told. Units are in the names."""
+
+    tp: int = option(1, "Tensor-parallel degree: one worker process per rank.", low=1, high=64)
+    dtype: str = option(
+        "auto",
+        "Type of weights and KV; auto takes the model's own.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    max_model_len: int = option(
+        0, "Longest sequence, prompt and output, in tokens; 0 takes the model's own.", low=0
+    )
+    attention_backend: str = option(
+        "auto", "Kernels of the workers.", choices=("auto", "torch", "triton", "reference")
+    )
+    batch_invariant: bool = option(
+        False,
+        "Make each request's tokens independent, bit for bit, of what runs beside it"
+        " (float32 only; slower).",
+    )
+    num_threads: int = option(
+        0, "CPU threads per worker; 0 divides the cores among the ranks.", low=0
+    )
+    profile: str = option(
+        "auto",
+        "Step times that the router starts from: auto (those cached for this model, type, device,"
+        " threads and TP, else measured in the first seconds and cached), off (learnt while"
+        " serving), or a file that lightserve profile wrote.",
+    )
+    chat_template: str = option(
+        "", "File with a Jinja chat template to use instead of the model's own."
+    )
+    tool_call_parser: str = option(
+        "none",
+        "How the model writes tool calls: <tool_call> tags (hermes, Qwen), JSON (llama3_json).",
+        choices=("none", "hermes", "llama3_json"),
+    )
+    reasoning_parser: str = option(
+        "none",
+        "What the model writes between <think> tags becomes reasoning_content (think).",
+        choices=("none", "think"),
+    )
+    start_timeout_s: float = option(
+        600.0, "A child that is not ready after this time is a failed start.", low=1.0
+    )
+    step_timeout_s: float = option(
+        60.0,
+        "Workers that finish no step for this time while they have work are replaced.",
+        low=0.5,
+    )
+    shutdown_timeout_s: float = option(
+        30.0, "After SIGTERM, requests in flight may go on this long.", low=0.0
+    )
+    max_restarts: int = option(
+        5, "Restarts of children within --restart-window-s before the server gives up.", low=0
+    )
+    restart_window_s: float = option(60.0, "See --max-restarts.", low=1.0)
+    run_dir: str = option(
+        "", "Directory under which the private socket directory is made; default: the system's."
+    )
+    log_level: str = option(
+        "info", "Least severe log records to print.", choices=("debug", "info", "warning", "error")
+    )
+    log_format: str = option(
+        "text", "How log records are printed; json is an object per line.", choices=("text", "json")
+    )
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            check_limits(spec, getattr(self, spec.name))
+        if self.batch_invariant and self.dtype not in ("auto", "float32"):
+            raise ConfigError(
+                f"--batch-invariant needs --dtype float32 (or auto), got {self.dtype!r}"
+            )
+        if self.batch_invariant and self.attention_backend in ("reference", "triton"):
+            raise ConfigError(
+                "--batch-invariant needs --attention-backend torch or auto,"
+                f" got {self.attention_backend!r}"
+            )
+        if self.max_model_len == 1:
+            raise ConfigError(
+                "--max-model-len must be 0 or at least 2 (a prompt and an output token), got 1"
+            )
+        self.check_memory()
+        self.check_access()
+        self.check_scheduling()
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names that clients may use, the model's own first."""
+        names = (name.strip() for name in self.served_model_name.split(","))
+        return tuple(dict.fromkeys(name for name in names if name)) or (self.model_name,)
+
+    @property
+    def model_name(self) -> str:
+        """The model's own name."""
+        if self.served_model_name:
+            return self.model_names[0]
+        if self.model == str(BUNDLED_MODEL_DIR):
+            return BUNDLED_MODEL_NAME
+        return self.model.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def digest(self) -> str:
+        """Hash over all fields, carried by every hello: all processes must run the same."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
