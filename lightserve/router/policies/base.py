@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from lightserve.router.admission.base import AdmissionRound
+from lightserve.router.reasons import Skips
 from lightserve.router.request import Request, RequestState
 from lightserve.types import RequestClass
 
@@ -43,6 +44,8 @@ class StepLimits:
     """Predicts what it takes; None: nobody asks."""
     copy_seconds: Callable[[int], float] = lambda _num_tokens: 0.0
     """Predicts the time that it waits for copies of so many tokens."""
+    skips: Skips = field(default_factory=Skips)
+    """Where the policy says whom it leaves out, and why."""
 
 
 class Waiting(Protocol):
