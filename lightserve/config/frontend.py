@@ -1,0 +1,114 @@
+"""Options of what clients meet: the model, addresses, keys, limits of requests and connections."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from lightserve.bundled import BUNDLED_MODEL_DIR
+from lightserve.config.fields import option
+from lightserve.errors import ConfigError
+
+METRICS_HOST = "127.0.0.1"
+"""Where metrics are served unless told otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendOptions:
+    """See the module's docstring."""
+
+    model: str = option(
+        str(BUNDLED_MODEL_DIR),
+        "Directory with a Hugging Face model, or a hub id. Default: the bundled small model.",
+    )
+    served_model_name: str = option(
+        "",
+        "Names clients use for the model, separated by commas; the first one is its own."
+        " Default: the last part of --model.",
+    )
+    generation_config: str = option(
+        "auto",
+        "Sampling where a request says nothing: what the model's generation_config.json"
+        " recommends (auto), or temperature 1 and no truncation (none).",
+        choices=("auto", "none"),
+    )
+    sse_keepalive_s: float = option(
+        15.0, "A stream that has had nothing to say for this time sends a comment.", low=0.05
+    )
+    max_completions: int = option(
+        128, "Most completions of one request, prompts times n.", low=1, high=4096
+    )
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8000, "Port to listen on; 0 takes a free one.", low=0, high=65535)
+    http_workers: int = option(1, "Number of frontend processes.", low=1, high=64)
+    api_key_file: str = option(
+        "",
+        "File of API keys, a line each: NAME, then a key or sha256:DIGEST, then perhaps admin."
+        " SIGHUP reads it again.",
+    )
+    insecure_no_auth: bool = option(
+        False, "Serve without API keys even on an address that other machines reach."
+    )
+    allowed_hosts: str = option(
+        "",
+        "Names, separated by commas, that the Host header may have besides loopback ones while"
+        " there are no API keys.",
+    )
+    ssl_certfile: str = option("", "PEM file of a certificate chain: serves https.")
+    ssl_keyfile: str = option(
+        "", "PEM file of its key. Default: the key is in --ssl-certfile as well."
+    )
+    enable_docs: bool = option(False, "Show the API's description as a page at /docs.")
+    max_body_bytes: int = option(4_194_304, "Largest body of a request.", low=1024)
+    max_json_depth: int = option(
+        64, "Most objects and lists inside each other in a body.", low=4, high=256
+    )
+    max_header_bytes: int = option(
+        65536, "Largest head of a request: its line and headers.", low=1024
+    )
+    max_headers: int = option(100, "Most headers of a request.", low=8)
+    header_timeout_s: float = option(
+        10.0, "Time for the head of a request to arrive; connections that miss it end.", low=0.1
+    )
+    body_timeout_s: float = option(
+        60.0, "Time for a body to arrive; slower ones need --min-body-bytes-per-s.", low=0.1
+    )
+    min_body_bytes_per_s: int = option(
+        1024, "Least average rate of bodies that take longer than --body-timeout-s.", low=1
+    )
+    max_connections: int = option(
+        8192, "Open connections per frontend; a new one then ends the longest idle one.", low=1
+    )
+    max_connections_per_ip: int = option(
+        4096, "Open connections of one client address per frontend; more are refused.", low=1
+    )
+    metrics_host: str = option(METRICS_HOST, "Address on which metrics are served without a key.")
+    metrics_port: int = option(
+        8001, "Port of GET /metrics; 0 takes a free one, -1 opens none.", low=-1, high=65535
+    )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether `host` can be reached from this machine only."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def check_access(self) -> None:
+        """Refuse an open door, and options that would have no effect."""
+        if self.api_key_file and self.insecure_no_auth:
+            raise ConfigError("--insecure-no-auth contradicts --api-key-file")
+        if not (self.is_loopback or self.api_key_file or self.insecure_no_auth):
+            raise ConfigError(
+                f"--host {self.host!r} can be reached from other machines: give --api-key-file,"
+                " or --insecure-no-auth to serve everybody"
+            )
+        if self.allowed_hosts and (self.api_key_file or not self.is_loopback):
+            raise ConfigError("--allowed-hosts needs a loopback --host and no --api-key-file")
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+        if self.metrics_port == -1 and self.metrics_host != METRICS_HOST:
+            raise ConfigError(f"--metrics-host {self.metrics_host!r} needs --metrics-port, not -1")

@@ -1,0 +1,122 @@
+"""Options of what the router decides: targets, policy, admission, bounds of the queues."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from lightserve.config.fields import flag_name, option
+from lightserve.errors import ConfigError
+
+ADMISSION_OF_OPTION = {
+    "overcommit": "conservative",
+    "watermark": "aggressive",
+    "reserve": "past-future",
+    "samples": "past-future",
+    "rt_memory_risk": "risk",
+    "be_memory_risk": "risk",
+}
+"""Options that belong to one admission rule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulingOptions:
+    """See the module's docstring."""
+
+    ttft_slo_ms: float = option(
+        0.0, "Target of real-time requests: time to the first token; 0 sets none.", low=0.0
+    )
+    tpot_slo_ms: float = option(
+        0.0, "Target of real-time requests: mean time per output token; 0 sets none.", low=0.0
+    )
+    mtpot_slo_ms: float = option(
+        0.0,
+        "Target of real-time requests: largest gap between tokens; 0 takes four times"
+        " --tpot-slo-ms.",
+        low=0.0,
+    )
+    min_ttft_slo_ms: float = option(
+        0.0, "Least target of the time to the first token that a request may ask for.", low=0.0
+    )
+    min_tpot_slo_ms: float = option(
+        0.0, "Least target of times per token, mean or largest, that it may ask for.", low=0.0
+    )
+    max_num_seqs: int = option(256, "Most sequences that run at once.", low=1, high=65536)
+    max_num_batched_tokens: int = option(
+        512, "Most new tokens in one step: the budget that prefill chunks fill.", low=1
+    )
+    max_be_seqs: int = option(
+        0, "Most best-effort sequences that run at once; 0 sets no limit of their own.", low=0
+    )
+    policy: str = option(
+        "chunked",
+        "Who advances in a step: chunked (decodes, then chunks of prompts in order of arrival),"
+        " fcfs (whole prompts, else decodes), mlfq (those who got least), priority (real-time"
+        " before best-effort), round-robin (the classes in turn), unified (real-time tokens by"
+        " their deadlines, best-effort ones in the time that is left).",
+        choices=("chunked", "fcfs", "mlfq", "priority", "round-robin", "unified"),
+    )
+    admission: str = option(
+        "risk",
+        "Who may start, by memory.",
+        choices=("conservative", "aggressive", "ema", "past-future", "risk"),
+    )
+    overcommit: float = option(
+        1.0, "conservative: how many times the KV pool may be promised.", low=1.0, high=16.0
+    )
+    watermark: float = option(
+        0.95, "aggressive: share of the KV pool that newcomers may fill.", low=0.01, high=1.0
+    )
+    reserve: float = option(
+        0.05, "past-future: share of the KV pool kept free of forecasts.", low=0.0, high=0.9
+    )
+    samples: int = option(5, "past-future: most futures drawn for a small batch.", low=1, high=1024)
+    rt_memory_risk: float = option(
+        0.05, "risk: accepted chance of running out by a real-time request.", low=0.0, high=1.0
+    )
+    be_memory_risk: float = option(
+        0.2, "risk: accepted chance of running out by a best-effort request.", low=0.0, high=1.0
+    )
+    rt_max_waiting_requests: int = option(
+        4096, "Real-time requests that may wait in the router; more get a 429.", low=1
+    )
+    rt_max_waiting_tokens: int = option(
+        4_194_304, "Prompt tokens of waiting real-time requests; more get a 429.", low=1
+    )
+    be_max_waiting_requests: int = option(
+        65536, "Best-effort requests that may wait in the router; more get a 429.", low=1
+    )
+    be_max_waiting_tokens: int = option(
+        67_108_864, "Prompt tokens of waiting best-effort requests; more get a 429.", low=1
+    )
+    burst_headroom_s: float = option(
+        0.0,
+        "KV memory that best-effort requests leave free: what real-time ones bring within this"
+        " time, in all but the worst cases; 0 leaves none.",
+        low=0.0,
+        high=3600.0,
+    )
+
+    def check_scheduling(self) -> None:
+        """Refuse targets that contradict each other, and options that would have no effect."""
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens must be at least --max-num-seqs ({self.max_num_seqs}),"
+                f" got {self.max_num_batched_tokens}"
+            )
+        if 0 < self.mtpot_slo_ms < self.tpot_slo_ms:
+            raise ConfigError(
+                f"--mtpot-slo-ms must be at least --tpot-slo-ms ({self.tpot_slo_ms:g}),"
+                f" got {self.mtpot_slo_ms:g}"
+            )
+        if self.burst_headroom_s > 0 and self.policy not in ("priority", "unified"):
+            raise ConfigError(
+                f"--burst-headroom-s needs --policy priority or unified, got {self.policy!r}:"
+                " others know no classes"
+            )
+        for spec in dataclasses.fields(SchedulingOptions):
+            rule = ADMISSION_OF_OPTION.get(spec.name, self.admission)
+            if rule != self.admission and getattr(self, spec.name) != spec.default:
+                raise ConfigError(
+                    f"{flag_name(spec.name)} needs --admission {rule}, got {self.admission!r}"
+                )
