@@ -21,6 +21,7 @@ _SERVE_FIELDS = (
     "rt_cache_min_tokens",
     "burst_headroom_s",
     "max_be_seqs",
+    "slo_clock",
 )
 """Options that are those of the server."""
 _DEFAULTS = {"capacity_tokens": 60_000, "policy": "chunked", "admission": "risk"}

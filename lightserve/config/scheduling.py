@@ -17,6 +17,8 @@ ADMISSION_OF_OPTION = {
     "be_memory_risk": "risk",
 }
 """Options that belong to one admission rule."""
+DEADLINE_POLICIES = ("unified",)
+"""Policies that look at deadlines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,12 @@ class SchedulingOptions:
     )
     min_tpot_slo_ms: float = option(
         0.0, "Least target of times per token, mean or largest, that it may ask for.", low=0.0
+    )
+    slo_clock: str = option(
+        "curve",
+        "Which deadlines targets of tokens mean: curve (tokens that come early give time to later"
+        " ones, up to the largest gap) or gap (each is due the mean time after the one before).",
+        choices=("curve", "gap"),
     )
     max_num_seqs: int = option(256, "Most sequences that run at once.", low=1, high=65536)
     max_num_batched_tokens: int = option(
@@ -113,6 +121,11 @@ class SchedulingOptions:
             raise ConfigError(
                 f"--burst-headroom-s needs --policy priority or unified, got {self.policy!r}:"
                 " others know no classes"
+            )
+        if self.slo_clock != "curve" and self.policy not in DEADLINE_POLICIES:
+            raise ConfigError(
+                f"--slo-clock {self.slo_clock} needs --policy {' or '.join(DEADLINE_POLICIES)}, got"
+                f" {self.policy!r}: others look at no deadlines"
             )
         for spec in dataclasses.fields(SchedulingOptions):
             rule = ADMISSION_OF_OPTION.get(spec.name, self.admission)

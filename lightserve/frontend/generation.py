@@ -13,7 +13,7 @@ from lightserve.frontend.service import Service
 from lightserve.messages.common import TokenLogprob
 from lightserve.metrics.requests import RequestMetrics
 from lightserve.tokenization.stop_strings import StopMatcher, Stopped
-from lightserve.types import FinishReason
+from lightserve.types import SLO, FinishReason
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +79,8 @@ class Generation:
         self.first_token_s: float | None = None
         """Monotonic."""
         self.finish_reason: FinishReason | None = None
+        self.scheduled_slo: SLO | None = None
+        """What it is scheduled by, where that is not what was asked; known with the first token."""
         self.stop_string: str | None = None
         """The stop string that ended it, if one did."""
 
@@ -128,6 +130,7 @@ class Generation:
             news = await self._next_news()
             self.prompt_logprobs.extend(news.prompt_logprobs)
             self._num_cached_tokens += news.num_cached_tokens
+            self.scheduled_slo = news.scheduled_slo or self.scheduled_slo
             now_s = time.monotonic()
             if news.token_ids and self.first_token_s is None:
                 self.first_token_s = now_s

@@ -19,6 +19,7 @@ from lightserve.frontend.choices import Choices
 from lightserve.frontend.generation import Generation, Piece, TextDelta
 from lightserve.frontend.json_body import StrictModel, read_model
 from lightserve.frontend.openai.logprobs import LOWEST, token_text
+from lightserve.frontend.raised_targets import raised_slo
 from lightserve.frontend.responses import (
     ARRIVAL_KEY,
     GenerationResponse,
@@ -152,6 +153,8 @@ class GenerateShape:
                 "generated_text": None,
                 "details": None,
             }
+            if self._num_sent == 1 and (slo := raised_slo(choices.generations)) is not None:
+                self._pending["slo"] = slo
             if self._parameters.top_n_tokens:
                 self._pending["top_tokens"] = self._top_tokens(piece)
         if delta.finish_reason is None:
@@ -174,6 +177,8 @@ class GenerateShape:
         generation = choices.first
         text = self._prefix + "".join(delta.text for delta in own)
         answer: dict[str, Any] = {"generated_text": text}
+        if (slo := raised_slo(choices.generations)) is not None:
+            answer["slo"] = slo
         if self._parameters.details:
             pieces = [piece for delta in own for piece in delta.pieces]
             answer["details"] = {

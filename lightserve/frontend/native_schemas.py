@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from lightserve.frontend.json_body import StrictModel
+from lightserve.frontend.raised_targets import RaisedSLOObject
 
 
 class GeneratedToken(StrictModel):
@@ -40,3 +41,4 @@ class GenerateAnswer(StrictModel):
 
     generated_text: str
     details: GenerateDetails | None = None
+    slo: RaisedSLOObject | None = None

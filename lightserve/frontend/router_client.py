@@ -94,6 +94,8 @@ class Delta:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """The next ones of the prompt's tokens 1 …"""
     num_cached_tokens: int = 0
+    scheduled_slo: SLO | None = None
+    """As in `RequestDelta`."""
 
 
 class LiveRequest:
@@ -161,6 +163,7 @@ class LiveRequest:
         pending.logprobs.extend(delta.logprobs)
         pending.prompt_logprobs.extend(delta.prompt_logprobs)
         pending.num_cached_tokens += delta.num_cached_tokens
+        pending.scheduled_slo = delta.scheduled_slo or pending.scheduled_slo
         if delta.error is not None:
             self._failure = from_router(delta.error, delta.retry_after_s)
         else:

@@ -142,6 +142,9 @@ class RequestDelta(msgspec.Struct, frozen=True, array_like=True):
     """One for each of `token_ids` if the request asked for them."""
     prompt_logprobs: list[TokenLogprob] = []
     """The next ones of the prompt's tokens 1 …, in order; all come before the first token."""
+    scheduled_slo: SLO | None = None
+    """With the first token: what the request is scheduled by, where the router had to raise some
+    of its targets to what an idle server can do."""
 
 
 class TokenDelta(Message, frozen=True):

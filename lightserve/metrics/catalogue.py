@@ -164,6 +164,13 @@ NUM_TOKENS_WAITING = gauge(
     "Tokens of waiting requests that have yet to be computed.",
     CLASS,
 )
+RAISED_TARGETS = counter(
+    "raised_targets_total",
+    Origin.ROUTER,
+    "Targets that an idle server could not meet, and that were raised for scheduling; attainment"
+    " is judged by what was asked.",
+    ("request_class", "target"),
+)
 KV_CACHE_USAGE = gauge(
     "kv_cache_usage_perc", Origin.ROUTER, "Share of the KV pool in use; 1 is all of it."
 )

@@ -53,7 +53,7 @@ from lightserve.router.planning import StepPlanner
 from lightserve.router.prompt_logprobs import take_news
 from lightserve.router.queues import RowTable, WaitingQueue
 from lightserve.router.request import Request, RequestState
-from lightserve.router.slo import track
+from lightserve.router.scheduling_targets import RaisedTarget, SchedulingTargets
 from lightserve.router.status import router_status
 from lightserve.types import FrontendId, RequestClass, RequestKey
 
@@ -69,6 +69,7 @@ class RouterCore:
         self._kv: KVStore | None = None
         self._pipeline = Pipeline(max_steps_in_flight=config.max_steps_in_flight)
         self._intake = Intake(config.queue_limits)
+        self._targets = SchedulingTargets(config, self._pipeline.cost)
         self._unfinished: dict[RequestKey, Request] = {}
         """Requests whose last token was sent, but whose frontend still looks for a stop string."""
         self._planner = StepPlanner(config, self._waiting, self._rows, self._pipeline)
@@ -126,11 +127,7 @@ class RouterCore:
             deltas.fail(request, ErrorCode.QUEUE_FULL, retry_after_s=retry_after_s)
         else:
             self._requests[request.key] = request
-            if self._config.policy.meets_deadlines:
-                to_come = self._config.lengths.average
-                request.deadlines = track(
-                    request.slo, request.arrival_s, num_tokens_to_come=to_come
-                )
+            self._targets.apply(request, self._kv)
             self._waiting.append(request)
             if request.request_class is RequestClass.RT:
                 num_tokens = expected_kv_tokens(request, self._config.lengths)
@@ -351,6 +348,11 @@ class RouterCore:
     def counters(self) -> Mapping[RequestClass, KVCounters]:
         """What happened to requests' KV."""
         return self._booking.counters
+
+    @property
+    def num_raised_targets(self) -> Mapping[RaisedTarget, int]:
+        """Targets that an idle server could not have met: others are scheduled by."""
+        return self._targets.num_raised
 
     @property
     def num_used_slots(self) -> int:

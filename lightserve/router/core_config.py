@@ -11,6 +11,7 @@ from lightserve.router.kv.options import KVOptions
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.pipeline import MAX_STEPS_IN_FLIGHT
 from lightserve.router.policies.base import NO_LIMIT, Policy
+from lightserve.router.slo import SLOClock, curve_clock
 from lightserve.types import RequestClass
 
 
@@ -28,6 +29,8 @@ class CoreConfig:
     queue_limits: Mapping[RequestClass, QueueLimits]
     """Of every class."""
     policy: Policy
+    slo_clock: SLOClock = curve_clock
+    """Which deadlines targets mean, for policies that look at them."""
     admission: AdmissionRule
     lengths: OutputLengths
     """Learns every finished request's length; the admission rule may read it."""

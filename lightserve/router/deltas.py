@@ -33,6 +33,7 @@ class DeltaBatch:
             reason,
             num_cached_tokens=request.num_cached_tokens or 0 if is_first else 0,
             logprobs=logprobs,
+            scheduled_slo=request.scheduled_slo if is_first else None,
         )
         self._add(request, delta)
 

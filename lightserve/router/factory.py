@@ -14,6 +14,7 @@ from lightserve.router.kv.prefix_node import EvictionOrder, least_recently_used,
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.base import NO_LIMIT
 from lightserve.router.policies.registry import POLICIES
+from lightserve.router.slo import SLO_CLOCKS
 from lightserve.types import RequestClass
 
 CACHE_ORDERS: dict[str, EvictionOrder | None] = {
@@ -48,6 +49,7 @@ def make_core_config(config: ServeConfig, *, max_model_len: int, seed: int = 0) 
             ),
         },
         policy=policy,
+        slo_clock=SLO_CLOCKS[config.slo_clock],
         admission=make_admission(config, lengths, seed, is_class_aware=policy.is_class_aware),
         lengths=lengths,
         kv=KVOptions(

@@ -28,6 +28,7 @@ from lightserve.metrics.catalogue import (
     PREEMPTED_TOKENS,
     PREFIX_CACHE_HITS,
     PREFIX_CACHE_QUERIES,
+    RAISED_TARGETS,
     REQUEST_QUEUE_TIME,
     STALLED,
     STEP_BATCH_SIZE,
@@ -41,7 +42,8 @@ from lightserve.metrics.recording import Gauge, Recorder
 from lightserve.router.core import RouterCore
 from lightserve.router.events import PlannedStep
 from lightserve.router.request import Request, RequestState
-from lightserve.types import RequestClass, StepId
+from lightserve.router.scheduling_targets import RaisedTarget
+from lightserve.types import SLO, RequestClass, StepId
 
 
 class RouterMetrics:
@@ -111,6 +113,7 @@ class RouterMetrics:
         recorder.gauge(KV_SLOTS_PEAK).value = peak
         self._peak_slots = 0
         self._count_pauses(core)
+        self._count_raised(core)
         recorder.gauge(KV_HOST_SLOTS).value = core.num_host_slots
         recorder.gauge(KV_HOST_SLOTS_USED).value = core.num_used_host_slots
         recorder.counter(NUM_PREEMPTIONS).value = core.num_preemptions
@@ -131,6 +134,13 @@ class RouterMetrics:
                 (KV_TOKENS_LOADED, counters.loaded_tokens),
             ):
                 self.recorder.counter(family, request_class.value).value = value
+
+    def _count_raised(self, core: RouterCore) -> None:
+        for request_class in RequestClass:
+            for target in SLO.__struct_fields__:
+                label = target.rpartition("_")[0]  # as `slo_requests_total` names them
+                counter = self.recorder.counter(RAISED_TARGETS, request_class.value, label)
+                counter.value = core.num_raised_targets.get(RaisedTarget(request_class, target), 0)
 
     def _count_prefixes(self) -> None:
         for request in self._newcomers:

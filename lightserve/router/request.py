@@ -67,6 +67,8 @@ class Request:
     """Within its class, lower ones start first."""
     slo: SLO = NO_SLO
     """What it should be served in."""
+    scheduled_slo: SLO | None = None
+    """What it is scheduled by, where an idle server could not meet some of `slo`."""
     prediction_key: Hashable = None
     """Requests with equal keys are expected to have outputs of like length."""
     constraint: Constraint | None = None

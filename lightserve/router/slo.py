@@ -15,12 +15,13 @@ Granted and ungranted time are together completion_s, always. AccelGen grants ea
 a share of the slack; for equal steps that is the same sum.
 
 `lightserve.frontend` judges attainment by what clients asked for; here targets may have been
-raised to what an idle server can do (`raise_to_feasible`).
+raised to what an idle server can do (`raise_to_feasible`, which `scheduling_targets` calls).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -163,9 +164,24 @@ def track(slo: SLO, arrival_s: float, *, num_tokens_to_come: float) -> DeadlineT
     return CompletionLedger(slo.completion_s, arrival_s, num_tokens_to_come=num_tokens_to_come)
 
 
+SLOClock = Callable[[SLO], SLO]
+"""Which deadlines targets mean, said as targets of the curve."""
+
+
+def curve_clock(slo: SLO) -> SLO:
+    """Return the targets as they are: tokens that come early buy slack for later ones (E2)."""
+    return slo
+
+
 def gap_clock(slo: SLO) -> SLO:
     """Return the targets by which each token is due `tpot_ms` after the one before (B2)."""
+    if slo.tpot_ms is None:
+        return slo
     return msgspec.structs.replace(slo, mtpot_ms=slo.tpot_ms)
+
+
+SLO_CLOCKS: dict[str, SLOClock] = {"curve": curve_clock, "gap": gap_clock}
+"""By `--slo-clock`."""
 
 
 class IdleTimes(NamedTuple):

@@ -111,6 +111,11 @@ class StepCost:
         return self._model is not None
 
     @property
+    def is_settled(self) -> bool:
+        """Whether promises may be made of it: it was profiled, or many steps have been seen."""
+        return self._is_profiled or self._num_observed >= REFIT_STEPS
+
+    @property
     def pivot(self) -> float:
         """New tokens at which a step stops being free (A2)."""
         return 0.0 if self._model is None else self._model.coefficients.knee

@@ -84,6 +84,12 @@ def test_options_matter(flag: str, value: str, default: dict[str, Any]) -> None:
     assert any(default[section] != changed[section] for section in ("rt", "be", "kv"))
 
 
+def test_the_clock_of_deadlines_matters() -> None:
+    arguments = (*RT, *BE, *SHORT, "--policy", "unified", "--tpot-slo-ms", "30", "--json")
+    curve, gap = (json.loads(simulate(*arguments, "--slo-clock", c)) for c in ("curve", "gap"))
+    assert curve["be"] != gap["be"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -108,6 +114,7 @@ def test_options_matter(flag: str, value: str, default: dict[str, Any]) -> None:
         ([*BE, "--policy", "lifo"], "--policy must be one of"),
         ([*BE, "--reserve", "0.1"], "--reserve needs --admission past-future"),
         ([*BE, "--block-owner", "exclusive"], "--block-owner exclusive needs"),
+        ([*BE, "--slo-clock", "gap"], "--slo-clock gap needs --policy unified"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], message: str) -> None:

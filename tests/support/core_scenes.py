@@ -20,6 +20,7 @@ from lightserve.router.kv.prefix_node import EvictionOrder
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.request import Request
+from lightserve.router.slo import SLOClock, curve_clock
 from lightserve.sim.simulation import Frontend, Outcome, Simulation, TimedEvent
 from lightserve.sim.worker import EOS_TOKEN_ID, SimulatedWorker, sampled_token
 from lightserve.types import (
@@ -75,6 +76,7 @@ def make_core(
     lengths: OutputLengths | None = None,
     cache_order: EvictionOrder | None = None,
     kv: KVOptions | None = None,
+    slo_clock: SLOClock = curve_clock,
 ) -> RouterCore:
     return RouterCore(
         CoreConfig(
@@ -83,6 +85,7 @@ def make_core(
             max_num_batched_tokens=budget,
             queue_limits=dict.fromkeys(RequestClass, QueueLimits(max_waiting, 1 << 30)),
             policy=POLICIES[policy](),
+            slo_clock=slo_clock,
             kv=kv or KVOptions(cache_order=cache_order),
             admission=admission or ConservativeAdmission(),
             lengths=OutputLengths(max_output_tokens=MAX_LEN) if lengths is None else lengths,

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-import msgspec
 from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field, model_validator
 from starlette.responses import Response
@@ -15,7 +14,7 @@ from lightserve.errors import InvalidRequest
 from lightserve.frontend.choices import Choices
 from lightserve.frontend.generation import TextDelta
 from lightserve.frontend.json_body import StrictModel, read_model, show
-from lightserve.frontend.openai.chunks import ChunkWriter, usage_object
+from lightserve.frontend.openai.chunks import ChunkWriter, whole_answer
 from lightserve.frontend.openai.fields import CommonFields
 from lightserve.frontend.openai.logprobs import chat_logprobs
 from lightserve.frontend.openai.no_effect import CHAT_NO_EFFECT, MESSAGE_NO_EFFECT, NoEffectModel
@@ -29,6 +28,7 @@ from lightserve.frontend.openai.tool_fields import (
     ToolUse,
     resolve_tools,
 )
+from lightserve.frontend.raised_targets import raised_slo
 from lightserve.frontend.responses import GenerationResponse, new_request_id
 from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.sampling import MaxTokens, NumLogprobs
@@ -175,7 +175,8 @@ class ChatShape:
         """Return chunks with the parts of the text, if any, and one with the finish reason."""
         data = b""
         if index not in self._parsers:
-            data = self._chunk(index, _ROLE)
+            slo = raised_slo(choices.generations[index : index + 1])
+            data = self._chunk(index, _ROLE, slo=slo)
         parts = self._parts(index, [delta])
         if not parts and delta.pieces:
             parts = [{"content": ""}]
@@ -204,9 +205,7 @@ class ChatShape:
                     "finish_reason": self._reason(index, generation.finish_reason),
                 }
             )
-        return msgspec.json.encode(
-            {**self._envelope, "choices": objects, "usage": usage_object(choices.usage)}
-        )
+        return whole_answer(self._envelope, objects, choices)
 
     def _parts(self, index: int, deltas: Sequence[TextDelta]) -> list[dict[str, Any]]:
         """Return the parts of a choice's message that some news complete."""
@@ -232,10 +231,15 @@ class ChatShape:
         *,
         logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
+        slo: dict[str, Any] | None = None,
     ) -> bytes:
-        return self._writer.chunk(
-            {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        )
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        return self._writer.chunk(choice, slo=slo)
 
     def _logprobs(self, deltas: Sequence[TextDelta]) -> dict[str, Any] | None:
         if not self.wants_pieces:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
+from msgspec.json import encode
 
+from lightserve.frontend.choices import Choices
 from lightserve.frontend.generation import Usage
+from lightserve.frontend.raised_targets import raised_slo
 from lightserve.frontend.responses import sse_event
 
 DONE = sse_event(b"[DONE]")
@@ -22,22 +24,33 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
+def whole_answer(
+    envelope: dict[str, Any], objects: list[dict[str, Any]], choices: Choices
+) -> bytes:
+    """Return the body of an answer that is not streamed."""
+    answer = {**envelope, "choices": objects, "usage": usage_object(choices.usage)}
+    if (slo := raised_slo(choices.generations)) is not None:
+        answer["slo"] = slo
+    return encode(answer)
+
+
 class ChunkWriter:
     """Writes chunks of one stream; what never changes within it is encoded once."""
 
     def __init__(self, envelope: dict[str, Any], *, includes_usage: bool) -> None:
         """`envelope`: id, object, created, model, service_tier."""
-        self._prefix = b"data: " + msgspec.json.encode(envelope)[:-1]
+        self._prefix = b"data: " + encode(envelope)[:-1]
         self._includes_usage = includes_usage
         self._suffix = b',"usage":null}\n\n' if includes_usage else b"}\n\n"
 
-    def chunk(self, choice: dict[str, Any]) -> bytes:
-        """Return one chunk with this choice."""
-        return self._prefix + b',"choices":[' + msgspec.json.encode(choice) + b"]" + self._suffix
+    def chunk(self, choice: dict[str, Any], *, slo: dict[str, Any] | None = None) -> bytes:
+        """Return one chunk with this choice, and what there is to say of raised targets."""
+        prefix = self._prefix if slo is None else self._prefix + b',"slo":' + encode(slo)
+        return prefix + b',"choices":[' + encode(choice) + b"]" + self._suffix
 
     def closing(self, usage: Usage) -> bytes:
         """Return the usage chunk, if wanted, and the mark of the end."""
         if not self._includes_usage:
             return DONE
-        encoded = msgspec.json.encode(usage_object(usage))
+        encoded = encode(usage_object(usage))
         return self._prefix + b',"choices":[],"usage":' + encoded + b"}\n\n" + DONE

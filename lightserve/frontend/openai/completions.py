@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field
 from starlette.responses import Response
@@ -16,10 +15,11 @@ from lightserve.errors import InvalidRequest
 from lightserve.frontend.choices import Choices
 from lightserve.frontend.generation import Generation, TextDelta
 from lightserve.frontend.json_body import read_model, show
-from lightserve.frontend.openai.chunks import ChunkWriter, usage_object
+from lightserve.frontend.openai.chunks import ChunkWriter, whole_answer
 from lightserve.frontend.openai.fields import CommonFields
 from lightserve.frontend.openai.logprobs import CompletionLogprobs, join_completion_logprobs
 from lightserve.frontend.openai.no_effect import COMPLETION_NO_EFFECT
+from lightserve.frontend.raised_targets import raised_slo
 from lightserve.frontend.responses import GenerationResponse, new_request_id
 from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.sampling import NumChoices, NumLogprobs
@@ -117,8 +117,10 @@ class CompletionShape:
 
     def delta(self, index: int, delta: TextDelta, choices: Choices) -> bytes:
         """Return one chunk."""
+        is_first = index not in self._logprobs
         text, logprobs = self._content(index, delta, choices.generations[index])
-        return self._writer.chunk(_choice(index, text, logprobs, delta.finish_reason))
+        slo = raised_slo(choices.generations[index : index + 1]) if is_first else None
+        return self._writer.chunk(_choice(index, text, logprobs, delta.finish_reason), slo=slo)
 
     def closing(self, choices: Choices) -> bytes:
         """Return usage, if wanted, and the end."""
@@ -133,9 +135,7 @@ class CompletionShape:
             logprobs = join_completion_logprobs(parts) if parts else None
             text = "".join(text for text, _ in contents)
             objects.append(_choice(index, text, logprobs, generation.finish_reason))
-        return msgspec.json.encode(
-            {**self._envelope, "choices": objects, "usage": usage_object(choices.usage)}
-        )
+        return whole_answer(self._envelope, objects, choices)
 
     def _content(
         self, index: int, delta: TextDelta, generation: Generation

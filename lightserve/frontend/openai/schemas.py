@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from lightserve.frontend.json_body import StrictModel
+from lightserve.frontend.raised_targets import RaisedSLOObject
 
 Finish = Literal["stop", "length", "tool_calls"]
 Tier = Literal["default", "priority", "flex"]
@@ -55,6 +56,7 @@ class Completion(StrictModel):
     service_tier: Tier
     choices: list[CompletionChoice]
     usage: UsageObject
+    slo: RaisedSLOObject | None = None
 
 
 class ChatTopLogprob(StrictModel):
@@ -107,6 +109,7 @@ class ChatCompletion(StrictModel):
     service_tier: Tier
     choices: list[ChatChoice]
     usage: UsageObject
+    slo: RaisedSLOObject | None = None
 
 
 class ModelObject(StrictModel):

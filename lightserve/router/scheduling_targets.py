@@ -1,0 +1,97 @@
+"""What a newcomer is scheduled by: its targets, raised to what an idle server can do.
+
+Architecture 7: a target that an idle server could not meet is replaced, for scheduling, by 1.2
+times the predicted idle time. The client is told (`Request.scheduled_slo`), it is counted here,
+and attainment is judged by what was asked all the same. Nothing is raised while too little is
+known of what steps take. `RouterCore` asks once for every request that it takes in, and only
+under policies that look at deadlines.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from lightserve.router.core_config import CoreConfig
+from lightserve.router.kv.store import KVStore
+from lightserve.router.request import Request
+from lightserve.router.slo import FeasibleSLO, IdleTimes, raise_to_feasible, track
+from lightserve.router.step_cost import StepCost, StepShape
+from lightserve.types import SLO, RequestClass
+
+
+class RaisedTarget(NamedTuple):
+    """Which target of which class."""
+
+    request_class: RequestClass
+    target: str
+    """A field of `SLO`."""
+
+
+class SchedulingTargets:
+    """Sets deadlines; O(1) per request, but for a look at the cache where a target seems tight."""
+
+    def __init__(self, config: CoreConfig, cost: StepCost) -> None:
+        self.num_raised: Counter[RaisedTarget] = Counter()
+        """Since boot."""
+        self._meets_deadlines = config.policy.meets_deadlines
+        self._clock = config.slo_clock
+        self._lengths = config.lengths
+        self._budget = config.max_num_batched_tokens
+        self._cost = cost
+
+    def apply(self, request: Request, kv: KVStore | None) -> None:
+        """Give a new request its deadlines, by targets that an idle server can meet.
+
+        Args:
+            request: it begins to wait; `deadlines` and `scheduled_slo` are set.
+            kv: what an idle server would find of its prompt; None without workers.
+        """
+        if not self._meets_deadlines:
+            return
+        num_output = min(float(request.max_tokens), self._lengths.average)
+        slo, raised = self._feasible(request, num_output, kv)
+        if raised:
+            request.scheduled_slo = slo
+            for target in raised:
+                self.num_raised[RaisedTarget(request.request_class, target)] += 1
+        request.deadlines = track(
+            self._clock(slo), request.arrival_s, num_tokens_to_come=num_output
+        )
+
+    def _feasible(self, request: Request, num_output: float, kv: KVStore | None) -> FeasibleSLO:
+        asked = request.slo
+        if asked == SLO() or not self._cost.is_settled:
+            return FeasibleSLO(asked, ())
+        feasible = raise_to_feasible(asked, self._idle_times(request, num_output))
+        if feasible.raised and kv is not None and kv.tree is not None:
+            kv.look_up(request)  # what is cached has not to be computed
+            feasible = raise_to_feasible(asked, self._idle_times(request, num_output))
+        return feasible
+
+    def _idle_times(self, request: Request, num_output: float) -> IdleTimes:
+        """Return what the request would take alone: its prompt by chunks, then decodes."""
+        start = request.num_computed_tokens
+        ttft_s = self._prompt_seconds(start, request.num_prompt_tokens - start)
+        middle = request.num_prompt_tokens + round(num_output / 2)
+        tpot_s = self._cost.seconds(StepShape().plus(middle, 1))
+        return IdleTimes(ttft_s, tpot_s, ttft_s + max(0.0, num_output - 1) * tpot_s)
+
+    def _prompt_seconds(self, start: int, num_tokens: int) -> float:
+        """Return the time of a prompt in chunks of the token budget, from `start` on.
+
+        A chunk's time is linear in where it starts, so that all whole ones together take as many
+        times the mean of the first and the last.
+        """
+        num_whole, rest = divmod(num_tokens, self._budget)
+        seconds = 0.0
+        if num_whole:
+            last = start + (num_whole - 1) * self._budget
+            ends_s = sum(
+                self._cost.seconds(StepShape().plus(place, self._budget)) for place in (start, last)
+            )
+            seconds += num_whole * ends_s / 2
+        if rest:
+            place = start + num_whole * self._budget
+            seconds += self._cost.seconds(StepShape().plus(place, rest))
+        return seconds

@@ -1,0 +1,185 @@
+"""What requests are scheduled by: targets that no server could meet are raised, the rest kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.core_scenes import MAX_LEN, Arrival, make_core, submit
+
+from lightserve.config import ServeConfig
+from lightserve.errors import ConfigError
+from lightserve.messages.frontend_router import RequestDelta
+from lightserve.messages.router_worker import OutputKind, RowResult, StepResult
+from lightserve.messages.step_cost import StepCoefficients
+from lightserve.router.core import RouterCore
+from lightserve.router.events import FromFrontend, Outgoing, PlannedStep, WorkersReady
+from lightserve.router.kv.prefix_node import task_aware
+from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.policies.registry import POLICIES
+from lightserve.router.slo import SLO_CLOCKS
+from lightserve.types import NO_SLO, SLO, FrontendId, RequestClass
+
+COST = StepCoefficients(
+    floor_s=0.002,
+    knee=0.0,
+    per_new_s=0.001,
+    per_decode_s=0.0,
+    per_chunk_s=0.0,
+    per_decode_context_s=0.0001,
+    per_chunk_context_s=0.0001,
+    per_chunk_pair_s=0.0,
+)
+"""2 ms a step and 1 ms a token, and 0.1 ms for each token that a row starts from."""
+RT, BE = RequestClass.RT, RequestClass.BE
+BUDGET = 16
+
+
+class Server:
+    """A core with workers, driven by hand; steps take as long as predicted, if anything is."""
+
+    def __init__(self, core: RouterCore, *, cost: StepCoefficients | None = COST) -> None:
+        self.core = core
+        self.now_s = 0.0
+        core.on_message(WorkersReady(100, step_cost=cost), 0.0)
+
+    def arrive(self, number: int, arrival: Arrival, **fields: Any) -> list[Outgoing]:
+        message = submit(number, arrival, **fields)
+        return self.core.on_message(FromFrontend(FrontendId(0), message), self.now_s)
+
+    def step(self) -> tuple[dict[int, int], list[RequestDelta]]:
+        """Run one step: tokens of each request in it by number, and what frontends hear."""
+        step = self.core.plan(self.now_s)
+        assert isinstance(step, PlannedStep)
+        plan = self.core.commit(step, self.now_s)
+        seconds = step.predicted_s or 0.01
+        self.now_s += seconds
+        rows = [RowResult(r.row, [5]) for r in plan.rows if r.output is OutputKind.SAMPLE]
+        result = StepResult(
+            step_id=plan.step_id, generation=0, rows=rows, exec_s=seconds, idle_s=0.0
+        )
+        news = self.core.on_result(result, self.now_s)
+        shares: dict[int, int] = {r.key.request_id: num_tokens for r, num_tokens in step.allotments}
+        return shares, [delta for outgoing in news for delta in outgoing.message.requests]
+
+    def first_delta(self, number: int) -> RequestDelta:
+        """Run until a request has its first token."""
+        for _ in range(20):
+            for delta in self.step()[1]:
+                if delta.request_id == number:
+                    return delta
+        raise AssertionError("it never came")
+
+
+def average_of(length: int) -> OutputLengths:
+    lengths = OutputLengths(max_output_tokens=MAX_LEN)
+    lengths.average = float(length)
+    return lengths
+
+
+# A prompt of 40 tokens goes in 16, 16 and 8: 18 + 19.6 + 13.2 ms. Of 11 expected tokens the
+# middle is at 40 + round(5.5) = 46: 3 + 4.6 ms each.
+TTFT_MS, TPOT_MS = 50.8, 7.6
+JCT_S = (TTFT_MS + 10 * TPOT_MS) / 1e3
+
+
+@pytest.mark.parametrize(
+    ("asked", "scheduled"),
+    [
+        (NO_SLO, None),
+        (SLO(51, 8, 9), None),
+        (SLO(50, 8, 9), SLO(1.2 * TTFT_MS, 8, 9)),
+        (SLO(51, 7, 28), SLO(51, 1.2 * TPOT_MS, 28)),
+        (SLO(51, 7, 7), SLO(51, 1.2 * TPOT_MS, 1.2 * TPOT_MS)),
+        (SLO(completion_s=0.13), None),
+        (SLO(completion_s=0.12), SLO(completion_s=1.2 * JCT_S)),
+    ],
+)
+def test_a_target_that_an_idle_server_would_miss_is_raised(asked: SLO, scheduled: SLO) -> None:
+    """And counted, and told with the first token, once; the deadline follows it."""
+    server = Server(make_core("unified", BUDGET, lengths=average_of(11)))
+    server.arrive(0, Arrival(0.0, 40, 20, 20), slo=asked)
+    delta = server.first_delta(0)
+    names = ("ttft_ms", "tpot_ms", "mtpot_ms", "completion_s")
+    told = delta.scheduled_slo
+    if scheduled is None:
+        assert told is None and not server.core.num_raised_targets
+        return
+    assert told is not None
+    differing = {name for name in names if getattr(asked, name) != getattr(scheduled, name)}
+    for name in names:
+        assert getattr(told, name) == pytest.approx(getattr(scheduled, name))
+    assert dict(server.core.num_raised_targets) == {(RT, name): 1 for name in differing}
+    assert server.first_delta(0).scheduled_slo is None
+    (request,) = server.core.running
+    assert request.slo == asked
+
+
+def test_deadlines_follow_what_is_scheduled_by() -> None:
+    server = Server(make_core("unified", BUDGET, lengths=average_of(11)))
+    server.arrive(0, Arrival(0.0, 40, 20, 20), slo=SLO(ttft_ms=1))
+    server.step()
+    (request,) = server.core.running
+    assert request.deadlines is not None
+    assert request.deadlines.deadline_of_next_token == pytest.approx(1.2 * TTFT_MS / 1e3)
+
+
+def test_a_short_answer_is_done_sooner() -> None:
+    """Of an answer that may have 2 tokens no more are expected."""
+    server = Server(make_core("unified", BUDGET, lengths=average_of(11)))
+    server.arrive(0, Arrival(0.0, 40, 2, 2), slo=SLO(completion_s=0.06))
+    assert server.first_delta(0).scheduled_slo is None
+
+
+def test_what_is_cached_takes_no_time() -> None:
+    core = make_core("unified", BUDGET, lengths=average_of(11), cache_order=task_aware)
+    server = Server(core)
+    for number, is_raised in ((0, True), (3, False)):  # the same prompt, see `prompt_of`
+        server.arrive(number, Arrival(0.0, 40, 1, 1, family=1), slo=SLO(ttft_ms=10))
+        delta = server.first_delta(number)
+        assert (delta.scheduled_slo is not None) is is_raised
+    assert dict(core.num_raised_targets) == {(RT, "ttft_ms"): 1}
+
+
+@pytest.mark.parametrize(("policy", "cost"), [("unified", None), ("chunked", COST)])
+def test_nothing_is_raised_unknown_or_unasked(policy: str, cost: StepCoefficients | None) -> None:
+    """Without a profile nothing is known of steps; some policies ask for no deadlines."""
+    server = Server(make_core(policy, BUDGET, lengths=average_of(11)), cost=cost)
+    server.arrive(0, Arrival(0.0, 40, 20, 20), slo=SLO(ttft_ms=0.001))
+    assert server.first_delta(0).scheduled_slo is None
+    assert not server.core.num_raised_targets
+
+
+def tokens_beside(slo: SLO, clock: str) -> int:
+    """Return how much of a best-effort prompt runs beside the second token of a request."""
+    core = make_core("unified", 60, lengths=average_of(11), slo_clock=SLO_CLOCKS[clock])
+    server = Server(core)
+    server.arrive(0, Arrival(0.0, 8, 20, 20), slo=slo)
+    server.step()
+    server.arrive(1, Arrival(0.0, 40, 4, 4, request_class=BE))
+    shares, _ = server.step()
+    assert shares[0] == 1
+    return shares.get(1, 0)
+
+
+def test_the_variants_of_deadlines_decide_differently() -> None:
+    """The first token comes 90 ms early. By the curve that is time for a chunk, up to the largest
+    gap; by the gap clock it is lost, as it is where the targets say the same; a job with a lot of
+    time has it, one with little has not."""
+    slo = SLO(ttft_ms=100, tpot_ms=10, mtpot_ms=50)
+    by_curve, by_gap = tokens_beside(slo, "curve"), tokens_beside(slo, "gap")
+    assert by_curve == 40 > by_gap
+    assert tokens_beside(SLO(ttft_ms=100, tpot_ms=10, mtpot_ms=10), "curve") == by_gap
+    assert tokens_beside(SLO(completion_s=9), "curve") == 40
+    assert tokens_beside(SLO(completion_s=0.1), "curve") < 40
+    only_gap = SLO(ttft_ms=100, mtpot_ms=20)  # without a mean there is nothing to take
+    assert tokens_beside(only_gap, "gap") == tokens_beside(only_gap, "curve") < 40
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_clock_needs_a_policy_that_looks_at_it(policy: str) -> None:
+    if POLICIES[policy]().meets_deadlines:
+        assert ServeConfig(policy=policy, slo_clock="gap").slo_clock == "gap"
+        return
+    with pytest.raises(ConfigError, match="--slo-clock gap needs --policy unified, got"):
+        ServeConfig(policy=policy, slo_clock="gap")
