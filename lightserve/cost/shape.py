@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
+class StepShape(NamedTuple):
     """Sums over the rows of a step; one row's share is added or taken away in O(1)."""
 
     num_new: int = 0
@@ -26,6 +25,17 @@ class StepShape:
         """Return the shape with one more row: tokens at positions `start` …"""
         return self._moved(start, num_tokens, 1)
 
+    def plus_decodes(self, num_rows: int, context: int) -> StepShape:
+        """Return the shape with more rows that compute one token, contexts summed."""
+        return StepShape(
+            self.num_new + num_rows,
+            self.decode_context + context,
+            self.chunk_pairs,
+            self.num_decodes + num_rows,
+            self.num_chunks,
+            self.chunk_context,
+        )
+
     def minus(self, start: int, num_tokens: int) -> StepShape:
         """Return the shape without a row that is in it."""
         return self._moved(start, num_tokens, -1)
@@ -44,14 +54,15 @@ class StepShape:
         )
 
     def _moved(self, start: int, num_tokens: int, sign: int) -> StepShape:
-        is_decode = num_tokens == 1
+        if num_tokens == 1:
+            return self.plus_decodes(sign, sign * start)
         return StepShape(
             self.num_new + sign * num_tokens,
-            self.decode_context + sign * start * is_decode,
-            self.chunk_pairs + sign * chunk_pairs(start, num_tokens) * (not is_decode),
-            self.num_decodes + sign * is_decode,
-            self.num_chunks + sign * (not is_decode),
-            self.chunk_context + sign * start * (not is_decode),
+            self.decode_context,
+            self.chunk_pairs + sign * chunk_pairs(start, num_tokens),
+            self.num_decodes,
+            self.num_chunks + sign,
+            self.chunk_context + sign * start,
         )
 
 

@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from lightserve.cost.fit import StepSample, fit
 from lightserve.cost.model import StepModel
@@ -39,7 +39,7 @@ MAX_RATIO = 4.0
 GUARD_CUT, GUARD_STEP, GUARD_FLOOR = 0.5, 0.05, 1 / 16
 
 
-class StepKind(Enum):
+class StepKind(StrEnum):
     """Kinds of steps, each with a correction of its own."""
 
     DECODE = "decode"
@@ -104,6 +104,8 @@ class StepCost:
     _ratios: dict[StepKind, _Ratio] = field(
         default_factory=lambda: {kind: _Ratio() for kind in StepKind}
     )
+    _guard: float | None = None
+    """Of all kinds; None: to be computed anew."""
 
     @property
     def is_known(self) -> bool:
@@ -123,7 +125,9 @@ class StepCost:
     @property
     def guard(self) -> float:
         """Factor >= 1 on predicted times that makes misses rare, whatever the kind."""
-        return max(self.guard_of(kind) for kind in StepKind)
+        if self._guard is None:
+            self._guard = max(self.guard_of(kind) for kind in StepKind)
+        return self._guard
 
     def guard_of(self, kind: StepKind) -> float:
         """Return 1 + k sigma of observed over predicted time."""
@@ -213,10 +217,12 @@ class StepCost:
         ratio = seconds / max(self._model.seconds(shape), 1e-9)
         self._all.observe(ratio)
         self._ratios[kind_of(shape)].observe(ratio)
+        self._guard = None
 
     def _forget_ratios(self) -> None:
         self._all = _Ratio()
         self._ratios = {kind: _Ratio() for kind in StepKind}
+        self._guard = None
 
     def _fit(self) -> None:
         """Fit to the samples; what was last observed keeps correcting."""
