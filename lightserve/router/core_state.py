@@ -1,0 +1,112 @@
+"""The parts of a RouterCore, and what operators see of them: read-only from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightserve.messages.frontend_router import RouterStatus
+from lightserve.messages.kv_map import KVPool
+from lightserve.router.booking import StepBooking
+from lightserve.router.burst import BurstHeadroom
+from lightserve.router.core_config import CoreConfig
+from lightserve.router.counters import KVCounters
+from lightserve.router.intake import Intake
+from lightserve.router.integrity import check_integrity
+from lightserve.router.kv.description import describe_kv
+from lightserve.router.kv.store import KVStore
+from lightserve.router.pipeline import Pipeline
+from lightserve.router.planning import StepPlanner
+from lightserve.router.queues import RowTable, WaitingQueue
+from lightserve.router.request import Request
+from lightserve.router.scheduling_targets import RaisedTarget, SchedulingTargets
+from lightserve.router.status import router_status
+from lightserve.types import RequestClass, RequestKey
+
+
+class CoreState:
+    """What `RouterCore`, its one writer, decides on."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        self._config = config
+        self._requests: dict[RequestKey, Request] = {}
+        self._waiting = WaitingQueue()
+        self._rows = RowTable(config.max_num_seqs)
+        self._kv: KVStore | None = None
+        self._pipeline = Pipeline(max_steps_in_flight=config.max_steps_in_flight)
+        self._intake = Intake(config.queue_limits)
+        self._targets = SchedulingTargets(config, self._pipeline.cost)
+        self._unfinished: dict[RequestKey, Request] = {}
+        """Requests whose last token was sent, but whose frontend still looks for a stop string."""
+        self._planner = StepPlanner(config, self._waiting, self._rows, self._pipeline)
+        self._booking = StepBooking(self._waiting, self._rows, self._pipeline, self._intake)
+        self._burst = BurstHeadroom(config.burst_headroom_s)
+        self._num_arrivals = 0
+        self._suspects: list[Request] = []
+        """Requests that were in flight when workers died: each runs alone up to a token."""
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that hold rows and have not ended, in order of admission."""
+        return self._planner.running()
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a request lost KV to another."""
+        return sum(counters.num_evictions for counters in self.counters.values())
+
+    @property
+    def num_preempted_tokens(self) -> int:
+        """Tokens that these have to compute again, unless they find them as cache."""
+        return sum(counters.lost_tokens for counters in self.counters.values())
+
+    @property
+    def counters(self) -> Mapping[RequestClass, KVCounters]:
+        """What happened to requests' KV."""
+        return self._booking.counters
+
+    @property
+    def num_raised_targets(self) -> Mapping[RaisedTarget, int]:
+        """Targets that an idle server could not have met: others are scheduled by."""
+        return self._targets.num_raised
+
+    @property
+    def num_used_slots(self) -> int:
+        """Slots of the KV pool that somebody holds."""
+        return 0 if self._kv is None else self._kv.num_used
+
+    @property
+    def forecast_peak(self) -> int | None:
+        """Slots that the batch was expected to need, when somebody was last admitted."""
+        return self._config.admission.forecast_peak
+
+    @property
+    def num_cached_slots(self) -> int:
+        """Slots whose KV is kept although no live request reads it."""
+        return 0 if self._kv is None else self._kv.num_cached
+
+    @property
+    def num_host_slots(self) -> int:
+        """Size of the host pool."""
+        return 0 if self._kv is None else self._kv.checkpoints.num_slots
+
+    @property
+    def num_used_host_slots(self) -> int:
+        """Host slots that hold copies."""
+        return 0 if self._kv is None else self._kv.checkpoints.num_used
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have ended here, but whose frontend has not said at which token."""
+        return len(self._unfinished)
+
+    def kv_map(self) -> KVPool | None:
+        """Return what every slot of the pool is for; None without workers."""
+        return None if self._kv is None else describe_kv([*self._rows, *self._waiting], self._kv)
+
+    def status(self, now_s: float) -> RouterStatus:
+        """Return the pulse that frontends are told."""
+        return router_status(self._waiting, self._rows, self._kv, self._pipeline, now_s)
+
+    def check_integrity(self) -> None:
+        """Assert what must hold between any two calls (architecture 6, invariant 1)."""
+        check_integrity(self._requests, self._waiting, self._rows, self._kv)
