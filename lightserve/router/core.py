@@ -24,6 +24,7 @@ from lightserve.messages.frontend_router import (
 )
 from lightserve.messages.router_worker import PlanRow, RowResult, StepPlan, StepResult
 from lightserve.router.burst import expected_kv_tokens
+from lightserve.router.core_state import CoreState
 from lightserve.router.deltas import DeltaBatch
 from lightserve.router.endings import can_replay, until_end
 from lightserve.router.events import (
