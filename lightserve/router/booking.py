@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightserve.messages.common import Int32Array
 from lightserve.messages.router_worker import StepPlan
 from lightserve.router.counters import KVCounters
 from lightserve.router.events import PlannedStep
@@ -48,13 +49,8 @@ class StepBooking:
         for request in newcomers:
             self.counters[request.request_class].loaded_tokens += kv.load(request)
             request.state = RequestState.RUNNING
-        slots = kv.acquire([(request, count) for request, count in step.allotments])
-        offset = 0
-        for request, num_tokens in step.allotments:
-            assert request.slots is not None
-            start = request.next_position
-            request.slots[start : start + num_tokens] = slots[offset : offset + num_tokens]
-            offset += num_tokens
+        slots = kv.acquire(step.allotments)
+        _note_slots(step, slots)
         self._copy_ahead(kv)
         plan = build_plan(step, slots, set(newcomers), kv.take_copies())
         self._pipeline.push(step, plan, now_s)
@@ -121,3 +117,17 @@ class StepBooking:
         ][::-1]
         num_copied = kv.copy_ahead([*paused, *running])
         self.counters[RequestClass.BE].ahead_tokens += num_copied
+
+
+def _note_slots(step: PlannedStep, slots: Int32Array) -> None:
+    """Write into the table of each request what its new tokens get."""
+    places = slots.tolist()
+    offset = 0
+    for request, num_tokens in step.allotments:
+        table, start = request.slots, request.next_position
+        assert table is not None
+        if num_tokens == 1:  # numpy takes single numbers faster than slices
+            table[start] = places[offset]
+        else:
+            table[start : start + num_tokens] = slots[offset : offset + num_tokens]
+        offset += num_tokens

@@ -220,9 +220,11 @@ class RouterCore(CoreState):
             request.num_inflight_tokens -= num_tokens
             request.num_inflight_steps -= 1
             request.num_computed_tokens += num_tokens
-            row_result = next(rows, None) if row.output else None
-            if row.output and (row_result is None or row_result.row != request.row):
-                raise ProtocolError(f"step {result.step_id}: no result for row {request.row}")
+            row_result: RowResult | None = None
+            if row.output:
+                row_result = next(rows, None)
+                if row_result is None or row_result.row != request.row:
+                    raise ProtocolError(f"step {result.step_id}: no result for row {request.row}")
             if request.state is RequestState.ENDED:
                 self._release_if_idle(request)
             elif row_result is not None:
@@ -246,14 +248,17 @@ class RouterCore(CoreState):
             request.keeps_kv = False
             self._end(request)
             return
-        if news := take_news(request, row.start_position, result.prompt_logprobs):
+        if result.prompt_logprobs and (
+            news := take_news(request, row.start_position, result.prompt_logprobs)
+        ):
             deltas.add_prompt_logprobs(request, news)
         if result.token_ids:
-            self._clear(request)
+            if self._suspects:
+                self._clear(request)
             if not request.is_prompt_shared:
                 self._kv.learn_prompt(request)  # all of it has been computed by now
             token_ids, reason = until_end(request, result.token_ids)
-            deltas.add_tokens(request, token_ids, reason, result.logprobs[: len(token_ids)])
+            deltas.add_tokens(request, token_ids, reason, result.logprobs)
             request.output_token_ids.extend(token_ids)
             if request.deadlines is not None and token_ids:
                 request.deadlines.on_tokens(len(token_ids), now_s)
@@ -286,7 +291,7 @@ class RouterCore(CoreState):
 
     def _clear(self, request: Request) -> None:
         """Suspect a request no longer: it has yielded a token, or it is gone."""
-        if self._suspects and request in self._suspects:
+        if request in self._suspects:
             self._suspects.remove(request)
 
     def _release_if_idle(self, request: Request) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from lightserve.messages.common import TokenLogprob
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta, TokenDelta
 from lightserve.router.events import Outgoing
@@ -13,7 +15,7 @@ class DeltaBatch:
     """News by frontend, in the order in which it was added."""
 
     def __init__(self) -> None:
-        self._by_frontend: dict[FrontendId, list[RequestDelta]] = {}
+        self._by_frontend: defaultdict[FrontendId, list[RequestDelta]] = defaultdict(list)
 
     def add_tokens(
         self,
@@ -24,17 +26,22 @@ class DeltaBatch:
     ) -> None:
         """Confirmed tokens that are not among its output yet, perhaps the last ones.
 
-        `logprobs` has one entry for each, or none.
+        `logprobs` has one entry for each, or none; those of more tokens are cut off.
         """
-        is_first = not request.output_token_ids
-        delta = RequestDelta(
-            request.key.request_id,
-            token_ids,
-            reason,
-            num_cached_tokens=request.num_cached_tokens or 0 if is_first else 0,
-            logprobs=logprobs,
-            scheduled_slo=request.scheduled_slo if is_first else None,
-        )
+        request_id = request.key.request_id
+        if not request.output_token_ids:
+            delta = RequestDelta(
+                request_id,
+                token_ids,
+                reason,
+                num_cached_tokens=request.num_cached_tokens or 0,
+                logprobs=logprobs[: len(token_ids)],
+                scheduled_slo=request.scheduled_slo,
+            )
+        elif logprobs:
+            delta = RequestDelta(request_id, token_ids, reason, logprobs=logprobs[: len(token_ids)])
+        else:  # as a rule: this is done for every token of every request
+            delta = RequestDelta(request_id, token_ids, reason)
         self._add(request, delta)
 
     def add_prompt_logprobs(self, request: Request, logprobs: list[TokenLogprob]) -> None:
@@ -49,7 +56,7 @@ class DeltaBatch:
         self._add(request, delta)
 
     def _add(self, request: Request, delta: RequestDelta) -> None:
-        self._by_frontend.setdefault(request.key.frontend_id, []).append(delta)
+        self._by_frontend[request.key.frontend_id].append(delta)
 
     def outgoing(self) -> list[Outgoing]:
         """Return one message per frontend that has news."""

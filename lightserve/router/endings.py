@@ -14,11 +14,13 @@ def until_end(request: Request, token_ids: list[int]) -> tuple[list[int], Finish
 
     Workers give one token at a time, simulated ones may give many.
     """
-    token_ids = token_ids[: request.max_tokens - len(request.output_token_ids)]
+    num_left = request.max_tokens - len(request.output_token_ids)
+    if num_left < len(token_ids):
+        token_ids = token_ids[:num_left]
     if not request.eos_token_ids.isdisjoint(token_ids):
         end = next(i for i, token_id in enumerate(token_ids) if token_id in request.eos_token_ids)
         return token_ids[: end + 1], FinishReason.STOP
-    if len(request.output_token_ids) + len(token_ids) >= request.max_tokens:
+    if len(token_ids) >= num_left:
         return token_ids, FinishReason.LENGTH
     return token_ids, None
 

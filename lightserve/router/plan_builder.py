@@ -17,6 +17,8 @@ from lightserve.router.events import PlannedStep
 from lightserve.router.request import Request
 from lightserve.types import RowId
 
+_WITH_PROMPT = (OutputKind.PROMPT_LOGPROBS, OutputKind.PROMPT_LOGPROBS | OutputKind.SAMPLE)
+
 
 def num_samples(request: Request, num_tokens: int) -> int:
     """Return how many new tokens a request's next `num_tokens` tokens yield.
@@ -24,12 +26,14 @@ def num_samples(request: Request, num_tokens: int) -> int:
     None before its last known token, one with it, and one more for each step that it runs on
     by itself (simulated workers only).
     """
-    return max(0, request.next_position + num_tokens - request.num_known_tokens + 1)
+    count = request.next_position + num_tokens - request.num_known_tokens + 1
+    return count if count > 0 else 0
 
 
 def _wanted_output(request: Request, samples: int) -> OutputKind:
-    wanted = OutputKind.SAMPLE if samples else OutputKind.NONE
-    return wanted | OutputKind.PROMPT_LOGPROBS if request.wants_prompt_logprobs else wanted
+    if request.wants_prompt_logprobs:
+        return _WITH_PROMPT[samples > 0]
+    return OutputKind.SAMPLE if samples else OutputKind.NONE
 
 
 def build_plan(
@@ -52,17 +56,16 @@ def build_plan(
     slot_ranges: list[SlotRange] = []
     plan_rows: list[PlanRow] = []
     for (request, num_tokens), num_wanted in zip(step.allotments, step.num_samples, strict=True):
-        assert request.row is not None and request.slots is not None
-        start = request.next_position
+        row, start = request.row, request.next_position
+        assert row is not None and request.slots is not None
         if request in newcomers:
-            sequences.append(_sequence(request, request.row))
+            sequences.append(_sequence(request, row))
             if start > 0:
-                slot_ranges.append(SlotRange(request.row, 0, pack_int32(request.slots[:start])))
+                slot_ranges.append(SlotRange(row, 0, pack_int32(request.slots[:start])))
         end = offset + 4 * num_tokens
-        slot_ranges.append(SlotRange(request.row, start, all_slots[offset:end]))
+        slot_ranges.append(SlotRange(row, start, all_slots[offset:end]))
         offset = end
-        output = _wanted_output(request, num_wanted)
-        plan_rows.append(PlanRow(request.row, start, num_tokens, output))
+        plan_rows.append(PlanRow(row, start, num_tokens, _wanted_output(request, num_wanted)))
     saves, loads, ahead_saves = copies
     return StepPlan(
         step_id=step.step_id,

@@ -35,7 +35,7 @@ PROMOTION_FACTOR = 1.5
 """A best-effort job is urgent once its time left is below so many times of its work left."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Kept:
     """How a request has kept its deadlines so far."""
 
@@ -83,10 +83,12 @@ class TokenDeadlines:
 
     def on_tokens(self, num_tokens: int, now_s: float) -> None:
         """Move the deadline; tokens that came together are each in time if the first was."""
-        _count(self.kept, num_tokens, now_s, last_s=self._last_s, deadline_s=self._deadline_s)
+        _count(self.kept, num_tokens, now_s, self._last_s, self._deadline_s)
         # Without a target for this token there is no slack to keep: the next counts from now.
-        anchor_s = max(self._deadline_s, now_s) if math.isfinite(self._deadline_s) else now_s
-        self._deadline_s = min(anchor_s + num_tokens * self._tpot_s, now_s + self._mtpot_s)
+        anchor_s = self._deadline_s if now_s < self._deadline_s < math.inf else now_s
+        next_s = anchor_s + num_tokens * self._tpot_s
+        latest_s = now_s + self._mtpot_s
+        self._deadline_s = next_s if next_s < latest_s else latest_s
         self._last_s = now_s
 
     def residual(self, now_s: float) -> float:
@@ -133,7 +135,7 @@ class CompletionLedger:
     def on_tokens(self, num_tokens: int, now_s: float) -> None:
         """Grant their time to tokens that came."""
         deadline_s = self.deadline_of_next_token
-        _count(self.kept, num_tokens, now_s, last_s=self._last_s, deadline_s=deadline_s)
+        _count(self.kept, num_tokens, now_s, self._last_s, deadline_s)
         self._granted_until_s += self._grant(num_tokens)
         self._num_to_come -= num_tokens
         self._last_s = now_s
@@ -220,13 +222,13 @@ def _seconds(milliseconds: float | None) -> float:
     return math.inf if milliseconds is None else milliseconds / 1e3
 
 
-def _count(kept: Kept, num_tokens: int, now_s: float, *, last_s: float, deadline_s: float) -> None:
+def _count(kept: Kept, num_tokens: int, now_s: float, last_s: float, deadline_s: float) -> None:
     """Count a delivery whose first token was due at `deadline_s`, after one at `last_s`."""
     assert num_tokens >= 1
-    is_met = now_s <= deadline_s
     if kept.num_tokens == 0:
-        kept.is_first_met = is_met
-    else:
-        kept.max_gap_s = max(kept.max_gap_s, now_s - last_s)
-    kept.num_missed += not is_met
+        kept.is_first_met = now_s <= deadline_s
+    elif now_s - last_s > kept.max_gap_s:
+        kept.max_gap_s = now_s - last_s
+    if now_s > deadline_s:
+        kept.num_missed += 1
     kept.num_tokens += num_tokens

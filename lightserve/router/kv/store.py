@@ -218,9 +218,13 @@ class KVStore:
         """
         wanted = [(request, request.request_class, count) for request, count in shares]
         if self._tree is not None:
-            rt, be = _counts_by_class(shares)
-            self._evict(rt - self._pool.num_free, 0)
-            self._evict(rt + be - self._pool.num_free, self.num_reserved_for_rt if be else 0)
+            total = sum([count for _, count in shares])
+            if total > self._pool.num_free:
+                rt = sum([count for _, of, count in wanted if of is RequestClass.RT])
+                self._evict(rt - self._pool.num_free, 0)
+                self._evict(
+                    total - self._pool.num_free, self.num_reserved_for_rt if rt < total else 0
+                )
         return self._pool.acquire_many(wanted)
 
     def _evict(self, num_tokens: int, num_protected_rt: int) -> None:
@@ -336,13 +340,6 @@ class KVStore:
             assert request.num_held_tokens >= request.num_shared_tokens
             if request.is_paused and host is not None and host.end > request.num_held_tokens:
                 assert host.start <= request.num_held_tokens, "a hole in a paused request's KV"
-
-
-def _counts_by_class(shares: Sequence[tuple[Request, int]]) -> tuple[int, int]:
-    """Return the tokens of real-time and of best-effort shares."""
-    total = sum(count for _, count in shares)
-    rt = sum(count for request, count in shares if request.request_class is RequestClass.RT)
-    return rt, total - rt
 
 
 def _num_final_tokens(request: Request) -> int:
