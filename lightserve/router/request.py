@@ -158,16 +158,13 @@ class Request:
         0 once the last output token is in flight, and while the frontend has too much to look at.
         """
         num_generated = len(self.output_token_ids) + self.num_inflight_samples
-        if num_generated >= self.max_tokens or self._is_unacknowledged(num_generated):
+        if num_generated >= self.max_tokens:
+            return 0
+        acknowledged = self.num_acknowledged_tokens
+        if acknowledged is not None and num_generated >= acknowledged + MAX_UNACKNOWLEDGED_TOKENS:
             return 0
         num_known_tokens = self.num_prompt_tokens + num_generated
         return num_known_tokens - self.num_computed_tokens - self.num_inflight_tokens
-
-    def _is_unacknowledged(self, num_generated: int) -> bool:
-        acknowledged = self.num_acknowledged_tokens
-        return acknowledged is not None and num_generated >= acknowledged + (
-            MAX_UNACKNOWLEDGED_TOKENS
-        )
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -15,6 +15,8 @@ In overload this order keeps goodput: sorted by deadline alone, everybody would 
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 
@@ -53,17 +55,19 @@ class UnifiedPolicy:
         step = _TimedStep(limits, limits.cost)
         real_time = [r for r in running if r.request_class is RequestClass.RT]
         best_effort = [r for r in running if r.request_class is RequestClass.BE]
-        step.add_decodes([r for r in real_time if r.num_schedulable_tokens == 1])
+        decodes, prompts = _sort_out(real_time)
+        step.add_decodes(decodes)
         step.limit_by_deadlines()
-        num_started = self._prompts(step, real_time, waiting, limits, admission)
+        num_started = self._prompts(step, prompts, waiting, limits, admission)
         if step.is_full or step.left_waiting:
             return step.chosen
         step.shorten(_time_for_best_effort(real_time, limits))
         num_yielded = max(0, num_started - limits.num_free_rows)
         best_effort = best_effort[: len(best_effort) - num_yielded]
-        step.add_while_in_time([r for r in best_effort if r.num_schedulable_tokens == 1])
-        for request in best_effort:
-            if request.num_schedulable_tokens > 1 and not step.add_chunk(request):
+        decodes, prompts = _sort_out(best_effort)
+        step.add_while_in_time(decodes)
+        for request in prompts:
+            if not step.add_chunk(request):
                 return step.chosen
         num_rows = min(limits.num_free_rows - num_started, limits.max_be_seqs - len(best_effort))
         step.start(admissible(waiting.of(RequestClass.BE), admission), num_rows)
@@ -72,14 +76,13 @@ class UnifiedPolicy:
     def _prompts(
         self,
         step: _TimedStep,
-        real_time: Sequence[Request],
+        prompts: Sequence[Request],
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
     ) -> int:
         """Add real-time prompts; returns how many of them are newcomers."""
-        prompts = [r for r in real_time if r.num_schedulable_tokens > 1]
-        prompts.sort(key=step.residual)
+        prompts = sorted(prompts, key=step.residual)
         late = [r for r in prompts if not step.can_be_in_time(r)]
         if limits.step_number % LATE_EVERY:
             prompts = [r for r in prompts if r not in late]
@@ -143,8 +146,7 @@ class _TimedStep:
         """Add decodes as far as the token budget goes, the most urgent first."""
         if len(requests) > self._budget:
             requests = sorted(requests, key=self.residual)[: self._budget]
-        for request in requests:
-            self._add(request, 1)
+        self._add_decodes(requests, sum([r.next_position for r in requests]))
 
     def limit_by_deadlines(self) -> None:
         """Limit the step by the deadlines of the decodes in it that can still be met."""
@@ -156,13 +158,27 @@ class _TimedStep:
         """Lower the limit, though not below what is in the step already."""
         self._limit_s = max(min(self._limit_s, limit_s), self._seconds(self._shape))
 
-    def add_while_in_time(self, decodes: Iterable[Request]) -> None:
+    def add_while_in_time(self, decodes: Sequence[Request]) -> None:
         """Add decodes while budget and time last."""
-        for request in decodes:
-            shape = self._shape.plus(request.next_position, 1)
-            if self._budget <= 0 or (self.chosen and self._seconds(shape) > self._limit_s):
-                return
-            self._add(request, 1)
+        if self._budget <= 0 or not decodes:
+            return
+        decodes = decodes[: self._budget]
+        contexts = list(itertools.accumulate([request.next_position for request in decodes]))
+        count = len(decodes)
+        if not self._has_time_for(count, contexts[-1]):
+            # Time only grows with each: as many as one by one would find it.
+            count = bisect.bisect_left(
+                range(1, count),
+                True,
+                key=lambda number: not self._has_time_for(number, contexts[number - 1]),
+            )
+            count = max(count, int(not self.chosen))  # an empty step takes one
+        if count > 0:
+            self._add_decodes(decodes[:count], contexts[count - 1])
+
+    def _has_time_for(self, num_decodes: int, context: int) -> bool:
+        """Whether the step keeps its limit with so many more decodes, contexts summed."""
+        return self._seconds(self._shape.plus_decodes(num_decodes, context)) <= self._limit_s
 
     def add_chunk(self, request: Request) -> bool:
         """Add as much of a prompt as there is time and budget for; whether that is its rest.
@@ -200,11 +216,30 @@ class _TimedStep:
                 break
         return num_started
 
+    def _add_decodes(self, requests: Sequence[Request], context: int) -> None:
+        """Add decodes, contexts summed."""
+        self.chosen += [Allotment(request, 1) for request in requests]
+        self._shape = self._shape.plus_decodes(len(requests), context)
+        self._budget -= len(requests)
+
     def _add(self, request: Request, num_tokens: int) -> None:
         self.chosen.append(Allotment(request, num_tokens))
         self._num_loaded += _num_loaded_by(request)
         self._shape = self._shape.plus(request.next_position, num_tokens)
         self._budget -= num_tokens
+
+
+def _sort_out(running: Iterable[Request]) -> tuple[list[Request], list[Request]]:
+    """Return the decodes and the prompts among requests, those left out that have nothing to do."""
+    decodes: list[Request] = []
+    prompts: list[Request] = []
+    for request in running:
+        num_tokens = request.num_schedulable_tokens
+        if num_tokens == 1:
+            decodes.append(request)
+        elif num_tokens > 1:
+            prompts.append(request)
+    return decodes, prompts
 
 
 def _num_loaded_by(request: Request) -> int:
