@@ -43,7 +43,7 @@ Frontend = Callable[[FrontendId, RequestDelta, float], list[TimedEvent]]
 """Answers news of a request, received at the given time."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Outcome:
     """What a frontend saw of one request."""
 
@@ -55,6 +55,18 @@ class Outcome:
     num_cached_tokens: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def note(self, delta: RequestDelta, now_s: float) -> None:
+        """Take in news."""
+        self.token_ids += delta.token_ids
+        self.token_times_s += [now_s] * len(delta.token_ids)
+        self.finish_reason = delta.finish_reason
+        self.error = delta.error
+        self.num_cached_tokens += delta.num_cached_tokens
+        if delta.logprobs:
+            self.logprobs += delta.logprobs
+        if delta.prompt_logprobs:
+            self.prompt_logprobs += delta.prompt_logprobs
 
 
 class Simulation:
@@ -130,16 +142,9 @@ class Simulation:
     def _deliver(self, news: list[Outgoing]) -> None:
         for outgoing in news:
             for delta in outgoing.message.requests:
-                key = RequestKey(FrontendId(outgoing.frontend_id), delta.request_id)
-                outcome = self.outcomes[key]
+                outcome = self.outcomes[RequestKey(outgoing.frontend_id, delta.request_id)]
                 assert outcome.finish_reason is None, "news after the end"
-                outcome.token_ids.extend(delta.token_ids)
-                outcome.token_times_s.extend([self.now_s] * len(delta.token_ids))
-                outcome.finish_reason = delta.finish_reason
-                outcome.error = delta.error
-                outcome.num_cached_tokens += delta.num_cached_tokens
-                outcome.logprobs.extend(delta.logprobs)
-                outcome.prompt_logprobs.extend(delta.prompt_logprobs)
+                outcome.note(delta, self.now_s)
                 if self._frontend is not None:
                     for timed in self._frontend(outgoing.frontend_id, delta, self.now_s):
                         self._push(timed.time_s, timed.event)

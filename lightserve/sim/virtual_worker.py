@@ -7,6 +7,7 @@ them when a step has copies of its own has to be waited for as well.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from lightserve.messages.router_worker import (
     KVCopies,
     OutputKind,
     RowResult,
+    SlotRange,
     StepPlan,
     StepResult,
 )
@@ -26,6 +28,8 @@ from lightserve.sim.simulation import Worker
 from lightserve.sim.worker import EOS_TOKEN_ID
 
 _TOKEN = EOS_TOKEN_ID + 1
+_SAMPLING = (OutputKind.SAMPLE, OutputKind.SAMPLE | OutputKind.PROMPT_LOGPROBS)
+_SLOT_BYTES = 4
 _RUNS_EVERY = 50
 """Runs of slots are measured in every so many-th step."""
 
@@ -144,19 +148,27 @@ class LengthWorker:
         """Run one plan."""
         for sequence in plan.sequences:
             self._total_len[sequence.row] = sequence.sampling.seed
-        for part in plan.slot_ranges:
-            start = part.start_position
-            self._slots[part.row, start : start + len(part.slots) // 4] = unpack_int32(part.slots)
+        self._note_slots(plan.slot_ranges)
         if plan.step_id % _RUNS_EVERY == 0:
             self._measure_runs(plan)
         rows = [
             RowResult(row.row, [self._token(row.row, row.start_position + row.num_tokens)])
             for row in plan.rows
-            if OutputKind.SAMPLE in row.output
+            if row.output in _SAMPLING
         ]
         return StepResult(
             step_id=plan.step_id, generation=0, rows=rows, exec_s=exec_s, idle_s=idle_s
         )
+
+    def _note_slots(self, ranges: Sequence[SlotRange]) -> None:
+        singles = [part for part in ranges if len(part.slots) == _SLOT_BYTES]
+        if singles:
+            rows = [part.row for part in singles]
+            starts = [part.start_position for part in singles]
+            self._slots[rows, starts] = unpack_int32(b"".join([part.slots for part in singles]))
+        for row, start, slots in ((r.row, r.start_position, r.slots) for r in ranges):
+            if len(slots) != _SLOT_BYTES:
+                self._slots[row, start : start + len(slots) // _SLOT_BYTES] = unpack_int32(slots)
 
     def _token(self, row: int, position: int) -> int:
         return EOS_TOKEN_ID if position == self._total_len[row] - 1 else _TOKEN
