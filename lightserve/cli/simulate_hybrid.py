@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -38,6 +39,12 @@ def hybrid_options(function: FunctionT) -> FunctionT:
             type=click.IntRange(1),
             show_default=True,
             help="Most new tokens in one step; the server's --max-num-batched-tokens.",
+        ),
+        click.option(
+            "--hardware",
+            type=click.Path(dir_okay=False, path_type=Path),
+            help="Profile of a worker, as lightserve profile writes it: step times are those, and"
+            " the router knows it.  [default: an A100 with Llama-2-7B]",
         ),
         click.option(
             "--host-kv-tokens",
@@ -119,12 +126,12 @@ def run_hybrid(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[st
     from lightserve import sim  # noqa: PLC0415
 
     values = given | {name: given[name] or default for name, default in _DEFAULTS.items()}
+    names = {spec.name for spec in dataclasses.fields(sim.HybridConfig)} & set(values)
+    chosen = {name: values[name] for name in names - {"hardware"}}
+    if values["hardware"] is not None:
+        chosen["hardware"] = sim.ProfiledHardware.read(values["hardware"])
     config = sim.HybridConfig(
-        **{
-            spec.name: values[spec.name]
-            for spec in dataclasses.fields(sim.HybridConfig)
-            if spec.name in values
-        },
+        **chosen,
         targets=sim.Targets(
             *(
                 values[name] / 1e3 if values[name] else None

@@ -17,7 +17,7 @@ import msgspec
 
 from lightserve.messages.step_cost import StepCoefficients
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _MAX_BYTES = 1 << 20
 
 log = logging.getLogger(__name__)
@@ -49,10 +49,18 @@ class StepProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The directory's name, for people."""
     key: ProfileKey
     coefficients: StepCoefficients
+    kv_bytes_per_token: int
+    """Of all layers, on all ranks."""
     num_samples: int
     median_error: float
     """Relative, of shapes that were not fitted."""
     p95_error: float
+
+
+class _Versioned(msgspec.Struct, frozen=True):
+    """What files of all versions have."""
+
+    schema_version: int
 
 
 def cache_dir() -> Path:
@@ -71,17 +79,32 @@ def cached_path(key: ProfileKey, directory: Path | None = None) -> Path:
 def load_profile(path: Path, key: ProfileKey) -> StepProfile | None:
     """Return a key's profile; None, with a warning if there is such a file, if it is no use."""
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-        profile = msgspec.json.decode(data, type=StepProfile)
-        reason = _refusal(profile, key)
+        profile = read_profile(path)
+        reason = _refusal(profile.key, key)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         reason = str(error)
     if reason:
         log.warning("profile %s is ignored: %s", path, reason)
         return None
+    return profile
+
+
+def read_profile(path: Path) -> StepProfile:
+    """Return the profile in a file, whatever it belongs to. Raises OSError, ValueError."""
+    with path.open("rb") as file:
+        data = file.read(_MAX_BYTES + 1)
+    try:
+        version = msgspec.json.decode(data, type=_Versioned).schema_version
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"schema version {version}, not {SCHEMA_VERSION}")
+        profile = msgspec.json.decode(data, type=StepProfile)
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from error
+    values = msgspec.structs.astuple(profile.coefficients)
+    if not all(math.isfinite(value) and value >= 0 for value in values) or sum(values) == 0:
+        raise ValueError("coefficients that no worker has")
     return profile
 
 
@@ -99,15 +122,10 @@ def save_profile(profile: StepProfile, path: Path) -> None:
         raise
 
 
-def _refusal(profile: StepProfile, key: ProfileKey) -> str:
+def _refusal(its: ProfileKey, key: ProfileKey) -> str:
     """Return why a profile does not serve, or nothing."""
-    if profile.schema_version != SCHEMA_VERSION:
-        return f"schema version {profile.schema_version}, not {SCHEMA_VERSION}"
     for name in ProfileKey.__struct_fields__:
-        theirs, ours = getattr(profile.key, name), getattr(key, name)
+        theirs, ours = getattr(its, name), getattr(key, name)
         if theirs != ours:
             return f"its {name} is {theirs!r}, this server's is {ours!r}"
-    values = msgspec.structs.astuple(profile.coefficients)
-    if not all(math.isfinite(value) and value >= 0 for value in values) or sum(values) == 0:
-        return "coefficients that no worker has"
     return ""

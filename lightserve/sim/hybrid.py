@@ -26,7 +26,7 @@ from lightserve.router.events import FromFrontend
 from lightserve.router.factory import make_core_config
 from lightserve.router.request import Request
 from lightserve.sim.class_report import Seen, Targets, Window
-from lightserve.sim.hardware import A100_LLAMA2_7B, VirtualHardware
+from lightserve.sim.hardware import A100_LLAMA2_7B, Hardware
 from lightserve.sim.hybrid_report import HybridReport, hybrid_report
 from lightserve.sim.simulation import Simulation, TimedEvent, Worker
 from lightserve.sim.timed_core import TimedCore
@@ -82,7 +82,7 @@ class HybridConfig:
     checks_kv: bool = False
     """Whether the worker checks every read of KV (several times slower)."""
     seed: int = 0
-    hardware: VirtualHardware = A100_LLAMA2_7B
+    hardware: Hardware = A100_LLAMA2_7B
 
     @property
     def num_host_slots(self) -> int:
@@ -149,6 +149,7 @@ class HybridRun:
             num_slots=config.capacity_tokens,
             num_host_slots=config.num_host_slots,
             frontend=self._on_news,
+            step_cost=config.hardware.step_cost,
         )
         self._events = [
             event

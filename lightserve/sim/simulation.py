@@ -16,6 +16,7 @@ from typing import Protocol
 from lightserve.messages.common import TokenLogprob
 from lightserve.messages.frontend_router import Abort, ErrorCode, RequestDelta, Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
+from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.core import RouterCore
 from lightserve.router.events import CoreEvent, FromFrontend, Outgoing, PlannedStep, WorkersReady
 from lightserve.types import FinishReason, FrontendId, RequestKey
@@ -80,8 +81,10 @@ class Simulation:
         *,
         num_slots: int,
         num_host_slots: int = 0,
+        step_cost: StepCoefficients | None = None,
         frontend: Frontend | None = None,
     ) -> None:
+        """`step_cost` is what the workers' hello says of their steps."""
         self.core = core
         self._frontend = frontend
         self.outcomes: dict[RequestKey, Outcome] = {}
@@ -93,7 +96,7 @@ class Simulation:
         self._sent: deque[StepPlan] = deque()
         self._is_busy = False
         self._free_since_s = 0.0
-        core.on_message(WorkersReady(num_slots, num_host_slots), 0.0)
+        core.on_message(WorkersReady(num_slots, num_host_slots, step_cost), 0.0)
 
     def run(self, events: Sequence[TimedEvent], *, until_s: float = float("inf")) -> None:
         """Play the events and everything that follows from them, up to `until_s`."""

@@ -1,6 +1,6 @@
 """A worker of virtual hardware: how long its steps and copies take, and what they come to.
 
-A step takes what `VirtualHardware` says, times lognormal noise of mean one, plus the copies that
+A step takes what its `Hardware` says, times lognormal noise of mean one, plus the copies that
 it waits for. Copies made ahead run beside the forward passes, on the link alone: what is left of
 them when a step has copies of its own has to be waited for as well.
 """
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from lightserve.cost.shape import StepShape, chunk_pairs
 from lightserve.messages.common import Int32Array, unpack_int32
 from lightserve.messages.router_worker import (
     KVCopies,
@@ -23,7 +24,7 @@ from lightserve.messages.router_worker import (
     StepPlan,
     StepResult,
 )
-from lightserve.sim.hardware import VirtualHardware
+from lightserve.sim.hardware import Hardware
 from lightserve.sim.simulation import Worker
 from lightserve.sim.worker import EOS_TOKEN_ID
 
@@ -56,7 +57,7 @@ class VirtualWorker:
 
     def __init__(
         self,
-        hardware: VirtualHardware,
+        hardware: Hardware,
         inner: Worker,
         *,
         noise: float = 0.0,
@@ -75,32 +76,21 @@ class VirtualWorker:
 
     def seconds(self, plan: StepPlan) -> float:
         """Return how long the next step takes, the copies that it waits for included."""
-        new = decode_context = 0
-        chunk_context = 0.0
-        for row in plan.rows:
-            count = row.num_tokens
-            new += count
-            if count == 1:
-                decode_context += row.start_position
-            else:
-                chunk_context += count * (row.start_position + count / 2)
-        forward_s = self._hardware.seconds(
-            new, decode_context=decode_context, chunk_context=chunk_context
-        )
+        shape = _shape_of(plan)
+        forward_s = self._hardware.step_seconds(shape)
         if self._noise:
             forward_s *= self._rng.lognormal(-0.5 * self._noise**2, self._noise)
         self._copy_s = self._copies(plan)
         self._link_left_s = max(0.0, self._link_left_s - forward_s - self._copy_s)
-        self._link_left_s += self._copy_seconds(plan.ahead_saves)
-        self._add(plan, new, forward_s + self._copy_s)
+        self._link_left_s += self._hardware.copy_seconds(num_saved=_num_copied(plan.ahead_saves))
+        self._add(plan, shape.num_new, forward_s + self._copy_s)
         return forward_s + self._copy_s
 
     def _copies(self, plan: StepPlan) -> float:
-        own_s = self._copy_seconds(plan.saves) + self._copy_seconds(plan.loads)
+        own_s = self._hardware.copy_seconds(
+            num_saved=_num_copied(plan.saves), num_loaded=_num_copied(plan.loads)
+        )
         return own_s + self._link_left_s if own_s else 0.0
-
-    def _copy_seconds(self, copies: KVCopies) -> float:
-        return _num_copied(copies) * self._hardware.per_copied_token_s
 
     def _add(self, plan: StepPlan, num_tokens: int, exec_s: float) -> None:
         sums = self.sums
@@ -118,6 +108,21 @@ class VirtualWorker:
         """Run the plan whose seconds were asked last."""
         result = self._inner.execute(plan, exec_s=exec_s, idle_s=idle_s)
         return msgspec.structs.replace(result, copy_s=self._copy_s)
+
+
+def _shape_of(plan: StepPlan) -> StepShape:
+    num_new = decode_context = pairs = num_decodes = num_chunks = chunk_context = 0
+    for row in plan.rows:
+        count = row.num_tokens
+        num_new += count
+        if count == 1:
+            decode_context += row.start_position
+            num_decodes += 1
+        else:
+            pairs += chunk_pairs(row.start_position, count)
+            chunk_context += row.start_position
+            num_chunks += 1
+    return StepShape(num_new, decode_context, pairs, num_decodes, num_chunks, chunk_context)
 
 
 def _num_copied(copies: KVCopies) -> int:

@@ -17,6 +17,7 @@ class KVPool:
 
     def __init__(self, layout: KVLayout, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
+        self.bytes_per_token = layout.bytes_per_token
         self.tensors: list[Tensor] = []
         """One per group, [2, num_layers, num_kv_heads, num_slots, head_dim], keys first."""
         self.k: list[Tensor] = []

@@ -61,6 +61,11 @@ class ModelRunner:
         return self._pool.num_slots
 
     @property
+    def kv_bytes_per_token(self) -> int:
+        """Of all layers, on this rank."""
+        return self._pool.bytes_per_token
+
+    @property
     def num_host_slots(self) -> int:
         """Tokens that the host pool holds."""
         return self._host_pool.num_slots

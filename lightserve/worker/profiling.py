@@ -207,6 +207,7 @@ def take_profile(
         coefficients=msgspec.structs.replace(
             coefficients, per_saved_token_s=saved_s, per_loaded_token_s=loaded_s
         ),
+        kv_bytes_per_token=config.tp * runner.kv_bytes_per_token,
         num_samples=len(samples),
         median_error=held_out.median,
         p95_error=held_out.p95,

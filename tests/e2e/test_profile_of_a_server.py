@@ -23,7 +23,7 @@ def test_a_profile_is_what_the_first_step_is_predicted_by(run_parent: Path, tmp_
     key = msgspec.structs.replace(key, num_threads=1)
     path = tmp_path / "profile.json"
     slow = StepCoefficients(FLOOR_S, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    save_profile(StepProfile(SCHEMA_VERSION, "0", "slow", key, slow, 9, 0.0, 0.0), path)
+    save_profile(StepProfile(SCHEMA_VERSION, "0", "slow", key, slow, 1, 9, 0.0, 0.0), path)
     with live_server(run_parent, "--profile", str(path)) as server:
         body = {"model": server.model, "prompt": "A fox", "max_tokens": 1}
         assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60.0).is_success

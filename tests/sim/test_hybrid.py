@@ -18,8 +18,9 @@ from lightserve.messages.router_worker import (
     PlanRow,
     StepPlan,
 )
+from lightserve.messages.step_cost import StepCoefficients
 from lightserve.sim.class_report import ClassReport, Seen, Targets, Window, class_report
-from lightserve.sim.hardware import A100_LLAMA2_7B
+from lightserve.sim.hardware import A100_LLAMA2_7B, Hardware, ProfiledHardware
 from lightserve.sim.hybrid import HybridRun
 from lightserve.sim.traffic import Job, Traffic, parse_block_ids, parse_traffic
 from lightserve.sim.virtual_worker import LengthWorker, VirtualWorker
@@ -151,10 +152,10 @@ class TestClassReport:
 
 
 class TestVirtualWorker:
-    def worker(self, noise: float = 0.0) -> VirtualWorker:
+    def worker(self, noise: float = 0.0, hardware: Hardware = A100_LLAMA2_7B) -> VirtualWorker:
         inner = LengthWorker(max_num_seqs=4, max_model_len=2000)
         rng = np.random.default_rng(1)
-        return VirtualWorker(A100_LLAMA2_7B, inner, noise=noise, rng=rng)
+        return VirtualWorker(hardware, inner, noise=noise, rng=rng)
 
     def plan(self, *rows: tuple[int, int], **copies: int) -> StepPlan:
         """Return a step of rows (start, tokens), and copies of so many tokens."""
@@ -178,6 +179,15 @@ class TestVirtualWorker:
         expected = 64.1e-6 * 402 + 2.25e-3 + 0.33e-6 * 1500 + 3.5e-9 * 400 * 300
         assert seconds == pytest.approx(expected)
         assert self.worker().seconds(self.plan((0, 1))) == pytest.approx(9.4e-3)
+
+    def test_a_profiled_step_takes_what_the_profile_says(self) -> None:
+        cost = StepCoefficients(1e-2, 16.0, 1e-4, 1e-5, 1e-3, 1e-6, 2e-6, 1e-8, 1e-5, 3e-5)
+        hardware = ProfiledHardware(cost, kv_bytes_per_token=8, per_step_s=0.1)
+        worker = self.worker(hardware=hardware)
+        pairs = 400 * 100 + 400 * 399 / 2
+        step_s = 0.11 + 1e-4 * 386 + 2e-5 + 1e-3 + 1e-6 * 1500 + 2e-6 * 100 + 1e-8 * pairs
+        plan = self.plan((1000, 1), (500, 1), (100, 400), saves=100, loads=50)
+        assert worker.seconds(plan) == pytest.approx(step_s + 100 * 1e-5 + 50 * 3e-5)
 
     def test_noise_has_the_stated_spread_and_no_bias(self) -> None:
         worker = self.worker(noise=0.05)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from lightserve.cli.simulate import command
+from lightserve.cost.profile import SCHEMA_VERSION, ProfileKey, StepProfile, save_profile
 from lightserve.errors import ConfigError
+from lightserve.messages.step_cost import StepCoefficients
 
 RT = ("--rt", "poisson:6", "--rt-lengths", "uniform:10-200,5-80", "--rt-max-tokens", "100")
 BE = ("--be", "closed:30", "--be-lengths", "uniform:100-300,20-60")
@@ -84,6 +87,17 @@ def test_options_matter(flag: str, value: str, default: dict[str, Any]) -> None:
     assert any(default[section] != changed[section] for section in ("rt", "be", "kv"))
 
 
+def test_hardware_is_what_a_profile_says(default: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    key = ProfileKey("abc", "bfloat16", "a device", 1, 2, "auto")
+    fast = StepCoefficients(1e-3, 0.0, 1e-6, 0.0, 0.0, 0.0, 0.0, 0.0)
+    save_profile(StepProfile(SCHEMA_VERSION, "0", "fast", key, fast, 8, 9, 0.0, 0.0), path)
+    report = json.loads(simulate(*PRIORITY, "--hardware", str(path)))
+    assert report["be"]["throughput_tps"] > 3 * default["be"]["throughput_tps"]
+    assert report["kv"]["copied_bytes"] == 8 * report["kv"]["copied_tokens"]
+    assert report["config"]["hardware"] == str(path)
+
+
 def test_the_clock_of_deadlines_matters() -> None:
     arguments = (*RT, *BE, *SHORT, "--policy", "unified", "--tpot-slo-ms", "30", "--json")
     curve, gap = (json.loads(simulate(*arguments, "--slo-clock", c)) for c in ("curve", "gap"))
@@ -114,6 +128,7 @@ def test_the_clock_of_deadlines_matters() -> None:
         ([*BE, "--policy", "lifo"], "--policy must be one of"),
         ([*BE, "--reserve", "0.1"], "--reserve needs --admission past-future"),
         ([*BE, "--block-owner", "exclusive"], "--block-owner exclusive needs"),
+        ([*BE, "--hardware", "nowhere.json"], "--hardware 'nowhere.json' is no profile: .*No such"),
         ([*BE, "--slo-clock", "gap"], "--slo-clock gap needs --policy unified"),
     ],
 )

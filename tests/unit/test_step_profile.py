@@ -182,7 +182,7 @@ def corrected(ratios: tuple[float, ...]) -> StepCost:
 
 
 KEY = ProfileKey("abc", "bfloat16", "a device", 1, 2, "auto")
-PROFILE = StepProfile(SCHEMA_VERSION, "0.1.0", "a model", KEY, COEFFICIENTS, 50, 0.03, 0.1)
+PROFILE = StepProfile(SCHEMA_VERSION, "0.1.0", "a model", KEY, COEFFICIENTS, 4096, 50, 0.03, 0.1)
 
 
 def test_a_profile_comes_back_from_its_file(
@@ -231,7 +231,7 @@ def _with(**changes: object) -> bytes:
         (b"\xff\xfe", "malformed"),
         (msgspec.json.encode(PROFILE)[:-20], "truncated"),
         (b"[]", "got `array`"),
-        (_with(schema_version=99), "schema version 99, not 1"),
+        (_with(schema_version=99), "schema version 99, not 2"),
         (_with(key=msgspec.structs.replace(KEY, tp=2)), "its tp is 2, this server's is 1"),
         (_with(key=msgspec.structs.replace(KEY, device="x")), "its device is 'x'"),
         (
