@@ -41,6 +41,7 @@ from lightserve.router.intake import request_of
 from lightserve.router.kv.store import KVStore
 from lightserve.router.plan_builder import num_samples
 from lightserve.router.prompt_logprobs import take_news
+from lightserve.router.reasons import Skips
 from lightserve.router.request import Request, RequestState
 from lightserve.types import FrontendId, RequestClass, RequestKey
 
@@ -183,7 +184,8 @@ class RouterCore(CoreState):
         if due_s is None or due_s > now_s:
             return WaitUntil(due_s)
         headroom = self._burst.headroom(now_s, self._kv.num_slots)
-        fit = self._planner.choose(self._kv, self._suspects, headroom, now_s)
+        skips = Skips()
+        fit = self._planner.choose(self._kv, self._suspects, headroom, now_s, skips)
         if not fit.allotments or (fit.stops and not self._pipeline.is_empty):
             return WaitUntil(None)
         return PlannedStep(
@@ -195,6 +197,9 @@ class RouterCore(CoreState):
             drops=fit.drops,
             planned_at_s=now_s,
             predicted_s=self._pipeline.predict(fit.allotments, fit.num_copied),
+            skipped=skips.of_step([request for request, _ in fit.allotments]),
+            unseen=self._planner.unseen(fit, skips),
+            limit_s=skips.limit_s,
         )
 
     def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:

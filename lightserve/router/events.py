@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from lightserve.messages.frontend_router import Abort, Acknowledge, Finish, Submit, TokenDelta
 from lightserve.messages.step_cost import StepCoefficients
+from lightserve.router.fit import Take
 from lightserve.router.policies.base import Allotment
-from lightserve.router.preemption import Take
+from lightserve.router.reasons import Skipped, Unseen
 from lightserve.router.request import Request
-from lightserve.types import FrontendId, StepId
+from lightserve.types import FrontendId, RequestClass, StepId
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,13 @@ class PlannedStep:
     planned_at_s: float
     predicted_s: float
     """Predicted execution time."""
+    skipped: tuple[Skipped, ...] = ()
+    """Who was considered and does not advance."""
+    unseen: Mapping[RequestClass, Unseen] = field(default_factory=dict)
+    """Per class, who waits and was not considered; with `allotments` and `skipped` they are all
+    live requests."""
+    limit_s: float | None = None
+    """The time limit that the policy set."""
 
 
 @dataclass(frozen=True, slots=True)

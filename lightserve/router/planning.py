@@ -7,16 +7,19 @@ would take), which are made anew for every plan.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from lightserve.router.admission.base import PoolView
 from lightserve.router.be_pool import prefix_in_flight
 from lightserve.router.core_config import CoreConfig
+from lightserve.router.fit import Fit
 from lightserve.router.kv.store import KVStore
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.policies.base import StepLimits, Waiting
-from lightserve.router.preemption import Fit, fit_into_memory
+from lightserve.router.preemption import fit_into_memory
 from lightserve.router.prompt_logprobs import cap_positions
 from lightserve.router.queues import RowTable, WaitingQueue
+from lightserve.router.reasons import Reason, Skips, Unseen
 from lightserve.router.request import Request, RequestState
 from lightserve.types import RequestClass
 
@@ -37,7 +40,14 @@ class StepPlanner:
         """Return the requests that hold rows and have not ended, in order of admission."""
         return [request for request in self._rows if request.state is RequestState.RUNNING]
 
-    def choose(self, kv: KVStore, suspects: Sequence[Request], headroom: int, now_s: float) -> Fit:
+    def choose(
+        self,
+        kv: KVStore,
+        suspects: Sequence[Request],
+        headroom: int,
+        now_s: float,
+        skips: Skips,
+    ) -> Fit:
         """Return who advances: a suspect alone if there is one, else whom the policy selects.
 
         Args:
@@ -45,40 +55,48 @@ class StepPlanner:
             suspects: requests that may have killed workers, the next to be tried first.
             headroom: slots that best-effort newcomers may not count on.
             now_s: the time.
+            skips: is told whom the step leaves out.
         """
-        start_s = self._pipeline.next_start_s(now_s)
+        attempt = _Attempt(kv, headroom, self._pipeline.next_start_s(now_s), skips)
         if suspects:
-            return self._try_suspect(kv, suspects, headroom, start_s)
+            fit = self._try_suspect(attempt, suspects)
+            skips.note_all(self.running(), Reason.ORDER)
+            skips.stop_all(Reason.ORDER)
+            return fit
         running = self.running()
-        everybody = _LookedUp(self._waiting, kv, running)
-        fit = self._first_fit(kv, running, everybody, headroom, start_s)
-        return fit or self._senior_alone(kv, headroom, start_s)
+        everybody = _LookedUp(self._waiting, kv, running, skips)
+        return self._first_fit(attempt, running, everybody) or self._senior_alone(attempt)
 
-    def _try_suspect(
-        self, kv: KVStore, suspects: Sequence[Request], headroom: int, start_s: float
-    ) -> Fit:
+    def unseen(self, fit: Fit, skips: Skips) -> dict[RequestClass, Unseen]:
+        """Return, per class, how many of those who wait were not looked at for a step, and why."""
+        num_seen = dict.fromkeys(RequestClass, 0)
+        looked_at = {*skips.reasons, *(request for request, _ in fit.allotments)}
+        for request in looked_at:
+            num_seen[request.request_class] += request.state is RequestState.WAITING
+        unseen: dict[RequestClass, Unseen] = {}
+        for request_class in RequestClass:
+            num_waiting = self._waiting.backlog(request_class).num_requests
+            num_requests = num_waiting - num_seen[request_class]
+            stopped_by = skips.stopped_by.get(request_class) if num_requests else None
+            unseen[request_class] = Unseen(num_requests, stopped_by)
+        return unseen
+
+    def _try_suspect(self, attempt: _Attempt, suspects: Sequence[Request]) -> Fit:
         """Return a step of the first suspect alone, or one of those that hold what it needs."""
         suspect = suspects[0]
         if not self._pipeline.is_empty and suspect.num_inflight_steps == 0:
             return Fit(())
-        alone = self._first_fit(kv, *_one(suspect, kv), headroom, start_s)
+        kv = attempt.kv
+        alone = self._first_fit(attempt, *_one(suspect, kv))
         if alone or not self._pipeline.is_empty:
             return alone
         # Where there is no room for it, those before it that were cleared make some.
         cleared = [request for request in self.holders() if request not in suspects]
         running = [request for request in cleared if request.state is RequestState.RUNNING]
         paused = _Only([kv.look_up(request) for request in cleared if request.is_paused])
-        fit = self._first_fit(kv, running, paused, headroom, start_s)
-        return fit or self._senior_alone(kv, headroom, start_s)
+        return self._first_fit(attempt, running, paused) or self._senior_alone(attempt)
 
-    def _first_fit(
-        self,
-        kv: KVStore,
-        running: Sequence[Request],
-        waiting: Waiting,
-        headroom: int,
-        start_s: float,
-    ) -> Fit:
+    def _first_fit(self, attempt: _Attempt, running: Sequence[Request], waiting: Waiting) -> Fit:
         """Return the first choice of the policy of which something fits; falsy if none does.
 
         With nothing in flight no result will make room, and somebody has to move at last: when it
@@ -86,44 +104,39 @@ class StepPlanner:
         """
         for num_skipped in (0, 1) if self._pipeline.is_empty else (0,):
             for who in (waiting, _Only([])):
-                if fit := self._select(
-                    kv, running, who, headroom, start_s, num_skipped=num_skipped
-                ):
+                if fit := self._select(attempt, running, who, num_skipped=num_skipped):
                     return fit
         return Fit(())
 
-    def _senior_alone(self, kv: KVStore, headroom: int, start_s: float) -> Fit:
+    def _senior_alone(self, attempt: _Attempt) -> Fit:
         """Let the most senior holder of memory move if nothing is in flight: it can take from all.
 
         The policy may go on choosing requests that cannot take from anybody.
         """
         if self._pipeline.is_empty:
             for request in self.holders():
-                one = _one(request, kv)
+                one = _one(request, attempt.kv)
                 if request.num_schedulable_tokens > 0:
-                    return self._select(kv, *one, headroom, start_s)
+                    return self._select(attempt, *one)
         return Fit(())
 
     def _select(
         self,
-        kv: KVStore,
+        attempt: _Attempt,
         running: Sequence[Request],
         waiting: Waiting,
-        headroom: int,
-        start_s: float,
         *,
         num_skipped: int = 0,
     ) -> Fit:
         """Ask the policy who of these advances, and see that it fits; falsy if nobody can.
 
         Args:
-            kv: the pool.
+            attempt: the pool, and what else holds for all attempts at a step.
             running: who may advance.
             waiting: who may start.
-            headroom: slots that best-effort newcomers may not count on.
-            start_s: when the step will begin.
             num_skipped: turns that are skipped, for policies that serve in turn.
         """
+        kv, skips = attempt.kv, attempt.skips
         num_yielding = sum(request.request_class is RequestClass.BE for request in running)
         limits = StepLimits(
             max_num_batched_tokens=self._config.max_num_batched_tokens,
@@ -131,24 +144,30 @@ class StepPlanner:
             max_be_seqs=self._config.max_be_seqs,
             step_number=self._pipeline.next_step_id + num_skipped,
             num_slots=kv.num_slots,
-            start_s=start_s,
+            start_s=attempt.start_s,
             cost=self._pipeline.cost,
             copy_seconds=self._pipeline.copy_seconds,
             num_yielding_rows=num_yielding if self._is_class_aware else 0,
+            skips=skips,
         )
         admission = self._config.admission.begin(
             list(self._rows),
-            PoolView(kv.num_slots, headroom, kv.lease_version),
+            PoolView(kv.num_slots, attempt.headroom, kv.lease_version),
             self._pipeline.next_step_id,
         )
-        chosen = cap_positions(self._config.policy.select(running, waiting, limits, admission))
-        return fit_into_memory(
-            chosen,
+        wanted = self._config.policy.select(running, waiting, limits, admission)
+        fit = fit_into_memory(
+            cap_positions(wanted, skips),
             kv,
             self.holders(),
             self._rows.num_free,
             is_class_aware=self._is_class_aware,
         )
+        for request, reason in fit.refused.items():
+            skips.note(request, reason)
+        for request, reason in fit.stopped_for.items():
+            skips.lose(request, reason)
+        return fit
 
     def holders(self) -> list[Request]:
         """Return the running and paused requests, the most senior first (see `preemption`)."""
@@ -163,13 +182,27 @@ class StepPlanner:
         return holders
 
 
+class _Attempt(NamedTuple):
+    """What all attempts at one step have in common."""
+
+    kv: KVStore
+    headroom: int
+    """Slots that best-effort newcomers may not count on."""
+    start_s: float
+    """When the step will begin."""
+    skips: Skips
+
+
 class _LookedUp:
     """The waiting, each with notes on what starting it takes; see `policies.base.Waiting`."""
 
-    def __init__(self, waiting: WaitingQueue, kv: KVStore, running: Sequence[Request]) -> None:
+    def __init__(
+        self, waiting: WaitingQueue, kv: KVStore, running: Sequence[Request], skips: Skips
+    ) -> None:
         self._waiting = waiting
         self._kv = kv
         self._running = running
+        self._skips = skips
 
     def __iter__(self) -> Iterator[Request]:
         return map(self._kv.look_up, self._waiting)
@@ -182,13 +215,20 @@ class _LookedUp:
         """
         if request_class is RequestClass.RT:
             return map(self._kv.look_up, self._waiting.real_time())
+        return self._best_effort()
+
+    def _best_effort(self) -> Iterator[Request]:
         count = max(1, len(self._running))
         context_len = sum(request.next_position for request in self._running) / count
-        best_effort = map(self._kv.look_up, self._waiting.best_effort(self._kv.tree, context_len))
-        if self._kv.tree is None:
-            return best_effort
-        prefilling = [request for request in self._running if not request.is_prompt_shared]
-        return (r for r in best_effort if not prefix_in_flight(r, prefilling))
+        is_shared = self._kv.tree is not None
+        prefilling = [r for r in self._running if is_shared and not r.is_prompt_shared]
+        for request in self._waiting.best_effort(self._kv.tree, context_len):
+            self._kv.look_up(request)
+            if is_shared and prefix_in_flight(request, prefilling):
+                self._skips.note(request, Reason.BLOCKED)
+            else:
+                yield request
+        self._skips.stop(RequestClass.BE, Reason.ORDER)  # the rest were not worth asking
 
 
 def _one(request: Request, kv: KVStore) -> tuple[list[Request], _Only]:

@@ -18,49 +18,15 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from lightserve.router.fit import Fit, Take, runs
 from lightserve.router.kv.prefix_node import PrefixNode, path_of
 from lightserve.router.kv.store import KVStore
 from lightserve.router.policies.base import Allotment
-from lightserve.router.request import Request, RequestState
+from lightserve.router.reasons import Reason
+from lightserve.router.request import Request
 from lightserve.types import RequestClass
-
-
-class Take(NamedTuple):
-    """The last tokens that a paused request holds, to be taken from it."""
-
-    request: Request
-    num_tokens: int
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What of a step fits, and what must happen before."""
-
-    allotments: tuple[Allotment, ...]
-    pauses: tuple[Request, ...] = ()
-    """Running requests that give up their rows."""
-    takes: tuple[Take, ...] = ()
-    drops: tuple[Request, ...] = ()
-    """Requests that lose all their KV."""
-
-    def __bool__(self) -> bool:
-        """Whether anybody advances."""
-        return bool(self.allotments)
-
-    @property
-    def num_copied(self) -> int:
-        """Tokens that the step copies at most, to the host and back."""
-        return sum(count for _, count in self.takes) + sum(
-            request.num_loaded_by_start for request, _ in self.allotments if not _runs(request)
-        )
-
-    @property
-    def stops(self) -> tuple[Request, ...]:
-        """Those who run now, and stop: this must not be decided while their steps are in flight."""
-        return tuple(dict.fromkeys([*self.pauses, *filter(_runs, self.drops)]))
 
 
 def fit_into_memory(
@@ -107,19 +73,18 @@ def _real_time(fit: Fit) -> set[Allotment]:
 def _fit(allotments: Sequence[Allotment], plan: _Plan, *, is_class_aware: bool) -> Fit:
     """Place what fits, in order."""
     if is_class_aware:
-        plan.make_room_for([part for part in allotments if _runs(part.request)])
-    refused: set[RequestClass] = set()
+        plan.make_room_for([part for part in allotments if runs(part.request)])
+    refused: dict[Request, Reason] = {}
+    shut: set[RequestClass] = set()
     for part in allotments:
-        is_new = not _runs(part.request)
-        if is_new and part.request.request_class in refused:
-            continue
-        if not plan.place(part) and is_new:
-            refused.add(part.request.request_class)  # nobody of a class passes another here
-    return plan.result()
-
-
-def _runs(request: Request) -> bool:
-    return request.state is RequestState.RUNNING
+        request = part.request
+        if not runs(request) and request.request_class in shut:
+            refused[request] = Reason.ORDER
+        elif (reason := plan.place(part)) is not None:
+            refused[request] = reason
+            if not runs(request):
+                shut.add(request.request_class)  # nobody of a class passes another here
+    return plan.result(refused)
 
 
 def _path_of_hit(request: Request) -> Iterator[PrefixNode]:
@@ -148,7 +113,8 @@ class _Plan:
         self._num_left = kv.num_available
         self._placed: dict[Request, tuple[int, int]] = {}
         """Tokens that each computes, and the slots that it takes."""
-        self._pauses: dict[Request, None] = {}
+        self._stops: dict[Request, Reason] = {}
+        """Those who run now and are to stop, and what for."""
         self._takes: dict[Request, int] = {}
         self._drops: dict[Request, None] = {}
         self._pinned: set[PrefixNode] = set()
@@ -163,13 +129,15 @@ class _Plan:
         for request in newcomers:
             self._pinned |= set(_path_of_hit(request))
 
-    def result(self) -> Fit:
-        """Return what has been decided."""
+    def result(self, refused: dict[Request, Reason]) -> Fit:
+        """Return what has been decided; `refused` were not placed."""
         return Fit(
             tuple(Allotment(request, count) for request, (count, _) in self._placed.items()),
-            tuple(request for request in self._pauses if request not in self._drops),
+            tuple(request for request in self._stops if request not in self._drops),
             tuple(Take(request, count) for request, count in self._takes.items() if count),
             tuple(self._drops),
+            refused,
+            self._stops,
         )
 
     def make_room_for(self, parts: Sequence[Allotment]) -> None:
@@ -183,20 +151,19 @@ class _Plan:
             best_effort = [r for r in self._holders if r.request_class is RequestClass.BE]
             self._take_from(best_effort[::-1], missing, takes_less=True)
 
-    def place(self, part: Allotment) -> bool:
-        """Add a share, a running prompt's perhaps shorter; whether (some of) it fits."""
+    def place(self, part: Allotment) -> Reason | None:
+        """Add a share, a running prompt's perhaps shorter; None, or why nothing of it fits."""
         request = part.request
         if self._has_stopped(request) or request in self._takes:
-            return False
-        if _runs(request):
+            return Reason.KV_NOW
+        if runs(request):
             return self._place_running(part)
         before = self._save()
-        if self._place_newcomer(part):
-            return True
-        self._restore(before)
-        return False
+        if reason := self._place_newcomer(part):
+            self._restore(before)
+        return reason
 
-    def _place_running(self, part: Allotment) -> bool:
+    def _place_running(self, part: Allotment) -> Reason | None:
         request, num_tokens = part
         num_slots = self._num_slots_for(request, num_tokens)
         missing = num_slots - self._num_usable(request)
@@ -204,35 +171,36 @@ class _Plan:
             self._take_from_juniors(request, missing)
             num_tokens = self._most_tokens(request, num_tokens)
             num_slots = self._num_slots_for(request, num_tokens)
-        if num_tokens > 0:
-            self._placed[request] = (num_tokens, num_slots)
-            self._num_left -= num_slots
-        return num_tokens > 0
+        if num_tokens == 0:
+            return Reason.KV_NOW
+        self._placed[request] = (num_tokens, num_slots)
+        self._num_left -= num_slots
+        return None
 
-    def _place_newcomer(self, part: Allotment) -> bool:
+    def _place_newcomer(self, part: Allotment) -> Reason | None:
         """Add a request that has no row; if it does not fit, the state is to be restored."""
         request, num_tokens = part
         if request.hit is not None:
             if any(self._reads(request, *take) for take in self._takes.items()):
                 if request.request_class is RequestClass.RT:
                     self.robbed.append(request)
-                return False  # next time it finds less
+                return Reason.KV_NOW  # next time it finds less
             self._pinned = self._pinned | set(_path_of_hit(request))
         if self._num_rows == 0 and not self._take_row(request):
-            return False
+            return Reason.ROWS
         missing = self._num_slots_for(request, num_tokens) - self._num_usable(request)
         if missing > 0:
             self._take_from_juniors(request, missing)
         if self._num_slots_for(request, num_tokens) > self._num_usable(request):
-            return False
+            return Reason.KV_NOW
         num_slots = self._num_slots_for(request, num_tokens)
         self._placed[request] = (num_tokens, num_slots)
         self._num_left -= num_slots
         self._num_rows -= 1
-        return True
+        return None
 
     def _has_stopped(self, request: Request) -> bool:
-        return request in self._pauses or request in self._drops
+        return request in self._stops or request in self._drops
 
     def _num_usable(self, request: Request) -> int:
         if request.request_class is RequestClass.RT:
@@ -241,7 +209,7 @@ class _Plan:
 
     def _num_slots_for(self, request: Request, num_tokens: int) -> int:
         """Return what a share takes: its new tokens, and what it brings back or holds on to."""
-        if _runs(request):
+        if runs(request):
             return self._kv.cost(request, num_tokens)
         num_new = request.num_loaded_by_start + num_tokens
         return self._num_pinned_by(request) + self._kv.cost(request, num_new)
@@ -282,8 +250,8 @@ class _Plan:
     def _take_row(self, request: Request) -> bool:
         """Pause a running junior for its row; whether there is one."""
         for junior in self._juniors_of(request):
-            if _runs(junior) and not self._has_stopped(junior):
-                self._stop(junior)
+            if runs(junior) and not self._has_stopped(junior):
+                self._stop(junior, Reason.ROWS)
                 return True
         return False
 
@@ -301,12 +269,12 @@ class _Plan:
         juniors = [r for r in juniors if r not in self._drops]
         for _, group in itertools.groupby(juniors, key=self._group_of):
             missing = enough - self._num_usable(request)
-            if missing <= 0 or (_runs(request) and self._num_usable(request) > 0):
+            if missing <= 0 or (runs(request) and self._num_usable(request) > 0):
                 return
-            self._take_from(list(group), missing, takes_less=_runs(request))
-        if self._num_usable(request) < (1 if _runs(request) else enough):
+            self._take_from(list(group), missing, takes_less=runs(request))
+        if self._num_usable(request) < (1 if runs(request) else enough):
             self._restore(before)
-            if _runs(request):
+            if runs(request):
                 self._barren_rank = rank
 
     def _group_of(self, request: Request) -> RequestClass | None:
@@ -324,12 +292,12 @@ class _Plan:
     def _save(self) -> tuple[Any, ...]:
         """Return what `_restore` needs to take everything back that happens from here on."""
         state: tuple[dict[Request, Any], ...]
-        state = (self._placed, self._pauses, self._takes, self._drops)
+        state = (self._placed, self._stops, self._takes, self._drops)
         return (self._num_left, self._num_rows, self._pinned, *(dict(part) for part in state))
 
     def _restore(self, saved: tuple[Any, ...]) -> None:
         self._num_left, self._num_rows, self._pinned, *state = saved
-        self._placed, self._pauses, self._takes, self._drops = state
+        self._placed, self._stops, self._takes, self._drops = state
 
     def _take_ends(self, juniors: Sequence[Request], missing: int, *, takes_less: bool) -> bool:
         """Take tokens from the ends of juniors' KV; whether there were (enough) to take."""
@@ -384,11 +352,11 @@ class _Plan:
         num_taken = sum(self._gain(junior, self._takes.get(junior, 0)) for junior in juniors)
         return after - before + num_placed - num_taken
 
-    def _stop(self, request: Request) -> None:
+    def _stop(self, request: Request, reason: Reason = Reason.KV_NOW) -> None:
         """Take back a share that was placed; whoever runs is paused."""
         if request in self._placed:
             self._num_left += self._placed.pop(request)[1]
-            self._num_rows += not _runs(request)
-        if _runs(request) and request not in self._pauses:
-            self._pauses[request] = None
+            self._num_rows += not runs(request)
+        if runs(request) and request not in self._stops:
+            self._stops[request] = reason
             self._num_rows += 1

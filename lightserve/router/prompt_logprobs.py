@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from lightserve.messages.common import TokenLogprob
 from lightserve.messages.router_worker import MAX_PROMPT_LOGPROB_POSITIONS
 from lightserve.router.policies.base import Allotment
+from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import Request
 
 
-def cap_positions(allotments: Sequence[Allotment]) -> list[Allotment]:
+def cap_positions(allotments: Sequence[Allotment], skips: Skips) -> list[Allotment]:
     """Cut the chunks of prompts whose log-probabilities are wanted to the step's limit."""
     num_left = MAX_PROMPT_LOGPROB_POSITIONS
     capped: list[Allotment] = []
@@ -21,6 +22,8 @@ def cap_positions(allotments: Sequence[Allotment]) -> list[Allotment]:
             num_left -= chunk
         if chunk > 0:
             capped.append(Allotment(request, chunk))
+        else:
+            skips.note(request, Reason.TOKENS)
     return capped
 
 

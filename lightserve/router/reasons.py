@@ -6,8 +6,10 @@ those that it never looked at are one record per class: how many, and what stopp
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from lightserve.router.request import Request
 from lightserve.types import RequestClass
@@ -33,18 +35,59 @@ class Reason(StrEnum):
     token is in flight, or another request is just computing its prefix."""
 
 
+class Skipped(NamedTuple):
+    """A request that was considered and left out."""
+
+    request: Request
+    reason: Reason
+
+
+class Unseen(NamedTuple):
+    """Those of a class who wait and were not looked at."""
+
+    num_requests: int
+    stopped_by: Reason | None
+    """What ended the scan; None: there are none."""
+
+
 @dataclass(slots=True)
 class Skips:
-    """What a planned step leaves out; made anew for every attempt."""
+    """What a planned step leaves out; made anew for every plan, for all attempts at it.
+
+    Whom a later attempt chooses after all has its reason taken back by `of_step`.
+    """
 
     reasons: dict[Request, Reason] = field(default_factory=dict)
     stopped_by: dict[RequestClass, Reason] = field(default_factory=dict)
     """What ended the scan of those of a class that wait."""
+    limit_s: float | None = None
+    """The time limit of the step, where the policy sets one."""
 
     def note(self, request: Request, reason: Reason) -> None:
         """Say why a request is left out; the first reason stays."""
         self.reasons.setdefault(request, reason)
 
+    def note_all(self, requests: Iterable[Request], reason: Reason) -> None:
+        """Say the same of several; those that have nothing to compute are blocked."""
+        for request in requests:
+            is_idle = request.num_schedulable_tokens == 0
+            self.reasons.setdefault(request, Reason.BLOCKED if is_idle else reason)
+
     def stop(self, request_class: RequestClass, reason: Reason) -> None:
         """Say why nobody else of a class who waits was looked at; the first reason stays."""
         self.stopped_by.setdefault(request_class, reason)
+
+    def stop_all(self, reason: Reason, classes: Iterable[RequestClass] = RequestClass) -> None:
+        """Say the same of several classes."""
+        for request_class in classes:
+            self.stop(request_class, reason)
+
+    def lose(self, request: Request, reason: Reason) -> None:
+        """Say that a running request stops for another: this stands over what was said before."""
+        self.reasons[request] = reason
+
+    def of_step(self, advancing: Collection[Request]) -> tuple[Skipped, ...]:
+        """Return whom a step leaves out that moves `advancing`."""
+        for request in advancing:
+            self.reasons.pop(request, None)
+        return tuple(Skipped(request, reason) for request, reason in self.reasons.items())

@@ -9,6 +9,7 @@ from test_admission import make_request
 
 from lightserve.router.policies.base import LOOK_AHEAD, MAX_OVERTAKEN, admissible
 from lightserve.router.queues import WaitingQueue
+from lightserve.router.reasons import Skips
 from lightserve.router.request import Request
 from lightserve.types import RequestClass
 
@@ -29,7 +30,7 @@ def large(number: int, request_class: RequestClass = RequestClass.BE) -> Request
 
 
 def admitted(queue: list[Request]) -> list[int]:
-    return [request.key.request_id for request in admissible(queue, SmallOnly())]
+    return [request.key.request_id for request in admissible(queue, SmallOnly(), Skips())]
 
 
 def test_passes_over_best_effort_only() -> None:
@@ -60,7 +61,7 @@ def test_no_request_is_overtaken_more_than_64_times() -> None:
     for _ in range(100):
         for _ in range(5):
             queue.append(stream.popleft())
-        for request in list(admissible(queue, SmallOnly())):
+        for request in list(admissible(queue, SmallOnly(), Skips())):
             queue.admit(request)
             num_admitted += 1
     assert head.num_overtaken == num_admitted == MAX_OVERTAKEN

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from lightserve.router.fit import Fit
 from lightserve.router.kv.options import KVOptions, Preemption
 from lightserve.router.kv.store import KVStore
 from lightserve.router.policies.base import Allotment
-from lightserve.router.preemption import Fit, fit_into_memory
+from lightserve.router.preemption import fit_into_memory
 from lightserve.router.request import Request, RequestState
 from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey, SamplingParams
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.reasons import Skips
+from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import Request, RequestState
 from lightserve.types import RequestClass
 
@@ -67,25 +67,32 @@ MAX_OVERTAKEN = 64
 """A best-effort request that was overtaken this often holds up the queue (ageing)."""
 
 
-def admissible(waiting: Iterable[Request], admission: AdmissionRound) -> Iterator[Request]:
+def admissible(
+    waiting: Iterable[Request], admission: AdmissionRound, skips: Skips
+) -> Iterator[Request]:
     """Yield waiting requests that may start, in order, each already counted by `admission`.
 
     A real-time request that may not start ends the search. A best-effort one may be passed
-    over: the order of batch work is free, and a smaller one behind it may fit now.
+    over: the order of batch work is free, and a smaller one behind it may fit now. `skips` is
+    told of those who are passed, and what ended the search of the class that it ended with.
     """
     num_passed, may_overtake = 0, MAX_OVERTAKEN
     for request in waiting:
         if request.num_schedulable_tokens == 0:
+            skips.note(request, Reason.BLOCKED)
             continue  # preempted, and its frontend has not caught up with it yet
         if admission.admit(request):
             yield request
             may_overtake -= num_passed > 0
-        elif request.request_class is RequestClass.BE and num_passed < LOOK_AHEAD:
+        else:
+            skips.note(request, Reason.KV_FUTURE)
+            if request.request_class is RequestClass.RT or num_passed == LOOK_AHEAD:
+                skips.stop(request.request_class, Reason.KV_FUTURE)
+                return
             num_passed += 1
             may_overtake = min(may_overtake, MAX_OVERTAKEN - request.num_overtaken)
-        else:
-            return
         if may_overtake <= 0:
+            skips.stop(request.request_class, Reason.ORDER)
             return
 
 
@@ -103,10 +110,13 @@ def within_be_limit(
     num_left = limits.max_be_seqs - num_best_effort(running)
     num_counted = 0
     seen: set[Request] = set()
+    if num_left <= 0:
+        limits.skips.stop(RequestClass.BE, Reason.ROWS)
     for request in waiting if num_left > 0 else waiting.of(RequestClass.RT):
         num_left -= num_best_effort(r for r, _ in chosen[num_counted:] if _is_new(r))
         num_counted = len(chosen)
         if request.request_class is RequestClass.BE and num_left <= 0:
+            limits.skips.stop(RequestClass.BE, Reason.ROWS)
             yield from (r for r in waiting.of(RequestClass.RT) if r not in seen)
             return
         seen.add(request)
@@ -144,4 +154,7 @@ class Policy(Protocol):
 
         `running` comes in order of admission, without ended requests; `waiting` in the order
         of the queue. A waiting request may be chosen if `admission` admits it and a row is free.
+
+        Everybody running who is not chosen is named in `limits.skips`, and everybody waiting who
+        was looked at; where some of a class were not, what stopped the search is.
         """

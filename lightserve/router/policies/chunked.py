@@ -28,7 +28,7 @@ class ChunkedPolicy:
         admission: AdmissionRound,
     ) -> list[Allotment]:
         """See `Policy.select`."""
-        step = BudgetedStep(limits.max_num_batched_tokens)
+        step = BudgetedStep(limits)
         step.advance(running)
         newcomers = within_be_limit(waiting, running, limits, step.chosen)
         step.start(newcomers, admission, limits.num_free_rows)

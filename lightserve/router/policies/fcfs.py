@@ -17,6 +17,7 @@ from lightserve.router.policies.base import (
     admissible,
     within_be_limit,
 )
+from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
 
 
@@ -34,11 +35,12 @@ class FcfsPolicy:
         admission: AdmissionRound,
     ) -> list[Allotment]:
         """See `Policy.select`."""
-        return _prompts(running, waiting, limits, admission) or [
-            Allotment(request, request.num_schedulable_tokens)
-            for request in running
-            if request.num_schedulable_tokens > 0
-        ]
+        if prompts := _prompts(running, waiting, limits, admission):
+            limits.skips.note_all(running, Reason.ORDER)
+            return prompts
+        decodes = [Allotment(request, request.num_schedulable_tokens) for request in running]
+        limits.skips.note_all((r for r, count in decodes if count == 0), Reason.BLOCKED)
+        return [part for part in decodes if part.num_tokens > 0]
 
 
 def _prompts(
@@ -46,8 +48,9 @@ def _prompts(
 ) -> list[Allotment]:
     chosen: list[Allotment] = []
     candidates = within_be_limit(waiting, running, limits, chosen)
-    for request in admissible(_within(candidates, limits, chosen), admission):
+    for request in admissible(_within(candidates, limits, chosen), admission, limits.skips):
         chosen.append(Allotment(request, request.num_schedulable_tokens))
+    limits.skips.stop_all(Reason.ORDER)  # if nothing else: it ended with one that may not be passed
     return chosen
 
 
@@ -58,8 +61,10 @@ def _within(
     for request in waiting:
         num_chosen = sum(part.num_tokens for part in chosen)
         num_tokens = num_chosen + request.num_schedulable_tokens
-        if len(chosen) == limits.num_free_rows:
-            return
-        if chosen and num_tokens > limits.max_num_batched_tokens:
+        is_full = len(chosen) == limits.num_free_rows
+        if is_full or (chosen and num_tokens > limits.max_num_batched_tokens):
+            reason = Reason.ROWS if is_full else Reason.TOKENS
+            limits.skips.note_all([request], reason)
+            limits.skips.stop_all(reason)
             return
         yield request

@@ -30,6 +30,7 @@ from lightserve.router.policies.base import (
     num_best_effort,
 )
 from lightserve.router.policies.budget import BudgetedStep
+from lightserve.router.reasons import Reason
 from lightserve.router.request import Request, RequestState
 from lightserve.types import RequestClass
 
@@ -53,32 +54,53 @@ class MlfqPolicy:
         admission: AdmissionRound,
     ) -> list[Allotment]:
         """See `Policy.select`."""
-        step = BudgetedStep(limits.max_num_batched_tokens)
+        step = BudgetedStep(limits)
         newcomers = [
             request
             for request_class in RequestClass
             for request in itertools.islice(waiting.of(request_class), MAX_CANDIDATES)
         ]
         newcomers.sort(key=lambda request: (request.priority, request.arrival_number))
-        num_rows = limits.num_free_rows
-        num_be_left = limits.max_be_seqs - num_best_effort(running)
-        for request in sorted([*running, *newcomers], key=_rank):
+        limits.skips.stop_all(Reason.ORDER)  # those behind MAX_CANDIDATES
+        rows = _Rows(limits, limits.max_be_seqs - num_best_effort(running), admission)
+        ranked = iter(sorted([*running, *newcomers], key=_rank))
+        for request in ranked:
             num_tokens = request.num_schedulable_tokens
+            reason = Reason.BLOCKED if num_tokens == 0 else rows.refuse(request)
+            if reason is not None:
+                limits.skips.note(request, reason)
+                continue
+            step.add(request, num_tokens)
             if step.budget == 0:
                 break
-            if num_tokens == 0:
-                continue
-            if request.state is RequestState.WAITING:
-                is_best_effort = request.request_class is RequestClass.BE
-                if num_rows == 0 or (is_best_effort and num_be_left <= 0):
-                    continue
-                if not admission.admit(request):
-                    num_rows = 0
-                    continue
-                num_rows -= 1
-                num_be_left -= is_best_effort
-            step.add(request, num_tokens)
+        limits.skips.note_all(ranked, Reason.TOKENS)
         return step.chosen
+
+
+class _Rows:
+    """Who may start: rows and memory that newcomers have not taken yet."""
+
+    def __init__(self, limits: StepLimits, num_be_left: int, admission: AdmissionRound) -> None:
+        self._num_left = limits.num_free_rows
+        self._num_be_left = num_be_left
+        self._admission = admission
+        self._is_over = False
+
+    def refuse(self, request: Request) -> Reason | None:
+        """Return why a request may not take part, None if it may: then it counts from here on."""
+        if request.state is not RequestState.WAITING:
+            return None
+        is_best_effort = request.request_class is RequestClass.BE
+        if self._is_over:
+            return Reason.ORDER
+        if self._num_left == 0 or (is_best_effort and self._num_be_left <= 0):
+            return Reason.ROWS
+        if not self._admission.admit(request):
+            self._is_over = True
+            return Reason.KV_FUTURE
+        self._num_left -= 1
+        self._num_be_left -= is_best_effort
+        return None
 
 
 def queue_of(request: Request) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Collection, Sequence
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.policies.base import Allotment, StepLimits, Waiting
 from lightserve.router.policies.budget import BudgetedStep
+from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
 from lightserve.types import RequestClass
 
@@ -39,17 +40,23 @@ class PriorityPolicy:
         """See `Policy.select`."""
         real_time = [r for r in running if r.request_class is RequestClass.RT]
         best_effort = [r for r in running if r.request_class is RequestClass.BE]
-        step = BudgetedStep(limits.max_num_batched_tokens)
+        step = BudgetedStep(limits)
         step.advance(real_time)
         num_rows = limits.num_free_rows + limits.num_yielding_rows
-        num_started = step.start(waiting.of(RequestClass.RT), admission, num_rows)
+        newcomers = waiting.of(RequestClass.RT)
+        num_started = step.start(newcomers, admission, num_rows, [RequestClass.RT])
         if step.budget == 0 or _keeps_waiting(waiting, step.chosen):
+            reason = Reason.TOKENS if step.budget == 0 else Reason.ORDER
+            limits.skips.note_all(best_effort, reason)
+            limits.skips.stop(RequestClass.BE, reason)
             return step.chosen
         # Rows that are not free come from the best-effort requests that were admitted last.
         num_yielded = max(0, num_started - limits.num_free_rows)
-        step.advance(best_effort[: len(best_effort) - num_yielded])
+        num_kept = len(best_effort) - num_yielded
+        step.advance(best_effort[:num_kept])
+        limits.skips.note_all(best_effort[num_kept:], Reason.ROWS)
         num_rows = min(limits.num_free_rows - num_started, limits.max_be_seqs - len(best_effort))
-        step.start(waiting.of(RequestClass.BE), admission, num_rows)
+        step.start(waiting.of(RequestClass.BE), admission, num_rows, [RequestClass.BE])
         return step.chosen
 
 

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.policies.base import Allotment, StepLimits, Waiting, num_best_effort
 from lightserve.router.policies.budget import BudgetedStep
+from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
 from lightserve.types import RequestClass
 
@@ -31,13 +32,18 @@ class RoundRobinPolicy:
     ) -> list[Allotment]:
         """See `Policy.select`."""
         turns = (RequestClass.RT, RequestClass.BE)
+        tried: list[RequestClass] = []
         for request_class in turns if limits.step_number % 2 == 0 else turns[::-1]:
-            step = BudgetedStep(limits.max_num_batched_tokens)
+            step = BudgetedStep(limits)
             step.advance([r for r in running if r.request_class is request_class])
             num_rows = limits.num_free_rows
             if request_class is RequestClass.BE:
                 num_rows = min(num_rows, limits.max_be_seqs - num_best_effort(running))
-            step.start(waiting.of(request_class), admission, num_rows)
+            step.start(waiting.of(request_class), admission, num_rows, [request_class])
+            tried.append(request_class)
             if step.chosen:
+                others = [r for r in running if r.request_class not in tried]
+                limits.skips.note_all(others, Reason.ORDER)
+                limits.skips.stop_all(Reason.ORDER)
                 return step.chosen
         return []

@@ -70,7 +70,7 @@ class UnifiedPolicy:
             if not step.add_chunk(request):
                 return step.chosen
         num_rows = min(limits.num_free_rows - num_started, limits.max_be_seqs - len(best_effort))
-        step.start(admissible(waiting.of(RequestClass.BE), admission), num_rows)
+        step.start(admissible(waiting.of(RequestClass.BE), admission, limits.skips), num_rows)
         return step.chosen
 
     def _prompts(
@@ -94,7 +94,7 @@ class UnifiedPolicy:
                 step.left_waiting = True
                 return 0
         num_rows = limits.num_free_rows + limits.num_yielding_rows
-        newcomers = admissible(waiting.of(RequestClass.RT), admission)
+        newcomers = admissible(waiting.of(RequestClass.RT), admission, limits.skips)
         num_started = step.start(newcomers, num_rows)
         for request in late:
             if not step.add_chunk(request):

@@ -1,0 +1,55 @@
+"""What of a step fits into memory and rows, and what must happen before it is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lightserve.router.policies.base import Allotment
+from lightserve.router.reasons import Reason
+from lightserve.router.request import Request, RequestState
+
+
+class Take(NamedTuple):
+    """The last tokens that a paused request holds, to be taken from it."""
+
+    request: Request
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What of a step fits, and what must happen before."""
+
+    allotments: tuple[Allotment, ...]
+    pauses: tuple[Request, ...] = ()
+    """Running requests that give up their rows."""
+    takes: tuple[Take, ...] = ()
+    drops: tuple[Request, ...] = ()
+    """Requests that lose all their KV."""
+    refused: Mapping[Request, Reason] = field(default_factory=dict)
+    """Whom the policy chose in vain."""
+    stopped_for: Mapping[Request, Reason] = field(default_factory=dict)
+    """Of those who run and stop: whether memory or their row is needed."""
+
+    def __bool__(self) -> bool:
+        """Whether anybody advances."""
+        return bool(self.allotments)
+
+    @property
+    def num_copied(self) -> int:
+        """Tokens that the step copies at most, to the host and back."""
+        return sum(count for _, count in self.takes) + sum(
+            request.num_loaded_by_start for request, _ in self.allotments if not runs(request)
+        )
+
+    @property
+    def stops(self) -> tuple[Request, ...]:
+        """Those who run now, and stop: this must not be decided while their steps are in flight."""
+        return tuple(dict.fromkeys([*self.pauses, *filter(runs, self.drops)]))
+
+
+def runs(request: Request) -> bool:
+    """Whether a request has a row, and has not ended."""
+    return request.state is RequestState.RUNNING

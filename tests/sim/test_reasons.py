@@ -1,0 +1,129 @@
+"""T17: whoever does not advance has a reason, or is counted among those that nobody looked at."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.core_scenes import (
+    MAX_SEQS,
+    Arrival,
+    RecklessAdmission,
+    events_of,
+    make_core,
+    make_simulation,
+)
+
+from lightserve.messages.frontend_router import Submit
+from lightserve.messages.router_worker import StepPlan
+from lightserve.router.admission.conservative import ConservativeAdmission
+from lightserve.router.core import RouterCore
+from lightserve.router.events import FromFrontend, FrontendGone, PlannedStep, WorkersGone
+from lightserve.router.kv.options import KVOptions
+from lightserve.router.kv.prefix_node import task_aware
+from lightserve.router.policies.registry import POLICIES
+from lightserve.router.reasons import Reason
+from lightserve.router.request import RequestState
+from lightserve.sim.simulation import TimedEvent
+from lightserve.types import FrontendId, RequestClass
+
+arrivals_strategy = st.lists(
+    st.builds(
+        Arrival,
+        time_s=st.floats(0, 0.2),
+        num_prompt=st.integers(1, 40),
+        num_output=st.integers(1, 24),
+        max_tokens=st.just(24),
+        abort_after_s=st.none() | st.none() | st.floats(0, 0.2),
+        request_class=st.sampled_from(RequestClass),
+        family=st.none() | st.integers(0, 1),
+    ),
+    min_size=4,
+    max_size=40,
+)
+
+
+class AccountingCore(RouterCore):
+    """Checks each step that it books: everybody alive is in it, or is accounted for, once."""
+
+    num_checked = 0
+
+    def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:
+        self.num_checked += 1
+        advancing = [request for request, _ in planned.allotments]
+        skipped = [request for request, _ in planned.skipped]
+        named = {*advancing, *skipped}
+        assert len(named) == len(advancing) + len(skipped), "somebody is named twice"
+        live = set(self._requests.values())
+        assert named <= live
+        left = live - named
+        assert all(request.state is RequestState.WAITING for request in left), "no reason"
+        counts = Counter(request.request_class for request in left)
+        for request_class, (num_requests, stopped_by) in planned.unseen.items():
+            assert num_requests == counts[request_class]
+            assert (num_requests == 0) == (stopped_by is None), "what stopped the scan?"
+        for request, reason in planned.skipped:
+            if request.num_schedulable_tokens == 0 and request not in planned.stops:
+                assert reason is Reason.BLOCKED, reason
+        for request in planned.stops:
+            assert (request, Reason.KV_NOW) in planned.skipped or (
+                (request, Reason.ROWS) in planned.skipped
+            )
+        return super().commit(planned, now_s)
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"unified"}))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    arrivals=arrivals_strategy,
+    budget=st.integers(MAX_SEQS, 48),
+    max_be_seqs=st.sampled_from([1, 3, 100]),
+    shares=st.booleans(),
+    is_reckless=st.booleans(),
+    needs_acknowledgement=st.booleans(),
+    gone_s=st.none() | st.floats(0.01, 0.2),
+)
+def test_everybody_is_accounted_for(
+    *,
+    policy: str,
+    arrivals: list[Arrival],
+    budget: int,
+    max_be_seqs: int,
+    shares: bool,
+    is_reckless: bool,
+    needs_acknowledgement: bool,
+    gone_s: float | None,
+) -> None:
+    plain = make_core(
+        policy,
+        budget,
+        admission=RecklessAdmission() if is_reckless else ConservativeAdmission(),
+        kv=KVOptions(cache_order=task_aware if shares else None),
+    )
+    core = AccountingCore(dataclasses.replace(plain._config, max_be_seqs=max_be_seqs))
+    events = events_of(arrivals)
+    if needs_acknowledgement:  # and nobody acknowledges: requests run 16 tokens, then are blocked
+        events[::2] = [_with_stop_strings(timed) for timed in events[::2]]
+    simulation = make_simulation(core)
+    if gone_s is not None:
+        simulation.run([e for e in events if e.time_s <= gone_s], until_s=gone_s)
+        core.on_message(WorkersGone(), gone_s)
+        core.check_integrity()
+        events = [event for event in events if event.time_s > gone_s]
+        outcomes, simulation = simulation.outcomes, make_simulation(core)
+        simulation.outcomes = outcomes
+        events.append(TimedEvent(gone_s, FrontendGone(FrontendId(7))))
+    simulation.run(events)
+    assert core.num_checked > 0
+
+
+def _with_stop_strings(timed: TimedEvent) -> TimedEvent:
+    match timed.event:
+        case FromFrontend(frontend_id, Submit() as message):
+            submit = msgspec.structs.replace(message, needs_acknowledgement=True)
+            return TimedEvent(timed.time_s, FromFrontend(frontend_id, submit))
+    return timed
