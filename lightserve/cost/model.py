@@ -43,6 +43,12 @@ class StepModel:
             + c.per_loaded_token_s * num_loaded
         )
 
+    def work(self, shape: StepShape) -> float:
+        """Return what a shape adds to a step that is beyond the knee already, in seconds."""
+        c = self.coefficients
+        below_knee = min(c.knee, float(shape.num_new))
+        return self.seconds(shape) - c.floor_s + c.per_new_s * below_knee
+
     def chunk_within(self, shape: StepShape, limit_s: float, start: int) -> float:
         """Return how many tokens one more chunk, from `start` on, may have; inf: any number.
 

@@ -102,6 +102,7 @@ class RouterCore(CoreState):
             if request.request_class is RequestClass.RT:
                 num_tokens = expected_kv_tokens(request, self._config.lengths)
                 self._burst.note_arrival(now_s, num_tokens)
+                self._demand.note_arrival(now_s, request.num_prompt_tokens)
             self._intake.note_waiting(request, now_s)
             if self._kv is not None:
                 self._kv.expect(request)
@@ -283,6 +284,8 @@ class RouterCore(CoreState):
         """Forget a request, whatever state it is in; its slots wait for plans in flight."""
         del self._requests[request.key]
         self._clear(request)
+        if request.request_class is RequestClass.RT:
+            self._demand.note_end(len(request.output_token_ids))
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
             if self._kv is not None and request.is_paused:

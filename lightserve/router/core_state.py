@@ -9,7 +9,8 @@ from lightserve.messages.kv_map import KVPool
 from lightserve.router.booking import StepBooking
 from lightserve.router.burst import BurstHeadroom
 from lightserve.router.core_config import CoreConfig
-from lightserve.router.counters import KVCounters
+from lightserve.router.counters import KVCounters, SkipCounters
+from lightserve.router.demand import RealTimeDemand
 from lightserve.router.intake import Intake
 from lightserve.router.integrity import check_integrity
 from lightserve.router.kv.description import describe_kv
@@ -37,7 +38,8 @@ class CoreState:
         self._targets = SchedulingTargets(config, self._pipeline.cost)
         self._unfinished: dict[RequestKey, Request] = {}
         """Requests whose last token was sent, but whose frontend still looks for a stop string."""
-        self._planner = StepPlanner(config, self._waiting, self._rows, self._pipeline)
+        self._demand = RealTimeDemand(config.lengths.prior)
+        self._planner = StepPlanner(config, self._waiting, self._rows, self._pipeline, self._demand)
         self._booking = StepBooking(self._waiting, self._rows, self._pipeline, self._intake)
         self._burst = BurstHeadroom(config.burst_headroom_s)
         self._num_arrivals = 0
@@ -63,6 +65,11 @@ class CoreState:
     def counters(self) -> Mapping[RequestClass, KVCounters]:
         """What happened to requests' KV."""
         return self._booking.counters
+
+    @property
+    def skip_counters(self) -> SkipCounters:
+        """Whom steps left out, and why."""
+        return self._booking.skip_counters
 
     @property
     def num_raised_targets(self) -> Mapping[RaisedTarget, int]:

@@ -84,8 +84,9 @@ class OutputLengths:
         """The same, those of a row raised by its index times `_ROW_OFFSET`: one search in all."""
         self._free_rows = list(range(4))
         prior = np.geomspace(1, max(1, max_output_tokens), NUM_PRIOR_LENGTHS)
-        self._prior: IntArray = np.rint(prior).astype(np.int64)
-        self.average: float = float(self._prior.mean())
+        self.prior: IntArray = np.rint(prior).astype(np.int64)
+        """Lengths, equally likely, that are believed in before any has been seen."""
+        self.average: float = float(self.prior.mean())
         """Exponential average of the finished lengths."""
 
     def __len__(self) -> int:
@@ -184,7 +185,7 @@ class OutputLengths:
     def _pooled_table(self) -> IntArray:
         if len(self._pooled) >= self._window:
             return self._pooled.sorted
-        return np.sort(np.concatenate([self._pooled.sorted, self._prior]))
+        return np.sort(np.concatenate([self._pooled.sorted, self.prior]))
 
 
 def _empty_rows(first: int, count: int) -> IntArray:

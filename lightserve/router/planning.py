@@ -12,6 +12,7 @@ from typing import NamedTuple
 from lightserve.router.admission.base import PoolView
 from lightserve.router.be_pool import prefix_in_flight
 from lightserve.router.core_config import CoreConfig
+from lightserve.router.demand import RealTimeDemand
 from lightserve.router.fit import Fit
 from lightserve.router.kv.store import KVStore
 from lightserve.router.pipeline import Pipeline
@@ -28,12 +29,18 @@ class StepPlanner:
     """Chooses steps over the core's queues, rows and pipeline."""
 
     def __init__(
-        self, config: CoreConfig, waiting: WaitingQueue, rows: RowTable, pipeline: Pipeline
+        self,
+        config: CoreConfig,
+        waiting: WaitingQueue,
+        rows: RowTable,
+        pipeline: Pipeline,
+        demand: RealTimeDemand,
     ) -> None:
         self._config = config
         self._waiting = waiting
         self._rows = rows
         self._pipeline = pipeline
+        self._demand = demand
         self._is_class_aware = config.policy.is_class_aware
 
     def running(self) -> list[Request]:
@@ -147,6 +154,7 @@ class StepPlanner:
             start_s=attempt.start_s,
             cost=self._pipeline.cost,
             copy_seconds=self._pipeline.copy_seconds,
+            outlook=self._demand.outlook(self._pipeline.cost.work, attempt.start_s),
             num_yielding_rows=num_yielding if self._is_class_aware else 0,
             skips=skips,
         )

@@ -153,6 +153,15 @@ class StepCost:
         prefill_s = self._ratio(StepKind.PREFILL).mean * model.seconds(shape.chunks)
         return max(time_s, decode_s, prefill_s)
 
+    def work(self, shape: StepShape) -> float:
+        """Return the predicted seconds that a shape takes in large steps, whose floor others pay.
+
+        0: nothing is known.
+        """
+        if self._model is None:
+            return 0.0
+        return self._ratio(kind_of(shape)).mean * self._model.work(shape)
+
     def copy_seconds(self, *, num_saved: int = 0, num_loaded: int = 0) -> float:
         """Return what copies add by the profile; 0: it has not measured any."""
         if self._model is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from lightserve.router.admission.base import AdmissionRound
+from lightserve.router.demand import NO_OUTLOOK, Outlook
 from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import Request, RequestState
 from lightserve.types import RequestClass
@@ -44,6 +45,8 @@ class StepLimits:
     """Predicts what it takes; None: nobody asks."""
     copy_seconds: Callable[[int], float] = lambda _num_tokens: 0.0
     """Predicts the time that it waits for copies of so many tokens."""
+    outlook: Outlook = NO_OUTLOOK
+    """What real-time requests ask for."""
     skips: Skips = field(default_factory=Skips)
     """Where the policy says whom it leaves out, and why."""
 

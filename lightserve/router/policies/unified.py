@@ -22,15 +22,11 @@ from collections.abc import Collection, Iterable, Sequence
 
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.policies.base import Allotment, StepLimits, Waiting, admissible
+from lightserve.router.policies.lending import IDLE_LIMIT_S, lent_until_s
 from lightserve.router.request import Request, RequestState
 from lightserve.router.step_cost import StepCost, StepShape
 from lightserve.types import RequestClass
 
-IDLE_LIMIT_S = 0.1
-"""Limit of a step without deadlines: an arrival waits for the rest of it."""
-EASY_SHARE, FULL_SHARE = 0.3, 0.6
-"""Shares of the KV pool in real-time hands from which on best-effort requests get less time, and
-at which they get none."""
 LATE_EVERY = 10
 """Of so many steps, late prompts head one: they get a share of the time at the least."""
 MIN_CHUNK = 16
@@ -61,7 +57,7 @@ class UnifiedPolicy:
         num_started = self._prompts(step, prompts, waiting, limits, admission)
         if step.is_full or step.left_waiting:
             return step.chosen
-        step.shorten(_time_for_best_effort(real_time, limits))
+        step.lend(real_time, limits)
         num_yielded = max(0, num_started - limits.num_free_rows)
         best_effort = best_effort[: len(best_effort) - num_yielded]
         decodes, prompts = _sort_out(best_effort)
@@ -120,6 +116,10 @@ class _TimedStep:
         """Tokens that come back from the host for those who resume."""
         self._shape = StepShape()
         self._limit_s = math.inf
+        """By deadlines: of the whole step, with the guard."""
+        self._lent_until_s = math.inf
+        """As predicted, and without the copies of those who resume: they must not wait for a
+        step that has time for all of them."""
 
     @property
     def is_full(self) -> bool:
@@ -154,9 +154,11 @@ class _TimedStep:
         residuals = (self.residual(request) for request, _ in self.chosen)
         self._limit_s = min((r for r in residuals if r >= base_s), default=math.inf)
 
-    def shorten(self, limit_s: float) -> None:
-        """Lower the limit, though not below what is in the step already."""
-        self._limit_s = max(min(self._limit_s, limit_s), self._seconds(self._shape))
+    def lend(self, real_time: Sequence[Request], limits: StepLimits) -> None:
+        """Let best-effort requests have what is left, as far as it is lent to them."""
+        held_share = sum(request.num_held_tokens for request in real_time) / limits.num_slots
+        base_s = self._cost.seconds(self._shape)
+        self._lent_until_s = lent_until_s(base_s, held_share, limits.outlook, limits.num_slots)
 
     def add_while_in_time(self, decodes: Sequence[Request]) -> None:
         """Add decodes while budget and time last."""
@@ -177,8 +179,20 @@ class _TimedStep:
             self._add_decodes(decodes[:count], contexts[count - 1])
 
     def _has_time_for(self, num_decodes: int, context: int) -> bool:
-        """Whether the step keeps its limit with so many more decodes, contexts summed."""
-        return self._seconds(self._shape.plus_decodes(num_decodes, context)) <= self._limit_s
+        """Whether the step keeps its limits with so many more decodes, contexts summed."""
+        shape = self._shape.plus_decodes(num_decodes, context)
+        is_lent = self._cost.seconds(shape) <= self._lent_until_s
+        return is_lent and self._seconds(shape) <= self._limit_s
+
+    def _limit_for(self, request: Request) -> float:
+        """Return how long the step may compute if a prompt, perhaps one that resumes, joins."""
+        num_loaded = _num_loaded_by(request)
+        copied_s = self._copy_seconds(self._num_loaded + num_loaded)
+        limit_s = self._limit_s / self._cost.guard
+        if num_loaded > 0 and self._num_loaded > 0:
+            # A single one may bring more than there is time for otherwise, not several.
+            limit_s = min(limit_s, IDLE_LIMIT_S)
+        return min(limit_s - copied_s, self._lent_until_s)
 
     def add_chunk(self, request: Request) -> bool:
         """Add as much of a prompt as there is time and budget for; whether that is its rest.
@@ -187,9 +201,8 @@ class _TimedStep:
         """
         rest = request.num_schedulable_tokens
         most = min(rest, self._budget)
-        if most > 0 and math.isfinite(self._limit_s) and self._cost.is_known:
-            num_loaded = self._num_loaded + _num_loaded_by(request)
-            limit_s = self._limit_s / self._cost.guard - self._copy_seconds(num_loaded)
+        limit_s = self._limit_for(request)
+        if most > 0 and math.isfinite(limit_s) and self._cost.is_known:
             start = request.next_position
             in_time = self._cost.tokens_within(self._shape, limit_s, start, most)
             most = in_time if self.chosen else max(in_time, min(most, MIN_CHUNK))
@@ -244,16 +257,6 @@ def _sort_out(running: Iterable[Request]) -> tuple[list[Request], list[Request]]
 
 def _num_loaded_by(request: Request) -> int:
     return request.num_loaded_by_start if request.state is RequestState.WAITING else 0
-
-
-def _time_for_best_effort(real_time: Sequence[Request], limits: StepLimits) -> float:
-    """Return the seconds that a step with best-effort requests may take.
-
-    Longer steps keep real-time requests, and their KV, for longer: at the same rate of arrival
-    memory grows with the time per token. So the more of it they hold, the less time is lent.
-    """
-    share = sum(request.num_held_tokens for request in real_time) / limits.num_slots
-    return IDLE_LIMIT_S * min(1.0, max(0.0, (FULL_SHARE - share) / (FULL_SHARE - EASY_SHARE)))
 
 
 def _any_left(waiting: Waiting, chosen: Sequence[Allotment]) -> bool:

@@ -1,0 +1,104 @@
+"""What real-time requests ask for, as a rate: how much of the time, and of memory per step time.
+
+The core tells of arrivals and ends. From the rate of arrivals (an exponential average over
+MEMORY_S) and the mean length of prompts and outputs follow the tokens of an average life, and
+
+    load             time that all of it takes in large steps, per second: 1 is all there is
+    kv_per_step_s    KV slots held per second of step time, by Little's law: whoever needs n steps
+                     stays for n step times, so that memory grows with the time of a step
+
+Arrivals say it at once; steps and memory themselves would only show it when it is too late.
+Among the first to end are the shortest, so that history begins with pseudo-lengths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from lightserve.cost.shape import StepShape
+from lightserve.router.output_lengths import IntArray
+
+MEMORY_S = 15.0
+"""Time constant of the rate of arrivals."""
+MIN_SEEN_S = 0.5
+"""A shorter time says nothing about a rate."""
+NUM_PRIOR_ENDS = 100
+"""Ends that the pseudo-lengths stand for."""
+NEWEST_WEIGHT = 0.01
+"""Least weight of the newest length in a mean."""
+
+
+class Outlook(NamedTuple):
+    """See the module."""
+
+    load: float = 0.0
+    kv_per_step_s: float = 0.0
+
+
+NO_OUTLOOK = Outlook()
+
+
+class RealTimeDemand:
+    """Pure; O(1) per call."""
+
+    def __init__(self, prior: IntArray) -> None:
+        """`prior`: equally likely lengths of outputs before any has been seen, int64 [n]."""
+        lengths = prior.astype(np.float64)
+        self._output = float(lengths.mean())
+        self._output_squared = float((lengths * lengths).mean())
+        self._num_ends = NUM_PRIOR_ENDS
+        self._prompt = 0.0
+        self._prompt_squared = 0.0
+        self._num_arrivals = 0
+        self._recent = 0.0
+        """Arrivals, each weighted by how long ago it was."""
+        self._seen_s = 0.0
+        """Time, weighted likewise."""
+        self._now_s: float | None = None
+
+    def note_arrival(self, now_s: float, num_prompt_tokens: int) -> None:
+        """Learn that a request has come."""
+        self._recent, self._seen_s = self._at(now_s)
+        self._now_s = now_s if self._now_s is None else max(now_s, self._now_s)
+        self._recent += 1.0
+        self._num_arrivals += 1
+        weight = max(1.0 / self._num_arrivals, NEWEST_WEIGHT)
+        self._prompt += weight * (num_prompt_tokens - self._prompt)
+        self._prompt_squared += weight * (num_prompt_tokens**2 - self._prompt_squared)
+
+    def note_end(self, num_output_tokens: int) -> None:
+        """Learn how long the output of a request was, ended by whatever."""
+        self._num_ends += 1
+        weight = max(1.0 / self._num_ends, NEWEST_WEIGHT)
+        self._output += weight * (num_output_tokens - self._output)
+        self._output_squared += weight * (num_output_tokens**2 - self._output_squared)
+
+    def outlook(self, work_s: Callable[[StepShape], float], now_s: float) -> Outlook:
+        """Return what is being asked for now; zeros while nothing is known. Changes nothing.
+
+        `work_s` tells how many seconds a shape takes in large steps.
+        """
+        recent, seen_s = self._at(now_s)
+        if seen_s < MIN_SEEN_S:
+            return NO_OUTLOOK
+        rate = recent / seen_s
+        held = self._output * self._prompt + 0.5 * self._output_squared
+        life = StepShape(
+            num_new=round(self._prompt + self._output),
+            decode_context=round(held),
+            chunk_pairs=round(0.5 * self._prompt_squared),
+            num_decodes=round(self._output),
+            num_chunks=1,
+        )
+        return Outlook(rate * work_s(life), rate * held)
+
+    def _at(self, now_s: float) -> tuple[float, float]:
+        """Return the weighted arrivals and time as they are then."""
+        if self._now_s is None or now_s <= self._now_s:
+            return self._recent, self._seen_s
+        keep = math.exp((self._now_s - now_s) / MEMORY_S)
+        return keep * self._recent, keep * self._seen_s + (1.0 - keep) * MEMORY_S

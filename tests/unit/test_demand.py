@@ -1,0 +1,104 @@
+"""What real-time requests ask for, and the time that is lent to best-effort ones by it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightserve.cost.model import StepModel
+from lightserve.cost.shape import StepShape
+from lightserve.messages.step_cost import StepCoefficients
+from lightserve.router.demand import MEMORY_S, NO_OUTLOOK, Outlook, RealTimeDemand
+from lightserve.router.policies.lending import IDLE_LIMIT_S, lent_until_s
+
+PRIOR = np.array([100], dtype=np.int64)
+shares = st.floats(0.0, 1.0)
+outlooks = st.builds(Outlook, st.floats(0.0, 2.0), st.floats(0.0, 1e7))
+
+
+def _tokens(shape: StepShape) -> float:
+    return 1e-3 * shape.num_new
+
+
+def _steady(rate: float, duration_s: float, *, prompt: int, output: int) -> RealTimeDemand:
+    demand = RealTimeDemand(PRIOR)
+    for number in range(round(rate * duration_s)):
+        demand.note_arrival(number / rate, prompt)
+        demand.note_end(output)
+    return demand
+
+
+def test_nothing_is_asked_for_at_first() -> None:
+    demand = RealTimeDemand(PRIOR)
+    assert demand.outlook(_tokens, 0.0) == NO_OUTLOOK
+    demand.note_arrival(0.0, 10)
+    assert demand.outlook(_tokens, 0.4) == NO_OUTLOOK
+
+
+def test_a_steady_stream_is_known() -> None:
+    """4 per second of 60 + 40 tokens: 0.4 s of work, and 4 x 40 steps of 80 tokens on average."""
+    outlook = _steady(4.0, 500.0, prompt=60, output=40).outlook(_tokens, 500.0)
+    assert outlook.load == pytest.approx(0.4, rel=0.05)
+    assert outlook.kv_per_step_s == pytest.approx(4 * 40 * 80, rel=0.05)
+
+
+def test_the_pseudo_lengths_hold_until_many_have_ended() -> None:
+    demand = RealTimeDemand(PRIOR)
+    for number in range(40):
+        demand.note_arrival(0.1 * number, 1)
+    before = demand.outlook(_tokens, 4.0)
+    demand.note_end(1)
+    after = demand.outlook(_tokens, 4.0)
+    assert 0.97 * before.load < after.load < before.load
+
+
+def test_what_stopped_is_forgotten() -> None:
+    demand = _steady(4.0, 100.0, prompt=60, output=40)
+    now = demand.outlook(_tokens, 100.0)
+    later = demand.outlook(_tokens, 100.0 + MEMORY_S)
+    assert later.load == pytest.approx(now.load * np.exp(-1), rel=0.01)
+    assert demand.outlook(_tokens, 100.0) == now, "asking changes nothing"
+
+
+@given(st.lists(st.tuples(st.integers(1, 400), st.integers(0, 900)), max_size=20), st.data())
+def test_work_is_what_a_shape_adds_to_a_large_step(
+    rows: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    coefficients = StepCoefficients(
+        floor_s=data.draw(st.floats(0.0, 0.1)),
+        knee=data.draw(st.floats(0.0, 500.0)),
+        per_new_s=data.draw(st.floats(0.0, 1e-3)),
+        per_decode_s=1e-5,
+        per_chunk_s=1e-4,
+        per_decode_context_s=1e-6,
+        per_chunk_context_s=1e-7,
+        per_chunk_pair_s=1e-9,
+    )
+    model = StepModel(coefficients)
+    large, shape = StepShape(num_new=1000, num_chunks=1), StepShape()
+    both = large
+    for num_tokens, start in rows:
+        shape, both = shape.plus(start, num_tokens), both.plus(start, num_tokens)
+    assert model.work(shape) == pytest.approx(model.seconds(both) - model.seconds(large), abs=1e-9)
+
+
+@given(st.floats(1e-4, 1.0), shares, outlooks)
+def test_what_is_lent(base_s: float, held_share: float, outlook: Outlook) -> None:
+    """Never less than the step takes, never more than an arrival may wait, less under pressure."""
+    lent_s = lent_until_s(base_s, held_share, outlook, 10_000)
+    assert base_s <= lent_s <= max(IDLE_LIMIT_S, 1.1 * base_s)
+    busier = outlook._replace(load=outlook.load + 0.1)
+    hungrier = outlook._replace(kv_per_step_s=2 * outlook.kv_per_step_s)
+    assert lent_until_s(base_s, held_share, busier, 10_000) <= lent_s
+    assert lent_until_s(base_s, held_share, hungrier, 10_000) <= lent_s
+    assert lent_until_s(base_s, min(1.0, held_share + 0.1), outlook, 10_000) <= lent_s
+
+
+def test_at_full_load_nothing_is_lent() -> None:
+    assert lent_until_s(0.02, 0.3, Outlook(1.0, 1e6), 60_000) == 0.02
+
+
+def test_an_idle_server_lends_all() -> None:
+    assert lent_until_s(0.0, 0.0, NO_OUTLOOK, 60_000) == IDLE_LIMIT_S
