@@ -76,7 +76,7 @@ class AccountingCore(RouterCore):
         return super().commit(planned, now_s)
 
 
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"unified"}))
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     arrivals=arrivals_strategy,

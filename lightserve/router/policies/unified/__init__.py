@@ -1,0 +1,18 @@
+"""Real-time tokens by their deadlines, best-effort ones in all the time that is left.
+
+One time limit per step (mechanisms C3, E2): the smallest residual among tokens that this step
+completes and that can still be in time; token budgets are the inverse of the cost model at that
+limit (A2, A4), so that prompts fill it exactly. Slack that early tokens bought (architecture 7)
+is what long chunks and best-effort work live on.
+
+    1. real-time decodes, all of them: they make the limit
+    2. real-time prompts that can still be in time, by residual, one cut where the limit ends
+    3. real-time prompts that are late anyway; in every tenth step they go before those of 2
+    4. best-effort decodes, prompts in progress, those that resume, newcomers
+
+In overload this order keeps goodput: sorted by deadline alone, everybody would be a little late.
+"""
+
+from lightserve.router.policies.unified.policy import UnifiedPolicy
+
+__all__ = ["UnifiedPolicy"]

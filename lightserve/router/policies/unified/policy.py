@@ -1,0 +1,110 @@
+"""The order in which a step is filled; see the package."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from lightserve.router.admission.base import AdmissionRound
+from lightserve.router.policies.base import Allotment, StepLimits, Waiting, admissible
+from lightserve.router.policies.unified.lent_time import time_for_best_effort
+from lightserve.router.policies.unified.timed_step import TimedStep
+from lightserve.router.reasons import Reason, Skips
+from lightserve.router.request import Request
+from lightserve.types import RequestClass
+
+RT, BE = RequestClass.RT, RequestClass.BE
+LATE_EVERY = 10
+"""Of so many steps, late prompts head one: they get a share of the time at the least."""
+
+
+class UnifiedPolicy:
+    """See the package's docstring."""
+
+    is_class_aware = True
+    meets_deadlines = True
+
+    def select(
+        self,
+        running: Collection[Request],
+        waiting: Waiting,
+        limits: StepLimits,
+        admission: AdmissionRound,
+    ) -> list[Allotment]:
+        """See `Policy.select`."""
+        step, skips = TimedStep(limits), limits.skips
+        real_time = [r for r in running if r.request_class is RT]
+        best_effort = [r for r in running if r.request_class is BE]
+        num_started = self._real_time(step, real_time, waiting, limits, admission)
+        if num_started is None or step.is_full:
+            reason = Reason.TOKENS if step.is_full else Reason.ORDER
+            skips.note_all(best_effort, reason)
+            skips.stop(BE, reason)
+            return step.chosen
+        step.shorten(time_for_best_effort(real_time, limits))
+        num_kept = len(best_effort) - max(0, num_started - limits.num_free_rows)
+        skips.note_all(best_effort[num_kept:], Reason.ROWS)
+        best_effort = best_effort[:num_kept]
+        decodes, prompts = _sort_out(best_effort, skips)
+        step.add_while_in_time(decodes)
+        if not step.add_chunks(prompts):
+            skips.stop(BE, step.full_of)
+            return step.chosen
+        num_rows = min(limits.num_free_rows - num_started, limits.max_be_seqs - len(best_effort))
+        step.start(admissible(waiting.of(BE), admission, skips), num_rows, BE)
+        return step.chosen
+
+    def _real_time(
+        self,
+        step: TimedStep,
+        real_time: Sequence[Request],
+        waiting: Waiting,
+        limits: StepLimits,
+        admission: AdmissionRound,
+    ) -> int | None:
+        """Add what is real-time; return how many of them start, None: somebody was left out."""
+        skips = limits.skips
+        decodes, prompts = _sort_out(real_time, skips)
+        step.add_decodes(decodes)
+        step.limit_by_deadlines()
+        prompts.sort(key=step.residual)
+        late = [r for r in prompts if not step.can_be_in_time(r)]
+        prompts = [r for r in prompts if r not in late]
+        if limits.step_number % LATE_EVERY == 0:
+            prompts, late = late + prompts, []
+        if not step.add_chunks(prompts):
+            skips.note_all(late, step.full_of)
+            skips.stop(RT, step.full_of)
+            return None
+        num_rows = limits.num_free_rows + limits.num_yielding_rows
+        num_started = step.start(admissible(waiting.of(RT), admission, skips), num_rows, RT)
+        if not step.add_chunks(late) or _any_left(waiting, step.chosen):
+            return None
+        return num_started
+
+
+class _SortedOut(NamedTuple):
+    decodes: list[Request]
+    prompts: list[Request]
+
+
+def _sort_out(running: Iterable[Request], skips: Skips) -> _SortedOut:
+    """Return the decodes and the prompts among requests; the rest have nothing to do."""
+    sorted_out = _SortedOut([], [])
+    for request in running:
+        num_tokens = request.num_schedulable_tokens
+        if num_tokens == 1:
+            sorted_out.decodes.append(request)
+        elif num_tokens > 1:
+            sorted_out.prompts.append(request)
+        else:
+            skips.note(request, Reason.BLOCKED)
+    return sorted_out
+
+
+def _any_left(waiting: Waiting, chosen: Sequence[Allotment]) -> bool:
+    """Return whether a real-time request that could start is not among the chosen."""
+    started = {request for request, _ in chosen}
+    return any(
+        request not in started and request.num_schedulable_tokens > 0 for request in waiting.of(RT)
+    )

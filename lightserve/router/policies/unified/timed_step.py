@@ -1,0 +1,189 @@
+"""A step under a time limit: what is in it, how long that takes, and what else fits."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+from lightserve.router.policies.base import Allotment, StepLimits
+from lightserve.router.reasons import Reason
+from lightserve.router.request import Request, RequestState
+from lightserve.router.step_cost import StepShape
+from lightserve.types import RequestClass
+
+MIN_CHUNK = 16
+"""Fewer tokens of a prompt are not worth a row, unless they end it."""
+
+
+class TimedStep:
+    """Shares chosen so far, their shape, and the time that is left for more.
+
+    Whoever is offered to it and left out is noted, with the reason.
+    """
+
+    def __init__(self, limits: StepLimits) -> None:
+        """`limits` come with a cost model."""
+        assert limits.cost is not None, "the planner gives it to policies that meet deadlines"
+        self.chosen: list[Allotment] = []
+        self._skips = limits.skips
+        self._budget = limits.max_num_batched_tokens
+        self._start_s = limits.start_s
+        self._cost = limits.cost
+        self._copy_seconds = limits.copy_seconds
+        self._num_loaded = 0
+        """Tokens that come back from the host for those who resume."""
+        self._shape = StepShape()
+        self._limit_s = math.inf
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the token budget is used up."""
+        return self._budget <= 0
+
+    @property
+    def full_of(self) -> Reason:
+        """What there is no more of once somebody did not fit: tokens or time."""
+        return Reason.TOKENS if self.is_full else Reason.TIME
+
+    def residual(self, request: Request) -> float:
+        """Return the time from the start of the step to a request's deadline."""
+        deadlines = request.deadlines
+        return math.inf if deadlines is None else deadlines.residual(self._start_s)
+
+    def can_be_in_time(self, request: Request) -> bool:
+        """Whether a prompt, computed from here on without a pause, meets its deadline."""
+        rest = request.num_schedulable_tokens
+        return self._seconds(self._shape.plus(request.next_position, rest)) <= self.residual(
+            request
+        )
+
+    # ---------------------------------------------------------------- limits
+
+    def limit_by_deadlines(self) -> None:
+        """Limit the step by the deadlines of the decodes in it that can still be met."""
+        base_s = self._seconds(self._shape)
+        residuals = (self.residual(request) for request, _ in self.chosen)
+        self._limit_s = min((r for r in residuals if r >= base_s), default=math.inf)
+
+    def shorten(self, limit_s: float) -> None:
+        """Lower the limit, though not below what is in the step already."""
+        self._limit_s = max(min(self._limit_s, limit_s), self._seconds(self._shape))
+
+    # ---------------------------------------------------------------- decodes
+
+    def add_decodes(self, requests: Sequence[Request]) -> None:
+        """Add decodes as far as the token budget goes, the most urgent first."""
+        if len(requests) > self._budget:
+            requests = sorted(requests, key=self.residual)
+            self._skips.note_all(requests[self._budget :], Reason.TOKENS)
+            requests = requests[: self._budget]
+        self._add_decodes(requests, sum([r.next_position for r in requests]))
+
+    def add_while_in_time(self, decodes: Sequence[Request]) -> None:
+        """Add decodes while budget and time last."""
+        count = self._num_decodes_in_time(decodes)
+        if count > 0:
+            self._add_decodes(decodes[:count], sum([r.next_position for r in decodes[:count]]))
+        if count < len(decodes):
+            self._skips.note_all(decodes[count:], self.full_of)
+
+    def _num_decodes_in_time(self, decodes: Sequence[Request]) -> int:
+        if self._budget <= 0 or not decodes:
+            return 0
+        decodes = decodes[: self._budget]
+        contexts = list(itertools.accumulate([request.next_position for request in decodes]))
+        count = len(decodes)
+        if self._has_time_for(count, contexts[-1]):
+            return count
+        # Time only grows with each: as many as one by one would find it.
+        count = bisect.bisect_left(
+            range(1, count),
+            True,
+            key=lambda number: not self._has_time_for(number, contexts[number - 1]),
+        )
+        return max(count, int(not self.chosen))  # an empty step takes one
+
+    def _has_time_for(self, num_decodes: int, context: int) -> bool:
+        """Whether the step keeps its limit with so many more decodes, contexts summed."""
+        return self._seconds(self._shape.plus_decodes(num_decodes, context)) <= self._limit_s
+
+    def _add_decodes(self, requests: Sequence[Request], context: int) -> None:
+        """Add decodes, contexts summed."""
+        self.chosen += [Allotment(request, 1) for request in requests]
+        self._shape = self._shape.plus_decodes(len(requests), context)
+        self._budget -= len(requests)
+
+    # ---------------------------------------------------------------- prompts
+
+    def add_chunk(self, request: Request) -> bool:
+        """Add as much of a prompt as there is time and budget for; whether that is its rest.
+
+        An empty step takes something, however little time there is.
+        """
+        rest = request.num_schedulable_tokens
+        num_tokens = self._num_tokens_in_time(request, min(rest, self._budget))
+        if num_tokens <= 0 or (num_tokens < min(rest, MIN_CHUNK) and self.chosen):
+            self._skips.note(request, self.full_of)
+            return False
+        if num_tokens == rest and request.request_class is RequestClass.RT:
+            # It yields a token in this step, whose deadline counts if it can be met.
+            residual_s = self.residual(request)
+            if residual_s >= self._seconds(self._shape.plus(request.next_position, rest)):
+                self._limit_s = min(self._limit_s, residual_s)
+        self._add(request, num_tokens)
+        return num_tokens == rest
+
+    def add_chunks(self, requests: Sequence[Request]) -> bool:
+        """Add prompts in order up to one that is cut or left out; whether all are in, whole."""
+        for number, request in enumerate(requests):
+            if not self.add_chunk(request):
+                self._skips.note_all(requests[number + 1 :], self.full_of)
+                return False
+        return True
+
+    def start(
+        self, newcomers: Iterable[Request], num_rows: int, request_class: RequestClass
+    ) -> int:
+        """Add newcomers of a class while time, budget and rows last; returns how many."""
+        num_started = 0
+        if num_rows <= 0:
+            self._skips.stop(request_class, Reason.ROWS)
+            return 0
+        if self.is_full:
+            self._skips.stop(request_class, Reason.TOKENS)
+            return 0
+        for request in newcomers:
+            num_before = len(self.chosen)
+            is_whole = self.add_chunk(request)
+            num_started += len(self.chosen) - num_before
+            if not is_whole or self.is_full:
+                self._skips.stop(request_class, self.full_of)
+                break
+            if num_started >= num_rows:
+                self._skips.stop(request_class, Reason.ROWS)
+                break
+        return num_started
+
+    def _num_tokens_in_time(self, request: Request, most: int) -> int:
+        if most <= 0 or not math.isfinite(self._limit_s) or not self._cost.is_known:
+            return most
+        num_loaded = self._num_loaded + _num_loaded_by(request)
+        limit_s = self._limit_s / self._cost.guard - self._copy_seconds(num_loaded)
+        in_time = self._cost.tokens_within(self._shape, limit_s, request.next_position, most)
+        return in_time if self.chosen else max(in_time, min(most, MIN_CHUNK))
+
+    def _add(self, request: Request, num_tokens: int) -> None:
+        self.chosen.append(Allotment(request, num_tokens))
+        self._num_loaded += _num_loaded_by(request)
+        self._shape = self._shape.plus(request.next_position, num_tokens)
+        self._budget -= num_tokens
+
+    def _seconds(self, shape: StepShape) -> float:
+        copied_s = self._copy_seconds(self._num_loaded)
+        return (self._cost.seconds(shape) + copied_s) * self._cost.guard
+
+
+def _num_loaded_by(request: Request) -> int:
+    return request.num_loaded_by_start if request.state is RequestState.WAITING else 0
