@@ -7,8 +7,8 @@ import pytest
 from support.policy_scenes import BE, Admitting, Queue, make_request
 
 from lightserve.router.policies.base import StepLimits
+from lightserve.router.policies.lending import IDLE_LIMIT_S
 from lightserve.router.policies.unified import UnifiedPolicy
-from lightserve.router.policies.unified.lent_time import IDLE_LIMIT_S
 from lightserve.router.policies.unified.policy import LATE_EVERY
 from lightserve.router.policies.unified.timed_step import MIN_CHUNK
 from lightserve.router.queues import WaitingQueue

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.policies.base import Allotment, StepLimits, Waiting, admissible
-from lightserve.router.policies.unified.lent_time import time_for_best_effort
 from lightserve.router.policies.unified.timed_step import TimedStep
 from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import Request
@@ -41,7 +40,7 @@ class UnifiedPolicy:
             skips.note_all(best_effort, reason)
             skips.stop(BE, reason)
             return step.chosen
-        step.shorten(time_for_best_effort(real_time, limits))
+        step.lend(real_time, limits)
         num_kept = len(best_effort) - max(0, num_started - limits.num_free_rows)
         skips.note_all(best_effort[num_kept:], Reason.ROWS)
         best_effort = best_effort[:num_kept]

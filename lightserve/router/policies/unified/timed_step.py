@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from lightserve.router.policies.base import Allotment, StepLimits
+from lightserve.router.policies.lending import IDLE_LIMIT_S, lent_until_s
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request, RequestState
 from lightserve.router.step_cost import StepShape
@@ -36,6 +37,10 @@ class TimedStep:
         """Tokens that come back from the host for those who resume."""
         self._shape = StepShape()
         self._limit_s = math.inf
+        """By deadlines: of the whole step, with the guard."""
+        self._lent_until_s = math.inf
+        """As predicted, and without the copies of those who resume: they must not wait for a
+        step that has time for all of them."""
 
     @property
     def is_full(self) -> bool:
@@ -67,9 +72,21 @@ class TimedStep:
         residuals = (self.residual(request) for request, _ in self.chosen)
         self._limit_s = min((r for r in residuals if r >= base_s), default=math.inf)
 
-    def shorten(self, limit_s: float) -> None:
-        """Lower the limit, though not below what is in the step already."""
-        self._limit_s = max(min(self._limit_s, limit_s), self._seconds(self._shape))
+    def lend(self, real_time: Sequence[Request], limits: StepLimits) -> None:
+        """Let best-effort requests have what is left, as far as it is lent to them."""
+        held_share = sum(request.num_held_tokens for request in real_time) / limits.num_slots
+        base_s = self._cost.seconds(self._shape)
+        self._lent_until_s = lent_until_s(base_s, held_share, limits.outlook, limits.num_slots)
+
+    def _limit_for(self, request: Request) -> float:
+        """Return how long the step may compute if a prompt, perhaps one that resumes, joins."""
+        num_loaded = _num_loaded_by(request)
+        copied_s = self._copy_seconds(self._num_loaded + num_loaded)
+        limit_s = self._limit_s / self._cost.guard
+        if num_loaded > 0 and self._num_loaded > 0:
+            # A single one may bring more than there is time for otherwise, not several.
+            limit_s = min(limit_s, IDLE_LIMIT_S)
+        return min(limit_s - copied_s, self._lent_until_s)
 
     # ---------------------------------------------------------------- decodes
 
@@ -106,8 +123,10 @@ class TimedStep:
         return max(count, int(not self.chosen))  # an empty step takes one
 
     def _has_time_for(self, num_decodes: int, context: int) -> bool:
-        """Whether the step keeps its limit with so many more decodes, contexts summed."""
-        return self._seconds(self._shape.plus_decodes(num_decodes, context)) <= self._limit_s
+        """Whether the step keeps its limits with so many more decodes, contexts summed."""
+        shape = self._shape.plus_decodes(num_decodes, context)
+        is_lent = self._cost.seconds(shape) <= self._lent_until_s
+        return is_lent and self._seconds(shape) <= self._limit_s
 
     def _add_decodes(self, requests: Sequence[Request], context: int) -> None:
         """Add decodes, contexts summed."""
@@ -167,10 +186,9 @@ class TimedStep:
         return num_started
 
     def _num_tokens_in_time(self, request: Request, most: int) -> int:
-        if most <= 0 or not math.isfinite(self._limit_s) or not self._cost.is_known:
+        limit_s = self._limit_for(request)
+        if most <= 0 or not math.isfinite(limit_s) or not self._cost.is_known:
             return most
-        num_loaded = self._num_loaded + _num_loaded_by(request)
-        limit_s = self._limit_s / self._cost.guard - self._copy_seconds(num_loaded)
         in_time = self._cost.tokens_within(self._shape, limit_s, request.next_position, most)
         return in_time if self.chosen else max(in_time, min(most, MIN_CHUNK))
 
