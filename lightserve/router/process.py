@@ -8,7 +8,6 @@ the next message, the next planned moment or the next status beat.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import time
 from dataclasses import dataclass, field
@@ -48,6 +47,7 @@ from lightserve.messages.supervision import (
 )
 from lightserve.metrics.recording import Recorder
 from lightserve.models.config import load_model_config, resolve_context_len
+from lightserve.router.collector import Collector
 from lightserve.router.core import RouterCore
 from lightserve.router.events import (
     CoreEvent,
@@ -78,11 +78,9 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
         spec.workers_address, send_type=RouterToWorker, recv_type=WorkerToRouter
     )
     core = make_core(spec.config, max_model_len=max_model_len)
-    # What was built so far lives as long as the process: the collector need not look at it again.
-    gc.collect()
-    gc.freeze()
+    collector = Collector()
     control.send(ChildReady())
-    RouterProcess(spec, core, frontends, workers, control).serve()
+    RouterProcess(spec, core, frontends, workers, control, collector=collector).serve()
     return 0
 
 
@@ -104,8 +102,12 @@ class RouterProcess:
         frontends: Hub[RouterMessage, FrontendMessage],
         workers: Hub[RouterToWorker, WorkerToRouter],
         control: Link[ChildMessage, SupervisorMessage],
+        *,
+        collector: Collector | None = None,
     ) -> None:
+        """Without a `collector` garbage is collected as Python does by itself."""
         self._spec = spec
+        self._collector = collector
         self.core = core
         self._frontends = frontends
         self._workers = workers
@@ -286,6 +288,9 @@ class RouterProcess:
         with contextlib.suppress(ChannelFull):  # a supervisor that is stopped counts again later
             self._control.send(Heartbeat())
             self._control.send(MetricsSnapshot(samples=self._metrics.recorder.snapshot()))
+        if self._collector is not None:
+            busy = any(load.num_running + load.num_waiting for load in status.load.values())
+            self._collector.tick(is_busy=busy)
 
 
 def _log_wish(frontend_id: FrontendId, message: FrontendMessage) -> None:
