@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,17 @@ def _printable(values: dict[str, Any]) -> dict[str, Any]:
 def _print_table(sections: dict[str, dict[str, Any]]) -> None:
     for section, figures in sections.items():
         click.echo(section)
-        for name, value in figures.items():
+        for name, value in _flat(figures):
             click.echo(f"  {name:22} {_shown(value):>16}")
+
+
+def _flat(figures: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield names and values, those of tables inside one with all their names."""
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name} {inner}", figure) for inner, figure in _flat(value))
+        else:
+            yield name, value
 
 
 def _shown(value: float | None) -> str:

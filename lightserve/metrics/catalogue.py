@@ -217,6 +217,19 @@ PREEMPTED_TOKENS = counter(
 PAUSES = counter(
     "pauses_total", Origin.ROUTER, "Times that a running request lost its row or KV.", CLASS
 )
+REQUESTS_SKIPPED = counter(
+    "requests_skipped_total",
+    Origin.ROUTER,
+    "Times that a request was considered for a step and left out, by what kept it out: time,"
+    " tokens, rows, kv_now, kv_future, order or blocked.",
+    (*CLASS, "reason"),
+)
+REQUESTS_UNSEEN = counter(
+    "requests_unseen_total",
+    Origin.ROUTER,
+    "Times that a waiting request was not considered for a step, by what had stopped the search.",
+    (*CLASS, "reason"),
+)
 KV_TOKENS_TAKEN = counter(
     "kv_tokens_taken_total",
     Origin.ROUTER,

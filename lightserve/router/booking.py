@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightserve.messages.common import Int32Array
 from lightserve.messages.router_worker import StepPlan
-from lightserve.router.counters import KVCounters
+from lightserve.router.counters import KVCounters, SkipCounters
 from lightserve.router.events import PlannedStep
 from lightserve.router.intake import Intake
 from lightserve.router.kv.store import KVStore
@@ -38,9 +38,11 @@ class StepBooking:
         self._intake = intake
         self._steps_since_take = AHEAD_STEPS + 1
         self.counters = {request_class: KVCounters() for request_class in RequestClass}
+        self.skip_counters = SkipCounters()
 
     def book(self, step: PlannedStep, kv: KVStore, now_s: float) -> StepPlan:
         """Book a step planned since the last event; return the message to send."""
+        self.skip_counters.note(step)
         self._make_room(step, kv)
         self._steps_since_take = 0 if step.takes else self._steps_since_take + 1
         newcomers = [r for r, _ in step.allotments if r.state is RequestState.WAITING]

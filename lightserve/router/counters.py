@@ -1,8 +1,14 @@
-"""What happened to requests' KV, counted per class since boot."""
+"""What happened to requests' KV, and why they waited, counted per class since boot."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from lightserve.router.events import PlannedStep
+from lightserve.router.reasons import Reason
+from lightserve.types import RequestClass
 
 
 @dataclass(slots=True)
@@ -23,3 +29,25 @@ class KVCounters:
     """Tokens that came back from the host."""
     lost_tokens: int = 0
     """Tokens whose KV was given up, and has to be computed again unless it is found as cache."""
+
+
+class SkipCounters:
+    """Whom steps left out, and why (mechanisms T17)."""
+
+    def __init__(self) -> None:
+        self.skipped: Mapping[RequestClass, Counter[Reason]]
+        """Times that a request was considered for a step and left out."""
+        self.skipped = {request_class: Counter() for request_class in RequestClass}
+        self.unseen: Mapping[RequestClass, Counter[Reason]]
+        """Times that a request was not considered for a step, by what had stopped the scan."""
+        self.unseen = {request_class: Counter() for request_class in RequestClass}
+
+    def note(self, step: PlannedStep) -> None:
+        """Count a step that is sent."""
+        for request_class, counts in self.skipped.items():
+            counts.update(
+                r for request, r in step.skipped if request.request_class is request_class
+            )
+        for request_class, (num_requests, stopped_by) in step.unseen.items():
+            if stopped_by is not None:
+                self.unseen[request_class][stopped_by] += num_requests

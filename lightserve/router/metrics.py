@@ -30,6 +30,8 @@ from lightserve.metrics.catalogue import (
     PREFIX_CACHE_QUERIES,
     RAISED_TARGETS,
     REQUEST_QUEUE_TIME,
+    REQUESTS_SKIPPED,
+    REQUESTS_UNSEEN,
     STALLED,
     STEP_BATCH_SIZE,
     STEP_TIME,
@@ -113,6 +115,7 @@ class RouterMetrics:
         recorder.gauge(KV_SLOTS_PEAK).value = peak
         self._peak_slots = 0
         self._count_pauses(core)
+        self._count_skips(core)
         self._count_raised(core)
         recorder.gauge(KV_HOST_SLOTS).value = core.num_host_slots
         recorder.gauge(KV_HOST_SLOTS_USED).value = core.num_used_host_slots
@@ -141,6 +144,16 @@ class RouterMetrics:
                 label = target.rpartition("_")[0]  # as `slo_requests_total` names them
                 counter = self.recorder.counter(RAISED_TARGETS, request_class.value, label)
                 counter.value = core.num_raised_targets.get(RaisedTarget(request_class, target), 0)
+
+    def _count_skips(self, core: RouterCore) -> None:
+        counters = core.skip_counters
+        for family, counts in (
+            (REQUESTS_SKIPPED, counters.skipped),
+            (REQUESTS_UNSEEN, counters.unseen),
+        ):
+            for request_class, of_class in counts.items():
+                for reason, count in of_class.items():
+                    self.recorder.counter(family, request_class.value, reason.value).value = count
 
     def _count_prefixes(self) -> None:
         for request in self._newcomers:

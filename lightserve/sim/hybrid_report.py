@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from lightserve.router.reasons import Reason
 from lightserve.sim.class_report import ClassReport, Seen, Targets, Window, class_report
 from lightserve.sim.timed_core import TimedCore
 from lightserve.sim.virtual_worker import RunLengths, WorkSums
@@ -50,6 +52,10 @@ class RouterReport:
     """Of all calls of the core for a step."""
     cpu_ms_p99: float
     plan_bytes_mean: float
+    reasons: dict[str, dict[str, int]]
+    """By class and reason: times that a request was considered for a step and left out."""
+    unseen: dict[str, dict[str, int]]
+    """By class and what stopped the search: times that one was not considered."""
 
 
 @dataclass(frozen=True)
@@ -106,5 +112,18 @@ def hybrid_report(
         else None,
     )
     p50, p99 = np.percentile(core.step_cpu_s or [0.0], [50, 99]) * 1e3
-    router = RouterReport(float(p50), float(p99), sums.plan_bytes / num_steps)
+    router = RouterReport(
+        float(p50),
+        float(p99),
+        sums.plan_bytes / num_steps,
+        reasons=_by_class(core.skip_counters.skipped),
+        unseen=_by_class(core.skip_counters.unseen),
+    )
     return HybridReport(classes[RequestClass.RT], classes[RequestClass.BE], kv, router)
+
+
+def _by_class(counts: Mapping[RequestClass, Counter[Reason]]) -> dict[str, dict[str, int]]:
+    return {
+        request_class.value: {reason.value: of_class[reason] for reason in Reason}
+        for request_class, of_class in counts.items()
+    }

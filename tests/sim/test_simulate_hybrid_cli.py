@@ -13,6 +13,7 @@ from lightserve.cli.simulate import command
 from lightserve.cost.profile import SCHEMA_VERSION, ProfileKey, StepProfile, save_profile
 from lightserve.errors import ConfigError
 from lightserve.messages.step_cost import StepCoefficients
+from lightserve.router.reasons import Reason
 
 RT = ("--rt", "poisson:6", "--rt-lengths", "uniform:10-200,5-80", "--rt-max-tokens", "100")
 BE = ("--be", "closed:30", "--be-lengths", "uniform:100-300,20-60")
@@ -47,6 +48,10 @@ def test_json_has_the_stable_keys_and_depends_on_the_seed() -> None:
     assert set(first["rt"]) >= CLASS_KEYS and set(first["be"]) >= CLASS_KEYS
     assert {"copied_tokens", "copied_bytes", "recomputed_tokens"} <= set(first["kv"])
     assert {"cpu_ms_p50", "cpu_ms_p99"} <= set(first["router"])
+    reasons = first["router"]["reasons"]
+    assert reasons == again["router"]["reasons"] and set(reasons) == {"rt", "be"}
+    assert all(set(counts) == set(Reason) for counts in reasons.values())
+    assert sum(reasons["be"].values()) > 0
     assert first["config"]["admission"] == "risk" and "workload" not in first["config"]
     for section in ("rt", "be", "kv"):
         assert first[section] == again[section] != other[section]

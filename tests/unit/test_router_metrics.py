@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.core_scenes import Arrival, RecklessAdmission, make_core, step_time, submit
+from support.core_scenes import MAX_SEQS, Arrival, RecklessAdmission, make_core, step_time, submit
 
 from lightserve.messages.router_worker import OutputKind, RowResult, StepPlan, StepResult
 from lightserve.metrics.recording import Recorder
@@ -154,3 +154,22 @@ def test_the_forecast_peak_of_the_rule_is_told() -> None:
     driver.arrive(0, Arrival(0.0, num_prompt=5, num_output=4, max_tokens=4))
     assert driver.run_out() > 0
     assert driver.values()["kv_slots_forecast_peak",] == [9]
+
+
+def test_skipped_requests_are_counted_by_reason() -> None:
+    """Six rows for nine requests: every step leaves out three, of which it looks at none."""
+    driver = Driver(make_core("chunked", budget=24), num_kv_slots=1000)
+    for number in range(9):
+        driver.arrive(number, Arrival(0.0, 4, 5, 5))
+    plan = driver.send()
+    assert plan is not None and len(plan.rows) == MAX_SEQS
+    driver.finish(plan, 0.01)
+    plan = driver.send()
+    assert plan is not None
+    values = driver.values()
+    assert values["requests_unseen_total", "rt", "tokens"] == [3]
+    assert values["requests_unseen_total", "rt", "rows"] == [3]
+    driver.finish(plan, 0.01)
+    driver.run_out()
+    values = driver.values()
+    assert values["requests_unseen_total", "rt", "rows"] == [3 * 4]
