@@ -60,6 +60,8 @@ class Seen:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens that were found, not computed; known with the first token."""
+    is_refused: bool = False
+    """Whether an error ended it."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,9 @@ class ClassReport:
     """Over arrivals; those without a token count with their time until the run ended."""
     mtpot_ms_p99: float | None
     """Over arrivals with at least two tokens, finished or not."""
+    missed_e2e_s_p99: float | None
+    """Time to the end of arrivals that missed a target, refused ones left out; unfinished ones
+    count with their time until the run ended: a lower bound. None: there are none."""
     cached_pct: float | None
     """Prompt tokens that were found as cache, over arrivals with a first token."""
     evictions: int
@@ -116,6 +121,11 @@ def class_report(
         (_end_s(request, window.stop_s) - request.arrival_s) / request.num_output_tokens
         for request in counted
     ]
+    missed_s = [
+        _end_s(request, window.stop_s) - request.arrival_s
+        for request, kept in zip(counted, met, strict=True)
+        if not all(kept) and not request.is_refused
+    ]
     attained = [
         None if target is None or not met else float(np.mean([kept[i] for kept in met]))
         for i, target in enumerate(targets)
@@ -133,6 +143,7 @@ def class_report(
         ttft_ms_p50=_percentile_ms(ttft_s, 50),
         ttft_ms_p99=_percentile_ms(ttft_s, 99),
         mtpot_ms_p99=_percentile_ms(mtpot_s, 99),
+        missed_e2e_s_p99=float(np.percentile(missed_s, 99)) if missed_s else None,
         cached_pct=_cached_pct(counted),
         evictions=evictions,
         recomputed_tokens=recomputed_tokens,

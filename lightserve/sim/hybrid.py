@@ -26,6 +26,7 @@ from lightserve.router.events import FromFrontend
 from lightserve.router.factory import make_core_config
 from lightserve.router.request import Request
 from lightserve.sim.class_report import Seen, Targets, Window
+from lightserve.sim.fitted_profile import fitted_profile
 from lightserve.sim.hardware import A100_LLAMA2_7B, Hardware
 from lightserve.sim.hybrid_report import HybridReport, hybrid_report
 from lightserve.sim.simulation import Simulation, TimedEvent, Worker
@@ -79,6 +80,9 @@ class HybridConfig:
     """Of real-time requests."""
     noise: float = 0.05
     """Lognormal, of the time of a step."""
+    is_profiled: bool = True
+    """Whether the router starts from a profile of the hardware, fitted to noisy samples of it;
+    otherwise it learns what steps take as it serves."""
     checks_kv: bool = False
     """Whether the worker checks every read of KV (several times slower)."""
     seed: int = 0
@@ -120,7 +124,7 @@ class HybridRun:
                 f" {config.margin_s:g} s do not count, got {config.duration_s:g}"
             )
         self.config = config
-        rt_seed, be_seed, noise_seed = np.random.SeedSequence(config.seed).spawn(3)
+        rt_seed, be_seed, noise_seed, profile_seed = np.random.SeedSequence(config.seed).spawn(4)
         seeds = {RequestClass.RT: rt_seed, RequestClass.BE: be_seed}
         self.clients = {
             request_class: Clients(
@@ -142,6 +146,10 @@ class HybridRun:
             noise=config.noise,
             rng=np.random.default_rng(noise_seed),
         )
+        profile = config.hardware.step_cost
+        if profile is None and config.is_profiled:
+            rng = np.random.default_rng(profile_seed)
+            profile = fitted_profile(config.hardware, noise=config.noise, rng=rng)
         self.simulation = Simulation(
             self.core,
             self.worker,
@@ -149,7 +157,7 @@ class HybridRun:
             num_slots=config.capacity_tokens,
             num_host_slots=config.num_host_slots,
             frontend=self._on_news,
-            step_cost=config.hardware.step_cost,
+            step_cost=profile,
         )
         self._events = [
             event
@@ -195,6 +203,7 @@ class HybridRun:
                     outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH),
                     clients.num_prompt_tokens[key.request_id],
                     outcome.num_cached_tokens,
+                    outcome.error is not None,
                 )
             )
         return hybrid_report(

@@ -29,6 +29,8 @@ class KVReport:
     """Evictions per request sent, in percent."""
     pauses: int
     evictions: int
+    rt_evictions_beside_be: int
+    """Of real-time requests, in steps after which a best-effort one still had KV."""
     recomputed_tokens: int
     saved_tokens: int
     """Copied to the host in the step that took their slots."""
@@ -100,6 +102,7 @@ def hybrid_report(
         evicted_pct=100.0 * core.num_preemptions / max(1, sum(map(len, seen.values()))),
         pauses=sum(counters.num_pauses for counters in core.counters.values()),
         evictions=core.num_preemptions,
+        rt_evictions_beside_be=core.num_rt_evictions_beside_be,
         recomputed_tokens=core.num_preempted_tokens,
         saved_tokens=sums.saved_tokens,
         ahead_tokens=sums.ahead_tokens,

@@ -8,6 +8,7 @@ from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import CoreEvent, Outgoing, PlannedStep, WaitUntil
+from lightserve.types import RequestClass
 
 
 class TimedCore(RouterCore):
@@ -20,6 +21,8 @@ class TimedCore(RouterCore):
         `commit`."""
         self.used_slots = 0
         """Sum over steps of slots that requests held."""
+        self.num_rt_evictions_beside_be = 0
+        """Times that a real-time request lost KV while a best-effort one kept some."""
         self._cpu_s = 0.0
 
     def on_message(self, event: CoreEvent, now_s: float) -> list[Outgoing]:
@@ -43,6 +46,7 @@ class TimedCore(RouterCore):
         self.step_cpu_s.append(self._cpu_s + time.process_time() - start_s)
         self._cpu_s = 0.0
         self.used_slots += self.num_used_slots
+        self.num_rt_evictions_beside_be += self._rt_evictions_beside_be(planned)
         return plan
 
     def on_result(self, result: StepResult, now_s: float) -> list[Outgoing]:
@@ -51,3 +55,14 @@ class TimedCore(RouterCore):
         news = super().on_result(result, now_s)
         self._cpu_s += time.process_time() - start_s
         return news
+
+    def _rt_evictions_beside_be(self, planned: PlannedStep) -> int:
+        """Return how many real-time requests a step that has just left took KV from, if any
+        best-effort one has KV now."""
+        losers = [*(take.request for take in planned.takes), *planned.drops]
+        num_losers = sum(request.request_class is RequestClass.RT for request in losers)
+        if num_losers == 0:
+            return 0
+        holders = [*self._rows, *self._waiting.paused(RequestClass.BE)]
+        has_be = any(r.request_class is RequestClass.BE and r.num_held_tokens for r in holders)
+        return num_losers if has_be else 0
