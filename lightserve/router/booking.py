@@ -6,12 +6,12 @@ from lightserve.messages.common import Int32Array
 from lightserve.messages.router_worker import StepPlan
 from lightserve.router.counters import KVCounters, SkipCounters
 from lightserve.router.events import PlannedStep
-from lightserve.router.intake import Intake
 from lightserve.router.kv.store import KVStore
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.plan_builder import build_plan
 from lightserve.router.queues import RowTable, WaitingQueue
 from lightserve.router.request import Request, RequestState
+from lightserve.router.waits import WaitForecast
 from lightserve.types import RequestClass
 
 AHEAD_FACTOR = 4
@@ -30,12 +30,12 @@ class StepBooking:
     """
 
     def __init__(
-        self, waiting: WaitingQueue, rows: RowTable, pipeline: Pipeline, intake: Intake
+        self, waiting: WaitingQueue, rows: RowTable, pipeline: Pipeline, waits: WaitForecast
     ) -> None:
         self._waiting = waiting
         self._rows = rows
         self._pipeline = pipeline
-        self._intake = intake
+        self._waits = waits
         self._steps_since_take = AHEAD_STEPS + 1
         self.counters = {request_class: KVCounters() for request_class in RequestClass}
         self.skip_counters = SkipCounters()
@@ -47,7 +47,7 @@ class StepBooking:
         self._steps_since_take = 0 if step.takes else self._steps_since_take + 1
         newcomers = [r for r, _ in step.allotments if r.state is RequestState.WAITING]
         for request in newcomers:
-            self._start(request, kv, now_s)
+            self._start(request, kv)
         for request in newcomers:
             self.counters[request.request_class].loaded_tokens += kv.load(request)
             request.state = RequestState.RUNNING
@@ -62,13 +62,12 @@ class StepBooking:
             request.num_inflight_steps += 1
         return plan
 
-    def _start(self, request: Request, kv: KVStore, now_s: float) -> None:
+    def _start(self, request: Request, kv: KVStore) -> None:
         """Take a waiting request out of its queue and give it a row and what there is of its KV."""
         self._waiting.admit(request)
         if not request.is_paused:
             kv.forget(request)
-        backlog = self._waiting.backlog(request.request_class)
-        self._intake.note_started(request, backlog, now_s)
+        self._waits.note_started(request)
         self._rows.acquire(request)
         computed_anew = max(0, request.num_kept_tokens - request.num_computed_tokens)
         self.counters[request.request_class].lost_tokens += computed_anew

@@ -91,9 +91,11 @@ class RouterCore(CoreState):
         if request.key in self._requests:
             raise ProtocolError(f"request {request.key} is a duplicate")
         backlog = self._waiting.backlog(request.request_class)
+        limits = self._config.queue_limits[request.request_class]
         if not self._can_ever_fit(request):
             deltas.fail(request, ErrorCode.TOO_LARGE)
-        elif (retry_after_s := self._intake.retry_after_s(request, backlog)) is not None:
+        elif not limits.has_room(backlog, request.num_prompt_tokens):
+            retry_after_s = self._waits.retry_after_s(request.request_class, self._kv)
             deltas.fail(request, ErrorCode.QUEUE_FULL, retry_after_s=retry_after_s)
         else:
             self._requests[request.key] = request
@@ -103,7 +105,6 @@ class RouterCore(CoreState):
                 num_tokens = expected_kv_tokens(request, self._config.lengths)
                 self._burst.note_arrival(now_s, num_tokens)
                 self._demand.note_arrival(now_s, request.num_prompt_tokens)
-            self._intake.note_waiting(request, now_s)
             if self._kv is not None:
                 self._kv.expect(request)
 
@@ -118,7 +119,7 @@ class RouterCore(CoreState):
         request = self._requests.get(key) or self._unfinished.get(key)
         if request is None:
             return
-        self._config.lengths.record(finish.num_tokens, request.prediction_key)
+        self._learn_length(request, finish.num_tokens)
         self._forget(request)
 
     def _forget(self, request: Request) -> None:
@@ -235,6 +236,7 @@ class RouterCore(CoreState):
                 self._release_if_idle(request)
             elif row_result is not None:
                 self._advance(request, row, row_result, deltas, now_s)
+        self._waits.note_step(step.planned.allotments)
         self._sink_late(now_s)
         self._pipeline.note_work(bool(self._requests))
         return deltas.outgoing()
@@ -275,10 +277,15 @@ class RouterCore(CoreState):
         """End a request that has all its tokens; a frontend that looks for stop strings may yet
         shorten it, so that its length becomes history with `Finish`."""
         if request.num_acknowledged_tokens is None:
-            self._config.lengths.record(len(request.output_token_ids), request.prediction_key)
+            self._learn_length(request, len(request.output_token_ids))
         else:
             self._unfinished[request.key] = request
         self._end(request)
+
+    def _learn_length(self, request: Request, num_tokens: int) -> None:
+        """Learn how long an output became."""
+        self._config.lengths.record(num_tokens, request.prediction_key)
+        self._waits.note_length(request, num_tokens)
 
     def _end(self, request: Request) -> None:
         """Forget a request, whatever state it is in; its slots wait for plans in flight."""

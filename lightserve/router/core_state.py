@@ -11,7 +11,6 @@ from lightserve.router.burst import BurstHeadroom
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.counters import KVCounters, SkipCounters
 from lightserve.router.demand import RealTimeDemand
-from lightserve.router.intake import Intake
 from lightserve.router.integrity import check_integrity
 from lightserve.router.kv.description import describe_kv
 from lightserve.router.kv.store import KVStore
@@ -21,6 +20,7 @@ from lightserve.router.queues import RowTable, WaitingQueue
 from lightserve.router.request import Request
 from lightserve.router.scheduling_targets import RaisedTarget, SchedulingTargets
 from lightserve.router.status import router_status
+from lightserve.router.waits import WaitForecast
 from lightserve.types import RequestClass, RequestKey
 
 
@@ -34,13 +34,13 @@ class CoreState:
         self._rows = RowTable(config.max_num_seqs)
         self._kv: KVStore | None = None
         self._pipeline = Pipeline(max_steps_in_flight=config.max_steps_in_flight)
-        self._intake = Intake(config.queue_limits)
+        self._waits = WaitForecast(config, self._waiting, self._rows, self._pipeline)
         self._targets = SchedulingTargets(config, self._pipeline.cost)
         self._unfinished: dict[RequestKey, Request] = {}
         """Requests whose last token was sent, but whose frontend still looks for a stop string."""
         self._demand = RealTimeDemand(config.lengths.prior)
         self._planner = StepPlanner(config, self._waiting, self._rows, self._pipeline, self._demand)
-        self._booking = StepBooking(self._waiting, self._rows, self._pipeline, self._intake)
+        self._booking = StepBooking(self._waiting, self._rows, self._pipeline, self._waits)
         self._burst = BurstHeadroom(config.burst_headroom_s)
         self._num_arrivals = 0
         self._suspects: list[Request] = []

@@ -20,6 +20,8 @@ class Backlog(NamedTuple):
     num_requests: int
     num_tokens: int
     """That have to be computed before the first new one."""
+    num_output_tokens: int = 0
+    """Most that may come yet."""
 
 
 class WaitingQueue:
@@ -119,8 +121,11 @@ class WaitingQueue:
     def _count(self, request: Request, sign: int) -> None:
         """Add or take off a request; while it waits, its known tokens do not change."""
         before = self._backlogs[request.request_class]
+        num_left = request.max_tokens - len(request.output_token_ids)
         self._backlogs[request.request_class] = Backlog(
-            before.num_requests + sign, before.num_tokens + sign * request.num_known_tokens
+            before.num_requests + sign,
+            before.num_tokens + sign * request.num_known_tokens,
+            before.num_output_tokens + sign * num_left,
         )
 
 

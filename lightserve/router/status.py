@@ -7,7 +7,7 @@ from collections import Counter
 from lightserve.messages.frontend_router import ClassLoad, RouterStatus
 from lightserve.router.kv.store import KVStore
 from lightserve.router.pipeline import Pipeline
-from lightserve.router.queues import RowTable, WaitingQueue
+from lightserve.router.queues import Backlog, RowTable, WaitingQueue
 from lightserve.types import RequestClass
 
 
@@ -19,7 +19,7 @@ def router_status(
     return RouterStatus(
         workers_ready=kv is not None,
         load={
-            request_class: ClassLoad(*waiting.backlog(request_class), num_running[request_class])
+            request_class: _load(waiting.backlog(request_class), num_running[request_class])
             for request_class in RequestClass
         },
         num_used_slots=0 if kv is None else kv.num_used,
@@ -29,3 +29,7 @@ def router_status(
         worker_busy_s=pipeline.busy_s,
         worker_idle_s=pipeline.idle_s,
     )
+
+
+def _load(backlog: Backlog, num_running: int) -> ClassLoad:
+    return ClassLoad(backlog.num_requests, backlog.num_tokens, num_running)

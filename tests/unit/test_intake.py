@@ -1,4 +1,4 @@
-"""Queues bounded per class, in requests and tokens, and when a refused client may come again."""
+"""Queues bounded per class, in requests and tokens."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from support.core_scenes import Arrival, make_core, submit
 
 from lightserve.messages.frontend_router import ClassLoad, ErrorCode, RequestDelta
 from lightserve.router.events import FromFrontend
-from lightserve.router.intake import MAX_RETRY_S, MIN_RETRY_S, DrainRate, QueueLimits
+from lightserve.router.intake import QueueLimits
 from lightserve.router.queues import Backlog
+from lightserve.router.waits import MIN_RETRY_S
 from lightserve.types import FrontendId, RequestClass
 
 FRONTEND = FrontendId(0)
@@ -46,35 +47,3 @@ def test_one_class_does_not_fill_the_queue_of_the_other() -> None:
         RequestClass.BE: ClassLoad(2, 16, 0),
         RequestClass.RT: ClassLoad(1, 8, 0),
     }
-
-
-def test_retry_after_follows_the_rate() -> None:
-    """A queue that drains 100 tokens per second has half of 4000 gone after 20 s."""
-    rate = DrainRate()
-    rate.start(0.0)
-    for second in range(1, 200):
-        rate.leave(100, float(second), is_empty=False)
-    assert rate.retry_after_s(Backlog(40, 4000)) == pytest.approx(20.0, rel=1e-6)
-    for second in range(200, 400):
-        rate.leave(10, float(second), is_empty=False)
-    assert rate.retry_after_s(Backlog(40, 4000)) == pytest.approx(200.0, rel=0.05)
-    assert rate.retry_after_s(Backlog(40, 1)) == MIN_RETRY_S
-    assert rate.retry_after_s(Backlog(40, 10**9)) == MAX_RETRY_S
-
-
-def test_an_empty_queue_is_not_a_slow_one() -> None:
-    rate = DrainRate()
-    rate.start(0.0)
-    rate.leave(100, 1.0, is_empty=True)
-    rate.start(1000.0)
-    rate.leave(100, 1001.0, is_empty=True)
-    assert rate.retry_after_s(Backlog(40, 4000)) == pytest.approx(20.0, rel=1e-6)
-
-
-def test_several_leave_at_once() -> None:
-    rate = DrainRate()
-    rate.start(0.0)
-    for _ in range(5):
-        rate.leave(20, 0.0, is_empty=False)
-    rate.leave(0, 1.0, is_empty=False)
-    assert rate.retry_after_s(Backlog(40, 4000)) == pytest.approx(20.0, rel=1e-6)

@@ -1,0 +1,276 @@
+"""How long a class's backlog waits: what a client that is refused is told as `Retry-After`.
+
+The answer is the time until everything of the class that waits now has begun: when a request that
+were let in at the end of the queue would begin, and when one that comes back finds it empty unless
+others came. It is predicted from what is known of the work, and corrected by what was seen.
+
+    wait = work(prompt tokens, decodes) / pace
+
+*Work* is in seconds of a full server, by the cost model: prompt tokens of the backlog (less the
+share that is found in the cache), what running prompts have left, and the decodes until the last
+waiting request finds a place. In a steady state each place is free again after one output, so
+these are the outputs of those that wait; where the batch is young (its outputs have not come
+half-way on average) or has free places, more or less. Outputs are as long as those of the class
+have been, at most what clients declared.
+
+*Pace* is the work done for the class per second, over the time in which some of it waited: it has
+the other class's share, admission's caution and the model's errors in it. Before anything was
+seen it is 1. While no step times are known, work is in tokens, and the pace what was seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from lightserve.router.kv.store import KVStore
+from lightserve.router.pipeline import Pipeline
+from lightserve.router.policies.base import Allotment
+from lightserve.router.queues import Backlog, RowTable, WaitingQueue
+from lightserve.router.request import Request, RequestState
+from lightserve.router.step_cost import StepShape
+from lightserve.types import RequestClass
+
+if TYPE_CHECKING:
+    from lightserve.router.core_config import CoreConfig
+
+MIN_RETRY_S = 1.0
+MAX_RETRY_S = 600.0
+PACE_MEMORY_S = 20.0
+"""Time constant of the average pace."""
+PRIOR_S = 1.0
+"""What was seen counts as much as the cost model alone after this time."""
+AVERAGE_WEIGHT = 0.005
+"""Of the newest one in averages over requests, once there are enough."""
+FULL_SHARE = 0.9
+"""A step with less of its token budget left over had no room for more of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Tokens to compute, or computed."""
+
+    num_prompt: float = 0.0
+    """In rows of several, known tokens that are computed again included."""
+    num_decodes: float = 0.0
+    """In rows of one."""
+
+
+class _Average:
+    """Mean and variance: of all at first, then exponential."""
+
+    def __init__(self, prior: float) -> None:
+        self.mean = prior
+        self.variance = 0.0
+        self.count = 0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        weight = max(AVERAGE_WEIGHT, 1 / self.count)
+        off = value - self.mean
+        self.mean += weight * off
+        self.variance = (1 - weight) * (self.variance + weight * off * off)
+
+
+class _OfClass:
+    """What is known about one class."""
+
+    def __init__(self) -> None:
+        self.num_output = _Average(0.0)
+        """Tokens of an output."""
+        self.uncached_share = _Average(1.0)
+        """Of the known tokens of those that start, what has to be computed."""
+        self.seen_s = 0.0
+        """Time in which some of it waited; this and the work done then fade."""
+        self.seen = Work()
+        self.is_waiting = False
+        """Whether some of it waited when the step before ended."""
+        self.is_held = False
+        """Whether the last step had room for more prompt tokens although some of it waited."""
+
+    def see(self, work: Work, seconds: float) -> None:
+        keep = math.exp(-seconds / PACE_MEMORY_S)
+        self.seen_s = keep * self.seen_s + seconds
+        self.seen = Work(
+            keep * self.seen.num_prompt + work.num_prompt,
+            keep * self.seen.num_decodes + work.num_decodes,
+        )
+
+
+class WaitForecast:
+    """See the module. Told of steps and requests by the core and its booking."""
+
+    def __init__(
+        self, config: CoreConfig, waiting: WaitingQueue, rows: RowTable, pipeline: Pipeline
+    ) -> None:
+        self._waiting = waiting
+        self._rows = rows
+        self._pipeline = pipeline
+        self._max_model_len = config.max_model_len
+        self._budget = config.max_num_batched_tokens
+        self._max_num_seqs = config.max_num_seqs
+        self._max_be_seqs = config.max_be_seqs
+        self._is_class_aware = config.policy.is_class_aware
+        self._clock_s = 0.0
+        self._of = {c: _OfClass() for c in RequestClass}
+        self.computed = {c: Work() for c in RequestClass}
+        """Since boot."""
+
+    # ---------------------------------------------------------------- what happens
+
+    def note_step(self, allotments: Iterable[Allotment]) -> None:
+        """Learn that a step has finished; before the next one may have started requests."""
+        done = work_of(allotments)
+        clock_s = self._pipeline.busy_s + self._pipeline.idle_s
+        seconds, self._clock_s = clock_s - self._clock_s, clock_s
+        num_tokens = sum(work.num_prompt + work.num_decodes for work in done.values())
+        for request_class, work in done.items():
+            before, known = self.computed[request_class], self._of[request_class]
+            self.computed[request_class] = Work(
+                before.num_prompt + work.num_prompt, before.num_decodes + work.num_decodes
+            )
+            waits_now = self._waiting.backlog(request_class).num_requests > 0
+            has_waited, known.is_waiting = known.is_waiting and waits_now, waits_now
+            if has_waited:
+                known.see(work, seconds)
+            known.is_held = has_waited and num_tokens < FULL_SHARE * self._budget
+
+    def note_started(self, request: Request) -> None:
+        """Learn how much of a request that starts was there already."""
+        known = self._of[request.request_class]
+        known.uncached_share.add(1.0 - request.num_computed_tokens / request.num_known_tokens)
+
+    def note_length(self, request: Request, num_tokens: int) -> None:
+        """Learn how long an output has become."""
+        self._of[request.request_class].num_output.add(num_tokens)
+
+    # ---------------------------------------------------------------- what will be
+
+    def retry_after_s(self, request_class: RequestClass, kv: KVStore | None) -> float:
+        """Return what a refused client is told; `kv` is None while there are no workers."""
+        return min(MAX_RETRY_S, max(MIN_RETRY_S, self.seconds(request_class, kv)))
+
+    def seconds(self, request_class: RequestClass, kv: KVStore | None) -> float:
+        """Return the predicted time until all of a class that waits has begun; 0: unknown."""
+        backlog = self._waiting.backlog(request_class)
+        if backlog.num_requests == 0:
+            return 0.0
+        known = self._of[request_class]
+        output = self._output(known, backlog)
+        context = backlog.num_tokens / backlog.num_requests + output.mean / 2
+        running = [r for r in self._rows if r.state is RequestState.RUNNING]
+        own = [r for r in running if r.request_class is request_class]
+        num_free = self._num_free_places(request_class, running, kv, context + output.young)
+        batch = _Batch(max(1, len(own) + num_free), context)
+        num_prompt = known.uncached_share.mean * backlog.num_tokens
+        num_prompt += sum(max(0, r.num_prompt_tokens - r.next_position) for r in running)
+        num_decodes = 0.0
+        if known.is_held:
+            num_free = 0
+        if backlog.num_requests > num_free:
+            num_decodes = output.mean * (backlog.num_requests - num_free) + output.young * num_free
+            num_decodes += sum(max(0.0, output.young - len(r.output_token_ids)) for r in own)
+        work_s = self._seconds(Work(num_prompt, num_decodes), batch)
+        seen_s, pace = known.seen_s, self._seconds(known.seen, batch)
+        if self._pipeline.cost.is_known:
+            seen_s, pace = seen_s + PRIOR_S, pace + PRIOR_S
+        return work_s * seen_s / pace if pace > 0.0 else 0.0
+
+    def _num_free_places(
+        self,
+        request_class: RequestClass,
+        running: Sequence[Request],
+        kv: KVStore | None,
+        num_slots: float,
+    ) -> int:
+        """Return how many more requests of a class could run, each with so many slots.
+
+        Real-time ones get those of best-effort ones where the policy knows classes.
+        """
+        num_available, num_rows = 0 if kv is None else kv.num_available, self._max_num_seqs
+        if self._is_class_aware and request_class is RequestClass.RT:
+            yielding = [r for r in running if r.request_class is RequestClass.BE]
+            num_available += sum(r.num_held_tokens for r in yielding)
+            num_rows += len(yielding)
+        elif request_class is RequestClass.BE:
+            num_be = sum(r.request_class is RequestClass.BE for r in running)
+            num_rows = min(num_rows, self._max_be_seqs + len(running) - num_be)
+        return max(0, min(int(num_available / num_slots), num_rows - len(running)))
+
+    def _output(self, known: _OfClass, backlog: Backlog) -> _Output:
+        """Return what is expected of the outputs of those that wait.
+
+        What is left of an output at a random time is (1 + cv^2) / 2 of a mean one, cv being the
+        coefficient of variation: half where all are as long, all of it where lengths have no
+        memory, which is also what is assumed before any was seen.
+        """
+        limit = backlog.num_output_tokens / backlog.num_requests
+        lengths = known.num_output
+        if lengths.count == 0:
+            return _Output(expected_output(limit, self._max_model_len), 0.0)
+        mean = min(lengths.mean, limit)
+        return _Output(mean, mean * max(0.0, 0.5 - 0.5 * lengths.variance / lengths.mean**2))
+
+    def _seconds(self, work: Work, batch: _Batch) -> float:
+        """Return the time of so much work on a full server, in tokens while no times are known.
+
+        Each step has at most a decode for each request of the batch, and at most so many tokens
+        as the budget has.
+        """
+        num_tokens = work.num_prompt + work.num_decodes
+        num_steps = max(num_tokens / self._budget, work.num_decodes / batch.num_requests)
+        if num_steps == 0.0 or not self._pipeline.cost.is_known:
+            return num_tokens
+        num_decodes, chunk = work.num_decodes / num_steps, work.num_prompt / num_steps
+        shape = StepShape(
+            num_new=round(num_decodes),
+            num_decodes=round(num_decodes),
+            decode_context=round(num_decodes * batch.context),
+        )
+        if chunk >= 2:
+            shape = shape.plus(round(batch.context / 2), round(chunk))
+        return num_steps * self._pipeline.cost.seconds(shape)
+
+
+class _Output(NamedTuple):
+    """Of requests that wait, on average."""
+
+    mean: float
+    """Tokens."""
+    young: float
+    """What one that has just begun has left, beyond what those that run have on average."""
+
+
+class _Batch(NamedTuple):
+    """A full one."""
+
+    num_requests: int
+    context: float
+    """Tokens of each, on average."""
+
+
+def expected_output(limit: float, most: int) -> float:
+    """Return the mean of a length that is log-uniform in 1 … `most` and cut at `limit` >= 1."""
+    whole = math.log(max(most, limit, math.e))
+    return (limit - 1) / whole + limit * (1 - math.log(limit) / whole)
+
+
+def work_of(allotments: Iterable[Allotment]) -> dict[RequestClass, Work]:
+    """Return what a step computes for each class."""
+    rt_prompt = rt_decodes = be_prompt = be_decodes = 0
+    for request, num_tokens in allotments:
+        if request.request_class is RequestClass.RT:
+            if num_tokens == 1:
+                rt_decodes += 1
+            else:
+                rt_prompt += num_tokens
+        elif num_tokens == 1:
+            be_decodes += 1
+        else:
+            be_prompt += num_tokens
+    return {
+        RequestClass.RT: Work(rt_prompt, rt_decodes),
+        RequestClass.BE: Work(be_prompt, be_decodes),
+    }

@@ -1,0 +1,185 @@
+"""What a refused client is told, from hand-made backlogs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.policy_scenes import BE, RT, make_request
+
+from lightserve.messages.step_cost import StepCoefficients
+from lightserve.router.admission.conservative import ConservativeAdmission
+from lightserve.router.core_config import CoreConfig
+from lightserve.router.intake import QueueLimits
+from lightserve.router.kv.options import KVOptions
+from lightserve.router.kv.store import KVStore
+from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.pipeline import Pipeline
+from lightserve.router.policies.base import Allotment
+from lightserve.router.policies.registry import POLICIES
+from lightserve.router.queues import RowTable, WaitingQueue
+from lightserve.router.request import Request
+from lightserve.router.waits import MAX_RETRY_S, MIN_RETRY_S, WaitForecast, Work, expected_output
+from lightserve.types import RequestClass
+
+TEN_MS = StepCoefficients(
+    floor_s=0.01,
+    knee=1e9,
+    per_new_s=0.0,
+    per_decode_s=0.0,
+    per_chunk_s=0.0,
+    per_decode_context_s=0.0,
+    per_chunk_context_s=0.0,
+    per_chunk_pair_s=0.0,
+)
+"""Every step takes as long."""
+
+
+class Scene:
+    """Queues and rows, without a core."""
+
+    def __init__(self, *, cost: StepCoefficients | None = TEN_MS, policy: str = "unified") -> None:
+        self.waiting, self.rows, self.pipeline = WaitingQueue(), RowTable(8), Pipeline()
+        if cost is not None:
+            self.pipeline.cost.use_profile(cost)
+        config = CoreConfig(
+            max_model_len=4096,
+            max_num_seqs=8,
+            max_num_batched_tokens=100,
+            queue_limits=dict.fromkeys(RequestClass, QueueLimits(9, 999)),
+            policy=POLICIES[policy](),
+            admission=ConservativeAdmission(),
+            lengths=OutputLengths(max_output_tokens=4096),
+        )
+        self.waits = WaitForecast(config, self.waiting, self.rows, self.pipeline)
+        self.kv = KVStore(100_000, KVOptions())
+        self._number = 0
+
+    def make(self, request_class: RequestClass, prompt: int, *, output: int = 0) -> Request:
+        self._number += 1
+        return make_request(self._number, request_class, prompt=prompt, output=output or None)
+
+    def wait(self, count: int, request_class: RequestClass, prompt: int) -> None:
+        for _ in range(count):
+            self.waiting.append(self.make(request_class, prompt))
+
+    def run(self, count: int, request_class: RequestClass, output: int) -> list[Request]:
+        running = [self.make(request_class, 8, output=output) for _ in range(count)]
+        for request in running:
+            self.rows.acquire(request)
+        return running
+
+    def learn(self, request_class: RequestClass, *lengths: int) -> None:
+        for length in lengths:
+            self.waits.note_length(self.make(request_class, 8), length)
+
+    def step(self, allotments: list[Allotment], seconds: float) -> None:
+        self.pipeline.busy_s += seconds
+        self.waits.note_step(allotments)
+
+    def seconds(self, request_class: RequestClass) -> float:
+        return self.waits.seconds(request_class, self.kv)
+
+
+def test_who_waits_for_prompts_alone() -> None:
+    """Four prompts of 300 tokens are 12 steps of 100; there are rows for all."""
+    scene = Scene()
+    scene.wait(4, RT, 300)
+    assert scene.seconds(RT) == pytest.approx(0.12)
+    assert scene.seconds(BE) == 0.0
+    assert scene.waits.retry_after_s(RT, scene.kv) == MIN_RETRY_S
+
+
+def test_who_waits_for_places() -> None:
+    """Of eight rows none is free: 16 outputs of 1000 tokens, eight a step. Those that run are half
+    done, as they are on average where all are as long."""
+    scene = Scene()
+    scene.learn(RT, *[1000] * 4)
+    scene.run(8, RT, output=500)
+    scene.wait(16, RT, 2)
+    assert scene.seconds(RT) == pytest.approx(20.0, rel=0.01)
+
+
+def test_a_young_batch_takes_longer_to_make_room() -> None:
+    scene = Scene()
+    scene.learn(RT, *[1000] * 4)
+    scene.run(8, RT, output=1)
+    scene.wait(16, RT, 2)
+    assert scene.seconds(RT) == pytest.approx(25.0, rel=0.01)
+    scattered = Scene()
+    scattered.learn(RT, 1, 1, 1, 3997)  # now nobody knows, however long it has run
+    scattered.run(8, RT, output=1)
+    scattered.wait(16, RT, 2)
+    assert scattered.seconds(RT) == pytest.approx(20.0, rel=0.01)
+
+
+def test_real_time_gets_the_places_of_best_effort() -> None:
+    for policy, expected_s in (("unified", 0.16), ("chunked", 20.16)):
+        scene = Scene(policy=policy)
+        scene.learn(RT, *[1000] * 4)
+        scene.run(8, BE, output=500)
+        scene.wait(8, RT, 200)
+        scene.learn(BE, 1000)
+        found_s = scene.seconds(RT)
+        if policy == "unified":
+            assert found_s == pytest.approx(expected_s)
+        else:
+            assert found_s > 10.0
+
+
+def test_what_was_seen_counts() -> None:
+    """Half of the steps go to the other class: everything takes twice as long."""
+    scene = Scene()
+    scene.wait(4, BE, 20_000)
+    before_s = scene.seconds(BE)
+    assert before_s == pytest.approx(8.0)
+    (request,) = scene.run(1, BE, output=1)
+    (other,) = scene.run(1, RT, output=1)
+    for number in range(4000):
+        allotment = Allotment(other if number % 2 else request, 100)
+        scene.step([allotment], 0.01)
+    assert scene.seconds(BE) == pytest.approx(2 * before_s, rel=0.06)
+    assert scene.waits.computed == {BE: Work(200_000, 0), RT: Work(200_000, 0)}
+
+
+def test_time_without_a_queue_does_not_count() -> None:
+    scene = Scene()
+    (request,) = scene.run(1, BE, output=1)
+    for _ in range(100):
+        scene.step([Allotment(request, 1)], 1.0)
+    scene.wait(4, BE, 3000)
+    assert scene.seconds(BE) == pytest.approx(1.2)
+
+
+def test_what_is_cached_is_not_waited_for() -> None:
+    scene = Scene()
+    for _ in range(3):
+        request = scene.make(BE, 100)
+        request.num_computed_tokens = 75
+        scene.waits.note_started(request)
+    scene.wait(4, BE, 3000)
+    assert scene.seconds(BE) == pytest.approx(0.3)
+
+
+def test_without_step_times_it_follows_the_tokens_that_were_seen() -> None:
+    scene = Scene(cost=None)
+    scene.wait(4, BE, 3000)
+    assert scene.waits.retry_after_s(BE, scene.kv) == MIN_RETRY_S
+    (request,) = scene.run(1, BE, output=1)
+    for _ in range(100):
+        scene.step([Allotment(request, 100)], 0.1)
+    assert scene.seconds(BE) == pytest.approx(12_000 / 1000, rel=0.05)
+
+
+def test_it_has_bounds() -> None:
+    scene = Scene()
+    assert scene.waits.retry_after_s(RT, None) == MIN_RETRY_S
+    scene.wait(400, RT, 30_000)
+    assert scene.waits.retry_after_s(RT, scene.kv) == MAX_RETRY_S
+    assert scene.waits.retry_after_s(RT, None) == MAX_RETRY_S
+
+
+@pytest.mark.parametrize(("limit", "most"), [(1, 4096), (128, 4096), (4096, 4096), (9000, 4096)])
+def test_an_unknown_output_is_log_uniform(limit: int, most: int) -> None:
+    lengths = np.geomspace(1, max(limit, most), 100_001)
+    expected = np.minimum(lengths, limit).mean()
+    assert expected_output(limit, most) == pytest.approx(expected, rel=1e-3)
