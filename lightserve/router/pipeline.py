@@ -15,7 +15,7 @@ from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.copy_cost import CopyCost
 from lightserve.router.events import PlannedStep
 from lightserve.router.policies.base import Allotment
-from lightserve.router.step_cost import StepCost, StepShape, shape_of
+from lightserve.router.step_cost import StepCost, StepGuard, StepShape, shape_of
 from lightserve.types import StepId
 
 MAX_STEPS_IN_FLIGHT = 2
@@ -45,6 +45,7 @@ class Pipeline:
         self._max_steps_in_flight = max_steps_in_flight
         self.cost = StepCost()
         self.copy_cost = CopyCost()
+        self.guard = StepGuard()
         self.next_step_id = StepId(0)
         self.num_finished = 0
         self.busy_s = 0.0
@@ -127,6 +128,8 @@ class Pipeline:
         self._shape = done.shape
         self.cost.observe(done.shape, result.exec_s - result.copy_s)
         self.copy_cost.observe(_num_copied(done.plan), result.copy_s, self._num_ahead)
+        if done.planned.limit_s is not None:
+            self.guard.observe(result.exec_s, done.planned.limit_s)
         self._num_ahead = len(done.plan.ahead_saves.slots) // 4
         self.num_finished += 1
         self.busy_s += result.exec_s

@@ -153,6 +153,7 @@ class StepPlanner:
             num_slots=kv.num_slots,
             start_s=attempt.start_s,
             cost=self._pipeline.cost,
+            guard=self._pipeline.guard,
             copy_seconds=self._pipeline.copy_seconds,
             outlook=self._demand.outlook(self._pipeline.cost.work, attempt.start_s),
             num_yielding_rows=num_yielding if self._is_class_aware else 0,

@@ -68,10 +68,10 @@ class _Ratio:
 
 @dataclass(slots=True)
 class StepGuard:
-    """Outer guard against errors of the model: a share of the token budget (C3, AIMD).
+    """Outer guard against errors of the model: a share of the time that may be filled (C3, AIMD).
 
-    A step that took longer than its limit halves the share; every other one adds 5 % of the full
-    budget, up to all of it. Unlike the ratios it needs no prediction to be right.
+    A step that took longer than its limit halves the share; every other one adds 5 % of the whole,
+    up to all of it. Unlike the ratios it needs no prediction to be right.
     """
 
     share: float = 1.0
@@ -82,9 +82,9 @@ class StepGuard:
         share = self.share * GUARD_CUT if missed else self.share + GUARD_STEP
         self.share = min(1.0, max(GUARD_FLOOR, share))
 
-    def budget(self, num_tokens: int) -> int:
-        """Return how many of so many prompt tokens a step should take; at least 1 of any."""
-        return min(num_tokens, max(1, math.floor(self.share * num_tokens)))
+    def limit(self, base_s: float, limit_s: float) -> float:
+        """Return up to when prompts should fill a step that takes `base_s` without any."""
+        return base_s + self.share * (limit_s - base_s)
 
 
 @dataclass(slots=True)

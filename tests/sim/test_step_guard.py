@@ -53,7 +53,9 @@ def run(seed: int, *, factor: float, is_corrected: bool = True) -> tuple[list[bo
     for number in range(NUM_STEPS):
         shape, start = decodes(rng), int(rng.integers(0, 1000))
         within_s = LIMIT_S / (cost.guard_of(StepKind.MIXED) if is_corrected else 1.0)
-        count = guard.budget(cost.tokens_within(shape, within_s, start, 4096))
+        if is_corrected:
+            within_s = guard.limit(cost.seconds(shape), within_s)
+        count = cost.tokens_within(shape, within_s, start, 4096)
         if count:
             shape = shape.plus(start, count)
         seconds = true_seconds(shape, rng) * (factor if number >= SLOW_FROM else 1.0)
@@ -91,7 +93,7 @@ def test_without_correction_they_stay() -> None:
 
 def test_the_outer_guard_needs_no_model() -> None:
     guard = StepGuard()
-    assert [guard.budget(n) for n in (0, 1, 512)] == [0, 1, 512]
+    assert guard.limit(0.2, 1.0) == 1.0
     trace = []
     for seconds in (1.1, 1.1, 0.9, 0.9, 1.1):
         guard.observe(seconds, 1.0)
@@ -102,7 +104,7 @@ def test_the_outer_guard_needs_no_model() -> None:
     assert guard.share == 1.0
     for _ in range(20):
         guard.observe(2.0, 1.0)
-    assert guard.share == 1 / 16 and guard.budget(8) == 1
+    assert guard.share == 1 / 16 and guard.limit(0.2, 1.0) == pytest.approx(0.25)
 
 
 def test_each_kind_of_step_has_its_own_correction() -> None:

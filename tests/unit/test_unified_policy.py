@@ -12,9 +12,10 @@ from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.policies.unified.policy import LATE_EVERY
 from lightserve.router.policies.unified.timed_step import MIN_CHUNK
 from lightserve.router.queues import WaitingQueue
+from lightserve.router.reasons import Skips
 from lightserve.router.request import Request
 from lightserve.router.slo import TokenDeadlines
-from lightserve.router.step_cost import StepCost, StepShape
+from lightserve.router.step_cost import StepCost, StepGuard, StepShape
 from lightserve.types import SLO
 
 MS_PER_TOKEN = 1e-4
@@ -48,6 +49,8 @@ def play(
     refused: tuple[int, ...] = (),
     num_slots: int = 100_000,
     copy_ms: float = 0.0,
+    guard: StepGuard | None = None,
+    skips: Skips | None = None,
 ) -> dict[int, int]:
     limits = StepLimits(
         max_num_batched_tokens=budget,
@@ -56,6 +59,8 @@ def play(
         num_slots=num_slots,
         start_s=NOW_S,
         cost=cost,
+        guard=guard,
+        skips=skips or Skips(),
         copy_seconds=lambda num_tokens: num_tokens * copy_ms / 1e3,
     )
     chosen = UnifiedPolicy().select(running, Queue(waiting or []), limits, Admitting(refused))
@@ -73,6 +78,16 @@ def test_a_chunk_fills_the_time_to_the_nearest_deadline(cost: StepCost) -> None:
     shares = play(cost, running, [due(make_request(2, prompt=1000), 400)])
     assert shares[0] == shares[1] == 1
     assert shares[2] == pytest.approx(298, abs=3)
+
+
+def test_after_misses_a_step_is_filled_by_less(cost: StepCost) -> None:
+    """C3: 30 ms are 300 tokens; of what the two decodes leave of them, half."""
+    running = [decode(0, 200), decode(1, 30)]
+    waiting = [due(make_request(2, prompt=1000), 400)]
+    skips = Skips()
+    shares = play(cost, running, waiting, guard=StepGuard(share=0.5), skips=skips)
+    assert shares[2] == pytest.approx(149, abs=3)
+    assert skips.limit_s == pytest.approx(0.03), "what it is to keep is the deadline all the same"
 
 
 def test_a_late_decode_does_not_shorten_the_step(cost: StepCost) -> None:

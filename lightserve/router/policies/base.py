@@ -13,7 +13,7 @@ from lightserve.router.request import Request, RequestState
 from lightserve.types import RequestClass
 
 if TYPE_CHECKING:
-    from lightserve.router.step_cost import StepCost
+    from lightserve.router.step_cost import StepCost, StepGuard
 
 NO_LIMIT = 1 << 30
 
@@ -43,6 +43,8 @@ class StepLimits:
     """When the step will start, as predicted, on the router's clock."""
     cost: StepCost | None = None
     """Predicts what it takes; None: nobody asks."""
+    guard: StepGuard | None = None
+    """How far steps may be filled up to a deadline, to be read; None: all of it."""
     copy_seconds: Callable[[int], float] = lambda _num_tokens: 0.0
     """Predicts the time that it waits for copies of so many tokens."""
     outlook: Outlook = NO_OUTLOOK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -31,7 +32,21 @@ class UnifiedPolicy:
         admission: AdmissionRound,
     ) -> list[Allotment]:
         """See `Policy.select`."""
-        step, skips = TimedStep(limits), limits.skips
+        step = TimedStep(limits)
+        self._fill(step, running, waiting, limits, admission)
+        limits.skips.limit_s = step.deadline_s if math.isfinite(step.deadline_s) else None
+        return step.chosen
+
+    def _fill(
+        self,
+        step: TimedStep,
+        running: Collection[Request],
+        waiting: Waiting,
+        limits: StepLimits,
+        admission: AdmissionRound,
+    ) -> None:
+        """Fill a step; see the package."""
+        skips = limits.skips
         real_time = [r for r in running if r.request_class is RT]
         best_effort = [r for r in running if r.request_class is BE]
         num_started = self._real_time(step, real_time, waiting, limits, admission)
@@ -39,7 +54,7 @@ class UnifiedPolicy:
             reason = Reason.TOKENS if step.is_full else Reason.ORDER
             skips.note_all(best_effort, reason)
             skips.stop(BE, reason)
-            return step.chosen
+            return
         step.lend(real_time, limits)
         num_kept = len(best_effort) - max(0, num_started - limits.num_free_rows)
         skips.note_all(best_effort[num_kept:], Reason.ROWS)
@@ -48,10 +63,9 @@ class UnifiedPolicy:
         step.add_while_in_time(decodes)
         if not step.add_chunks(prompts):
             skips.stop(BE, step.full_of)
-            return step.chosen
+            return
         num_rows = min(limits.num_free_rows - num_started, limits.max_be_seqs - len(best_effort))
         step.start(admissible(waiting.of(BE), admission, skips), num_rows, BE)
-        return step.chosen
 
     def _real_time(
         self,

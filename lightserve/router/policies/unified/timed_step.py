@@ -36,8 +36,11 @@ class TimedStep:
         self._num_loaded = 0
         """Tokens that come back from the host for those who resume."""
         self._shape = StepShape()
+        self._guard = limits.guard
+        self.deadline_s = math.inf
+        """From its start to the nearest deadline that it is to meet; inf: to none."""
         self._limit_s = math.inf
-        """By deadlines: of the whole step, with the guard."""
+        """By deadlines: of the whole step, with both guards."""
         self._lent_until_s = math.inf
         """As predicted, and without the copies of those who resume: they must not wait for a
         step that has time for all of them."""
@@ -70,7 +73,10 @@ class TimedStep:
         """Limit the step by the deadlines of the decodes in it that can still be met."""
         base_s = self._seconds(self._shape)
         residuals = (self.residual(request) for request, _ in self.chosen)
-        self._limit_s = min((r for r in residuals if r >= base_s), default=math.inf)
+        nearest_s = min((r for r in residuals if r >= base_s), default=math.inf)
+        self.deadline_s = self._limit_s = nearest_s
+        if self._guard is not None and math.isfinite(nearest_s):
+            self._limit_s = self._guard.limit(base_s, nearest_s)
 
     def lend(self, real_time: Sequence[Request], limits: StepLimits) -> None:
         """Let best-effort requests have what is left, as far as it is lent to them."""
@@ -151,6 +157,7 @@ class TimedStep:
             residual_s = self.residual(request)
             if residual_s >= self._seconds(self._shape.plus(request.next_position, rest)):
                 self._limit_s = min(self._limit_s, residual_s)
+                self.deadline_s = min(self.deadline_s, residual_s)
         self._add(request, num_tokens)
         return num_tokens == rest
 
