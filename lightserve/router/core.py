@@ -39,7 +39,7 @@ from lightserve.router.events import (
 )
 from lightserve.router.intake import request_of
 from lightserve.router.kv.store import KVStore
-from lightserve.router.plan_builder import num_samples
+from lightserve.router.plan_builder import nums_of_samples
 from lightserve.router.prompt_logprobs import take_news
 from lightserve.router.reasons import Skips
 from lightserve.router.request import Request, RequestState
@@ -193,7 +193,7 @@ class RouterCore(CoreState):
         return PlannedStep(
             step_id=self._pipeline.next_step_id,
             allotments=fit.allotments,
-            num_samples=tuple(num_samples(*part) for part in fit.allotments),
+            num_samples=nums_of_samples(fit.allotments),
             stops=fit.stops,
             takes=fit.takes,
             drops=fit.drops,

@@ -40,9 +40,9 @@ class Fit:
     @property
     def num_copied(self) -> int:
         """Tokens that the step copies at most, to the host and back."""
-        return sum(count for _, count in self.takes) + sum(
-            request.num_loaded_by_start for request, _ in self.allotments if not runs(request)
-        )
+        newcomers = [r for r, _ in self.allotments if r.state is not RequestState.RUNNING]
+        num_loaded = sum(request.num_loaded_by_start for request in newcomers)
+        return num_loaded + sum(count for _, count in self.takes)
 
     @property
     def stops(self) -> tuple[Request, ...]:

@@ -53,6 +53,8 @@ class Pipeline:
         self._in_flight: deque[SentStep] = deque()
         self._router_s = 0.0
         self._had_work = False
+        self._predicted: tuple[tuple[Allotment, ...], StepShape] = (), StepShape()
+        """The step that was asked about last: most are sent."""
         self._shape = StepShape()
         """Of the step that finished last."""
         self._num_ahead = 0
@@ -85,7 +87,8 @@ class Pipeline:
 
     def predict(self, allotments: tuple[Allotment, ...], num_copied: int) -> float:
         """Return the predicted seconds of a step that waits for so many copied tokens."""
-        return self.cost.seconds(shape_of(allotments)) + self.copy_seconds(num_copied)
+        self._predicted = allotments, shape_of(allotments)
+        return self.cost.seconds(self._predicted[1]) + self.copy_seconds(num_copied)
 
     def copy_seconds(self, num_tokens: int) -> float:
         """Return the predicted seconds that a step waits for copies of so many tokens.
@@ -107,7 +110,9 @@ class Pipeline:
             "planned before the last commit"
         )
         ahead = bool(self._in_flight)
-        shape = shape_of(planned.allotments)
+        predicted, shape = self._predicted
+        if predicted is not planned.allotments:
+            shape = shape_of(planned.allotments)
         self._in_flight.append(SentStep(planned, plan, shape, None if ahead else now_s, ahead))
         self.next_step_id = StepId(self.next_step_id + 1)
         self._router_s += 0.1 * (now_s - planned.planned_at_s - self._router_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from lightserve.messages.common import Int32Array, TokenSegment, pack_int32
 from lightserve.messages.router_worker import (
@@ -14,20 +14,30 @@ from lightserve.messages.router_worker import (
     StepPlan,
 )
 from lightserve.router.events import PlannedStep
+from lightserve.router.policies.base import Allotment
 from lightserve.router.request import Request
 from lightserve.types import RowId
 
 _WITH_PROMPT = (OutputKind.PROMPT_LOGPROBS, OutputKind.PROMPT_LOGPROBS | OutputKind.SAMPLE)
 
 
-def num_samples(request: Request, num_tokens: int) -> int:
-    """Return how many new tokens a request's next `num_tokens` tokens yield.
+def nums_of_samples(allotments: Sequence[Allotment]) -> tuple[int, ...]:
+    """Return how many new tokens the next tokens of each request yield.
 
     None before its last known token, one with it, and one more for each step that it runs on
     by itself (simulated workers only).
     """
-    count = request.next_position + num_tokens - request.num_known_tokens + 1
-    return count if count > 0 else 0
+    ends = [r.num_computed_tokens + r.num_inflight_tokens + count for r, count in allotments]
+    known = [
+        r.num_prompt_tokens + len(r.output_token_ids) + r.num_inflight_samples
+        for r, _ in allotments
+    ]
+    return tuple(
+        [
+            end - num_known + 1 if end >= num_known else 0
+            for end, num_known in zip(ends, known, strict=True)
+        ]
+    )
 
 
 def _wanted_output(request: Request, samples: int) -> OutputKind:

@@ -77,9 +77,9 @@ class StepPlanner:
     def unseen(self, fit: Fit, skips: Skips) -> dict[RequestClass, Unseen]:
         """Return, per class, how many of those who wait were not looked at for a step, and why."""
         num_seen = dict.fromkeys(RequestClass, 0)
-        looked_at = {*skips.reasons, *(request for request, _ in fit.allotments)}
-        for request in looked_at:
-            num_seen[request.request_class] += request.state is RequestState.WAITING
+        looked_at = [*skips.reasons, *[request for request, _ in fit.allotments]]
+        for request in {r for r in looked_at if r.state is RequestState.WAITING}:
+            num_seen[request.request_class] += 1
         unseen: dict[RequestClass, Unseen] = {}
         for request_class in RequestClass:
             num_waiting = self._waiting.backlog(request_class).num_requests

@@ -76,15 +76,18 @@ def _fit(allotments: Sequence[Allotment], plan: _Plan, *, is_class_aware: bool) 
         plan.make_room_for([part for part in allotments if runs(part.request)])
     refused: dict[Request, Reason] = {}
     shut: set[RequestClass] = set()
-    for part in allotments:
-        request = part.request
-        if not runs(request) and request.request_class in shut:
-            refused[request] = Reason.ORDER
-        elif (reason := plan.place(part)) is not None:
-            refused[request] = reason
-            if not runs(request):
+    for is_running, parts in itertools.groupby(allotments, key=lambda part: runs(part.request)):
+        if is_running:
+            plan.place_running(list(parts), refused)
+            continue
+        for part in parts:
+            request = part.request
+            if request.request_class in shut:
+                refused[request] = Reason.ORDER
+            elif (reason := plan.place_newcomer(part)) is not None:
+                refused[request] = reason
                 shut.add(request.request_class)  # nobody of a class passes another here
-    return plan.result(refused)
+    return plan.result(allotments, refused)
 
 
 def _path_of_hit(request: Request) -> Iterator[PrefixNode]:
@@ -107,12 +110,14 @@ class _Plan:
         self._kv = kv
         self._num_reserved = num_reserved
         self._holders = holders
-        self._rank = {request: rank for rank, request in enumerate(holders)}
+        self._ranks: dict[Request, int] | None = None
         self._num_rows = num_rows
         self._is_class_aware = is_class_aware
         self._num_left = kv.num_available
-        self._placed: dict[Request, tuple[int, int]] = {}
-        """Tokens that each computes, and the slots that it takes."""
+        self._placed: dict[Request, int] = {}
+        """Tokens that each computes."""
+        self._num_slots_of: dict[Request, int] = {}
+        """Slots that they take; also of some who were placed and have been stopped."""
         self._stops: dict[Request, Reason] = {}
         """Those who run now and are to stop, and what for."""
         self._takes: dict[Request, int] = {}
@@ -129,10 +134,11 @@ class _Plan:
         for request in newcomers:
             self._pinned |= set(_path_of_hit(request))
 
-    def result(self, refused: dict[Request, Reason]) -> Fit:
-        """Return what has been decided; `refused` were not placed."""
+    def result(self, wanted: Sequence[Allotment], refused: dict[Request, Reason]) -> Fit:
+        """Return what has been decided about `wanted`; `refused` were not placed."""
+        is_whole = len(wanted) == len(self._placed) and dict(wanted) == self._placed
         return Fit(
-            tuple(Allotment(request, count) for request, (count, _) in self._placed.items()),
+            tuple(wanted if is_whole else itertools.starmap(Allotment, self._placed.items())),
             tuple(request for request in self._stops if request not in self._drops),
             tuple(Take(request, count) for request, count in self._takes.items() if count),
             tuple(self._drops),
@@ -146,18 +152,34 @@ class _Plan:
         One by one they would take the same.
         """
         real_time = [part for part in parts if part.request.request_class is RequestClass.RT]
-        missing = sum(self._num_slots_for(*part) for part in real_time) - self._num_left
+        missing = self._kv.cost_of_all(real_time) - self._num_left
         if missing > 0:
             best_effort = [r for r in self._holders if r.request_class is RequestClass.BE]
             self._take_from(best_effort[::-1], missing, takes_less=True)
 
-    def place(self, part: Allotment) -> Reason | None:
-        """Add a share, a running prompt's perhaps shorter; None, or why nothing of it fits."""
-        request = part.request
-        if self._has_stopped(request) or request in self._takes:
+    def place_running(self, parts: Sequence[Allotment], refused: dict[Request, Reason]) -> None:
+        """Add shares of requests that run, prompts perhaps shorter; say who does not fit."""
+        is_untouched = not (self._stops or self._takes or self._drops)
+        num_slots = self._kv.cost_of_all(parts)
+        if is_untouched and num_slots <= self._num_left - self._num_reserved:
+            # One by one they would find the same.
+            self._placed.update(parts)
+            self._num_slots_of.update(
+                parts if self._kv.costs_are_tokens else {r: self._kv.cost(r, n) for r, n in parts}
+            )
+            self._num_left -= num_slots
+            return
+        for part in parts:
+            request = part.request
+            if self._has_stopped(request) or request in self._takes:
+                refused[request] = Reason.KV_NOW
+            elif (reason := self._place_running(part)) is not None:
+                refused[request] = reason
+
+    def place_newcomer(self, part: Allotment) -> Reason | None:
+        """Add the share of a request that has no row; None, or why it does not fit."""
+        if self._has_stopped(part.request) or part.request in self._takes:
             return Reason.KV_NOW
-        if runs(request):
-            return self._place_running(part)
         before = self._save()
         if reason := self._place_newcomer(part):
             self._restore(before)
@@ -173,7 +195,7 @@ class _Plan:
             num_slots = self._num_slots_for(request, num_tokens)
         if num_tokens == 0:
             return Reason.KV_NOW
-        self._placed[request] = (num_tokens, num_slots)
+        self._placed[request], self._num_slots_of[request] = num_tokens, num_slots
         self._num_left -= num_slots
         return None
 
@@ -194,7 +216,7 @@ class _Plan:
         if self._num_slots_for(request, num_tokens) > self._num_usable(request):
             return Reason.KV_NOW
         num_slots = self._num_slots_for(request, num_tokens)
-        self._placed[request] = (num_tokens, num_slots)
+        self._placed[request], self._num_slots_of[request] = num_tokens, num_slots
         self._num_left -= num_slots
         self._num_rows -= 1
         return None
@@ -241,8 +263,10 @@ class _Plan:
 
     def _juniors_of(self, request: Request) -> Sequence[Request]:
         """Return those whom a request may take from, the last first."""
-        if request in self._rank:
-            return self._holders[: self._rank[request] : -1]
+        if self._ranks is None:
+            self._ranks = {holder: rank for rank, holder in enumerate(self._holders)}
+        if (rank := self._ranks.get(request)) is not None:
+            return self._holders[:rank:-1]
         if not self._is_class_aware or request.request_class is RequestClass.BE:
             return ()
         return [r for r in reversed(self._holders) if r.request_class is RequestClass.BE]
@@ -266,19 +290,29 @@ class _Plan:
             return
         before = self._save()
         enough = self._num_usable(request) + missing
-        juniors = [r for r in juniors if r not in self._drops]
-        for _, group in itertools.groupby(juniors, key=self._group_of):
+        if self._drops:
+            juniors = [r for r in juniors if r not in self._drops]
+        for group in self._groups_of(juniors):
             missing = enough - self._num_usable(request)
             if missing <= 0 or (runs(request) and self._num_usable(request) > 0):
                 return
-            self._take_from(list(group), missing, takes_less=runs(request))
+            self._take_from(group, missing, takes_less=runs(request))
         if self._num_usable(request) < (1 if runs(request) else enough):
             self._restore(before)
             if runs(request):
                 self._barren_rank = rank
 
-    def _group_of(self, request: Request) -> RequestClass | None:
-        return request.request_class if self._is_class_aware else None
+    def _groups_of(self, juniors: Sequence[Request]) -> Iterator[Sequence[Request]]:
+        """Iterate over the classes among juniors, the junior one first, where they count."""
+        if not self._is_class_aware:
+            yield juniors
+            return
+        for request_class in (RequestClass.BE, RequestClass.RT):
+            if group := [r for r in juniors if r.request_class is request_class]:
+                yield group
+
+    def _num_slots_placed(self, request: Request) -> int:
+        return self._num_slots_of[request] if request in self._placed else 0
 
     def _take_from(self, juniors: Sequence[Request], missing: int, *, takes_less: bool) -> None:
         """Take what is missing, or as much as there is."""
@@ -310,7 +344,7 @@ class _Plan:
             num_left = self._kv.takeable(junior, self._pinned) - before
             if num_left <= 0:
                 continue
-            missing -= self._placed.get(junior, (0, 0))[1]
+            missing -= self._num_slots_placed(junior)
             wanted = num_left if self._kv.takes_all else max(0, min(num_left, missing))
             takes.append(Take(junior, before + wanted))
             missing -= self._gain(junior, before + wanted) - self._gain(junior, before)
@@ -348,14 +382,15 @@ class _Plan:
         """Return how many slots more would be left if these lost all KV."""
         before = self._kv.num_freed_by(list(self._drops), self._pinned)
         after = self._kv.num_freed_by([*self._drops, *juniors], self._pinned)
-        num_placed = sum(self._placed.get(junior, (0, 0))[1] for junior in juniors)
+        num_placed = sum(map(self._num_slots_placed, juniors))
         num_taken = sum(self._gain(junior, self._takes.get(junior, 0)) for junior in juniors)
         return after - before + num_placed - num_taken
 
     def _stop(self, request: Request, reason: Reason = Reason.KV_NOW) -> None:
         """Take back a share that was placed; whoever runs is paused."""
         if request in self._placed:
-            self._num_left += self._placed.pop(request)[1]
+            self._num_left += self._num_slots_placed(request)
+            del self._placed[request]
             self._num_rows += not runs(request)
         if runs(request) and request not in self._stops:
             self._stops[request] = reason

@@ -13,6 +13,8 @@ from lightserve.router.request import Request
 
 def cap_positions(allotments: Sequence[Allotment], skips: Skips) -> list[Allotment]:
     """Cut the chunks of prompts whose log-probabilities are wanted to the step's limit."""
+    if not [r for r, _ in allotments if r.sampling.num_prompt_logprobs is not None]:
+        return list(allotments)
     num_left = MAX_PROMPT_LOGPROB_POSITIONS
     capped: list[Allotment] = []
     for request, num_tokens in allotments:

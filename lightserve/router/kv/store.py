@@ -208,6 +208,17 @@ class KVStore:
         """Return how many free slots `num_tokens` more tokens of a request take."""
         return self._pool.cost(request, request.request_class, num_tokens)
 
+    @property
+    def costs_are_tokens(self) -> bool:
+        """Whether so many tokens always take as many slots."""
+        return not self.options.is_exclusive
+
+    def cost_of_all(self, shares: Sequence[tuple[Request, int]]) -> int:
+        """Return the sum of the costs of several requests' tokens."""
+        if self.costs_are_tokens:
+            return sum([num_tokens for _, num_tokens in shares])
+        return sum(self.cost(request, num_tokens) for request, num_tokens in shares)
+
     def acquire(self, shares: Sequence[tuple[Request, int]]) -> Int32Array:
         """Take slots for each share's number of tokens, int32 [their sum], in order.
 

@@ -80,7 +80,7 @@ class TimedStep:
 
     def lend(self, real_time: Sequence[Request], limits: StepLimits) -> None:
         """Let best-effort requests have what is left, as far as it is lent to them."""
-        held_share = sum(request.num_held_tokens for request in real_time) / limits.num_slots
+        held_share = sum([r.next_position for r in real_time]) / limits.num_slots
         base_s = self._cost.seconds(self._shape)
         self._lent_until_s = lent_until_s(base_s, held_share, limits.outlook, limits.num_slots)
 
