@@ -16,6 +16,8 @@ from lightserve.metrics.families import (
     REQUEST_BUCKETS_S,
     STEP_BUCKETS_S,
     STEP_ERROR_BUCKETS_S,
+    STEP_HEADROOM_BUCKETS_S,
+    STEP_RATIO_BUCKETS,
     TOKEN_BUCKETS,
     Family,
     Origin,
@@ -164,6 +166,18 @@ NUM_TOKENS_WAITING = gauge(
     "Tokens of waiting requests that have yet to be computed.",
     CLASS,
 )
+PREDICTED_WAIT = gauge(
+    "predicted_wait_seconds",
+    Origin.ROUTER,
+    "Predicted time until all that waits has begun: Retry-After, before it is bounded.",
+    CLASS,
+)
+BURST_HEADROOM = gauge(
+    "burst_headroom_tokens",
+    Origin.ROUTER,
+    "Slots of the KV pool that best-effort newcomers leave for real-time arrivals"
+    " (--burst-headroom-s).",
+)
 RAISED_TARGETS = counter(
     "raised_targets_total",
     Origin.ROUTER,
@@ -271,6 +285,29 @@ STEP_TIME_ERROR = histogram(
     Origin.ROUTER,
     "Absolute errors of these predictions.",
     STEP_ERROR_BUCKETS_S,
+)
+STEP_TIME_RATIO = histogram(
+    "step_time_ratio",
+    Origin.ROUTER,
+    "Observed over predicted time of each step whose time was predicted, by kind of step: decode"
+    " (one token of each sequence), prefill (several), mixed.",
+    STEP_RATIO_BUCKETS,
+    ("kind",),
+)
+STEP_HEADROOM = histogram(
+    "step_headroom_seconds",
+    Origin.ROUTER,
+    "What each step with a time limit leaves of it, as predicted; policies without deadlines set"
+    " no limits.",
+    STEP_HEADROOM_BUCKETS_S,
+)
+COMPUTED_TOKENS = counter(
+    "computed_tokens_total",
+    Origin.ROUTER,
+    "Tokens computed by steps: kind decode for those of sequences that compute one, kind prompt"
+    " for those that compute several (what is computed again included). Those of class be are"
+    " what best-effort requests harvest.",
+    ("request_class", "kind"),
 )
 STEP_BATCH_SIZE = histogram(
     "step_batch_size", Origin.ROUTER, "Sequences in each step.", BATCH_BUCKETS

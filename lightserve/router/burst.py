@@ -36,6 +36,8 @@ class BurstHeadroom:
     def __init__(self, interval_s: float) -> None:
         """`interval_s` 0 leaves no headroom."""
         self._interval_s = interval_s
+        self.num_tokens = 0
+        """The answer that was given last."""
         self._num_intervals = 0
         """Length of the window."""
         if interval_s > 0:
@@ -58,6 +60,10 @@ class BurstHeadroom:
 
     def headroom(self, now_s: float, num_slots: int) -> int:
         """Return the slots of a pool of `num_slots` that best-effort newcomers must leave."""
+        self.num_tokens = self._headroom(now_s, num_slots)
+        return self.num_tokens
+
+    def _headroom(self, now_s: float, num_slots: int) -> int:
         if self._num_intervals == 0:
             return 0
         self._advance(now_s)

@@ -20,7 +20,7 @@ from lightserve.router.queues import RowTable, WaitingQueue
 from lightserve.router.request import Request
 from lightserve.router.scheduling_targets import RaisedTarget, SchedulingTargets
 from lightserve.router.status import router_status
-from lightserve.router.waits import WaitForecast
+from lightserve.router.waits import WaitForecast, Work
 from lightserve.types import RequestClass, RequestKey
 
 
@@ -70,6 +70,20 @@ class CoreState:
     def skip_counters(self) -> SkipCounters:
         """Whom steps left out, and why."""
         return self._booking.skip_counters
+
+    @property
+    def computed_tokens(self) -> Mapping[RequestClass, Work]:
+        """What steps have computed for each class."""
+        return self._waits.computed
+
+    def predicted_wait_s(self, request_class: RequestClass) -> float:
+        """Return the predicted time until all of a class that waits has begun."""
+        return self._waits.seconds(request_class, self._kv)
+
+    @property
+    def burst_headroom_tokens(self) -> int:
+        """Slots that best-effort newcomers had to leave free when a step was last planned."""
+        return self._burst.num_tokens
 
     @property
     def num_raised_targets(self) -> Mapping[RaisedTarget, int]:

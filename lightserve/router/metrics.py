@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 from lightserve.messages.frontend_router import RouterStatus
 from lightserve.messages.router_worker import StepResult
 from lightserve.metrics.catalogue import (
+    BURST_HEADROOM,
+    COMPUTED_TOKENS,
     IPC_REJECTED,
     ITERATION_TOKENS,
     KV_CACHE_USAGE,
@@ -25,6 +30,7 @@ from lightserve.metrics.catalogue import (
     NUM_TOKENS_WAITING,
     PAUSES,
     PREDICTED_STEP_TIME,
+    PREDICTED_WAIT,
     PREEMPTED_TOKENS,
     PREFIX_CACHE_HITS,
     PREFIX_CACHE_QUERIES,
@@ -34,8 +40,10 @@ from lightserve.metrics.catalogue import (
     REQUESTS_UNSEEN,
     STALLED,
     STEP_BATCH_SIZE,
+    STEP_HEADROOM,
     STEP_TIME,
     STEP_TIME_ERROR,
+    STEP_TIME_RATIO,
     STEPS,
     WORKER_BUSY,
     WORKER_IDLE,
@@ -43,9 +51,18 @@ from lightserve.metrics.catalogue import (
 from lightserve.metrics.recording import Gauge, Recorder
 from lightserve.router.core import RouterCore
 from lightserve.router.events import PlannedStep
+from lightserve.router.reasons import Reason
 from lightserve.router.request import Request, RequestState
 from lightserve.router.scheduling_targets import RaisedTarget
+from lightserve.router.step_cost import StepKind
 from lightserve.types import SLO, RequestClass, StepId
+
+
+class _Sent(NamedTuple):
+    """What is kept of a step until its result is there."""
+
+    predicted_s: float
+    kind: StepKind
 
 
 class RouterMetrics:
@@ -53,8 +70,8 @@ class RouterMetrics:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self._predicted_s: dict[StepId, float] = {}
-        """Of the steps in flight."""
+        self._sent: dict[StepId, _Sent] = {}
+        """The steps in flight."""
         self._peak_slots = 0
         self._newcomers: list[Request] = []
         """Started since the last report; the core notes what it found of their prompts."""
@@ -65,34 +82,45 @@ class RouterMetrics:
         self._step_time = recorder.histogram(STEP_TIME)
         self._predicted = recorder.histogram(PREDICTED_STEP_TIME)
         self._error = recorder.histogram(STEP_TIME_ERROR)
+        self._ratio = {kind: recorder.histogram(STEP_TIME_RATIO, kind.value) for kind in StepKind}
+        self._headroom = recorder.histogram(STEP_HEADROOM)
         self._batch_size = recorder.histogram(STEP_BATCH_SIZE)
         self._tokens = recorder.histogram(ITERATION_TOKENS)
 
     def on_commit(self, step: PlannedStep, now_s: float) -> None:
         """Count a step that was sent; call before the core books it."""
-        self._predicted_s[step.step_id] = step.predicted_s
-        num_step_tokens = 0
+        num_step_tokens = num_decodes = 0
         for request, num_tokens in step.allotments:
             num_step_tokens += num_tokens
+            num_decodes += num_tokens == 1
             if request.state is RequestState.WAITING and request.num_requeues == 0:
                 self._queue_time[request.request_class].observe(now_s - request.arrival_s)
                 self._newcomers.append(request)
+        kind = StepKind.MIXED if num_decodes else StepKind.PREFILL
+        if num_decodes == len(step.allotments):
+            kind = StepKind.DECODE
+        self._sent[step.step_id] = _Sent(step.predicted_s, kind)
+        if step.limit_s is not None and math.isfinite(step.limit_s):
+            self._headroom.observe(step.limit_s - step.predicted_s)
         self._batch_size.observe(len(step.allotments))
         self._tokens.observe(num_step_tokens)
 
     def on_result(self, result: StepResult, num_used_slots: int) -> None:
         """Count a step that has finished; call before the core takes it in, and may free slots."""
         self._peak_slots = max(self._peak_slots, num_used_slots)
-        predicted_s = self._predicted_s.pop(result.step_id, None)
-        if predicted_s is None:
+        sent = self._sent.pop(result.step_id, None)
+        if sent is None:
             return  # out of order, which the core refuses
+        predicted_s = sent.predicted_s
+        if predicted_s > 0:
+            self._ratio[sent.kind].observe(result.exec_s / predicted_s)
         self._step_time.observe(result.exec_s)
         self._predicted.observe(predicted_s)
         self._error.observe(abs(result.exec_s - predicted_s))
 
     def on_workers_gone(self) -> None:
         """Forget the steps in flight."""
-        self._predicted_s.clear()
+        self._sent.clear()
 
     def collect(self, core: RouterCore, status: RouterStatus, num_rejected: int) -> None:
         """Take over what others count; call before each snapshot."""
@@ -102,6 +130,7 @@ class RouterMetrics:
             recorder.gauge(NUM_REQUESTS_RUNNING, label).value = load.num_running
             recorder.gauge(NUM_REQUESTS_WAITING, label).value = load.num_waiting
             recorder.gauge(NUM_TOKENS_WAITING, label).value = load.num_waiting_tokens
+            recorder.gauge(PREDICTED_WAIT, label).value = core.predicted_wait_s(request_class)
         _set_memory(
             recorder.gauge(KV_SLOTS_USED),
             recorder.gauge(KV_SLOTS),
@@ -117,6 +146,8 @@ class RouterMetrics:
         self._count_pauses(core)
         self._count_skips(core)
         self._count_raised(core)
+        self._count_computed(core)
+        recorder.gauge(BURST_HEADROOM).value = core.burst_headroom_tokens
         recorder.gauge(KV_HOST_SLOTS).value = core.num_host_slots
         recorder.gauge(KV_HOST_SLOTS_USED).value = core.num_used_host_slots
         recorder.counter(NUM_PREEMPTIONS).value = core.num_preemptions
@@ -138,6 +169,11 @@ class RouterMetrics:
             ):
                 self.recorder.counter(family, request_class.value).value = value
 
+    def _count_computed(self, core: RouterCore) -> None:
+        for request_class, work in core.computed_tokens.items():
+            for kind, value in (("prompt", work.num_prompt), ("decode", work.num_decodes)):
+                self.recorder.counter(COMPUTED_TOKENS, request_class.value, kind).value = value
+
     def _count_raised(self, core: RouterCore) -> None:
         for request_class in RequestClass:
             for target in SLO.__struct_fields__:
@@ -152,8 +188,9 @@ class RouterMetrics:
             (REQUESTS_UNSEEN, counters.unseen),
         ):
             for request_class, of_class in counts.items():
-                for reason, count in of_class.items():
-                    self.recorder.counter(family, request_class.value, reason.value).value = count
+                for reason in Reason:
+                    counter = self.recorder.counter(family, request_class.value, reason.value)
+                    counter.value = of_class[reason]
 
     def _count_prefixes(self) -> None:
         for request in self._newcomers:

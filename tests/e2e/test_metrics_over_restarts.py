@@ -75,6 +75,9 @@ def test_a_servers_work_is_counted_once_and_never_lost(watched: LiveServer) -> N
     assert _total(lines, "slo_requests_total", target="ttft", outcome="met") == 5
     lines = _wait_total(watched, 5, "request_queue_time_seconds_count")
     assert _total(lines, "step_time_seconds_count") == _total(lines, "steps_total") > 0
+    assert 0 < _total(lines, "step_time_ratio_count") <= _total(lines, "steps_total")
+    assert _total(lines, "computed_tokens_total", request_class="rt", kind="prompt") >= 3
+    assert _total(lines, "computed_tokens_total", request_class="be") == 0
     assert _total(lines, "kv_slots") > 0
     assert _total(lines, "process_resident_memory_bytes", process="worker-0") > 2**24
     assert _total(lines, "process_cpu_seconds_total", process="router-0") > 0

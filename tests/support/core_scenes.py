@@ -77,6 +77,7 @@ def make_core(
     cache_order: EvictionOrder | None = None,
     kv: KVOptions | None = None,
     slo_clock: SLOClock = curve_clock,
+    burst_headroom_s: float = 0.0,
 ) -> RouterCore:
     return RouterCore(
         CoreConfig(
@@ -86,6 +87,7 @@ def make_core(
             queue_limits=dict.fromkeys(RequestClass, QueueLimits(max_waiting, 1 << 30)),
             policy=POLICIES[policy](),
             slo_clock=slo_clock,
+            burst_headroom_s=burst_headroom_s,
             kv=kv or KVOptions(cache_order=cache_order),
             admission=admission or ConservativeAdmission(),
             lengths=OutputLengths(max_output_tokens=MAX_LEN) if lengths is None else lengths,

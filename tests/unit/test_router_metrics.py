@@ -6,6 +6,7 @@ import pytest
 from support.core_scenes import MAX_SEQS, Arrival, RecklessAdmission, make_core, step_time, submit
 
 from lightserve.messages.router_worker import OutputKind, RowResult, StepPlan, StepResult
+from lightserve.messages.step_cost import StepCoefficients
 from lightserve.metrics.recording import Recorder
 from lightserve.router.admission.ema import EmaAdmission
 from lightserve.router.core import RouterCore
@@ -13,7 +14,10 @@ from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, Wor
 from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.metrics import RouterMetrics
 from lightserve.router.output_lengths import OutputLengths
-from lightserve.types import FrontendId, RequestClass
+from lightserve.types import NO_SLO, SLO, FrontendId, RequestClass
+
+TEN_MS = StepCoefficients(0.01, 1e9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+"""Every step takes as long."""
 
 
 class Driver:
@@ -25,8 +29,8 @@ class Driver:
         self.now_s = 0.0
         core.on_message(WorkersReady(num_kv_slots), self.now_s)
 
-    def arrive(self, number: int, arrival: Arrival, age_s: float = 0.0) -> None:
-        message = submit(number, arrival, age_s=age_s)
+    def arrive(self, number: int, arrival: Arrival, age_s: float = 0.0, slo: SLO = NO_SLO) -> None:
+        message = submit(number, arrival, age_s=age_s, slo=slo)
         self.core.on_message(FromFrontend(FrontendId(0), message), self.now_s)
 
     def send(self) -> StepPlan | None:
@@ -173,3 +177,79 @@ def test_skipped_requests_are_counted_by_reason() -> None:
     driver.run_out()
     values = driver.values()
     assert values["requests_unseen_total", "rt", "rows"] == [3 * 4]
+
+
+def test_steps_are_compared_by_kind_and_tokens_counted_by_class() -> None:
+    """Three steps of one request of each class: both prompts, two decodes, a decode beside one."""
+    driver = Driver(make_core("unified"), 100)
+    driver.core.on_message(WorkersGone(), 0.0)
+    driver.core.on_message(WorkersReady(100, step_cost=TEN_MS), 0.0)
+    slo = SLO(ttft_ms=500, tpot_ms=25, mtpot_ms=25)
+    driver.arrive(0, Arrival(0.0, num_prompt=5, num_output=4, max_tokens=4), slo=slo)
+    driver.arrive(1, Arrival(0.0, 6, 9, 9, request_class=RequestClass.BE))
+    for seconds in (0.01, 0.02, 0.005):
+        plan = driver.send()
+        assert plan is not None
+        driver.finish(plan, seconds)
+    values = driver.values()
+    ratios = {kind: values["step_time_ratio", kind] for kind in ("decode", "mixed", "prefill")}
+    assert {kind: sum(counts) for kind, (_, *counts) in ratios.items()} == {
+        "decode": 2,
+        "mixed": 0,
+        "prefill": 1,
+    }
+    assert ratios["prefill"][0] == pytest.approx(1.0)
+    assert ratios["decode"][0] > 2.0  # it took twice as long, and what follows was expected to
+    computed = {
+        (name, kind): values["computed_tokens_total", name, kind]
+        for name in ("rt", "be")
+        for kind in ("prompt", "decode")
+    }
+    assert computed == {
+        ("rt", "prompt"): [5],
+        ("rt", "decode"): [2],
+        ("be", "prompt"): [6],
+        ("be", "decode"): [2],
+    }
+    # A first token is due after 500 ms, the others 25 ms apart; steps were to take 10 at least.
+    headroom_s, *counts = values["step_headroom_seconds",]
+    assert sum(counts) >= 2
+    assert 0 < headroom_s <= 0.49 + 2 * 0.015 + 1e-9
+
+
+def test_what_waits_is_told_in_tokens_and_seconds() -> None:
+    driver = Driver(make_core("priority"), 100)
+    driver.core.on_message(WorkersGone(), 0.0)
+    driver.core.on_message(WorkersReady(100, step_cost=TEN_MS), 0.0)
+    assert driver.values()["predicted_wait_seconds", "be"] == [0]
+    for number in range(4):
+        driver.arrive(number, Arrival(0.0, 16, 4, 4, request_class=RequestClass.BE))
+    values = driver.values()
+    assert values["num_tokens_waiting", "be"] == [64]
+    assert values["predicted_wait_seconds", "be"][0] == pytest.approx(0.04)  # 16 tokens a step
+    assert values["predicted_wait_seconds", "rt"] == [0]
+
+
+def test_targets_that_were_raised_are_counted_by_name() -> None:
+    driver = Driver(make_core("unified"), 100)
+    driver.core.on_message(WorkersGone(), 0.0)
+    driver.core.on_message(WorkersReady(100, step_cost=TEN_MS), 0.0)
+    for number, slo in enumerate((SLO(ttft_ms=1, tpot_ms=5, mtpot_ms=50), SLO(ttft_ms=9))):
+        driver.arrive(number, Arrival(0.0, 5, 4, 4), slo=slo)
+    driver.arrive(2, Arrival(0.0, 5, 4, 4, request_class=RequestClass.BE), slo=SLO(completion_s=1))
+    raised = {key: v for key, v in driver.values().items() if key[0] == "raised_targets_total"}
+    assert {key[1:]: v[0] for key, v in raised.items() if v != [0]} == {
+        ("rt", "ttft"): 2,
+        ("rt", "tpot"): 1,
+    }
+    assert len(raised) == 8
+
+
+def test_the_headroom_for_bursts_is_told() -> None:
+    driver = Driver(make_core("priority", burst_headroom_s=1.0), 100)
+    assert driver.values()["burst_headroom_tokens",] == [0]
+    for second in range(25):
+        driver.now_s = float(second)
+        driver.arrive(second, Arrival(0.0, 20, 1, 1))
+        driver.run_out()
+    assert driver.values()["burst_headroom_tokens",] == [20]
