@@ -1,8 +1,8 @@
 """On what terms a request is served: its class, targets, priority and timeout.
 
-Targets come in the body's `slo` or, those of tokens, in headers; where both say something it has
-to be the same. What a real-time request says nothing about holds as the server promises it.
-Times and targets are checked here, once, for all routes.
+Targets come in the body's `slo` or in headers; where both say something it has to be the same.
+What a real-time request says nothing about holds as the server promises it. Times and targets are
+checked here, once, for all routes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ TargetMs = Annotated[float, Field(gt=0.0, le=MAX_TARGET_MS)]
 Seconds = Annotated[float, Field(gt=0.0, le=MAX_SECONDS)]
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 
+TOKEN_TARGETS = ("ttft_ms", "tpot_ms", "mtpot_ms")
+"""Fields of `slo` that are about tokens; the other one is about the whole."""
 _HEADER_PREFIX = "x-slo-"
-TARGET_HEADERS = {f"{_HEADER_PREFIX}{name}-ms": f"{name}_ms" for name in ("ttft", "tpot", "mtpot")}
+TARGET_HEADERS = {
+    f"{_HEADER_PREFIX}{name.replace('_', '-')}": name for name in SLO.__struct_fields__
+}
 """Headers, in lower case, and the fields of `slo` that they stand for."""
 _NUMBER = re.compile(r"\d{1,32}(\.\d{1,32})?([eE][+-]?\d{1,3})?", re.ASCII)
 
@@ -47,10 +51,13 @@ class SLOFields(StrictModel):
 
 def header_schemas() -> list[dict[str, Any]]:
     """Return the headers as parameters of OpenAPI."""
-    schema = TypeAdapter(TargetMs).json_schema()
+    schemas = {
+        name: TypeAdapter(TargetMs if name in TOKEN_TARGETS else Seconds).json_schema()
+        for name in SLO.__struct_fields__
+    }
     return [
-        {"name": header, "in": "header", "required": False, "schema": schema}
-        for header in TARGET_HEADERS
+        {"name": header, "in": "header", "required": False, "schema": schemas[name]}
+        for header, name in TARGET_HEADERS.items()
     ]
 
 
@@ -146,10 +153,12 @@ def _from_headers(headers: Headers) -> dict[str, _Asked]:
         if name in asked:
             raise InvalidRequest(f"the header {header} must be given once", param=header)
         value = float(text) if _NUMBER.fullmatch(text) else 0.0
-        if not 0.0 < value <= MAX_TARGET_MS:
+        is_ms = name in TOKEN_TARGETS
+        most, unit = (MAX_TARGET_MS, "milliseconds") if is_ms else (MAX_SECONDS, "seconds")
+        if not 0.0 < value <= most:
             raise InvalidRequest(
-                f"the header {header} must be a number of milliseconds greater than 0 and at most"
-                f" {MAX_TARGET_MS:.0f}, got {show(text)}",
+                f"the header {header} must be a number of {unit} greater than 0 and at most"
+                f" {most:.0f}, got {show(text)}",
                 param=header,
             )
         asked[name] = _Asked(value, header)
@@ -170,7 +179,7 @@ def _join(headers: Mapping[str, _Asked], body: Mapping[str, _Asked]) -> dict[str
 
 def _check_class(asked: Mapping[str, _Asked], request_class: RequestClass) -> None:
     """Refuse targets that a class does not have, and those that exclude each other."""
-    of_tokens = [asked[name].place for name in TARGET_HEADERS.values() if name in asked]
+    of_tokens = [asked[name].place for name in TOKEN_TARGETS if name in asked]
     if not of_tokens:
         return
     if request_class is RequestClass.BE:

@@ -20,7 +20,7 @@ from support.fake_router import Setup, frontend, says
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.errors import InvalidRequest
-from lightserve.frontend import debug_schemas, native_schemas
+from lightserve.frontend import debug_schemas, native_schemas, raised_targets
 from lightserve.frontend.json_body import StrictModel
 from lightserve.frontend.native import GenerateRequest
 from lightserve.frontend.openai import schemas
@@ -173,7 +173,7 @@ def test_every_body_is_of_a_route_here() -> None:
     ours = {m.__name__ for m in leaves(StrictModel) if m.__module__.startswith("lightserve.")}
     reached = set().union(*(_models(model) for model in known))
     answers = {model.__name__ for model in (DetokenizeResponse, TokenSpan)}
-    for module in (schemas, native_schemas, debug_schemas):
+    for module in (schemas, native_schemas, debug_schemas, raised_targets):
         answers |= {name for name, value in vars(module).items() if isinstance(value, type)}
     assert ours <= reached | answers, ours - reached - answers
 

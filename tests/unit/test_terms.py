@@ -120,7 +120,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, str], str, str]] = [
         ({}, {"x-slo-ttft-ms": text}, "x-slo-ttft-ms", "milliseconds")
         for text in ("", "0", "-1", "nan", "inf", "1e999", "1_0", "٣", "0x10", "1,5", "9" * 40)
     ),
-    ({}, {"x-slo-completion-s": "9"}, "x-slo-completion-s", "not supported"),
+    ({}, {"x-slo-e2el-ms": "9"}, "x-slo-e2el-ms", "not supported"),
+    ({}, {"x-slo-completion-s": "0"}, "x-slo-completion-s", "a number of seconds"),
+    ({}, {"x-slo-completion-s": "86401"}, "x-slo-completion-s", "at most 86400, got"),
+    ({"slo": {"completion_s": 9}}, {"x-slo-completion-s": "8"}, "slo.completion_s", "equal"),
+    ({}, {"x-slo-completion-s": "9", "x-slo-ttft-ms": "9e3"}, "x-slo-completion-s", "combined"),
     ({"priority": MAX_PRIORITY + 1}, {}, "priority", "at most"),
     ({"priority": -MAX_PRIORITY - 1}, {}, "priority", "at least"),
     ({"priority": 0.5}, {}, "priority", "an integer"),
@@ -129,6 +133,40 @@ REFUSED: list[tuple[dict[str, Any], dict[str, str], str, str]] = [
     ({"timeout": MAX_SECONDS + 1}, {}, "timeout", "at most"),
     ({"timeout": "5"}, {}, "timeout", "a number"),
 ]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_time_to_the_end_may_be_a_header(path: str) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, EOS]), **SERVER) as setup:
+            headers = {"X-SLO-Completion-S": "7.5"}
+            assert (await post(setup, path, {}, headers)).status_code == 200
+            same = {"slo": {"completion_s": 7.5}}
+            assert (await post(setup, path, same, headers)).status_code == 200
+            assert [submit.slo for submit in setup.router.submits] == [SLO(completion_s=7.5)] * 2
+
+    asyncio.run(scenario())
+
+
+def test_refusals_name_the_value_on_every_route() -> None:
+    """Field, limit and value, whatever the route calls them."""
+
+    async def scenario() -> None:
+        async with frontend(says([5, EOS]), **SERVER, **LEAST) as setup:
+            for path in ROUTES:
+                prefix = "" if path.startswith("/v1") else "parameters."
+                for fields, param, words in (
+                    ({"slo": {"completion_s": 86401}}, "slo.completion_s", ("86400", "86401")),
+                    ({"slo": {"tpot_ms": 19}}, "slo.tpot_ms", ("20", "19")),
+                    ({"priority": 1001}, "priority", ("1000", "1001")),
+                    ({"timeout": 0}, "timeout", ("greater than 0", "got 0")),
+                ):
+                    error = (await post(setup, path, fields)).json()["error"]
+                    assert error["param"] == prefix + param
+                    assert all(word in error["message"] for word in words), error
+            assert not setup.router.submits
+
+    asyncio.run(scenario())
 
 
 def test_bad_values_are_named() -> None:
