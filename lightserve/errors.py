@@ -8,6 +8,7 @@
     ├── GrammarError       a schema, pattern or grammar that cannot be enforced
     ├── ChatError          `lightserve chat` got no answer: exit code 1 and one line
     ├── KVMapError         `lightserve kv-map` got or wrote no picture: exit code 1 and one line
+    ├── DecisionLogError   a decision log that cannot be read or was changed: exit code 1, one line
     ├── ProtocolError      a peer process sent what this version does not understand
     └── ChannelFull        a bounded queue to a peer is full
 
@@ -53,6 +54,10 @@ class ModelLoadError(LightserveError):
 
 class StartupError(LightserveError):
     """A start-up failure outside configuration and model files, such as a port in use."""
+
+
+class DecisionLogError(LightserveError):
+    """A decision log that cannot be read, or is not as it was written."""
 
 
 class ChatError(LightserveError):

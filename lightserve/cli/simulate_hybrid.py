@@ -28,90 +28,98 @@ _SERVE_FIELDS = (
 _DEFAULTS = {"capacity_tokens": 60_000, "policy": "chunked", "admission": "risk"}
 
 
+_SLO_MS = click.FloatRange(0.0)
+_OPTIONS = (
+    config_options(ServeConfig, _SERVE_FIELDS),
+    click.option(
+        "--decision-log",
+        metavar="FILE",
+        help="Record the router's inputs and decisions, for lightserve replay.",
+    ),
+    click.option(
+        "--budget-tokens",
+        default=512,
+        type=click.IntRange(1),
+        show_default=True,
+        help="Most new tokens in one step; the server's --max-num-batched-tokens.",
+    ),
+    click.option(
+        "--hardware",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="Profile of a worker, as lightserve profile writes it: step times are those, and"
+        " the router knows it.  [default: an A100 with Llama-2-7B]",
+    ),
+    click.option(
+        "--host-kv-tokens",
+        default=-1,
+        type=click.IntRange(-1),
+        show_default=True,
+        help="Size of the host pool; -1: half of --capacity-tokens.",
+    ),
+    click.option(
+        "--mtpot-slo-ms",
+        default=200.0,
+        type=_SLO_MS,
+        show_default=True,
+        help="Target of real-time requests: largest gap between tokens; 0 sets none.",
+    ),
+    click.option(
+        "--tpot-slo-ms",
+        default=200.0,
+        type=_SLO_MS,
+        show_default=True,
+        help="Target of real-time requests: mean gap between tokens; 0 sets none.",
+    ),
+    click.option(
+        "--ttft-slo-ms",
+        default=400.0,
+        type=_SLO_MS,
+        show_default=True,
+        help="Target of real-time requests: time to the first token; 0 sets none.",
+    ),
+    click.option(
+        "--margin-s",
+        default=30.0,
+        type=click.FloatRange(0.0),
+        show_default=True,
+        help="At the start and at the end of the run: not in the statistics.",
+    ),
+    click.option(
+        "--duration-s",
+        default=90.0,
+        type=click.FloatRange(0.0, min_open=True),
+        show_default=True,
+        help="Virtual seconds.",
+    ),
+    click.option(
+        "--be-lengths", help="With closed:N: uniform:P1-P2,O1-O2 or the rows of a trace file."
+    ),
+    click.option(
+        "--be",
+        help="Best-effort requests: closed:N (each that ends is replaced at once), or a trace"
+        " file, at its times if it has any.",
+    ),
+    click.option(
+        "--rt-max-tokens",
+        default=2048,
+        type=click.IntRange(1),
+        show_default=True,
+        help="Output tokens that real-time requests declare; longer outputs end there.",
+    ),
+    click.option(
+        "--rt-lengths",
+        help="With poisson:RATE: uniform:P1-P2,O1-O2 or the rows of a trace file.",
+    ),
+    click.option(
+        "--rt",
+        help="Real-time requests: poisson:RATE (per second), or a trace file with its times.",
+    ),
+)
+
+
 def hybrid_options(function: FunctionT) -> FunctionT:
     """Decorate a command with the options of this kind of run."""
-    slo_ms = click.FloatRange(0.0)
-    for option in (
-        config_options(ServeConfig, _SERVE_FIELDS),
-        click.option(
-            "--budget-tokens",
-            default=512,
-            type=click.IntRange(1),
-            show_default=True,
-            help="Most new tokens in one step; the server's --max-num-batched-tokens.",
-        ),
-        click.option(
-            "--hardware",
-            type=click.Path(dir_okay=False, path_type=Path),
-            help="Profile of a worker, as lightserve profile writes it: step times are those, and"
-            " the router knows it.  [default: an A100 with Llama-2-7B]",
-        ),
-        click.option(
-            "--host-kv-tokens",
-            default=-1,
-            type=click.IntRange(-1),
-            show_default=True,
-            help="Size of the host pool; -1: half of --capacity-tokens.",
-        ),
-        click.option(
-            "--mtpot-slo-ms",
-            default=200.0,
-            type=slo_ms,
-            show_default=True,
-            help="Target of real-time requests: largest gap between tokens; 0 sets none.",
-        ),
-        click.option(
-            "--tpot-slo-ms",
-            default=200.0,
-            type=slo_ms,
-            show_default=True,
-            help="Target of real-time requests: mean gap between tokens; 0 sets none.",
-        ),
-        click.option(
-            "--ttft-slo-ms",
-            default=400.0,
-            type=slo_ms,
-            show_default=True,
-            help="Target of real-time requests: time to the first token; 0 sets none.",
-        ),
-        click.option(
-            "--margin-s",
-            default=30.0,
-            type=click.FloatRange(0.0),
-            show_default=True,
-            help="At the start and at the end of the run: not in the statistics.",
-        ),
-        click.option(
-            "--duration-s",
-            default=90.0,
-            type=click.FloatRange(0.0, min_open=True),
-            show_default=True,
-            help="Virtual seconds.",
-        ),
-        click.option(
-            "--be-lengths", help="With closed:N: uniform:P1-P2,O1-O2 or the rows of a trace file."
-        ),
-        click.option(
-            "--be",
-            help="Best-effort requests: closed:N (each that ends is replaced at once), or a trace"
-            " file, at its times if it has any.",
-        ),
-        click.option(
-            "--rt-max-tokens",
-            default=2048,
-            type=click.IntRange(1),
-            show_default=True,
-            help="Output tokens that real-time requests declare; longer outputs end there.",
-        ),
-        click.option(
-            "--rt-lengths",
-            help="With poisson:RATE: uniform:P1-P2,O1-O2 or the rows of a trace file.",
-        ),
-        click.option(
-            "--rt",
-            help="Real-time requests: poisson:RATE (per second), or a trace file with its times.",
-        ),
-    ):
+    for option in _OPTIONS:
         function = option(function)
     return function
 

@@ -13,11 +13,14 @@ from dataclasses import dataclass
 import msgspec
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
-from lightserve.config.fields import check_limits, option
+from lightserve.config.fields import check_limits, option, parse_memory
 from lightserve.config.frontend import FrontendOptions
 from lightserve.config.memory import MemoryOptions
 from lightserve.config.scheduling import SchedulingOptions
 from lightserve.errors import ConfigError
+
+DEFAULT_DECISION_LOG_SIZE = "4GiB"
+MIN_DECISION_LOG_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,15 @@ class ServeConfig(MemoryOptions, SchedulingOptions, FrontendOptions):
     log_format: str = option(
         "text", "How log records are printed; json is an object per line.", choices=("text", "json")
     )
+    decision_log: str = option(
+        "",
+        "File to which the router writes what it is told and what it decides, for lightserve"
+        " replay; it holds prompts as token ids. One that exists is kept as FILE.1.",
+    )
+    decision_log_size: str = option(
+        DEFAULT_DECISION_LOG_SIZE,
+        "Size at which the decision log ends; the server goes on without.",
+    )
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
@@ -107,6 +119,12 @@ class ServeConfig(MemoryOptions, SchedulingOptions, FrontendOptions):
         self.check_memory()
         self.check_access()
         self.check_scheduling()
+        if parse_memory(self.decision_log_size, "--decision-log-size") < MIN_DECISION_LOG_BYTES:
+            raise ConfigError(
+                f"--decision-log-size must be at least 1MiB, got {self.decision_log_size!r}"
+            )
+        if self.decision_log_size != DEFAULT_DECISION_LOG_SIZE and not self.decision_log:
+            raise ConfigError("--decision-log-size needs --decision-log")
 
     @property
     def model_names(self) -> tuple[str, ...]:

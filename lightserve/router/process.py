@@ -16,7 +16,11 @@ from pathlib import Path
 from lightserve.channels.base import Hub, Link
 from lightserve.channels.wait import Waitable, wait_readable
 from lightserve.channels.zmq import bind_hub
-from lightserve.errors import ChannelFull, ProtocolError
+from lightserve.config.fields import parse_memory
+from lightserve.decisions.log_file import DecisionLogFile
+from lightserve.decisions.recording import CoreCalls, RecordedCore
+from lightserve.decisions.records import header_of
+from lightserve.errors import ChannelFull, ConfigError, ProtocolError
 from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.frontend_router import (
     Abort,
@@ -78,10 +82,33 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
         spec.workers_address, send_type=RouterToWorker, recv_type=WorkerToRouter
     )
     core = make_core(spec.config, max_model_len=max_model_len)
+    decision_log = _open_log(spec, max_model_len)
     collector = Collector()
     control.send(ChildReady())
-    RouterProcess(spec, core, frontends, workers, control, collector=collector).serve()
+    RouterProcess(
+        spec, core, frontends, workers, control, collector=collector, decision_log=decision_log
+    ).serve()
     return 0
+
+
+def _open_log(spec: ChildSpec, max_model_len: int) -> DecisionLogFile | None:
+    """Return the decision log, if one is wanted.
+
+    Raises:
+        ConfigError: it cannot be written. Only when the server starts: later it is not worth
+            staying down for.
+    """
+    if not spec.config.decision_log:
+        return None
+    header = header_of(spec.config, max_model_len=max_model_len, seed=0, boot_id=spec.boot_id)
+    max_bytes = parse_memory(spec.config.decision_log_size, "--decision-log-size")
+    try:
+        return DecisionLogFile(Path(spec.config.decision_log), header, max_bytes=max_bytes)
+    except ConfigError as error:
+        if spec.generation == 0:
+            raise
+        log.error("no decision log: %s", error)
+        return None
 
 
 @dataclass
@@ -104,11 +131,16 @@ class RouterProcess:
         control: Link[ChildMessage, SupervisorMessage],
         *,
         collector: Collector | None = None,
+        decision_log: DecisionLogFile | None = None,
     ) -> None:
         """Without a `collector` garbage is collected as Python does by itself."""
         self._spec = spec
         self._collector = collector
         self.core = core
+        self._decision_log = decision_log
+        self._calls: CoreCalls = core
+        if decision_log is not None:
+            self._calls = RecordedCore(core, decision_log)
         self._frontends = frontends
         self._workers = workers
         self._control = control
@@ -134,10 +166,10 @@ class RouterProcess:
 
     def plan(self) -> float:
         """Send every plan that is due; return when to ask again."""
-        while isinstance(step := self.core.plan(time.monotonic()), PlannedStep):
+        while isinstance(step := self._calls.plan(time.monotonic()), PlannedStep):
             now_s = time.monotonic()
             self._metrics.on_commit(step, now_s)
-            plan = self.core.commit(step, now_s)
+            plan = self._calls.commit(step, now_s)
             for rank in range(self._spec.config.tp):
                 self._workers.send(_worker_name(rank), plan)
         return float("inf") if step.at_s is None else step.at_s
@@ -169,7 +201,7 @@ class RouterProcess:
     def _on_result(self, result: StepResult) -> None:
         self._metrics.on_result(result, self.core.num_used_slots)
         try:
-            self._deliver(self.core.on_result(result, time.monotonic()))
+            self._deliver(self._calls.on_result(result, time.monotonic()))
         except ProtocolError as error:
             log.error("the workers are out of step: %s", error)
             self._ask_for_new_workers(0.0)
@@ -269,10 +301,12 @@ class RouterProcess:
             self._lose_workers(next_generation=message.generation + 1)
 
     def _dispatch(self, event: CoreEvent) -> None:
-        self._deliver(self.core.on_message(event, time.monotonic()))
+        self._deliver(self._calls.on_message(event, time.monotonic()))
 
     def _send_status(self, now_s: float) -> None:
         self._next_status_s = now_s + STATUS_INTERVAL_S
+        if self._decision_log is not None:
+            self._decision_log.flush()
         status = self.core.status(now_s)
         for frontend_id in list(self._connected):
             self._send(frontend_id, status)

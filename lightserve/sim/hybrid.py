@@ -11,11 +11,15 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lightserve.config import ServeConfig
+from lightserve.decisions.log_file import DecisionLogFile
+from lightserve.decisions.recording import CoreCalls, RecordedCore
+from lightserve.decisions.records import header_of
 from lightserve.errors import ConfigError
 from lightserve.messages.frontend_router import RequestDelta
 from lightserve.router.admission.base import AdmissionRule
@@ -37,6 +41,7 @@ from lightserve.sim.worker import SimulatedWorker
 from lightserve.types import FinishReason, FrontendId, RequestClass
 
 MAX_NUM_SEQS = 512
+MAX_LOG_BYTES = 4 << 30
 DEFAULT_TARGETS = Targets(ttft_s=0.4, tpot_s=0.2, mtpot_s=0.2)
 _FRONTENDS = {RequestClass.RT: FrontendId(0), RequestClass.BE: FrontendId(1)}
 _CLASSES = {frontend_id: request_class for request_class, frontend_id in _FRONTENDS.items()}
@@ -87,6 +92,8 @@ class HybridConfig:
     """Whether the worker checks every read of KV (several times slower)."""
     seed: int = 0
     hardware: Hardware = A100_LLAMA2_7B
+    decision_log: str | None = None
+    """File to record the core's inputs and decisions in; not with the oracle."""
 
     @property
     def num_host_slots(self) -> int:
@@ -110,6 +117,7 @@ def run_hybrid(
         run.advance(time_s)
         if progress is not None:
             progress(step_s)
+    run.close()
     return run.report()
 
 
@@ -150,8 +158,12 @@ class HybridRun:
         if profile is None and config.is_profiled:
             rng = np.random.default_rng(profile_seed)
             profile = fitted_profile(config.hardware, noise=config.noise, rng=rng)
+        self._decision_log = _open_log(config, core_config)
+        calls: CoreCalls = self.core
+        if self._decision_log is not None:
+            calls = RecordedCore(self.core, self._decision_log)
         self.simulation = Simulation(
-            self.core,
+            calls,
             self.worker,
             self.worker.seconds,
             num_slots=config.capacity_tokens,
@@ -187,6 +199,11 @@ class HybridRun:
         if delta.finish_reason is None:
             return []
         return self.clients[_CLASSES[frontend_id]].on_end(now_s)
+
+    def close(self) -> None:
+        """Write what is left of the decision log."""
+        if self._decision_log is not None:
+            self._decision_log.close()
 
     def report(self) -> HybridReport:
         """Return what the run came to so far."""
@@ -288,19 +305,9 @@ def make_core_config_of(
             f"--capacity-tokens must be at least {longest - 1}, what one request may come to need,"
             f" got {config.capacity_tokens}"
         )
-    is_oracle = config.admission == "oracle"
-    options: dict[str, Any] = {
-        "policy": config.policy,
-        "max_num_batched_tokens": config.budget_tokens,
-        "max_num_seqs": min(MAX_NUM_SEQS, config.budget_tokens),
-        **dict.fromkeys(_QUEUE_LIMITS, _UNBOUNDED),
-        **config.serve_options,
-    }
-    if not is_oracle:
-        options["admission"] = config.admission
-    serve = ServeConfig(**options)
+    serve = _serve_config(config)
     core_config = make_core_config(serve, max_model_len=longest, seed=config.seed)
-    if not is_oracle:
+    if config.admission != "oracle":
         return core_config
 
     def true_length(request: Request) -> int:
@@ -311,3 +318,29 @@ def make_core_config_of(
     if core_config.policy.is_class_aware:
         rule = ClasswiseAdmission(rule, OracleAdmission(true_length))
     return dataclasses.replace(core_config, admission=rule)
+
+
+def _serve_config(config: HybridConfig) -> ServeConfig:
+    """Return the options of such a server; those of the oracle have another admission rule."""
+    options: dict[str, Any] = {
+        "policy": config.policy,
+        "max_num_batched_tokens": config.budget_tokens,
+        "max_num_seqs": min(MAX_NUM_SEQS, config.budget_tokens),
+        **dict.fromkeys(_QUEUE_LIMITS, _UNBOUNDED),
+        **config.serve_options,
+    }
+    if config.admission != "oracle":
+        options["admission"] = config.admission
+    return ServeConfig(**options)
+
+
+def _open_log(config: HybridConfig, core_config: CoreConfig) -> DecisionLogFile | None:
+    """Return the decision log that is wanted. Raises ConfigError."""
+    if config.decision_log is None:
+        return None
+    if config.admission == "oracle":
+        raise ConfigError("--decision-log does not go with --admission oracle, which cannot replay")
+    header = header_of(
+        _serve_config(config), max_model_len=core_config.max_model_len, seed=config.seed
+    )
+    return DecisionLogFile(Path(config.decision_log), header, max_bytes=MAX_LOG_BYTES)

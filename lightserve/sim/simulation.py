@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from lightserve.decisions.recording import CoreCalls
 from lightserve.messages.common import TokenLogprob
 from lightserve.messages.frontend_router import Abort, ErrorCode, RequestDelta, Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.messages.step_cost import StepCoefficients
-from lightserve.router.core import RouterCore
 from lightserve.router.events import CoreEvent, FromFrontend, Outgoing, PlannedStep, WorkersReady
 from lightserve.types import FinishReason, FrontendId, RequestKey
 
@@ -75,7 +75,7 @@ class Simulation:
 
     def __init__(
         self,
-        core: RouterCore,
+        core: CoreCalls,
         worker: Worker,
         step_time: StepTime,
         *,

@@ -1,0 +1,68 @@
+"""`lightserve replay`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from lightserve.errors import ConfigError
+
+
+@click.command("replay")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--request",
+    metavar="FRONTEND/REQUEST",
+    help="Print what became of one request instead, step by step; the server's debug log names it.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(file: Path, request: str | None, as_json: bool) -> int:
+    """Repeat every decision of a decision log, or tell the story of one request.
+
+    FILE was written by lightserve serve --decision-log or lightserve simulate --decision-log. A
+    router's core as that one gets the same inputs at the same times, and has to decide the same.
+
+    Exit codes: 0 if it does, 1 with the first difference if it does not.
+    """
+    if request is not None:
+        if as_json:
+            raise ConfigError("--json does not go with --request")
+        return _tell(file, request)
+    # Imported late: `lightserve --help` needs none of it.
+    from lightserve.decisions.reading import DecisionLogReader  # noqa: PLC0415
+    from lightserve.decisions.replaying import replay  # noqa: PLC0415
+
+    reader = DecisionLogReader(file)
+    result = replay(reader)
+    if result.is_cut_off:
+        print(f"lightserve: {file}: the last line is not whole and was left out", file=sys.stderr)
+    if as_json:
+        document = dataclasses.asdict(result) | {"is_equal": result.difference is None}
+        click.echo(json.dumps(document))
+    else:
+        click.echo(f"decisions {result.num_decisions}, inputs {result.num_inputs}")
+        click.echo(f"decision hash {result.decision_hash}")
+        if (found := result.difference) is not None:
+            click.echo(f"line {found.line}, step {found.step_id} differs:")
+            click.echo(f"  recorded {json.dumps(found.recorded)}")
+            replayed = "no step now" if found.replayed is None else json.dumps(found.replayed)
+            click.echo(f"  replayed {replayed}")
+    return 0 if result.difference is None else 1
+
+
+def _tell(file: Path, request: str) -> int:
+    from lightserve.decisions.reading import DecisionLogReader  # noqa: PLC0415
+    from lightserve.decisions.records import RequestName  # noqa: PLC0415
+    from lightserve.decisions.story import story_of  # noqa: PLC0415
+
+    frontend_id, _, request_id = request.partition("/")
+    if not (frontend_id.isdecimal() and request_id.isdecimal()):
+        raise ConfigError(f"--request must be FRONTEND/REQUEST, two numbers, got {request!r}")
+    name = RequestName(int(frontend_id), int(request_id))  # type: ignore[arg-type]
+    for line in story_of(DecisionLogReader(file), name):
+        click.echo(line)
+    return 0

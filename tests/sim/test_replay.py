@@ -1,0 +1,213 @@
+"""Decision logs of simulations: replayed, every decision is the same (F25); changes are found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from lightserve.cli.replay import command as replay_command
+from lightserve.cli.simulate import command as simulate_command
+from lightserve.config import ServeConfig
+from lightserve.decisions.records import DECIDING_OPTIONS, new_hash
+from lightserve.errors import ConfigError, DecisionLogError
+from lightserve.router.factory import make_core_config
+from lightserve.router.policies.registry import POLICIES
+
+TRAFFIC = (
+    *("--rt", "poisson:8", "--rt-lengths", "uniform:10-200,5-60", "--rt-max-tokens", "80"),
+    *("--be", "closed:20", "--be-lengths", "uniform:100-300,20-60"),
+    *("--duration-s", "3", "--margin-s", "1", "--capacity-tokens", "2000", "--json"),
+)
+
+
+def record(path: Path, *arguments: str) -> Path:
+    arguments = (*TRAFFIC, "--decision-log", str(path), *arguments)
+    result = CliRunner().invoke(simulate_command, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return path
+
+
+def replayed(path: Path, *arguments: str) -> Result:
+    """Return the command's result; its `return_value` is the exit code."""
+    arguments = (str(path), *arguments)
+    return CliRunner().invoke(
+        replay_command, arguments, catch_exceptions=False, standalone_mode=False
+    )
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_decision_is_repeated(policy: str, tmp_path: Path) -> None:
+    path = record(tmp_path / "log.jsonl", "--policy", policy)
+    assert path.stat().st_mode & 0o777 == 0o600
+    results = [replayed(path, "--json") for _ in range(2)]
+    assert [result.return_value for result in results] == [0, 0]
+    first, second = (json.loads(result.stdout) for result in results)
+    assert first == second and first["is_equal"] and first["num_decisions"] > 100
+
+
+def test_nothing_depends_on_the_process(tmp_path: Path) -> None:
+    """Sets of strings and of objects iterate in another order in each of these processes."""
+    path = record(tmp_path / "log.jsonl", "--policy", "unified", "--admission", "past-future")
+    hashes = set()
+    for seed in ("1", "2"):
+        code = f"from lightserve.cli.main import main; main(['replay', {str(path)!r}])"
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        hashes.add(run.stdout)
+    assert len(hashes) == 1
+
+
+@pytest.fixture(scope="module")
+def log_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("decisions") / "log.jsonl", "--policy", "priority")
+
+
+Edit = Callable[[list[dict[str, Any]]], None]
+
+
+def rewritten(path: Path, edit: Edit, target: Path, *, is_chained: bool) -> Path:
+    """Write a log with other contents; with `is_chained` the hashes over the lines fit it."""
+    records = [json.loads(line) for line in path.read_bytes().splitlines()]
+    edit(records)
+    chain = new_hash()
+    with target.open("wb") as file:
+        for fields in records:
+            if is_chained and fields["kind"] == "decision":
+                fields["chain"] = chain.hexdigest()
+            line = msgspec.json.encode(fields) + b"\n"
+            chain.update(line)
+            file.write(line)
+    return target
+
+
+def later_arrival(records: list[dict[str, Any]]) -> None:
+    next(fields for fields in records[50:] if fields["kind"] == "result")["now_s"] += 1e-9
+
+
+def more_tokens(records: list[dict[str, Any]]) -> None:
+    decision = next(fields for fields in records[50:] if fields["kind"] == "decision")
+    decision["advancing"][0][2] += 1
+
+
+def other_reason(records: list[dict[str, Any]]) -> None:
+    decision = next(f for f in records if f["kind"] == "decision" and f["skipped"])
+    decision["skipped"][0][2] = "blocked"
+
+
+def other_budget(records: list[dict[str, Any]]) -> None:
+    records[0]["config"]["max_num_batched_tokens"] = 600
+
+
+@pytest.mark.parametrize("edit", [later_arrival, other_budget])
+def test_a_changed_input_is_found(edit: Edit, log_path: Path, tmp_path: Path) -> None:
+    path = rewritten(log_path, edit, tmp_path / "log.jsonl", is_chained=False)
+    with pytest.raises(DecisionLogError, match=r"line \d+: the lines before it are not as"):
+        replayed(path)
+
+
+@pytest.mark.parametrize("edit", [more_tokens, other_reason])
+def test_a_changed_decision_is_found(edit: Edit, log_path: Path, tmp_path: Path) -> None:
+    path = rewritten(log_path, edit, tmp_path / "log.jsonl", is_chained=False)
+    assert replayed(path).return_value == 1
+
+
+@pytest.mark.parametrize(
+    ("edit", "field"),
+    [(more_tokens, "advancing"), (other_reason, "skipped"), (other_budget, "advancing")],
+)
+def test_the_first_difference_is_shown(
+    edit: Edit, field: str, log_path: Path, tmp_path: Path
+) -> None:
+    path = rewritten(log_path, edit, tmp_path / "log.jsonl", is_chained=True)
+    result = replayed(path, "--json")
+    assert result.return_value == 1
+    difference = json.loads(result.stdout)["difference"]
+    assert difference["recorded"][field] != difference["replayed"][field]
+    text = replayed(path)
+    assert text.return_value == 1
+    assert f"step {difference['step_id']} differs" in text.stdout and "replayed" in text.stdout
+
+
+def test_rewriting_as_such_changes_nothing(log_path: Path, tmp_path: Path) -> None:
+    path = rewritten(log_path, lambda _: None, tmp_path / "log.jsonl", is_chained=True)
+    assert replayed(path).return_value == 0
+
+
+def test_a_last_line_cut_off_is_left_out(log_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(log_path.read_bytes()[:-20])
+    result = replayed(path)
+    assert result.return_value == 0 and "last line is not whole" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not a decision log"),
+        (b"hello\n", "not a decision log"),
+        (b'{"kind":"header","format_version":99}\n', "format version 99"),
+        (b'{"kind":"result","format_version":1}\n', "not a decision log"),
+        (b'{"kind":"header","format_version":1}\n', "line 1: .*missing"),
+    ],
+)
+def test_what_is_no_log_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DecisionLogError, match=message):
+        replayed(path)
+
+
+def test_garbage_in_the_middle_names_its_line(log_path: Path, tmp_path: Path) -> None:
+    lines = log_path.read_bytes().splitlines(keepends=True)
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b"".join([*lines[:30], b"{}\n", *lines[30:]]))
+    with pytest.raises(DecisionLogError, match="line 31"):
+        replayed(path)
+
+
+def test_the_story_of_a_request(log_path: Path) -> None:
+    result = replayed(log_path, "--request", "0/3")
+    assert result.return_value == 0
+    story = result.stdout.splitlines()
+    assert "arrives: class rt" in story[0] and "its first token is there" in result.stdout
+    assert "ends: " in story[-1]
+    with pytest.raises(DecisionLogError, match="no request 0/9999"):
+        replayed(log_path, "--request", "0/9999")
+    with pytest.raises(ConfigError, match="FRONTEND/REQUEST"):
+        replayed(log_path, "--request", "cmpl-1")
+
+
+def test_the_oracle_cannot_be_recorded(tmp_path: Path) -> None:
+    arguments = (*TRAFFIC, "--decision-log", str(tmp_path / "log"), "--admission", "oracle")
+    with pytest.raises(ConfigError, match="oracle"):
+        CliRunner().invoke(simulate_command, arguments, catch_exceptions=False)
+
+
+def test_all_options_that_decide_are_recorded() -> None:
+    config = ServeConfig()
+    read: set[str] = set()
+
+    class Watched:
+        def __getattr__(self, name: str) -> object:
+            read.add(name)
+            return getattr(config, name)
+
+    for policy in ("chunked", "unified"):
+        config = ServeConfig(policy=policy)
+        make_core_config(Watched(), max_model_len=100)  # type: ignore[arg-type]
+    assert read and read <= set(DECIDING_OPTIONS)
