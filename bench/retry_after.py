@@ -25,11 +25,11 @@ import numpy as np
 from lightserve.config import ServeConfig
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta, Submit
 from lightserve.messages.router_worker import StepPlan
-from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import FromFrontend, PlannedStep
 from lightserve.router.factory import make_core_config
+from lightserve.sim.fitted_profile import fitted_profile
 from lightserve.sim.hardware import A100_LLAMA2_7B
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.sim.traffic import Job, Lengths, TraceLengths, UniformLengths
@@ -41,17 +41,7 @@ RT, BE = RequestClass.RT, RequestClass.BE
 LENGTHS = Path(__file__).parent / "traces" / "sharegpt_lengths.csv.gz"
 CAPACITY_TOKENS, BUDGET, MAX_SEQS = 60_000, 512, 256
 LATER_S = 20.0
-PROFILE = StepCoefficients(
-    floor_s=A100_LLAMA2_7B.floor_s,
-    knee=(A100_LLAMA2_7B.floor_s - A100_LLAMA2_7B.constant_s) / A100_LLAMA2_7B.per_new_token_s,
-    per_new_s=A100_LLAMA2_7B.per_new_token_s,
-    per_decode_s=0.0,
-    per_chunk_s=0.0,
-    per_decode_context_s=A100_LLAMA2_7B.per_decode_context_s,
-    per_chunk_context_s=0.0,
-    per_chunk_pair_s=A100_LLAMA2_7B.per_chunk_context_s,
-)
-"""What a profile of it says."""
+NOISE = 0.05
 _FRONTENDS = {RT: FrontendId(0), BE: FrontendId(1)}
 _PROBES = FrontendId(2)
 
@@ -95,7 +85,6 @@ class WatchedCore(RouterCore):
     def __init__(self, config: CoreConfig) -> None:
         super().__init__(config)
         self.begun_s: dict[RequestKey, float] = {}
-        self._pipeline.cost.use_profile(PROFILE)
 
     def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:
         """See `RouterCore.commit`."""
@@ -129,11 +118,12 @@ class Play:
         longest = trace.max_prompt_tokens + 2048
         config = make_core_config(serve, max_model_len=longest, seed=scene.seed)
         self.core = WatchedCore(config)
+        noise = np.random.default_rng(scene.seed + 1)
         worker = VirtualWorker(
             A100_LLAMA2_7B,
             LengthWorker(max_num_seqs=scene.scaled(MAX_SEQS), max_model_len=longest),
-            noise=0.05,
-            rng=np.random.default_rng(scene.seed + 1),
+            noise=NOISE,
+            rng=noise,
         )
         self.simulation = Simulation(
             self.core,
@@ -142,6 +132,7 @@ class Play:
             num_slots=scene.scaled(CAPACITY_TOKENS),
             num_host_slots=scene.scaled(CAPACITY_TOKENS // 2),
             frontend=self._on_news,
+            step_cost=fitted_profile(A100_LLAMA2_7B, noise=NOISE, rng=noise),
         )
         self._numbers = itertools.count()
         self._accepted: set[RequestKey] = set()

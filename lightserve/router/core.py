@@ -236,7 +236,7 @@ class RouterCore(CoreState):
                 self._release_if_idle(request)
             elif row_result is not None:
                 self._advance(request, row, row_result, deltas, now_s)
-        self._waits.note_step(step.planned.allotments)
+        self._waits.note_step(step.planned.allotments, step.shape)
         self._sink_late(now_s)
         self._pipeline.note_work(bool(self._requests))
         return deltas.outgoing()

@@ -21,8 +21,7 @@ seen it is 1. While no step times are known, work is in tokens, and the pace wha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightserve.router.kv.store import KVStore
@@ -48,8 +47,7 @@ FULL_SHARE = 0.9
 """A step with less of its token budget left over had no room for more of a prompt."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """Tokens to compute, or computed."""
 
     num_prompt: float = 0.0
@@ -120,12 +118,11 @@ class WaitForecast:
 
     # ---------------------------------------------------------------- what happens
 
-    def note_step(self, allotments: Iterable[Allotment]) -> None:
-        """Learn that a step has finished; before the next one may have started requests."""
-        done = work_of(allotments)
+    def note_step(self, allotments: Collection[Allotment], shape: StepShape) -> None:
+        """Learn that a step of some shape has finished; before anything else is booked."""
+        done = work_of(allotments, shape)
         clock_s = self._pipeline.busy_s + self._pipeline.idle_s
         seconds, self._clock_s = clock_s - self._clock_s, clock_s
-        num_tokens = sum(work.num_prompt + work.num_decodes for work in done.values())
         for request_class, work in done.items():
             before, known = self.computed[request_class], self._of[request_class]
             self.computed[request_class] = Work(
@@ -135,7 +132,7 @@ class WaitForecast:
             has_waited, known.is_waiting = known.is_waiting and waits_now, waits_now
             if has_waited:
                 known.see(work, seconds)
-            known.is_held = has_waited and num_tokens < FULL_SHARE * self._budget
+            known.is_held = has_waited and shape.num_new < FULL_SHARE * self._budget
 
     def note_started(self, request: Request) -> None:
         """Learn how much of a request that starts was there already."""
@@ -257,20 +254,14 @@ def expected_output(limit: float, most: int) -> float:
     return (limit - 1) / whole + limit * (1 - math.log(limit) / whole)
 
 
-def work_of(allotments: Iterable[Allotment]) -> dict[RequestClass, Work]:
-    """Return what a step computes for each class."""
-    rt_prompt = rt_decodes = be_prompt = be_decodes = 0
-    for request, num_tokens in allotments:
-        if request.request_class is RequestClass.RT:
-            if num_tokens == 1:
-                rt_decodes += 1
-            else:
-                rt_prompt += num_tokens
-        elif num_tokens == 1:
-            be_decodes += 1
-        else:
-            be_prompt += num_tokens
-    return {
-        RequestClass.RT: Work(rt_prompt, rt_decodes),
-        RequestClass.BE: Work(be_prompt, be_decodes),
-    }
+def work_of(allotments: Collection[Allotment], shape: StepShape) -> dict[RequestClass, Work]:
+    """Return what a step of some shape computes for each class."""
+    best_effort = RequestClass.BE
+    of_be = [
+        num_tokens for request, num_tokens in allotments if request.request_class is best_effort
+    ]
+    num_decodes = of_be.count(1)
+    be = Work(sum(of_be) - num_decodes, num_decodes)
+    num_prompt = shape.num_new - shape.num_decodes
+    rt = Work(num_prompt - be.num_prompt, shape.num_decodes - num_decodes)
+    return {RequestClass.RT: rt, RequestClass.BE: be}

@@ -21,7 +21,7 @@ LONG = 1500
 
 @pytest.fixture(scope="module")
 def server(run_parent: Path) -> Iterator[LiveServer]:
-    with live_server(run_parent, "--max-num-seqs", "1") as running:
+    with live_server(run_parent, "--max-num-seqs", "1", "--policy", "unified") as running:
         yield running
 
 
@@ -83,13 +83,20 @@ def wait_metric(server: LiveServer, value: float, name: str, *labels: str) -> No
 
 
 def test_own_targets_are_judged(ask: Ask, server: LiveServer) -> None:
-    ask(3, slo={"ttft_ms": 0.001, "tpot_ms": 3_600_000})
+    ask(100)  # the router has seen what steps take
+    impossible = ask(3, slo={"ttft_ms": 0.001, "tpot_ms": 3_600_000})
+    assert impossible.slo["asked"]["ttft_ms"] == 0.001
+    assert impossible.slo["scheduled"]["ttft_ms"] > 0.1
+    assert impossible.slo["scheduled"]["tpot_ms"] == 3_600_000
+    assert not hasattr(ask(3, slo={"tpot_ms": 3_600_000}), "slo")
+    wait_metric(server, 1, "raised_targets_total", "rt", "ttft")
     ask(3, headers={"x-slo-ttft-ms": "3600000"})
     ask(3, service_tier="flex", slo={"completion_s": 600})
+    ask(3, headers={"x-slo-completion-s": "600"})
     for request_class, target, outcome in (
         ("rt", "ttft", "missed"),
         ("rt", "ttft", "met"),
-        ("rt", "tpot", "met"),
+        ("rt", "completion", "met"),
         ("be", "completion", "met"),
     ):
         wait_metric(server, 1, "slo_requests_total", request_class, target, outcome)

@@ -18,6 +18,7 @@ from lightserve.router.policies.base import Allotment
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.queues import RowTable, WaitingQueue
 from lightserve.router.request import Request
+from lightserve.router.step_cost import shape_of
 from lightserve.router.waits import MAX_RETRY_S, MIN_RETRY_S, WaitForecast, Work, expected_output
 from lightserve.types import RequestClass
 
@@ -74,7 +75,7 @@ class Scene:
 
     def step(self, allotments: list[Allotment], seconds: float) -> None:
         self.pipeline.busy_s += seconds
-        self.waits.note_step(allotments)
+        self.waits.note_step(allotments, shape_of(allotments))
 
     def seconds(self, request_class: RequestClass) -> float:
         return self.waits.seconds(request_class, self.kv)
