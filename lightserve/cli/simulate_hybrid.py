@@ -23,9 +23,10 @@ _SERVE_FIELDS = (
     "burst_headroom_s",
     "max_be_seqs",
     "slo_clock",
+    "late_min_share",
 )
 """Options that are those of the server."""
-_DEFAULTS = {"capacity_tokens": 60_000, "policy": "chunked", "admission": "risk"}
+_DEFAULTS = {"capacity_tokens": 60_000, "policy": "unified", "admission": "risk"}
 
 
 _SLO_MS = click.FloatRange(0.0)

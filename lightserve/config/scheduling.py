@@ -17,8 +17,12 @@ ADMISSION_OF_OPTION = {
     "be_memory_risk": "risk",
 }
 """Options that belong to one admission rule."""
-DEADLINE_POLICIES = ("unified",)
-"""Policies that look at deadlines."""
+POLICIES_OF_OPTION = {
+    "burst_headroom_s": ("priority", "unified"),
+    "slo_clock": ("unified",),
+    "late_min_share": ("unified",),
+}
+"""Options that only policies with classes, or those with deadlines, have a use for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +61,19 @@ class SchedulingOptions:
         0, "Most best-effort sequences that run at once; 0 sets no limit of their own.", low=0
     )
     policy: str = option(
-        "chunked",
-        "Who advances in a step: chunked (decodes, then chunks of prompts in order of arrival),"
-        " fcfs (whole prompts, else decodes), mlfq (those who got least), priority (real-time"
-        " before best-effort), round-robin (the classes in turn), unified (real-time tokens by"
-        " their deadlines, best-effort ones in the time that is left).",
+        "unified",
+        "Who advances in a step: unified (real-time tokens by their deadlines, best-effort ones in"
+        " the time that is left), priority (real-time before best-effort), round-robin (the classes"
+        " in turn), and three that know no classes: chunked (decodes, then chunks of prompts in"
+        " order of arrival), fcfs (whole prompts, else decodes), mlfq (those who got least).",
         choices=("chunked", "fcfs", "mlfq", "priority", "round-robin", "unified"),
+    )
+    late_min_share: float = option(
+        0.1,
+        "unified: least share of running real-time requests, and so of step time, that those have"
+        " whose first token is late, while any of them wait.",
+        low=0.0,
+        high=0.9,
     )
     admission: str = option(
         "risk",
@@ -117,19 +128,17 @@ class SchedulingOptions:
                 f"--mtpot-slo-ms must be at least --tpot-slo-ms ({self.tpot_slo_ms:g}),"
                 f" got {self.mtpot_slo_ms:g}"
             )
-        if self.burst_headroom_s > 0 and self.policy not in ("priority", "unified"):
-            raise ConfigError(
-                f"--burst-headroom-s needs --policy priority or unified, got {self.policy!r}:"
-                " others know no classes"
-            )
-        if self.slo_clock != "curve" and self.policy not in DEADLINE_POLICIES:
-            raise ConfigError(
-                f"--slo-clock {self.slo_clock} needs --policy {' or '.join(DEADLINE_POLICIES)}, got"
-                f" {self.policy!r}: others look at no deadlines"
-            )
         for spec in dataclasses.fields(SchedulingOptions):
-            rule = ADMISSION_OF_OPTION.get(spec.name, self.admission)
-            if rule != self.admission and getattr(self, spec.name) != spec.default:
-                raise ConfigError(
-                    f"{flag_name(spec.name)} needs --admission {rule}, got {self.admission!r}"
-                )
+            if getattr(self, spec.name) != spec.default:
+                self._refuse_if_idle(spec.name)
+
+    def _refuse_if_idle(self, name: str) -> None:
+        """Refuse an option that the policy or the admission rule has no use for."""
+        rule = ADMISSION_OF_OPTION.get(name, self.admission)
+        policies = POLICIES_OF_OPTION.get(name, (self.policy,))
+        if self.policy not in policies:
+            raise ConfigError(
+                f"{flag_name(name)} needs --policy {' or '.join(policies)}, got {self.policy!r}"
+            )
+        if rule != self.admission:
+            raise ConfigError(f"{flag_name(name)} needs --admission {rule}, got {self.admission!r}")

@@ -111,7 +111,7 @@ class RouterCore(CoreState):
     def _sink_late(self, now_s: float) -> None:
         """Let real-time requests that cannot be in time any more wait behind those that can."""
         if self._config.policy.meets_deadlines:
-            self._waiting.sink_late(now_s)
+            self._waiting.sink_late(self._pipeline.next_end_s(now_s))
 
     def _finish(self, frontend_id: FrontendId, finish: Finish) -> None:
         """Learn where a request with stop strings ended, perhaps after its last token was sent."""

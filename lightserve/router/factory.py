@@ -13,7 +13,7 @@ from lightserve.router.kv.options import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import EvictionOrder, least_recently_used, task_aware
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.base import NO_LIMIT
-from lightserve.router.policies.registry import POLICIES
+from lightserve.router.policies.registry import make_policy
 from lightserve.router.slo import SLO_CLOCKS
 from lightserve.types import RequestClass
 
@@ -33,7 +33,7 @@ def make_core(config: ServeConfig, *, max_model_len: int, seed: int = 0) -> Rout
 def make_core_config(config: ServeConfig, *, max_model_len: int, seed: int = 0) -> CoreConfig:
     """Return what a core needs to know of the server's configuration."""
     lengths = OutputLengths(max_output_tokens=max_model_len)
-    policy = POLICIES[config.policy]()
+    policy = make_policy(config)
     return CoreConfig(
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,

@@ -85,6 +85,10 @@ class Pipeline:
         assert start_s is not None
         return max(now_s, start_s + sum(sent.planned.predicted_s for sent in self._in_flight))
 
+    def next_end_s(self, now_s: float) -> float:
+        """Return when a step planned now will end if it is like the last one, with the guard."""
+        return self.next_start_s(now_s) + self.cost.guard * self.cost.seconds(self._shape)
+
     def predict(self, allotments: tuple[Allotment, ...], num_copied: int) -> float:
         """Return the predicted seconds of a step that waits for so many copied tokens."""
         self._predicted = allotments, shape_of(allotments)

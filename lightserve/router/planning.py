@@ -226,6 +226,10 @@ class _LookedUp:
             return map(self._kv.look_up, self._waiting.real_time())
         return self._best_effort()
 
+    def late(self) -> Iterator[Request]:
+        """Iterate over real-time requests that never ran and are late."""
+        return map(self._kv.look_up, self._waiting.late())
+
     def _best_effort(self) -> Iterator[Request]:
         count = max(1, len(self._running))
         context_len = sum(request.next_position for request in self._running) / count
@@ -259,3 +263,7 @@ class _Only:
     def of(self, request_class: RequestClass) -> Iterator[Request]:
         """Iterate over one class."""
         return (r for r in self._requests if r.request_class is request_class)
+
+    def late(self) -> Iterator[Request]:
+        """Iterate over nobody: whoever is tried alone comes in its turn."""
+        return iter(())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lightserve.router.be_pool import BEPool
@@ -57,6 +57,10 @@ class WaitingQueue:
         yield from self._requeued[RequestClass.RT].values()
         yield from self._real_time.noted()
         yield from self._late.values()
+
+    def late(self) -> Iterable[Request]:
+        """Return the real-time requests that never ran and are late, in order."""
+        return self._late.values()
 
     def sink_late(self, now_s: float) -> None:
         """Put real-time requests at the head that are late behind all others of their class.

@@ -159,6 +159,10 @@ class _Nobody:
         del request_class
         return iter(())
 
+    def late(self) -> Iterator[Request]:
+        """Iterate over nobody."""
+        return iter(())
+
 
 def _grow(requests: Iterable[Request], num_tokens: int) -> None:
     """Let requests look as if plans in flight brought them tokens (or take that back)."""

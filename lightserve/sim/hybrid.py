@@ -75,7 +75,7 @@ class HybridConfig:
     capacity_tokens: int = 60_000
     host_kv_tokens: int = -1
     """-1: half of the pool."""
-    policy: str = "chunked"
+    policy: str = "unified"
     admission: str = "risk"
     """A choice of --admission, or "oracle"."""
     budget_tokens: int = 512

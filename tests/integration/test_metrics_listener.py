@@ -52,7 +52,7 @@ def test_the_config_has_no_paths() -> None:
         text = httpx.get(url).text
     info = next(line for line in text.splitlines() if line.startswith("lightserve_config_info"))
     assert "/" not in info
-    assert 'policy="chunked"' in info
+    assert 'policy="unified"' in info
 
 
 def test_clients_that_say_nothing_are_bounded_and_delay_nobody() -> None:

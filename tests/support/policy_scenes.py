@@ -53,14 +53,19 @@ def make_request(
 class Queue:
     """See `policies.base.Waiting`."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[Request], late: Collection[Request] = ()) -> None:
+        """`late` are the last of `requests`."""
         self._requests = requests
+        self._late = late
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
 
     def of(self, request_class: RequestClass) -> Iterator[Request]:
         return (r for r in self._requests if r.request_class is request_class)
+
+    def late(self) -> Iterator[Request]:
+        return (r for r in self._requests if r in self._late)
 
 
 class Admitting:

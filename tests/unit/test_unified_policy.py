@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.policy_scenes import BE, Admitting, Queue, make_request
+from support.policy_scenes import BE, RT, Admitting, Queue, make_request
 
 from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.lending import IDLE_LIMIT_S
-from lightserve.router.policies.unified import UnifiedPolicy
-from lightserve.router.policies.unified.policy import LATE_EVERY
+from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 from lightserve.router.policies.unified.timed_step import MIN_CHUNK
 from lightserve.router.queues import WaitingQueue
-from lightserve.router.reasons import Skips
+from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import Request
 from lightserve.router.slo import TokenDeadlines
 from lightserve.router.step_cost import StepCost, StepGuard, StepShape
@@ -51,6 +50,7 @@ def play(
     copy_ms: float = 0.0,
     guard: StepGuard | None = None,
     skips: Skips | None = None,
+    late_min_share: float = 0.1,
 ) -> dict[int, int]:
     limits = StepLimits(
         max_num_batched_tokens=budget,
@@ -63,7 +63,9 @@ def play(
         skips=skips or Skips(),
         copy_seconds=lambda num_tokens: num_tokens * copy_ms / 1e3,
     )
-    chosen = UnifiedPolicy().select(running, Queue(waiting or []), limits, Admitting(refused))
+    policy = UnifiedPolicy(UnifiedOptions(late_min_share=late_min_share))
+    late = [r for r in waiting or [] if r.deadlines and r.deadlines.residual(NOW_S) <= 0]
+    chosen = policy.select(running, Queue(waiting or [], late), limits, Admitting(refused))
     assert len({request for request, _ in chosen}) == len(chosen)
     return {request.arrival_number: count for request, count in chosen}
 
@@ -109,8 +111,44 @@ def test_prompts_that_can_be_in_time_go_before_late_ones(cost: StepCost) -> None
     in_time = due(make_request(2, prompt=600, computed=50), 80)
     shares = play(cost, [late, in_time], budget=550)
     assert shares == {2: 550}
-    shares = play(cost, [late, in_time], budget=550, step_number=LATE_EVERY)
+    shares = play(cost, [late, in_time], budget=550, step_number=10)
     assert shares == {1: 550}, "a share of the time is theirs"
+
+
+def holding(running: list[Request]) -> list[Request]:
+    """Give slots to requests."""
+    for request in running:
+        request.slots = np.zeros(request.max_kv_tokens, dtype=np.int32)
+    return running
+
+
+def test_late_newcomers_leave_memory_to_arrivals(cost: StepCost) -> None:
+    running = holding([decode(0, 100), decode(1, 100)])
+    in_time, late = due(make_request(2, prompt=20), 90), due(make_request(3, prompt=20), -10)
+    both, skips = [in_time, late], Skips()
+    assert set(play(cost, running, both, late_min_share=0.0)) == {0, 1, 2, 3}
+    shares = play(cost, running, both, num_slots=20, late_min_share=0.0, skips=skips)
+    assert set(shares) == {0, 1, 2}
+    assert skips.stopped_by[RT] is Reason.ORDER
+
+
+def test_late_newcomers_have_a_share_of_those_that_run(cost: StepCost) -> None:
+    """One starts first as long as fewer than a tenth of those that decode are late."""
+    running = holding([decode(number, 100) for number in range(9)])
+    for request in running:
+        assert request.deadlines is not None
+        request.deadlines.kept.is_first_met = True
+    waiting = [due(make_request(21, prompt=20), 90), due(make_request(22, prompt=20), -10)]
+
+    def newcomers(**options: float) -> list[int]:
+        shares = play(cost, running, waiting, num_slots=30, **options)  # type: ignore[arg-type]
+        return [number for number in shares if number > 20]
+
+    assert newcomers() == [22, 21]
+    assert newcomers(late_min_share=0.0) == [21]
+    assert running[0].deadlines is not None
+    running[0].deadlines.kept.is_first_met = False
+    assert newcomers() == [21], "one of nine is late already"
 
 
 def test_best_effort_gets_the_rest_of_the_time(cost: StepCost) -> None:

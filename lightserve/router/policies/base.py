@@ -65,6 +65,9 @@ class Waiting(Protocol):
         Best-effort ones are not all of them: the few that are worth asking.
         """
 
+    def late(self) -> Iterable[Request]:
+        """Return the real-time ones that never ran and are late; `of` has them at its end."""
+
 
 LOOK_AHEAD = 8
 """Best-effort requests that may be passed over in one step."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lightserve.config import ServeConfig
 from lightserve.router.policies.base import Policy
 from lightserve.router.policies.chunked import ChunkedPolicy
 from lightserve.router.policies.fcfs import FcfsPolicy
 from lightserve.router.policies.mlfq import MlfqPolicy
 from lightserve.router.policies.priority import PriorityPolicy
 from lightserve.router.policies.round_robin import RoundRobinPolicy
-from lightserve.router.policies.unified import UnifiedPolicy
+from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "chunked": ChunkedPolicy,
@@ -20,4 +21,11 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "unified": UnifiedPolicy,
     "round-robin": RoundRobinPolicy,
 }
-"""Factories of the choices of --policy."""
+"""Factories of the choices of --policy, with what they take unless told otherwise."""
+
+
+def make_policy(config: ServeConfig) -> Policy:
+    """Return the configured policy."""
+    if config.policy == "unified":
+        return UnifiedPolicy(UnifiedOptions(late_min_share=config.late_min_share))
+    return POLICIES[config.policy]()

@@ -7,12 +7,17 @@ is what long chunks and best-effort work live on.
 
     1. real-time decodes, all of them: they make the limit
     2. real-time prompts that can still be in time, by residual, one cut where the limit ends
-    3. real-time prompts that are late anyway; in every tenth step they go before those of 2
+    3. real-time prompts that are late anyway; those that have not started only while memory is
+       left for arrivals that can be in time
     4. best-effort decodes, prompts in progress, those that resume, newcomers
 
 In overload this order keeps goodput: sorted by deadline alone, everybody would be a little late.
+While late ones are fewer than `--late-min-share` of all that run, one of them starts before those
+of 2, and their prompts head such a share of the steps: whoever runs gets a token in every step, so
+that this is a share of time.
 """
 
+from lightserve.router.policies.unified.options import UnifiedOptions
 from lightserve.router.policies.unified.policy import UnifiedPolicy
 
-__all__ = ["UnifiedPolicy"]
+__all__ = ["UnifiedOptions", "UnifiedPolicy"]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.policies.base import Allotment, StepLimits, Waiting, admissible
+from lightserve.router.policies.unified.options import UnifiedOptions
 from lightserve.router.policies.unified.timed_step import TimedStep
 from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import Request
 from lightserve.types import RequestClass
 
 RT, BE = RequestClass.RT, RequestClass.BE
-LATE_EVERY = 10
-"""Of so many steps, late prompts head one: they get a share of the time at the least."""
+LATE_POOL_SHARE = 0.8
+"""Beyond their share of time late requests start while real-time ones hold less of the pool."""
 
 
 class UnifiedPolicy:
@@ -23,6 +25,10 @@ class UnifiedPolicy:
 
     is_class_aware = True
     meets_deadlines = True
+
+    def __init__(self, options: UnifiedOptions = UnifiedOptions()) -> None:  # noqa: B008
+        """`options` are frozen."""
+        self._options = options
 
     def select(
         self,
@@ -83,17 +89,55 @@ class UnifiedPolicy:
         prompts.sort(key=step.residual)
         late = [r for r in prompts if not step.can_be_in_time(r)]
         prompts = [r for r in prompts if r not in late]
-        if limits.step_number % LATE_EVERY == 0:
+        are_late_first = self._are_late_first(real_time)
+        if are_late_first and limits.step_number % round(1 / self._options.late_min_share) == 0:
             prompts, late = late + prompts, []
         if not step.add_chunks(prompts):
             skips.note_all(late, step.full_of)
             skips.stop(RT, step.full_of)
             return None
         num_rows = limits.num_free_rows + limits.num_yielding_rows
-        num_started = step.start(admissible(waiting.of(RT), admission, skips), num_rows, RT)
+        newcomers = self._newcomers(step, real_time, waiting, limits, late_first=are_late_first)
+        num_started = step.start(admissible(newcomers, admission, skips), num_rows, RT)
         if not step.add_chunks(late) or _any_left(waiting, step.chosen):
             return None
         return num_started
+
+    def _are_late_first(self, real_time: Sequence[Request]) -> bool:
+        """Whether fewer late requests decode than should at least."""
+        num_late = sum(map(_is_first_token_late, real_time))
+        return num_late < self._options.late_min_share * len(real_time)
+
+    def _newcomers(
+        self,
+        step: TimedStep,
+        real_time: Sequence[Request],
+        waiting: Waiting,
+        limits: StepLimits,
+        *,
+        late_first: bool,
+    ) -> Iterable[Request]:
+        """Return those who wait and may start, in order: late ones first, last, or not at all."""
+        if late_first and (late := next(iter(waiting.late()), None)) is not None:
+            return itertools.chain([late], (r for r in waiting.of(RT) if r is not late))
+        num_held = sum(request.num_held_tokens for request in real_time)
+        if num_held < LATE_POOL_SHARE * limits.num_slots:
+            return waiting.of(RT)
+        return _until_late(waiting, limits.skips)
+
+
+def _until_late(waiting: Waiting, skips: Skips) -> Iterator[Request]:
+    """Yield those who can be in time, or have started before; late ones, who come last, wait."""
+    first_late = next(iter(waiting.late()), None)
+    for request in waiting.of(RT):
+        if request is first_late:
+            skips.stop(RT, Reason.ORDER)
+            return
+        yield request
+
+
+def _is_first_token_late(request: Request) -> bool:
+    return request.deadlines is not None and request.deadlines.kept.is_first_met is False
 
 
 class _SortedOut(NamedTuple):

@@ -1,0 +1,12 @@
+"""What `--policy unified` can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnifiedOptions:
+    """Fields are options of `lightserve serve`; defaults are theirs."""
+
+    late_min_share: float = 0.1
