@@ -115,6 +115,8 @@ class StreamClient:
         if server.force_lengths:
             body |= {"ignore_eos": True, "min_tokens": record.wanted_output_tokens}
         body |= server.body
+        if record.priority is not None:
+            body["priority"] = record.priority
         headers = {"X-Request-Id": record.request_id} if record.request_id else {}
         if record.request_class == BE:
             body |= server.be_body

@@ -17,11 +17,14 @@ _COUNT = click.IntRange(min=1)
 
 
 class _Numbers(click.ParamType[list[float]]):
-    """Numbers above 0, separated by commas."""
+    """Numbers between two bounds, separated by commas."""
 
-    def __init__(self, number: type[int] | type[float]) -> None:
+    def __init__(
+        self, number: type[int] | type[float], *, above: float = 0.0, below: float = 1e9
+    ) -> None:
         self.name = "n,n,..."
         self._number = number
+        self._above, self._below = above, below
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Parse. Fails as click's types do."""
@@ -29,7 +32,7 @@ class _Numbers(click.ParamType[list[float]]):
             numbers = [self._number(part) for part in str(value).split(",")]
         except ValueError:
             numbers = []
-        if not numbers or not all(0 < number < 1e9 for number in numbers):
+        if not numbers or not all(self._above < number < self._below for number in numbers):
             self.fail(f"{value!r} is not a list such as 1,2,4", param, ctx)
         return numbers
 
@@ -169,6 +172,12 @@ _WHAT = _options(
         "At random, or document by document.",
         type=click.Choice(["mixed", "grouped"]),
         default="mixed",
+    ),
+    _Row(
+        "--priorities",
+        "Each request has one of these, drawn at random: the priority of lightserve and vLLM, of "
+        "which lower ones go first. Default: nothing is said.",
+        type=_Numbers(int, above=-1001, below=1001),
     ),
 )
 

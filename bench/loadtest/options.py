@@ -77,6 +77,8 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     think_s: float = 0.0
     num_requests: int | None = None
     duration_s: float | None = None
+    priorities: list[int] | None = None
+    """Each request has one of them, drawn at random; None: nothing is said."""
     targets: Targets = Targets()
     be_targets: Targets = Targets()
 

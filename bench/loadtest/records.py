@@ -43,6 +43,8 @@ class Record:
     source: int = 0
     """Index of its traffic."""
     request_id: str = ""
+    priority: int | None = None
+    """None: the request says nothing of it."""
     sent_s: float | None = None
     """When its task began to send."""
     end_s: float | None = None

@@ -99,6 +99,7 @@ def _row(measures: Measures, targets: Targets) -> RequestRow:
         mtpot_ms=measures.mtpot_ms,
         is_met=measures.is_met(targets),
         error=record.error,
+        priority=record.priority,
     )
 
 

@@ -109,6 +109,7 @@ class RequestRow(msgspec.Struct, frozen=True, array_like=True):
     mtpot_ms: float | None
     is_met: bool
     error: str | None
+    priority: int | None = None
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):

@@ -193,6 +193,7 @@ class Runner:
             wanted_prompt_tokens=sum(segment.num_tokens for segment in plan.segments[row]),
             wanted_output_tokens=int(plan.output_tokens[row]),
             source=source,
+            priority=None if plan.priorities is None else int(plan.priorities[row]),
             request_id=f"{self.settings.run_id}-{source}-{next(self._numbers)}",
         )
 

@@ -31,6 +31,8 @@ class Plan:
     """Each prompt, as runs of tokens that are its own or shared."""
     output_tokens: IntArray
     is_be: npt.NDArray[np.bool_]
+    priorities: IntArray | None = None
+    """None: requests say nothing of theirs."""
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -60,7 +62,8 @@ def make_plan(traffic: Traffic, rng: np.random.Generator) -> Plan:
     is_be = rng.random(len(segments)) < traffic.be_share
     if traffic.request_class == BE:
         is_be[:] = True
-    return Plan(traffic, offsets, tuple(segments), outputs, is_be)
+    priorities = rng.choice(traffic.priorities, len(segments)) if traffic.priorities else None
+    return Plan(traffic, offsets, tuple(segments), outputs, is_be, priorities)
 
 
 def _wanted(traffic: Traffic) -> int:

@@ -150,6 +150,15 @@ def test_targets_are_sent_as_lightserve_takes_them(
     assert sent.body.get("slo") == slo
 
 
+def test_each_request_has_one_of_the_priorities() -> None:
+    outcome, server = run(open_loop(40, priorities=[-5, 0, 7]))
+    sent = [received.body["priority"] for received in server.received]
+    assert set(sent) == {-5, 0, 7} and sent != sorted(sent)
+    assert sorted(sent) == sorted(record.priority or 0 for record in outcome.records)
+    _, silent = run(open_loop(1))
+    assert "priority" not in silent.received[0].body
+
+
 @pytest.mark.parametrize(
     ("behaviour", "kind"),
     [
