@@ -11,7 +11,7 @@ from lightserve.cost.model import StepModel
 from lightserve.cost.shape import StepShape
 from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.demand import MEMORY_S, NO_OUTLOOK, Outlook, RealTimeDemand
-from lightserve.router.policies.lending import IDLE_LIMIT_S, lent_until_s
+from lightserve.router.policies.lending import IDLE_FLOORS, IDLE_LIMIT_S, lent_until_s
 
 PRIOR = np.array([100], dtype=np.int64)
 shares = st.floats(0.0, 1.0)
@@ -84,21 +84,26 @@ def test_work_is_what_a_shape_adds_to_a_large_step(
     assert model.work(shape) == pytest.approx(model.seconds(both) - model.seconds(large), abs=1e-9)
 
 
-@given(st.floats(1e-4, 1.0), shares, outlooks)
-def test_what_is_lent(base_s: float, held_share: float, outlook: Outlook) -> None:
+@given(st.floats(1e-4, 1.0), st.floats(0.0, 1.0), shares, outlooks)
+def test_what_is_lent(base_s: float, floor_s: float, held_share: float, outlook: Outlook) -> None:
     """Never less than the step takes, never more than an arrival may wait, less under pressure."""
-    lent_s = lent_until_s(base_s, held_share, outlook, 10_000)
-    assert base_s <= lent_s <= max(IDLE_LIMIT_S, 1.1 * base_s)
+    lent_s = lent_until_s(base_s, floor_s, held_share, outlook, 10_000)
+    assert base_s <= lent_s <= max(IDLE_LIMIT_S, IDLE_FLOORS * floor_s, 1.1 * base_s)
     busier = outlook._replace(load=outlook.load + 0.1)
     hungrier = outlook._replace(kv_per_step_s=2 * outlook.kv_per_step_s)
-    assert lent_until_s(base_s, held_share, busier, 10_000) <= lent_s
-    assert lent_until_s(base_s, held_share, hungrier, 10_000) <= lent_s
-    assert lent_until_s(base_s, min(1.0, held_share + 0.1), outlook, 10_000) <= lent_s
+    assert lent_until_s(base_s, floor_s, held_share, busier, 10_000) <= lent_s
+    assert lent_until_s(base_s, floor_s, held_share, hungrier, 10_000) <= lent_s
+    fuller = min(1.0, held_share + 0.1)
+    assert lent_until_s(base_s, floor_s, fuller, outlook, 10_000) <= lent_s
 
 
 def test_at_full_load_nothing_is_lent() -> None:
-    assert lent_until_s(0.02, 0.3, Outlook(1.0, 1e6), 60_000) == 0.02
+    assert lent_until_s(0.02, 0.01, 0.3, Outlook(1.0, 1e6), 60_000) == 0.02
 
 
 def test_an_idle_server_lends_all() -> None:
-    assert lent_until_s(0.0, 0.0, NO_OUTLOOK, 60_000) == IDLE_LIMIT_S
+    assert lent_until_s(0.0, 0.01, 0.0, NO_OUTLOOK, 60_000) == IDLE_LIMIT_S
+
+
+def test_a_slow_machine_is_not_left_with_one_row_a_step() -> None:
+    assert lent_until_s(0.0, 0.5, 0.0, Outlook(1.0, 1e9), 60_000) == IDLE_FLOORS * 0.5

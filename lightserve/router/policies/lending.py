@@ -16,6 +16,8 @@ from lightserve.router.demand import Outlook
 
 IDLE_LIMIT_S = 0.1
 """Most time of a step with best-effort requests: an arrival waits for the rest of it."""
+IDLE_FLOORS = 2.0
+"""But so many times the shortest step there is: on slow machines that alone may take longer."""
 MAX_SHARE = 0.85
 """Share of the pool that real-time requests may come to hold where most time is free."""
 BUSY_SHARE, SHARE_PER_FREE = 0.1, 1.8
@@ -26,19 +28,24 @@ STRETCH_PER_FREE = 0.1
 """Share of a step by which it is stretched in any case, per share of time that is free."""
 
 
-def lent_until_s(base_s: float, held_share: float, outlook: Outlook, num_slots: int) -> float:
+def lent_until_s(
+    base_s: float, floor_s: float, held_share: float, outlook: Outlook, num_slots: int
+) -> float:
     """Return how long a step may take, best-effort requests included, in seconds.
 
     Args:
-        base_s: what its real-time requests take.
+        base_s: what its real-time requests take; 0: there are none.
+        floor_s: what a step of one token takes.
         held_share: of the pool's slots, in real-time hands.
         outlook: what real-time requests ask for.
         num_slots: size of the pool.
     """
     free = min(1.0, max(0.0, 1.0 - outlook.load))
     share = min(MAX_SHARE, BUSY_SHARE + SHARE_PER_FREE * free)
-    limit_s = IDLE_LIMIT_S
+    shortest_s = IDLE_FLOORS * floor_s
+    limit_s = max(IDLE_LIMIT_S, shortest_s)
     if outlook.kv_per_step_s > 0:
         limit_s = min(limit_s, share * num_slots / outlook.kv_per_step_s)
     limit_s *= min(1.0, max(0.0, (share + OVER_SHARE - held_share) / FADE))
-    return max(limit_s, base_s * (1.0 + STRETCH_PER_FREE * free))
+    stretched_s = base_s * (1.0 + STRETCH_PER_FREE * free) if base_s > 0 else shortest_s
+    return max(limit_s, stretched_s)

@@ -82,7 +82,13 @@ class TimedStep:
         """Let best-effort requests have what is left, as far as it is lent to them."""
         held_share = sum([r.next_position for r in real_time]) / limits.num_slots
         base_s = self._cost.seconds(self._shape)
-        self._lent_until_s = lent_until_s(base_s, held_share, limits.outlook, limits.num_slots)
+        self._lent_until_s = lent_until_s(
+            base_s,
+            self._cost.seconds(StepShape().plus(0, 1)),
+            held_share,
+            limits.outlook,
+            limits.num_slots,
+        )
 
     def _limit_for(self, request: Request) -> float:
         """Return how long the step may compute if a prompt, perhaps one that resumes, joins."""
