@@ -24,6 +24,7 @@ _SERVE_FIELDS = (
     "max_be_seqs",
     "slo_clock",
     "late_min_share",
+    "long_prompt_tokens",
 )
 """Options that are those of the server."""
 _DEFAULTS = {"capacity_tokens": 60_000, "policy": "unified", "admission": "risk"}

@@ -21,6 +21,7 @@ POLICIES_OF_OPTION = {
     "burst_headroom_s": ("priority", "unified"),
     "slo_clock": ("unified",),
     "late_min_share": ("unified",),
+    "long_prompt_tokens": ("unified",),
 }
 """Options that only policies with classes, or those with deadlines, have a use for."""
 
@@ -74,6 +75,12 @@ class SchedulingOptions:
         " whose first token is late, while any of them wait.",
         low=0.0,
         high=0.9,
+    )
+    long_prompt_tokens: int = option(
+        4096,
+        "unified: of real-time prompts with so many tokens to compute or more, one is in progress"
+        " at once, unless another is urgent; 0: no such rule.",
+        low=0,
     )
     admission: str = option(
         "risk",

@@ -27,5 +27,9 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 def make_policy(config: ServeConfig) -> Policy:
     """Return the configured policy."""
     if config.policy == "unified":
-        return UnifiedPolicy(UnifiedOptions(late_min_share=config.late_min_share))
+        return UnifiedPolicy(
+            UnifiedOptions(
+                late_min_share=config.late_min_share, long_prompt_tokens=config.long_prompt_tokens
+            )
+        )
     return POLICIES[config.policy]()

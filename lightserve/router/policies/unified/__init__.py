@@ -6,9 +6,10 @@ limit (A2, A4), so that prompts fill it exactly. Slack that early tokens bought 
 is what long chunks and best-effort work live on.
 
     1. real-time decodes, all of them: they make the limit
-    2. real-time prompts that can still be in time, by residual, one cut where the limit ends
+    2. real-time prompts that can still be in time, by residual, one cut where the limit ends;
+       long ones one after the other (`long_prompts`)
     3. real-time prompts that are late anyway; those that have not started only while memory is
-       left for arrivals that can be in time
+       left for arrivals that can be in time (`late_share`)
     4. best-effort decodes, prompts in progress, those that resume, newcomers
 
 In overload this order keeps goodput: sorted by deadline alone, everybody would be a little late.

@@ -10,3 +10,5 @@ class UnifiedOptions:
     """Fields are options of `lightserve serve`; defaults are theirs."""
 
     late_min_share: float = 0.1
+    long_prompt_tokens: int = 4096
+    """AccelGen's bound of long prompts."""

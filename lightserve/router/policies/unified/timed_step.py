@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from lightserve.router.policies.base import Allotment, StepLimits
 from lightserve.router.policies.lending import IDLE_LIMIT_S, lent_until_s
@@ -28,6 +28,8 @@ class TimedStep:
         """`limits` come with a cost model."""
         assert limits.cost is not None, "the planner gives it to policies that meet deadlines"
         self.chosen: list[Allotment] = []
+        self.num_started = 0
+        """Newcomers among them."""
         self._skips = limits.skips
         self._budget = limits.max_num_batched_tokens
         self._start_s = limits.start_s
@@ -62,10 +64,16 @@ class TimedStep:
 
     def can_be_in_time(self, request: Request) -> bool:
         """Whether a prompt, computed from here on without a pause, meets its deadline."""
+        return self._seconds_with_all_of(request) <= self.residual(request)
+
+    def is_urgent(self, request: Request) -> bool:
+        """Whether a prompt can be in time, and no more if it waits for one step like this (A8)."""
+        slack_s = self.residual(request) - self._seconds_with_all_of(request)
+        return 0.0 <= slack_s <= min(self._limit_s, IDLE_LIMIT_S)
+
+    def _seconds_with_all_of(self, request: Request) -> float:
         rest = request.num_schedulable_tokens
-        return self._seconds(self._shape.plus(request.next_position, rest)) <= self.residual(
-            request
-        )
+        return self._seconds(self._shape.plus(request.next_position, rest))
 
     # ---------------------------------------------------------------- limits
 
@@ -165,38 +173,23 @@ class TimedStep:
                 self._limit_s = min(self._limit_s, residual_s)
                 self.deadline_s = min(self.deadline_s, residual_s)
         self._add(request, num_tokens)
+        self.num_started += request.state is RequestState.WAITING
         return num_tokens == rest
 
-    def add_chunks(self, requests: Sequence[Request]) -> bool:
+    def add_chunks(self, requests: Iterable[Request]) -> bool:
         """Add prompts in order up to one that is cut or left out; whether all are in, whole."""
-        for number, request in enumerate(requests):
-            if not self.add_chunk(request):
-                self._skips.note_all(requests[number + 1 :], self.full_of)
-                return False
-        return True
+        return all(map(self.add_chunk, requests))
 
-    def start(
-        self, newcomers: Iterable[Request], num_rows: int, request_class: RequestClass
-    ) -> int:
-        """Add newcomers of a class while time, budget and rows last; returns how many."""
-        num_started = 0
-        if num_rows <= 0:
-            self._skips.stop(request_class, Reason.ROWS)
-            return 0
-        if self.is_full:
-            self._skips.stop(request_class, Reason.TOKENS)
-            return 0
-        for request in newcomers:
-            num_before = len(self.chosen)
-            is_whole = self.add_chunk(request)
-            num_started += len(self.chosen) - num_before
-            if not is_whole or self.is_full:
-                self._skips.stop(request_class, self.full_of)
-                break
-            if num_started >= num_rows:
-                self._skips.stop(request_class, Reason.ROWS)
-                break
-        return num_started
+    def while_rows(
+        self, newcomers: Iterator[Request], num_rows: int, request_class: RequestClass
+    ) -> Iterator[Request]:
+        """Yield newcomers of a class while there are rows for those that start."""
+        num_rows += self.num_started
+        while self.num_started < num_rows:
+            if (request := next(newcomers, None)) is None:
+                return
+            yield request
+        self._skips.stop(request_class, Reason.ROWS)
 
     def _num_tokens_in_time(self, request: Request, most: int) -> int:
         limit_s = self._limit_for(request)

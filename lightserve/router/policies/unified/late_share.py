@@ -1,0 +1,56 @@
+"""Which real-time requests that are late start, and when.
+
+Whoever runs gets a token in every step, so that a share of those who run is a share of time. While
+requests whose first token was late are fewer than `--late-min-share` of all that run, one more
+starts before those that can be in time. Otherwise they start last, and only while memory is left
+for arrivals that can be in time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+from lightserve.router.policies.base import StepLimits, Waiting
+from lightserve.router.reasons import Reason, Skips
+from lightserve.router.request import Request
+from lightserve.types import RequestClass
+
+LATE_POOL_SHARE = 0.8
+"""Beyond their share of time late requests start while real-time ones hold less of the pool."""
+
+
+def are_too_few_late(real_time: Sequence[Request], min_share: float) -> bool:
+    """Whether fewer late requests run than should at least."""
+    num_late = sum(map(_is_first_token_late, real_time))
+    return num_late < min_share * len(real_time)
+
+
+def in_order(
+    waiting: Waiting, real_time: Sequence[Request], limits: StepLimits, *, late_first: bool
+) -> Iterable[Request]:
+    """Return who waits and may start, in order: one late request first, or all last or not at all.
+
+    `real_time` are those that run.
+    """
+    if late_first and (late := next(iter(waiting.late()), None)) is not None:
+        others = (r for r in waiting.of(RequestClass.RT) if r is not late)
+        return itertools.chain([late], others)
+    num_held = sum(request.num_held_tokens for request in real_time)
+    if num_held < LATE_POOL_SHARE * limits.num_slots:
+        return waiting.of(RequestClass.RT)
+    return _until_late(waiting, limits.skips)
+
+
+def _until_late(waiting: Waiting, skips: Skips) -> Iterator[Request]:
+    """Yield those who can be in time, or have started before; late ones, who come last, wait."""
+    first_late = next(iter(waiting.late()), None)
+    for request in waiting.of(RequestClass.RT):
+        if request is first_late:
+            skips.stop(RequestClass.RT, Reason.ORDER)
+            return
+        yield request
+
+
+def _is_first_token_late(request: Request) -> bool:
+    return request.deadlines is not None and request.deadlines.kept.is_first_met is False
