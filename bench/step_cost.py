@@ -1,12 +1,17 @@
 """How well a step's time is predicted (T13), on this machine and for published profiles.
 
-    python bench/step_cost.py [--seconds 60] [--threads 1] [--only bundled,random,published]
+    python bench/step_cost.py [--seconds 60] [--threads 1 [--cpu-time]]
+                              [--only bundled,random,published]
 
 Steps of log-uniform random shapes run on a real worker engine: some are fitted, others, drawn from
 another seed, are predicted. All of them run in turns, several rounds, and medians count: on a
 machine with other work, what one round says of a step is worth little. Beside the model stand a
 line without a floor (alpha n + beta) and the rules for mixed steps that the papers offer: maximum,
 sum, and Echo's mixture of a step of each phase, with models of each phase of their own.
+
+What no model can beat stands in a line of its own: the same shapes, measured in the odd rounds,
+as predictions of the even ones. `--cpu-time` takes the thread's CPU time instead of the clock's,
+which leaves out what other processes took, though not what they did to the caches.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,7 +36,13 @@ from lightserve.cost.fit import FitError, StepSample, fit, least_squares  # noqa
 from lightserve.cost.model import StepModel  # noqa: E402
 from lightserve.cost.shape import StepShape  # noqa: E402
 from lightserve.worker.engine import build_runner, set_threads  # noqa: E402
-from lightserve.worker.profiling import StepTimer, limits_of, random_steps, shape_of_rows  # noqa: E402
+from lightserve.worker.profiling import (  # noqa: E402
+    Row,
+    StepTimer,
+    limits_of,
+    random_steps,
+    shape_of_rows,
+)
 
 Predictor = Callable[[StepShape], float]
 PUBLISHED = {
@@ -83,33 +95,55 @@ def by_phase(samples: Sequence[StepSample]) -> dict[str, Predictor]:
     }
 
 
-def measure(config: ServeConfig, seconds: float, rounds: int) -> list[list[StepSample]]:
+class Measured(NamedTuple):
+    """Times of steps that ran in turns."""
+
+    fitted: list[StepSample]
+    others: list[StepSample]
+    again: FitError
+    """Of all of them, odd rounds as predictions of even ones."""
+
+
+def time_step(timer: StepTimer, rows: list[Row], *, is_cpu_time: bool) -> float:
+    """Return the seconds of one step."""
+    timer.prepare(rows)
+    start_s = time.process_time()
+    seconds = timer.run(rows)
+    return time.process_time() - start_s if is_cpu_time else seconds
+
+
+def measure(config: ServeConfig, seconds: float, rounds: int, *, is_cpu_time: bool) -> Measured:
     """Return samples to fit and samples to predict, interleaved while they ran."""
     set_threads(config)
     runner = build_runner(config)
     timer, limits = StepTimer(runner), limits_of(runner, config)
     sources = [random_steps(limits, seed) for seed in (1, 2)]
-    steps: list[list[list[tuple[int, int]]]] = [[], []]
+    steps: list[list[list[Row]]] = [[], []]
     times: list[list[list[float]]] = [[], []]
     start_s = time.perf_counter()
     while time.perf_counter() - start_s < seconds / rounds:
         for side, source in enumerate(sources):
             rows = next(source)
             steps[side].append(rows)
-            times[side].append([timer.measure(rows, 1).seconds])
+            times[side].append([time_step(timer, rows, is_cpu_time=is_cpu_time)])
     for _ in range(rounds - 1):
         for index in range(len(steps[0])):
             for side in range(2):
-                times[side][index].append(timer.measure(steps[side][index], 1).seconds)
-    return [
+                step_s = time_step(timer, steps[side][index], is_cpu_time=is_cpu_time)
+                times[side][index].append(step_s)
+    fitted, others = (
         [StepSample(shape_of_rows(r), float(np.median(t))) for r, t in zip(rows, ts, strict=True)]
         for rows, ts in zip(steps, times, strict=True)
-    ]
+    )
+    of_all = [ts for side in times for ts in side]
+    off = [abs(np.median(ts[1::2]) / np.median(ts[::2]) - 1.0) for ts in of_all]
+    return Measured(fitted, others, FitError(float(np.median(off)), float(np.quantile(off, 0.95))))
 
 
-def report_worker(name: str, sides: list[list[StepSample]]) -> list[dict[str, object]]:
+def report_worker(name: str, measured: Measured) -> list[dict[str, object]]:
     """Return a line per model: errors on the steps that were not fitted."""
-    fitted, others = sides
+    fitted, others, again = measured
+    num_measured = len(fitted) + len(others)
     seen = {sample.shape for sample in fitted}
     others = [sample for sample in others if sample.shape not in seen]
     model = StepModel(fit(fitted))
@@ -134,6 +168,15 @@ def report_worker(name: str, sides: list[list[StepSample]]) -> list[dict[str, ob
                 "pivot": model.coefficients.knee if label.startswith("joint") else None,
             }
         )
+    lines.append(
+        {
+            "workers": name,
+            "model": "none: the same shapes again",
+            "shapes": num_measured,
+            "median %": 100 * again.median,
+            "p95 %": 100 * again.p95,
+        }
+    )
     return lines
 
 
@@ -172,7 +215,7 @@ def print_table(lines: Sequence[dict[str, object]]) -> None:
     for line in lines:
         cells = [
             "" if v is None else f"{v:.1f}" if isinstance(v, float) else str(v)
-            for v in line.values()
+            for v in map(line.get, heads)
         ]
         print("| " + " | ".join(cells) + " |")
 
@@ -184,8 +227,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=0, help="0: all cores")
     parser.add_argument("--only", default="bundled,random,published")
+    parser.add_argument("--cpu-time", action="store_true", help="with --threads 1")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    if arguments.cpu_time and arguments.threads != 1:
+        parser.error("--cpu-time needs --threads 1: CPU time of several threads adds up")
+    if arguments.rounds < 2:
+        parser.error("--rounds: at least 2, for shapes to be measured again")
     parts = arguments.only.split(",")
     lines: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as directory:
@@ -195,7 +243,10 @@ def main() -> None:
             if name == "random":
                 write_model(path)
             config = ServeConfig(model=str(path), num_threads=arguments.threads, kv_memory="512MiB")
-            lines += report_worker(name, measure(config, arguments.seconds, arguments.rounds))
+            measured = measure(
+                config, arguments.seconds, arguments.rounds, is_cpu_time=arguments.cpu_time
+            )
+            lines += report_worker(name, measured)
     published = report_published() if "published" in parts else []
     for table in (lines, published):
         if table and not arguments.json:
