@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lightserve.router.be_pool import BEPool
+from lightserve.router.deadline_queue import DeadlineQueue
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.lanes import PriorityLanes
 from lightserve.router.request import Request
@@ -27,6 +28,8 @@ class Backlog(NamedTuple):
 class WaitingQueue:
     """Who waits, by class: those put back first, then by priority, then first come, first served.
 
+    Real-time requests that have deadlines come by these, not by arrival.
+
     Removal from anywhere is O(log n). Best-effort requests that never ran are in a pool that
     knows which of them share prefixes (`be_pool`).
     """
@@ -36,7 +39,9 @@ class WaitingQueue:
             request_class: OrderedDict() for request_class in RequestClass
         }
         self._real_time = PriorityLanes()
-        """Those that never ran."""
+        """Those that never ran, under policies that do not look at deadlines."""
+        self._due = DeadlineQueue()
+        """Under those that do."""
         self._late: OrderedDict[RequestKey, Request] = OrderedDict()
         """Real-time ones that never ran, and whose first token is late."""
         self._best_effort = BEPool()
@@ -50,11 +55,13 @@ class WaitingQueue:
         for requeued in self._requeued.values():
             yield from requeued.values()
         yield from self._late.values()
-        yield from heapq.merge(self._real_time.noted(), self._best_effort.noted(), key=_place)
+        fresh = self._real_time.noted(), self._best_effort.noted(), sorted(self._due, key=_place)
+        yield from heapq.merge(*fresh, key=_place)
 
     def real_time(self) -> Iterator[Request]:
         """Iterate over real-time requests in the order in which they should start."""
         yield from self._requeued[RequestClass.RT].values()
+        yield from self._due
         yield from self._real_time.noted()
         yield from self._late.values()
 
@@ -63,15 +70,16 @@ class WaitingQueue:
         return self._late.values()
 
     def sink_late(self, now_s: float) -> None:
-        """Put real-time requests at the head that are late behind all others of their class.
+        """Put real-time requests that are late behind all others of their class.
 
-        Those that arrived together with targets alike are late in order of arrival, so that the
-        head is all there is to look at.
+        Those of the first priority are late in the order in which they wait, so that the head is
+        all there is to look at; those of others are found late when they come to the head.
         """
-        while (head := next(iter(self._real_time), None)) is not None:
-            if head.deadlines is None or head.deadlines.residual(now_s) > 0:
+        while (head := next(iter(self._due), None)) is not None:
+            assert head.deadlines is not None
+            if head.deadlines.residual(now_s) > 0:
                 return
-            self._real_time.remove(head)
+            self._due.remove(head)
             self._late[head.key] = head
 
     def best_effort(self, resident: PrefixTree | None, context_len: float) -> Iterator[Request]:
@@ -90,7 +98,7 @@ class WaitingQueue:
 
     def append(self, request: Request) -> None:
         """Add a request behind those of its class and priority."""
-        self._fresh(request.request_class).append(request)
+        self._fresh(request).append(request)
         self._count(request, 1)
 
     def requeue(self, requests: Sequence[Request]) -> None:
@@ -103,7 +111,7 @@ class WaitingQueue:
 
     def admit(self, request: Request) -> None:
         """Take a request out to run it; those of its class that were before it are overtaken."""
-        if request in (fresh := self._fresh(request.request_class)):
+        if request in (fresh := self._fresh(request)):
             fresh.admit(request)
             self._count(request, -1)
             for requeued in self._requeued[request.request_class].values():
@@ -115,12 +123,14 @@ class WaitingQueue:
         """Take a request out. Raises KeyError if it is not waiting."""
         put_back = self._requeued[request.request_class].pop(request.key, None)
         if put_back is None and self._late.pop(request.key, None) is None:
-            self._fresh(request.request_class).remove(request)
+            self._fresh(request).remove(request)
         self._count(request, -1)
 
-    def _fresh(self, request_class: RequestClass) -> PriorityLanes | BEPool:
-        """Return those of a class that never ran."""
-        return self._best_effort if request_class is RequestClass.BE else self._real_time
+    def _fresh(self, request: Request) -> PriorityLanes | DeadlineQueue | BEPool:
+        """Return where a request waits that never ran."""
+        if request.request_class is RequestClass.BE:
+            return self._best_effort
+        return self._real_time if request.deadlines is None else self._due
 
     def _count(self, request: Request, sign: int) -> None:
         """Add or take off a request; while it waits, its known tokens do not change."""
