@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from lightserve.cli.options import FunctionT, config_options
 from lightserve.cli.simulate_rules import serve_fields
 from lightserve.config import ServeConfig
+from lightserve.config.fields import flag_name
+from lightserve.errors import ConfigError
 
 _SERVE_FIELDS = (
     "preemption",
@@ -30,6 +33,7 @@ _SERVE_FIELDS = (
 _DEFAULTS = {"capacity_tokens": 60_000, "policy": "unified", "admission": "risk"}
 
 
+_TOKEN_TARGETS = ("ttft_slo_ms", "tpot_slo_ms", "mtpot_slo_ms")
 _SLO_MS = click.FloatRange(0.0)
 _OPTIONS = (
     config_options(ServeConfig, _SERVE_FIELDS),
@@ -71,6 +75,11 @@ _OPTIONS = (
         type=_SLO_MS,
         show_default=True,
         help="Target of real-time requests: mean gap between tokens; 0 sets none.",
+    ),
+    click.option(
+        "--completion-slo-s",
+        type=click.FloatRange(0.0, min_open=True),
+        help="Target of real-time requests in place of those of tokens: time to the last one.",
     ),
     click.option(
         "--ttft-slo-ms",
@@ -142,12 +151,7 @@ def run_hybrid(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[st
         chosen["hardware"] = sim.ProfiledHardware.read(values["hardware"])
     config = sim.HybridConfig(
         **chosen,
-        targets=sim.Targets(
-            *(
-                values[name] / 1e3 if values[name] else None
-                for name in ("ttft_slo_ms", "tpot_slo_ms", "mtpot_slo_ms")
-            )
-        ),
+        targets=sim.Targets(*_targets_of(values)),
         serve_options=serve_fields(values) | {name: values[name] for name in _SERVE_FIELDS},
     )
     with click.progressbar(
@@ -155,3 +159,17 @@ def run_hybrid(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[st
     ) as bar:
         report = sim.run_hybrid(config, progress=lambda seconds: bar.update(round(seconds)))
     return values, dataclasses.asdict(report)
+
+
+def _targets_of(values: dict[str, Any]) -> list[float | None]:
+    """Return the fields of `Targets`. Raises ConfigError for two kinds of them together."""
+    if values["completion_slo_s"] is None:
+        return [values[name] / 1e3 if values[name] else None for name in _TOKEN_TARGETS]
+    context = click.get_current_context()
+    for name in _TOKEN_TARGETS:
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise ConfigError(
+                f"--completion-slo-s cannot be combined with {flag_name(name)}: it is shared out"
+                " over the tokens"
+            )
+    return [None, None, None, values["completion_slo_s"]]

@@ -25,10 +25,13 @@ class Targets(NamedTuple):
     """Mean of the gaps between a request's tokens."""
     mtpot_s: float | None = None
     """Largest of them."""
+    completion_s: float | None = None
+    """From the arrival to the last token; excludes the other three."""
 
     def slo(self) -> SLO:
         """Return them as requests carry them."""
-        return SLO(*(None if target is None else 1e3 * target for target in self))
+        ttft, tpot, mtpot = (None if target is None else 1e3 * target for target in self[:3])
+        return SLO(ttft, tpot, mtpot, self.completion_s)
 
 
 class Window(NamedTuple):
@@ -73,6 +76,7 @@ class ClassReport:
     """None: no target."""
     tpot_attainment: float | None
     mtpot_attainment: float | None
+    completion_attainment: float | None
     goodput_rps: float
     """Arrivals of the window that finished and met every target there is."""
     goodput_tps: float
@@ -135,6 +139,7 @@ def class_report(
         ttft_attainment=attained[0],
         tpot_attainment=attained[1],
         mtpot_attainment=attained[2],
+        completion_attainment=attained[3],
         goodput_rps=len(good) / window.seconds,
         goodput_tps=sum(len(request.token_times_s) for request in good) / window.seconds,
         normalized_latency_ms=1e3 * float(np.mean(latency_s)) if latency_s else None,
@@ -163,11 +168,12 @@ def _targets_met(request: Seen, targets: Targets) -> _Met:
     ttft_s = times[0] - request.arrival_s if times else float("inf")
     gaps = _gaps(request) or [0.0]
     tpot_s = (times[-1] - times[0]) / len(gaps) if times else 0.0
+    latency_s = times[-1] - request.arrival_s if times else 0.0
     return _Met(
         ttft_s <= (float("inf") if targets.ttft_s is None else targets.ttft_s) and bool(times),
         ends and (targets.tpot_s is None or tpot_s <= targets.tpot_s),
         ends and (targets.mtpot_s is None or max(gaps) <= targets.mtpot_s),
-        ends,
+        ends and (targets.completion_s is None or latency_s <= targets.completion_s),
     )
 
 

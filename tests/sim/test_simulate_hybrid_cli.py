@@ -103,10 +103,23 @@ def test_hardware_is_what_a_profile_says(default: dict[str, Any], tmp_path: Path
     assert report["config"]["hardware"] == str(path)
 
 
-def test_the_clock_of_deadlines_matters() -> None:
-    arguments = (*RT, *BE, *SHORT, "--policy", "unified", "--tpot-slo-ms", "30", "--json")
-    curve, gap = (json.loads(simulate(*arguments, "--slo-clock", c)) for c in ("curve", "gap"))
+def test_the_variants_of_deadlines_matter() -> None:
+    arguments = (*RT, *BE, *SHORT, "--policy", "unified", "--json")
+    curve, gap, loose, tight = (
+        json.loads(simulate(*arguments, *variant))
+        for variant in (
+            ("--tpot-slo-ms", "30"),
+            ("--tpot-slo-ms", "30", "--slo-clock", "gap"),
+            ("--completion-slo-s", "60"),
+            ("--completion-slo-s", "0.3"),
+        )
+    )
     assert curve["be"] != gap["be"]
+    assert curve["rt"]["completion_attainment"] is None
+    assert loose["rt"]["ttft_attainment"] is loose["rt"]["mtpot_attainment"] is None
+    met = [report["rt"]["completion_attainment"] for report in (loose, tight)]
+    assert 1.0 >= met[0] > met[1]
+    assert loose["be"]["throughput_tps"] > tight["be"]["throughput_tps"]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +147,11 @@ def test_the_clock_of_deadlines_matters() -> None:
         ([*BE, "--reserve", "0.1"], "--reserve needs --admission past-future"),
         ([*BE, "--block-owner", "exclusive"], "--block-owner exclusive needs"),
         ([*BE, "--hardware", "nowhere.json"], "--hardware 'nowhere.json' is no profile: .*No such"),
-        ([*BE, "--slo-clock", "gap"], "--slo-clock gap needs --policy unified"),
+        (
+            [*RT, "--completion-slo-s", "9", "--mtpot-slo-ms", "200"],
+            "--completion-slo-s cannot be combined with --mtpot-slo-ms",
+        ),
+        ([*BE, "--policy", "fcfs", "--slo-clock", "gap"], "--slo-clock needs --policy unified"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], message: str) -> None:
