@@ -190,6 +190,7 @@ class RouterCore(CoreState):
         fit = self._planner.choose(self._kv, self._suspects, headroom, now_s, skips)
         if not fit.allotments or (fit.stops and not self._pipeline.is_empty):
             return WaitUntil(None)
+        skipped = skips.of_step([request for request, _ in fit.allotments])
         return PlannedStep(
             step_id=self._pipeline.next_step_id,
             allotments=fit.allotments,
@@ -199,8 +200,8 @@ class RouterCore(CoreState):
             drops=fit.drops,
             planned_at_s=now_s,
             predicted_s=self._pipeline.predict(fit.allotments, fit.num_copied),
-            skipped=skips.of_step([request for request, _ in fit.allotments]),
-            unseen=self._planner.unseen(fit, skips),
+            skipped=skipped,
+            unseen=self._planner.unseen(fit, skipped, skips.stopped_by),
             limit_s=skips.limit_s,
         )
 

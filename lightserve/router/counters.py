@@ -44,10 +44,11 @@ class SkipCounters:
 
     def note(self, step: PlannedStep) -> None:
         """Count a step that is sent."""
-        for request_class, counts in self.skipped.items():
-            counts.update(
-                r for request, r in step.skipped if request.request_class is request_class
-            )
+        real_time = RequestClass.RT  # looked up once: this is done for everybody in each step
+        rt_counts, be_counts = self.skipped[real_time], self.skipped[RequestClass.BE]
+        for request, reason in step.skipped:
+            counts = rt_counts if request.request_class is real_time else be_counts
+            counts[reason] += 1
         for request_class, (num_requests, stopped_by) in step.unseen.items():
             if stopped_by is not None:
                 self.unseen[request_class][stopped_by] += num_requests

@@ -6,7 +6,7 @@ would take), which are made anew for every plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from lightserve.router.admission.base import PoolView
@@ -20,7 +20,7 @@ from lightserve.router.policies.base import StepLimits, Waiting
 from lightserve.router.preemption import fit_into_memory
 from lightserve.router.prompt_logprobs import cap_positions
 from lightserve.router.queues import RowTable, WaitingQueue
-from lightserve.router.reasons import Reason, Skips, Unseen
+from lightserve.router.reasons import Reason, Skipped, Skips, Unseen
 from lightserve.router.request import Request, RequestState
 from lightserve.types import RequestClass
 
@@ -74,18 +74,27 @@ class StepPlanner:
         everybody = _LookedUp(self._waiting, kv, running, skips)
         return self._first_fit(attempt, running, everybody) or self._senior_alone(attempt)
 
-    def unseen(self, fit: Fit, skips: Skips) -> dict[RequestClass, Unseen]:
-        """Return, per class, how many of those who wait were not looked at for a step, and why."""
-        num_seen = dict.fromkeys(RequestClass, 0)
-        looked_at = [*skips.reasons, *[request for request, _ in fit.allotments]]
-        for request in {r for r in looked_at if r.state is RequestState.WAITING}:
-            num_seen[request.request_class] += 1
+    def unseen(
+        self, fit: Fit, skipped: Sequence[Skipped], stopped_by: Mapping[RequestClass, Reason]
+    ) -> dict[RequestClass, Unseen]:
+        """Return, per class, how many of those who wait were not looked at for a step, and why.
+
+        Args:
+            fit: who advances.
+            skipped: who was looked at and does not.
+            stopped_by: what ended the search of those of a class that wait.
+        """
+        waiting = RequestState.WAITING  # looked up once: this is done for everybody in each step
+        newcomers = [request for request, _ in fit.allotments if request.state is waiting]
+        looked_at = [*newcomers, *[request for request, _ in skipped if request.state is waiting]]
+        real_time = RequestClass.RT
+        num_rt = len([request for request in looked_at if request.request_class is real_time])
+        num_seen = {real_time: num_rt, RequestClass.BE: len(looked_at) - num_rt}
         unseen: dict[RequestClass, Unseen] = {}
-        for request_class in RequestClass:
-            num_waiting = self._waiting.backlog(request_class).num_requests
-            num_requests = num_waiting - num_seen[request_class]
-            stopped_by = skips.stopped_by.get(request_class) if num_requests else None
-            unseen[request_class] = Unseen(num_requests, stopped_by)
+        for request_class, count in num_seen.items():
+            num_requests = self._waiting.backlog(request_class).num_requests - count
+            reason = stopped_by.get(request_class) if num_requests else None
+            unseen[request_class] = Unseen(num_requests, reason)
         return unseen
 
     def _try_suspect(self, attempt: _Attempt, suspects: Sequence[Request]) -> Fit:

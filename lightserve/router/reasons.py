@@ -35,11 +35,8 @@ class Reason(StrEnum):
     token is in flight, or another request is just computing its prefix."""
 
 
-class Skipped(NamedTuple):
-    """A request that was considered and left out."""
-
-    request: Request
-    reason: Reason
+Skipped = tuple[Request, Reason]
+"""A request that was considered and left out."""
 
 
 class Unseen(NamedTuple):
@@ -68,10 +65,8 @@ class Skips:
         self.reasons.setdefault(request, reason)
 
     def note_all(self, requests: Iterable[Request], reason: Reason) -> None:
-        """Say the same of several; those that have nothing to compute are blocked."""
-        for request in requests:
-            is_idle = request.num_schedulable_tokens == 0
-            self.reasons.setdefault(request, Reason.BLOCKED if is_idle else reason)
+        """Say the same of several, though some of them may have had nothing to compute."""
+        self.reasons = dict.fromkeys(requests, reason) | self.reasons
 
     def stop(self, request_class: RequestClass, reason: Reason) -> None:
         """Say why nobody else of a class who waits was looked at; the first reason stays."""
@@ -88,6 +83,7 @@ class Skips:
 
     def of_step(self, advancing: Collection[Request]) -> tuple[Skipped, ...]:
         """Return whom a step leaves out that moves `advancing`."""
-        for request in advancing:
-            self.reasons.pop(request, None)
-        return tuple(Skipped(request, reason) for request, reason in self.reasons.items())
+        if not self.reasons.keys().isdisjoint(advancing):
+            for request in advancing:
+                self.reasons.pop(request, None)
+        return tuple(self.reasons.items())
