@@ -28,7 +28,7 @@ class DeltaBatch:
 
         `logprobs` has one entry for each, or none; those of more tokens are cut off.
         """
-        request_id = request.key.request_id
+        frontend_id, request_id = request.key
         if not request.output_token_ids:
             delta = RequestDelta(
                 request_id,
@@ -42,7 +42,7 @@ class DeltaBatch:
             delta = RequestDelta(request_id, token_ids, reason, logprobs=logprobs[: len(token_ids)])
         else:  # as a rule: this is done for every token of every request
             delta = RequestDelta(request_id, token_ids, reason)
-        self._add(request, delta)
+        self._by_frontend[frontend_id].append(delta)
 
     def add_prompt_logprobs(self, request: Request, logprobs: list[TokenLogprob]) -> None:
         """How probable the next tokens of the prompt are."""

@@ -53,3 +53,8 @@ class Fit:
 def runs(request: Request) -> bool:
     """Whether a request has a row, and has not ended."""
     return request.state is RequestState.RUNNING
+
+
+def of_running(part: Allotment) -> bool:
+    """Whether that is so of whose share this is."""
+    return part.request.state is RequestState.RUNNING

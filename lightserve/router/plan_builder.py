@@ -18,6 +18,7 @@ from lightserve.router.policies.base import Allotment
 from lightserve.router.request import Request
 from lightserve.types import RowId
 
+_NONE, _SAMPLE = OutputKind.NONE, OutputKind.SAMPLE
 _WITH_PROMPT = (OutputKind.PROMPT_LOGPROBS, OutputKind.PROMPT_LOGPROBS | OutputKind.SAMPLE)
 
 
@@ -75,7 +76,11 @@ def build_plan(
         end = offset + 4 * num_tokens
         slot_ranges.append(SlotRange(row, start, all_slots[offset:end]))
         offset = end
-        plan_rows.append(PlanRow(row, start, num_tokens, _wanted_output(request, num_wanted)))
+        if request.sampling.num_prompt_logprobs is None:
+            output = _SAMPLE if num_wanted else _NONE
+        else:
+            output = _wanted_output(request, num_wanted)
+        plan_rows.append(PlanRow(row, start, num_tokens, output))
     saves, loads, ahead_saves = copies
     return StepPlan(
         step_id=step.step_id,

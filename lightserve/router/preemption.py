@@ -20,7 +20,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from lightserve.router.fit import Fit, Take, runs
+from lightserve.router.fit import Fit, Take, of_running, runs
 from lightserve.router.kv.prefix_node import PrefixNode, path_of
 from lightserve.router.kv.store import KVStore
 from lightserve.router.policies.base import Allotment
@@ -73,10 +73,10 @@ def _real_time(fit: Fit) -> set[Allotment]:
 def _fit(allotments: Sequence[Allotment], plan: _Plan, *, is_class_aware: bool) -> Fit:
     """Place what fits, in order."""
     if is_class_aware:
-        plan.make_room_for([part for part in allotments if runs(part.request)])
+        plan.make_room_for([part for part in allotments if of_running(part)])
     refused: dict[Request, Reason] = {}
     shut: set[RequestClass] = set()
-    for is_running, parts in itertools.groupby(allotments, key=lambda part: runs(part.request)):
+    for is_running, parts in itertools.groupby(allotments, key=of_running):
         if is_running:
             plan.place_running(list(parts), refused)
             continue

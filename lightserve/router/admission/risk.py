@@ -167,10 +167,9 @@ class RiskAdmission(PeakAdmission):
         return RiskRound(forecast, self._refusals)
 
     def _sample(self, requests: Sequence[Request]) -> LengthArray:
-        count = len(requests)
         generated = nums_generated(requests)
-        max_tokens = np.fromiter((r.admission_limit for r in requests), np.int64, count)
-        numbers = np.fromiter((request.arrival_number for request in requests), np.int64, count)
+        max_tokens = np.array([request.admission_limit for request in requests], np.int64)
+        numbers = np.array([request.arrival_number for request in requests], np.int64)
         uniforms = self._tilt()[numbers % _TABLE_ROWS]
         keys = [request.prediction_key for request in requests]
         return self._lengths.sample(generated, max_tokens, uniforms, keys)

@@ -8,6 +8,7 @@ to hold.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -35,7 +36,9 @@ class SharedPrefixes:
 
     def __init__(self, counted: Iterable[Request]) -> None:
         self._counted = list(counted)
+        self._num_begun = len(self._counted)
         self._holders: dict[PrefixNode, list[int]] | None = None
+        self._several: dict[PrefixNode, list[int]] | None = None
 
     def add(self, request: Request) -> None:
         """Count one more request, which does not run yet."""
@@ -45,7 +48,7 @@ class SharedPrefixes:
 
     def held_by_several(self) -> list[Held]:
         """Return what two or more of those who count hold."""
-        holders = self._find()
+        holders = self._find_several()
         return [Held(node, len(node.tokens), who) for node, who in holders.items() if len(who) > 1]
 
     @property
@@ -57,12 +60,37 @@ class SharedPrefixes:
         """Return what of a waiting request's prefix is held by requests that count."""
         if not (prefix := _prefix_of(request)):
             return []
-        holders = self._find()
+        # As a rule nobody or several read what a newcomer found, and those are known already.
+        is_known = len(self._counted) == self._num_begun and all(
+            node.num_users != 1 for node, _ in prefix
+        )
+        holders = self._find_several() if is_known else self._find()
         return [Held(node, count, holders[node]) for node, count in prefix if node in holders]
 
     def num_held_of(self, request: Request) -> int:
         """Return how many tokens that is."""
         return sum(held.num_tokens for held in self.held_of(request))
+
+    def _find_several(self) -> dict[PrefixNode, list[int]]:
+        """Return who holds what is read by two requests at least, whether they count or not.
+
+        A node has all the users of those below it: so the search goes up from the first that has
+        several. Newcomers are no users yet.
+        """
+        if any(request.hit is not None for request in self._counted):
+            return self._find()
+        if self._several is None:
+            several: defaultdict[PrefixNode, list[int]] = defaultdict(list)
+            for index, request in enumerate(self._counted):
+                if request.lease is None:
+                    continue
+                node = request.lease.node
+                while (parent := node.parent) is not None:
+                    if node.num_users > 1:
+                        several[node].append(index)
+                    node = parent
+            self._several = dict(several)
+        return self._several
 
     def _find(self) -> dict[PrefixNode, list[int]]:
         if self._holders is None:
