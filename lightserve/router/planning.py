@@ -160,6 +160,7 @@ class StepPlanner:
             max_be_seqs=self._config.max_be_seqs,
             step_number=self._pipeline.next_step_id + num_skipped,
             num_slots=kv.num_slots,
+            num_free_slots=kv.num_available - kv.num_cached,
             start_s=attempt.start_s,
             cost=self._pipeline.cost,
             guard=self._pipeline.guard,

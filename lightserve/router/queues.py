@@ -117,6 +117,10 @@ class WaitingQueue:
             for requeued in self._requeued[request.request_class].values():
                 requeued.num_overtaken += 1
         else:
+            for requeued in self._requeued[request.request_class].values():
+                if requeued is request:
+                    break
+                requeued.num_overtaken += 1
             self.remove(request)
 
     def remove(self, request: Request) -> None:

@@ -39,6 +39,8 @@ class StepLimits:
     """Steps that were planned before this one."""
     num_slots: int = 0
     """Size of the KV pool."""
+    num_free_slots: int = 0
+    """Slots of it that hold nothing, cached KV counting as something."""
     start_s: float = 0.0
     """When the step will start, as predicted, on the router's clock."""
     cost: StepCost | None = None

@@ -10,7 +10,8 @@ is what long chunks and best-effort work live on.
        long ones one after the other (`long_prompts`)
     3. real-time prompts that are late anyway; those that have not started only while memory is
        left for arrivals that can be in time (`late_share`)
-    4. best-effort decodes, prompts in progress, those that resume, newcomers
+    4. best-effort decodes, prompts in progress, those that resume, newcomers, the best of the next
+       few first (`batch_order`)
 
 In overload this order keeps goodput: sorted by deadline alone, everybody would be a little late.
 While late ones are fewer than `--late-min-share` of all that run, one of them starts before those

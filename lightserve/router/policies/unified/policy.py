@@ -9,6 +9,7 @@ from typing import NamedTuple
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.policies.base import Allotment, StepLimits, Waiting, admissible
 from lightserve.router.policies.unified import late_share
+from lightserve.router.policies.unified.batch_order import BatchOrder
 from lightserve.router.policies.unified.long_prompts import one_long_at_once
 from lightserve.router.policies.unified.options import UnifiedOptions
 from lightserve.router.policies.unified.timed_step import TimedStep
@@ -99,7 +100,8 @@ class UnifiedPolicy:
         decodes, prompts = _sort_out(running[:num_kept], skips)
         step.add_while_in_time(decodes)
         num_rows = min(limits.num_free_rows - step.num_started, limits.max_be_seqs - num_kept)
-        newcomers = admissible(waiting.of(BE), admission, skips)
+        newcomers = BatchOrder(step, limits).best_first(waiting.of(BE))
+        newcomers = admissible(newcomers, admission, skips)
         newcomers = step.while_rows(newcomers, num_rows, BE)
         if not step.add_chunks(prompts) or not step.add_chunks(newcomers):
             skips.note_all(prompts, step.full_of)

@@ -162,7 +162,7 @@ class TimedStep:
         An empty step takes something, however little time there is.
         """
         rest = request.num_schedulable_tokens
-        num_tokens = self._num_tokens_in_time(request, min(rest, self._budget))
+        num_tokens = self.num_tokens_in_time(request, rest)
         if num_tokens <= 0 or (num_tokens < min(rest, MIN_CHUNK) and self.chosen):
             self._skips.note(request, self.full_of)
             return False
@@ -191,12 +191,21 @@ class TimedStep:
             yield request
         self._skips.stop(request_class, Reason.ROWS)
 
-    def _num_tokens_in_time(self, request: Request, most: int) -> int:
+    def num_tokens_in_time(self, request: Request, most: int) -> int:
+        """Return how many of a prompt's next tokens, `most` at most, fit time and budget."""
+        most = min(most, self._budget)
         limit_s = self._limit_for(request)
         if most <= 0 or not math.isfinite(limit_s) or not self._cost.is_known:
             return most
         in_time = self._cost.tokens_within(self._shape, limit_s, request.next_position, most)
         return in_time if self.chosen else max(in_time, min(most, MIN_CHUNK))
+
+    def seconds_added(self, request: Request, num_tokens: int) -> float:
+        """Return what the step takes longer if so many tokens of a prompt join, loads included."""
+        shape = self._shape.plus(request.next_position, num_tokens)
+        copied_s = self._copy_seconds(self._num_loaded + _num_loaded_by(request))
+        copied_s -= self._copy_seconds(self._num_loaded)
+        return self._cost.seconds(shape) - self._cost.seconds(self._shape) + copied_s
 
     def _add(self, request: Request, num_tokens: int) -> None:
         self.chosen.append(Allotment(request, num_tokens))

@@ -1,0 +1,107 @@
+"""Which best-effort request starts next (mechanisms E1, E5, A9, C8).
+
+The queue gives those that were paused, then the few newcomers that are worth asking, in an order
+that bounds how often each is overtaken. Among the next of either kind the best goes first:
+
+    those that resume    who brings the least back: loads and recomputed tokens, in seconds
+    newcomers            tokens gained, cached ones included, less those that leave the cache for
+                         them and may have to be computed again, per second that they add
+
+Newcomers whose scores are alike are told apart by what is left of the step and of the pool: the
+one whose demand for both, as shares of all there is, is nearest to it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+
+from lightserve.router.policies.base import MAX_OVERTAKEN, StepLimits
+from lightserve.router.policies.unified.timed_step import TimedStep
+from lightserve.router.request import Request
+
+WINDOW = 8
+"""Requests that are compared at once; each has to be looked up."""
+ALIKE = 0.05
+"""Scores that differ by a smaller share are alike."""
+
+
+class BatchOrder:
+    """Compares best-effort requests that could start in a step."""
+
+    def __init__(self, step: TimedStep, limits: StepLimits) -> None:
+        self._step = step
+        self._max_tokens = limits.max_num_batched_tokens
+        self._num_free = limits.num_free_slots
+        self._num_slots = max(1, limits.num_slots)
+
+    def best_first(self, waiting: Iterable[Request]) -> Iterator[Request]:
+        """Yield waiting requests, the best of the next few first.
+
+        `waiting` come in the order of the queue: those that were paused, then by priority.
+        """
+        for _, group in itertools.groupby(waiting, key=_rank):
+            window: list[_Candidate] = []
+            for request in group:
+                window.append(_Candidate(request))
+                if len(window) == WINDOW:
+                    yield self._take_best(window)
+            while window:
+                yield self._take_best(window)
+
+    def score(self, request: Request) -> float:
+        """Return the tokens that a newcomer's chunk gains per second."""
+        num_new = max(1, self._step.num_tokens_in_time(request, request.num_schedulable_tokens))
+        num_lost = max(0, num_new - self._num_free)
+        added_s = self._step.seconds_added(request, num_new)
+        num_gained = request.next_position + num_new - num_lost
+        return num_gained / added_s if added_s > 0 else math.inf
+
+    def _take_best(self, window: list[_Candidate]) -> Request:
+        """Take the best out of a window; those before it are overtaken."""
+        index = next((i for i, candidate in enumerate(window) if candidate.is_old), None)
+        if index is None:
+            index = self._index_of_best([candidate.request for candidate in window])
+        for candidate in window[:index]:
+            candidate.num_overtaken += 1
+        return window.pop(index).request
+
+    def _index_of_best(self, requests: list[Request]) -> int:
+        if len(requests) == 1:
+            return 0
+        if requests[0].num_requeues:
+            loads = [self._step.seconds_added(r, r.num_schedulable_tokens) for r in requests]
+            return loads.index(min(loads))
+        scores = [self.score(request) for request in requests]
+        alike = (1.0 - ALIKE) * max(scores)
+        return min(
+            (index for index, of_one in enumerate(scores) if of_one >= alike),
+            key=lambda index: self._distance(requests[index]),
+        )
+
+    def _distance(self, request: Request) -> float:
+        """Return how far a demand for compute and KV is from what is left of both, as shares."""
+        num_rest = request.num_schedulable_tokens
+        num_left = self._step.num_tokens_in_time(request, self._max_tokens)
+        compute = (num_rest - num_left) / self._max_tokens
+        return math.hypot(compute, (num_rest - self._num_free) / self._num_slots)
+
+
+class _Candidate:
+    """A request in the window, and how often it was overtaken there."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.num_overtaken = 0
+
+    @property
+    def is_old(self) -> bool:
+        """Whether nobody may overtake it any more."""
+        return self.request.num_overtaken + self.num_overtaken >= MAX_OVERTAKEN
+
+
+def _rank(request: Request) -> tuple[bool, int]:
+    """Return what goes before any score: groups that follow one another."""
+    is_new = request.num_requeues == 0
+    return is_new, request.priority if is_new else 0

@@ -1,0 +1,122 @@
+"""Which best-effort request starts next: by what it brings back, what it gains, what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from support.policy_scenes import BE, make_request
+
+from lightserve.router.policies.base import MAX_OVERTAKEN, StepLimits
+from lightserve.router.policies.unified.batch_order import WINDOW, BatchOrder
+from lightserve.router.policies.unified.timed_step import TimedStep
+from lightserve.router.queues import WaitingQueue
+from lightserve.router.request import Request
+from lightserve.router.step_cost import StepCost, StepShape
+
+
+@pytest.fixture(scope="module")
+def cost() -> StepCost:
+    """Steps take 0.1 ms per token, whatever the context."""
+    model = StepCost()
+    for _ in range(4):
+        for exponent in range(12):
+            model.observe(StepShape(num_new=2**exponent), 1e-4 * 2**exponent)
+    return model
+
+
+def waiting(number: int, *, rest: int, there: int = 0, loaded: int = 0) -> Request:
+    """Return a newcomer, or (with `loaded` tokens) one that resumes."""
+    request = make_request(number, BE, prompt=rest + there)
+    request.num_computed_tokens, request.num_loaded_by_start = there, loaded
+    request.num_requeues = int(loaded > 0)
+    return request
+
+
+def order(
+    cost: StepCost,
+    requests: list[Request],
+    *,
+    budget: int = 1000,
+    num_slots: int = 100_000,
+    num_free: int = 50_000,
+) -> list[int]:
+    limits = StepLimits(
+        budget,
+        num_free_rows=8,
+        num_slots=num_slots,
+        num_free_slots=num_free,
+        cost=cost,
+        copy_seconds=lambda num_tokens: 1e-4 * num_tokens,
+    )
+    best_first = BatchOrder(TimedStep(limits), limits).best_first(iter(requests))
+    return [request.arrival_number for request in best_first]
+
+
+def test_cached_tokens_are_gained(cost: StepCost) -> None:
+    requests = [
+        waiting(0, rest=200),
+        waiting(1, rest=200, there=100),
+        waiting(2, rest=200, there=300),
+    ]
+    assert order(cost, requests) == [2, 1, 0]
+
+
+def test_tokens_that_leave_the_cache_are_lost(cost: StepCost) -> None:
+    requests = [waiting(0, rest=900, there=900), waiting(1, rest=300, there=240)]
+    assert order(cost, requests) == [0, 1]
+    assert order(cost, requests, num_free=300) == [1, 0]
+
+
+def test_those_that_resume_come_first_by_what_they_bring_back(cost: StepCost) -> None:
+    """A load takes as long as a token; what is not on the host is computed."""
+    resuming = [
+        waiting(0, rest=1, there=500, loaded=400),
+        waiting(1, rest=1, there=500, loaded=100),
+        waiting(2, rest=250, there=300, loaded=1),
+    ]
+    assert order(cost, [*resuming, waiting(3, rest=200, there=800)]) == [1, 2, 0, 3]
+
+
+def test_equals_are_packed(cost: StepCost) -> None:
+    """400 tokens of the budget are left: the one of 390 fills them, without a cut."""
+    requests = [waiting(i, rest=rest) for i, rest in enumerate([900, 100, 390, 700])]
+    assert order(cost, requests, budget=400)[0] == 2
+
+
+def test_scores_do_not_overrule_priorities(cost: StepCost) -> None:
+    requests = [waiting(0, rest=200), waiting(1, rest=200, there=800)]
+    requests[1].priority = 1
+    assert order(cost, requests) == [0, 1]
+
+
+def test_only_the_next_few_are_looked_at(cost: StepCost) -> None:
+    num_seen = 0
+
+    def many() -> Iterator[Request]:
+        nonlocal num_seen
+        for number in range(100):
+            num_seen += 1
+            yield waiting(number, rest=100, there=number)
+
+    limits = StepLimits(1000, num_free_rows=8, num_slots=10_000, cost=cost)
+    first = next(BatchOrder(TimedStep(limits), limits).best_first(many()))
+    assert first.arrival_number == WINDOW - 1 and num_seen == WINDOW
+
+
+@pytest.mark.parametrize("already", [0, MAX_OVERTAKEN - 2, MAX_OVERTAKEN])
+def test_nobody_is_overtaken_more_often_than_others_allow(cost: StepCost, already: int) -> None:
+    old = waiting(0, rest=200)
+    old.num_overtaken = already
+    better = [waiting(1 + number, rest=200, there=200) for number in range(100)]
+    assert order(cost, [old, *better]).index(0) == MAX_OVERTAKEN - already
+
+
+def test_overtaking_among_those_that_resume_is_counted() -> None:
+    queue = WaitingQueue()
+    requests = [waiting(number, rest=1, there=10, loaded=1) for number in range(3)]
+    queue.requeue(requests)
+    queue.admit(requests[1])
+    queue.append(fresh := waiting(9, rest=10))
+    queue.admit(fresh)
+    assert [request.num_overtaken for request in requests] == [2, 0, 1]
