@@ -208,7 +208,7 @@ class Play:
         events = [*self._background(2000.0), *self._own(burst_s)]
         for time_s, _ in itertools.product(times_s, range(scene.backlog + scene.scaled(MAX_SEQS))):
             events.append(self._send(time_s, scene.request_class))
-        probe_s = times_s[-1] + 1e-3
+        probe_s = times_s[-1]  # right behind the burst
         self.simulation.run([*events, self._probe(probe_s)], until_s=probe_s)
         assert self._first is not None, "there was room"
         begun_s = self.core.begun_s

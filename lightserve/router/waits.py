@@ -159,7 +159,7 @@ class WaitForecast:
         context = backlog.num_tokens / backlog.num_requests + output.mean / 2
         running = [r for r in self._rows if r.state is RequestState.RUNNING]
         own = [r for r in running if r.request_class is request_class]
-        num_free = self._num_free_places(request_class, running, kv, context + output.young)
+        num_free = self._num_free_places(request_class, running, kv, context)
         batch = _Batch(max(1, len(own) + num_free), context)
         num_prompt = known.uncached_share.mean * backlog.num_tokens
         num_prompt += sum(max(0, r.num_prompt_tokens - r.next_position) for r in running)
