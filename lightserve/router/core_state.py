@@ -35,7 +35,7 @@ class CoreState:
         self._kv: KVStore | None = None
         self._pipeline = Pipeline(max_steps_in_flight=config.max_steps_in_flight)
         self._waits = WaitForecast(config, self._waiting, self._rows, self._pipeline)
-        self._targets = SchedulingTargets(config, self._pipeline.cost)
+        self._targets = SchedulingTargets(config, self._pipeline.cost, self._waits)
         self._unfinished: dict[RequestKey, Request] = {}
         """Requests whose last token was sent, but whose frontend still looks for a stop string."""
         self._demand = RealTimeDemand(config.lengths.prior)

@@ -17,6 +17,7 @@ from lightserve.router.kv.store import KVStore
 from lightserve.router.request import Request
 from lightserve.router.slo import FeasibleSLO, IdleTimes, raise_to_feasible, track
 from lightserve.router.step_cost import StepCost, StepShape
+from lightserve.router.waits import WaitForecast
 from lightserve.types import SLO, RequestClass
 
 
@@ -31,7 +32,7 @@ class RaisedTarget(NamedTuple):
 class SchedulingTargets:
     """Sets deadlines; O(1) per request, but for a look at the cache where a target seems tight."""
 
-    def __init__(self, config: CoreConfig, cost: StepCost) -> None:
+    def __init__(self, config: CoreConfig, cost: StepCost, waits: WaitForecast) -> None:
         self.num_raised: Counter[RaisedTarget] = Counter()
         """Since boot."""
         self._meets_deadlines = config.policy.meets_deadlines
@@ -39,6 +40,7 @@ class SchedulingTargets:
         self._lengths = config.lengths
         self._budget = config.max_num_batched_tokens
         self._cost = cost
+        self._waits = waits
 
     def apply(self, request: Request, kv: KVStore | None) -> None:
         """Give a new request its deadlines, by targets that an idle server can meet.
@@ -49,7 +51,8 @@ class SchedulingTargets:
         """
         if not self._meets_deadlines:
             return
-        num_output = min(float(request.max_tokens), self._lengths.average)
+        average = self._waits.mean_output(request.request_class) or self._lengths.average
+        num_output = min(float(request.max_tokens), average)
         slo, raised = self._feasible(request, num_output, kv)
         if raised:
             request.scheduled_slo = slo

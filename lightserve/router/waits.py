@@ -145,6 +145,10 @@ class WaitForecast:
 
     # ---------------------------------------------------------------- what will be
 
+    def mean_output(self, request_class: RequestClass) -> float:
+        """Return how long outputs of a class have been on average; 0: none has ended."""
+        return self._of[request_class].num_output.mean
+
     def retry_after_s(self, request_class: RequestClass, kv: KVStore | None) -> float:
         """Return what a refused client is told; `kv` is None while there are no workers."""
         return min(MAX_RETRY_S, max(MIN_RETRY_S, self.seconds(request_class, kv)))

@@ -131,6 +131,18 @@ def test_a_short_answer_is_done_sooner() -> None:
     assert server.first_delta(0).scheduled_slo is None
 
 
+def test_outputs_are_expected_to_be_as_long_as_those_of_the_class() -> None:
+    """After one of a single token: its completion time is that of its prompt."""
+    server = Server(make_core("unified", BUDGET, lengths=average_of(11)))
+    server.arrive(0, Arrival(0.0, 40, 1, 1))
+    server.first_delta(0)
+    server.arrive(1, Arrival(0.0, 40, 20, 20), slo=SLO(completion_s=0.06))
+    assert server.first_delta(1).scheduled_slo is None
+    other = Arrival(0.0, 40, 20, 20, request_class=BE)
+    server.arrive(2, other, slo=SLO(completion_s=0.06))
+    assert server.core.num_raised_targets == {(BE, "completion_s"): 1}
+
+
 def test_what_is_cached_takes_no_time() -> None:
     core = make_core("unified", BUDGET, lengths=average_of(11), cache_order=task_aware)
     server = Server(core)
