@@ -104,7 +104,9 @@ class RouterCore(CoreState):
             if request.request_class is RequestClass.RT:
                 num_tokens = expected_kv_tokens(request, self._config.lengths)
                 self._burst.note_arrival(now_s, num_tokens)
-                self._demand.note_arrival(now_s, request.num_prompt_tokens)
+                self._demand.note_arrival(
+                    now_s, request.num_prompt_tokens, max_output_tokens=request.max_tokens
+                )
             if self._kv is not None:
                 self._kv.expect(request)
 

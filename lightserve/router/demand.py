@@ -53,6 +53,8 @@ class RealTimeDemand:
         self._num_ends = NUM_PRIOR_ENDS
         self._prompt = 0.0
         self._prompt_squared = 0.0
+        self._max_output = 0.0
+        self._max_output_squared = 0.0
         self._num_arrivals = 0
         self._recent = 0.0
         """Arrivals, each weighted by how long ago it was."""
@@ -60,8 +62,8 @@ class RealTimeDemand:
         """Time, weighted likewise."""
         self._now_s: float | None = None
 
-    def note_arrival(self, now_s: float, num_prompt_tokens: int) -> None:
-        """Learn that a request has come."""
+    def note_arrival(self, now_s: float, num_prompt_tokens: int, *, max_output_tokens: int) -> None:
+        """Learn that a request has come, which can have so many output tokens."""
         self._recent, self._seen_s = self._at(now_s)
         self._now_s = now_s if self._now_s is None else max(now_s, self._now_s)
         self._recent += 1.0
@@ -69,6 +71,8 @@ class RealTimeDemand:
         weight = max(1.0 / self._num_arrivals, NEWEST_WEIGHT)
         self._prompt += weight * (num_prompt_tokens - self._prompt)
         self._prompt_squared += weight * (num_prompt_tokens**2 - self._prompt_squared)
+        self._max_output += weight * (max_output_tokens - self._max_output)
+        self._max_output_squared += weight * (max_output_tokens**2 - self._max_output_squared)
 
     def note_end(self, num_output_tokens: int) -> None:
         """Learn how long the output of a request was, ended by whatever."""
@@ -86,12 +90,15 @@ class RealTimeDemand:
         if seen_s < MIN_SEEN_S:
             return NO_OUTLOOK
         rate = recent / seen_s
-        held = self._output * self._prompt + 0.5 * self._output_squared
+        # Pseudo-lengths go up to the model's longest: nobody may have asked for so much.
+        output = min(self._output, self._max_output)
+        output_squared = min(self._output_squared, self._max_output_squared)
+        held = output * self._prompt + 0.5 * output_squared
         life = StepShape(
-            num_new=round(self._prompt + self._output),
+            num_new=round(self._prompt + output),
             decode_context=round(held),
             chunk_pairs=round(0.5 * self._prompt_squared),
-            num_decodes=round(self._output),
+            num_decodes=round(output),
             num_chunks=1,
         )
         return Outlook(rate * work_s(life), rate * held)

@@ -25,7 +25,7 @@ def _tokens(shape: StepShape) -> float:
 def _steady(rate: float, duration_s: float, *, prompt: int, output: int) -> RealTimeDemand:
     demand = RealTimeDemand(PRIOR)
     for number in range(round(rate * duration_s)):
-        demand.note_arrival(number / rate, prompt)
+        demand.note_arrival(number / rate, prompt, max_output_tokens=1000)
         demand.note_end(output)
     return demand
 
@@ -33,7 +33,7 @@ def _steady(rate: float, duration_s: float, *, prompt: int, output: int) -> Real
 def test_nothing_is_asked_for_at_first() -> None:
     demand = RealTimeDemand(PRIOR)
     assert demand.outlook(_tokens, 0.0) == NO_OUTLOOK
-    demand.note_arrival(0.0, 10)
+    demand.note_arrival(0.0, 10, max_output_tokens=1000)
     assert demand.outlook(_tokens, 0.4) == NO_OUTLOOK
 
 
@@ -47,7 +47,7 @@ def test_a_steady_stream_is_known() -> None:
 def test_the_pseudo_lengths_hold_until_many_have_ended() -> None:
     demand = RealTimeDemand(PRIOR)
     for number in range(40):
-        demand.note_arrival(0.1 * number, 1)
+        demand.note_arrival(0.1 * number, 1, max_output_tokens=1000)
     before = demand.outlook(_tokens, 4.0)
     demand.note_end(1)
     after = demand.outlook(_tokens, 4.0)
@@ -107,3 +107,12 @@ def test_an_idle_server_lends_all() -> None:
 
 def test_a_slow_machine_is_not_left_with_one_row_a_step() -> None:
     assert lent_until_s(0.0, 0.5, 0.0, Outlook(1.0, 1e9), 60_000) == IDLE_FLOORS * 0.5
+
+
+def test_no_output_is_expected_beyond_what_may_be() -> None:
+    demand = RealTimeDemand(np.array([10_000], dtype=np.int64))
+    for number in range(40):
+        demand.note_arrival(0.1 * number, 1, max_output_tokens=20)
+    outlook = demand.outlook(_tokens, 4.0)
+    assert outlook.load == pytest.approx(10 * 21 * 1e-3, rel=0.05)
+    assert outlook.kv_per_step_s == pytest.approx(10 * (20 + 0.5 * 20**2), rel=0.05)
