@@ -43,6 +43,9 @@ PRIOR_S = 1.0
 """What was seen counts as much as the cost model alone after this time."""
 AVERAGE_WEIGHT = 0.005
 """Of the newest one in averages over requests, once there are enough."""
+NUM_PRIOR = 4
+"""What is assumed of outputs counts as much as so many that were seen: after a burst the first
+to end are the short ones."""
 FULL_SHARE = 0.9
 """A step with less of its token budget left over had no room for more of a prompt."""
 
@@ -209,10 +212,13 @@ class WaitForecast:
         """
         limit = backlog.num_output_tokens / backlog.num_requests
         lengths = known.num_output
+        prior = expected_output(limit, self._max_model_len)
         if lengths.count == 0:
-            return _Output(expected_output(limit, self._max_model_len), 0.0)
-        mean = min(lengths.mean, limit)
-        return _Output(mean, mean * max(0.0, 0.5 - 0.5 * lengths.variance / lengths.mean**2))
+            return _Output(prior, 0.0)
+        share = lengths.count / (lengths.count + NUM_PRIOR)
+        mean = share * min(lengths.mean, limit) + (1 - share) * prior
+        evenness = max(0.0, 0.5 - 0.5 * lengths.variance / lengths.mean**2)
+        return _Output(mean, share * evenness * mean)
 
     def _seconds(self, work: Work, batch: _Batch) -> float:
         """Return the time of so much work on a full server, in tokens while no times are known.

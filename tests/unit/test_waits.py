@@ -94,7 +94,7 @@ def test_who_waits_for_places() -> None:
     """Of eight rows none is free: 16 outputs of 1000 tokens, eight a step. Those that run are half
     done, as they are on average where all are as long."""
     scene = Scene()
-    scene.learn(RT, *[1000] * 4)
+    scene.learn(RT, *[1000] * 4000)
     scene.run(8, RT, output=500)
     scene.wait(16, RT, 2)
     assert scene.seconds(RT) == pytest.approx(20.0, rel=0.01)
@@ -102,12 +102,12 @@ def test_who_waits_for_places() -> None:
 
 def test_a_young_batch_takes_longer_to_make_room() -> None:
     scene = Scene()
-    scene.learn(RT, *[1000] * 4)
+    scene.learn(RT, *[1000] * 4000)
     scene.run(8, RT, output=1)
     scene.wait(16, RT, 2)
     assert scene.seconds(RT) == pytest.approx(25.0, rel=0.01)
     scattered = Scene()
-    scattered.learn(RT, 1, 1, 1, 3997)  # now nobody knows, however long it has run
+    scattered.learn(RT, *[1, 1, 1, 3997] * 1000)  # now nobody knows, however long it has run
     scattered.run(8, RT, output=1)
     scattered.wait(16, RT, 2)
     assert scattered.seconds(RT) == pytest.approx(20.0, rel=0.01)
@@ -116,7 +116,7 @@ def test_a_young_batch_takes_longer_to_make_room() -> None:
 def test_real_time_gets_the_places_of_best_effort() -> None:
     for policy, expected_s in (("unified", 0.16), ("chunked", 20.16)):
         scene = Scene(policy=policy)
-        scene.learn(RT, *[1000] * 4)
+        scene.learn(RT, *[1000] * 4000)
         scene.run(8, BE, output=500)
         scene.wait(8, RT, 200)
         scene.learn(BE, 1000)
@@ -184,3 +184,16 @@ def test_an_unknown_output_is_log_uniform(limit: int, most: int) -> None:
     lengths = np.geomspace(1, max(limit, most), 100_001)
     expected = np.minimum(lengths, limit).mean()
     assert expected_output(limit, most) == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_first_to_end_are_not_taken_for_all() -> None:
+    """One output of a token does not say that the others are as short, many do."""
+    found = {}
+    for num_short in (0, 1, 1000):
+        scene = Scene()
+        scene.learn(RT, *[1] * num_short)
+        scene.run(8, RT, output=500)
+        scene.wait(100, RT, 2)
+        found[num_short] = scene.seconds(RT)
+    assert found[0] > found[1] > 0.7 * found[0]
+    assert found[1000] < 0.1 * found[0]
