@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lightserve.router.kv.prefix_node import PrefixNode
+from lightserve.router.kv.store import KVStore
 from lightserve.router.policies.base import Allotment
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request, RequestState
@@ -48,6 +50,23 @@ class Fit:
     def stops(self) -> tuple[Request, ...]:
         """Those who run now, and stop: this must not be decided while their steps are in flight."""
         return tuple(dict.fromkeys([*self.pauses, *filter(runs, self.drops)]))
+
+
+class Tails:
+    """How much could be taken from whom, remembered while nothing but a plan of it changes."""
+
+    def __init__(self, kv: KVStore) -> None:
+        self._kv = kv
+        self._pinned: Container[PrefixNode] = ()
+        self._found: dict[Request, int] = {}
+
+    def takeable(self, request: Request, pinned: Container[PrefixNode]) -> int:
+        """See `KVStore.takeable`; another `pinned` is another object."""
+        if pinned is not self._pinned:
+            self._pinned, self._found = pinned, {}
+        if (found := self._found.get(request)) is None:
+            found = self._found[request] = self._kv.takeable(request, pinned)
+        return found
 
 
 def runs(request: Request) -> bool:

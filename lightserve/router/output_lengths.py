@@ -134,7 +134,12 @@ class OutputLengths:
             num_left = len(table) - first
             lengths = table.astype(np.int32)
         else:
-            row_of = {key: self._row_of(key) for key in dict.fromkeys(keys)}
+            num_added = self._pooled.num_added
+            row_of: dict[Hashable, int] = {}
+            for key in dict.fromkeys(keys):
+                known = self._rows.get(key)
+                is_fresh = known is not None and known.is_fresh_at == num_added
+                row_of[key] = known.index if known and is_fresh else self._row_of(key)
             rows = np.array([row_of[key] for key in keys], dtype=np.int64)
             raised = generated + rows * _ROW_OFFSET
             first = np.searchsorted(self._raised.ravel(), raised, side="right")

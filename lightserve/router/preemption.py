@@ -20,7 +20,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from lightserve.router.fit import Fit, Take, of_running, runs
+from lightserve.router.fit import Fit, Tails, Take, of_running, runs
 from lightserve.router.kv.prefix_node import PrefixNode, path_of
 from lightserve.router.kv.store import KVStore
 from lightserve.router.policies.base import Allotment
@@ -107,7 +107,7 @@ class _Plan:
         is_class_aware: bool,
     ) -> None:
         """`num_reserved` cached slots are none of best-effort requests'."""
-        self._kv = kv
+        self._kv, self._tails = kv, Tails(kv)
         self._num_reserved = num_reserved
         self._holders = holders
         self._ranks: dict[Request, int] | None = None
@@ -341,7 +341,7 @@ class _Plan:
             if missing <= 0:
                 break
             before = self._takes.get(junior, 0)
-            num_left = self._kv.takeable(junior, self._pinned) - before
+            num_left = self._tails.takeable(junior, self._pinned) - before
             if num_left <= 0:
                 continue
             missing -= self._num_slots_placed(junior)
