@@ -21,6 +21,8 @@ from lightserve.types import StepId
 MAX_STEPS_IN_FLIGHT = 2
 MIN_LEAD_S = 1e-3
 ROUTER_TIME_FACTOR = 3.0
+STEP_MEMORY = 0.1
+"""Weight of the newest step in the average."""
 ERROR_FACTOR = 2.0
 """The lead also covers this many average errors of the prediction."""
 
@@ -49,6 +51,8 @@ class Pipeline:
         self.next_step_id = StepId(0)
         self.num_finished = 0
         self.busy_s = 0.0
+        self.average_step_s = 0.0
+        """Execution time of recent steps (B6)."""
         self.idle_s = 0.0
         self._in_flight: deque[SentStep] = deque()
         self._router_s = 0.0
@@ -142,6 +146,8 @@ class Pipeline:
         self._num_ahead = len(done.plan.ahead_saves.slots) // 4
         self.num_finished += 1
         self.busy_s += result.exec_s
+        newest = max(STEP_MEMORY, 1.0 / self.num_finished)
+        self.average_step_s += newest * (result.exec_s - self.average_step_s)
         if done.ahead or self._had_work:
             self.idle_s += result.idle_s
         if self._in_flight:

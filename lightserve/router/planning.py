@@ -164,6 +164,7 @@ class StepPlanner:
             start_s=attempt.start_s,
             cost=self._pipeline.cost,
             guard=self._pipeline.guard,
+            average_step_s=self._pipeline.average_step_s,
             copy_seconds=self._pipeline.copy_seconds,
             outlook=self._demand.outlook(self._pipeline.cost.work, attempt.start_s),
             num_yielding_rows=num_yielding if self._is_class_aware else 0,
@@ -240,6 +241,10 @@ class _LookedUp:
         """Iterate over real-time requests that never ran and are late."""
         return map(self._kv.look_up, self._waiting.late())
 
+    def jobs(self) -> Iterator[Request]:
+        """Iterate over best-effort requests with a completion time, the earliest first."""
+        return map(self._kv.look_up, self._waiting.jobs())
+
     def _best_effort(self) -> Iterator[Request]:
         count = max(1, len(self._running))
         context_len = sum(request.next_position for request in self._running) / count
@@ -273,6 +278,10 @@ class _Only:
     def of(self, request_class: RequestClass) -> Iterator[Request]:
         """Iterate over one class."""
         return (r for r in self._requests if r.request_class is request_class)
+
+    def jobs(self) -> Iterator[Request]:
+        """Iterate over those that may have a completion time."""
+        return self.of(RequestClass.BE)
 
     def late(self) -> Iterator[Request]:
         """Iterate over nobody: whoever is tried alone comes in its turn."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +13,7 @@ from lightserve.router.deadline_queue import DeadlineQueue
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.lanes import PriorityLanes
 from lightserve.router.request import Request
+from lightserve.router.slo import CompletionLedger
 from lightserve.types import RequestClass, RequestKey, RowId
 
 
@@ -45,6 +47,9 @@ class WaitingQueue:
         self._late: OrderedDict[RequestKey, Request] = OrderedDict()
         """Real-time ones that never ran, and whose first token is late."""
         self._best_effort = BEPool()
+        self._jobs: list[_Job] = []
+        """Best-effort requests with a completion time, those that are to end first before others;
+        they wait where all of their class do as well."""
         self._backlogs = dict.fromkeys(RequestClass, Backlog(0, 0))
 
     def __len__(self) -> int:
@@ -87,6 +92,10 @@ class WaitingQueue:
         yield from self._requeued[RequestClass.BE].values()
         next(self._best_effort.noted(), None)  # notes how often the oldest was overtaken
         yield from self._best_effort.candidates(resident, context_len=context_len)
+
+    def jobs(self) -> Iterator[Request]:
+        """Iterate over the best-effort requests with a completion time, the earliest first."""
+        return (job.request for job in self._jobs)
 
     def paused(self, request_class: RequestClass) -> Iterator[Request]:
         """Iterate over those of a class that keep KV, from the head."""
@@ -138,6 +147,11 @@ class WaitingQueue:
 
     def _count(self, request: Request, sign: int) -> None:
         """Add or take off a request; while it waits, its known tokens do not change."""
+        ledger = request.deadlines
+        if isinstance(ledger, CompletionLedger) and request.request_class is RequestClass.BE:
+            job = _Job(ledger.end_s, request.arrival_number, request)
+            place = bisect.bisect_left(self._jobs, job)
+            self._jobs[place : place + int(sign < 0)] = [job] if sign > 0 else []
         before = self._backlogs[request.request_class]
         num_left = request.max_tokens - len(request.output_token_ids)
         self._backlogs[request.request_class] = Backlog(
@@ -145,6 +159,12 @@ class WaitingQueue:
             before.num_tokens + sign * request.num_known_tokens,
             before.num_output_tokens + sign * num_left,
         )
+
+
+class _Job(NamedTuple):
+    end_s: float
+    arrival_number: int
+    request: Request
 
 
 def _place(request: Request) -> tuple[int, int]:

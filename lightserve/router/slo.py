@@ -113,6 +113,16 @@ class CompletionLedger:
         self._num_to_come = num_tokens_to_come
 
     @property
+    def end_s(self) -> float:
+        """When the job is to have ended."""
+        return self._end_s
+
+    @property
+    def num_tokens_to_come(self) -> float:
+        """As predicted; none or fewer: there were more than that."""
+        return self._num_to_come
+
+    @property
     def granted_s(self) -> float:
         """Time granted to the tokens that have come."""
         return self._granted_until_s - self._arrival_s

@@ -159,6 +159,10 @@ class _Nobody:
         del request_class
         return iter(())
 
+    def jobs(self) -> Iterator[Request]:
+        """Nobody has a completion time."""
+        return iter(())
+
     def late(self) -> Iterator[Request]:
         """Iterate over nobody."""
         return iter(())

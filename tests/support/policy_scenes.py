@@ -64,6 +64,9 @@ class Queue:
     def of(self, request_class: RequestClass) -> Iterator[Request]:
         return (r for r in self._requests if r.request_class is request_class)
 
+    def jobs(self) -> Iterator[Request]:
+        return self.of(RequestClass.BE)
+
     def late(self) -> Iterator[Request]:
         return (r for r in self._requests if r in self._late)
 

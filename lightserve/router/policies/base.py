@@ -45,6 +45,8 @@ class StepLimits:
     """When the step will start, as predicted, on the router's clock."""
     cost: StepCost | None = None
     """Predicts what it takes; None: nobody asks."""
+    average_step_s: float = 0.0
+    """Execution time of recent steps, on average."""
     guard: StepGuard | None = None
     """How far steps may be filled up to a deadline, to be read; None: all of it."""
     copy_seconds: Callable[[int], float] = lambda _num_tokens: 0.0
@@ -66,6 +68,9 @@ class Waiting(Protocol):
 
         Best-effort ones are not all of them: the few that are worth asking.
         """
+
+    def jobs(self) -> Iterator[Request]:
+        """Iterate over best-effort requests with a completion time, those to end first before."""
 
     def late(self) -> Iterable[Request]:
         """Return the real-time ones that never ran and are late; `of` has them at its end."""

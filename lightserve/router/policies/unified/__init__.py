@@ -13,6 +13,8 @@ is what long chunks and best-effort work live on.
     4. best-effort decodes, prompts in progress, those that resume, newcomers, the best of the next
        few first (`batch_order`)
 
+Best-effort jobs with a completion time go with 1 and 2 while they are urgent (`promotion`).
+
 In overload this order keeps goodput: sorted by deadline alone, everybody would be a little late.
 While late ones are fewer than `--late-min-share` of all that run, one of them starts before those
 of 2, and their prompts head such a share of the steps: whoever runs gets a token in every step, so

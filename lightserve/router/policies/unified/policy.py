@@ -7,11 +7,18 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.policies.base import Allotment, StepLimits, Waiting, admissible
+from lightserve.router.policies.base import (
+    Allotment,
+    StepLimits,
+    Waiting,
+    admissible,
+    num_best_effort,
+)
 from lightserve.router.policies.unified import late_share
 from lightserve.router.policies.unified.batch_order import BatchOrder
 from lightserve.router.policies.unified.long_prompts import one_long_at_once
 from lightserve.router.policies.unified.options import UnifiedOptions
+from lightserve.router.policies.unified.promotion import promote
 from lightserve.router.policies.unified.timed_step import TimedStep
 from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import Request
@@ -41,7 +48,13 @@ class UnifiedPolicy:
         step, skips = TimedStep(limits), limits.skips
         real_time = [r for r in running if r.request_class is RT]
         best_effort = [r for r in running if r.request_class is BE]
-        if self._real_time(step, real_time, waiting, limits, admission) and not step.is_full:
+        promoted = promote(best_effort, waiting, limits)
+        step.due_s = promoted.due_s
+        best_effort = [r for r in best_effort if r not in promoted.running]
+        urgent = _Urgent(
+            [*real_time, *promoted.running], promoted.waiting, len(running) - len(real_time)
+        )
+        if self._real_time(step, urgent, waiting, limits, admission) and not step.is_full:
             step.lend(real_time, limits)
             self._best_effort(step, best_effort, waiting, limits, admission)
         else:
@@ -54,14 +67,15 @@ class UnifiedPolicy:
     def _real_time(
         self,
         step: TimedStep,
-        running: Sequence[Request],
+        urgent: _Urgent,
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
     ) -> bool:
-        """Add what is real-time; whether nobody who could move or start was left out, or cut."""
+        """Add what is urgent; whether none of it that could move or start was left out, or cut."""
         options, skips = self._options, limits.skips
-        decodes, prompts = _sort_out(running, skips)
+        running = [r for r in urgent.running if r.request_class is RT]
+        decodes, prompts = _sort_out(urgent.running, skips)
         step.add_decodes(decodes)
         step.limit_by_deadlines()
         prompts.sort(key=step.residual)
@@ -78,7 +92,11 @@ class UnifiedPolicy:
         newcomers = admissible(newcomers, admission, skips)
         num_rows = limits.num_free_rows + limits.num_yielding_rows
         newcomers = step.while_rows(newcomers, num_rows, RT)
-        for some in (late_first, _by_residual(in_time, newcomers, step), late):
+        jobs = admissible(urgent.jobs, admission, skips)
+        num_be_rows = limits.max_be_seqs - urgent.num_best_effort
+        jobs = step.while_rows(jobs, min(limits.num_free_rows, num_be_rows), BE)
+        in_order = _by_residual(_by_residual(in_time, jobs, step), newcomers, step)
+        for some in (late_first, in_order, late):
             if not step.add_chunks(some):
                 skips.note_all(prompts, step.full_of)
                 skips.stop(RT, step.full_of)
@@ -95,17 +113,31 @@ class UnifiedPolicy:
     ) -> None:
         """Fill the rest of the step."""
         skips = limits.skips
+        started = {request for request, _ in step.chosen}
+        num_urgent = num_best_effort(started)
         num_kept = len(running) - max(0, step.num_started - limits.num_free_rows)
         skips.note_all(running[num_kept:], Reason.ROWS)
         decodes, prompts = _sort_out(running[:num_kept], skips)
         step.add_while_in_time(decodes)
-        num_rows = min(limits.num_free_rows - step.num_started, limits.max_be_seqs - num_kept)
-        newcomers = BatchOrder(step, limits).best_first(waiting.of(BE))
-        newcomers = admissible(newcomers, admission, skips)
-        newcomers = step.while_rows(newcomers, num_rows, BE)
+        num_rows = min(
+            limits.num_free_rows - step.num_started, limits.max_be_seqs - num_kept - num_urgent
+        )
+        others = (r for r in waiting.of(BE) if r not in started)
+        best_first = BatchOrder(step, limits).best_first(others)
+        newcomers = step.while_rows(admissible(best_first, admission, skips), num_rows, BE)
         if not step.add_chunks(prompts) or not step.add_chunks(newcomers):
             skips.note_all(prompts, step.full_of)
             skips.stop(BE, step.full_of)
+
+
+class _Urgent(NamedTuple):
+    """Real-time requests, and the best-effort jobs that go with them."""
+
+    running: list[Request]
+    jobs: list[Request]
+    """They wait; real-time ones that do are not here."""
+    num_best_effort: int
+    """That run, urgent or not."""
 
 
 class _SortedOut(NamedTuple):

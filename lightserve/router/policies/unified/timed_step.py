@@ -28,6 +28,8 @@ class TimedStep:
         """`limits` come with a cost model."""
         assert limits.cost is not None, "the planner gives it to policies that meet deadlines"
         self.chosen: list[Allotment] = []
+        self.due_s: dict[Request, float] = {}
+        """Seconds to when prompts are due that have no deadline for their first token."""
         self.num_started = 0
         """Newcomers among them."""
         self._skips = limits.skips
@@ -59,6 +61,8 @@ class TimedStep:
 
     def residual(self, request: Request) -> float:
         """Return the time from the start of the step to a request's deadline."""
+        if request in self.due_s:
+            return self.due_s[request]
         deadlines = request.deadlines
         return math.inf if deadlines is None else deadlines.residual(self._start_s)
 

@@ -1,0 +1,128 @@
+"""Best-effort jobs with a completion time end in time on a feasible load (mechanisms A7, C13)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.policy_scenes import BE, RT, Admitting, Queue, make_request
+
+from lightserve.config import ServeConfig
+from lightserve.router.core import RouterCore
+from lightserve.router.events import FromFrontend
+from lightserve.router.factory import make_core_config
+from lightserve.router.policies.base import StepLimits
+from lightserve.router.policies.unified import UnifiedPolicy
+from lightserve.router.queues import WaitingQueue
+from lightserve.router.request import Request
+from lightserve.router.slo import CompletionLedger, TokenDeadlines
+from lightserve.router.step_cost import StepCost, StepShape
+from lightserve.sim.hardware import A100_LLAMA2_7B
+from lightserve.sim.simulation import Simulation, TimedEvent
+from lightserve.sim.traffic import Job
+from lightserve.sim.virtual_worker import LengthWorker, VirtualWorker
+from lightserve.types import NO_SLO, SLO, FrontendId, RequestId, RequestKey
+
+COMPLETION_S = 4.0
+NUM_JOBS = 10
+
+
+@pytest.fixture(scope="module")
+def cost() -> StepCost:
+    """Steps take 0.1 ms per token, whatever the context."""
+    model = StepCost()
+    for _ in range(4):
+        for exponent in range(12):
+            model.observe(StepShape(num_new=2**exponent), 1e-4 * 2**exponent)
+    return model
+
+
+def ending(request: Request, in_s: float, *, to_come: float = 10) -> Request:
+    request.deadlines = CompletionLedger(in_s, 0.0, num_tokens_to_come=to_come)
+    return request
+
+
+def play(cost: StepCost, running: list[Request], waiting: list[Request]) -> dict[int, int]:
+    limits = StepLimits(
+        512, num_free_rows=8, step_number=1, num_slots=10**6, cost=cost, average_step_s=0.01
+    )
+    chosen = UnifiedPolicy().select(running, Queue(waiting), limits, Admitting())
+    return {request.arrival_number: count for request, count in chosen}
+
+
+@pytest.mark.parametrize(
+    ("in_s", "is_promoted"), [(0.11, False), (0.13, True), (0.16, True), (0.2, False)]
+)
+def test_a_job_goes_with_real_time_while_it_is_urgent(
+    cost: StepCost, in_s: float, is_promoted: bool
+) -> None:
+    """20 ms of prompt and ten tokens of 10 ms: from 1.5 times as much on, while it can be met."""
+    long = make_request(0, RT, prompt=5000, computed=100)
+    long.deadlines = TokenDeadlines(SLO(ttft_ms=2000.0), 0.0)
+    for job in (make_request(1, BE, prompt=200), make_request(1, BE, prompt=300, computed=100)):
+        ending(job, in_s)
+        is_running = job.num_computed_tokens > 0
+        shares = play(cost, [long, *[job] * is_running], [job] * (not is_running))
+        assert shares == ({1: 200, 0: 312} if is_promoted else {0: 512})
+
+
+def test_an_urgent_job_decodes_with_real_time(cost: StepCost) -> None:
+    late = make_request(0, RT, prompt=5000, computed=100)
+    late.deadlines = TokenDeadlines(SLO(ttft_ms=2000.0), 0.0)
+    jobs = [ending(make_request(1 + i, BE, output=4), in_s) for i, in_s in enumerate([0.12, 9.0])]
+    assert play(cost, [late, *jobs], []) == {1: 1, 0: 119}, "12 ms are granted per token"
+
+
+def test_the_queue_knows_its_jobs_by_their_ends() -> None:
+    queue = WaitingQueue()
+    requests = [ending(make_request(i, BE), in_s) for i, in_s in enumerate([9.0, 3.0, 5.0])]
+    for request in [*requests, make_request(7, BE)]:
+        queue.append(request)
+    queue.admit(requests[1])
+    assert list(queue.jobs()) == [requests[2], requests[0]]
+    queue.requeue([requests[1]])
+    queue.remove(requests[2])
+    assert list(queue.jobs()) == [requests[1], requests[0]]
+
+
+def ends(slo: SLO) -> tuple[list[float], float]:
+    """Return how long ten jobs took behind a backlog, and the share of real-time first tokens
+    that came in time."""
+    core_config = make_core_config(ServeConfig(policy="unified"), max_model_len=2048)
+    core = RouterCore(core_config)
+    worker = VirtualWorker(
+        A100_LLAMA2_7B,
+        LengthWorker(max_num_seqs=core_config.max_num_seqs, max_model_len=2048),
+        noise=0.05,
+        rng=np.random.default_rng(0),
+    )
+    simulation = Simulation(core, worker, worker.seconds, num_slots=60_000)
+    rng = np.random.default_rng(1)
+    rt, be = FrontendId(0), FrontendId(1)
+    events = []
+    for number in range(75):
+        job = Job(np.full(int(rng.integers(50, 400)), 1, dtype=np.int32), 100, 128)
+        submit = job.submit(number, RT, SLO(ttft_ms=400.0, tpot_ms=200.0))
+        events.append(TimedEvent(number / 12, FromFrontend(rt, submit)))
+    for number in range(200):
+        prompt = np.full(int(rng.integers(512, 1024)), 2 + number, dtype=np.int32)
+        submit = Job(prompt, 60, 64).submit(number, BE)
+        events.append(TimedEvent(0.0, FromFrontend(be, submit)))
+    for number in range(200, 200 + NUM_JOBS):
+        prompt = np.full(800, 2 + number, dtype=np.int32)
+        submit = Job(prompt, 60, 64).submit(number, BE, slo)
+        events.append(TimedEvent(2.0, FromFrontend(be, submit)))
+    simulation.run(events, until_s=6.2)
+    outcomes = simulation.outcomes
+    jobs = [outcomes[RequestKey(be, RequestId(200 + i))] for i in range(NUM_JOBS)]
+    took_s = [o.token_times_s[-1] - 2.0 if o.finish_reason else np.inf for o in jobs]
+    first = [o for key, o in outcomes.items() if key.frontend_id == rt and o.arrival_s < 5.5]
+    in_time = [bool(o.token_times_s) and o.token_times_s[0] - o.arrival_s <= 0.4 for o in first]
+    return took_s, float(np.mean(in_time))
+
+
+def test_jobs_end_in_time_behind_a_backlog() -> None:
+    took_s, in_time = ends(SLO(completion_s=COMPLETION_S))
+    assert max(took_s) <= COMPLETION_S
+    assert in_time >= 0.99
+    took_s, _ = ends(NO_SLO)
+    assert min(took_s) > COMPLETION_S, "without, the backlog is before them"
