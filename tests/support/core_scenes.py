@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from lightserve.decisions.recording import CoreCalls
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Abort, Submit
 from lightserve.messages.router_worker import StepPlan
@@ -99,7 +100,7 @@ def step_time(plan: StepPlan) -> float:
     return 0.004 + 0.0005 * sum(row.num_tokens for row in plan.rows)
 
 
-def make_simulation(core: RouterCore, frontend: Frontend | None = None) -> Simulation:
+def make_simulation(core: CoreCalls, frontend: Frontend | None = None) -> Simulation:
     worker = SimulatedWorker(num_slots=NUM_SLOTS, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN)
     return Simulation(core, worker, step_time, num_slots=NUM_SLOTS, frontend=frontend)
 
