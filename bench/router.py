@@ -40,6 +40,7 @@ from lightserve.messages.frontend_router import (
     TokenDelta,
 )
 from lightserve.messages.router_worker import RouterToWorker, WorkerHello, WorkerToRouter
+from lightserve.messages.step_cost import StepCoefficients
 from lightserve.messages.supervision import ChildMessage, ChildSpec, Role, SupervisorMessage
 from lightserve.sim.traffic import Job
 from lightserve.sim.virtual_worker import LengthWorker
@@ -52,6 +53,17 @@ NUM_SHARED, NUM_SHARED_TOKENS = 72, 1024
 """Prompts begin with one of so many texts of so many tokens."""
 NUM_SLOTS = 130_000
 STEP_S = 0.02
+PROFILE = StepCoefficients(
+    floor_s=STEP_S,
+    knee=1024.0,
+    per_new_s=0.0,
+    per_decode_s=0.0,
+    per_chunk_s=0.0,
+    per_decode_context_s=0.0,
+    per_chunk_context_s=0.0,
+    per_chunk_pair_s=0.0,
+)
+"""What the worker says of its steps, as real ones do."""
 VOCABULARY = (1, 32_000)
 MAX_TOKENS = 2048
 TARGETS = SLO(ttft_ms=1000.0, tpot_ms=100.0)
@@ -111,6 +123,7 @@ def run_worker(spec: ChildSpec, result: Connection, num_warm_up: int) -> None:
             rank=0,
             num_kv_slots=NUM_SLOTS,
             num_host_slots=NUM_SLOTS // 2,
+            step_cost=PROFILE,
         )
     )
     inner = LengthWorker(max_num_seqs=spec.config.max_num_seqs, max_model_len=32_768)

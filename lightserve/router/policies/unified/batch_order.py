@@ -35,6 +35,10 @@ class BatchOrder:
         self._max_tokens = limits.max_num_batched_tokens
         self._num_free = limits.num_free_slots
         self._num_slots = max(1, limits.num_slots)
+        self._scores: dict[Request, float] = {}
+        self._distances: dict[Request, float] = {}
+        self._num_chosen = len(step.chosen)
+        """By others the step was then filled: what was found holds as long."""
 
     def best_first(self, waiting: Iterable[Request]) -> Iterator[Request]:
         """Yield waiting requests, the best of the next few first.
@@ -73,12 +77,28 @@ class BatchOrder:
         if requests[0].num_requeues:
             loads = [self._step.seconds_added(r, r.num_schedulable_tokens) for r in requests]
             return loads.index(min(loads))
-        scores = [self.score(request) for request in requests]
+        scores = [self._score_now(request) for request in requests]
         alike = (1.0 - ALIKE) * max(scores)
-        return min(
-            (index for index, of_one in enumerate(scores) if of_one >= alike),
-            key=lambda index: self._distance(requests[index]),
-        )
+        best = [index for index, of_one in enumerate(scores) if of_one >= alike]
+        if len(best) == 1:
+            return best[0]
+        return min(best, key=lambda index: self._distance_now(requests[index]))
+
+    def _score_now(self, request: Request) -> float:
+        """Return the score, from memory while nobody has joined the step since."""
+        if self._num_chosen != len(self._step.chosen):
+            self._num_chosen = len(self._step.chosen)
+            self._scores.clear()
+            self._distances.clear()
+        if request not in self._scores:
+            self._scores[request] = self.score(request)
+        return self._scores[request]
+
+    def _distance_now(self, request: Request) -> float:
+        """Return the distance; its score has been asked for."""
+        if request not in self._distances:
+            self._distances[request] = self._distance(request)
+        return self._distances[request]
 
     def _distance(self, request: Request) -> float:
         """Return how far a demand for compute and KV is from what is left of both, as shares."""
