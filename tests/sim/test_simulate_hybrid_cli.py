@@ -119,7 +119,6 @@ def test_the_variants_of_deadlines_matter() -> None:
     assert loose["rt"]["ttft_attainment"] is loose["rt"]["mtpot_attainment"] is None
     met = [report["rt"]["completion_attainment"] for report in (loose, tight)]
     assert 1.0 >= met[0] > met[1]
-    assert loose["be"]["throughput_tps"] > tight["be"]["throughput_tps"]
 
 
 @pytest.mark.parametrize(
