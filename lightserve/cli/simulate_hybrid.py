@@ -27,6 +27,7 @@ _SERVE_FIELDS = (
     "max_be_seqs",
     "slo_clock",
     "late_min_share",
+    "be_min_share",
     "long_prompt_tokens",
 )
 """Options that are those of the server."""

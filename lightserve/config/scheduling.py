@@ -21,6 +21,7 @@ POLICIES_OF_OPTION = {
     "burst_headroom_s": ("priority", "unified"),
     "slo_clock": ("unified",),
     "late_min_share": ("unified",),
+    "be_min_share": ("unified",),
     "long_prompt_tokens": ("unified",),
 }
 """Options that only policies with classes, or those with deadlines, have a use for."""
@@ -73,6 +74,13 @@ class SchedulingOptions:
         0.1,
         "unified: least share of running real-time requests, and so of step time, that those have"
         " whose first token is late, while any of them wait.",
+        low=0.0,
+        high=0.9,
+    )
+    be_min_share: float = option(
+        0.0,
+        "unified: least share of step time that best-effort requests get while they want more,"
+        " whatever real-time requests miss by it; memory is another matter.",
         low=0.0,
         high=0.9,
     )

@@ -205,6 +205,7 @@ class RouterCore(CoreState):
             skipped=skipped,
             unseen=self._planner.unseen(fit, skipped, skips.stopped_by),
             limit_s=skips.limit_s,
+            best_effort_s=skips.best_effort_s,
         )
 
     def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:

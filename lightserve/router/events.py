@@ -80,6 +80,8 @@ class PlannedStep:
     live requests."""
     limit_s: float | None = None
     """The time limit that the policy set."""
+    best_effort_s: float | None = None
+    """What best-effort requests add to its time, where a share is theirs and they want more."""
 
 
 @dataclass(frozen=True, slots=True)

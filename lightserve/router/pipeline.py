@@ -16,6 +16,7 @@ from lightserve.router.copy_cost import CopyCost
 from lightserve.router.events import PlannedStep
 from lightserve.router.policies.base import Allotment
 from lightserve.router.step_cost import StepCost, StepGuard, StepShape, shape_of
+from lightserve.router.time_share import TimeShare
 from lightserve.types import StepId
 
 MAX_STEPS_IN_FLIGHT = 2
@@ -48,6 +49,7 @@ class Pipeline:
         self.cost = StepCost()
         self.copy_cost = CopyCost()
         self.guard = StepGuard()
+        self.best_effort_time = TimeShare()
         self.next_step_id = StepId(0)
         self.num_finished = 0
         self.busy_s = 0.0
@@ -117,6 +119,7 @@ class Pipeline:
         assert planned.step_id == plan.step_id == self.next_step_id, (
             "planned before the last commit"
         )
+        self.best_effort_time.observe(planned.predicted_s, planned.best_effort_s)
         ahead = bool(self._in_flight)
         predicted, shape = self._predicted
         if predicted is not planned.allotments:

@@ -164,6 +164,7 @@ class StepPlanner:
             start_s=attempt.start_s,
             cost=self._pipeline.cost,
             guard=self._pipeline.guard,
+            best_effort_time=self._pipeline.best_effort_time,
             average_step_s=self._pipeline.average_step_s,
             copy_seconds=self._pipeline.copy_seconds,
             outlook=self._demand.outlook(self._pipeline.cost.work, attempt.start_s),

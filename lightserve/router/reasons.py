@@ -59,6 +59,8 @@ class Skips:
     """What ended the scan of those of a class that wait."""
     limit_s: float | None = None
     """The time limit of the step, where the policy sets one."""
+    best_effort_s: float | None = None
+    """What best-effort requests add to its time, where a share is theirs and they want more."""
 
     def note(self, request: Request, reason: Reason) -> None:
         """Say why a request is left out; the first reason stays."""

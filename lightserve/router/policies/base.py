@@ -10,6 +10,7 @@ from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.demand import NO_OUTLOOK, Outlook
 from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import Request, RequestState
+from lightserve.router.time_share import TimeShare
 from lightserve.types import RequestClass
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class StepLimits:
     """When the step will start, as predicted, on the router's clock."""
     cost: StepCost | None = None
     """Predicts what it takes; None: nobody asks."""
+    best_effort_time: TimeShare = field(default_factory=TimeShare)
+    """What best-effort requests got of the time while they wanted more."""
     average_step_s: float = 0.0
     """Execution time of recent steps, on average."""
     guard: StepGuard | None = None

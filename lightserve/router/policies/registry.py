@@ -29,7 +29,9 @@ def make_policy(config: ServeConfig) -> Policy:
     if config.policy == "unified":
         return UnifiedPolicy(
             UnifiedOptions(
-                late_min_share=config.late_min_share, long_prompt_tokens=config.long_prompt_tokens
+                late_min_share=config.late_min_share,
+                be_min_share=config.be_min_share,
+                long_prompt_tokens=config.long_prompt_tokens,
             )
         )
     return POLICIES[config.policy]()

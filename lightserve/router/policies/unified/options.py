@@ -10,5 +10,6 @@ class UnifiedOptions:
     """Fields are options of `lightserve serve`; defaults are theirs."""
 
     late_min_share: float = 0.1
+    be_min_share: float = 0.0
     long_prompt_tokens: int = 4096
     """AccelGen's bound of long prompts."""

@@ -21,7 +21,7 @@ from lightserve.router.policies.unified.options import UnifiedOptions
 from lightserve.router.policies.unified.promotion import promote
 from lightserve.router.policies.unified.timed_step import TimedStep
 from lightserve.router.reasons import Reason, Skips
-from lightserve.router.request import Request
+from lightserve.router.request import Request, RequestState
 from lightserve.types import RequestClass
 
 RT, BE = RequestClass.RT, RequestClass.BE
@@ -45,99 +45,143 @@ class UnifiedPolicy:
         admission: AdmissionRound,
     ) -> list[Allotment]:
         """See `Policy.select`."""
-        step, skips = TimedStep(limits), limits.skips
-        real_time = [r for r in running if r.request_class is RT]
-        best_effort = [r for r in running if r.request_class is BE]
-        promoted = promote(best_effort, waiting, limits)
-        step.due_s = promoted.due_s
-        best_effort = [r for r in best_effort if r not in promoted.running]
-        urgent = _Urgent(
-            [*real_time, *promoted.running], promoted.waiting, len(running) - len(real_time)
-        )
-        if self._real_time(step, urgent, waiting, limits, admission) and not step.is_full:
-            step.lend(real_time, limits)
-            self._best_effort(step, best_effort, waiting, limits, admission)
-        else:
-            reason = Reason.TOKENS if step.is_full else Reason.ORDER
-            skips.note_all(best_effort, reason)
-            skips.stop(BE, reason)
-        skips.limit_s = step.deadline_s if math.isfinite(step.deadline_s) else None
-        return step.chosen
+        assert limits.cost is not None, "the planner gives it to policies that meet deadlines"
+        filling = _Filling(self._options, running, waiting, limits, admission)
+        filling.add_decodes()
+        filling.pay_owed()
+        filling.add_urgent()
+        filling.add_best_effort()
+        skips = limits.skips
+        if math.isfinite(filling.step.deadline_s):
+            skips.limit_s = filling.step.deadline_s
+        if self._options.be_min_share > 0:
+            skips.best_effort_s = filling.best_effort_s if filling.wants_more else None
+        return filling.step.chosen
 
-    def _real_time(
+
+class _Filling:
+    """A step as it is being filled, from the most urgent requests to the least."""
+
+    def __init__(
         self,
-        step: TimedStep,
-        urgent: _Urgent,
+        options: UnifiedOptions,
+        running: Collection[Request],
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
-    ) -> bool:
-        """Add what is urgent; whether none of it that could move or start was left out, or cut."""
-        options, skips = self._options, limits.skips
-        running = [r for r in urgent.running if r.request_class is RT]
-        decodes, prompts = _sort_out(urgent.running, skips)
-        step.add_decodes(decodes)
-        step.limit_by_deadlines()
-        prompts.sort(key=step.residual)
+    ) -> None:
+        """See `Policy.select`."""
+        self.step = TimedStep(limits)
+        self.best_effort_s = 0.0
+        """What best-effort requests add to the step's time."""
+        self.wants_more = False
+        """Whether there are some that could do with more time."""
+        self._options = options
+        self._waiting = waiting
+        self._limits = limits
+        self._skips = limits.skips
+        self._admission = admission
+        self._real_time = [r for r in running if r.request_class is RT]
+        best_effort = [r for r in running if r.request_class is BE]
+        promoted = promote(best_effort, waiting, limits)
+        self.step.due_s = promoted.due_s
+        self._jobs = promoted.waiting
+        """Those that wait, and go with real-time requests."""
+        self._decodes, self._prompts = _sort_out([*self._real_time, *promoted.running], self._skips)
+        """Of real-time requests and such jobs, that run."""
+        self._best_effort = [r for r in best_effort if r not in promoted.running]
+        self._num_be_rows = limits.max_be_seqs - len(best_effort)
+        self._is_left = False
+        """Whether something urgent that could move or start was left out, or cut."""
+
+    def add_decodes(self) -> None:
+        """Add the decodes of real-time requests: they make the limit."""
+        self.step.add_decodes(self._decodes)
+        self.step.limit_by_deadlines()
+
+    def pay_owed(self) -> None:
+        """Give best-effort requests what is missing from their share, whatever the limit."""
+        owed_s = self._limits.best_effort_time.owed_s(self._options.be_min_share)
+        if owed_s > 0:
+            with self.step.in_any_case(owed_s):
+                self._add_best_effort()
+
+    def add_urgent(self) -> None:
+        """Add prompts of real-time requests: those that can be in time, then those that cannot."""
+        options, limits, step, skips = self._options, self._limits, self.step, self._skips
+        prompts = sorted(self._prompts, key=step.residual)
         late = [r for r in prompts if not step.can_be_in_time(r)]
         in_time = [r for r in prompts if r not in late]
         late_first: list[Request] = []
-        is_turn_of_late = late_share.are_too_few_late(running, options.late_min_share)
+        is_turn_of_late = late_share.are_too_few_late(self._real_time, options.late_min_share)
         if is_turn_of_late and limits.step_number % round(1 / options.late_min_share) == 0:
             late_first, late = late, []
-        newcomers = late_share.in_order(waiting, running, limits, late_first=is_turn_of_late)
+        newcomers = late_share.in_order(
+            self._waiting, self._real_time, limits, late_first=is_turn_of_late
+        )
         newcomers = one_long_at_once(
             newcomers, in_time, long_tokens=options.long_prompt_tokens, step=step, skips=skips
         )
-        newcomers = admissible(newcomers, admission, skips)
-        num_rows = limits.num_free_rows + limits.num_yielding_rows
+        newcomers = admissible(newcomers, self._admission, skips)
+        num_rows = limits.num_free_rows + limits.num_yielding_rows - step.num_started
         newcomers = step.while_rows(newcomers, num_rows, RT)
-        jobs = admissible(urgent.jobs, admission, skips)
-        num_be_rows = limits.max_be_seqs - urgent.num_best_effort
-        jobs = step.while_rows(jobs, min(limits.num_free_rows, num_be_rows), BE)
+        started = self._started()
+        jobs = step.while_rows(
+            admissible((r for r in self._jobs if r not in started), self._admission, skips),
+            self._rows_left(),
+            BE,
+        )
         in_order = _by_residual(_by_residual(in_time, jobs, step), newcomers, step)
         for some in (late_first, in_order, late):
             if not step.add_chunks(some):
                 skips.note_all(prompts, step.full_of)
                 skips.stop(RT, step.full_of)
-                return False
-        return not _any_left(waiting, step.chosen)
+                self._is_left = True
+                return
+        self._is_left = _any_left(self._waiting, step.chosen)
 
-    def _best_effort(
-        self,
-        step: TimedStep,
-        running: Sequence[Request],
-        waiting: Waiting,
-        limits: StepLimits,
-        admission: AdmissionRound,
-    ) -> None:
-        """Fill the rest of the step."""
-        skips = limits.skips
-        started = {request for request, _ in step.chosen}
-        num_urgent = num_best_effort(started)
-        num_kept = len(running) - max(0, step.num_started - limits.num_free_rows)
+    def add_best_effort(self) -> None:
+        """Fill the rest of the step, as far as it is lent, if nothing urgent is left."""
+        if not self._is_left and not self.step.is_full:
+            self.step.lend(self._real_time, self._limits)
+            self._add_best_effort()
+            return
+        reason = Reason.TOKENS if self.step.is_full else Reason.ORDER
+        self._skips.note_all(self._best_effort, reason)
+        self._skips.stop(BE, reason)
+        self.wants_more = self._options.be_min_share > 0 and (
+            bool(self._best_effort) or next(iter(self._waiting.of(BE)), None) is not None
+        )
+
+    def _add_best_effort(self) -> None:
+        """Add those that run, then those that start, up to the limit that is set."""
+        step, skips = self.step, self._skips
+        before_s = step.seconds
+        started = self._started()
+        running = [r for r in self._best_effort if r not in started]
+        num_kept = len(running) - max(0, step.num_started - self._limits.num_free_rows)
         skips.note_all(running[num_kept:], Reason.ROWS)
         decodes, prompts = _sort_out(running[:num_kept], skips)
-        step.add_while_in_time(decodes)
-        num_rows = min(
-            limits.num_free_rows - step.num_started, limits.max_be_seqs - num_kept - num_urgent
-        )
-        others = (r for r in waiting.of(BE) if r not in started)
-        best_first = BatchOrder(step, limits).best_first(others)
-        newcomers = step.while_rows(admissible(best_first, admission, skips), num_rows, BE)
+        is_all = step.add_while_in_time(decodes)
+        others = (r for r in self._waiting.of(BE) if r not in started)
+        best_first = BatchOrder(step, self._limits).best_first(others)
+        newcomers = admissible(best_first, self._admission, skips)
+        newcomers = step.while_rows(newcomers, self._rows_left(), BE)
         if not step.add_chunks(prompts) or not step.add_chunks(newcomers):
             skips.note_all(prompts, step.full_of)
             skips.stop(BE, step.full_of)
+            is_all = False
+        self.wants_more = not is_all
+        self.best_effort_s += step.seconds - before_s
 
+    def _started(self) -> set[Request]:
+        return {request for request, _ in self.step.chosen}
 
-class _Urgent(NamedTuple):
-    """Real-time requests, and the best-effort jobs that go with them."""
-
-    running: list[Request]
-    jobs: list[Request]
-    """They wait; real-time ones that do are not here."""
-    num_best_effort: int
-    """That run, urgent or not."""
+    def _rows_left(self) -> int:
+        """Return how many best-effort requests may start."""
+        new = (r for r, _ in self.step.chosen if r.state is RequestState.WAITING)
+        num_rows = self._limits.num_free_rows - self.step.num_started
+        return min(num_rows, self._num_be_rows - num_best_effort(new))
 
 
 class _SortedOut(NamedTuple):

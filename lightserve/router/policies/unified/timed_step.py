@@ -6,6 +6,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from lightserve.router.policies.base import Allotment, StepLimits
 from lightserve.router.policies.lending import IDLE_LIMIT_S, lent_until_s
@@ -93,7 +94,7 @@ class TimedStep:
     def lend(self, real_time: Sequence[Request], limits: StepLimits) -> None:
         """Let best-effort requests have what is left, as far as it is lent to them."""
         held_share = sum([r.next_position for r in real_time]) / limits.num_slots
-        base_s = self._cost.seconds(self._shape)
+        base_s = self.seconds
         self._lent_until_s = lent_until_s(
             base_s,
             self._cost.seconds(StepShape().plus(0, 1)),
@@ -101,6 +102,20 @@ class TimedStep:
             limits.outlook,
             limits.num_slots,
         )
+
+    @contextmanager
+    def in_any_case(self, seconds: float) -> Iterator[None]:
+        """Within it the step may be filled for so much longer, whatever its limits."""
+        limits = self._limit_s, self._lent_until_s
+        self._limit_s = math.inf
+        self._lent_until_s = self.seconds + min(seconds, IDLE_LIMIT_S)
+        yield
+        self._limit_s, self._lent_until_s = limits
+
+    @property
+    def seconds(self) -> float:
+        """What it takes as predicted, without copies."""
+        return self._cost.seconds(self._shape)
 
     def _limit_for(self, request: Request) -> float:
         """Return how long the step may compute if a prompt, perhaps one that resumes, joins."""
@@ -122,13 +137,14 @@ class TimedStep:
             requests = requests[: self._budget]
         self._add_decodes(requests, sum([r.next_position for r in requests]))
 
-    def add_while_in_time(self, decodes: Sequence[Request]) -> None:
-        """Add decodes while budget and time last."""
+    def add_while_in_time(self, decodes: Sequence[Request]) -> bool:
+        """Add decodes while budget and time last; whether that is all of them."""
         count = self._num_decodes_in_time(decodes)
         if count > 0:
             self._add_decodes(decodes[:count], sum([r.next_position for r in decodes[:count]]))
         if count < len(decodes):
             self._skips.note_all(decodes[count:], self.full_of)
+        return count == len(decodes)
 
     def _num_decodes_in_time(self, decodes: Sequence[Request]) -> int:
         if self._budget <= 0 or not decodes:
