@@ -63,6 +63,13 @@ class DeadlineTracker(Protocol):
     def residual(self, now_s: float) -> float:
         """Return the seconds until the next token is due; negative: it is late."""
 
+    def residual_behind(self, num_tokens: int, now_s: float) -> float:
+        """Return the seconds until a token is due that so many others come before, just now.
+
+        For a step that is planned while another one yields these: it will be due by when they
+        come. As `on_tokens` and `residual` one after the other, but nothing changes.
+        """
+
 
 class TokenDeadlines:
     """Deadlines from a time to the first token, a mean and a largest gap; see the module."""
@@ -84,16 +91,23 @@ class TokenDeadlines:
     def on_tokens(self, num_tokens: int, now_s: float) -> None:
         """Move the deadline; tokens that came together are each in time if the first was."""
         _count(self.kept, num_tokens, now_s, self._last_s, self._deadline_s)
-        # Without a target for this token there is no slack to keep: the next counts from now.
-        anchor_s = self._deadline_s if now_s < self._deadline_s < math.inf else now_s
-        next_s = anchor_s + num_tokens * self._tpot_s
-        latest_s = now_s + self._mtpot_s
-        self._deadline_s = next_s if next_s < latest_s else latest_s
+        self._deadline_s = self._deadline_behind(num_tokens, now_s)
         self._last_s = now_s
 
     def residual(self, now_s: float) -> float:
         """Return the seconds until the next token is due."""
         return self._deadline_s - now_s
+
+    def residual_behind(self, num_tokens: int, now_s: float) -> float:
+        """See `DeadlineTracker`."""
+        return self._deadline_behind(num_tokens, now_s) - now_s
+
+    def _deadline_behind(self, num_tokens: int, now_s: float) -> float:
+        # Without a target for this token there is no slack to keep: the next counts from now.
+        anchor_s = self._deadline_s if now_s < self._deadline_s < math.inf else now_s
+        next_s = anchor_s + num_tokens * self._tpot_s
+        latest_s = now_s + self._mtpot_s
+        return next_s if next_s < latest_s else latest_s
 
 
 class CompletionLedger:
@@ -153,6 +167,12 @@ class CompletionLedger:
     def residual(self, now_s: float) -> float:
         """Return the seconds until the next token is due."""
         return self.deadline_of_next_token - now_s
+
+    def residual_behind(self, num_tokens: int, now_s: float) -> float:
+        """See `DeadlineTracker`."""
+        granted_s = self._grant(num_tokens)
+        share = min(1.0, 1.0 / max(1.0, self._num_to_come - num_tokens))
+        return self._granted_until_s + granted_s + share * (self.ungranted_s - granted_s) - now_s
 
     def is_urgent(self, now_s: float, *, work_left_s: float) -> bool:
         """Whether it must run as if it were real-time to end in time, and still can (C13).

@@ -88,8 +88,8 @@ class WatchedPolicy(UnifiedPolicy):
         Best-effort rows harm no real-time token, and prompts harm no decode.
         """
         real_time = [part for part in chosen if part.request.request_class is RT]
-        due = [r for r, count in real_time if count == r.num_schedulable_tokens]
         decodes = [part for part in real_time if part.request.is_decoding]
+        due = [r for r, count in real_time if count == r.num_schedulable_tokens]
         self._watch(due, real_time, chosen, limits)
         self._watch([r for r, _ in decodes], decodes, real_time, limits)
 
@@ -106,6 +106,8 @@ class WatchedPolicy(UnifiedPolicy):
         for request in due:
             assert request.deadlines is not None
             residual_s = request.deadlines.residual(limits.start_s)
+            if num_ahead := request.num_inflight_samples:  # come with the step before
+                residual_s = request.deadlines.residual_behind(num_ahead, limits.start_s)
             if residual_s >= before_s:
                 assert after_s <= residual_s + ROUNDING_S, "made late by others"
                 self.num_timed += len(after) > len(before)
@@ -119,8 +121,7 @@ class Storm:
         self.policy = WatchedPolicy()
         self.num_rows = rng.randint(1, 8)
         self.num_host_slots = rng.choice([0, 0, 24, 400])
-        self.lags_s = rng.choice([(0.0, 0.0), (0.0, 0.05), (0.02, 0.5)])
-        """Of acknowledgements."""
+        self.lags_s = rng.choice([(0.0, 0.0), (0.0, 0.05), (0.02, 0.5)])  # of acknowledgements
         self.step_s = rng.choice([(0.004, 1e-4), (0.001, 1e-3), (0.01, 0.0)])
         """What a step takes, and each of its tokens."""
         self.error = rng.choice([0.0, 0.0, 0.3])

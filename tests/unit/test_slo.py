@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import msgspec
@@ -114,6 +115,25 @@ def test_deadlines_follow_the_recurrence(slo: SLO, deliveries: Deliveries) -> No
         last_s = now_s
     assert together.kept == singly.kept
     assert together.kept.max_gap_s <= last_s
+
+
+@given(slos(), deliveries_of, st.integers(1, 3), st.floats(0, 1))
+def test_what_is_due_behind_tokens_in_flight(
+    slo: SLO, deliveries: Deliveries, num_tokens: int, later_s: float
+) -> None:
+    """It is what would be due if they came, and nothing has changed."""
+    times = itertools.accumulate(after_s for after_s, _ in deliveries)
+    deliveries = [(time_s, count) for time_s, (_, count) in zip(times, deliveries, strict=True)]
+    for tracker in (
+        track(slo, ARRIVAL_S, num_tokens_to_come=20.0),
+        CompletionLedger(9.0, ARRIVAL_S, num_tokens_to_come=20.0),
+    ):
+        before = deadlines(tracker, deliveries)
+        now_s = ARRIVAL_S + deliveries[-1][0] + later_s
+        residual_s = tracker.residual_behind(num_tokens, now_s)
+        assert tracker.deadline_of_next_token - ARRIVAL_S == before[-1]
+        tracker.on_tokens(num_tokens, now_s)
+        assert residual_s == pytest.approx(tracker.residual(now_s))
 
 
 @given(slos(), st.lists(st.floats(0, 1), min_size=1, max_size=40))

@@ -61,11 +61,18 @@ class TimedStep:
         return Reason.TOKENS if self.is_full else Reason.TIME
 
     def residual(self, request: Request) -> float:
-        """Return the time from the start of the step to a request's deadline."""
+        """Return the time from the start of the step to the deadline of a request's next token.
+
+        One that is in flight comes when the step starts; the one of this step is due behind it.
+        """
         if request in self.due_s:
             return self.due_s[request]
         deadlines = request.deadlines
-        return math.inf if deadlines is None else deadlines.residual(self._start_s)
+        if deadlines is None:
+            return math.inf
+        if request.num_inflight_samples:
+            return deadlines.residual_behind(request.num_inflight_samples, self._start_s)
+        return deadlines.residual(self._start_s)
 
     def can_be_in_time(self, request: Request) -> bool:
         """Whether a prompt, computed from here on without a pause, meets its deadline."""
