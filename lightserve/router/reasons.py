@@ -14,6 +14,8 @@ from typing import NamedTuple
 from lightserve.router.request import Request
 from lightserve.types import RequestClass
 
+_CLASSES = tuple(RequestClass)
+
 
 class Reason(StrEnum):
     """What keeps a request out of a step."""
@@ -74,7 +76,7 @@ class Skips:
         """Say why nobody else of a class who waits was looked at; the first reason stays."""
         self.stopped_by.setdefault(request_class, reason)
 
-    def stop_all(self, reason: Reason, classes: Iterable[RequestClass] = RequestClass) -> None:
+    def stop_all(self, reason: Reason, classes: Iterable[RequestClass] = _CLASSES) -> None:
         """Say the same of several classes."""
         for request_class in classes:
             self.stop(request_class, reason)
