@@ -117,12 +117,16 @@ class Bench:
         return ("--duration-s", str(RAMP_S + seconds + 1), *skipped)
 
     def capacity_rps(self, policy: str) -> float:
-        """Return requests per second that end, of 64 closed-loop clients."""
-        traffic = (*self._rt_lengths, "--concurrency", str(NUM_CLIENTS))
-        run = load(self.servers[policy], *traffic, *self._window(self.seconds / 2), *SAVED)
-        start_s, end_s = run.window_s
-        ends = [row.end_s for row in run.requests if row.error is None and row.end_s is not None]
-        return sum(start_s <= moment_s <= end_s for moment_s in ends) / (end_s - start_s)
+        """Return requests per second that end, of 64 closed-loop clients.
+
+        Counted from the end of half as many requests until the last one is sent: then all
+        clients are busy, however slow the machine is.
+        """
+        traffic = ("--concurrency", str(NUM_CLIENTS), "--num-requests", str(3 * NUM_CLIENTS))
+        run = load(self.servers[policy], *self._rt_lengths, *traffic, "--save-requests")
+        ends = sorted(row.end_s for row in run.requests if row.error is None and row.end_s)
+        start_s, end_s = ends[NUM_CLIENTS // 2], max(row.intended_s for row in run.requests)
+        return sum(start_s < moment_s <= end_s for moment_s in ends) / (end_s - start_s)
 
     def alone(self, rate_rps: float, seed: int, *, scale: float = 1.0) -> Run:
         """Run real-time requests alone, on the unified server."""
