@@ -133,7 +133,7 @@ def test_late_newcomers_leave_memory_to_arrivals(cost: StepCost) -> None:
 
 
 def test_late_newcomers_have_a_share_of_those_that_run(cost: StepCost) -> None:
-    """One starts first as long as fewer than a tenth of those that decode are late."""
+    """One starts first if a tenth of those that decode are late at the most, or in its turn."""
     running = holding([decode(number, 100) for number in range(9)])
     for request in running:
         assert request.deadlines is not None
@@ -144,11 +144,21 @@ def test_late_newcomers_have_a_share_of_those_that_run(cost: StepCost) -> None:
         shares = play(cost, running, waiting, num_slots=30, **options)  # type: ignore[arg-type]
         return [number for number in shares if number > 20]
 
-    assert newcomers() == [22, 21]
+    assert newcomers() == [21], "one of nine would be more than a tenth"
+    assert newcomers(step_number=10) == [22, 21]
+    assert newcomers(late_min_share=0.2) == [22, 21]
     assert newcomers(late_min_share=0.0) == [21]
     assert running[0].deadlines is not None
     running[0].deadlines.kept.is_first_met = False
-    assert newcomers() == [21], "one of nine is late already"
+    assert newcomers(step_number=10) == [21], "one of nine is late already"
+
+
+def test_who_cannot_be_in_time_does_not_hold_up_who_can(cost: StepCost) -> None:
+    """Though it is not late yet, and due first."""
+    hopeless = due(make_request(2, prompt=1000), 50)
+    shares = play(cost, [decode(0, 300)], [hopeless, due(make_request(3, prompt=400), 60)])
+    assert list(shares) == [0, 3, 2]
+    assert shares[3] == 400
 
 
 def test_best_effort_gets_the_rest_of_the_time(cost: StepCost) -> None:
@@ -168,7 +178,7 @@ def test_real_time_without_targets_is_not_limited(cost: StepCost) -> None:
 
 
 @pytest.mark.parametrize("reason", ["time", "memory", "budget"])
-def test_no_best_effort_while_a_real_time_prompt_waits(cost: StepCost, reason: str) -> None:
+def test_best_effort_while_a_real_time_prompt_waits(cost: StepCost, reason: str) -> None:
     running = [decode(0, 30), make_request(5, BE, output=3)]
     waiting = [due(make_request(2, prompt=1000), 400), make_request(7, BE, prompt=50)]
     shares = play(
@@ -178,7 +188,8 @@ def test_no_best_effort_while_a_real_time_prompt_waits(cost: StepCost, reason: s
         budget=40 if reason == "budget" else 2048,
         refused=(2,) if reason == "memory" else (),
     )
-    assert 5 not in shares and 7 not in shares
+    assert 7 not in shares, "newcomers would take memory as well"
+    assert (5 in shares) == (reason == "memory"), "who runs has the time that nobody else can use"
 
 
 def test_best_effort_yields_time_as_real_time_fills_the_pool(cost: StepCost) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from lightserve.router.policies.base import StepLimits, Waiting
 from lightserve.router.reasons import Reason, Skips
@@ -20,10 +21,24 @@ LATE_POOL_SHARE = 0.8
 """Beyond their share of time late requests start while real-time ones hold less of the pool."""
 
 
-def are_too_few_late(real_time: Sequence[Request], min_share: float) -> bool:
-    """Whether fewer late requests run than should at least."""
+class Turn(NamedTuple):
+    """What late requests may do before all others in a step."""
+
+    has_prompts: bool
+    """Those in progress go first."""
+    has_newcomer: bool
+    """One of those that wait does."""
+
+
+def turn_of_late(real_time: Sequence[Request], min_share: float, step_number: int) -> Turn:
+    """Return what is theirs, as long as fewer of them run than should at least.
+
+    Among few, a single one would be more than the share: then only every so many steps.
+    """
     num_late = sum(map(_is_first_token_late, real_time))
-    return num_late < min_share * len(real_time)
+    most = min_share * len(real_time)
+    is_turn = num_late < most and step_number % round(1 / min_share) == 0
+    return Turn(is_turn, is_turn or num_late + 1 <= most)
 
 
 def in_order(

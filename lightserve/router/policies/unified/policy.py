@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.policies.base import (
+    LOOK_AHEAD,
     Allotment,
     StepLimits,
     Waiting,
@@ -25,6 +26,7 @@ from lightserve.router.request import Request, RequestState
 from lightserve.types import RequestClass
 
 RT, BE = RequestClass.RT, RequestClass.BE
+MEMORY_REASONS = {Reason.KV_NOW, Reason.KV_FUTURE}
 
 
 class UnifiedPolicy:
@@ -113,12 +115,13 @@ class _Filling:
         late = [r for r in prompts if not step.can_be_in_time(r)]
         in_time = [r for r in prompts if r not in late]
         late_first: list[Request] = []
-        is_turn_of_late = late_share.are_too_few_late(self._real_time, options.late_min_share)
-        if is_turn_of_late and limits.step_number % round(1 / options.late_min_share) == 0:
+        turn = late_share.turn_of_late(self._real_time, options.late_min_share, limits.step_number)
+        if turn.has_prompts:
             late_first, late = late, []
         newcomers = late_share.in_order(
-            self._waiting, self._real_time, limits, late_first=is_turn_of_late
+            self._waiting, self._real_time, limits, late_first=turn.has_newcomer
         )
+        newcomers = _hopeless_last(newcomers, step, skips)
         newcomers = one_long_at_once(
             newcomers, in_time, long_tokens=options.long_prompt_tokens, step=step, skips=skips
         )
@@ -138,7 +141,7 @@ class _Filling:
                 skips.stop(RT, step.full_of)
                 self._is_left = True
                 return
-        self._is_left = _any_left(self._waiting, step.chosen)
+        self._is_left = _any_left(self._waiting, step.chosen, skips)
 
     def add_best_effort(self) -> None:
         """Fill the rest of the step, as far as it is lent, if nothing urgent is left."""
@@ -167,6 +170,9 @@ class _Filling:
         best_first = BatchOrder(step, self._limits).best_first(others)
         newcomers = admissible(best_first, self._admission, skips)
         newcomers = step.while_rows(newcomers, self._rows_left(), BE)
+        if _waits_for_memory(skips):
+            skips.stop(BE, Reason.ORDER)
+            newcomers = iter(())
         if not step.add_chunks(prompts) or not step.add_chunks(newcomers):
             skips.note_all(prompts, step.full_of)
             skips.stop(BE, step.full_of)
@@ -222,9 +228,40 @@ def _goes_before(newcomer: Request, request: Request, step: TimedStep) -> bool:
     return step.residual(newcomer) < step.residual(request) and step.can_be_in_time(newcomer)
 
 
-def _any_left(waiting: Waiting, chosen: Sequence[Allotment]) -> bool:
-    """Return whether a real-time request that could start is not among the chosen."""
+def _hopeless_last(
+    newcomers: Iterable[Request], step: TimedStep, skips: Skips
+) -> Iterator[Request]:
+    """Yield those who cannot be in time, though they are not late yet, after those who can.
+
+    Ordered by deadlines, they would be at the head of the queue in overload.
+    """
+    hopeless: list[Request] = []
+    for request in newcomers:
+        is_late = step.residual(request) <= 0
+        if is_late or step.can_be_in_time(request) or len(hopeless) == LOOK_AHEAD:
+            yield request
+        else:
+            skips.note(request, Reason.TIME)
+            hopeless.append(request)
+    yield from hopeless
+
+
+def _waits_for_memory(skips: Skips) -> bool:
+    """Whether memory ended the search for real-time requests that may start."""
+    return skips.stopped_by.get(RT) in MEMORY_REASONS
+
+
+def _any_left(waiting: Waiting, chosen: Sequence[Allotment], skips: Skips) -> bool:
+    """Return whether a real-time request is left out that could have started.
+
+    One that waits for memory could not: what time there is best-effort requests that run may have.
+    """
+    if _waits_for_memory(skips):
+        return False
     started = {request for request, _ in chosen}
     return any(
-        request not in started and request.num_schedulable_tokens > 0 for request in waiting.of(RT)
+        request not in started
+        and request.num_schedulable_tokens > 0
+        and skips.reasons.get(request) not in MEMORY_REASONS
+        for request in waiting.of(RT)
     )
