@@ -46,6 +46,8 @@ AVERAGE_WEIGHT = 0.005
 NUM_PRIOR = 4
 """What is assumed of outputs counts as much as so many that were seen: after a burst the first
 to end are the short ones."""
+PRIOR_MOST = 1024
+"""Longest output that is assumed where clients set no larger limit."""
 FULL_SHARE = 0.9
 """A step with less of its token budget left over had no room for more of a prompt."""
 
@@ -109,7 +111,6 @@ class WaitForecast:
         self._waiting = waiting
         self._rows = rows
         self._pipeline = pipeline
-        self._max_model_len = config.max_model_len
         self._budget = config.max_num_batched_tokens
         self._max_num_seqs = config.max_num_seqs
         self._max_be_seqs = config.max_be_seqs
@@ -212,7 +213,7 @@ class WaitForecast:
         """
         limit = backlog.num_output_tokens / backlog.num_requests
         lengths = known.num_output
-        prior = expected_output(limit, self._max_model_len)
+        prior = expected_output(limit)
         if lengths.count == 0:
             return _Output(prior, 0.0)
         share = lengths.count / (lengths.count + NUM_PRIOR)
@@ -258,9 +259,13 @@ class _Batch(NamedTuple):
     """Tokens of each, on average."""
 
 
-def expected_output(limit: float, most: int) -> float:
-    """Return the mean of a length that is log-uniform in 1 … `most` and cut at `limit` >= 1."""
-    whole = math.log(max(most, limit, math.e))
+def expected_output(limit: float) -> float:
+    """Return what is assumed of an output of at most `limit` >= 1 tokens while none was seen.
+
+    The mean of a length that is log-uniform in 1 … PRIOR_MOST, or the limit if that is more, and
+    cut at the limit.
+    """
+    whole = math.log(max(PRIOR_MOST, limit))
     return (limit - 1) / whole + limit * (1 - math.log(limit) / whole)
 
 
