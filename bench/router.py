@@ -51,7 +51,7 @@ TRACE = str(Path(__file__).parent / "traces" / "sharegpt_lengths.csv.gz")
 NUM_REAL_TIME, NUM_QUEUED, NUM_CLIENTS = 128, 10_000, 40
 NUM_SHARED, NUM_SHARED_TOKENS = 72, 1024
 """Prompts begin with one of so many texts of so many tokens."""
-NUM_SLOTS = 130_000
+NUM_SLOTS = 141_000
 STEP_S = 0.02
 PROFILE = StepCoefficients(
     floor_s=STEP_S,
