@@ -13,6 +13,7 @@ is what long chunks and best-effort work live on.
     4. best-effort decodes, prompts in progress, those that resume, newcomers, the best of the next
        few first (`batch_order`)
 
+Where deadlines limit a step, decodes with time to spare give way to 4 if that gains tokens (B7).
 Best-effort jobs with a completion time go with 1 and 2 while they are urgent (`promotion`).
 
 In overload this order keeps goodput: sorted by deadline alone, everybody would be a little late.

@@ -147,7 +147,9 @@ class _Filling:
         """Fill the rest of the step, as far as it is lent, if nothing urgent is left."""
         if not self._is_left and not self.step.is_full:
             self.step.lend(self._real_time, self._limits)
+            displaced = self.step.displace_ample(self._limits.average_step_s)
             self._add_best_effort()
+            self.step.add_while_in_time(displaced)
             return
         reason = Reason.TOKENS if self.step.is_full else Reason.ORDER
         self._skips.note_all(self._best_effort, reason)

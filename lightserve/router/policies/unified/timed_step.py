@@ -181,6 +181,36 @@ class TimedStep:
         self._shape = self._shape.plus_decodes(len(requests), context)
         self._budget -= len(requests)
 
+    def displace_ample(self, average_step_s: float) -> list[Request]:
+        """Take out decodes that can wait for a step, if prompts gain more in their time (B7, C4).
+
+        Only where deadlines are what limits the step: time that is not lent is no gain. A decode
+        can wait if it is still in time after this step and two more like the recent ones. Returns
+        whom it took out; they may be added again if time is left.
+        """
+        limit_s = self._limit_s / self._cost.guard
+        if limit_s >= self._lent_until_s or not self._cost.is_known:
+            return []
+        ample_s = self._limit_s + 2 * average_step_s
+        ample = [
+            request
+            for request, num_tokens in self.chosen
+            if num_tokens == 1 and request.is_decoding and self.residual(request) > ample_s
+        ]
+        without = self._shape.plus_decodes(-len(ample), -sum(r.next_position for r in ample))
+        if not ample or self._gained_by_prompt(without, limit_s) <= len(ample):
+            return []
+        displaced = set(ample)
+        self.chosen = [part for part in self.chosen if part.request not in displaced]
+        self._shape = without
+        self._budget += len(ample)
+        return ample
+
+    def _gained_by_prompt(self, without: StepShape, limit_s: float) -> int:
+        """Return how many more tokens of a prompt fit the step if it had another shape."""
+        before = self._cost.tokens_within(self._shape, limit_s, 0, self._budget)
+        return self._cost.tokens_within(without, limit_s, 0, self._budget) - before
+
     # ---------------------------------------------------------------- prompts
 
     def add_chunk(self, request: Request) -> bool:

@@ -1,0 +1,83 @@
+"""Decodes with time to spare give way to prompts that gain more (mechanisms B7, C4)."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from support.policy_scenes import BE, RT, Admitting, Queue, make_request
+
+from lightserve.messages.step_cost import StepCoefficients
+from lightserve.router.policies.base import StepLimits
+from lightserve.router.policies.unified import UnifiedPolicy
+from lightserve.router.reasons import Reason, Skips
+from lightserve.router.request import Request
+from lightserve.router.slo import TokenDeadlines
+from lightserve.router.step_cost import StepCost
+from lightserve.types import SLO
+
+AVERAGE_STEP_S = 0.02
+
+
+def decode(number: int, residual_ms: float, context: int = 10) -> Request:
+    request = make_request(number, RT, prompt=context, output=2)
+    request.deadlines = TokenDeadlines(SLO(ttft_ms=residual_ms), 0.0)
+    return request
+
+
+def _coefficients(per_context_s: float) -> StepCoefficients:
+    return msgspec.structs.replace(
+        StepCoefficients(0.0, 0.0, 1e-4, 0.0, 0.0, 0.0, 0.0, 0.0),
+        per_decode_context_s=per_context_s,
+    )
+
+
+def play(
+    running: list[Request], waiting: list[Request], *, per_context_s: float = 1e-6
+) -> tuple[dict[int, int], Skips]:
+    """0.1 ms per token, and (unless told otherwise) 1 ms per 1000 tokens of a decode's context."""
+    cost = StepCost()
+    cost.use_profile(_coefficients(per_context_s))
+    skips = Skips()
+    limits = StepLimits(
+        2048,
+        num_free_rows=8,
+        step_number=1,
+        num_slots=10**6,
+        cost=cost,
+        average_step_s=AVERAGE_STEP_S,
+        skips=skips,
+    )
+    chosen = UnifiedPolicy().select(running, Queue(waiting), limits, Admitting())
+    return {request.arrival_number: count for request, count in chosen}, skips
+
+
+def test_an_ample_decode_gives_way_to_a_prompt() -> None:
+    """Its 5 ms are 50 tokens of a prompt, in a step that is to end after 30 ms."""
+    ample, prompt = decode(1, 500, context=5000), make_request(5, BE, prompt=5000)
+    shares, skips = play([decode(0, 30), ample], [prompt])
+    assert shares == {0: 1, 5: pytest.approx(299, abs=2)}
+    assert skips.reasons[ample] is Reason.TIME
+
+
+@pytest.mark.parametrize("residual_ms", [31, 60, 69])
+def test_one_that_would_be_late_after_one_more_step_stays(residual_ms: float) -> None:
+    prompt = make_request(5, BE, prompt=5000)
+    shares, _ = play([decode(0, 30), decode(1, residual_ms, context=5000)], [prompt])
+    assert shares == {0: 1, 1: 1, 5: pytest.approx(249, abs=2)}
+
+
+def test_it_stays_where_nothing_is_gained() -> None:
+    running, prompt = (
+        [decode(0, 30), decode(1, 500, context=5000)],
+        make_request(5, BE, prompt=5000),
+    )
+    shares, _ = play(running, [prompt], per_context_s=0.0)
+    assert shares == {0: 1, 1: 1, 5: pytest.approx(298, abs=2)}
+    assert play(running, [])[0] == {0: 1, 1: 1}, "time is left: it comes back"
+
+
+def test_time_that_is_not_lent_is_no_gain() -> None:
+    """100 ms are lent, and the nearest deadline is behind that."""
+    prompt = make_request(5, BE, prompt=5000)
+    shares, _ = play([decode(0, 300), decode(1, 900, context=5000)], [prompt])
+    assert shares.keys() == {0, 1, 5}
