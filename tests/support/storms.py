@@ -139,8 +139,7 @@ class Storm:
         self._order = itertools.count()
         self._is_busy = False
         self._group = 0
-        self.num_acknowledgements = 0
-        """On their way."""
+        self.num_acknowledgements = 0  # on their way
         self.start_workers()
 
     def _config(self) -> CoreConfig:
