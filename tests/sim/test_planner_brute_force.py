@@ -21,9 +21,9 @@ from lightserve.router.slo import TokenDeadlines
 from lightserve.types import SLO
 
 NUM_STATES = 240
-MAX_MISSED = 0.03
+MAX_MISSED = 0.015
 """Known misses: real-time decodes with ample time are never left out for another's sake."""
-MIN_RATE = 0.9
+MIN_RATE = 0.85
 TEN_MS_AND_A_TENTH_A_TOKEN = StepCoefficients(
     **dict.fromkeys(StepCoefficients.__struct_fields__, 0.0) | {"floor_s": 0.01, "per_new_s": 1e-4}
 )

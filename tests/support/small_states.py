@@ -210,20 +210,20 @@ def make_state(seed: int, max_requests: int = MAX_REQUESTS) -> State:
         coefficients=_coefficients(rng),
     )
     cost = state.pipeline.cost
+    _set_deadlines(requests, rng)
     for request, kind in zip(requests, kinds, strict=True):
         num_held = request.num_computed_tokens
         num_on_host = rng.choice([0, rng.randint(0, num_held)]) if kind.endswith("paused") else None
         state.put(request, num_held=num_held, num_on_host=num_on_host)
     decodes = [Allotment(r, 1) for r in state.rows if r.num_schedulable_tokens == 1]
     state.mean_step_s = cost.seconds(shape_of(decodes).plus(0, rng.randint(2, 512)))
-    _set_deadlines(state, rng)
     state.waiting.sink_late(START_S)
     return state
 
 
-def _set_deadlines(state: State, rng: random.Random) -> None:
+def _set_deadlines(requests: Sequence[Request], rng: random.Random) -> None:
     """Real-time tokens are due at random; with targets alike, those that wait are by arrival."""
-    real_time = [request for request in state.requests if request.request_class is RT]
+    real_time = [request for request in requests if request.request_class is RT]
     residuals = {
         request: rng.choice([rng.uniform(-0.02, 0.1), rng.uniform(0.0, 0.4)])
         for request in real_time
