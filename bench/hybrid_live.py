@@ -36,8 +36,8 @@ TARGET_FACTOR = 3.0
 ATTAINMENT_BAR, BE_BAR = 0.99, 0.85 * (1 - RT_SHARE)
 RAMP_S = 3.0
 """At the start of a run: not counted."""
-DRAIN = ("--drain-s", "2")
-SAVED = ("--save-requests", *DRAIN)
+DRAIN_S = 30.0
+"""For who is in flight at the end of a run, until targets are known: who is left then is late."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,7 @@ class Bench:
         self.seconds = seconds
         self._rt_lengths = _lengths(*self.case.rt)
         self.targets: tuple[str, ...] = ()
+        self._drain_s = DRAIN_S
 
     def _window(self, seconds: float) -> tuple[str, ...]:
         skipped = ("--skip-first-s", str(RAMP_S), "--skip-last-s", "1")
@@ -148,20 +149,13 @@ class Bench:
         return load(
             self.servers["unified"],
             *(*_lengths(*self.case.be), *traffic, "--seed", str(seed)),
-            *(*self._window(self.seconds * 0.7), *SAVED),
+            *(*self._window(self.seconds * 0.7), "--drain-s", "0.1"),
         )
 
     def _rt(self, rate_rps: float, seed: int, scale: float) -> tuple[str, ...]:
-        window = self._window(scale * self.seconds)
-        return (
-            *self._rt_lengths,
-            "--rate",
-            f"{rate_rps:.3f}",
-            "--seed",
-            str(seed),
-            *window,
-            *SAVED,
-        )
+        arrivals = ("--rate", f"{rate_rps:.3f}", "--seed", str(seed))
+        ending = ("--save-requests", "--drain-s", f"{self._drain_s:.1f}")
+        return (*self._rt_lengths, *arrivals, *self._window(scale * self.seconds), *ending)
 
     def set_targets(self, alone: Sums) -> dict[str, float]:
         """Take targets from a run without others; returns them in ms."""
@@ -169,6 +163,8 @@ class Bench:
             name: TARGET_FACTOR * alone.quantile_ms(name, 0.99)
             for name in ("ttft", "tpot", "mtpot")
         }
+        most_tokens = int(self.case.rt[1].partition(":")[2])
+        self._drain_s = (limits["ttft"] + most_tokens * limits["tpot"]) / 1e3
         text = ",".join(f"{name}={limit:.1f}ms" for name, limit in limits.items())
         self.targets = ("--targets", text, "--send-targets")
         return limits
