@@ -108,7 +108,7 @@ class WatchedPolicy(UnifiedPolicy):
             residual_s = request.deadlines.residual(limits.start_s)
             if num_ahead := request.num_inflight_samples:  # come with the step before
                 residual_s = request.deadlines.residual_behind(num_ahead, limits.start_s)
-            if residual_s >= before_s:
+            if residual_s >= before_s + ROUNDING_S:
                 assert after_s <= residual_s + ROUNDING_S, "made late by others"
                 self.num_timed += len(after) > len(before)
 
