@@ -2,10 +2,11 @@
 
 Two trackers behind one interface, pure: times come as arguments, in seconds on one clock.
 
-`TokenDeadlines`, the curve: d1 = arrival + ttft, then
+`TokenDeadlines`, the curve: d1 = arrival + ttft, d2 = t1 + min(tpot, mtpot), then
     d(k+1) = min(max(d_k, t_k) + tpot, t_k + mtpot)       with t_k the time of token k.
 Tokens that come early buy slack for later ones (E2), a late one moves all that follow and is
-counted once, and no gap may exceed mtpot. With mtpot = tpot it is the gap clock (B2): each token
+counted once, and no gap may exceed mtpot. What the first token leaves of its own time is not
+theirs: the mean that clients are promised, and judge by, counts from it on. With mtpot = tpot it is the gap clock (B2): each token
 is due tpot after the one before, whatever was gained.
 
 `CompletionLedger`, a job with a completion time (A7): what is left of that time is granted to
@@ -90,8 +91,9 @@ class TokenDeadlines:
 
     def on_tokens(self, num_tokens: int, now_s: float) -> None:
         """Move the deadline; tokens that came together are each in time if the first was."""
+        deadline_s = self._deadline_behind(num_tokens, now_s)
         _count(self.kept, num_tokens, now_s, self._last_s, self._deadline_s)
-        self._deadline_s = self._deadline_behind(num_tokens, now_s)
+        self._deadline_s = deadline_s
         self._last_s = now_s
 
     def residual(self, now_s: float) -> float:
@@ -103,8 +105,9 @@ class TokenDeadlines:
         return self._deadline_behind(num_tokens, now_s) - now_s
 
     def _deadline_behind(self, num_tokens: int, now_s: float) -> float:
-        # Without a target for this token there is no slack to keep: the next counts from now.
-        anchor_s = self._deadline_s if now_s < self._deadline_s < math.inf else now_s
+        # Nothing is left of a late token's time, and of the first one's nothing that counts.
+        is_early = self.kept.num_tokens > 0 and now_s < self._deadline_s < math.inf
+        anchor_s = self._deadline_s if is_early else now_s
         next_s = anchor_s + num_tokens * self._tpot_s
         latest_s = now_s + self._mtpot_s
         return next_s if next_s < latest_s else latest_s

@@ -163,11 +163,12 @@ def test_nothing_is_raised_unknown_or_unasked(policy: str, cost: StepCoefficient
 
 
 def tokens_beside(slo: SLO, clock: str) -> int:
-    """Return how much of a best-effort prompt runs beside the second token of a request."""
+    """Return how much of a best-effort prompt runs beside the eighth token of a request."""
     core = make_core("unified", 60, lengths=average_of(11), slo_clock=SLO_CLOCKS[clock])
     server = Server(core)
     server.arrive(0, Arrival(0.0, 8, 20, 20), slo=slo)
-    server.step()
+    for _ in range(7):
+        server.step()
     server.arrive(1, Arrival(0.0, 40, 4, 4, request_class=BE))
     shares, _ = server.step()
     assert shares[0] == 1
@@ -175,9 +176,9 @@ def tokens_beside(slo: SLO, clock: str) -> int:
 
 
 def test_the_variants_of_deadlines_decide_differently() -> None:
-    """The first token comes 90 ms early. By the curve that is time for a chunk, up to the largest
-    gap; by the gap clock it is lost, as it is where the targets say the same; a job with a lot of
-    time has it, one with little has not."""
+    """Tokens come early. By the curve that is time for a chunk, up to the largest gap; by the gap
+    clock it is lost, as it is where the targets say the same; a job with a lot of time has it, one
+    with little has not."""
     slo = SLO(ttft_ms=100, tpot_ms=10, mtpot_ms=50)
     by_curve, by_gap = tokens_beside(slo, "curve"), tokens_beside(slo, "gap")
     assert by_curve == 40 > by_gap

@@ -41,8 +41,15 @@ def deadlines(tracker: DeadlineTracker, deliveries: Deliveries) -> list[float]:
 @pytest.mark.parametrize(
     ("slo", "deliveries", "expected", "kept"),
     [
-        # The first token leaves slack, of which a gap may use mtpot at most.
-        (CURVE, [(0.2, 1)], [1.0, 0.5], Kept(1, True, 0, 0.0)),
+        # What the first token leaves of its time is not for others: the mean counts from it on.
+        (CURVE, [(0.2, 1)], [1.0, 0.3], Kept(1, True, 0, 0.0)),
+        # What others leave is, as far as a gap may go.
+        (
+            CURVE,
+            [(0.2, 1), (0.21, 1), (0.22, 1), (0.23, 1), (0.24, 1)],
+            [1.0, 0.3, 0.4, 0.5, 0.53, 0.54],
+            Kept(5, True, 0, 0.01),
+        ),
         # Each token in time moves the deadline by tpot, late ones re-anchor it.
         (
             CURVE,
@@ -56,7 +63,7 @@ def deadlines(tracker: DeadlineTracker, deliveries: Deliveries) -> list[float]:
         # A late first token is one miss, and what follows counts from there.
         (CURVE, [(2.0, 1), (2.1, 1)], [1.0, 2.1, 2.2], Kept(2, False, 1, 0.1)),
         # mtpot is four times tpot unless given.
-        (SLO(ttft_ms=1000, tpot_ms=100), [(0.1, 1)], [1.0, 0.5], Kept(1, True, 0, 0.0)),
+        (SLO(ttft_ms=1000, tpot_ms=100), [(0.1, 9)], [1.0, 0.5], Kept(9, True, 0, 0.0)),
         # Without a TTFT target the first token starts the curve.
         (SLO(tpot_ms=100), [(7.0, 1), (7.05, 1)], [math.inf, 7.1, 7.2], Kept(2, True, 0, 0.05)),
         (SLO(mtpot_ms=300), [(7.0, 1), (7.4, 1)], [math.inf, 7.3, 7.7], Kept(2, True, 1, 0.4)),
@@ -110,7 +117,7 @@ def test_deadlines_follow_the_recurrence(slo: SLO, deliveries: Deliveries) -> No
         after_s = together.deadline_of_next_token
         assert after_s == pytest.approx(singly.deadline_of_next_token)
         assert now_s + min(tpot_s, mtpot_s) <= after_s + 1e-9 <= now_s + mtpot_s + 2e-9
-        if number > 0:  # before, mtpot may cut what the first token left
+        if number > 0:  # before, what the first token left is cut
             assert after_s >= before_s
         last_s = now_s
     assert together.kept == singly.kept
