@@ -6,8 +6,8 @@ Two trackers behind one interface, pure: times come as arguments, in seconds on 
     d(k+1) = min(max(d_k, t_k) + tpot, t_k + mtpot)       with t_k the time of token k.
 Tokens that come early buy slack for later ones (E2), a late one moves all that follow and is
 counted once, and no gap may exceed mtpot. What the first token leaves of its own time is not
-theirs: the mean that clients are promised, and judge by, counts from it on. With mtpot = tpot it is the gap clock (B2): each token
-is due tpot after the one before, whatever was gained.
+theirs: the mean that clients are promised, and judge by, counts from it on. With mtpot =
+tpot it is the gap clock (B2): each token is due tpot after the one before, whatever was gained.
 
 `CompletionLedger`, a job with a completion time (A7): what is left of that time is granted to
 the tokens to come in equal parts, and under- and over-use are carried forward:
