@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from lightserve.config import ServeConfig
 from lightserve.kernels.select import make_kernels
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
+from lightserve.models.base import Model
 from lightserve.models.config import load_model_config, resolve_context_len, resolve_dtype
 from lightserve.models.kv_layout import kv_layout
 from lightserve.models.loader import load_model
@@ -29,9 +31,15 @@ log = logging.getLogger(__name__)
 
 
 def build_runner(
-    config: ServeConfig, *, tp: TensorParallel | None = None, generation: int = 0
+    config: ServeConfig,
+    *,
+    tp: TensorParallel | None = None,
+    generation: int = 0,
+    load: Callable[..., Model] = load_model,
 ) -> ModelRunner:
     """Load `config.model` (a local directory) and return a runner that has run once.
+
+    `load` has the signature of `load_model`; benchmarks give one that makes random weights.
 
     Raises:
         ModelLoadError, ConfigError, StartupError: one line for the operator.
@@ -41,7 +49,7 @@ def build_runner(
     model_config = load_model_config(path)
     dtype = resolve_dtype(config.dtype, model_config, batch_invariant=config.batch_invariant)
     kernels = make_kernels(config.attention_backend, batch_invariant=config.batch_invariant)
-    model = load_model(
+    model = load(
         path,
         model_config,
         dtype=getattr(torch, dtype),
