@@ -24,6 +24,7 @@ from lightserve.supervisor.startup import resolve_model
 
 FIELDS = (
     "model",
+    "device",
     "tp",
     "dtype",
     "max_model_len",

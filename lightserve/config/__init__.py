@@ -36,8 +36,17 @@ class ServeConfig(MemoryOptions, SchedulingOptions, FrontendOptions):
     max_model_len: int = option(
         0, "Longest sequence, prompt and output, in tokens; 0 takes the model's own.", low=0
     )
+    device: str = option(
+        "auto",
+        "Where the workers compute: auto takes a GPU per rank (cuda) where there is one, else"
+        " the CPU.",
+        choices=("auto", "cpu", "cuda"),
+    )
     attention_backend: str = option(
-        "auto", "Kernels of the workers.", choices=("auto", "torch", "triton", "reference")
+        "auto",
+        "Kernels of the workers: auto is triton on a GPU and torch on the CPU; reference is plain"
+        " and slow.",
+        choices=("auto", "triton", "torch", "reference"),
     )
     batch_invariant: bool = option(
         False,
@@ -103,15 +112,7 @@ class ServeConfig(MemoryOptions, SchedulingOptions, FrontendOptions):
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
             check_limits(spec, getattr(self, spec.name))
-        if self.batch_invariant and self.dtype not in ("auto", "float32"):
-            raise ConfigError(
-                f"--batch-invariant needs --dtype float32 (or auto), got {self.dtype!r}"
-            )
-        if self.batch_invariant and self.attention_backend in ("reference", "triton"):
-            raise ConfigError(
-                "--batch-invariant needs --attention-backend torch or auto,"
-                f" got {self.attention_backend!r}"
-            )
+        self._check_kernels()
         if self.max_model_len == 1:
             raise ConfigError(
                 "--max-model-len must be 0 or at least 2 (a prompt and an output token), got 1"
@@ -125,6 +126,20 @@ class ServeConfig(MemoryOptions, SchedulingOptions, FrontendOptions):
             )
         if self.decision_log_size != DEFAULT_DECISION_LOG_SIZE and not self.decision_log:
             raise ConfigError("--decision-log-size needs --decision-log")
+
+    def _check_kernels(self) -> None:
+        """Check what --batch-invariant promises: the CPU's own kernels keep it, in float32."""
+        if not self.batch_invariant:
+            return
+        for flag, value, others in (
+            ("--dtype", self.dtype, ("float32", "auto")),
+            ("--device", self.device, ("cpu", "auto")),
+            ("--attention-backend", self.attention_backend, ("torch", "auto")),
+        ):
+            if value not in others:
+                raise ConfigError(
+                    f"--batch-invariant needs {flag} {' or '.join(others)}, got {value!r}"
+                )
 
     @property
     def model_names(self) -> tuple[str, ...]:

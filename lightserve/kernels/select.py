@@ -14,25 +14,41 @@ from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
 
 
-def make_kernels(name: str, *, batch_invariant: bool) -> Kernels:
-    """Return the kernels for `--attention-backend` (auto, torch, triton or reference).
+def make_kernels(
+    name: str, *, batch_invariant: bool, device: torch.device | None = None
+) -> Kernels:
+    """Return the kernels for `--attention-backend` (auto, triton, torch or reference).
+
+    Args:
+        name: auto is triton on a GPU and torch on the CPU.
+        batch_invariant: `ServeConfig` has checked that the rest goes with it.
+        device: where they will compute, default the CPU.
 
     Raises:
-        ConfigError: a combination that does not exist, or not on this machine.
+        ConfigError: a combination that does not exist on this machine.
     """
-    if name in ("reference", "triton") and batch_invariant:
-        raise ConfigError("--batch-invariant needs --attention-backend torch or auto")
-    if name == "reference":
-        return ReferenceKernels()
-    if name == "triton":
-        return _triton_kernels()
-    return InvariantKernels() if batch_invariant else TorchKernels()
+    is_cuda = device is not None and device.type == "cuda"
+    if batch_invariant:
+        if is_cuda:
+            raise ConfigError("--batch-invariant needs the CPU: --device cpu")
+        return InvariantKernels()
+    match name:
+        case "reference":
+            return ReferenceKernels()
+        case "torch":
+            return TorchKernels()
+        case "auto" if not is_cuda:
+            return TorchKernels()
+    return _triton_kernels(is_cuda=is_cuda)
 
 
-def _triton_kernels() -> Kernels:
+def _triton_kernels(*, is_cuda: bool) -> Kernels:
     if importlib.util.find_spec("triton") is None:
-        raise ConfigError("--attention-backend triton needs the package triton (the extra gpu)")
-    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            "--attention-backend triton, the default on a GPU, needs the package triton (the extra"
+            " gpu); torch is another"
+        )
+    if not is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
             "--attention-backend triton needs a GPU, or TRITON_INTERPRET=1 to try its kernels"
         )

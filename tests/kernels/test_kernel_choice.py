@@ -1,0 +1,79 @@
+"""Which kernels a worker gets, and which combinations are refused, where."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightserve.config import ServeConfig
+from lightserve.errors import ConfigError
+from lightserve.kernels import select
+from lightserve.kernels.select import make_kernels
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_invariant", "device", "expected"),
+    [
+        ("auto", False, None, "torch"),
+        ("auto", False, CPU, "torch"),
+        ("auto", False, CUDA, "triton"),
+        ("torch", False, CPU, "torch"),
+        ("torch", False, CUDA, "torch"),
+        ("triton", False, CUDA, "triton"),
+        ("reference", False, CPU, "reference"),
+        ("reference", False, CUDA, "reference"),
+        ("auto", True, CPU, "torch-batch-invariant"),
+        ("torch", True, CPU, "torch-batch-invariant"),
+    ],
+)
+def test_kernels(
+    name: str, batch_invariant: bool, device: torch.device | None, expected: str
+) -> None:
+    assert make_kernels(name, batch_invariant=batch_invariant, device=device).name == expected
+
+
+def test_triton_on_the_cpu_is_for_trying_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert make_kernels("triton", batch_invariant=False, device=CPU).name == "triton"
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        make_kernels("triton", batch_invariant=False, device=CPU)
+
+
+@pytest.mark.parametrize("name", ["auto", "triton"])
+def test_a_gpu_without_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="the extra gpu"):
+        make_kernels(name, batch_invariant=False, device=CUDA)
+    assert make_kernels("torch", batch_invariant=False, device=CUDA).name == "torch"
+
+
+def test_auto_on_a_gpu_is_no_place_for_batch_invariance() -> None:
+    with pytest.raises(ConfigError, match="--device cpu"):
+        make_kernels("auto", batch_invariant=True, device=CUDA)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"device": "gpu"}, "--device must be one of auto, cpu, cuda, got 'gpu'"),
+        ({"attention_backend": "flash"}, "--attention-backend must be one of auto, triton, torch"),
+        (
+            {"batch_invariant": True, "device": "cuda"},
+            "--batch-invariant needs --device cpu or auto, got 'cuda'",
+        ),
+        (
+            {"batch_invariant": True, "attention_backend": "triton"},
+            "--batch-invariant needs --attention-backend torch or auto, got 'triton'",
+        ),
+        (
+            {"batch_invariant": True, "dtype": "bfloat16"},
+            "--batch-invariant needs --dtype float32 or auto, got 'bfloat16'",
+        ),
+    ],
+)
+def test_refused_options(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServeConfig(**values)  # type: ignore[arg-type]
