@@ -71,6 +71,11 @@ def setup_logging(process_name: str, level: str, log_format: str) -> None:
     root.setLevel(level.upper())
 
 
+def prints_text() -> bool:
+    """Whether this process logs lines for people, and not for machines."""
+    return any(isinstance(h.formatter, TextFormatter) for h in logging.getLogger().handlers)
+
+
 def one_line(error: BaseException) -> str:
     """Return an exception's text on one line, led by its type unless lightserve raised it."""
     text = " ".join(str(error).split())
