@@ -8,7 +8,7 @@ who owns a slot and in which direction it grows is invisible to them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,12 +38,13 @@ class AttentionBatch:
     """int32 [R+1], query offsets."""
     context_lens: Tensor
     """int32 [R], KV length of each row including its new tokens."""
-    host_rows: tuple[int, ...]
-    """`rows` on the host, so that no kernel has to read the device to plan its work."""
-    host_q_lens: tuple[int, ...]
-    """Number of new tokens of each row, >= 1, on the host."""
-    host_context_lens: tuple[int, ...]
-    """`context_lens` on the host."""
+    host_rows: Sequence[int]
+    """`rows` on the host, so that no kernel has to read the device to plan its work. A pass that
+    is recorded (`worker.graphs`) has unknown values here, which raise when they are read."""
+    host_q_lens: Sequence[int]
+    """Number of new tokens of each row, >= 1, on the host; always known."""
+    host_context_lens: Sequence[int]
+    """`context_lens` on the host; unknown as `host_rows`."""
     prepared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     """What kernels work out from the fields above in the first layer and reuse in the others."""
 
@@ -52,6 +53,9 @@ class Kernels(Protocol):
     """What a model needs. Implementations hold no state of a request."""
 
     name: str
+    is_capturable: bool
+    """Whether a pass of decodes alone can be recorded as a CUDA graph: of the batch it reads
+    nothing on the host but the number of rows, and it copies nothing from the host."""
 
     def pack_weight(self, weight: Tensor) -> Tensor:
         """Return `weight` [M, K] in the form that `linear` is fastest with.

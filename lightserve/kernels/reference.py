@@ -16,6 +16,7 @@ class ReferenceKernels:
     """See `Kernels`."""
 
     name = "reference"
+    is_capturable = False
 
     def pack_weight(self, weight: Tensor) -> Tensor:
         """See `Kernels.pack_weight`: as it is."""

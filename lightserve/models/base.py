@@ -51,5 +51,8 @@ class Model(Protocol):
     ) -> Tensor:
         """Run the same pass up to the LM head; return its input [L, hidden_size]."""
 
-    def logits(self, hidden: Tensor) -> Tensor | None:
-        """Return the logits of any rows of `hidden`, as `forward`; every rank must take part."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:
+        """Return the logits of any rows of `hidden`, as `forward`; every rank must take part.
+
+        They are put into `out`, float32 [L, vocab_size] with L > 0, if rank 0 gives one.
+        """

@@ -94,9 +94,9 @@ class DecoderModel:
         """See `Model.forward`."""
         return self.logits(self.hidden(input_ids, batch, kv, logit_rows))
 
-    def logits(self, hidden: Tensor) -> Tensor | None:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:
         """See `Model.logits`."""
-        return self._lm_head(hidden) if hidden.shape[0] else self._lm_head.no_logits()
+        return self._lm_head(hidden, out) if hidden.shape[0] else self._lm_head.no_logits()
 
     def hidden(
         self, input_ids: Tensor, batch: AttentionBatch, kv: KVPool, logit_rows: Tensor

@@ -79,8 +79,8 @@ class WatchedModel:
     def context_len(self) -> int:
         return self._model.context_len
 
-    def logits(self, hidden: Tensor) -> Tensor | None:
-        return self._model.logits(hidden)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:
+        return self._model.logits(hidden, out)
 
     def hidden(
         self, input_ids: Tensor, batch: AttentionBatch, pool: KVPool, wanted: Tensor

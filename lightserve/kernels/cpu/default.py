@@ -20,6 +20,7 @@ class TorchKernels:
     """See `Kernels`."""
 
     name = "torch"
+    is_capturable = False
 
     def pack_weight(self, weight: Tensor) -> Tensor:
         """See `Kernels.pack_weight`."""

@@ -13,6 +13,7 @@ class TritonKernels:
     """See `Kernels`."""
 
     name = "triton"
+    is_capturable = True
 
     def pack_weight(self, weight: Tensor) -> Tensor:
         """See `Kernels.pack_weight`: as it is."""

@@ -68,11 +68,17 @@ class LMHead:
         self._tp = tp
         self._kernels = kernels
 
-    def __call__(self, hidden: Tensor) -> Tensor | None:
-        """Return float32 logits [L, vocab] on rank 0, None elsewhere; hidden [L, hidden]."""
+    def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:
+        """Return float32 logits [L, vocab] on rank 0, None elsewhere; hidden [L, hidden].
+
+        `out` [L, vocab] is filled and returned instead of a new tensor.
+        """
         local = self._kernels.linear(hidden, self._weight, None)
         logits = self._tp.gather(local)
-        return None if logits is None else logits[:, : self._vocab_size].float()
+        if logits is None:
+            return None
+        logits = logits[:, : self._vocab_size]
+        return logits.float() if out is None else out.copy_(logits)
 
     def no_logits(self) -> Tensor | None:
         """Return what a pass without wanted logits returns: [0, vocab], None beyond rank 0."""
