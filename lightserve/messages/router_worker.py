@@ -37,6 +37,9 @@ class WorkerHello(Message, frozen=True):
     """Tokens whose KV the host pool holds beside those."""
     step_cost: StepCoefficients | None = None
     """Rank 0's profile of its steps, if it has one."""
+    overlaps_copies: bool = False
+    """Whether `ahead_saves` and `ahead_loads` run beside the forward pass of their plan, as on a
+    GPU; otherwise between the steps."""
 
 
 class AddSequence(msgspec.Struct, frozen=True, array_like=True):
@@ -101,8 +104,15 @@ NO_COPIES = KVCopies()
 class StepPlan(Message, frozen=True):
     """One step: tables (`sequences`, then `slot_ranges`), `saves`, `loads`, one forward pass.
 
-    Copies of several requests are merged. `ahead_saves` follow when the result has been sent,
-    before the next plan: nobody waits for them but the next step.
+    Copies of several requests are merged. Nobody in the step waits for `ahead_saves` and
+    `ahead_loads`: they begin behind `saves` and `loads`, go on beside the forward pass (or follow
+    it, when the result has been sent), and are made before anything of the next plan is: its
+    copies, its forward pass. So the next plan may read, save and overwrite their slots, and save
+    to their host slots. A worker that dies takes them along with all other KV.
+
+        plan i     saves  loads  forward pass ─────► result
+                              └─ ahead_saves, ahead_loads ──┐
+        plan i+1                                            └ saves  loads  forward pass …
     """
 
     step_id: StepId
@@ -115,7 +125,13 @@ class StepPlan(Message, frozen=True):
     loads: KVCopies = NO_COPIES
     """From the host, after `saves`; no host slot of them is one of `saves`."""
     ahead_saves: KVCopies = NO_COPIES
-    """To the host, though the tokens stay where they are."""
+    """To the host, though the tokens stay where they are. Nothing else in the plan writes them."""
+    ahead_loads: KVCopies = NO_COPIES
+    """From the host, for requests that run in a later plan.
+
+    Their slots are none that a row of this plan reads or writes, nor any of `loads` and
+    `ahead_saves`; `saves` may have had them before. Their host slots are none of `saves` and
+    `ahead_saves`."""
 
 
 RouterToWorker = StepPlan

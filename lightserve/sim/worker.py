@@ -39,6 +39,7 @@ class SimulatedWorker:
         self.num_saved_tokens = 0
         self.num_loaded_tokens = 0
         self.num_ahead_saved_tokens = 0
+        self.num_ahead_loaded_tokens = 0
         self._prefixes = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.uint64)
         """Hash of the tokens of each row up to each position."""
         self._num_known = np.zeros(max_num_seqs, dtype=np.int64)
@@ -59,16 +60,26 @@ class SimulatedWorker:
             slots = unpack_int32(part.slots)
             end = part.start_position + len(slots)
             self._req_to_slot[part.row, part.start_position : end] = slots
-        saved, loaded = unpack_int32(plan.saves.host_slots), unpack_int32(plan.loads.host_slots)
-        if len(np.intersect1d(saved, loaded)):
-            raise PlanError("a host slot is saved to and loaded from by one plan")
+        _check_copies(plan)
         self.num_saved_tokens += self._save(plan.saves)
         self.num_loaded_tokens += self._load(plan.loads)
         rows = [result for row in plan.rows if (result := self._run(row)) is not None]
+        self._check_ahead_loads(plan)
         self.num_ahead_saved_tokens += self._save(plan.ahead_saves)
+        self.num_ahead_loaded_tokens += self._load(plan.ahead_loads)
         return StepResult(
             step_id=plan.step_id, generation=0, rows=rows, exec_s=exec_s, idle_s=idle_s
         )
+
+    def _check_ahead_loads(self, plan: StepPlan) -> None:
+        """Raise PlanError if a row of the plan uses a slot that is loaded beside it."""
+        loaded = unpack_int32(plan.ahead_loads.slots)
+        if len(loaded) == 0:
+            return
+        for row in plan.rows:
+            used = self._req_to_slot[row.row, : row.start_position + row.num_tokens]
+            if len(np.intersect1d(used, loaded)):
+                raise PlanError(f"row {row.row}: a slot of it is loaded ahead by the same plan")
 
     def _save(self, copies: KVCopies) -> int:
         slots, host_slots = self._places(copies)
@@ -123,6 +134,20 @@ class SimulatedWorker:
             positions = range(row.start_position + 1, last)
             prompt_logprobs = [position_logprob(position) for position in positions]
         return RowResult(row.row, token_ids, prompt_logprobs=prompt_logprobs)
+
+
+def _check_copies(plan: StepPlan) -> None:
+    """Raise PlanError if copies of a plan disturb each other."""
+    for saves, loads in (
+        (plan.saves, plan.loads),
+        (plan.saves, plan.ahead_loads),
+        (plan.ahead_saves, plan.ahead_loads),
+    ):
+        if len(np.intersect1d(unpack_int32(saves.host_slots), unpack_int32(loads.host_slots))):
+            raise PlanError("a host slot is saved to and loaded from by one plan")
+    for others in (plan.loads, plan.ahead_saves):
+        if len(np.intersect1d(unpack_int32(others.slots), unpack_int32(plan.ahead_loads.slots))):
+            raise PlanError("a slot that is loaded ahead is in another copy of the plan")
 
 
 def _mixed(token_ids: Int32Array, start: int) -> npt.NDArray[np.uint64]:

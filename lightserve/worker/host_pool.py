@@ -38,22 +38,34 @@ class HostPool:
         ]
         assert len(self._tensors) == len(layout.groups)
 
+    @property
+    def overlaps_copies(self) -> bool:
+        """Whether copies can run beside a forward pass: on a GPU, not on the CPU."""
+        return self._pool.tensors[0].is_cuda
+
     def check(self, plan: StepPlan) -> None:
         """Look at all copies of a plan before any is made.
 
         Raises:
             ProtocolError: a place is outside its pool, or comes twice in a list, or is loaded
-                though the same plan saves to it.
+                from though the same plan saves to it, or loaded to by two lists.
         """
-        for copies in (plan.saves, plan.loads, plan.ahead_saves):
+        for copies in (plan.saves, plan.loads, plan.ahead_saves, plan.ahead_loads):
             slots, host_slots = unpack_int32(copies.slots), unpack_int32(copies.host_slots)
             if len(slots) != len(host_slots):
                 raise ProtocolError(f"{len(slots)} slots to copy, {len(host_slots)} on the host")
             _check_places(slots, self._pool.num_slots)
             _check_places(host_slots, self.num_slots)
-        saved, loaded = unpack_int32(plan.saves.host_slots), unpack_int32(plan.loads.host_slots)
-        if len(saved) and len(loaded) and len(np.intersect1d(saved, loaded)):
-            raise ProtocolError("a host slot is saved to and loaded from by one plan")
+        for saves, loads in (
+            (plan.saves, plan.loads),
+            (plan.saves, plan.ahead_loads),
+            (plan.ahead_saves, plan.ahead_loads),
+        ):
+            if _have_common(saves.host_slots, loads.host_slots):
+                raise ProtocolError("a host slot is saved to and loaded from by one plan")
+        for others in (plan.loads, plan.ahead_saves):
+            if _have_common(others.slots, plan.ahead_loads.slots):
+                raise ProtocolError("a slot that is loaded ahead is in another copy of the plan")
 
     def save(self, copies: KVCopies) -> None:
         """Copy tokens from the KV pool to the host; `check` has seen their plan."""
@@ -92,6 +104,13 @@ def _copy(source: Tensor, source_slots: Tensor, target: Tensor, target_slots: Te
         for source_layer, target_layer in zip(source_layers, target_layers, strict=True):
             found = source_layer.index_select(1, source_slots)
             target_layer.index_copy_(1, target_slots, found.to(target.device))
+
+
+def _have_common(places: bytes, others: bytes) -> bool:
+    """Whether two lists of places, see `pack_int32`, name the same one."""
+    if not places or not others:
+        return False
+    return len(np.intersect1d(unpack_int32(places), unpack_int32(others))) > 0
 
 
 def _check_places(places: Int32Array, num_slots: int) -> None:

@@ -71,6 +71,11 @@ class ModelRunner:
         return self._host_pool.num_slots
 
     @property
+    def overlaps_copies(self) -> bool:
+        """Whether copies that nobody in a step waits for run beside its forward pass."""
+        return self._host_pool.overlaps_copies
+
+    @property
     def context_len(self) -> int:
         """Longest sequence, in tokens."""
         return self._model.context_len
@@ -117,8 +122,9 @@ class ModelRunner:
     @torch.inference_mode()
     def copy_ahead(self, plan: StepPlan) -> None:
         """Make an executed plan's copies that nobody waits for; this is not idle time."""
-        if plan.ahead_saves.slots:
+        if plan.ahead_saves.slots or plan.ahead_loads.slots:
             self._host_pool.save(plan.ahead_saves)
+            self._host_pool.load(plan.ahead_loads)
             self._free_since_s = time.perf_counter()
 
     def _sample(

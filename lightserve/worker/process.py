@@ -56,6 +56,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
             num_kv_slots=runner.num_kv_slots,
             num_host_slots=runner.num_host_slots,
             step_cost=None if profile is None else profile.coefficients,
+            overlaps_copies=runner.overlaps_copies,
         )
     )
     control.send(ChildReady())

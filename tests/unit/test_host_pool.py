@@ -80,6 +80,11 @@ SCENES = {
     "slot twice": {"loads": ([3, 3], [0, 1])},
     "host slot twice": {"saves": ([3, 4], [1, 1])},
     "saved and loaded": {"saves": ([3], [1]), "loads": ([4], [1])},
+    "ahead: host slot too large": {"ahead_loads": ([0], [NUM_HOST_SLOTS])},
+    "saved and loaded ahead": {"saves": ([3], [1]), "ahead_loads": ([4], [1])},
+    "saved ahead and loaded ahead": {"ahead_saves": ([3], [1]), "ahead_loads": ([4], [1])},
+    "loaded twice to a slot": {"loads": ([3], [1]), "ahead_loads": ([3], [2])},
+    "slot saved ahead and loaded ahead": {"ahead_saves": ([3], [1]), "ahead_loads": ([3], [2])},
 }
 
 
