@@ -10,6 +10,7 @@ import torch
 from lightserve.errors import ConfigError
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
+from lightserve.kernels.device.kernels import DeviceTorchKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
 
@@ -36,7 +37,7 @@ def make_kernels(
         case "reference":
             return ReferenceKernels()
         case "torch":
-            return TorchKernels()
+            return DeviceTorchKernels() if is_cuda else TorchKernels()
         case "auto" if not is_cuda:
             return TorchKernels()
     return _triton_kernels(is_cuda=is_cuda)

@@ -15,12 +15,19 @@ from lightserve.errors import StartupError
 from lightserve.kernels.cpu import packed
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
+from lightserve.kernels.device.kernels import DeviceTorchKernels
 from lightserve.kernels.interface import AttentionBatch, Kernels
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.triton.kernels import TritonKernels
 
 MAX_LEN, NUM_SLOTS = 768, 4096
-IMPLEMENTATIONS = [ReferenceKernels, TorchKernels, InvariantKernels, TritonKernels]
+IMPLEMENTATIONS = [
+    ReferenceKernels,
+    TorchKernels,
+    DeviceTorchKernels,
+    InvariantKernels,
+    TritonKernels,
+]
 
 ROWS = {
     "one decode": [(1, 1)],

@@ -45,7 +45,7 @@ class TorchKernels:
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """See `Kernels.rotary`."""
-        rotated = _rotate(_joined(q, k), cos[:, None], sin[:, None])
+        rotated = rotate(_joined(q, k), cos[:, None], sin[:, None])
         return rotated[:, : q.shape[1]], rotated[:, q.shape[1] :]
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
@@ -73,10 +73,10 @@ class TorchKernels:
         """See `Kernels.attention`."""
         plan = attention_plan(batch, sliding_window)
         if len(plan.decodes) == 1 and plan.decodes[0].tokens is None:
-            return _decode(q, k_pool, v_pool, plan.decodes[0], scale)
+            return decode_attention(q, k_pool, v_pool, plan.decodes[0], scale)
         out = torch.empty_like(q)
         for group in plan.decodes:
-            out[group.tokens] = _decode(q[group.tokens], k_pool, v_pool, group, scale)
+            out[group.tokens] = decode_attention(q[group.tokens], k_pool, v_pool, group, scale)
         for row in plan.prefills:
             out[row.tokens] = _prefill(q[row.tokens], k_pool, v_pool, row, scale)
         return out
@@ -100,7 +100,7 @@ def _joined(q: Tensor, k: Tensor) -> Tensor:
     return q.as_strided((num_tokens, num_heads + k.shape[1], head_dim), q.stride())
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first 2 * half dimensions of x [T, H, D]; cos and sin [T, 1, half]."""
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
@@ -111,7 +111,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([rotated.to(x.dtype), x[..., 2 * half :]], dim=-1)
 
 
-def _decode(q: Tensor, k_pool: Tensor, v_pool: Tensor, group: DecodeGroup, scale: float) -> Tensor:
+def decode_attention(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, group: DecodeGroup, scale: float
+) -> Tensor:
     """Attend one query per row; q [B, Hq, D] -> [B, Hq, D]."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_pool.shape[1]

@@ -60,7 +60,7 @@ class KVSource:
     def _places(self, num_heads: int, num_slots: int) -> Tensor:
         key = (num_heads, num_slots)
         if key not in self.places:
-            first = torch.arange(num_heads)[:, None] * num_slots
+            first = torch.arange(num_heads, device=self.slots.device)[:, None] * num_slots
             self.places[key] = (first + self.slots).view(-1)
         return self.places[key]
 
@@ -116,7 +116,9 @@ def _build(batch: AttentionBatch, sliding_window: int | None) -> AttentionPlan:
         firsts = np.maximum(0, context_lens - q_lens + 1 - sliding_window)
     decodes = [
         _decode_group(table, rows[some], firsts[some], context_lens[some], token_starts[some])
-        for some in _groups(np.flatnonzero(q_lens == 1), context_lens - firsts)
+        for some in groups_of_similar_length(
+            np.flatnonzero(q_lens == 1), context_lens - firsts, max_tokens=GROUP_TOKENS
+        )
     ]
     if len(decodes) == 1 and len(rows) == decodes[0].num_rows:
         tokens = decodes[0].tokens
@@ -136,26 +138,32 @@ def _build(batch: AttentionBatch, sliding_window: int | None) -> AttentionPlan:
     return AttentionPlan(decodes, prefills)
 
 
-def _groups(
-    candidates: npt.NDArray[np.intp], lengths: npt.NDArray[np.int64]
+def groups_of_similar_length(
+    candidates: npt.NDArray[np.intp], lengths: npt.NDArray[np.int64], *, max_tokens: int
 ) -> Iterator[npt.NDArray[np.intp]]:
-    """Split decode rows into groups of similar length, each in the batch's order."""
+    """Split decode rows into groups of similar length, each in the batch's order.
+
+    A group of several rows gathers at most `max_tokens` tokens.
+    """
     if candidates.size == 0:
         return
     longest_first = candidates[np.argsort(-lengths[candidates], kind="stable")]
     begin = 0
     for end in range(1, len(longest_first) + 1):
         if end < len(longest_first) and _fits(
-            int(lengths[longest_first[begin]]), int(lengths[longest_first[end]]), end - begin + 1
+            int(lengths[longest_first[begin]]),
+            int(lengths[longest_first[end]]),
+            max_rows=max_tokens // int(lengths[longest_first[begin]]),
+            num_rows=end - begin + 1,
         ):
             continue
         yield np.sort(longest_first[begin:end])
         begin = end
 
 
-def _fits(group_len: int, length: int, num_rows: int) -> bool:
+def _fits(group_len: int, length: int, *, max_rows: int, num_rows: int) -> bool:
     padding = group_len - length
-    return num_rows * group_len <= GROUP_TOKENS and (
+    return num_rows <= max_rows and (
         padding <= PADDING_TOKENS or padding <= PADDING_SHARE * group_len
     )
 
@@ -180,15 +188,22 @@ def _decode_group(
 def _prefill_row(
     slots: SlotArray, token_start: int, q_len: int, sliding_window: int | None
 ) -> PrefillRow:
-    length = len(slots)
-    mask = None
-    if length > q_len or (sliding_window is not None and sliding_window < length):
-        k_positions = torch.arange(length)
-        q_positions = k_positions[length - q_len :, None]
-        mask = k_positions <= q_positions
-        if sliding_window is not None:
-            mask &= k_positions > q_positions - sliding_window
+    mask = causal_mask(q_len, len(slots), sliding_window, torch.device("cpu"))
     return PrefillRow(slice(token_start, token_start + q_len), _source(slots[None]), mask)
+
+
+def causal_mask(
+    q_len: int, length: int, sliding_window: int | None, device: torch.device
+) -> Tensor | None:
+    """Return the mask of the last `q_len` of `length` positions, see `PrefillRow.mask`."""
+    if length == q_len and (sliding_window is None or sliding_window >= length):
+        return None
+    k_positions = torch.arange(length, device=device)
+    q_positions = k_positions[length - q_len :, None]
+    mask = k_positions <= q_positions
+    if sliding_window is not None:
+        mask &= k_positions > q_positions - sliding_window
+    return mask
 
 
 def _source(slots: SlotArray) -> KVSource:
