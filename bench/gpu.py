@@ -1,0 +1,85 @@
+"""Everything that only a GPU can show, in one table: correctness first, then speed.
+
+    python bench/gpu.py [PART ...] [--out DIR] [--limit-s 570]
+    python bench/gpu.py --rehearse        every part on the CPU, with tiny sizes
+
+Each part runs in a process of its own, within a time of its own; one that fails or hangs has its
+error in the table and stops nobody. DIR gets report.json, parts.log and the trace of a checkpoint.
+Exit status: 0 all targets met, 1 a target missed, 2 a part failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from gpu_parts.children import Job, run_job
+from gpu_parts.report import RowFile, exit_status, markdown
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PARTS: dict[str, float] = {
+    "ceilings": 60,
+    "decode-attention": 90,
+    "prefill-attention": 90,
+}
+"""Names in the order in which they run, and the most seconds that each may take."""
+
+
+def run_part(name: str, rows: Path, out: Path, *, rehearse: bool) -> None:
+    """Be a part."""
+    sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
+    from gpu_parts.context import Bench  # noqa: PLC0415 - torch, which the parent does without
+    from gpu_parts.machine import this_machine  # noqa: PLC0415
+
+    module = importlib.import_module(f"gpu_parts.{name.replace('-', '_')}")
+    machine = this_machine(rehearse=rehearse)
+    row_file = RowFile(rows, name, is_rehearsal=rehearse)
+    print(f"\n## {name}\n", flush=True)
+    module.run(Bench(machine, row_file, out, rehearse))
+
+
+def job_of(name: str, out: Path, *, rehearse: bool) -> Job:
+    """Return how a part is started."""
+    flags = ["--rehearse"] if rehearse else []
+    command = [sys.executable, __file__, name, *flags, "--out", str(out), "--rows"]
+    env = {"PYTHONUNBUFFERED": "1"}
+    if rehearse:  # Triton reads it when it is imported.
+        env |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return Job(name, command, PARTS[name], env)
+
+
+def main() -> int:
+    """Run the parts and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: {' '.join(PARTS)}")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu-check"), metavar="DIR")
+    parser.add_argument("--limit-s", type=float, default=570.0, help="for all parts together")
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    names = args.parts or list(PARTS)
+    if unknown := set(names) - set(PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; parts: {', '.join(PARTS)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.rows is not None:
+        run_part(names[0], args.rows, args.out, rehearse=args.rehearse)
+        return 0
+    (args.out / "parts.log").write_bytes(b"")
+    end_s = time.monotonic() + args.limit_s
+    rows = []
+    for name in names:
+        job = job_of(name, args.out, rehearse=args.rehearse)
+        rows += run_job(job, args.out, left_s=end_s - time.monotonic())
+        (args.out / "report.json").write_text(json.dumps([asdict(row) for row in rows], indent=2))
+    print(markdown(rows))
+    return exit_status(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
