@@ -68,6 +68,10 @@ class RowConstraints:
                 self._rows.remove(sequence.row)
                 self._thread.submit(self._matchers.pop, sequence.row)
 
+    def among(self, rows: Sequence[RowId]) -> frozenset[RowId]:
+        """Return those of `rows` that are constrained."""
+        return frozenset(self._rows.intersection(rows))
+
     def begin(self, rows: Sequence[RowId]) -> Callable[[], StepMasks] | None:
         """Start on the masks of a step that samples these rows, and return how to wait for them.
 

@@ -22,6 +22,8 @@ from lightserve.structured.vocabulary import model_vocabulary
 from lightserve.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.constraints import RowConstraints
+from lightserve.worker.device import resolve_device
+from lightserve.worker.device_queue import make_queue
 from lightserve.worker.host_pool import HostPool
 from lightserve.worker.kv_pool import KVPool
 from lightserve.worker.memory import MIN_SLOTS, free_memory_bytes, num_host_slots, num_kv_slots
@@ -48,7 +50,12 @@ def build_runner(
     path = Path(config.model)
     model_config = load_model_config(path)
     dtype = resolve_dtype(config.dtype, model_config, batch_invariant=config.batch_invariant)
-    kernels = make_kernels(config.attention_backend, batch_invariant=config.batch_invariant)
+    device = resolve_device(config.device, tp.rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    kernels = make_kernels(
+        config.attention_backend, batch_invariant=config.batch_invariant, device=device
+    )
     model = load(
         path,
         model_config,
@@ -56,20 +63,27 @@ def build_runner(
         kernels=kernels,
         tp=tp,
         context_len=resolve_context_len(config.max_model_len, model_config),
+        device=device,
     )
     layout = kv_layout(model_config, tp_size=tp.size, dtype=dtype)
     free_bytes = free_memory_bytes()
     num_slots = num_kv_slots(config, layout, free_bytes=free_bytes)
     num_on_host = num_host_slots(config, layout, num_slots=num_slots, free_bytes=free_bytes)
-    pool = KVPool(layout, num_slots, torch.device("cpu"))
+    pool = KVPool(layout, num_slots, device)
     log.info(
-        "%s, %s kernels, %d KV slots, %d on the host", dtype, kernels.name, num_slots, num_on_host
+        "%s, %s kernels on %s, %d KV slots, %d on the host",
+        dtype,
+        kernels.name,
+        device,
+        num_slots,
+        num_on_host,
     )
     runner = ModelRunner(
         model,
         pool,
         tp,
         host_pool=HostPool(layout, num_on_host, pool),
+        queue=make_queue(device),
         max_num_seqs=config.max_num_seqs,
         generation=generation,
         constraints=_row_constraints(path, model_config.vocab_size) if tp.rank == 0 else None,

@@ -1,34 +1,32 @@
-"""Executes plans: tables, one forward pass, sampling. Decides nothing."""
+"""Executes plans: tables, one forward pass, sampling. Decides nothing.
+
+`launch` puts a step into the device's queue and `finish` waits until its results are on the
+host, so that the next step can be launched between the two. On a device the host waits nowhere
+else: what a step needs of the one before it, its tokens, is in the tables there.
+
+    host     launch i ─► launch i+1 ─────► finish i ─► launch i+2 ─────► finish i+1
+    device         └─ step i ──────────────┘└─ step i+1 ─────────────────┘└─ step i+2
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from lightserve.messages.common import TokenLogprob
-from lightserve.messages.router_worker import (
-    PlanRow,
-    RowError,
-    RowResult,
-    StepPlan,
-    StepResult,
-)
+from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.models.base import Model
 from lightserve.models.parallel import TensorParallel
-from lightserve.types import RowId, SamplingParams
+from lightserve.types import RowId
 from lightserve.worker.constraints import RowConstraints, StepMasks
+from lightserve.worker.device_queue import DeviceQueue
 from lightserve.worker.host_pool import HostPool
 from lightserve.worker.kv_pool import KVPool
 from lightserve.worker.logprobs import PROMPT_ROWS, all_finite, token_logprobs
-from lightserve.worker.sampler import Sampled, sample
+from lightserve.worker.pending import Drawn, Pending, PromptNews, StepMarks, wanted_logprobs
+from lightserve.worker.sampler import sample
 from lightserve.worker.sequence_table import PromptSpan, SequenceTable, StepInputs
-
-_PromptNews = list[TokenLogprob] | None
-"""Log-probabilities of a prompt's tokens; None: they are not finite."""
 
 
 class ModelRunner:
@@ -41,19 +39,34 @@ class ModelRunner:
         tp: TensorParallel,
         *,
         host_pool: HostPool,
+        queue: DeviceQueue,
         max_num_seqs: int,
         generation: int = 0,
         constraints: RowConstraints | None = None,
     ) -> None:
-        """`constraints` enforces those of the sequences: rank 0 alone has it."""
+        """Make the tables.
+
+        Args:
+            model: on the queue's device, as `pool` is.
+            pool: KV of all layers.
+            tp: this rank's group.
+            host_pool: where `pool` is copied from and to.
+            queue: what steps are put into.
+            max_num_seqs: rows of the tables.
+            generation: of the worker group, see `StepResult`.
+            constraints: enforces those of the sequences; rank 0 alone has it.
+        """
         self._model = model
         self._pool = pool
         self._host_pool = host_pool
         self._tp = tp
-        self._table = SequenceTable(max_num_seqs, model.context_len)
+        self._queue = queue
+        self._table = SequenceTable(
+            max_num_seqs, model.context_len, queue, scratch_slot=pool.num_slots
+        )
         self._generation = generation
         self._constraints = constraints
-        self._free_since_s = time.perf_counter()
+        self._free_since = queue.mark()
 
     @property
     def num_kv_slots(self) -> int:
@@ -80,90 +93,126 @@ class ModelRunner:
         """Longest sequence, in tokens."""
         return self._model.context_len
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one plan; every rank does, rank 0's result counts."""
-        start_s = time.perf_counter()
+        """Run one plan to its end; every rank does, rank 0's result counts."""
+        return self.finish(self.launch(plan))
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Pending:
+        """Start one plan behind those that were launched before, and do not wait for it.
+
+        On the CPU it has run when this returns.
+
+        Raises:
+            ProtocolError: the plan's copies cannot be made; nothing was done.
+            RuntimeError: the device is out of memory, or an earlier step failed on it.
+        """
+        idle_since, start = self._free_since, self._queue.mark()
         self._host_pool.check(plan)
         self._host_pool.save(plan.saves)
         self._host_pool.load(plan.loads)
-        copied_s = time.perf_counter()
-        self._table.update(plan)
-        inputs = self._table.inputs(plan)
-        masks = None
-        if self._constraints is None:
-            free = all(sequence.constraint is None for sequence in plan.sequences)
-            assert free or self._tp.rank != 0, "frontends refuse what nobody here enforces"
-        else:
-            self._constraints.update(plan.sequences)
-            masks = self._constraints.begin(inputs.sampled_rows)
+        copied = self._queue.mark() if plan.saves.slots or plan.loads.slots else start
+        inputs = self._table.begin(plan)
+        masks = self._begin_masks(plan, inputs)
+        hidden = self._model.hidden(
+            self._table.input_ids(inputs),
+            self._table.batch(inputs),
+            self._pool,
+            inputs.tensors.logit_rows,
+        )
         num_sampled = len(inputs.sampled_rows)
-        wanted = torch.cat([inputs.logit_rows, *(span.indices for span in inputs.prompt_spans)])
-        hidden = self._model.hidden(inputs.input_ids, inputs.batch, self._pool, wanted)
-        sampled = self._sample(inputs, self._model.logits(hidden[:num_sampled]), masks)
+        drawn = self._sample(inputs, self._model.logits(hidden[:num_sampled]), masks)
         prompts = self._prompt_logprobs(inputs.prompt_spans, hidden[num_sampled:])
-        rows = [
-            _row_result(row, sampled.get(row.row), prompts.get(row.row, []))
-            for row in plan.rows
-            if row.output
-        ]
-        end_s = time.perf_counter()
-        idle_s = start_s - self._free_since_s
-        self._free_since_s = end_s
+        self._free_since = end = self._queue.mark()
+        constraints = self._constraints
+        return Pending(
+            plan=plan,
+            drawn=drawn,
+            prompts=prompts,
+            constrained_rows=(
+                frozenset() if constraints is None else constraints.among(inputs.sampled_rows)
+            ),
+            marks=StepMarks(idle_since, start, copied, end),
+        )
+
+    def finish(self, pending: Pending) -> StepResult:
+        """Wait for a launched step and return its result; steps are finished in order.
+
+        Raises:
+            RuntimeError: it failed on the device.
+        """
+        pending.marks.end.wait()
+        rows = pending.row_results()
+        if self._constraints is not None and pending.constrained_rows:
+            drawn = pending.drawn
+            self._constraints.advance(drawn.rows, drawn.token_ids.tolist())
+        marks = pending.marks
         return StepResult(
-            step_id=plan.step_id,
+            step_id=pending.plan.step_id,
             generation=self._generation,
             rows=rows,
-            exec_s=end_s - start_s,
-            idle_s=idle_s,
-            copy_s=copied_s - start_s if plan.saves.slots or plan.loads.slots else 0.0,
+            exec_s=marks.end.seconds_since(marks.start),
+            idle_s=marks.start.seconds_since(marks.idle_since),
+            copy_s=marks.copied.seconds_since(marks.start),
         )
 
     @torch.inference_mode()
     def copy_ahead(self, plan: StepPlan) -> None:
-        """Make an executed plan's copies that nobody waits for; this is not idle time."""
+        """Make a launched plan's copies that nobody waits for; this is not idle time.
+
+        At once where they run beside the step, otherwise when its result has been sent, and
+        always before the next plan is launched.
+        """
         if plan.ahead_saves.slots or plan.ahead_loads.slots:
             self._host_pool.save(plan.ahead_saves)
             self._host_pool.load(plan.ahead_loads)
-            self._free_since_s = time.perf_counter()
+            self._free_since = self._queue.mark()
+
+    def _begin_masks(self, plan: StepPlan, inputs: StepInputs) -> Callable[[], StepMasks] | None:
+        """Start on what constrained rows may draw; None: there are none."""
+        if self._constraints is None:
+            free = all(sequence.constraint is None for sequence in plan.sequences)
+            assert free or self._tp.rank != 0, "frontends refuse what nobody here enforces"
+            return None
+        self._constraints.update(plan.sequences)
+        return self._constraints.begin(inputs.sampled_rows)
 
     def _sample(
         self, inputs: StepInputs, logits: Tensor | None, masks: Callable[[], StepMasks] | None
-    ) -> dict[RowId, _Drawn]:
+    ) -> Drawn:
         """Draw on rank 0, tell the others, and store what was drawn for the next plan."""
-        if not inputs.sampled_rows:
-            return {}
-        token_ids = torch.empty(len(inputs.sampled_rows), dtype=torch.int64)
-        errors: dict[int, RowError] = {}
-        logprobs: dict[int, TokenLogprob] = {}
-        if logits is not None:
-            params = self._table.sampling_of(inputs.sampled_rows)
-            histories = self._table.histories_of(inputs)
-            allowed = None if masks is None else masks()
-            sampled = sample(logits, params, inputs.sampled_positions, histories, allowed)
-            token_ids = sampled.token_ids
-            errors = _errors(sampled, allowed)
-            logprobs = _wanted_logprobs(logits, sampled, params)
-        token_ids = self._tp.broadcast(token_ids)
+        rows = inputs.sampled_rows
+        if not rows:
+            return Drawn([], torch.empty(0, dtype=torch.int64))
+        if logits is None:
+            empty = torch.empty(len(rows), dtype=torch.int64, device=self._queue.device)
+            token_ids = self._tp.broadcast(empty)
+            self._table.append(inputs, token_ids)
+            return Drawn(rows, self._queue.download([token_ids])[0])
+        params = self._table.sampling_of(rows)
+        histories = self._table.histories_of(inputs)
+        allowed = None if masks is None else masks()
+        sampled = sample(logits, params, inputs.sampled_positions, histories, allowed)
+        token_ids = self._tp.broadcast(sampled.token_ids)
         self._table.append(inputs, token_ids)
-        drawn = token_ids.tolist()
-        if masks is not None and self._constraints is not None:
-            self._constraints.advance(inputs.sampled_rows, drawn)
-        return {
-            row: _Drawn(token_id, errors.get(index), logprobs.get(index))
-            for index, (row, token_id) in enumerate(zip(inputs.sampled_rows, drawn, strict=True))
-        }
+        return Drawn(
+            rows,
+            self._queue.download([token_ids])[0],
+            is_finite=sampled.is_finite,
+            failed=frozenset() if allowed is None else allowed.failed,
+            logprobs=wanted_logprobs(logits, sampled, params),
+        )
 
-    def _prompt_logprobs(self, spans: list[PromptSpan], hidden: Tensor) -> dict[RowId, _PromptNews]:
+    def _prompt_logprobs(self, spans: list[PromptSpan], hidden: Tensor) -> dict[RowId, PromptNews]:
         """Return each span's log-probabilities, None where the model's logits are not finite.
 
         `hidden` [sum of n, hidden_size] is that of all spans, one after the other.
         """
-        found: dict[RowId, _PromptNews] = {}
+        found: dict[RowId, PromptNews] = {}
         for span, own in zip(
-            spans, torch.split(hidden, [len(s.indices) for s in spans]), strict=True
+            spans, torch.split(hidden, [len(s.next_ids) for s in spans]), strict=True
         ):
-            parts: _PromptNews = []
+            parts: PromptNews = []
             for part, next_ids in zip(
                 torch.split(own, PROMPT_ROWS), torch.split(span.next_ids, PROMPT_ROWS), strict=True
             ):
@@ -176,48 +225,3 @@ class ModelRunner:
                 parts.extend(token_logprobs(logits, next_ids, [span.num_top] * len(part)))
             found[span.row] = parts
         return found
-
-
-class _Drawn(NamedTuple):
-    token_id: int
-    error: RowError | None
-    """Why the token means nothing."""
-    logprob: TokenLogprob | None
-
-
-def _errors(sampled: Sampled, masks: StepMasks | None) -> dict[int, RowError]:
-    """Return what kept rows from a token, by index."""
-    failed = frozenset() if masks is None else masks.failed
-    return {
-        index: RowError.CONSTRAINT_FAILED if index in failed else RowError.NON_FINITE_LOGITS
-        for index, is_finite in enumerate(sampled.is_finite)
-        if not is_finite
-    }
-
-
-def _wanted_logprobs(
-    logits: Tensor, sampled: Sampled, params: Sequence[SamplingParams]
-) -> dict[int, TokenLogprob]:
-    """Return the log-probabilities of the rows that want any, by index."""
-    wanted = {
-        index: p.num_logprobs
-        for index, p in enumerate(params)
-        if p.num_logprobs is not None and sampled.is_finite[index]
-    }
-    if not wanted:
-        return {}
-    rows = list(wanted)
-    found = token_logprobs(logits[rows], sampled.token_ids[rows], list(wanted.values()))
-    return dict(zip(rows, found, strict=True))
-
-
-def _row_result(plan_row: PlanRow, drawn: _Drawn | None, prompt: _PromptNews) -> RowResult:
-    """Return a row's share of the result; `drawn` None: no token was wanted."""
-    if prompt is None:
-        return RowResult(plan_row.row, [], RowError.NON_FINITE_LOGITS)
-    if drawn is not None and drawn.error is not None:
-        return RowResult(plan_row.row, [], drawn.error)
-    if drawn is None:
-        return RowResult(plan_row.row, [], prompt_logprobs=prompt)
-    logprobs = [] if drawn.logprob is None else [drawn.logprob]
-    return RowResult(plan_row.row, [drawn.token_id], logprobs=logprobs, prompt_logprobs=prompt)

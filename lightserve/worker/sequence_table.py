@@ -3,22 +3,34 @@
     token_ids[row, position]      known tokens; sampling writes the next one
     req_to_slot[row, position]    where the KV of that position is
 
-Built once per step with vectorised indexing, no loop over tokens.
+Both tables are on the device. What a plan changes and what its step needs is worked out on the
+host with vectorised indexing, no loop over tokens, and goes there in one upload. A *place* is
+row * width + position: an index into a flat table.
+
+The tables have a row more than there are sequences: the padding row, of position 0 in the KV
+pool's scratch slot, which rows stand for that a CUDA graph has too many.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
-from lightserve.messages.common import unpack_int32
-from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, StepPlan
+from lightserve.messages.common import Int32Array, unpack_int32
+from lightserve.messages.router_worker import AddSequence, OutputKind, StepPlan
 from lightserve.types import RowId, SamplingParams
 from lightserve.worker.adjustments import RowHistory, is_adjusted
+from lightserve.worker.device_queue import Array, DeviceQueue
+
+_Int64Array = npt.NDArray[np.int64]
+_NO_PLACES: _Int64Array = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,112 +38,143 @@ class PromptSpan:
     """Consecutive tokens of a prompt whose successors' log-probabilities are wanted."""
 
     row: RowId
-    indices: Tensor
-    """int64 [n], the tokens among the step's; n may be 0."""
     next_ids: Tensor
-    """int64 [n], the prompt's token after each of them."""
+    """int64 [n], the prompt's token after each of them, on the device; n may be 0."""
     num_top: int
     """Most probable tokens that are wanted at each place."""
+
+
+class StepTensors(NamedTuple):
+    """What a step is about, on the device."""
+
+    rows: Tensor
+    """int64 [R], of the plan's rows."""
+    positions: Tensor
+    """int64 [T], of the new tokens."""
+    places: Tensor
+    """int64 [T], of the new tokens."""
+    cu_seqlens_q: Tensor
+    """int32 [R+1]."""
+    context_lens: Tensor
+    """int32 [R]."""
+    logit_rows: Tensor
+    """int64 [L + sum of n]: tokens whose logits are wanted: those that sample, then those of
+    `prompt_spans`, one span after the other."""
+    sampled_places: Tensor
+    """int64 [L], where each new token will be stored."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepInputs:
     """What one forward pass and its sampling need."""
 
-    input_ids: Tensor
-    """int64 [T]."""
-    batch: AttentionBatch
-    logit_rows: Tensor
-    """int64 [L]: tokens whose logits are wanted."""
+    tensors: StepTensors
     prompt_spans: list[PromptSpan]
     """Of the rows that want log-probabilities of their prompt, in the plan's order."""
     sampled_rows: list[RowId]
-    """Row of each of `logit_rows`."""
+    """Row of each of the first L of `logit_rows`."""
     sampled_positions: list[int]
     """Position that each new token will have."""
+    host_rows: tuple[int, ...]
+    host_q_lens: tuple[int, ...]
+    host_context_lens: tuple[int, ...]
+
+    @property
+    def is_plain_decode(self) -> bool:
+        """Whether every row has one new token and samples the next one, and nothing else."""
+        num_rows, tensors = len(self.host_rows), self.tensors
+        return (
+            num_rows == len(self.sampled_rows) == len(tensors.positions) == len(tensors.logit_rows)
+        )
 
 
 class SequenceTable:
-    """The tables of one rank, on the host (int32 [max_num_seqs, max_model_len + 1])."""
+    """The tables of one rank, int32 [max_num_seqs + 1, max_model_len + 1]."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, queue: DeviceQueue, *, scratch_slot: int = 0
+    ) -> None:
+        """`scratch_slot` is the padding row's."""
         # One more position than the model has: the last sampled token is stored, never computed.
-        shape = (max_num_seqs, max_model_len + 1)
-        self._token_ids = torch.zeros(shape, dtype=torch.int32)
-        self._req_to_slot = torch.zeros(shape, dtype=torch.int32)
+        self._width = max_model_len + 1
+        shape = (max_num_seqs + 1, self._width)
+        self._queue = queue
+        self._token_ids = torch.zeros(shape, dtype=torch.int32, device=queue.device)
+        self._req_to_slot = torch.zeros(shape, dtype=torch.int32, device=queue.device)
+        self._req_to_slot[max_num_seqs, :1].fill_(scratch_slot)
+        self._flat_tokens, self._flat_slots = self._token_ids.view(-1), self._req_to_slot.view(-1)
         self._sampling: list[SamplingParams] = [SamplingParams()] * max_num_seqs
         self._num_prompt = [0] * max_num_seqs
         self._sequences: dict[RowId, AddSequence] = {}
         """Of rows whose options change their logits."""
 
-    def update(self, plan: StepPlan) -> None:
-        """Take in a plan's new sequences and slots."""
-        for sequence in plan.sequences:
-            tokens = np.concatenate([unpack_int32(part.token_ids) for part in sequence.segments])
-            self._token_ids[sequence.row, : len(tokens)] = torch.from_numpy(tokens)
-            self._sampling[sequence.row] = sequence.sampling
-            self._num_prompt[sequence.row] = sequence.num_prompt_tokens
-            self._sequences.pop(sequence.row, None)
-            if is_adjusted(sequence.sampling):
-                self._sequences[sequence.row] = sequence
-        if not plan.slot_ranges:
-            return
-        slots = unpack_int32(b"".join(part.slots for part in plan.slot_ranges)).copy()
-        counts = np.array([len(part.slots) // 4 for part in plan.slot_ranges])
-        rows = np.array([part.row for part in plan.slot_ranges])
-        starts = np.array([part.start_position for part in plan.slot_ranges])
-        index = _positions(rows, starts, counts)
-        self._req_to_slot[index] = torch.from_numpy(slots)
+    @property
+    def token_ids(self) -> Tensor:
+        """Known tokens, int32 [max_num_seqs + 1, max_model_len + 1]; the last row is padding."""
+        return self._token_ids
 
-    def inputs(self, plan: StepPlan) -> StepInputs:
-        """Return the tensors of a plan whose updates have been taken in."""
+    @property
+    def req_to_slot(self) -> Tensor:
+        """Where the KV of each position is, of the same shape."""
+        return self._req_to_slot
+
+    def begin(self, plan: StepPlan) -> StepInputs:
+        """Take in a plan's new sequences and slots and return what its step needs."""
         rows = np.array([row.row for row in plan.rows], dtype=np.int64)
         starts = np.array([row.start_position for row in plan.rows], dtype=np.int64)
         counts = np.array([row.num_tokens for row in plan.rows], dtype=np.int64)
         wants = np.array([bool(row.output & OutputKind.SAMPLE) for row in plan.rows], dtype=bool)
-        index = _positions(rows, starts, counts)
         ends = starts + counts
         offsets = np.concatenate([[0], np.cumsum(counts)])
-        batch = AttentionBatch(
-            positions=index[1],
-            slot_mapping=self._req_to_slot[index].long(),
-            req_to_slot=self._req_to_slot,
-            rows=torch.from_numpy(rows),
-            cu_seqlens_q=torch.from_numpy(offsets.astype(np.int32)),
-            context_lens=torch.from_numpy(ends.astype(np.int32)),
+        token_rows, positions = _ranges(rows, starts, counts)
+        news = self._take_in(plan)
+        spans = self._prompt_spans(plan, offsets)
+        arrays: list[Array] = [
+            rows,
+            positions,
+            token_rows * self._width + positions,
+            offsets.astype(np.int32),
+            ends.astype(np.int32),
+            np.concatenate([offsets[1:][wants] - 1, spans.indices]),
+            rows[wants] * self._width + ends[wants],
+            spans.next_places,
+            *news,
+        ]
+        uploaded = self._queue.upload(arrays)
+        if news:
+            token_places, tokens, slot_places, slots = uploaded[8:]
+            self._flat_tokens.index_copy_(0, token_places, tokens)
+            self._flat_slots.index_copy_(0, slot_places, slots)
+        return StepInputs(
+            tensors=StepTensors._make(uploaded[:7]),
+            prompt_spans=self._with_next_ids(spans, uploaded[7]),
+            sampled_rows=[RowId(row) for row in rows[wants].tolist()],
+            sampled_positions=ends[wants].tolist(),
             host_rows=tuple(rows.tolist()),
             host_q_lens=tuple(counts.tolist()),
             host_context_lens=tuple(ends.tolist()),
         )
-        spans = [
-            self._prompt_span(row, int(offset))
-            for row, offset in zip(plan.rows, offsets, strict=False)
-            if row.output & OutputKind.PROMPT_LOGPROBS
-        ]
-        return StepInputs(
-            prompt_spans=spans,
-            input_ids=self._token_ids[index].long(),
-            batch=batch,
-            logit_rows=torch.from_numpy(offsets[1:][wants] - 1),
-            sampled_rows=[RowId(row) for row in rows[wants].tolist()],
-            sampled_positions=ends[wants].tolist(),
+
+    def input_ids(self, inputs: StepInputs) -> Tensor:
+        """Return the new tokens, int64 [T]."""
+        return self._flat_tokens.index_select(0, inputs.tensors.places).long()
+
+    def batch(self, inputs: StepInputs) -> AttentionBatch:
+        """Return what attention needs of a step."""
+        tensors = inputs.tensors
+        return AttentionBatch(
+            positions=tensors.positions,
+            slot_mapping=self._flat_slots.index_select(0, tensors.places).long(),
+            req_to_slot=self._req_to_slot,
+            rows=tensors.rows,
+            cu_seqlens_q=tensors.cu_seqlens_q,
+            context_lens=tensors.context_lens,
+            host_rows=inputs.host_rows,
+            host_q_lens=inputs.host_q_lens,
+            host_context_lens=inputs.host_context_lens,
         )
 
-    def _prompt_span(self, row: PlanRow, offset: int) -> PromptSpan:
-        """Return the tokens of a plan row, the first of the step's at `offset`, in its prompt."""
-        start = row.start_position
-        end = min(start + row.num_tokens, self._num_prompt[row.row] - 1)
-        num_tokens = max(0, end - start)
-        sampling = self._sampling[row.row]
-        assert sampling.num_prompt_logprobs is not None
-        return PromptSpan(
-            row=row.row,
-            indices=torch.arange(offset, offset + num_tokens),
-            next_ids=self._token_ids[row.row, start + 1 : start + 1 + num_tokens].long(),
-            num_top=sampling.num_prompt_logprobs,
-        )
-
-    def sampling_of(self, rows: list[RowId]) -> list[SamplingParams]:
+    def sampling_of(self, rows: Sequence[RowId]) -> list[SamplingParams]:
         """Return how each row's token is drawn."""
         return [self._sampling[row] for row in rows]
 
@@ -151,16 +194,91 @@ class SequenceTable:
 
     def append(self, inputs: StepInputs, token_ids: Tensor) -> None:
         """Store the sampled tokens, int64 [L], at the positions that the next plan will name."""
-        index = (torch.tensor(inputs.sampled_rows), torch.tensor(inputs.sampled_positions))
-        self._token_ids[index] = token_ids.int()
+        self._flat_tokens.index_copy_(0, inputs.tensors.sampled_places, token_ids.int())
+
+    def _take_in(self, plan: StepPlan) -> list[Array]:
+        """Note what is new; return places and contents of tokens, and of slots, or nothing."""
+        if not plan.sequences and not plan.slot_ranges:
+            return []
+        tokens = [_tokens_of(sequence) for sequence in plan.sequences]
+        for sequence in plan.sequences:
+            self._sampling[sequence.row] = sequence.sampling
+            self._num_prompt[sequence.row] = sequence.num_prompt_tokens
+            self._sequences.pop(sequence.row, None)
+            if is_adjusted(sequence.sampling):
+                self._sequences[sequence.row] = sequence
+        slots = [unpack_int32(part.slots) for part in plan.slot_ranges]
+        return [
+            self._places([(sequence.row, 0) for sequence in plan.sequences], tokens),
+            _joined(tokens),
+            self._places([(part.row, part.start_position) for part in plan.slot_ranges], slots),
+            _joined(slots),
+        ]
+
+    def _places(
+        self, starts: Sequence[tuple[int, int]], contents: Sequence[Int32Array]
+    ) -> _Int64Array:
+        """Return the places of contents that start at (row, position) each, int64 [total]."""
+        rows, positions = np.array(starts, dtype=np.int64).reshape(-1, 2).T
+        counts = np.array([len(content) for content in contents], dtype=np.int64)
+        index = _ranges(rows, positions, counts)
+        return index.rows * self._width + index.positions
+
+    def _prompt_spans(self, plan: StepPlan, offsets: _Int64Array) -> _Spans:
+        """Return those of a plan whose rows' first tokens are the step's at `offsets`."""
+        found = _Spans([], _NO_PLACES, _NO_PLACES)
+        for row, offset in zip(plan.rows, offsets.tolist(), strict=False):
+            if not row.output & OutputKind.PROMPT_LOGPROBS:
+                continue
+            start = row.start_position
+            end = min(start + row.num_tokens, self._num_prompt[row.row] - 1)
+            num_tokens = max(0, end - start)
+            steps = np.arange(num_tokens, dtype=np.int64)
+            found = _Spans(
+                [*found.rows, (row.row, num_tokens)],
+                np.concatenate([found.indices, offset + steps]),
+                np.concatenate([found.next_places, row.row * self._width + start + 1 + steps]),
+            )
+        return found
+
+    def _with_next_ids(self, spans: _Spans, next_places: Tensor) -> list[PromptSpan]:
+        if not spans.rows:
+            return []
+        next_ids = self._flat_tokens.index_select(0, next_places).long()
+        parts = next_ids.split_with_sizes([num_tokens for _, num_tokens in spans.rows])
+        return [
+            PromptSpan(row, own, self._sampling[row].num_prompt_logprobs or 0)
+            for (row, _), own in zip(spans.rows, parts, strict=True)
+        ]
 
 
-def _positions(
-    rows: np.ndarray[tuple[int], np.dtype[np.int64]],
-    starts: np.ndarray[tuple[int], np.dtype[np.int64]],
-    counts: np.ndarray[tuple[int], np.dtype[np.int64]],
-) -> tuple[Tensor, Tensor]:
-    """Return (row, position) of every token of ranges start … start+count-1, both int64 [T]."""
+class _Spans(NamedTuple):
+    """What `PromptSpan`s are made of."""
+
+    rows: list[tuple[RowId, int]]
+    """And their numbers of tokens."""
+    indices: _Int64Array
+    """Of all their tokens among the step's."""
+    next_places: _Int64Array
+    """Of the tokens after them."""
+
+
+class _Index(NamedTuple):
+    rows: _Int64Array
+    positions: _Int64Array
+
+
+def _ranges(rows: _Int64Array, starts: _Int64Array, counts: _Int64Array) -> _Index:
+    """Return row and position of every token of ranges start … start+count-1, int64 [T] both."""
     offsets = np.repeat(np.cumsum(counts) - counts, counts)
     positions = np.arange(counts.sum()) - offsets + np.repeat(starts, counts)
-    return torch.from_numpy(np.repeat(rows, counts)), torch.from_numpy(positions)
+    return _Index(np.repeat(rows, counts), positions)
+
+
+def _tokens_of(sequence: AddSequence) -> Int32Array:
+    return np.concatenate([unpack_int32(part.token_ids) for part in sequence.segments])
+
+
+def _joined(parts: Sequence[Int32Array]) -> Int32Array:
+    """Return a new array, which may be written, of all parts; there may be none."""
+    return np.concatenate([np.empty(0, dtype=np.int32), *parts])

@@ -14,6 +14,7 @@ from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
 from lightserve.models.kv_layout import KVGroup, KVLayout
 from lightserve.types import RowId, SamplingParams, StepId
+from lightserve.worker.device_queue import HostQueue
 from lightserve.worker.kv_pool import KVPool
 from lightserve.worker.memory import free_memory_bytes, num_kv_slots
 from lightserve.worker.sequence_table import SequenceTable
@@ -23,9 +24,9 @@ LAYOUT = KVLayout((KVGroup(num_layers=2, num_kv_heads=3, head_dim=8, dtype="bflo
 
 
 def test_a_step_of_chunks_and_decodes() -> None:
-    table = SequenceTable(4, 32)
+    table = SequenceTable(4, 32, HostQueue(), scratch_slot=50)
     segments = [TokenSegment(token_ids=pack_int32(part)) for part in ([10, 11, 12], [13, 14])]
-    table.update(
+    table.begin(
         StepPlan(
             step_id=StepId(0),
             sequences=[
@@ -37,7 +38,7 @@ def test_a_step_of_chunks_and_decodes() -> None:
                 SlotRange(RowId(0), 0, pack_int32([1, 2, 3])),
                 SlotRange(RowId(2), 3, pack_int32([4, 8])),
             ],
-            rows=[],
+            rows=[PlanRow(RowId(2), 0, 1, OutputKind.NONE)],
         )
     )
     plan = StepPlan(
@@ -49,14 +50,17 @@ def test_a_step_of_chunks_and_decodes() -> None:
             PlanRow(RowId(0), 0, 3, OutputKind.SAMPLE),
         ],
     )
-    inputs = table.inputs(plan)
-    assert inputs.input_ids.tolist() == [11, 12, 10, 11, 12]
-    assert inputs.batch.positions.tolist() == [1, 2, 0, 1, 2]
-    assert inputs.batch.slot_mapping.tolist() == [7, 5, 1, 2, 3]
-    assert inputs.batch.cu_seqlens_q.tolist() == [0, 2, 5]
-    assert inputs.batch.context_lens.tolist() == [3, 3]
-    assert inputs.batch.req_to_slot[2, :5].tolist() == [9, 7, 5, 4, 8]
-    assert (inputs.logit_rows.tolist(), inputs.sampled_positions) == ([4], [3])
+    inputs = table.begin(plan)
+    batch = table.batch(inputs)
+    assert table.input_ids(inputs).tolist() == [11, 12, 10, 11, 12]
+    assert batch.positions.tolist() == [1, 2, 0, 1, 2]
+    assert batch.slot_mapping.tolist() == [7, 5, 1, 2, 3]
+    assert batch.cu_seqlens_q.tolist() == [0, 2, 5]
+    assert batch.context_lens.tolist() == [3, 3]
+    assert batch.req_to_slot[2, :5].tolist() == [9, 7, 5, 4, 8]
+    assert batch.req_to_slot[4].tolist() == [50] + [0] * 32  # the padding row
+    assert not inputs.is_plain_decode
+    assert (inputs.tensors.logit_rows.tolist(), inputs.sampled_positions) == ([4], [3])
     assert table.sampling_of(inputs.sampled_rows) == [SamplingParams(seed=6)]
     table.append(inputs, torch.tensor([77]))
     decode = StepPlan(
@@ -65,8 +69,10 @@ def test_a_step_of_chunks_and_decodes() -> None:
         slot_ranges=[SlotRange(RowId(0), 3, pack_int32([30]))],
         rows=[PlanRow(RowId(0), 3, 1, OutputKind.SAMPLE)],
     )
-    table.update(decode)
-    assert table.inputs(decode).input_ids.tolist() == [77]
+    inputs = table.begin(decode)
+    assert table.input_ids(inputs).tolist() == [77]
+    assert table.batch(inputs).slot_mapping.tolist() == [30]
+    assert inputs.is_plain_decode
 
 
 @pytest.mark.parametrize(
