@@ -27,6 +27,7 @@ PARTS: dict[str, float] = {
     "ceilings": 60,
     "decode-attention": 90,
     "prefill-attention": 90,
+    "whole-model": 150,
 }
 """Names in the order in which they run, and the most seconds that each may take."""
 

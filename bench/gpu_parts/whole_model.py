@@ -1,0 +1,158 @@
+"""Whole models with random weights, driven by the worker's loop: decode, prefill, graphs.
+
+A decode must read every weight but the embedding and the KV of its rows once: that, over the
+measured copy bandwidth, is its floor. A prefill's operations over its time stand beside the
+measured matrix rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from gpu_parts.ceilings import copy_bandwidth, matrix_rate
+from gpu_parts.context import Bench
+from gpu_parts.driver import Run, Sequences, run_plans
+from gpu_parts.models import LLAMA_8B, QWEN_HALF_B, TINY_LLAMA, TINY_QWEN, RandomModel
+from gpu_parts.overlap import idle_pct, profiled
+from lightserve.worker.model_runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of the measurements."""
+
+    llama: Mapping[str, Any]
+    qwen: Mapping[str, Any]
+    batch: int
+    context: int
+    prefill: int
+    budget: int
+    """Most new tokens of a step while contexts are filled."""
+    num_steps: int
+    profiled_steps: int
+
+
+GPU = Scale(LLAMA_8B, QWEN_HALF_B, 64, 1024, 8192, 8192, 65, 30)
+REHEARSED = Scale(TINY_LLAMA, TINY_QWEN, 3, 20, 24, 16, 8, 3)
+NUM_PREFILLS = 7
+
+
+def run(bench: Bench) -> None:
+    """Measure both shapes, with graphs and without."""
+    scale = REHEARSED if bench.rehearse else GPU
+    bandwidth, rate = copy_bandwidth(bench.machine), matrix_rate(bench.machine)
+    bench.rows.figure("copy, read + written", bandwidth / 1e9, "GB/s")
+    bench.rows.figure("bf16 matrix product", rate / 1e12, "TFLOP/s")
+    with TemporaryDirectory() as directory:
+        for graphs in ("auto", "off"):
+            qwen = RandomModel.make(Path(directory) / "qwen", scale.qwen)
+            _small(bench, qwen, scale, graphs, bandwidth)
+        for graphs in ("auto", "off"):
+            llama = RandomModel.make(Path(directory) / "llama", scale.llama)
+            _large(bench, llama, scale, graphs, (bandwidth, rate))
+
+
+def _small(bench: Bench, model: RandomModel, scale: Scale, graphs: str, bandwidth: float) -> None:
+    runner = _runner(model, scale, graphs, num_rows=1)
+    one = _filled(runner, model, scale, 1)
+    run = run_plans(runner, one.decodes(scale.context, scale.num_steps))
+    limit = 1.5 if graphs == "auto" else None
+    name = f"Qwen2.5-0.5B shape, batch 1, graphs {graphs}"
+    bench.rows.figure(name, 1e3 * run.median_s, "ms", at_most=limit)
+    floor_s = _floor_s(model, 1, scale, bandwidth)
+    bench.rows.figure(f"{name}: to its floor", run.median_s / floor_s, "x")
+    _idle(bench, runner, one, scale, name)
+
+
+def _large(
+    bench: Bench, model: RandomModel, scale: Scale, graphs: str, ceilings: tuple[float, float]
+) -> None:
+    bandwidth, rate = ceilings
+    runner = _runner(model, scale, graphs, num_rows=scale.batch)
+    rows = _filled(runner, model, scale, scale.batch)
+    is_judged = graphs == "auto"
+    for num_rows, limit in ((1, 1.25), (scale.batch, 1.35)):
+        run = run_plans(runner, rows.decodes(scale.context, scale.num_steps, num_rows=num_rows))
+        name = f"Llama-3-8B shape, batch {num_rows}, context {scale.context}, graphs {graphs}"
+        bench.rows.figure(name, 1e3 * run.median_s, "ms", note=_device_s(run))
+        ratio = run.median_s / _floor_s(model, num_rows, scale, bandwidth)
+        bench.rows.figure(
+            f"{name}: to weights + KV over the bandwidth",
+            ratio,
+            "x",
+            at_most=limit if is_judged else None,
+        )
+        _idle(bench, runner, rows, scale, name, num_rows=num_rows)
+    if is_judged:
+        _prefill(bench, runner, model, scale, rate)
+
+
+def _prefill(
+    bench: Bench, runner: ModelRunner, model: RandomModel, scale: Scale, rate: float
+) -> None:
+    """Time a prompt as one step; the slots are those of the decodes, whose KV is overwritten."""
+    sequence = Sequences(1, scale.prefill, vocab_size=model.config.vocab_size, seed=2)
+    plans = sequence.prefills(scale.prefill, budget=scale.prefill) * NUM_PREFILLS
+    run = run_plans(runner, plans)
+    achieved = model.prefill_operations(scale.prefill) / run.median_s
+    name = f"Llama-3-8B shape, prefill of {scale.prefill}"
+    bench.rows.figure(name, 1e3 * run.median_s, "ms", note=f"{achieved / 1e12:.4g} TFLOP/s")
+    bench.rows.figure(f"{name}: of the matrix rate", 100 * achieved / rate, "%", at_least=55.0)
+
+
+def _runner(model: RandomModel, scale: Scale, graphs: str, *, num_rows: int) -> ModelRunner:
+    """Return a runner whose pool holds the rows, and the long prompt."""
+    per_row = scale.context + scale.num_steps + scale.profiled_steps
+    return model.runner(
+        cuda_graphs=graphs,
+        max_num_seqs=max(num_rows, 2),
+        max_num_batched_tokens=scale.budget,
+        max_kv_tokens=max(num_rows * per_row, scale.prefill) + 64,
+    )
+
+
+def _filled(runner: ModelRunner, model: RandomModel, scale: Scale, num_rows: int) -> Sequences:
+    """Return sequences whose context has been computed."""
+    length = scale.context + scale.num_steps + scale.profiled_steps
+    rows = Sequences(num_rows, length, vocab_size=model.config.vocab_size)
+    run_plans(runner, rows.prefills(scale.context, budget=scale.budget))
+    return rows
+
+
+def _floor_s(model: RandomModel, num_rows: int, scale: Scale, bandwidth: float) -> float:
+    """Return the seconds in which a decode in the middle of the run could be read."""
+    context = scale.context + scale.num_steps // 2
+    kv_bytes = num_rows * context * model.kv_bytes_per_token
+    return (model.decode_weight_bytes + kv_bytes) / bandwidth
+
+
+def _device_s(run: Run) -> str:
+    """Return what the worker itself says of a step."""
+    exec_s = sorted(result.exec_s for result in run.results)[len(run.results) // 2]
+    return f"the worker says {1e3 * exec_s:.4g} ms"
+
+
+def _idle(
+    bench: Bench,
+    runner: ModelRunner,
+    rows: Sequences,
+    scale: Scale,
+    name: str,
+    *,
+    num_rows: int | None = None,
+) -> None:
+    """Report how much of a profiled stretch of decodes the device did nothing."""
+    plans = rows.decodes(scale.context, scale.profiled_steps, num_rows=num_rows)
+    path = bench.out / "decode.trace.json"
+    with profiled(bench.machine, path):
+        run_plans(runner, plans)
+    share = idle_pct(path)
+    path.unlink()
+    if share is None:
+        bench.rows.skip(f"{name}: device idle", "nothing ran on a device")
+    else:
+        bench.rows.figure(f"{name}: device idle", share, "%", note="profiled")
