@@ -1,0 +1,191 @@
+"""Decodes as CUDA graphs: a step in which every row has one new token is one launch.
+
+Launching a model's kernels one by one takes the host longer than a GPU takes to run them for a few
+rows. So the whole pass, from the tables to the logits, is recorded at the start for a ladder of
+batch sizes, and a step runs as the smallest that has room:
+
+    places   row  row  row  pad  position position position 0     one upload per step
+    tables   token_ids[row, position]   req_to_slot[row, position]      read by the graph itself
+    logits   [L, vocab]                                                 a view of the graph's own
+
+A padding row is a row like others to every kernel: the tables' last one, whose position 0 has the
+pool's scratch slot. Its logits are cut off.
+
+The LM head is part of the graph, as the gather over the ranks is. Sampling is not: what it does
+depends on the rows' options, and the host has all of the graph's time to launch it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lightserve.errors import StartupError
+from lightserve.kernels.interface import AttentionBatch
+from lightserve.logs import one_line
+from lightserve.models.base import KVPool, Model
+from lightserve.progress import Advance
+from lightserve.worker.device import fill_from_host
+from lightserve.worker.graph_recorder import GraphRecorder
+
+IntArray = npt.NDArray[np.int64]
+
+
+class DecodeTables(NamedTuple):
+    """What a row knows, on the device; the last row is for padding."""
+
+    token_ids: Tensor
+    """int32 [max_num_seqs + 1, max_model_len + 1], tokens by position."""
+    req_to_slot: Tensor
+    """int32, the same shape: slots by position, those of the last row all the scratch slot."""
+
+
+class UnknownValues(Sequence[int]):
+    """Values of the host that change from replay to replay: only their number can be read."""
+
+    def __init__(self, name: str, length: int) -> None:
+        self._name = name
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: object) -> NoReturn:
+        """Refuse: a graph would keep the values of its capture for ever."""
+        raise RuntimeError(f"{self._name} of a recorded pass was read: every replay has others")
+
+
+class DecodeGraphs:
+    """Recorded passes of one rank for decodes alone."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        tables: DecodeTables,
+        *,
+        sizes: Sequence[int],
+        recorder: GraphRecorder,
+        has_logits: bool,
+    ) -> None:
+        """Make the static tensors; `capture` does the rest.
+
+        Args:
+            model: this rank's part.
+            pool: its KV.
+            tables: of which graphs keep the addresses.
+            sizes: numbers of rows to record passes for, rising.
+            recorder: records and repeats them.
+            has_logits: True on rank 0, which alone gets any.
+        """
+        self._model, self._pool, self._tables = model, pool, tables
+        self._sizes = tuple(sizes)
+        self._recorder = recorder
+        self._replays: dict[int, Callable[[], None]] = {}
+        device, largest = tables.token_ids.device, self._sizes[-1]
+        self._padding_row = tables.token_ids.shape[0] - 1
+        self._places = torch.zeros(2 * largest, dtype=torch.int64, device=device)
+        self._offsets = torch.arange(largest + 1, dtype=torch.int32, device=device)
+        self._indices = torch.arange(largest, dtype=torch.int64, device=device)
+        self._logits: Tensor | None = None
+        if has_logits:
+            shape = (largest, model.config.vocab_size)
+            self._logits = torch.empty(shape, dtype=torch.float32, device=device)
+
+    @torch.inference_mode()
+    def capture(self, advance: Advance = lambda _: None) -> list[int]:
+        """Record every size, the largest first; `advance` hears of each.
+
+        Returns:
+            The device memory that each took, in bytes, in this order.
+
+        Raises:
+            StartupError: one could not be recorded.
+        """
+        used, free_bytes = [], self._recorder.free_bytes()
+        for size in reversed(self._sizes):
+            self._set_places(np.empty(0, np.int64), np.empty(0, np.int64), size)
+            try:
+                self._replays[size] = self._recorder.record(partial(self._run, size))
+            except RuntimeError as error:
+                raise StartupError(
+                    f"a CUDA graph of {size} decodes could not be captured: {one_line(error)};"
+                    " --cuda-graphs off serves without, --cuda-graph-max-seqs limits their size"
+                ) from error
+            before, free_bytes = free_bytes, self._recorder.free_bytes()
+            used.append(before - free_bytes)
+            advance(1)
+        return used
+
+    def covers(self, num_rows: int) -> bool:
+        """Whether a step of so many decodes, every one of which samples, has a graph."""
+        return 0 < num_rows <= self._sizes[-1]
+
+    def logits(self, rows: IntArray, positions: IntArray) -> Tensor | None:
+        """Run a step that `covers` is true for.
+
+        Args:
+            rows: int64 [L], rows of the tables, each at most once.
+            positions: int64 [L], of each row's one new token, which is in the tables.
+
+        Returns:
+            float32 logits [L, vocab_size] on rank 0, None elsewhere. They are the graph's own:
+            the next call overwrites them, behind what has been launched until then.
+        """
+        num_rows = len(rows)
+        size = next(size for size in self._sizes if size >= num_rows)
+        self._set_places(rows, positions, size)
+        self._replays[size]()
+        return None if self._logits is None else self._logits[:num_rows]
+
+    def _set_places(self, rows: IntArray, positions: IntArray, size: int) -> None:
+        """Upload rows and positions, padded to `size`."""
+        places = np.zeros(2 * size, dtype=np.int64)
+        num_rows = len(rows)
+        places[:num_rows] = rows
+        places[num_rows:size] = self._padding_row
+        places[size : size + num_rows] = positions
+        fill_from_host(self._places[: 2 * size], torch.from_numpy(places))
+
+    def _run(self, size: int) -> None:
+        """Run the pass of `size` rows at the places that are set; this is what is recorded."""
+        rows, positions = self._places[:size], self._places[size : 2 * size]
+        tables = self._tables
+        batch = AttentionBatch(
+            positions=positions,
+            slot_mapping=tables.req_to_slot[rows, positions].long(),
+            req_to_slot=tables.req_to_slot,
+            rows=rows,
+            cu_seqlens_q=self._offsets[: size + 1],
+            context_lens=(positions + 1).int(),
+            host_rows=UnknownValues("host_rows", size),
+            host_q_lens=(1,) * size,
+            host_context_lens=UnknownValues("host_context_lens", size),
+        )
+        input_ids = tables.token_ids[rows, positions].long()
+        hidden = self._model.hidden(input_ids, batch, self._pool, self._indices[:size])
+        self._model.logits(hidden, None if self._logits is None else self._logits[:size])
+
+
+def estimated_graph_bytes(
+    make_graphs: Callable[[Sequence[int]], DecodeGraphs], sizes: Sequence[int]
+) -> int:
+    """Return about how much memory graphs of all `sizes` will take, from two of them.
+
+    The largest takes what all share; each other one its own launches, which are as many.
+
+    Args:
+        make_graphs: makes graphs of some sizes, on a small pool; they are dropped.
+        sizes: rising.
+
+    Raises:
+        StartupError: even these could not be recorded.
+    """
+    first, *rest = make_graphs(sizes[-2:]).capture()
+    return first + sum(rest) * (len(sizes) - 1)

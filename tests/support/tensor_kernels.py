@@ -1,0 +1,47 @@
+"""Kernels as a GPU's are: of a batch they read tensors and the number of rows, and nothing else.
+
+Plain torch on any device, for passes that are recorded on the CPU or run on fake CUDA tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightserve.kernels.interface import AttentionBatch
+from lightserve.kernels.reference import ReferenceKernels
+
+
+class TensorKernels(ReferenceKernels):
+    """Decodes over the whole width of the table, the rest of it masked."""
+
+    name = "tensor"
+    is_capturable = True
+
+    def attention(
+        self,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        if any(q_len > 1 for q_len in batch.host_q_lens):
+            return super().attention(
+                q, k_pool, v_pool, batch, scale=scale, sliding_window=sliding_window
+            )
+        group = q.shape[1] // k_pool.shape[1]
+        slots = batch.req_to_slot[batch.rows].long()  # [R, width]
+        k, v = (pool[slots].float().repeat_interleave(group, dim=2) for pool in (k_pool, v_pool))
+        scores = torch.einsum("rhd,rphd->rhp", q.float(), k) * scale
+        positions = torch.arange(slots.shape[1], device=q.device)
+        last = batch.context_lens[:, None] - 1
+        hidden = positions > last
+        if sliding_window is not None:
+            hidden |= positions <= last - sliding_window
+        # What is hidden may be anything: a weight of zero would not stop a NaN.
+        weights = scores.masked_fill(hidden[:, None], float("-inf")).softmax(dim=-1)
+        v = v.masked_fill(hidden[:, :, None, None], 0.0)
+        return torch.einsum("rhp,rphd->rhd", weights, v).to(q.dtype)
