@@ -89,6 +89,8 @@ class Run:
     results: list[StepResult]
     gaps_s: list[float]
     """Between successive results, those of the first steps left out."""
+    whole_s: float
+    """From the first plan to the last result."""
 
     @property
     def median_s(self) -> float:
@@ -110,11 +112,13 @@ def run_plans(runner: ModelRunner, plans: Sequence[StepPlan]) -> Run:
     """Have the worker's loop execute plans, one after the other."""
     numbered = [replace(plan, step_id=StepId(number)) for number, plan in enumerate(plans)]
     link = ScriptedLink(numbered)
+    start_s = time.perf_counter()
     with contextlib.suppress(_OutOfPlans):
         serve(runner, link, is_first_rank=True)
     assert len(link.results) == len(plans), (len(link.results), len(plans))
     gaps_s = [after - before for before, after in pairwise(link.sent_s)]
-    return Run(link.results, gaps_s[min(WARM_STEPS, len(gaps_s) - 1) :])
+    skipped = max(0, min(WARM_STEPS, len(gaps_s) - 1))
+    return Run(link.results, gaps_s[skipped:], link.sent_s[-1] - start_s)
 
 
 class Sequences:
