@@ -11,6 +11,7 @@ else: what a step needs of the one before it, its tokens, is in the tables there
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +22,22 @@ from lightserve.models.parallel import TensorParallel
 from lightserve.types import RowId
 from lightserve.worker.constraints import RowConstraints, StepMasks
 from lightserve.worker.device_queue import DeviceQueue
+from lightserve.worker.graphs import DecodeGraphs, DecodeTables
 from lightserve.worker.host_pool import HostPool
 from lightserve.worker.kv_pool import KVPool
 from lightserve.worker.logprobs import PROMPT_ROWS, all_finite, token_logprobs
 from lightserve.worker.pending import Drawn, Pending, PromptNews, StepMarks, wanted_logprobs
 from lightserve.worker.sampler import sample
 from lightserve.worker.sequence_table import PromptSpan, SequenceTable, StepInputs
+
+
+class _Passed(NamedTuple):
+    """What a forward pass gave."""
+
+    logits: Tensor | None
+    """float32 [L, vocab] of the rows that sample, None beyond rank 0."""
+    prompt_hidden: Tensor
+    """[sum of n, hidden_size] of the prompt spans' tokens, one span after the other."""
 
 
 class ModelRunner:
@@ -66,7 +77,13 @@ class ModelRunner:
         )
         self._generation = generation
         self._constraints = constraints
+        self._graphs: DecodeGraphs | None = None
         self._free_since = queue.mark()
+
+    @property
+    def tables(self) -> DecodeTables:
+        """What the runner knows of its rows, on the device, for `DecodeGraphs`."""
+        return DecodeTables(self._table.token_ids, self._table.req_to_slot)
 
     @property
     def num_kv_slots(self) -> int:
@@ -93,6 +110,10 @@ class ModelRunner:
         """Longest sequence, in tokens."""
         return self._model.context_len
 
+    def use_graphs(self, graphs: DecodeGraphs) -> None:
+        """Run steps of decodes alone as `graphs`, which have been captured, from now on."""
+        self._graphs = graphs
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan to its end; every rank does, rank 0's result counts."""
         return self.finish(self.launch(plan))
@@ -109,20 +130,12 @@ class ModelRunner:
         """
         idle_since, start = self._free_since, self._queue.mark()
         self._host_pool.check(plan)
-        self._host_pool.save(plan.saves)
-        self._host_pool.load(plan.loads)
-        copied = self._queue.mark() if plan.saves.slots or plan.loads.slots else start
+        copies = self._host_pool.begin(plan)
         inputs = self._table.begin(plan)
         masks = self._begin_masks(plan, inputs)
-        hidden = self._model.hidden(
-            self._table.input_ids(inputs),
-            self._table.batch(inputs),
-            self._pool,
-            inputs.tensors.logit_rows,
-        )
-        num_sampled = len(inputs.sampled_rows)
-        drawn = self._sample(inputs, self._model.logits(hidden[:num_sampled]), masks)
-        prompts = self._prompt_logprobs(inputs.prompt_spans, hidden[num_sampled:])
+        passed = self._forward(inputs)
+        drawn = self._sample(inputs, passed.logits, masks)
+        prompts = self._prompt_logprobs(inputs.prompt_spans, passed.prompt_hidden)
         self._free_since = end = self._queue.mark()
         constraints = self._constraints
         return Pending(
@@ -132,7 +145,8 @@ class ModelRunner:
             constrained_rows=(
                 frozenset() if constraints is None else constraints.among(inputs.sampled_rows)
             ),
-            marks=StepMarks(idle_since, start, copied, end),
+            marks=StepMarks(idle_since, start, end),
+            copies=copies,
         )
 
     def finish(self, pending: Pending) -> StepResult:
@@ -153,20 +167,20 @@ class ModelRunner:
             rows=rows,
             exec_s=marks.end.seconds_since(marks.start),
             idle_s=marks.start.seconds_since(marks.idle_since),
-            copy_s=marks.copied.seconds_since(marks.start),
+            copy_s=pending.copies.seconds(),
         )
 
     @torch.inference_mode()
     def copy_ahead(self, plan: StepPlan) -> None:
         """Make a launched plan's copies that nobody waits for; this is not idle time.
 
-        At once where they run beside the step, otherwise when its result has been sent, and
-        always before the next plan is launched.
+        When its result has been sent, and always before the next plan is launched. Where copies
+        run beside a step they have begun with it.
         """
         if plan.ahead_saves.slots or plan.ahead_loads.slots:
-            self._host_pool.save(plan.ahead_saves)
-            self._host_pool.load(plan.ahead_loads)
-            self._free_since = self._queue.mark()
+            self._host_pool.end(plan)
+            if not self._host_pool.overlaps_copies:
+                self._free_since = self._queue.mark()
 
     def _begin_masks(self, plan: StepPlan, inputs: StepInputs) -> Callable[[], StepMasks] | None:
         """Start on what constrained rows may draw; None: there are none."""
@@ -176,6 +190,18 @@ class ModelRunner:
             return None
         self._constraints.update(plan.sequences)
         return self._constraints.begin(inputs.sampled_rows)
+
+    def _forward(self, inputs: StepInputs) -> _Passed:
+        """Run the model: as a graph where there is one for the step."""
+        tensors, graphs = inputs.tensors, self._graphs
+        if graphs is not None and inputs.is_plain_decode and graphs.covers(len(inputs.host_rows)):
+            logits = graphs.logits(tensors.rows, tensors.positions)
+            return _Passed(logits, torch.empty(0, 0, device=self._queue.device))
+        hidden = self._model.hidden(
+            self._table.input_ids(inputs), self._table.batch(inputs), self._pool, tensors.logit_rows
+        )
+        num_sampled = len(inputs.sampled_rows)
+        return _Passed(self._model.logits(hidden[:num_sampled]), hidden[num_sampled:])
 
     def _sample(
         self, inputs: StepInputs, logits: Tensor | None, masks: Callable[[], StepMasks] | None

@@ -16,6 +16,7 @@ from lightserve.messages.common import TokenLogprob
 from lightserve.messages.router_worker import PlanRow, RowError, RowResult, StepPlan
 from lightserve.types import RowId, SamplingParams
 from lightserve.worker.device_queue import Mark
+from lightserve.worker.host_pool import CopyWait
 from lightserve.worker.logprobs import token_logprobs
 from lightserve.worker.sampler import Sampled
 
@@ -29,8 +30,6 @@ class StepMarks(NamedTuple):
     idle_since: Mark
     """The end of the work before it."""
     start: Mark
-    copied: Mark
-    """What it waits for has been copied."""
     end: Mark
     """Its results are on the host."""
 
@@ -79,6 +78,7 @@ class Pending:
     constrained_rows: frozenset[RowId]
     """Rows that sample under a constraint, whose tokens the host must know before their next."""
     marks: StepMarks
+    copies: CopyWait
 
     def is_done(self) -> bool:
         """Whether `finish` would not wait."""

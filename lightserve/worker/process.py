@@ -1,8 +1,8 @@
 """The worker process: one per tensor-parallel rank.
 
-Plans arrive over a link, of which one may wait while another runs; the result leaves the moment
-its tokens are on the host. A step that raises ends the process: the supervisor replaces the
-whole group and the router replays what can be replayed.
+Plans arrive over a link, of which one may wait while another runs; see `step_loop`. A step that
+raises, when it is launched or when it is waited for, ends the process: the supervisor replaces
+the whole group and the router replays what can be replayed.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import gc
 
 from lightserve.channels.base import Link
 from lightserve.channels.zmq import connect_link
-from lightserve.errors import ProtocolError
 from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.router_worker import RouterToWorker, WorkerHello, WorkerToRouter
 from lightserve.messages.supervision import ChildMessage, ChildReady, ChildSpec, SupervisorMessage
-from lightserve.types import StepId
 from lightserve.worker.engine import build_runner, set_threads
-from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.profiling import profile_at_start
+from lightserve.worker.step_loop import serve
 from lightserve.worker.tensor_parallel import join_group
 
 
@@ -62,24 +60,3 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
     control.send(ChildReady())
     serve(runner, link, is_first_rank=spec.index == 0)
     return 0
-
-
-def serve(
-    runner: ModelRunner, link: Link[WorkerToRouter, RouterToWorker], *, is_first_rank: bool
-) -> None:
-    """Execute plans in order, for ever.
-
-    Raises:
-        ProtocolError: a plan was lost or repeated.
-    """
-    expected: StepId | None = None
-    while True:
-        plan = link.receive(timeout_s=None)
-        assert plan is not None
-        if expected is not None and plan.step_id != expected:
-            raise ProtocolError(f"plan {plan.step_id} where {expected} was due")
-        expected = StepId(plan.step_id + 1)
-        result = runner.execute(plan)
-        if is_first_rank:
-            link.send(result)
-        runner.copy_ahead(plan)

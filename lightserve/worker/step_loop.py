@@ -1,0 +1,139 @@
+"""The worker's loop: plans in, results out, at most one step launched ahead of the one that runs.
+
+    plans    1    2      3                                       a plan is launched as it comes,
+    host     launch 1 ─► launch 2 ─► finish 1 ─► launch 3 ─► …   the moment it may be
+    device        └─ step 1 ─────────┘└─ step 2 ──────…
+    results                             1
+
+Results leave in order and at once: nothing waits for a plan while a step is done, and nobody
+polls. Before a plan is launched only that is finished which it needs on the host: tokens of rows
+with a constraint. On the CPU a step is over when it has been launched, so each is finished before
+the next plan is looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn, Protocol
+
+from lightserve.channels.base import Link
+from lightserve.channels.wait import Waitable, wait_readable
+from lightserve.errors import ProtocolError
+from lightserve.messages.router_worker import RouterToWorker, StepPlan, StepResult, WorkerToRouter
+from lightserve.types import StepId
+from lightserve.worker.device_queue import Mark
+from lightserve.worker.pending import Pending
+
+WorkerLink = Link[WorkerToRouter, RouterToWorker]
+
+
+class Runner(Protocol):
+    """What runs the steps; see `ModelRunner`."""
+
+    def launch(self, plan: StepPlan) -> Pending:
+        """Start a plan."""
+
+    def finish(self, pending: Pending) -> StepResult:
+        """Wait for a step."""
+
+    def copy_ahead(self, plan: StepPlan) -> None:
+        """Make copies that nobody in the step waits for, before the next one is launched."""
+
+
+def serve(runner: Runner, link: WorkerLink, *, is_first_rank: bool) -> NoReturn:
+    """Execute plans in order, for ever; the first rank alone answers.
+
+    Raises:
+        ProtocolError: a plan was lost or repeated.
+        RuntimeError: a step failed on its device.
+    """
+    steps = StepLoop(runner, link, is_first_rank=is_first_rank)
+    while True:
+        steps.launch(steps.next_plan())
+
+
+class StepLoop:
+    """Steps that were launched and not yet finished: none, one, or that and the one behind it."""
+
+    def __init__(self, runner: Runner, link: WorkerLink, *, is_first_rank: bool) -> None:
+        self._runner = runner
+        self._link = link
+        self._is_first_rank = is_first_rank
+        self._running: deque[Pending] = deque()
+        self._uncopied: StepPlan | None = None
+        """The plan that was launched last, until its copies that nobody waits for are made."""
+        self._expected: StepId | None = None
+        self._watch = _MarkWatch()
+
+    def next_plan(self) -> StepPlan:
+        """Return the next plan once it may be launched; results leave meanwhile."""
+        while self._running:
+            running = self._running[0]
+            # With a step behind it no plan can come: the router sends one ahead, not two.
+            if len(self._running) > 1 or running.is_done():
+                self._finish()
+            elif (plan := self._receive(0.0)) is None:
+                self._watch.wait(running.marks.end, self._link)
+            else:
+                if running.must_precede(plan):
+                    self._finish()
+                return plan
+        plan = self._receive(None)
+        assert plan is not None
+        return plan
+
+    def launch(self, plan: StepPlan) -> None:
+        """Start a plan behind what runs."""
+        self._copy_ahead()
+        self._running.append(self._runner.launch(plan))
+        self._uncopied = plan
+
+    def _finish(self) -> None:
+        """Wait for the oldest step and send what it gave."""
+        step = self._running.popleft()
+        result = self._runner.finish(step)
+        if self._is_first_rank:
+            self._link.send(result)
+        if not self._running:
+            self._copy_ahead()
+
+    def _copy_ahead(self) -> None:
+        if self._uncopied is not None:
+            self._runner.copy_ahead(self._uncopied)
+            self._uncopied = None
+
+    def _receive(self, timeout_s: float | None) -> StepPlan | None:
+        plan = self._link.receive(timeout_s)
+        if plan is not None:
+            if self._expected is not None and plan.step_id != self._expected:
+                raise ProtocolError(f"plan {plan.step_id} where {self._expected} was due")
+            self._expected = StepId(plan.step_id + 1)
+        return plan
+
+
+class _MarkWatch:
+    """Waits for a mark and for a link at once: a thread waits for the mark and then tells."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="marks")
+        self._told_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._watched: Mark | None = None
+
+    def wait(self, mark: Mark, link: Waitable) -> None:
+        """Return when the mark is past, has failed, or the link can be read; or for no reason."""
+        if mark is not self._watched:
+            self._watched = mark
+            self._thread.submit(self._tell, mark)
+        sources: list[Waitable | int] = [link, self._told_fd]
+        if self._told_fd in wait_readable(sources, None):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._told_fd)
+
+    def _tell(self, mark: Mark) -> None:
+        try:
+            mark.wait()  # what it raises the loop gets as well, from `finish`
+        finally:
+            os.eventfd_write(self._told_fd, 1)

@@ -1,0 +1,266 @@
+"""The worker's loop: when it launches, finishes, sends and copies; with a scripted device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from lightserve.channels.memory import MemoryHub, bind_hub
+from lightserve.errors import ProtocolError
+from lightserve.messages.router_worker import (
+    OutputKind,
+    PlanRow,
+    RouterToWorker,
+    StepPlan,
+    StepResult,
+    WorkerToRouter,
+)
+from lightserve.types import RowId, StepId
+from lightserve.worker.device_queue import Mark
+from lightserve.worker.pending import Drawn, Pending, StepMarks
+from lightserve.worker.step_loop import serve
+
+TIMEOUT_S = 20.0
+"""For what happens at once unless something is broken."""
+
+
+class ScriptedMark:
+    """Past when the test says so."""
+
+    def __init__(self) -> None:
+        self._passed = threading.Event()
+        self._error: RuntimeError | None = None
+        self.num_asked = 0
+
+    def is_past(self) -> bool:
+        self.num_asked += 1
+        return self._passed.is_set()
+
+    def wait(self) -> None:
+        assert self._passed.wait(TIMEOUT_S)
+        if self._error is not None:
+            raise self._error
+
+    def seconds_since(self, earlier: Mark) -> float:
+        del earlier
+        return 1.0
+
+    def end(self, error: RuntimeError | None = None) -> None:
+        self._error = error
+        self._passed.set()
+
+
+class NoCopies:
+    """Nothing was waited for."""
+
+    def seconds(self) -> float:
+        return 0.0
+
+
+@dataclass
+class ScriptedRunner:
+    """Notes what the loop asks for; steps end when the test says so, or when launched."""
+
+    ends_at_once: bool = False
+    constrained: frozenset[RowId] = frozenset()
+    """Rows that every step samples under a constraint."""
+    marks: dict[int, ScriptedMark] = field(default_factory=dict)
+    _calls: list[str] = field(default_factory=list)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def launch(self, plan: StepPlan) -> Pending:
+        mark = ScriptedMark()
+        if self.ends_at_once:
+            mark.end()
+        self.marks[plan.step_id] = mark
+        self._note(f"launch {plan.step_id}")
+        return Pending(
+            plan=plan,
+            drawn=Drawn([], torch.empty(0, dtype=torch.int64)),
+            prompts={},
+            constrained_rows=self.constrained,
+            marks=StepMarks(mark, mark, mark),
+            copies=NoCopies(),
+        )
+
+    def finish(self, pending: Pending) -> StepResult:
+        pending.marks.end.wait()
+        self._note(f"finish {pending.plan.step_id}")
+        return StepResult(pending.plan.step_id, 0, [], exec_s=1.0, idle_s=0.0)
+
+    def copy_ahead(self, plan: StepPlan) -> None:
+        self._note(f"copy {plan.step_id}")
+
+    def _note(self, call: str) -> None:
+        with self._changed:
+            self._calls.append(call)
+            self._changed.notify_all()
+
+    def calls(self, number: int) -> list[str]:
+        """Return the first calls, once there are so many."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self._calls) >= number, TIMEOUT_S), (
+                self._calls
+            )
+            return list(self._calls)
+
+
+def plan(number: int, *rows: int) -> StepPlan:
+    return StepPlan(
+        step_id=StepId(number),
+        sequences=[],
+        slot_ranges=[],
+        rows=[PlanRow(RowId(row), 5, 1, OutputKind.SAMPLE) for row in rows or (0,)],
+    )
+
+
+@dataclass
+class Loop:
+    """The loop in a thread of its own, and the router's end of its link."""
+
+    hub: MemoryHub[RouterToWorker, WorkerToRouter]
+    runner: ScriptedRunner
+    thread: threading.Thread
+    errors: list[BaseException]
+
+    def send(self, *plans: StepPlan) -> None:
+        for one in plans:
+            self.hub.send("worker", one)
+
+    def result(self) -> int:
+        """Return the next result's step."""
+        received = self.hub.receive(TIMEOUT_S)
+        assert received is not None and isinstance(received[1], StepResult)
+        return received[1].step_id
+
+    def has_result(self) -> bool:
+        return self.hub.receive(0.05) is not None
+
+    def error(self) -> BaseException:
+        """Return what ended the loop."""
+        self.thread.join(TIMEOUT_S)
+        return self.errors[0]
+
+
+@contextmanager
+def running(runner: ScriptedRunner, *, is_first_rank: bool = True) -> Iterator[Loop]:
+    hub = bind_hub(send_type=RouterToWorker, recv_type=WorkerToRouter)
+    link = hub.connect_link("worker")
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            serve(runner, link, is_first_rank=is_first_rank)
+        except (ProtocolError, RuntimeError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    loop = Loop(hub, runner, thread, errors)
+    yield loop
+    runner.ends_at_once = True
+    for mark in list(runner.marks.values()):
+        mark.end()
+    loop.send(plan(10_000), plan(20_000))  # the second one at least is out of order
+    assert loop.error() is not None
+    hub.close()
+
+
+def test_a_plan_is_launched_behind_the_step_that_runs() -> None:
+    with running(ScriptedRunner()) as loop:
+        loop.send(plan(1))
+        assert loop.runner.calls(1) == ["launch 1"]
+        loop.send(plan(2))
+        assert loop.runner.calls(3) == ["launch 1", "copy 1", "launch 2"]
+        assert not loop.has_result()
+        assert loop.runner.marks[1].num_asked <= 3  # it was waited for, not polled
+        loop.runner.marks[1].end()
+        assert loop.result() == 1
+        loop.send(plan(3))
+        assert loop.runner.calls(6)[3:] == ["finish 1", "copy 2", "launch 3"]
+        loop.runner.marks[2].end()
+        loop.runner.marks[3].end()
+        assert [loop.result(), loop.result()] == [2, 3]
+        assert loop.runner.calls(9)[6:] == ["finish 2", "finish 3", "copy 3"]
+
+
+def test_a_result_does_not_wait_for_a_plan() -> None:
+    with running(ScriptedRunner()) as loop:
+        for number in (1, 2):
+            loop.send(plan(number))
+            loop.runner.calls(3 * number - 2)
+            assert not loop.has_result()
+            assert loop.runner.marks[number].num_asked <= 2
+            loop.runner.marks[number].end()
+            assert loop.result() == number
+        assert loop.runner.calls(6) == [
+            f"{call} {number}" for number in (1, 2) for call in ("launch", "finish", "copy")
+        ]
+
+
+def test_never_more_than_one_step_ahead() -> None:
+    """Three plans wait: the third is launched when the first step is over."""
+    with running(ScriptedRunner()) as loop:
+        loop.send(plan(1), plan(2), plan(3))
+        loop.runner.calls(3)
+        assert not loop.has_result()
+        assert loop.runner.calls(3)[-1] == "launch 2"
+        loop.runner.marks[1].end()
+        assert loop.result() == 1
+        assert loop.runner.calls(6)[3:] == ["finish 1", "copy 2", "launch 3"]
+
+
+def test_what_is_over_when_launched_is_finished_before_the_next_plan() -> None:
+    """As on the CPU, however many plans wait."""
+    with running(ScriptedRunner(ends_at_once=True)) as loop:
+        loop.send(plan(1), plan(2))
+        assert [loop.result(), loop.result()] == [1, 2]
+        assert loop.runner.calls(6) == [
+            f"{call} {number}" for number in (1, 2) for call in ("launch", "finish", "copy")
+        ]
+
+
+@pytest.mark.parametrize(("row", "must_wait"), [(3, True), (4, False)])
+def test_a_constrained_row_needs_its_token(row: int, must_wait: bool) -> None:
+    with running(ScriptedRunner(constrained=frozenset({RowId(3)}))) as loop:
+        loop.send(plan(1, 3, 4))
+        loop.runner.calls(1)
+        loop.send(plan(2, row))
+        if not must_wait:
+            assert loop.runner.calls(3)[-1] == "launch 2"
+        loop.runner.marks[1].end()
+        assert loop.result() == 1
+        order = loop.runner.calls(4)
+        assert (order.index("finish 1") < order.index("launch 2")) == must_wait
+
+
+def test_other_ranks_do_not_answer() -> None:
+    with running(ScriptedRunner(ends_at_once=True), is_first_rank=False) as loop:
+        loop.send(plan(1), plan(2))
+        loop.runner.calls(6)
+        assert not loop.has_result()
+
+
+def test_a_plan_that_is_missing_ends_the_loop() -> None:
+    with running(ScriptedRunner()) as loop:
+        loop.send(plan(1), plan(3))
+        assert str(loop.error()) == "plan 3 where 2 was due"
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_step_that_fails_on_its_device_ends_the_loop(is_ahead: bool) -> None:
+    """Whether the loop was waiting for it alone, or for a plan as well."""
+    with running(ScriptedRunner()) as loop:
+        loop.send(plan(1))
+        loop.runner.calls(1)
+        if is_ahead:
+            loop.send(plan(2))
+            loop.runner.calls(3)
+        loop.runner.marks[1].end(RuntimeError("CUDA error: an illegal memory access"))
+        assert "illegal memory access" in str(loop.error())
+        assert not loop.has_result()
