@@ -29,11 +29,3 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return host
     return host.pin_memory().to(device, non_blocking=True)
-
-
-def fill_from_host(target: Tensor, host: Tensor) -> None:
-    """Overwrite a contiguous tensor of any device with a host tensor; does not wait for the copy.
-
-    `host` may be written again at once.
-    """
-    target.copy_(host if target.device.type == "cpu" else host.pin_memory(), non_blocking=True)

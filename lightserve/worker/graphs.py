@@ -4,9 +4,10 @@ Launching a model's kernels one by one takes the host longer than a GPU takes to
 rows. So the whole pass, from the tables to the logits, is recorded at the start for a ladder of
 batch sizes, and a step runs as the smallest that has room:
 
-    places   row  row  row  pad  position position position 0     one upload per step
-    tables   token_ids[row, position]   req_to_slot[row, position]      read by the graph itself
-    logits   [L, vocab]                                                 a view of the graph's own
+    rows         row  row  row  pad │ pad …        static, filled by the step; behind the last row
+    positions     p    p    p    0  │  0  …        it has, as far as any size goes, is padding
+    token_ids, req_to_slot [row, position]         read by the graph itself
+    logits [L, vocab]                              a view of the graph's own
 
 A padding row is a row like others to every kernel: the tables' last one, whose position 0 has the
 pool's scratch slot. Its logits are cut off.
@@ -21,8 +22,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, NoReturn
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,10 +30,7 @@ from lightserve.kernels.interface import AttentionBatch
 from lightserve.logs import one_line
 from lightserve.models.base import KVPool, Model
 from lightserve.progress import Advance
-from lightserve.worker.device import fill_from_host
 from lightserve.worker.graph_recorder import GraphRecorder
-
-IntArray = npt.NDArray[np.int64]
 
 
 class DecodeTables(NamedTuple):
@@ -89,8 +85,11 @@ class DecodeGraphs:
         self._recorder = recorder
         self._replays: dict[int, Callable[[], None]] = {}
         device, largest = tables.token_ids.device, self._sizes[-1]
-        self._padding_row = tables.token_ids.shape[0] - 1
-        self._places = torch.zeros(2 * largest, dtype=torch.int64, device=device)
+        self._padding_row = padding_row = tables.token_ids.shape[0] - 1
+        self._rows = torch.full((largest,), padding_row, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._num_rows = 0
+        """Rows of the last step; what is behind them is padding."""
         self._offsets = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self._indices = torch.arange(largest, dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
@@ -110,12 +109,13 @@ class DecodeGraphs:
         """
         used, free_bytes = [], self._recorder.free_bytes()
         for size in reversed(self._sizes):
-            self._set_places(np.empty(0, np.int64), np.empty(0, np.int64), size)
             try:
                 self._replays[size] = self._recorder.record(partial(self._run, size))
             except RuntimeError as error:
+                # The end of a broken capture fails as well: what came first says why.
+                reason = one_line(error.__context__ or error)
                 raise StartupError(
-                    f"a CUDA graph of {size} decodes could not be captured: {one_line(error)};"
+                    f"a CUDA graph of {size} decodes could not be captured: {reason};"
                     " --cuda-graphs off serves without, --cuda-graph-max-seqs limits their size"
                 ) from error
             before, free_bytes = free_bytes, self._recorder.free_bytes()
@@ -123,39 +123,40 @@ class DecodeGraphs:
             advance(1)
         return used
 
+    @property
+    def static_bytes(self) -> int:
+        """Memory of the tensors that are there before anything is recorded."""
+        tensors = (self._rows, self._positions, self._offsets, self._indices, self._logits)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
     def covers(self, num_rows: int) -> bool:
         """Whether a step of so many decodes, every one of which samples, has a graph."""
         return 0 < num_rows <= self._sizes[-1]
 
-    def logits(self, rows: IntArray, positions: IntArray) -> Tensor | None:
+    def logits(self, rows: Tensor, positions: Tensor) -> Tensor | None:
         """Run a step that `covers` is true for.
 
         Args:
-            rows: int64 [L], rows of the tables, each at most once.
-            positions: int64 [L], of each row's one new token, which is in the tables.
+            rows: int64 [L] on the device, rows of the tables, each at most once.
+            positions: int64 [L] on the device, of each row's one new token, which is in the tables.
 
         Returns:
             float32 logits [L, vocab_size] on rank 0, None elsewhere. They are the graph's own:
             the next call overwrites them, behind what has been launched until then.
         """
         num_rows = len(rows)
-        size = next(size for size in self._sizes if size >= num_rows)
-        self._set_places(rows, positions, size)
-        self._replays[size]()
+        self._rows[:num_rows].copy_(rows)
+        self._positions[:num_rows].copy_(positions)
+        if num_rows < self._num_rows:
+            self._rows[num_rows : self._num_rows].fill_(self._padding_row)
+            self._positions[num_rows : self._num_rows].zero_()
+        self._num_rows = num_rows
+        self._replays[next(size for size in self._sizes if size >= num_rows)]()
         return None if self._logits is None else self._logits[:num_rows]
 
-    def _set_places(self, rows: IntArray, positions: IntArray, size: int) -> None:
-        """Upload rows and positions, padded to `size`."""
-        places = np.zeros(2 * size, dtype=np.int64)
-        num_rows = len(rows)
-        places[:num_rows] = rows
-        places[num_rows:size] = self._padding_row
-        places[size : size + num_rows] = positions
-        fill_from_host(self._places[: 2 * size], torch.from_numpy(places))
-
     def _run(self, size: int) -> None:
-        """Run the pass of `size` rows at the places that are set; this is what is recorded."""
-        rows, positions = self._places[:size], self._places[size : 2 * size]
+        """Run the pass of the first `size` rows that are set; this is what is recorded."""
+        rows, positions = self._rows[:size], self._positions[:size]
         tables = self._tables
         batch = AttentionBatch(
             positions=positions,
@@ -187,5 +188,6 @@ def estimated_graph_bytes(
     Raises:
         StartupError: even these could not be recorded.
     """
-    first, *rest = make_graphs(sizes[-2:]).capture()
-    return first + sum(rest) * (len(sizes) - 1)
+    graphs = make_graphs(sizes[-2:])
+    first, *rest = graphs.capture()
+    return graphs.static_bytes + first + sum(rest) * (len(sizes) - 1)

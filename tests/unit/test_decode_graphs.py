@@ -41,9 +41,9 @@ class Scene(NamedTuple):
     pool: KVPool
     tables: DecodeTables
 
-    def eager(self, rows: Any, positions: Any) -> Tensor:
+    def eager(self, rows: Tensor, positions: Tensor) -> Tensor:
         """What the pass gives when it runs as any other does."""
-        where = torch.from_numpy(rows), torch.from_numpy(positions)
+        where = rows, positions
         num_rows = len(rows)
         batch = AttentionBatch(
             positions=where[1],
@@ -85,9 +85,10 @@ def scene() -> Scene:
     return Scene(model, pool, DecodeTables(token_ids, slots))
 
 
-def places(rng: np.random.Generator, num_rows: int) -> tuple[Any, Any]:
+def places(rng: np.random.Generator, num_rows: int) -> tuple[Tensor, Tensor]:
     rows = rng.permutation(MAX_SEQS)[:num_rows].astype(np.int64)
-    return rows, rng.integers(0, WIDTH - 1, num_rows, dtype=np.int64)
+    positions = rng.integers(0, WIDTH - 1, num_rows, dtype=np.int64)
+    return torch.from_numpy(rows), torch.from_numpy(positions)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_every_number_of_rows_gives_its_logits_and_writes_its_slots_alone() -> N
         logits = graphs.logits(rows, at)
         assert logits is not None and logits.shape == (num_rows, 200)
         torch.testing.assert_close(logits, reference.eager(rows, at), rtol=1e-4, atol=1e-4)
-        written = ours.tables.req_to_slot[torch.from_numpy(rows), torch.from_numpy(at)].long()
+        written = ours.tables.req_to_slot[rows, at].long()
         kept = torch.ones(NUM_SLOTS, dtype=torch.bool)
         kept[written] = False
         for old, new, eager in zip(before, ours.pool.tensors, reference.pool.tensors, strict=True):
@@ -154,7 +155,7 @@ def test_padding_reads_and_writes_nothing_that_lives() -> None:
     ours = scene()
     graphs = ours.graphs(TapeRecorder())
     graphs.capture()
-    rows, at = np.array([3], dtype=np.int64), np.array([20], dtype=np.int64)
+    rows, at = torch.tensor([3]), torch.tensor([20])
     wanted = ours.eager(rows, at).clone()
     own = ours.tables.req_to_slot[3, :21].long()
     live = torch.arange(NUM_SLOTS)
@@ -162,8 +163,8 @@ def test_padding_reads_and_writes_nothing_that_lives() -> None:
     for tensor in ours.pool.tensors:
         tensor[:, :, :, live] = torch.nan
     for others in range(MAX_SEQS):  # 0: the row alone, padded to nothing; then with more beside it
-        alone = np.concatenate([rows, np.array([r for r in range(MAX_SEQS) if r != 3][:others])])
-        logits = graphs.logits(alone.astype(np.int64), np.array([20] + [0] * others))
+        beside = [row for row in range(MAX_SEQS) if row != 3][:others]
+        logits = graphs.logits(torch.tensor([3, *beside]), torch.tensor([20] + [0] * others))
         assert logits is not None
         torch.testing.assert_close(logits[:1], wanted, rtol=1e-4, atol=1e-4)
         assert all(
@@ -237,8 +238,12 @@ def test_an_estimate_from_two_sizes() -> None:
     ours, recorder = scene(), TapeRecorder()
     estimated = estimated_graph_bytes(lambda sizes: ours.graphs(recorder, sizes=sizes), SIZES)
     assert recorder.num_recorded == 2
-    assert estimated == sum(ours.graphs(recorder).capture()) == len(SIZES) * 2**20
-    assert estimated_graph_bytes(lambda s: ours.graphs(recorder, sizes=s), (1,)) == 2**20
+    graphs = ours.graphs(recorder)
+    assert sum(graphs.capture()) == len(SIZES) * 2**20
+    assert graphs.static_bytes == MAX_SEQS * (3 * 8 + 4 + 200 * 4) + 4
+    assert estimated == len(SIZES) * 2**20 + graphs.static_bytes
+    one = ours.graphs(recorder, sizes=(1,)).static_bytes + 2**20
+    assert estimated_graph_bytes(lambda s: ours.graphs(recorder, sizes=s), (1,)) == one
 
 
 def test_unknown_values_have_a_number_and_nothing_else() -> None:

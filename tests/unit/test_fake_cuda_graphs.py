@@ -17,7 +17,6 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from lightserve.errors import StartupError
-from lightserve.worker import graphs
 from lightserve.worker.graphs import DecodeGraphs, DecodeTables
 from lightserve.worker.kv_pool import KVPool
 
@@ -52,12 +51,6 @@ class SpoiltKernels(TensorKernels):
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         self._spoil(gate_up)
         return super().silu_and_mul(gate_up)
-
-
-@pytest.fixture(autouse=True)
-def _unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fake tensors cannot be pinned."""
-    monkeypatch.setattr(graphs, "fill_from_host", lambda target, host: target.copy_(host))
 
 
 def captured(kernels: TensorKernels) -> list[Tape]:
