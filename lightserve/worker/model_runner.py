@@ -130,9 +130,7 @@ class ModelRunner:
         """
         idle_since, start = self._free_since, self._queue.mark()
         self._host_pool.check(plan)
-        self._host_pool.save(plan.saves)
-        self._host_pool.load(plan.loads)
-        copied = self._queue.mark() if plan.saves.slots or plan.loads.slots else start
+        copies = self._host_pool.begin(plan)
         inputs = self._table.begin(plan)
         masks = self._begin_masks(plan, inputs)
         passed = self._forward(inputs)
@@ -147,7 +145,8 @@ class ModelRunner:
             constrained_rows=(
                 frozenset() if constraints is None else constraints.among(inputs.sampled_rows)
             ),
-            marks=StepMarks(idle_since, start, copied, end),
+            marks=StepMarks(idle_since, start, end),
+            copies=copies,
         )
 
     def finish(self, pending: Pending) -> StepResult:
@@ -168,20 +167,20 @@ class ModelRunner:
             rows=rows,
             exec_s=marks.end.seconds_since(marks.start),
             idle_s=marks.start.seconds_since(marks.idle_since),
-            copy_s=marks.copied.seconds_since(marks.start),
+            copy_s=pending.copies.seconds(),
         )
 
     @torch.inference_mode()
     def copy_ahead(self, plan: StepPlan) -> None:
         """Make a launched plan's copies that nobody waits for; this is not idle time.
 
-        At once where they run beside the step, otherwise when its result has been sent, and
-        always before the next plan is launched.
+        When its result has been sent, and always before the next plan is launched. Where copies
+        run beside a step they have begun with it.
         """
         if plan.ahead_saves.slots or plan.ahead_loads.slots:
-            self._host_pool.save(plan.ahead_saves)
-            self._host_pool.load(plan.ahead_loads)
-            self._free_since = self._queue.mark()
+            self._host_pool.end(plan)
+            if not self._host_pool.overlaps_copies:
+                self._free_since = self._queue.mark()
 
     def _begin_masks(self, plan: StepPlan, inputs: StepInputs) -> Callable[[], StepMasks] | None:
         """Start on what constrained rows may draw; None: there are none."""
