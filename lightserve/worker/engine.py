@@ -24,7 +24,7 @@ from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.constraints import RowConstraints
 from lightserve.worker.device import resolve_device
 from lightserve.worker.device_queue import make_queue
-from lightserve.worker.host_pool import HostPool
+from lightserve.worker.host_pool import DirectHostPool
 from lightserve.worker.kv_pool import KVPool
 from lightserve.worker.memory import MIN_SLOTS, free_memory_bytes, num_host_slots, num_kv_slots
 from lightserve.worker.model_runner import ModelRunner
@@ -82,7 +82,7 @@ def build_runner(
         model,
         pool,
         tp,
-        host_pool=HostPool(layout, num_on_host, pool),
+        host_pool=DirectHostPool(num_on_host, pool),
         queue=make_queue(device),
         max_num_seqs=config.max_num_seqs,
         generation=generation,

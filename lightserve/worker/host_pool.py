@@ -1,13 +1,14 @@
 """The host pool of one rank: KV of paused requests, and copies between it and the KV pool.
 
-KV bytes are never altered on the way (contract N1). Both pools have the same layout, so that all
-layers of a list of copies move with few gathers and scatters.
+KV bytes are never altered on the way (contract N1). Here: what every host pool does, and the one
+of a KV pool on the CPU, which copies between the steps. Beside a GPU: `staged_host_pool`.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 from lightserve.errors import ProtocolError
 from lightserve.messages.common import Int32Array, unpack_int32
 from lightserve.messages.router_worker import KVCopies, StepPlan
-from lightserve.models.kv_layout import KVLayout
 from lightserve.worker.kv_pool import KVPool
 
 MIN_TOKENS_BY_LAYER = 64
@@ -31,7 +31,7 @@ class CopyWait(Protocol):
         """Return how long it was, 0.0 without copies; once the step is done."""
 
 
-class _Waited:
+class Waited:
     """What the CPU has waited."""
 
     def __init__(self, seconds: float) -> None:
@@ -42,27 +42,16 @@ class _Waited:
         return self._seconds
 
 
-class HostPool:
-    """Keys and values of `num_slots` tokens; pages are touched only when they are written."""
+class HostPool(ABC):
+    """Keys and values of `num_slots` tokens."""
 
-    def __init__(self, layout: KVLayout, num_slots: int, pool: KVPool) -> None:
-        """`pool` is the KV pool, of the same layout, that is copied from and to."""
+    overlaps_copies: ClassVar[bool]
+    """Whether copies run beside forward passes, as on a GPU; otherwise between them."""
+
+    def __init__(self, num_slots: int, pool: KVPool) -> None:
+        """`pool` is the KV pool that is copied from and to."""
         self.num_slots = num_slots
         self._pool = pool
-        self._tensors = [
-            torch.empty(
-                (*tensor.shape[:3], num_slots, tensor.shape[4]),
-                dtype=tensor.dtype,
-                pin_memory=tensor.is_cuda,
-            )
-            for tensor in pool.tensors
-        ]
-        assert len(self._tensors) == len(layout.groups)
-
-    @property
-    def overlaps_copies(self) -> bool:
-        """Whether copies can run beside a forward pass: on a GPU, not on the CPU."""
-        return self._pool.tensors[0].is_cuda
 
     def check(self, plan: StepPlan) -> None:
         """Look at all copies of a plan before any is made.
@@ -88,42 +77,65 @@ class HostPool:
             if _have_common(others.slots, plan.ahead_loads.slots):
                 raise ProtocolError("a slot that is loaded ahead is in another copy of the plan")
 
+    @abstractmethod
     def begin(self, plan: StepPlan) -> CopyWait:
         """Make the copies of a plan, which `check` has seen, that its forward pass waits for.
 
-        Where copies overlap, those that it does not wait for begin as well.
+        Called before that is launched. Where copies overlap, those that it does not wait for begin
+        as well.
         """
+
+    @abstractmethod
+    def end(self, plan: StepPlan) -> None:
+        """Make the copies that nobody waited for, if they do not overlap; the result is out."""
+
+
+class DirectHostPool(HostPool):
+    """Of a KV pool on the CPU: the same layout; pages are touched only when they are written."""
+
+    overlaps_copies = False
+
+    def __init__(self, num_slots: int, pool: KVPool) -> None:
+        super().__init__(num_slots, pool)
+        self._tensors = [
+            torch.empty((*tensor.shape[:3], num_slots, tensor.shape[4]), dtype=tensor.dtype)
+            for tensor in pool.tensors
+        ]
+
+    def begin(self, plan: StepPlan) -> CopyWait:
+        """See `HostPool.begin`."""
         if not plan.saves.slots and not plan.loads.slots:
-            return _Waited(0.0)
+            return Waited(0.0)
         start_s = time.perf_counter()
         self.save(plan.saves)
         self.load(plan.loads)
-        return _Waited(time.perf_counter() - start_s)
+        return Waited(time.perf_counter() - start_s)
 
     def end(self, plan: StepPlan) -> None:
-        """Make the copies of an executed plan that its forward pass did not wait for."""
+        """See `HostPool.end`."""
         self.save(plan.ahead_saves)
         self.load(plan.ahead_loads)
 
     def save(self, copies: KVCopies) -> None:
         """Copy tokens from the KV pool to the host; `check` has seen their plan."""
-        slots, host_slots = self._places(copies)
+        slots, host_slots = _places(copies)
         for source, target in zip(self._pool.tensors, self._tensors, strict=True):
             _copy(source, slots, target, host_slots)
 
     def load(self, copies: KVCopies) -> None:
         """Copy tokens from the host to the KV pool; `check` has seen their plan."""
-        slots, host_slots = self._places(copies)
+        slots, host_slots = _places(copies)
         for target, source in zip(self._pool.tensors, self._tensors, strict=True):
             _copy(source, host_slots, target, slots)
 
-    def _places(self, copies: KVCopies) -> tuple[Tensor, Tensor]:
-        """Return places in the pool (on its device) and on the host, int64 [n] each."""
-        slots, host_slots = (
-            torch.from_numpy(unpack_int32(data).astype(np.int64))
-            for data in (copies.slots, copies.host_slots)
-        )
-        return slots.to(self._pool.tensors[0].device), host_slots
+
+def _places(copies: KVCopies) -> tuple[Tensor, Tensor]:
+    """Return places in the pool and on the host, int64 [n] each."""
+    slots, host_slots = (
+        torch.from_numpy(unpack_int32(data).astype(np.int64))
+        for data in (copies.slots, copies.host_slots)
+    )
+    return slots, host_slots
 
 
 def _copy(source: Tensor, source_slots: Tensor, target: Tensor, target_slots: Tensor) -> None:
@@ -136,12 +148,12 @@ def _copy(source: Tensor, source_slots: Tensor, target: Tensor, target_slots: Te
         return
     if len(source_slots) < MIN_TOKENS_BY_LAYER:
         found = source.index_select(3, source_slots)
-        target.index_copy_(3, target_slots, found.to(target.device))
+        target.index_copy_(3, target_slots, found)
         return
     for source_layers, target_layers in zip(source, target, strict=True):
         for source_layer, target_layer in zip(source_layers, target_layers, strict=True):
             found = source_layer.index_select(1, source_slots)
-            target_layer.index_copy_(1, target_slots, found.to(target.device))
+            target_layer.index_copy_(1, target_slots, found)
 
 
 def _have_common(places: bytes, others: bytes) -> bool:

@@ -12,20 +12,20 @@ from lightserve.messages.router_worker import KVCopies, StepPlan
 from lightserve.models.kv_layout import KVGroup, KVLayout
 from lightserve.sim.worker import PlanError, SimulatedWorker
 from lightserve.types import StepId
-from lightserve.worker.host_pool import MIN_TOKENS_BY_LAYER, HostPool
+from lightserve.worker.host_pool import MIN_TOKENS_BY_LAYER, DirectHostPool
 from lightserve.worker.kv_pool import KVPool
 from lightserve.worker.memory import num_host_slots
 
 NUM_SLOTS, NUM_HOST_SLOTS = 40, 16
 
 
-def make_pools(dtype: str) -> tuple[KVPool, HostPool]:
+def make_pools(dtype: str) -> tuple[KVPool, DirectHostPool]:
     layout = KVLayout((KVGroup(num_layers=3, num_kv_heads=2, head_dim=4, dtype=dtype),))
     pool = KVPool(layout, NUM_SLOTS, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     for tensor in pool.tensors:
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    return pool, HostPool(layout, NUM_HOST_SLOTS, pool)
+    return pool, DirectHostPool(NUM_HOST_SLOTS, pool)
 
 
 def copies(slots: list[int], host_slots: list[int]) -> KVCopies:
@@ -122,7 +122,7 @@ def test_many_tokens_are_copied_as_few_are(count: int) -> None:
     pool = KVPool(layout, 400, torch.device("cpu"))
     for tensor in pool.tensors:
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3)))
-    host = HostPool(layout, 300, pool)
+    host = DirectHostPool(300, pool)
     order = torch.randperm(400, generator=torch.Generator().manual_seed(4)).tolist()
     slots, elsewhere = order[:count], order[count : 2 * count]
     host_slots = list(range(300))[::-1][:count]
@@ -136,7 +136,7 @@ def test_many_tokens_are_copied_as_few_are(count: int) -> None:
 
 def test_no_copies_need_no_host_pool() -> None:
     layout = KVLayout((KVGroup(num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32"),))
-    host = HostPool(layout, 0, KVPool(layout, 4, torch.device("cpu")))
+    host = DirectHostPool(0, KVPool(layout, 4, torch.device("cpu")))
     host.save(KVCopies())
     host.load(KVCopies())
 

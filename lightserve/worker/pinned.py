@@ -1,0 +1,67 @@
+"""Large page-locked host memory: what a GPU reads and writes beside everything else.
+
+torch's own `pin_memory` rounds up to a power of two (33 GiB would take 64) and is silent for as
+long as it takes. Here memory is mapped first, in huge pages where the system has them, and locked
+piece by piece.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+
+import torch
+from torch import Tensor
+
+from lightserve.errors import StartupError
+from lightserve.progress import progress
+
+PIECE_BYTES = 2**30
+"""Locked by one call: a second at most, so that progress shows."""
+_MAPPED_AND_PORTABLE = 0x03
+"""cudaHostRegisterPortable | cudaHostRegisterMapped: with an address on the device."""
+
+
+def pinned_bytes(num_bytes: int, *, label: str, is_shown: bool = True) -> Tensor:
+    """Return page-locked memory, uint8 [num_bytes], unlocked when nobody refers to it any more.
+
+    Args:
+        num_bytes: at least 1.
+        label: what progress calls it.
+        is_shown: whether progress is shown.
+
+    Raises:
+        StartupError: the system gives no memory, or locks no more of it.
+    """
+    try:
+        pages = mmap.mmap(-1, num_bytes)
+    except (OSError, ValueError) as error:
+        raise StartupError(f"no {_gib(num_bytes)} of host memory: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    with progress(label, num_bytes, is_shown=is_shown, in_bytes=True) as advance:
+        for start in range(0, num_bytes, PIECE_BYTES):
+            count = min(PIECE_BYTES, num_bytes - start)
+            _lock(memory.data_ptr() + start, count, num_bytes)
+            weakref.finalize(pages, _unlock, memory.data_ptr() + start).atexit = False
+            advance(count)
+    return memory
+
+
+def _lock(address: int, num_bytes: int, whole_bytes: int) -> None:
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = int(cudart.cudaHostRegister(address, num_bytes, _MAPPED_AND_PORTABLE))
+    if error:
+        raise StartupError(
+            f"cannot page-lock {_gib(whole_bytes)} of host memory (CUDA error {error}):"
+            " --host-kv-memory takes less"
+        )
+
+
+def _unlock(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,274 @@
+"""The host pool beside a GPU: copies overlap with forward passes and never stop the host.
+
+What is saved is gathered into staging memory on the device first, at the speed of its memory, so
+that slots can be overwritten at once; from there it drains to the host while the next steps run.
+What is loaded goes from the host straight to its slots.
+
+    compute:  forward i-1 ┬─────────────────── wait ─ forward i ───────────── wait ─ forward i+1
+    pool:                 └ saves i ─ loads i ─┘─ ahead saves i ─ ahead loads i ─┘
+    drain:                     └ saves i to the host ─ └ ahead saves i to the host ──
+
+Ordering, with pool copies and drains each in the order in which they are queued:
+
+1. A copy that touches the pool waits for every forward pass launched before it: that may have
+   written what is saved, and may still read or write what is overwritten.
+2. A forward pass waits for the saves and loads of its plan and for all copies of plans before:
+   it may overwrite what they read, and read what they bring. It does not wait for drains.
+3. A gather into staging memory waits until what was there has drained.
+4. A drain waits for its gather. So it also follows every load queued before, from the host slots
+   that it may overwrite.
+5. A load waits for the drains that wrote its host slots.
+
+Each place in the pool or on the host is so read and written in the order of the plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightserve.kernels.copies import CopyKernels
+from lightserve.messages.common import Int32Array, pack_int32, unpack_int32
+from lightserve.messages.router_worker import KVCopies, StepPlan
+from lightserve.worker.host_pool import CopyWait, DirectHostPool, HostPool, Waited
+from lightserve.worker.kv_pool import KVPool
+from lightserve.worker.pinned import pinned_bytes
+from lightserve.worker.streams import CopyQueues, Event, Queue, cuda_copy_queues
+
+NUM_DRAINS = 8
+"""One drain takes at most this share of the staging memory, which is so free again bit by bit."""
+
+
+class StagedHostPool(HostPool):
+    """Keys and values of `num_slots` tokens, each in one row of host memory."""
+
+    overlaps_copies = True
+
+    def __init__(
+        self,
+        pool: KVPool,
+        rows: list[Tensor],
+        staging: list[Tensor],
+        *,
+        queues: CopyQueues,
+        kernels: CopyKernels,
+    ) -> None:
+        """Use memory that the caller has allocated.
+
+        Args:
+            pool: the KV pool that is copied from and to.
+            rows: per KV group, host memory [num_slots, 2 * num_layers * num_kv_heads, head_dim];
+                page-locked where the pool is on a GPU.
+            staging: the same for fewer tokens, at least one, where the pool is.
+            queues: where copies run.
+            kernels: what copies.
+        """
+        super().__init__(len(rows[0]), pool)
+        self._rows = rows
+        self._staging = staging
+        self._queues = queues
+        self._kernels = kernels
+        self._ring = _Ring(len(staging[0]), queues.pool)
+        self._drained_by = np.full(len(rows[0]), -1, dtype=np.int64)
+        """Number of the last drain that writes a host slot."""
+        self._ahead: Event | None = None
+        """Reached when the copies ahead of the plan before are made."""
+
+    def warm_up(self) -> None:
+        """Copy the slot of nobody to the host and back, so that no request waits for compilers."""
+        copies = KVCopies(pack_int32([self._pool.num_slots]), pack_int32([0]))
+        self._save(copies)
+        self._load(copies)
+        self._queues.compute.wait(self._queues.pool.record())
+
+    def begin(self, plan: StepPlan) -> CopyWait:
+        """See `HostPool.begin`; the host waits for nothing."""
+        compute, pool, _ = self._queues
+        is_waited_for = bool(plan.saves.slots or plan.loads.slots)
+        is_ahead = bool(plan.ahead_saves.slots or plan.ahead_loads.slots)
+        if is_waited_for or is_ahead:
+            pool.wait(compute.record())  # rule 1
+        wait = self._copy_now(plan) if is_waited_for else self._wait_for_last_plan()
+        self._ahead = None
+        if is_ahead:
+            self._save(plan.ahead_saves)
+            self._load(plan.ahead_loads)
+            self._ahead = pool.record()
+        return wait
+
+    def end(self, plan: StepPlan) -> None:
+        """See `HostPool.end`: all copies of the plan have begun."""
+
+    def _copy_now(self, plan: StepPlan) -> CopyWait:
+        """Queue what the forward pass waits for (rule 2), behind the copies ahead of before."""
+        compute, pool, _ = self._queues
+        start = compute.record(is_timed=True)
+        self._save(plan.saves)
+        self._load(plan.loads)
+        compute.wait(pool.record())
+        return _QueueWait(start, compute.record(is_timed=True))
+
+    def _wait_for_last_plan(self) -> CopyWait:
+        if self._ahead is not None:
+            self._queues.compute.wait(self._ahead)  # rule 2
+        return Waited(0.0)
+
+    def _save(self, copies: KVCopies) -> None:
+        """Gather into staging memory and drain to the host, in as many parts as it takes."""
+        if not copies.slots:
+            return
+        _, pool, drain = self._queues
+        host_slots = unpack_int32(copies.host_slots)
+        slots, targets = pool.upload(_index(copies))
+        start = 0
+        while start < len(host_slots):
+            place = self._ring.acquire(len(host_slots) - start)  # rule 3
+            end = start + place.stop - place.start
+            pool.run(partial(self._gather, slots[start:end], place))
+            drain.wait(pool.record())  # rule 4
+            drain.run(partial(self._drain, place, targets[start:end]))
+            number = self._ring.release(place, drain.record(), targets)
+            self._drained_by[host_slots[start:end]] = number
+            start = end
+
+    def _load(self, copies: KVCopies) -> None:
+        """Scatter from the host, once what is loaded is there."""
+        if not copies.slots:
+            return
+        pool = self._queues.pool
+        host_slots = unpack_int32(copies.host_slots)
+        self._ring.wait_for(int(self._drained_by[host_slots].max()))  # rule 5
+        slots, sources = pool.upload(_index(copies))
+        pool.run(partial(self._scatter, sources, slots))
+
+    def _gather(self, slots: Tensor, place: slice) -> None:
+        for tensor, staged in zip(self._pool.tensors, self._staging, strict=True):
+            self._kernels.gather(tensor, slots, staged[place])
+
+    def _drain(self, place: slice, host_slots: Tensor) -> None:
+        for staged, rows in zip(self._staging, self._rows, strict=True):
+            self._kernels.put_rows(staged[place], rows, host_slots)
+
+    def _scatter(self, host_slots: Tensor, slots: Tensor) -> None:
+        for rows, tensor in zip(self._rows, self._pool.tensors, strict=True):
+            self._kernels.scatter(rows, host_slots, tensor, slots)
+
+
+class _Drain(NamedTuple):
+    number: int
+    place: slice
+    event: Event
+    places: Tensor
+    """What the drain's kernel reads: kept until it has run, as torch only knows of the pool's
+    queue, which it was made for."""
+
+
+class _Ring:
+    """Which of the staging memory is used by drains that may be under way.
+
+    0 ─────── oldest drain ····· newest drain ─┐ next ─────────── num_tokens
+    (behind `next`, drains of the lap before, each waited for before it is overwritten)
+    """
+
+    def __init__(self, num_tokens: int, pool: Queue) -> None:
+        self._num_tokens = num_tokens
+        self._max_tokens = -(-num_tokens // NUM_DRAINS)
+        self._pool = pool
+        self._next = 0
+        self._num_drains = 0
+        self._drains: deque[_Drain] = deque()
+        """Those that the pool's queue has not waited for, oldest first."""
+
+    def acquire(self, num_tokens: int) -> slice:
+        """Return a place for some of `num_tokens` tokens; the pool's queue may write it next."""
+        if self._next == self._num_tokens:
+            self._next = 0
+        start = self._next
+        self._next += min(num_tokens, self._max_tokens, self._num_tokens - start)
+        while self._drains and _overlap(self._drains[0].place, slice(start, self._next)):
+            self._pool.wait(self._drains.popleft().event)
+        return slice(start, self._next)
+
+    def release(self, place: slice, event: Event, places: Tensor) -> int:
+        """Note that a place is free at an event; return the number of its drain."""
+        number = self._num_drains
+        self._num_drains += 1
+        self._drains.append(_Drain(number, place, event, places))
+        return number
+
+    def wait_for(self, number: int) -> None:
+        """Let the pool's queue wait for a drain, unless it has waited for it or a later one."""
+        if self._drains and number >= self._drains[0].number:
+            self._pool.wait(self._drains[number - self._drains[0].number].event)
+
+
+class _QueueWait:
+    """See `CopyWait`: between two points of the compute queue."""
+
+    def __init__(self, start: Event, end: Event) -> None:
+        self._start = start
+        self._end = end
+
+    def seconds(self) -> float:
+        """See `CopyWait.seconds`."""
+        return self._end.seconds_since(self._start)
+
+
+def _overlap(place: slice, other: slice) -> bool:
+    return bool(place.start < other.stop and other.start < place.stop)
+
+
+def _index(copies: KVCopies) -> Tensor:
+    """Return places in the pool and on the host, int32 [2, n]."""
+    places: list[Int32Array] = [unpack_int32(copies.slots), unpack_int32(copies.host_slots)]
+    return torch.from_numpy(np.stack(places))
+
+
+def make_host_pool(
+    num_slots: int, pool: KVPool, *, num_staged: int, is_shown: bool = True
+) -> HostPool:
+    """Return a host pool for `num_slots` tokens beside a KV pool.
+
+    Args:
+        num_slots: 0 where nothing is ever copied.
+        pool: on a GPU, copies overlap with its work.
+        num_staged: tokens that staging memory on the GPU holds, see `memory.num_staged_slots`.
+        is_shown: whether to show how far the locking of host memory is.
+
+    Raises:
+        StartupError: the host memory cannot be had.
+    """
+    if pool.device.type != "cuda" or num_slots == 0:
+        return DirectHostPool(num_slots, pool)
+    # An optional dependency, and slow to import: only where it is used.
+    from lightserve.kernels.triton.copies import TritonCopies  # noqa: PLC0415
+
+    memory = pinned_bytes(
+        num_slots * pool.bytes_per_token, label="locking host memory", is_shown=is_shown
+    )
+    rows, start = [], 0
+    for tensor in pool.tensors:
+        shape = _row_shape(tensor, num_slots)
+        end = start + math.prod(shape) * tensor.itemsize
+        rows.append(memory[start:end].view(tensor.dtype).view(shape))
+        start = end
+    host_pool = StagedHostPool(
+        pool,
+        rows,
+        [tensor.new_empty(_row_shape(tensor, num_staged)) for tensor in pool.tensors],
+        queues=cuda_copy_queues(pool.device),
+        kernels=TritonCopies(),
+    )
+    host_pool.warm_up()
+    return host_pool
+
+
+def _row_shape(tensor: Tensor, num_rows: int) -> tuple[int, int, int]:
+    """Return the shape of rows that hold tokens of `KVPool.tensors`' kind."""
+    return num_rows, math.prod(tensor.shape[:3]), tensor.shape[4]
