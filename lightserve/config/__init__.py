@@ -15,6 +15,7 @@ import msgspec
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
 from lightserve.config.fields import check_limits, option, parse_memory
 from lightserve.config.frontend import FrontendOptions
+from lightserve.config.graphs import GraphOptions
 from lightserve.config.memory import MemoryOptions
 from lightserve.config.scheduling import SchedulingOptions
 from lightserve.errors import ConfigError
@@ -24,7 +25,7 @@ MIN_DECISION_LOG_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(MemoryOptions, SchedulingOptions, FrontendOptions):
+class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOptions):
     """Everything `lightserve serve` can be told. Units are in the names."""
 
     tp: int = option(1, "Tensor-parallel degree: one worker process per rank.", low=1, high=64)
@@ -120,6 +121,11 @@ class ServeConfig(MemoryOptions, SchedulingOptions, FrontendOptions):
         self.check_memory()
         self.check_access()
         self.check_scheduling()
+        self.check_graphs(
+            device=self.device,
+            attention_backend=self.attention_backend,
+            max_num_seqs=self.max_num_seqs,
+        )
         if parse_memory(self.decision_log_size, "--decision-log-size") < MIN_DECISION_LOG_BYTES:
             raise ConfigError(
                 f"--decision-log-size must be at least 1MiB, got {self.decision_log_size!r}"

@@ -24,6 +24,7 @@ from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.constraints import RowConstraints
 from lightserve.worker.device import resolve_device
 from lightserve.worker.device_queue import make_queue
+from lightserve.worker.graph_capture import capture_graphs, graph_sizes
 from lightserve.worker.host_pool import DirectHostPool
 from lightserve.worker.kv_pool import KVPool
 from lightserve.worker.memory import MIN_SLOTS, free_memory_bytes, num_host_slots, num_kv_slots
@@ -56,6 +57,7 @@ def build_runner(
     kernels = make_kernels(
         config.attention_backend, batch_invariant=config.batch_invariant, device=device
     )
+    sizes = graph_sizes(config, kernels, device)
     model = load(
         path,
         model_config,
@@ -89,6 +91,7 @@ def build_runner(
         constraints=_row_constraints(path, model_config.vocab_size) if tp.rank == 0 else None,
     )
     warm_up(runner)
+    capture_graphs(runner, model, pool, sizes, tp=tp)
     return runner
 
 

@@ -124,6 +124,11 @@ class DecodeGraphs:
         return used
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of rows that passes are recorded for, rising."""
+        return self._sizes
+
+    @property
     def static_bytes(self) -> int:
         """Memory of the tensors that are there before anything is recorded."""
         tensors = (self._rows, self._positions, self._offsets, self._indices, self._logits)
