@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
@@ -22,6 +23,8 @@ from lightserve.messages.common import Constraint, unpack_int32
 from lightserve.messages.router_worker import AddSequence
 from lightserve.structured.grammars import compile_matcher
 from lightserve.types import RowId
+from lightserve.worker.sampling.interface import RowMasks
+from lightserve.worker.sampling.table import Upload
 
 MAX_GRAMMARS = 128
 """Compiled grammars that are kept."""
@@ -33,23 +36,35 @@ class StepMasks:
 
     indices: list[int]
     """Among the step's sampled rows."""
-    allowed: Tensor
-    """bool [len(indices), vocab]."""
+    bits: npt.NDArray[np.uint8]
+    """[len(indices), bytes], bit t % 8 of byte t // 8: whether token t is allowed; a multiple of
+    four bytes."""
+    allowed: Tensor | None
+    """bool [len(indices), vocab], the same; where the CPU samples."""
     failed: frozenset[int]
     """Those of `indices` whose grammar failed; they may draw nothing."""
 
     def apply(self, logits: Tensor) -> None:
-        """Bar what is not allowed, in float32 [L, vocab], in place."""
-        rows = torch.tensor(self.indices, device=logits.device)
-        barred = ~self.allowed.to(logits.device)
-        logits[rows] = logits[rows].masked_fill(barred, float("-inf"))
+        """Bar what is not allowed, in float32 [L, vocab] on the CPU, in place."""
+        assert self.allowed is not None
+        rows = torch.tensor(self.indices)
+        logits[rows] = logits[rows].masked_fill(~self.allowed, float("-inf"))
+
+    def upload(self, num_rows: int, upload: Upload) -> RowMasks:
+        """Return them beside the logits of the `num_rows` rows that the step samples."""
+        rows = np.full(num_rows, -1, dtype=np.int32)
+        rows[self.indices] = np.arange(len(self.indices))
+        on_device = upload([rows, self.bits.view(np.int32)])
+        return RowMasks(*on_device, indices=self.indices, allowed=self.allowed)
 
 
 class RowConstraints:
     """The matchers of all constrained rows."""
 
-    def __init__(self, vocabulary: LLTokenizer) -> None:
+    def __init__(self, vocabulary: LLTokenizer, *, unpack: bool = True) -> None:
+        """`unpack`: whether the CPU samples, which wants a byte per token, not a bit."""
         self._vocabulary = vocabulary
+        self._unpack = unpack
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="constraints")
         self._rows: set[RowId] = set()
         """Rows with a constraint; what follows belongs to the thread."""
@@ -128,8 +143,11 @@ class RowConstraints:
                 bits[number] = np.frombuffer(mask, dtype=np.uint8)[: bits.shape[1]]
             else:
                 bits[number] = 255  # it has ended: what an overlapping step draws is discarded
-        allowed = np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
-        return StepMasks(indices, torch.from_numpy(allowed), frozenset(failed))
+        allowed = None
+        if self._unpack:
+            unpacked = np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little")
+            allowed = torch.from_numpy(unpacked.view(np.bool_))
+        return StepMasks(indices, bits, allowed, frozenset(failed))
 
     def _consume(self, drawn: list[tuple[RowId, int]]) -> None:
         for row, token_id in drawn:
