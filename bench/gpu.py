@@ -28,6 +28,7 @@ PARTS: dict[str, float] = {
     "decode-attention": 90,
     "prefill-attention": 90,
     "whole-model": 150,
+    "parity": 120,
     "through-http": 180,
 }
 """Names in the order in which they run, and the most seconds that each may take."""

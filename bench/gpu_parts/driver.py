@@ -7,11 +7,13 @@ worker, in a steady state, with one plan ahead.
 
 from __future__ import annotations
 
-import contextlib
+import gc
+import os
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -20,9 +22,7 @@ from msgspec.structs import replace
 from gpu_parts.attention import Order, slot_table
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import (
-    NO_COPIES,
     AddSequence,
-    KVCopies,
     OutputKind,
     PlanRow,
     RouterToWorker,
@@ -33,7 +33,7 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.model_runner import ModelRunner
-from lightserve.worker.process import serve
+from lightserve.worker.step_loop import serve
 
 GREEDY = SamplingParams(temperature=0.0)
 WARM_STEPS = 5
@@ -44,16 +44,16 @@ class _OutOfPlans(Exception):
     pass
 
 
-@dataclass
 class ScriptedLink:
     """The worker's end of a link whose plans are all there already."""
 
-    plans: Sequence[StepPlan]
-    results: list[StepResult] = field(default_factory=list)
-    sent_s: list[float] = field(default_factory=list)
-    """When each result left."""
-    num_rejected: int = 0
-    _next: int = 0
+    def __init__(self, plans: Sequence[StepPlan]) -> None:
+        self.results: list[StepResult] = []
+        self.sent_s: list[float] = []
+        """When each result left."""
+        self.num_rejected = 0
+        self._plans = deque(plans)
+        self._quiet_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def send(self, message: WorkerToRouter) -> None:
         """Take a result."""
@@ -63,23 +63,23 @@ class ScriptedLink:
 
     def receive(self, timeout_s: float | None = 0.0) -> RouterToWorker | None:
         """Return the next plan; when there is none, end the loop as soon as it would block."""
-        if self._next == len(self.plans):
-            if timeout_s is None:
-                raise _OutOfPlans
-            return None
-        self._next += 1
-        return self.plans[self._next - 1]
+        if self._plans:
+            return self._plans.popleft()
+        if timeout_s is None:
+            raise _OutOfPlans
+        return None
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Close what `fileno` returns."""
+        os.close(self._quiet_fd)
 
     def fileno(self) -> int:
-        """Nothing can be waited for."""
-        raise NotImplementedError
+        """Return a descriptor that is never readable."""
+        return self._quiet_fd
 
     def is_readable(self) -> bool:
         """Whether a plan is there."""
-        return self._next < len(self.plans)
+        return bool(self._plans)
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,16 @@ def run_plans(runner: ModelRunner, plans: Sequence[StepPlan]) -> Run:
     """Have the worker's loop execute plans, one after the other."""
     numbered = [replace(plan, step_id=StepId(number)) for number, plan in enumerate(plans)]
     link = ScriptedLink(numbered)
+    gc.collect()
+    gc.freeze()  # as the worker does before it serves
     start_s = time.perf_counter()
-    with contextlib.suppress(_OutOfPlans):
+    try:
         serve(runner, link, is_first_rank=True)
+    except _OutOfPlans:
+        pass
+    finally:
+        gc.unfreeze()
+        link.close()
     assert len(link.results) == len(plans), (len(link.results), len(plans))
     gaps_s = [after - before for before, after in pairwise(link.sent_s)]
     skipped = max(0, min(WARM_STEPS, len(gaps_s) - 1))
@@ -174,9 +181,6 @@ class Sequences:
         self,
         pieces: Iterable[tuple[int, int, int]],
         context: int,
-        *,
-        saves: KVCopies = NO_COPIES,
-        loads: KVCopies = NO_COPIES,
     ) -> StepPlan:
         """Return a plan of (row, start, number of tokens); `context`: where prompts end."""
         pieces = list(pieces)
@@ -196,8 +200,6 @@ class Sequences:
                 )
                 for row, start, count in pieces
             ],
-            saves=saves,
-            loads=loads,
         )
 
     def move(self, row: int, slots: Sequence[int]) -> SlotRange:

@@ -17,7 +17,7 @@ from lightserve.models.config import ModelConfig, load_model_config
 from lightserve.models.kv_layout import kv_layout
 from lightserve.models.loader import load_model
 from lightserve.models.parallel import SingleRank, TensorParallel
-from support.parity import Chunk, DirectDriver, TokenSequence, make_sequences, run_sequences
+from support.parity import CPU, Chunk, DirectDriver, TokenSequence, make_sequences, run_sequences
 
 CONTEXT_LEN = 256
 NUM_OTHERS = 16
@@ -36,6 +36,7 @@ class LoadedModel:
     config: ModelConfig
     dtype: torch.dtype
     num_kv_heads: int
+    device: torch.device = CPU
 
     def driver(self, sequences: Sequence[TokenSequence], *, seed: int = 0) -> DirectDriver:
         return DirectDriver(
@@ -44,6 +45,7 @@ class LoadedModel:
             dtype=self.dtype,
             lengths=[len(sequence.tokens) for sequence in sequences],
             seed=seed,
+            device=self.device,
         )
 
     def run(
@@ -59,14 +61,23 @@ def load_tiny(
     kernels: Kernels,
     *,
     tp: TensorParallel | None = None,
+    device: torch.device = CPU,
     **changes: Any,
 ) -> LoadedModel:
-    """Load a directory; `changes` replace fields of its configuration."""
+    """Load a directory to a device; `changes` replace fields of its configuration."""
     config = dataclasses.replace(load_model_config(path), **changes)
     tp = tp or SingleRank()
-    model = load_model(path, config, dtype=dtype, kernels=kernels, tp=tp, context_len=CONTEXT_LEN)
+    model = load_model(
+        path,
+        config,
+        dtype=dtype,
+        kernels=kernels,
+        tp=tp,
+        context_len=CONTEXT_LEN,
+        device=device,
+    )
     layout = kv_layout(config, tp_size=tp.size, dtype=str(dtype).removeprefix("torch."))
-    return LoadedModel(model, config, dtype, layout.groups[0].num_kv_heads)
+    return LoadedModel(model, config, dtype, layout.groups[0].num_kv_heads, device)
 
 
 def standard_sequences(reference: Any, *, seed: int = 0) -> list[TokenSequence]:

@@ -27,6 +27,7 @@ FP32_TIE = 1e-4
 FP32_LOGPROB = 1e-4
 FP32_EXCUSED_SHARE = 1e-3
 BF16_TIE_ULPS = 4
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -167,11 +168,22 @@ class ScatteredPool:
     """A KV pool whose slots are handed out in random order."""
 
     def __init__(
-        self, model: Model, *, num_kv_heads: int, num_slots: int, dtype: torch.dtype
+        self,
+        model: Model,
+        *,
+        num_kv_heads: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         shape = (num_slots, num_kv_heads, model.config.head_dim)
-        self.k = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(model.config.num_layers)]
-        self.v = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(model.config.num_layers)]
+        self.k, self.v = (
+            [
+                torch.full(shape, torch.nan, dtype=dtype, device=device)
+                for _ in range(model.config.num_layers)
+            ]
+            for _ in range(2)
+        )
 
 
 class DirectDriver:
@@ -185,28 +197,34 @@ class DirectDriver:
         dtype: torch.dtype,
         lengths: Sequence[int],
         seed: int = 0,
+        device: torch.device = CPU,
     ) -> None:
+        """`device`: where the model is; tokens and logits are on the host."""
         num_slots = sum(lengths) + 8
         slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(seed))
         self._model = model
+        self._device = device
         self.pool = ScatteredPool(
-            model, num_kv_heads=num_kv_heads, num_slots=num_slots, dtype=dtype
+            model, num_kv_heads=num_kv_heads, num_slots=num_slots, dtype=dtype, device=device
         )
         self.req_to_slot = torch.zeros(len(lengths), max(lengths), dtype=torch.int32)
         start = 0
         for row, length in enumerate(lengths):
             self.req_to_slot[row, :length] = slots[start : start + length]
             start += length
+        self._table = self.req_to_slot.to(device)
 
     @torch.inference_mode()
     def run_pass(self, tokens: Sequence[Tensor], chunks: Sequence[Chunk]) -> list[Tensor] | None:
         """Return logits [num_tokens, vocab] per chunk; None on ranks other than 0."""
         pieces = [tokens[c.row][c.start : c.start + c.num_tokens] for c in chunks]
-        input_ids = torch.cat(pieces)
-        wanted = torch.arange(len(input_ids))
+        input_ids = torch.cat(pieces).to(self._device)
+        wanted = torch.arange(len(input_ids), device=self._device)
         batch = self.batch(chunks)
         logits = self._model.forward(input_ids, batch, self.pool, wanted)
-        return None if logits is None else list(logits.split([c.num_tokens for c in chunks]))
+        if logits is None:
+            return None
+        return list(logits.cpu().split([c.num_tokens for c in chunks]))
 
     def batch(self, chunks: Sequence[Chunk]) -> AttentionBatch:
         positions = [torch.arange(c.start, c.start + c.num_tokens) for c in chunks]
@@ -218,12 +236,12 @@ class DirectDriver:
         context_lens = [c.start + c.num_tokens for c in chunks]
         offsets = torch.tensor([0, *q_lens]).cumsum(0)
         return AttentionBatch(
-            positions=torch.cat(positions),
-            slot_mapping=torch.cat(slots),
-            req_to_slot=self.req_to_slot,
-            rows=torch.tensor(rows),
-            cu_seqlens_q=offsets.to(torch.int32),
-            context_lens=torch.tensor(context_lens, dtype=torch.int32),
+            positions=torch.cat(positions).to(self._device),
+            slot_mapping=torch.cat(slots).to(self._device),
+            req_to_slot=self._table,
+            rows=torch.tensor(rows, device=self._device),
+            cu_seqlens_q=offsets.to(self._device, torch.int32),
+            context_lens=torch.tensor(context_lens, dtype=torch.int32, device=self._device),
             host_rows=tuple(rows),
             host_q_lens=tuple(q_lens),
             host_context_lens=tuple(context_lens),
