@@ -54,8 +54,8 @@ class StepMasks:
         """Return them beside the logits of the `num_rows` rows that the step samples."""
         rows = np.full(num_rows, -1, dtype=np.int32)
         rows[self.indices] = np.arange(len(self.indices))
-        on_device = upload([rows, self.bits.view(np.int32)])
-        return RowMasks(*on_device, indices=self.indices, allowed=self.allowed)
+        row_bits, bits = upload([rows, self.bits.view(np.int32)])
+        return RowMasks(row_bits, bits, self.indices, self.allowed)
 
 
 class RowConstraints:
