@@ -88,14 +88,18 @@ def build_runner(
         queue=make_queue(device),
         max_num_seqs=config.max_num_seqs,
         generation=generation,
-        constraints=_row_constraints(path, model_config.vocab_size) if tp.rank == 0 else None,
+        constraints=_row_constraints(path, model_config.vocab_size, device)
+        if tp.rank == 0
+        else None,
     )
     warm_up(runner)
     capture_graphs(runner, model, pool, sizes, tp=tp)
     return runner
 
 
-def _row_constraints(model_dir: Path, vocab_size: int) -> RowConstraints | None:
+def _row_constraints(
+    model_dir: Path, vocab_size: int, device: torch.device
+) -> RowConstraints | None:
     """Return what enforces constraints, None where frontends refuse them all.
 
     Loaded at the start, as no step may wait for it: a second for a vocabulary of 150,000 tokens.
@@ -105,7 +109,8 @@ def _row_constraints(model_dir: Path, vocab_size: int) -> RowConstraints | None:
     tokenizer = Tokenizer(model_dir)
     if not tokenizer.eos_token_ids:
         return None  # an output could never end where its grammar does
-    return RowConstraints(model_vocabulary(tokenizer, vocab_size))
+    vocabulary = model_vocabulary(tokenizer, vocab_size)
+    return RowConstraints(vocabulary, unpack=device.type == "cpu")
 
 
 def set_threads(config: ServeConfig) -> None:

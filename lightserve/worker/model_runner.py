@@ -25,9 +25,11 @@ from lightserve.worker.device_queue import DeviceQueue
 from lightserve.worker.graphs import DecodeGraphs, DecodeTables
 from lightserve.worker.host_pool import HostPool
 from lightserve.worker.kv_pool import KVPool
-from lightserve.worker.logprobs import PROMPT_ROWS, all_finite, token_logprobs
-from lightserve.worker.pending import Drawn, Pending, PromptNews, StepMarks, wanted_logprobs
-from lightserve.worker.sampler import sample
+from lightserve.worker.pending import Drawn, Pending, PromptLogprobs, StepMarks
+from lightserve.worker.sampling.interface import LogprobTensors, SamplingBatch
+from lightserve.worker.sampling.logprobs import PROMPT_ROWS, logprob_tensors
+from lightserve.worker.sampling.sampler import sample
+from lightserve.worker.sampling.table import SamplingTable
 from lightserve.worker.sequence_table import PromptSpan, SequenceTable, StepInputs
 
 
@@ -75,6 +77,7 @@ class ModelRunner:
         self._table = SequenceTable(
             max_num_seqs, model.context_len, queue, scratch_slot=pool.num_slots
         )
+        self._sampling = SamplingTable(max_num_seqs)
         self._generation = generation
         self._constraints = constraints
         self._graphs: DecodeGraphs | None = None
@@ -132,6 +135,7 @@ class ModelRunner:
         self._host_pool.check(plan)
         copies = self._host_pool.begin(plan)
         inputs = self._table.begin(plan)
+        self._sampling.update(plan.sequences)
         masks = self._begin_masks(plan, inputs)
         passed = self._forward(inputs)
         drawn = self._sample(inputs, passed.logits, masks)
@@ -207,47 +211,54 @@ class ModelRunner:
         self, inputs: StepInputs, logits: Tensor | None, masks: Callable[[], StepMasks] | None
     ) -> Drawn:
         """Draw on rank 0, tell the others, and store what was drawn for the next plan."""
-        rows = inputs.sampled_rows
+        rows, queue = inputs.sampled_rows, self._queue
         if not rows:
             return Drawn([], torch.empty(0, dtype=torch.int64))
         if logits is None:
-            empty = torch.empty(len(rows), dtype=torch.int64, device=self._queue.device)
+            empty = torch.empty(len(rows), dtype=torch.int64, device=queue.device)
             token_ids = self._tp.broadcast(empty)
             self._table.append(inputs, token_ids)
-            return Drawn(rows, self._queue.download([token_ids])[0])
-        params = self._table.sampling_of(rows)
-        histories = self._table.histories_of(inputs)
+            return Drawn(rows, queue.download([token_ids])[0])
+        params = self._sampling.rows(rows, queue.upload)
         allowed = None if masks is None else masks()
-        sampled = sample(logits, params, inputs.sampled_positions, histories, allowed)
+        batch = SamplingBatch(
+            params,
+            inputs.tensors.sampled_positions,
+            self._table.token_ids,
+            None if allowed is None else allowed.upload(len(rows), queue.upload),
+        )
+        sampled = sample(logits, batch)
         token_ids = self._tp.broadcast(sampled.token_ids)
         self._table.append(inputs, token_ids)
+        fetched = queue.download([token_ids, sampled.is_finite, *(sampled.logprobs or ())])
         return Drawn(
             rows,
-            self._queue.download([token_ids])[0],
-            is_finite=sampled.is_finite,
+            fetched[0],
+            is_finite=fetched[1],
             failed=frozenset() if allowed is None else allowed.failed,
-            logprobs=wanted_logprobs(logits, sampled, params),
+            logprobs=None if sampled.logprobs is None else LogprobTensors._make(fetched[2:]),
+            logprob_indices=params.logprob_indices,
+            num_logprobs=params.num_logprobs,
         )
 
-    def _prompt_logprobs(self, spans: list[PromptSpan], hidden: Tensor) -> dict[RowId, PromptNews]:
-        """Return each span's log-probabilities, None where the model's logits are not finite.
+    def _prompt_logprobs(
+        self, spans: list[PromptSpan], hidden: Tensor
+    ) -> dict[RowId, PromptLogprobs]:
+        """Return each span's log-probabilities on rank 0.
 
         `hidden` [sum of n, hidden_size] is that of all spans, one after the other.
         """
-        found: dict[RowId, PromptNews] = {}
+        found: dict[RowId, PromptLogprobs] = {}
         for span, own in zip(
             spans, torch.split(hidden, [len(s.next_ids) for s in spans]), strict=True
         ):
-            parts: PromptNews = []
+            parts: list[LogprobTensors] = []
             for part, next_ids in zip(
                 torch.split(own, PROMPT_ROWS), torch.split(span.next_ids, PROMPT_ROWS), strict=True
             ):
                 logits = self._model.logits(part) if len(part) else None
-                if logits is None or parts is None:
-                    continue
-                if not all_finite(logits):
-                    parts = None
-                    continue
-                parts.extend(token_logprobs(logits, next_ids, [span.num_top] * len(part)))
-            found[span.row] = parts
+                if logits is not None:
+                    tensors = logprob_tensors(logits, next_ids, span.num_top)
+                    parts.append(LogprobTensors._make(self._queue.download(tensors)))
+            found[span.row] = PromptLogprobs(parts, span.num_top)
         return found

@@ -7,21 +7,18 @@ before this one is finished, may already have put other sequences there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
 from lightserve.messages.common import TokenLogprob
 from lightserve.messages.router_worker import PlanRow, RowError, RowResult, StepPlan
-from lightserve.types import RowId, SamplingParams
+from lightserve.types import RowId
 from lightserve.worker.device_queue import Mark
 from lightserve.worker.host_pool import CopyWait
-from lightserve.worker.logprobs import token_logprobs
-from lightserve.worker.sampler import Sampled
-
-PromptNews = list[TokenLogprob] | None
-"""Log-probabilities of a prompt's tokens; None: they are not finite."""
+from lightserve.worker.sampling.interface import LogprobTensors
+from lightserve.worker.sampling.logprobs import to_token_logprobs
 
 
 class StepMarks(NamedTuple):
@@ -36,35 +33,63 @@ class StepMarks(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """A step's tokens."""
+    """A step's tokens; tensors are on the host once the step is over."""
 
     rows: list[RowId]
     """Of those that sample."""
     token_ids: Tensor
-    """int64 [len(rows)], on the host once the step is over."""
-    is_finite: Sequence[bool] = ()
-    """Of each of `rows`; rank 0 alone has it."""
+    """int64 [len(rows)]."""
+    is_finite: Tensor | None = None
+    """bool [len(rows)]; rank 0 alone has it."""
     failed: frozenset[int] = frozenset()
     """Indices of rows whose grammar failed."""
-    logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
-    """By index, of the rows that want any."""
+    logprobs: LogprobTensors | None = None
+    """Of those of `rows` that want any: `logprob_indices`, …"""
+    logprob_indices: Sequence[int] = ()
+    num_logprobs: Sequence[int] = ()
+    """… and how many of the most probable tokens each of them wants."""
 
     def results(self) -> dict[RowId, _Token]:
         """Return what came of each row."""
+        token_ids = self.token_ids.tolist()
+        is_finite = [True] * len(token_ids) if self.is_finite is None else self.is_finite.tolist()
+        logprobs: dict[int, TokenLogprob] = {}
+        if self.logprobs is not None:
+            found = to_token_logprobs(self.logprobs, self.num_logprobs)
+            logprobs = dict(zip(self.logprob_indices, found, strict=True))
         return {
-            row: _Token(token_id, self._error(index), self.logprobs.get(index))
-            for index, (row, token_id) in enumerate(
-                zip(self.rows, self.token_ids.tolist(), strict=True)
+            row: _Token(
+                token_ids[index],
+                None if is_finite[index] else self._error(index),
+                logprobs.get(index),
             )
+            for index, row in enumerate(self.rows)
         }
 
-    def _error(self, index: int) -> RowError | None:
+    def _error(self, index: int) -> RowError:
         """Return what kept a row from a token."""
-        if not self.is_finite or self.is_finite[index]:
-            return None
         if index in self.failed:
             return RowError.CONSTRAINT_FAILED
         return RowError.NON_FINITE_LOGITS
+
+
+@dataclass(frozen=True, eq=False)
+class PromptLogprobs:
+    """Log-probabilities of the tokens of a prompt's chunk; on the host once the step is over."""
+
+    parts: Sequence[LogprobTensors]
+    """In the order of the tokens; rank 0 alone has them."""
+    num_top: int
+
+    def result(self) -> list[TokenLogprob] | None:
+        """Return one per token; None if the model's logits of any are not finite."""
+        if not all(bool(part.is_finite.all()) for part in self.parts):
+            return None
+        return [
+            logprob
+            for part in self.parts
+            for logprob in to_token_logprobs(part, [self.num_top] * len(part.is_finite))
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +98,7 @@ class Pending:
 
     plan: StepPlan
     drawn: Drawn
-    prompts: Mapping[RowId, PromptNews]
+    prompts: Mapping[RowId, PromptLogprobs]
     """By row with PROMPT_LOGPROBS."""
     constrained_rows: frozenset[RowId]
     """Rows that sample under a constraint, whose tokens the host must know before their next."""
@@ -97,7 +122,7 @@ class Pending:
         """Return the results of a step that is over, in the plan's order."""
         tokens = self.drawn.results()
         return [
-            _row_result(row, tokens.get(row.row), self.prompts.get(row.row, []))
+            _row_result(row, tokens.get(row.row), self.prompts.get(row.row))
             for row in self.plan.rows
             if row.output
         ]
@@ -110,29 +135,18 @@ class _Token(NamedTuple):
     logprob: TokenLogprob | None
 
 
-def wanted_logprobs(
-    logits: Tensor, sampled: Sampled, params: Sequence[SamplingParams]
-) -> dict[int, TokenLogprob]:
-    """Return the log-probabilities of the rows that want any, by index."""
-    wanted = {
-        index: p.num_logprobs
-        for index, p in enumerate(params)
-        if p.num_logprobs is not None and sampled.is_finite[index]
-    }
-    if not wanted:
-        return {}
-    rows = list(wanted)
-    found = token_logprobs(logits[rows], sampled.token_ids[rows], list(wanted.values()))
-    return dict(zip(rows, found, strict=True))
-
-
-def _row_result(plan_row: PlanRow, token: _Token | None, prompt: PromptNews) -> RowResult:
-    """Return a row's share of the result; `token` None: none was wanted."""
-    if prompt is None:
+def _row_result(
+    plan_row: PlanRow, token: _Token | None, prompt: PromptLogprobs | None
+) -> RowResult:
+    """Return a row's share of the result; `token` and `prompt` None: none was wanted."""
+    prompt_logprobs = [] if prompt is None else prompt.result()
+    if prompt_logprobs is None:
         return RowResult(plan_row.row, [], RowError.NON_FINITE_LOGITS)
     if token is not None and token.error is not None:
         return RowResult(plan_row.row, [], token.error)
     if token is None:
-        return RowResult(plan_row.row, [], prompt_logprobs=prompt)
+        return RowResult(plan_row.row, [], prompt_logprobs=prompt_logprobs)
     logprobs = [] if token.logprob is None else [token.logprob]
-    return RowResult(plan_row.row, [token.token_id], logprobs=logprobs, prompt_logprobs=prompt)
+    return RowResult(
+        plan_row.row, [token.token_id], logprobs=logprobs, prompt_logprobs=prompt_logprobs
+    )

@@ -1,4 +1,4 @@
-"""What a worker knows of each row: its tokens, their slots, how to sample. And the step's inputs.
+"""What a worker knows of each row: its tokens and their slots. And the step's inputs.
 
     token_ids[row, position]      known tokens; sampling writes the next one
     req_to_slot[row, position]    where the KV of that position is
@@ -25,8 +25,7 @@ from torch import Tensor
 from lightserve.kernels.interface import AttentionBatch
 from lightserve.messages.common import Int32Array, unpack_int32
 from lightserve.messages.router_worker import AddSequence, OutputKind, StepPlan
-from lightserve.types import RowId, SamplingParams
-from lightserve.worker.adjustments import RowHistory, is_adjusted
+from lightserve.types import RowId
 from lightserve.worker.device_queue import Array, DeviceQueue
 
 _Int64Array = npt.NDArray[np.int64]
@@ -62,6 +61,8 @@ class StepTensors(NamedTuple):
     `prompt_spans`, one span after the other."""
     sampled_places: Tensor
     """int64 [L], where each new token will be stored."""
+    sampled_positions: Tensor
+    """int64 [L], position that each new token will have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +74,6 @@ class StepInputs:
     """Of the rows that want log-probabilities of their prompt, in the plan's order."""
     sampled_rows: list[RowId]
     """Row of each of the first L of `logit_rows`."""
-    sampled_positions: list[int]
-    """Position that each new token will have."""
     host_rows: tuple[int, ...]
     host_q_lens: tuple[int, ...]
     host_context_lens: tuple[int, ...]
@@ -103,10 +102,9 @@ class SequenceTable:
         self._req_to_slot = torch.zeros(shape, dtype=torch.int32, device=queue.device)
         self._req_to_slot[max_num_seqs, :1].fill_(scratch_slot)
         self._flat_tokens, self._flat_slots = self._token_ids.view(-1), self._req_to_slot.view(-1)
-        self._sampling: list[SamplingParams] = [SamplingParams()] * max_num_seqs
         self._num_prompt = [0] * max_num_seqs
-        self._sequences: dict[RowId, AddSequence] = {}
-        """Of rows whose options change their logits."""
+        self._num_top = [0] * max_num_seqs
+        """Most probable tokens that are wanted at each place of the prompt."""
 
     @property
     def token_ids(self) -> Tensor:
@@ -137,19 +135,19 @@ class SequenceTable:
             ends.astype(np.int32),
             np.concatenate([offsets[1:][wants] - 1, spans.indices]),
             rows[wants] * self._width + ends[wants],
+            ends[wants],
             spans.next_places,
             *news,
         ]
         uploaded = self._queue.upload(arrays)
         if news:
-            token_places, tokens, slot_places, slots = uploaded[8:]
+            token_places, tokens, slot_places, slots = uploaded[9:]
             self._flat_tokens.index_copy_(0, token_places, tokens)
             self._flat_slots.index_copy_(0, slot_places, slots)
         return StepInputs(
-            tensors=StepTensors._make(uploaded[:7]),
-            prompt_spans=self._with_next_ids(spans, uploaded[7]),
+            tensors=StepTensors._make(uploaded[:8]),
+            prompt_spans=self._with_next_ids(spans, uploaded[8]),
             sampled_rows=[RowId(row) for row in rows[wants].tolist()],
-            sampled_positions=ends[wants].tolist(),
             host_rows=tuple(rows.tolist()),
             host_q_lens=tuple(counts.tolist()),
             host_context_lens=tuple(ends.tolist()),
@@ -174,24 +172,6 @@ class SequenceTable:
             host_context_lens=inputs.host_context_lens,
         )
 
-    def sampling_of(self, rows: Sequence[RowId]) -> list[SamplingParams]:
-        """Return how each row's token is drawn."""
-        return [self._sampling[row] for row in rows]
-
-    def histories_of(self, inputs: StepInputs) -> dict[int, RowHistory]:
-        """Return what the options of a step's sampled rows refer to, by index; mostly nothing."""
-        if not self._sequences:
-            return {}
-        found: dict[int, RowHistory] = {}
-        places = zip(inputs.sampled_rows, inputs.sampled_positions, strict=True)
-        for index, (row, position) in enumerate(places):
-            if (sequence := self._sequences.get(row)) is not None:
-                token_ids = self._token_ids[row, :position].long()
-                found[index] = RowHistory(
-                    token_ids, sequence.num_prompt_tokens, sequence.eos_token_ids
-                )
-        return found
-
     def append(self, inputs: StepInputs, token_ids: Tensor) -> None:
         """Store the sampled tokens, int64 [L], at the positions that the next plan will name."""
         self._flat_tokens.index_copy_(0, inputs.tensors.sampled_places, token_ids.int())
@@ -202,11 +182,8 @@ class SequenceTable:
             return []
         tokens = [_tokens_of(sequence) for sequence in plan.sequences]
         for sequence in plan.sequences:
-            self._sampling[sequence.row] = sequence.sampling
             self._num_prompt[sequence.row] = sequence.num_prompt_tokens
-            self._sequences.pop(sequence.row, None)
-            if is_adjusted(sequence.sampling):
-                self._sequences[sequence.row] = sequence
+            self._num_top[sequence.row] = sequence.sampling.num_prompt_logprobs or 0
         slots = [unpack_int32(part.slots) for part in plan.slot_ranges]
         return [
             self._places([(sequence.row, 0) for sequence in plan.sequences], tokens),
@@ -247,7 +224,7 @@ class SequenceTable:
         next_ids = self._flat_tokens.index_select(0, next_places).long()
         parts = next_ids.split_with_sizes([num_tokens for _, num_tokens in spans.rows])
         return [
-            PromptSpan(row, own, self._sampling[row].num_prompt_logprobs or 0)
+            PromptSpan(row, own, self._num_top[row])
             for (row, _), own in zip(spans.rows, parts, strict=True)
         ]
 
