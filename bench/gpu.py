@@ -28,6 +28,7 @@ PARTS: dict[str, float] = {
     "decode-attention": 90,
     "prefill-attention": 90,
     "whole-model": 150,
+    "checkpoints": 90,
     "parity": 120,
     "through-http": 180,
 }

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpu_parts.machine import Machine
 from lightserve.config import ServeConfig
 from lightserve.errors import ModelLoadError
 from lightserve.kernels.interface import Kernels
@@ -177,8 +178,13 @@ class RandomModel:
         pairs = num_tokens * (num_tokens + 1) // 2
         return 2 * (num_tokens * per_token + last) + 4 * layers * heads * pairs
 
-    def runner(self, **flags: Any) -> ModelRunner:
-        """Return the server's own runner over random weights; `flags` as `ServeConfig`'s."""
-        defaults = {"dtype": "bfloat16", "host_kv_memory": "64MiB"}
+    def runner(self, machine: Machine, *, graphs: bool = True, **flags: Any) -> ModelRunner:
+        """Return the server's own runner over random weights; `flags` as `ServeConfig`'s.
+
+        On the CPU there are no graphs to turn off.
+        """
+        defaults: dict[str, Any] = {"dtype": "bfloat16", "host_kv_memory": "64MiB"}
+        if machine.is_gpu:
+            defaults |= {"device": "cuda", "cuda_graphs": "auto" if graphs else "off"}
         config = ServeConfig(model=str(self.path), **(defaults | flags))
         return build_runner(config, load=load_random)

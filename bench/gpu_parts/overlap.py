@@ -22,8 +22,7 @@ class Interval(NamedTuple):
 
     start: float
     end: float
-    is_copy: bool
-    """Between host and device."""
+    stream: int
 
 
 @contextmanager
@@ -42,16 +41,11 @@ def device_intervals(path: Path) -> list[Interval]:
     if path.suffix == ".gz":
         data = gzip.decompress(data)
     events = json.loads(data)["traceEvents"]
-    found = [
-        Interval(
-            event["ts"],
-            event["ts"] + event["dur"],
-            "HtoD" in event["name"] or "DtoH" in event["name"],
-        )
+    return sorted(
+        Interval(event["ts"], event["ts"] + event["dur"], int(event["args"].get("stream", 0)))
         for event in events
         if event.get("ph") == "X" and event.get("cat") in DEVICE_CATEGORIES
-    ]
-    return sorted(found)
+    )
 
 
 def union(intervals: Iterable[Interval]) -> list[tuple[float, float]]:
@@ -81,14 +75,18 @@ def idle_pct(path: Path) -> float | None:
     return 100 * (1 - length(busy) / (busy[-1][1] - busy[0][0]))
 
 
-def overlapped_pct(intervals: Sequence[Interval], *, least_us: float) -> float | None:
-    """Return the share of the time of long copies in which kernels ran as well.
+def overlapped_pct(path: Path) -> float | None:
+    """Return the share of the time of all other streams in which the busiest one ran as well.
 
-    `least_us`: shorter copies are those that every step makes. None: there are no such copies.
+    The busiest is that of the forward passes; the others are copies. None: there are no others.
     """
-    copies = [one for one in intervals if one.is_copy and one.end - one.start >= least_us]
-    if not copies:
+    by_stream: dict[int, list[Interval]] = {}
+    for one in device_intervals(path):
+        by_stream.setdefault(one.stream, []).append(one)
+    if len(by_stream) < 2:
         return None
-    kernels = [one for one in intervals if not one.is_copy]
-    together = length(union(copies)) + length(union(kernels)) - length(union(copies + kernels))
-    return 100 * together / length(union(copies))
+    busiest = max(by_stream, key=lambda stream: length(union(by_stream[stream])))
+    passes = by_stream.pop(busiest)
+    copies = [one for intervals in by_stream.values() for one in intervals]
+    both = length(union(copies)) + length(union(passes)) - length(union(copies + passes))
+    return 100 * both / length(union(copies))

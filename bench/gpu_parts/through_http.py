@@ -101,7 +101,7 @@ def run(bench: Bench) -> None:
         with running_server([*flags, *scale.server]) as server:
             served = {number: served_rate(server, scale, number) for number in scale.streams}
         gc.collect()
-        alone = engine_rates(model, scale)
+        alone = engine_rates(model, bench.machine, scale)
     for number in scale.streams:
         name = f"Llama-3-8B shape, {number} streams"
         bench.rows.figure(f"{name}: engine alone", alone[number], "tokens/s")
@@ -190,7 +190,7 @@ def _client(
         process.wait()
 
 
-def engine_rates(model: RandomModel, scale: Scale) -> dict[int, float]:
+def engine_rates(model: RandomModel, machine: Machine, scale: Scale) -> dict[int, float]:
     """Return the output tokens per second of the worker's loop with as many requests at once.
 
     All are prefilled, then all decode; the time is that of both.
@@ -198,6 +198,7 @@ def engine_rates(model: RandomModel, scale: Scale) -> dict[int, float]:
     length = scale.mean_prompt + scale.mean_output
     most = max(scale.streams)
     runner = model.runner(
+        machine,
         max_num_seqs=most,
         max_num_batched_tokens=scale.budget,
         max_kv_tokens=most * length + 64,

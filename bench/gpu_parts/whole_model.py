@@ -39,6 +39,7 @@ class Scale:
 GPU = Scale(LLAMA_8B, QWEN_HALF_B, 64, 1024, 8192, 8192, 65, 30)
 REHEARSED = Scale(TINY_LLAMA, TINY_QWEN, 3, 20, 24, 16, 8, 3)
 NUM_PREFILLS = 7
+_GRAPHS = {True: "graphs on", False: "graphs off"}
 
 
 def run(bench: Bench) -> None:
@@ -48,20 +49,20 @@ def run(bench: Bench) -> None:
     bench.rows.figure("copy, read + written", bandwidth / 1e9, "GB/s")
     bench.rows.figure("bf16 matrix product", rate / 1e12, "TFLOP/s")
     with TemporaryDirectory() as directory:
-        for graphs in ("auto", "off"):
+        for graphs in (True, False):
             qwen = RandomModel.make(Path(directory) / "qwen", scale.qwen)
             _small(bench, qwen, scale, graphs, bandwidth)
-        for graphs in ("auto", "off"):
+        for graphs in (True, False):
             llama = RandomModel.make(Path(directory) / "llama", scale.llama)
             _large(bench, llama, scale, graphs, (bandwidth, rate))
 
 
-def _small(bench: Bench, model: RandomModel, scale: Scale, graphs: str, bandwidth: float) -> None:
-    runner = _runner(model, scale, graphs, num_rows=1)
+def _small(bench: Bench, model: RandomModel, scale: Scale, graphs: bool, bandwidth: float) -> None:
+    runner = _runner(bench, model, scale, graphs, num_rows=1)
     one = _filled(runner, model, scale, 1)
     run = run_plans(runner, one.decodes(scale.context, scale.num_steps))
-    limit = 1.5 if graphs == "auto" else None
-    name = f"Qwen2.5-0.5B shape, batch 1, graphs {graphs}"
+    limit = 1.5 if graphs else None
+    name = f"Qwen2.5-0.5B shape, batch 1, {_GRAPHS[graphs]}"
     bench.rows.figure(name, 1e3 * run.median_s, "ms", at_most=limit)
     floor_s = _floor_s(model, 1, scale, bandwidth)
     bench.rows.figure(f"{name}: to its floor", run.median_s / floor_s, "x")
@@ -69,15 +70,15 @@ def _small(bench: Bench, model: RandomModel, scale: Scale, graphs: str, bandwidt
 
 
 def _large(
-    bench: Bench, model: RandomModel, scale: Scale, graphs: str, ceilings: tuple[float, float]
+    bench: Bench, model: RandomModel, scale: Scale, graphs: bool, ceilings: tuple[float, float]
 ) -> None:
     bandwidth, rate = ceilings
-    runner = _runner(model, scale, graphs, num_rows=scale.batch)
+    runner = _runner(bench, model, scale, graphs, num_rows=scale.batch)
     rows = _filled(runner, model, scale, scale.batch)
-    is_judged = graphs == "auto"
+    is_judged = graphs
     for num_rows, limit in ((1, 1.25), (scale.batch, 1.35)):
         run = run_plans(runner, rows.decodes(scale.context, scale.num_steps, num_rows=num_rows))
-        name = f"Llama-3-8B shape, batch {num_rows}, context {scale.context}, graphs {graphs}"
+        name = f"Llama-3-8B shape, batch {num_rows}, context {scale.context}, {_GRAPHS[graphs]}"
         bench.rows.figure(name, 1e3 * run.median_s, "ms", note=_device_s(run))
         ratio = run.median_s / _floor_s(model, num_rows, scale, bandwidth)
         bench.rows.figure(
@@ -104,11 +105,14 @@ def _prefill(
     bench.rows.figure(f"{name}: of the matrix rate", 100 * achieved / rate, "%", at_least=55.0)
 
 
-def _runner(model: RandomModel, scale: Scale, graphs: str, *, num_rows: int) -> ModelRunner:
+def _runner(
+    bench: Bench, model: RandomModel, scale: Scale, graphs: bool, *, num_rows: int
+) -> ModelRunner:
     """Return a runner whose pool holds the rows, and the long prompt."""
     per_row = scale.context + scale.num_steps + scale.profiled_steps
     return model.runner(
-        cuda_graphs=graphs,
+        bench.machine,
+        graphs=graphs,
         max_num_seqs=max(num_rows, 2),
         max_num_batched_tokens=scale.budget,
         max_kv_tokens=max(num_rows * per_row, scale.prefill) + 64,
