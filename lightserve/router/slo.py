@@ -2,11 +2,15 @@
 
 Two trackers behind one interface, pure: times come as arguments, in seconds on one clock.
 
-`TokenDeadlines`, the curve: d1 = arrival + ttft, d2 = t1 + min(tpot, mtpot), then
-    d(k+1) = min(max(d_k, t_k) + tpot, t_k + mtpot)       with t_k the time of token k.
-Tokens that come early buy slack for later ones (E2), a late one moves all that follow and is
-counted once, and no gap may exceed mtpot. What the first token leaves of its own time is not
-theirs: the mean that clients are promised, and judge by, counts from it on. With mtpot =
+`TokenDeadlines`, the curve: d1 = arrival + ttft; then, with t_k the time of token k, m1 = t1 and
+    m(k+1) = min(max(m_k, t_k - (mtpot - tpot)) + tpot, t_k + mtpot)
+    d(k+1) = max(m(k+1), t_k + 0.75 tpot).
+Tokens that come early buy slack for later ones (E2), and no gap may exceed mtpot. A late one is
+counted once, and what it took too long those behind it make up for, each by a quarter of tpot at
+most, up to a stall of mtpot: to forget it (architecture 7) is to miss the mean with every error
+of a step's prediction, as what is too long counts then and what is too short does not. What the
+first token leaves of its own time is not theirs: the mean that clients are promised, and judge
+by, counts from it on. With mtpot =
 tpot it is the gap clock (B2): each token is due tpot after the one before, whatever was gained.
 
 `CompletionLedger`, a job with a completion time (A7): what is left of that time is granted to
@@ -32,6 +36,9 @@ from lightserve.types import MTPOT_FACTOR, SLO
 
 FEASIBLE_FACTOR = 1.2
 """A raised target, in predicted times on an idle server."""
+LEAST_SHARE = 0.75
+"""Of tpot: the tokens after a late one are due at least so much after another, until the mean is
+kept again."""
 PROMOTION_FACTOR = 1.5
 """A best-effort job is urgent once its time left is below so many times of its work left."""
 
@@ -71,6 +78,12 @@ class DeadlineTracker(Protocol):
         come. As `on_tokens` and `residual` one after the other, but nothing changes.
         """
 
+    def residual_of_late(self, num_tokens: int, now_s: float) -> float:
+        """Return the seconds until the same token is due if nothing has to be made up for.
+
+        So many tokens come before it just now; none: it counts from the last one.
+        """
+
 
 class TokenDeadlines:
     """Deadlines from a time to the first token, a mean and a largest gap; see the module."""
@@ -82,7 +95,8 @@ class TokenDeadlines:
         mtpot_ms = slo.mtpot_ms
         self._mtpot_s = self._tpot_s * MTPOT_FACTOR if mtpot_ms is None else mtpot_ms / 1e3
         self._last_s = arrival_s
-        self._deadline_s = arrival_s + _seconds(slo.ttft_ms)
+        self._deadline_s = self._by_mean_s = arrival_s + _seconds(slo.ttft_ms)
+        self._most_debt_s = max(0.0, self._mtpot_s - self._tpot_s) if slo.tpot_ms else 0.0
 
     @property
     def deadline_of_next_token(self) -> float:
@@ -91,10 +105,10 @@ class TokenDeadlines:
 
     def on_tokens(self, num_tokens: int, now_s: float) -> None:
         """Move the deadline; tokens that came together are each in time if the first was."""
-        deadline_s = self._deadline_behind(num_tokens, now_s)
+        by_mean_s = self._mean_behind(num_tokens, now_s)
         _count(self.kept, num_tokens, now_s, self._last_s, self._deadline_s)
-        self._deadline_s = deadline_s
-        self._last_s = now_s
+        self._by_mean_s, self._last_s = by_mean_s, now_s
+        self._deadline_s = self._due(by_mean_s, now_s)
 
     def residual(self, now_s: float) -> float:
         """Return the seconds until the next token is due."""
@@ -102,15 +116,26 @@ class TokenDeadlines:
 
     def residual_behind(self, num_tokens: int, now_s: float) -> float:
         """See `DeadlineTracker`."""
-        return self._deadline_behind(num_tokens, now_s) - now_s
+        return self._due(self._mean_behind(num_tokens, now_s), now_s) - now_s
 
-    def _deadline_behind(self, num_tokens: int, now_s: float) -> float:
-        # Nothing is left of a late token's time, and of the first one's nothing that counts.
-        is_early = self.kept.num_tokens > 0 and now_s < self._deadline_s < math.inf
-        anchor_s = self._deadline_s if is_early else now_s
-        next_s = anchor_s + num_tokens * self._tpot_s
-        latest_s = now_s + self._mtpot_s
-        return next_s if next_s < latest_s else latest_s
+    def residual_of_late(self, num_tokens: int, now_s: float) -> float:
+        """See `DeadlineTracker`."""
+        if self.kept.num_tokens == 0 and num_tokens == 0:
+            return self.residual(now_s)
+        last_s = now_s if num_tokens else self._last_s
+        return last_s + min(self._tpot_s, self._mtpot_s) - now_s
+
+    def _mean_behind(self, num_tokens: int, now_s: float) -> float:
+        """Return until when the next token keeps the mean; that may have passed."""
+        anchor_s = now_s  # of the first token's time nothing counts for others
+        if self.kept.num_tokens > 0 and self._by_mean_s < math.inf:
+            anchor_s = max(self._by_mean_s, now_s - self._most_debt_s)
+        return min(anchor_s + num_tokens * self._tpot_s, now_s + self._mtpot_s)
+
+    def _due(self, by_mean_s: float, now_s: float) -> float:
+        """Return when the next token is due after one that has come now."""
+        soonest_s = now_s + min(self._mtpot_s, LEAST_SHARE * self._tpot_s)
+        return max(by_mean_s, soonest_s)
 
 
 class CompletionLedger:
@@ -176,6 +201,10 @@ class CompletionLedger:
         granted_s = self._grant(num_tokens)
         share = min(1.0, 1.0 / max(1.0, self._num_to_come - num_tokens))
         return self._granted_until_s + granted_s + share * (self.ungranted_s - granted_s) - now_s
+
+    def residual_of_late(self, num_tokens: int, now_s: float) -> float:
+        """See `DeadlineTracker`: a job's time does not come back."""
+        return self.residual_behind(num_tokens, now_s)
 
     def is_urgent(self, now_s: float, *, work_left_s: float) -> bool:
         """Whether it must run as if it were real-time to end in time, and still can (C13).

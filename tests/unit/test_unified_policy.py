@@ -99,6 +99,37 @@ def test_a_late_decode_does_not_shorten_the_step(cost: StepCost) -> None:
     assert shares[2] == pytest.approx(498, abs=5)
 
 
+def late_decode(number: int, late_ms: float, *, tpot_ms: float) -> Request:
+    """Its last token has just come, and it is so far behind its mean that the next one is late."""
+    request = make_request(number, output=5)
+    request.deadlines = TokenDeadlines(SLO(tpot_ms=tpot_ms, mtpot_ms=1000), NOW_S)
+    request.deadlines.on_tokens(1, NOW_S - 1)
+    request.deadlines.on_tokens(1, NOW_S - late_ms / 1e3)
+    assert request.deadlines.residual(NOW_S) < 0
+    return request
+
+
+def test_a_token_that_will_be_late_is_due_as_if_none_had_been(cost: StepCost) -> None:
+    """Its last one came 50 ms ago: of 60 ms there are 10; of 40 none, so it sets no limit."""
+    prompt = make_request(2, prompt=1000, request_class=BE)
+    assert play(cost, [late_decode(0, 50, tpot_ms=60)], [prompt])[2] == pytest.approx(98, abs=3)
+    shares = play(cost, [late_decode(0, 50, tpot_ms=40)], [prompt])
+    assert shares[2] > 500
+
+
+def test_doubts_about_the_prediction_make_no_step_longer() -> None:
+    """Steps take 2 ms and 60 ms by turns: 300 tokens perhaps 10, perhaps 27."""
+    doubtful = StepCost()
+    for factor in (0.1, 1.9) * 24:
+        for exponent in range(9):
+            doubtful.observe(StepShape(num_new=2**exponent), factor * MS_PER_TOKEN * 2**exponent)
+    many = [decode(number, 20) for number in range(300)]
+    assert doubtful.seconds(StepShape(num_new=300, num_decodes=300)) < 0.020
+    assert doubtful.guard > 2
+    prompt = make_request(900, prompt=1000, request_class=BE)
+    assert 900 not in play(doubtful, many, [prompt], num_free_rows=400)
+
+
 def test_a_prompt_that_ends_in_the_step_counts_with_its_own_deadline(cost: StepCost) -> None:
     waiting = [due(make_request(2, prompt=100), 20), due(make_request(3, prompt=1000), 400)]
     shares = play(cost, [decode(0, 100)], waiting)

@@ -46,6 +46,8 @@ class TimedStep:
         """From its start to the nearest deadline that it is to meet; inf: to none."""
         self._limit_s = math.inf
         """By deadlines: of the whole step, with both guards."""
+        self._best_effort_limit_s = math.inf
+        """By deadlines that are met at best, before anything is lent."""
         self._lent_until_s = math.inf
         """As predicted, and without the copies of those who resume: they must not wait for a
         step that has time for all of them."""
@@ -90,16 +92,37 @@ class TimedStep:
     # ---------------------------------------------------------------- limits
 
     def limit_by_deadlines(self) -> None:
-        """Limit the step by the deadlines of the decodes in it that can still be met."""
-        base_s = self._seconds(self._shape)
-        residuals = (self.residual(request) for request, _ in self.chosen)
-        nearest_s = min((r for r in residuals if r >= base_s), default=math.inf)
-        self.deadline_s = self._limit_s = nearest_s
-        if self._guard is not None and math.isfinite(nearest_s):
-            self._limit_s = self._guard.limit(base_s, nearest_s)
+        """Limit the step by the deadlines of the decodes in it.
+
+        Prompts of real-time requests keep to those that will surely be met: for others they need
+        not wait. Best-effort ones do: doubts about the prediction must not make a step longer,
+        and a token that will be late in any case is due as if all before it had been in time,
+        lest its request falls behind further. If that cannot be either, it sets no limit.
+        """
+        least_s, base_s = self._cost.seconds(self._shape), self._seconds(self._shape)
+        surely_s = perhaps_s = math.inf
+        for request, _ in self.chosen:
+            residual_s = self.residual(request)
+            if residual_s >= base_s:
+                surely_s = min(surely_s, residual_s)
+            if residual_s < least_s:
+                residual_s = self._residual_of_late(request)
+            if residual_s >= least_s:
+                perhaps_s = min(perhaps_s, residual_s)
+        self.deadline_s = self._limit_s = surely_s
+        self._best_effort_limit_s = perhaps_s
+        if self._guard is not None and math.isfinite(surely_s):
+            self._limit_s = self._guard.limit(base_s, surely_s)
+
+    def _residual_of_late(self, request: Request) -> float:
+        deadlines = request.deadlines
+        if deadlines is None or request in self.due_s:
+            return self.residual(request)
+        return deadlines.residual_of_late(request.num_inflight_samples, self._start_s)
 
     def lend(self, real_time: Sequence[Request], limits: StepLimits) -> None:
         """Let best-effort requests have what is left, as far as it is lent to them."""
+        self._limit_s = min(self._limit_s, self._best_effort_limit_s)
         held_share = sum([r.next_position for r in real_time]) / limits.num_slots
         base_s = self.seconds
         self._lent_until_s = lent_until_s(
@@ -226,9 +249,12 @@ class TimedStep:
         if num_tokens == rest and request.request_class is RequestClass.RT:
             # It yields a token in this step, whose deadline counts if it can be met.
             residual_s = self.residual(request)
-            if residual_s >= self._seconds(self._shape.plus(request.next_position, rest)):
+            shape = self._shape.plus(request.next_position, rest)
+            if residual_s >= self._seconds(shape):
                 self._limit_s = min(self._limit_s, residual_s)
                 self.deadline_s = min(self.deadline_s, residual_s)
+            elif residual_s >= self._cost.seconds(shape):
+                self._best_effort_limit_s = min(self._best_effort_limit_s, residual_s)
         self._add(request, num_tokens)
         self.num_started += request.state is RequestState.WAITING
         return num_tokens == rest
