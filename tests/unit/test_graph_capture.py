@@ -1,0 +1,149 @@
+"""What the CUDA recorder asks of torch, and what a start says about its graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.graph_recorders import TapeRecorder
+from support.random_model import layout_of, random_model, tiny_config
+from support.tensor_kernels import TensorKernels
+
+from lightserve.errors import StartupError
+from lightserve.models.parallel import SingleRank
+from lightserve.worker import graph_capture
+from lightserve.worker.graph_capture import capture_graphs
+from lightserve.worker.graph_recorder import NUM_WARM_UPS, CudaGraphRecorder
+from lightserve.worker.graphs import DecodeGraphs, DecodeTables
+from lightserve.worker.kv_pool import KVPool
+
+CUDA = torch.device("cuda", 0)
+
+
+class FakeCuda:
+    """torch.cuda without a GPU: notes what happens, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[Any] = []
+        self.stack = ["outer"]
+        self.graph_signature = inspect.signature(torch.cuda.graph.__init__)
+        for name in ("Stream", "CUDAGraph", "current_stream", "stream", "graph"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, f"_{name.lower()}"))
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "memory")
+
+    def run(self) -> None:
+        self.log.append(("run", self.stack[-1], gc.isenabled()))
+
+    def _stream(self, argument: Any) -> Any:
+        """Stand for both: `Stream(device)` makes one, `stream(one)` makes it the current one."""
+        return _Stream(self, "side") if argument == CUDA else self._within(argument.name)
+
+    def _current_stream(self, device: torch.device) -> _Stream:
+        assert device == CUDA
+        return _Stream(self, self.stack[-1])
+
+    def _cudagraph(self) -> _Graph:
+        return _Graph(self)
+
+    def _graph(self, *args: Any, **kwargs: Any) -> Any:
+        bound = self.graph_signature.bind(None, *args, **kwargs).arguments
+        self.log.append(("capture", bound["pool"], bound["capture_error_mode"]))
+        return self._within(f"capture on {bound['stream'].name}")
+
+    @contextlib.contextmanager
+    def _within(self, name: str) -> Iterator[None]:
+        self.stack.append(name)
+        yield
+        self.stack.pop()
+
+
+class _Stream:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self._cuda, self.name = cuda, name
+
+    def wait_stream(self, other: _Stream) -> None:
+        self._cuda.log.append((self.name, "waits for", other.name))
+
+
+class _Graph:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+
+    def replay(self) -> None:
+        self._cuda.log.append("replay")
+
+
+def test_warmed_up_aside_then_captured_without_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    recorder = CudaGraphRecorder(CUDA)
+    replays = [recorder.record(cuda.run) for _ in range(2)]
+    once = [
+        ("side", "waits for", "outer"),
+        *[("run", "side", True)] * NUM_WARM_UPS,
+        ("outer", "waits for", "side"),
+        ("capture", "memory", "thread_local"),
+        ("run", "capture on side", False),
+    ]
+    assert cuda.log == once * 2
+    assert gc.isenabled()
+    replays[1]()
+    assert cuda.log[-1] == "replay"
+
+
+class Runner:
+    """The two things that a capture needs of one."""
+
+    def __init__(self) -> None:
+        tables = [torch.zeros(5, 65, dtype=torch.int32) for _ in range(2)]
+        self.tables = DecodeTables(*tables)
+        self.graphs: DecodeGraphs | None = None
+
+    def use_graphs(self, graphs: DecodeGraphs) -> None:
+        self.graphs = graphs
+
+
+def captured(kernels: TensorKernels, sizes: tuple[int, ...]) -> Runner:
+    config, runner = tiny_config(), Runner()
+    pool = KVPool(layout_of(config), 20, torch.device("cpu"))
+    model = random_model(kernels, config)
+    capture_graphs(runner, model, pool, sizes, tp=SingleRank())
+    return runner
+
+
+def test_a_start_with_graphs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(graph_capture, "CudaGraphRecorder", lambda device: TapeRecorder())
+    with caplog.at_level(logging.INFO):
+        graphs = captured(TensorKernels(), (1, 2, 4)).graphs
+    assert graphs is not None and graphs.sizes == (1, 2, 4)
+    first, *_, last = (record.getMessage() for record in caplog.records)
+    assert first == "capturing CUDA graphs: 3"
+    assert last.startswith("3 CUDA graphs of 1 to 4 decodes: ") and last.endswith(" GiB")
+
+
+def test_without_sizes_nothing_is_captured() -> None:
+    assert captured(TensorKernels(), ()).graphs is None
+
+
+def test_why_a_capture_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the end of a broken capture fails too, and that is not what went wrong."""
+
+    class Broken(TapeRecorder):
+        def record(self, function: Any) -> Any:
+            try:
+                raise RuntimeError("out of memory")
+            finally:
+                raise RuntimeError("capture was invalidated")
+
+    monkeypatch.setattr(graph_capture, "CudaGraphRecorder", lambda device: Broken())
+    with pytest.raises(
+        StartupError, match=r"graph of 4 decodes .* out of memory; --cuda-graphs off"
+    ):
+        captured(TensorKernels(), (1, 2, 4))
