@@ -119,6 +119,7 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
                 "--max-model-len must be 0 or at least 2 (a prompt and an output token), got 1"
             )
         self.check_memory()
+        self.check_gpu_memory(device=self.device)
         self.check_access()
         self.check_scheduling()
         self.check_graphs(

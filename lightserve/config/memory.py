@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from lightserve.config.fields import option, parse_memory
 from lightserve.errors import ConfigError
 
+DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
@@ -45,16 +47,41 @@ class MemoryOptions:
     host_kv_memory: str = option(
         "auto",
         "Host memory per rank for the KV of paused requests, such as 512MiB; auto is half of the"
-        " KV pool's size, or of what the KV pool leaves free.",
+        " KV pool's size, or of what the KV pool leaves free, and beside a GPU, for which it is"
+        " locked at the start, at most 16GiB.",
+    )
+    gpu_memory_utilization: float = option(
+        DEFAULT_GPU_MEMORY_UTILIZATION,
+        "Share of a GPU's memory that may be taken in all; what weights, the largest step, CUDA"
+        " graphs and other processes leave of it is the KV pool.",
+        low=0.05,
+        high=1.0,
     )
     kv_memory: str = option(
         "auto",
         "Memory of the KV pool per rank, such as 512MiB or 4GiB; auto on a CPU is"
-        " min(4GiB, half of what is free) shared by the ranks.",
+        " min(4GiB, half of what is free) shared by the ranks, on a GPU what"
+        " --gpu-memory-utilization allows.",
     )
     max_kv_tokens: int = option(
         0, "Upper limit of the KV pool in tokens; 0 sets none beyond --kv-memory.", low=0
     )
+
+    @property
+    def has_gpu_memory_utilization(self) -> bool:
+        """Whether that option is not at its default."""
+        return self.gpu_memory_utilization != DEFAULT_GPU_MEMORY_UTILIZATION
+
+    def check_gpu_memory(self, *, device: str) -> None:
+        """Refuse --gpu-memory-utilization where it has no effect; `device` is another field."""
+        if not self.has_gpu_memory_utilization:
+            return
+        if device == "cpu":
+            raise ConfigError("--gpu-memory-utilization needs a GPU, got --device cpu")
+        if self.kv_memory != "auto":
+            raise ConfigError(
+                f"--gpu-memory-utilization needs --kv-memory auto, got {self.kv_memory!r}"
+            )
 
     def check_memory(self) -> None:
         """Refuse sizes and combinations that the KV book-keeping does not have."""

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from lightserve.config import ServeConfig
 from lightserve.kernels.select import make_kernels
+from lightserve.kernels.self_check import check_kernels
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
 from lightserve.models.base import Model
 from lightserve.models.config import load_model_config, resolve_context_len, resolve_dtype
+from lightserve.models.kernel_shapes import kernel_shapes
 from lightserve.models.kv_layout import kv_layout
 from lightserve.models.loader import load_model
 from lightserve.models.parallel import SingleRank, TensorParallel
@@ -23,12 +26,14 @@ from lightserve.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.constraints import RowConstraints
 from lightserve.worker.device import resolve_device
+from lightserve.worker.device_memory import DeviceMemory
 from lightserve.worker.device_queue import make_queue
 from lightserve.worker.graph_capture import capture_graphs, graph_sizes
-from lightserve.worker.host_pool import DirectHostPool
+from lightserve.worker.host_pool import DirectHostPool, HostPool
 from lightserve.worker.kv_pool import KVPool
-from lightserve.worker.memory import MIN_SLOTS, free_memory_bytes, num_host_slots, num_kv_slots
+from lightserve.worker.memory import MIN_SLOTS
 from lightserve.worker.model_runner import ModelRunner
+from lightserve.worker.pools import make_pools, measure_gpu
 
 log = logging.getLogger(__name__)
 
@@ -58,40 +63,50 @@ def build_runner(
         config.attention_backend, batch_invariant=config.batch_invariant, device=device
     )
     sizes = graph_sizes(config, kernels, device)
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    context_len = resolve_context_len(config.max_model_len, model_config)
     model = load(
         path,
         model_config,
-        dtype=getattr(torch, dtype),
+        dtype=torch_dtype,
         kernels=kernels,
         tp=tp,
-        context_len=resolve_context_len(config.max_model_len, model_config),
+        context_len=context_len,
         device=device,
     )
+    shapes = kernel_shapes(model_config, tp, dtype=torch_dtype, context_len=context_len)
+    check_kernels(kernels, shapes, device)
     layout = kv_layout(model_config, tp_size=tp.size, dtype=dtype)
-    free_bytes = free_memory_bytes()
-    num_slots = num_kv_slots(config, layout, free_bytes=free_bytes)
-    num_on_host = num_host_slots(config, layout, num_slots=num_slots, free_bytes=free_bytes)
-    pool = KVPool(layout, num_slots, device)
+    constraints = None
+    if tp.rank == 0:
+        constraints = _row_constraints(path, model_config.vocab_size, device)
+
+    def make_runner(pool: KVPool, host_pool: HostPool) -> ModelRunner:
+        return ModelRunner(
+            model,
+            pool,
+            tp,
+            host_pool=host_pool,
+            queue=make_queue(device),
+            max_num_seqs=config.max_num_seqs,
+            generation=generation,
+            constraints=constraints,
+        )
+
+    def measure(pool: KVPool) -> DeviceMemory:
+        make = partial(make_runner, host_pool=DirectHostPool(0, pool))
+        return measure_gpu(config, model, pool, make, graph_sizes=sizes, tp=tp)
+
+    pool, host_pool = make_pools(config, layout, device, is_shown=tp.rank == 0, measure=measure)
     log.info(
         "%s, %s kernels on %s, %d KV slots, %d on the host",
         dtype,
         kernels.name,
         device,
-        num_slots,
-        num_on_host,
+        pool.num_slots,
+        host_pool.num_slots,
     )
-    runner = ModelRunner(
-        model,
-        pool,
-        tp,
-        host_pool=DirectHostPool(num_on_host, pool),
-        queue=make_queue(device),
-        max_num_seqs=config.max_num_seqs,
-        generation=generation,
-        constraints=_row_constraints(path, model_config.vocab_size, device)
-        if tp.rank == 0
-        else None,
-    )
+    runner = make_runner(pool, host_pool)
     warm_up(runner)
     capture_graphs(runner, model, pool, sizes, tp=tp)
     return runner

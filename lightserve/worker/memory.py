@@ -15,6 +15,9 @@ from lightserve.errors import ConfigError, StartupError
 from lightserve.models.kv_layout import KVLayout
 
 AUTO_LIMIT_BYTES = 4 * 2**30
+AUTO_LOCKED_BYTES = 16 * 2**30
+"""Most host memory that is locked for a GPU unless asked for: it takes seconds, and the system can
+do nothing else with it."""
 MIN_SLOTS = 16
 
 
@@ -30,7 +33,7 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def num_kv_slots(config: ServeConfig, layout: KVLayout, *, free_bytes: int) -> int:
-    """Return the size of this rank's pool in tokens.
+    """Return the size in tokens of this rank's pool on the CPU.
 
     Args:
         config: --kv-memory (per rank, or auto), --max-kv-tokens, --tp.
@@ -38,9 +41,11 @@ def num_kv_slots(config: ServeConfig, layout: KVLayout, *, free_bytes: int) -> i
         free_bytes: free memory, before the pool, on the machine that all ranks share.
 
     Raises:
-        ConfigError: --kv-memory is no size, or more than is free.
+        ConfigError: --kv-memory is no size, or more than is free, or an option needs a GPU.
         StartupError: not even `MIN_SLOTS` tokens fit.
     """
+    if config.has_gpu_memory_utilization:
+        raise ConfigError("--gpu-memory-utilization needs a GPU, and none was found")
     if config.kv_memory == "auto":
         budget = min(AUTO_LIMIT_BYTES, free_bytes // 2) // config.tp
     else:
@@ -62,15 +67,21 @@ def num_kv_slots(config: ServeConfig, layout: KVLayout, *, free_bytes: int) -> i
 
 
 def num_host_slots(
-    config: ServeConfig, layout: KVLayout, *, num_slots: int, free_bytes: int
+    config: ServeConfig,
+    layout: KVLayout,
+    *,
+    num_slots: int,
+    free_bytes: int,
+    is_beside_gpu: bool = False,
 ) -> int:
     """Return the size of this rank's host pool in tokens.
 
     Args:
         config: --host-kv-memory (per rank, or auto), --tp.
         layout: knows the bytes of one token on this rank.
-        num_slots: size of its KV pool, whose memory is not touched yet.
+        num_slots: size of its KV pool; one on the CPU has not touched its memory yet.
         free_bytes: free memory of the machine that all ranks share, the pools not taken off.
+        is_beside_gpu: the KV pool is on a GPU: it takes nothing off, but memory will be locked.
 
     Raises:
         ConfigError: --host-kv-memory is more than is free beside the KV pool.
@@ -78,14 +89,18 @@ def num_host_slots(
     if config.preemption == "recompute":
         return 0  # nothing is ever copied there
     pool_bytes = num_slots * layout.bytes_per_token
-    rest = free_bytes // config.tp - pool_bytes
+    rest = max(0, free_bytes // config.tp - (0 if is_beside_gpu else pool_bytes))
     if config.host_kv_memory == "auto":
-        return max(0, min(pool_bytes, rest) // 2) // layout.bytes_per_token
+        budget = min(pool_bytes, rest) // 2
+        if is_beside_gpu:
+            budget = min(budget, AUTO_LOCKED_BYTES)
+        return budget // layout.bytes_per_token
     budget = parse_memory(config.host_kv_memory, "--host-kv-memory")
-    if budget > max(0, rest):
+    if budget > rest:
         raise ConfigError(
             f"--host-kv-memory {config.host_kv_memory} for {config.tp} rank(s) is more than the"
-            f" {max(0, rest) / 2**20:.0f} MiB that the KV pool leaves for each"
+            f" {rest / 2**20:.0f} MiB that "
+            + ("are free for each" if is_beside_gpu else "the KV pool leaves for each")
         )
     return budget // layout.bytes_per_token
 
