@@ -1,0 +1,125 @@
+"""Plans that the real router core makes for a real model runner, to be run again in other ways.
+
+Requests come and go, share prefixes, are paused and resumed; some want every sampling option,
+some the log-probabilities of their prompt.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+from lightserve.kernels.cpu.default import TorchKernels
+from lightserve.kernels.interface import Kernels
+from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.messages.frontend_router import Submit
+from lightserve.messages.router_worker import StepPlan, StepResult
+from lightserve.models.parallel import SingleRank
+from lightserve.router.events import FromFrontend
+from lightserve.router.kv.options import KVOptions, Preemption
+from lightserve.sim.simulation import Simulation, TimedEvent
+from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
+from lightserve.worker.device_queue import DeviceQueue, HostQueue
+from lightserve.worker.host_pool import DirectHostPool
+from lightserve.worker.kv_pool import KVPool
+from lightserve.worker.model_runner import ModelRunner
+from support.lossless import MAX_LEN, MAX_SEQS, NUM_SLOTS, Schedule, make_core
+from support.random_model import layout_of, random_model, tiny_config
+
+NUM_REQUESTS = 12
+POOL_SLOTS = 130
+"""Too few for all of them."""
+
+_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"frequency_penalty": 1.5, "presence_penalty": 0.5, "num_logprobs": 3},
+    {"repetition_penalty": 1.6, "num_prompt_logprobs": 2},
+    {"min_p": 0.2, "logit_bias": ((20, 4.0), (21, -100.0)), "num_logprobs": 0},
+    {"top_k": 20, "top_p": 0.9},
+    {"allowed_token_ids": tuple(range(1, 100)), "min_tokens": 6, "num_prompt_logprobs": 0},
+]
+
+
+class RecordedStep(NamedTuple):
+    plan: StepPlan
+    result: StepResult
+
+
+def make_runner(queue: DeviceQueue | None = None, kernels: Kernels | None = None) -> ModelRunner:
+    """Return a runner of a small random model on the CPU; all have the same weights."""
+    config = tiny_config()
+    pool = KVPool(layout_of(config), NUM_SLOTS, HostQueue.device)
+    return ModelRunner(
+        random_model(kernels or TorchKernels(), config, context_len=MAX_LEN),
+        pool,
+        SingleRank(),
+        host_pool=DirectHostPool(NUM_SLOTS, pool),
+        queue=queue or HostQueue(),
+        max_num_seqs=MAX_SEQS,
+    )
+
+
+class _Recorder:
+    """The simulation's worker: runs each plan to its end before the next."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.steps: list[RecordedStep] = []
+
+    def execute(self, plan: StepPlan, *, exec_s: float, idle_s: float) -> StepResult:
+        del exec_s, idle_s
+        result = self._runner.execute(plan)
+        self._runner.copy_ahead(plan)
+        self.steps.append(RecordedStep(plan, result))
+        return result
+
+
+def record_steps(runner: ModelRunner, seed: int, *, preemption: Preemption) -> list[RecordedStep]:
+    """Return what a schedule's steps were, one after the other."""
+    rng = random.Random(seed)
+    schedule = Schedule(
+        requests=list(range(NUM_REQUESTS)),
+        times_s=sorted(rng.choice((0.0, 0.3)) + 0.2 * rng.random() for _ in range(NUM_REQUESTS)),
+        classes=[rng.choice(tuple(RequestClass)) for _ in range(NUM_REQUESTS)],
+        abort_times_s=[],
+        policy="priority",
+        budget=40,
+        num_slots=POOL_SLOTS,
+        num_host_slots=NUM_SLOTS,
+        copied_token_s=0.0,
+        kv=KVOptions(block_size=4, preemption=preemption, clean_ahead_tokens=20),
+    )
+    recorder = _Recorder(runner)
+    simulation = Simulation(
+        make_core(schedule),
+        recorder,
+        lambda plan: 0.01,
+        num_slots=schedule.num_slots,
+        num_host_slots=schedule.num_host_slots,
+    )
+    simulation.run(
+        [
+            TimedEvent(time_s, FromFrontend(FrontendId(0), _request(number, of_class, rng)))
+            for number, time_s, of_class in zip(
+                schedule.requests, schedule.times_s, schedule.classes, strict=True
+            )
+        ]
+    )
+    assert len(simulation.outcomes) == NUM_REQUESTS
+    return recorder.steps
+
+
+def _request(number: int, request_class: RequestClass, rng: random.Random) -> Submit:
+    shared = list(range(5, 5 + rng.choice((0, 20))))
+    prompt = [*shared, *(rng.randrange(5, 200) for _ in range(rng.choice((1, 6, 30))))]
+    options = {"temperature": 1.0, **_OPTIONS[number % len(_OPTIONS)]}
+    return Submit(
+        request_id=RequestId(number),
+        prompt=[TokenSegment(token_ids=pack_int32(prompt))],
+        max_tokens=rng.randrange(4, 40),
+        eos_token_ids=[2],
+        sampling=SamplingParams(seed=number, **options),
+        request_class=request_class,
+        age_s=0.0,
+    )
