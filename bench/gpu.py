@@ -25,12 +25,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PARTS: dict[str, float] = {
     "ceilings": 60,
+    "self-check": 60,
     "decode-attention": 90,
     "prefill-attention": 90,
+    "sampling": 60,
+    "graphs": 90,
     "whole-model": 150,
     "checkpoints": 90,
-    "parity": 120,
     "through-http": 180,
+    "parity": 120,
 }
 """Names in the order in which they run, and the most seconds that each may take."""
 
