@@ -49,6 +49,12 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
         " and slow.",
         choices=("auto", "triton", "torch", "reference"),
     )
+    kernel_tuning: str = option(
+        "auto",
+        "Block sizes of Triton kernels: auto (measured at the start on a GPU, and cached), or off"
+        " (the built-in ones).",
+        choices=("auto", "off"),
+    )
     batch_invariant: bool = option(
         False,
         "Make each request's tokens independent, bit for bit, of what runs beside it"

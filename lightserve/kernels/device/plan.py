@@ -81,8 +81,8 @@ def _prefill_row(
 
 def _to_device(values: IntArray, device: torch.device) -> Tensor:
     host = torch.from_numpy(values)
-    if device.type == "cpu":
-        return host
+    if device.type != "cuda":
+        return host.to(device)
     # From pageable memory the copy would wait for all work before it.
     pinned = torch.empty_like(host, pin_memory=True)
     return pinned.copy_(host).to(device, non_blocking=True)

@@ -1,0 +1,249 @@
+"""Before a server serves: do its kernels compute what the reference computes, on its own shapes?
+
+Run by every rank at its start, whatever the kernels: a driver, a compiler or a chip that is
+wrong must not answer requests. Fresh random data of a fixed seed; what kernels allocate is filled
+with NaN first; inputs are views and strides as the model has them. Small batches and parts of
+large weights keep it to milliseconds and some hundred megabytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightserve.errors import ConfigError, StartupError
+from lightserve.kernels.check_batches import CheckBatch, check_batches
+from lightserve.kernels.interface import Kernels
+from lightserve.kernels.reference import ReferenceKernels
+from lightserve.kernels.select import make_kernels
+from lightserve.kernels.shapes import KernelShapes
+
+SEED = 7
+LIMITS = {torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+"""Largest relative error by type."""
+ELEMENT_SHARE = 10.0
+"""One element may be off by this many times the limit, in units of its vector's root mean square:
+values a few times that size are rounded more than once."""
+LINEAR_ROWS = (1, 33)
+MAX_WEIGHT_NUMBERS = 1 << 22
+"""Of a large weight only so many numbers are tried: all inputs, fewer outputs."""
+
+
+class Comparison(NamedTuple):
+    """What an operation gave, and what it should have."""
+
+    operation: str
+    shape: str
+    result: Tensor
+    truth: Tensor
+
+    def error(self) -> float:
+        """Return the largest relative error of a vector along the last dimension."""
+        return relative_error(self.result, self.truth)
+
+
+def check_kernels(kernels: Kernels, shapes: KernelShapes, device: torch.device) -> None:
+    """Compare every operation with the reference.
+
+    Raises:
+        StartupError: one disagrees; names it, its shape, error, limit, and kernels that do not.
+    """
+    reason = disagreement(kernels, shapes, device)
+    if reason is not None:
+        raise StartupError(
+            f"the {kernels.name} kernels do not agree with the reference on {device}: {reason};"
+            f" {_advice(kernels, shapes, device)}"
+        )
+
+
+def disagreement(kernels: Kernels, shapes: KernelShapes, device: torch.device) -> str | None:
+    """Return what differs first from the reference, None if nothing does."""
+    limit = LIMITS[shapes.dtype]
+    with torch.inference_mode():
+        comparisons = _comparisons(_Pair(kernels, shapes, device))
+        while True:
+            try:
+                comparison = next(comparisons, None)
+            except RuntimeError as failure:  # of a launch, or a kernel that does not compile
+                return f"an operation failed: {failure}"
+            if comparison is None:
+                return None
+            error = comparison.error()
+            if not error <= limit:
+                return (
+                    f"{comparison.operation} of {comparison.shape} in"
+                    f" {str(shapes.dtype).removeprefix('torch.')} has a relative error of"
+                    f" {error:.2g}, at most {limit:g} is allowed"
+                )
+
+
+def relative_error(result: Tensor, truth: Tensor) -> float:
+    """Return the largest error of any vector along the last dimension, NaN if there is any.
+
+    Of its length, or of one element as `ELEMENT_SHARE` says, whichever is larger.
+    """
+    if result.shape != truth.shape:
+        return float("inf")
+    difference, truth = result.float() - truth.float(), truth.float()
+    size = truth.square().mean(dim=-1).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+    lengths = difference.square().mean(dim=-1).sqrt() / size
+    elements = difference.abs().amax(dim=-1) / size / ELEMENT_SHARE
+    return float(torch.maximum(lengths, elements).max())
+
+
+def _advice(kernels: Kernels, shapes: KernelShapes, device: torch.device) -> str:
+    """Return which --attention-backend works."""
+    for name in ("triton", "torch"):
+        try:
+            other = make_kernels(name, batch_invariant=False, device=device)
+            works = other.name != kernels.name and disagreement(other, shapes, device) is None
+        except (ConfigError, RuntimeError):
+            continue
+        if works:
+            return f"--attention-backend {name} does"
+    return "--attention-backend reference is slow, but right"
+
+
+class _Poison(TorchFunctionMode):
+    """Fills with NaN whatever is allocated without a value: results have to be written."""
+
+    _ALLOCATIONS = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in self._ALLOCATIONS and result.dtype.is_floating_point:
+            result.fill_(torch.nan)
+        return result
+
+
+class _Pair:
+    """The kernels beside the reference, and data for both."""
+
+    def __init__(self, kernels: Kernels, shapes: KernelShapes, device: torch.device) -> None:
+        self.kernels = kernels
+        self.shapes = shapes
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(SEED)
+
+    def random(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """Return normally distributed numbers of the model's type."""
+        numbers = torch.randn(shape, generator=self.generator, device=self.device)
+        return (numbers * scale).to(self.shapes.dtype)
+
+    def compare(
+        self,
+        operation: str,
+        shape: str,
+        run: Callable[[Kernels, tuple[Tensor, ...]], tuple[Tensor, ...]],
+        inputs: tuple[Tensor, ...],
+    ) -> Iterator[Comparison]:
+        """Run both on copies of the inputs, the reference in float32."""
+        wide = tuple(x.float() if x.dtype != torch.float32 else x.clone() for x in inputs)
+        with _Poison():
+            results = run(self.kernels, tuple(x.clone() for x in inputs))
+        for result, truth in zip(results, run(ReferenceKernels(), wide), strict=True):
+            yield Comparison(operation, shape, result, truth)
+
+
+def _comparisons(pair: _Pair) -> Iterator[Comparison]:
+    yield from _linears(pair)
+    yield from _norms(pair)
+    yield from _gate(pair)
+    for case in check_batches(pair.shapes, pair.device, pair.generator):
+        yield from _heads(pair, case)
+
+
+def _linears(pair: _Pair) -> Iterator[Comparison]:
+    for name, (num_rows_of_weight, num_inputs) in pair.shapes.linears().items():
+        num_outputs = min(num_rows_of_weight, max(16, MAX_WEIGHT_NUMBERS // num_inputs))
+        weight = pair.random(num_outputs, num_inputs, scale=num_inputs**-0.5)
+        bias = pair.random(num_outputs) if name == "qkv" and pair.shapes.qkv_bias else None
+        wide_weight, wide_bias = weight.float(), None if bias is None else bias.float()
+        packed = pair.kernels.pack_weight(weight)
+        for num_rows in LINEAR_ROWS:
+            x = pair.random(num_rows, num_inputs)
+            with _Poison():
+                result = pair.kernels.linear(x, packed, bias)
+            truth = ReferenceKernels().linear(x.float(), wide_weight, wide_bias)
+            shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
+            yield Comparison(f"linear ({name})", shape, result, truth)
+
+
+def _norms(pair: _Pair) -> Iterator[Comparison]:
+    shapes, eps = pair.shapes, pair.shapes.rms_norm_eps
+    x = pair.random(LINEAR_ROWS[-1], shapes.hidden_size)
+    residual, weight = pair.random(*x.shape), pair.random(shapes.hidden_size)
+    shape = f"{list(x.shape)}"
+    yield from pair.compare(
+        "rms_norm", shape, lambda kernels, a: (kernels.rms_norm(a[0], a[1], eps),), (x, weight)
+    )
+    yield from pair.compare(
+        "add_rms_norm",
+        shape,
+        lambda kernels, a: kernels.add_rms_norm(a[0], a[1], a[2], eps),
+        (x, residual, weight),
+    )
+    if shapes.qk_norm:
+        heads = pair.random(LINEAR_ROWS[-1], shapes.num_heads, shapes.head_dim)
+        weight = pair.random(shapes.head_dim)
+        yield from pair.compare(
+            "rms_norm",
+            f"{list(heads.shape)}",
+            lambda kernels, a: (kernels.rms_norm(a[0], a[1], eps),),
+            (heads, weight),
+        )
+
+
+def _gate(pair: _Pair) -> Iterator[Comparison]:
+    gate_up = pair.random(LINEAR_ROWS[-1], 2 * pair.shapes.intermediate_size)
+    yield from pair.compare(
+        "silu_and_mul",
+        f"{list(gate_up.shape)}",
+        lambda kernels, a: (kernels.silu_and_mul(a[0]),),
+        (gate_up,),
+    )
+
+
+def _heads(pair: _Pair, case: CheckBatch) -> Iterator[Comparison]:
+    """Rotary embedding, writing KV and attention, of heads that lie in one product's output."""
+    shapes, batch = pair.shapes, case.batch
+    sizes = (shapes.num_heads, shapes.num_kv_heads, shapes.num_kv_heads)
+    num_tokens = len(batch.positions)
+    qkv = pair.random(num_tokens, sum(sizes), shapes.head_dim)
+    if case.num_padding:  # which of them is stored in their one slot does not matter then
+        qkv[-case.num_padding :] = qkv[-1]
+    angles = pair.random(num_tokens, shapes.rotary_dim // 2).float() * torch.pi
+    scale = shapes.head_dim**-0.5
+    heads = f"{sizes[0]} query and {sizes[1]} KV heads of {shapes.head_dim}"
+    rows = f"{case.name}, {len(batch.host_rows)} rows, {heads}"
+
+    def rotary(kernels: Kernels, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        q, k, _ = inputs[0].split_with_sizes(sizes, dim=1)
+        return kernels.rotary(q, k, inputs[1], inputs[2])
+
+    def write(kernels: Kernels, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        _, k, v = inputs[0].split_with_sizes(sizes, dim=1)
+        kernels.write_kv(k, v, *_pools(inputs), batch.slot_mapping)
+        return inputs[1:]
+
+    def attend(kernels: Kernels, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        q = inputs[0].split_with_sizes(sizes, dim=1)[0]
+        out = kernels.attention(q, *_pools(inputs), batch, scale=scale, sliding_window=case.window)
+        return (out[: num_tokens - case.num_padding],)
+
+    yield from pair.compare("rotary", heads, rotary, (qkv, angles.cos(), angles.sin()))
+    ones = torch.ones_like(case.k_pool)
+    yield from pair.compare("write_kv", rows, write, (qkv, ones, ones))
+    window = "" if case.window is None else f", a window of {case.window}"
+    yield from pair.compare("attention", rows + window, attend, (qkv, case.k_pool, case.v_pool))
+
+
+def _pools(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Return pools [S, Hkv, D] of inputs (qkv, keys, values), as `KVPool` has them."""
+    return inputs[1].transpose(0, 1), inputs[2].transpose(0, 1)

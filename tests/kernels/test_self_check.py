@@ -1,0 +1,172 @@
+"""The comparison with the reference that every worker makes before it serves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.broken_kernels import FAULTS
+
+from lightserve.bundled import BUNDLED_MODEL_DIR
+from lightserve.config import ServeConfig
+from lightserve.errors import StartupError
+from lightserve.kernels.cpu.default import TorchKernels
+from lightserve.kernels.cpu.invariant import InvariantKernels
+from lightserve.kernels.device.kernels import DeviceTorchKernels
+from lightserve.kernels.interface import Kernels
+from lightserve.kernels.reference import ReferenceKernels
+from lightserve.kernels.self_check import check_kernels, relative_error
+from lightserve.kernels.shapes import KernelShapes
+from lightserve.kernels.triton.kernels import TritonKernels
+from lightserve.worker import engine
+
+CPU = torch.device("cpu")
+SHAPES = KernelShapes(
+    dtype=torch.float32,
+    hidden_size=48,
+    intermediate_size=80,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rotary_dim=16,
+    sliding_windows=(None, 24),
+    rms_norm_eps=1e-5,
+    qk_norm=True,
+    qkv_bias=True,
+    context_len=2048,
+)
+IMPLEMENTATIONS = [
+    ReferenceKernels,
+    TorchKernels,
+    DeviceTorchKernels,
+    InvariantKernels,
+]
+OPERATIONS = {
+    "KV beside its slot": "write_kv",
+    "KV to another slot": "write_kv",
+    "rotary backwards": "rotary",
+    "keys not rotated": "rotary",
+    "another eps": "rms_norm",
+    "norm of the summand": "add_rms_norm",
+    "gate and up swapped": "silu_and_mul",
+    "last column lost": "linear",
+    "no bias": r"linear \(qkv\)",
+    "failed launch": "an operation failed: no kernel image",
+}
+"""Of the faults that are not attention's."""
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_that_are_right(implementation: type[Kernels], dtype: torch.dtype) -> None:
+    if implementation is InvariantKernels and dtype is not torch.float32:
+        pytest.skip("batch-invariant kernels are float32 only")
+    check_kernels(implementation(), replace(SHAPES, dtype=dtype), CPU)
+
+
+def test_triton_kernels() -> None:
+    """In the interpreter, where long contexts take seconds: short ones."""
+    shapes = replace(SHAPES, dtype=torch.bfloat16, context_len=70, sliding_windows=(24,))
+    check_kernels(TritonKernels(), shapes, CPU)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "rotary_dim": 8},
+        {"num_heads": 7, "num_kv_heads": 1, "head_dim": 80, "rotary_dim": 32},
+        {"context_len": 1, "sliding_windows": (1,)},
+        {"context_len": 3, "sliding_windows": (None,)},
+        {"sliding_windows": (100_000,)},
+    ],
+)
+def test_other_shapes(changes: dict[str, object]) -> None:
+    check_kernels(TorchKernels(), replace(SHAPES, **changes), CPU)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_kernels_that_are_wrong(
+    fault: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")  # the interpreter is no alternative, and slow
+    operation = OPERATIONS.get(fault, "attention of")
+    with pytest.raises(StartupError, match=operation) as caught:
+        check_kernels(FAULTS[fault](), replace(SHAPES, dtype=dtype), CPU)
+    message = str(caught.value)
+    assert message.startswith("the torch kernels do not agree with the reference on cpu: ")
+    if fault != "failed launch":
+        limit = 0.001 if dtype is torch.float32 else 0.02
+        assert " has a relative error of " in message
+        assert f"at most {limit:g} is allowed" in message
+    assert "\n" not in message
+
+
+class TritonWindow(TritonKernels):
+    def attention(self, *args: object, scale: float, sliding_window: int | None) -> torch.Tensor:
+        wider = None if sliding_window is None else sliding_window + 1
+        return super().attention(*args, scale=scale, sliding_window=wider)  # type: ignore[arg-type]
+
+
+def test_a_wrong_triton_kernel_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = replace(SHAPES, sliding_windows=(24,), context_len=70)
+    with pytest.raises(StartupError, match=r"attention of .* window of 24 .*backend torch does$"):
+        check_kernels(TritonWindow(), shapes, CPU)
+    monkeypatch.delenv("TRITON_INTERPRET")  # so that Triton is no way out here
+    with pytest.raises(StartupError, match=r"backend reference is slow, but right$"):
+        check_kernels(FAULTS["no bias"](), shapes, CPU)
+
+
+def test_relative_error() -> None:
+    truth = torch.randn(5, 400)
+    assert relative_error(truth.clone(), truth) == 0.0
+    one_vector = truth.clone()
+    one_vector[3] *= 1.05
+    assert relative_error(one_vector, truth) == pytest.approx(0.05, rel=1e-3)
+    one_element = truth.clone()
+    one_element[2, 7] += truth[2].square().mean().sqrt()
+    assert relative_error(one_element, truth) == pytest.approx(0.1, rel=1e-3)
+    unwritten = truth.clone()
+    unwritten[4, 399] = torch.nan
+    assert not relative_error(unwritten, truth) <= 1.0
+    assert relative_error(truth[:4], truth) == float("inf")
+
+
+def test_a_runner_is_not_built_over_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    config = ServeConfig(model=str(BUNDLED_MODEL_DIR), kv_memory="4MiB")
+    monkeypatch.setattr(engine, "make_kernels", lambda *_, **__: FAULTS["rotary backwards"]())
+    with pytest.raises(StartupError, match="rotary of 8 query and 4 KV heads of 32"):
+        engine.build_runner(config)
+
+
+def test_a_server_does_not_start_over_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    tests = Path(__file__).parents[1]
+    result = subprocess.run(
+        [
+            sys.executable,
+            str(tests / "support" / "broken_server.py"),
+            "heads in turn",
+            "serve",
+            "--port=0",
+            "--metrics-port=-1",
+            "--kv-memory=4MiB",
+            "--profile=off",
+            "--device=cpu",
+        ],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(tests.parent), str(tests)))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 1, result.stderr
+    last = result.stderr.strip().splitlines()[-1]
+    assert "worker-0: the torch kernels do not agree with the reference on cpu: attention" in last
+    assert "--attention-backend reference is slow, but right" in last

@@ -1,0 +1,141 @@
+"""Kernels that are wrong in one way each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightserve.kernels.cpu.default import TorchKernels
+from lightserve.kernels.interface import AttentionBatch
+
+
+class _WindowOffByOne(TorchKernels):
+    def attention(self, *args: Any, scale: float, sliding_window: int | None) -> Tensor:
+        wider = None if sliding_window is None else sliding_window + 1
+        return super().attention(*args, scale=scale, sliding_window=wider)
+
+
+class _WrongScale(TorchKernels):
+    def attention(self, *args: Any, scale: float, sliding_window: int | None) -> Tensor:
+        return super().attention(*args, scale=1.1 * scale, sliding_window=sliding_window)
+
+
+class _DropsTheFirstPosition(TorchKernels):
+    """Where a context fills whole blocks of 64."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, batch: Any, **options: Any) -> Tensor:
+        table = batch.req_to_slot.clone()
+        for row, end in zip(batch.host_rows, batch.host_context_lens, strict=True):
+            if end % 64 == 0:
+                table[row, 0] = table[row, 1]
+        return super().attention(q, k, v, replace(batch, req_to_slot=table, prepared={}), **options)
+
+
+class _HeadsInTurn(TorchKernels):
+    """Query head h reads KV head h mod Hkv."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+        order = torch.arange(q.shape[1]).view(-1, k.shape[1]).T.reshape(-1)
+        out = torch.empty_like(q)
+        out[:, order] = super().attention(q[:, order], k, v, *args, **options)
+        return out
+
+
+class _LastRowUnwritten(TorchKernels):
+    def attention(self, *args: Any, **options: Any) -> Tensor:
+        right = super().attention(*args, **options)
+        out = torch.empty_like(right)
+        out[:-3] = right[:-3]
+        return out
+
+
+class _PaddingSeen(TorchKernels):
+    """A row of one position, as padding rows are, reads the slot of the row before it."""
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch, **options: Any
+    ) -> Tensor:
+        out = super().attention(q, k, v, batch, **options)
+        ends = list(batch.host_context_lens)
+        if ends[-1] == 1 and len(set(batch.host_q_lens)) == 1:
+            out[:-1] += 0.5 * out[-1]
+        return out
+
+
+class _KVBesideItsSlot(TorchKernels):
+    def write_kv(self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
+        super().write_kv(k, v, k_pool, v_pool, (slots + 1) % len(k_pool))
+
+
+class _KVToTheFirstSlot(TorchKernels):
+    """Padding rows write to a slot that is somebody's."""
+
+    def write_kv(self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
+        super().write_kv(k, v, k_pool, v_pool, slots)
+        k_pool[0] = k[-1]
+
+
+class _BackwardRotary(TorchKernels):
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return super().rotary(q, k, cos, -sin)
+
+
+class _UnrotatedKeys(TorchKernels):
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return super().rotary(q, k, cos, sin)[0], k
+
+
+class _NormWithoutEps(TorchKernels):
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return super().rms_norm(x, weight, eps + 0.1)
+
+
+class _NormOfTheSummand(TorchKernels):
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Any:
+        return self.rms_norm(x, weight, eps), residual + x
+
+
+class _GateAndUpSwapped(TorchKernels):
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return super().silu_and_mul(torch.cat(gate_up.chunk(2, dim=-1)[::-1], dim=-1))
+
+
+class _LastColumnLost(TorchKernels):
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = super().linear(x, weight, bias)
+        if len(x) > 1:
+            out[-1, -1] = 0.0
+        return out
+
+
+class _NoBias(TorchKernels):
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super().linear(x, weight, None)
+
+
+class _FailedLaunch(TorchKernels):
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        raise RuntimeError("no kernel image is available")
+
+
+FAULTS: dict[str, type[TorchKernels]] = {
+    "window off by one": _WindowOffByOne,
+    "wrong scale": _WrongScale,
+    "first position dropped": _DropsTheFirstPosition,
+    "heads in turn": _HeadsInTurn,
+    "last rows unwritten": _LastRowUnwritten,
+    "padding seen": _PaddingSeen,
+    "KV beside its slot": _KVBesideItsSlot,
+    "KV to another slot": _KVToTheFirstSlot,
+    "rotary backwards": _BackwardRotary,
+    "keys not rotated": _UnrotatedKeys,
+    "another eps": _NormWithoutEps,
+    "norm of the summand": _NormOfTheSummand,
+    "gate and up swapped": _GateAndUpSwapped,
+    "last column lost": _LastColumnLost,
+    "no bias": _NoBias,
+    "failed launch": _FailedLaunch,
+}
