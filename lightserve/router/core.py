@@ -14,6 +14,8 @@ rows that a plan in flight names are not reassigned before its result is there.
 
 from __future__ import annotations
 
+import math
+
 from lightserve.errors import ProtocolError
 from lightserve.messages.frontend_router import (
     Abort,
@@ -104,8 +106,12 @@ class RouterCore(CoreState):
             if request.request_class is RequestClass.RT:
                 num_tokens = expected_kv_tokens(request, self._config.lengths)
                 self._burst.note_arrival(now_s, num_tokens)
+                ttft_ms = (request.scheduled_slo or request.slo).ttft_ms
                 self._demand.note_arrival(
-                    now_s, request.num_prompt_tokens, max_output_tokens=request.max_tokens
+                    now_s,
+                    request.num_prompt_tokens,
+                    max_output_tokens=request.max_tokens,
+                    ttft_s=math.inf if ttft_ms is None else ttft_ms / 1e3,
                 )
             if self._kv is not None:
                 self._kv.expect(request)

@@ -9,6 +9,9 @@ MEMORY_S) and the mean length of prompts and outputs follow the tokens of an ave
 
 Arrivals say it at once; steps and memory themselves would only show it when it is too late.
 Among the first to end are the shortest, so that history begins with pseudo-lengths.
+
+Arrivals also say how soon the next ones may have to be answered, hence how long a step may be at
+most while nothing else limits it: whoever comes waits for the rest of it.
 """
 
 from __future__ import annotations
@@ -30,6 +33,15 @@ NUM_PRIOR_ENDS = 100
 """Ends that the pseudo-lengths stand for."""
 NEWEST_WEIGHT = 0.01
 """Least weight of the newest length in a mean."""
+WINDOW_S = 30.0
+"""The tightest target is that of this time at least, and of twice as much at most."""
+IDLE_LIMIT_S = 0.1
+"""Most time of a step with best-effort requests while no targets are known."""
+IDLE_SHARE = 0.25
+"""Otherwise so much of the tightest time to a first token: it waits for the rest of one such step,
+and runs in the next ones."""
+MAX_IDLE_LIMIT_S = 0.5
+"""Never more: a step cannot be taken back, whoever hangs up."""
 
 
 class Outlook(NamedTuple):
@@ -37,6 +49,15 @@ class Outlook(NamedTuple):
 
     load: float = 0.0
     kv_per_step_s: float = 0.0
+    ttft_s: float = math.inf
+    """Tightest target of those that came lately; infinite: they had none."""
+
+    @property
+    def idle_limit_s(self) -> float:
+        """Most time of a step with best-effort requests: an arrival waits for the rest of it."""
+        if self.ttft_s == math.inf:
+            return IDLE_LIMIT_S
+        return min(IDLE_SHARE * self.ttft_s, MAX_IDLE_LIMIT_S)
 
 
 NO_OUTLOOK = Outlook()
@@ -61,9 +82,27 @@ class RealTimeDemand:
         self._seen_s = 0.0
         """Time, weighted likewise."""
         self._now_s: float | None = None
+        self._window = 0
+        self._tightest_s = self._tightest_before_s = math.inf
+        """To first tokens, in this window and in the one before in which any came."""
 
-    def note_arrival(self, now_s: float, num_prompt_tokens: int, *, max_output_tokens: int) -> None:
-        """Learn that a request has come, which can have so many output tokens."""
+    def note_arrival(
+        self,
+        now_s: float,
+        num_prompt_tokens: int,
+        *,
+        max_output_tokens: int,
+        ttft_s: float = math.inf,
+    ) -> None:
+        """Learn that a request has come.
+
+        Args:
+            now_s: the time.
+            num_prompt_tokens: its length.
+            max_output_tokens: how many it can have.
+            ttft_s: its target, infinite without one.
+        """
+        self._note_target(now_s, ttft_s)
         self._recent, self._seen_s = self._at(now_s)
         self._now_s = now_s if self._now_s is None else max(now_s, self._now_s)
         self._recent += 1.0
@@ -82,13 +121,14 @@ class RealTimeDemand:
         self._output_squared += weight * (num_output_tokens**2 - self._output_squared)
 
     def outlook(self, work_s: Callable[[StepShape], float], now_s: float) -> Outlook:
-        """Return what is being asked for now; zeros while nothing is known. Changes nothing.
+        """Return what is being asked for now; zeros while little is known. Changes nothing.
 
         `work_s` tells how many seconds a shape takes in large steps.
         """
         recent, seen_s = self._at(now_s)
+        ttft_s = min(self._tightest_s, self._tightest_before_s)
         if seen_s < MIN_SEEN_S:
-            return NO_OUTLOOK
+            return Outlook(ttft_s=ttft_s)
         rate = recent / seen_s
         # Pseudo-lengths go up to the model's longest: nobody may have asked for so much.
         output = min(self._output, self._max_output)
@@ -101,7 +141,14 @@ class RealTimeDemand:
             num_decodes=round(output),
             num_chunks=1,
         )
-        return Outlook(rate * work_s(life), rate * held)
+        return Outlook(rate * work_s(life), rate * held, ttft_s)
+
+    def _note_target(self, now_s: float, ttft_s: float) -> None:
+        window = int(now_s // WINDOW_S)
+        if window != self._window:
+            self._tightest_before_s, self._tightest_s = self._tightest_s, math.inf
+            self._window = window
+        self._tightest_s = min(self._tightest_s, ttft_s)
 
     def _at(self, now_s: float) -> tuple[float, float]:
         """Return the weighted arrivals and time as they are then."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,12 +12,21 @@ from hypothesis import strategies as st
 from lightserve.cost.model import StepModel
 from lightserve.cost.shape import StepShape
 from lightserve.messages.step_cost import StepCoefficients
-from lightserve.router.demand import MEMORY_S, NO_OUTLOOK, Outlook, RealTimeDemand
-from lightserve.router.policies.lending import IDLE_FLOORS, IDLE_LIMIT_S, lent_until_s
+from lightserve.router.demand import (
+    IDLE_LIMIT_S,
+    MAX_IDLE_LIMIT_S,
+    MEMORY_S,
+    NO_OUTLOOK,
+    Outlook,
+    RealTimeDemand,
+)
+from lightserve.router.policies.lending import IDLE_FLOORS, lent_until_s
 
 PRIOR = np.array([100], dtype=np.int64)
 shares = st.floats(0.0, 1.0)
-outlooks = st.builds(Outlook, st.floats(0.0, 2.0), st.floats(0.0, 1e7))
+outlooks = st.builds(
+    Outlook, st.floats(0.0, 2.0), st.floats(0.0, 1e7), st.floats(0.01, 10.0) | st.just(math.inf)
+)
 
 
 def _tokens(shape: StepShape) -> float:
@@ -88,7 +99,7 @@ def test_work_is_what_a_shape_adds_to_a_large_step(
 def test_what_is_lent(base_s: float, floor_s: float, held_share: float, outlook: Outlook) -> None:
     """Never less than the step takes, never more than an arrival may wait, less under pressure."""
     lent_s = lent_until_s(base_s, floor_s, held_share, outlook, 10_000)
-    assert base_s <= lent_s <= max(IDLE_LIMIT_S, IDLE_FLOORS * floor_s, 1.1 * base_s)
+    assert base_s <= lent_s <= max(outlook.idle_limit_s, IDLE_FLOORS * floor_s, 1.1 * base_s)
     busier = outlook._replace(load=outlook.load + 0.1)
     hungrier = outlook._replace(kv_per_step_s=2 * outlook.kv_per_step_s)
     assert lent_until_s(base_s, floor_s, held_share, busier, 10_000) <= lent_s
@@ -103,6 +114,25 @@ def test_at_full_load_nothing_is_lent() -> None:
 
 def test_an_idle_server_lends_all() -> None:
     assert lent_until_s(0.0, 0.01, 0.0, NO_OUTLOOK, 60_000) == IDLE_LIMIT_S
+
+
+def test_the_limit_of_an_idle_server_follows_the_tightest_target() -> None:
+    """A quarter of it, as far as no step is longer than half a second; of the last half minute."""
+    demand = RealTimeDemand(np.array([10], dtype=np.int64))
+
+    def limit_after(now_s: float, ttft_s: float) -> float:
+        demand.note_arrival(now_s, 100, max_output_tokens=20, ttft_s=ttft_s)
+        outlook = demand.outlook(_tokens, now_s)
+        return lent_until_s(0.0, 0.001, 0.0, outlook._replace(load=0, kv_per_step_s=0), 60_000)
+
+    assert limit_after(0.0, math.inf) == IDLE_LIMIT_S
+    assert limit_after(1.0, 1.2) == pytest.approx(0.3)
+    assert limit_after(2.0, 0.2) == pytest.approx(0.05)
+    assert limit_after(29.0, 1.2) == pytest.approx(0.05)
+    assert limit_after(31.0, 1.2) == pytest.approx(0.05)
+    assert limit_after(65.0, 1.2) == pytest.approx(0.3)
+    assert limit_after(95.0, 60.0) == pytest.approx(0.3)
+    assert limit_after(130.0, 60.0) == MAX_IDLE_LIMIT_S
 
 
 def test_a_slow_machine_is_not_left_with_one_row_a_step() -> None:

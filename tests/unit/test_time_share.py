@@ -7,8 +7,8 @@ from support.policy_scenes import BE, RT, Admitting, Queue, make_request
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
+from lightserve.router.demand import IDLE_LIMIT_S
 from lightserve.router.policies.base import StepLimits
-from lightserve.router.policies.lending import IDLE_LIMIT_S
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 from lightserve.router.reasons import Skips
 from lightserve.router.request import Request

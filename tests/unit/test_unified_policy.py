@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from support.policy_scenes import BE, RT, Admitting, Queue, make_request
 
+from lightserve.router.demand import IDLE_LIMIT_S
 from lightserve.router.policies.base import StepLimits
-from lightserve.router.policies.lending import IDLE_LIMIT_S
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 from lightserve.router.policies.unified.timed_step import MIN_CHUNK
 from lightserve.router.queues import WaitingQueue

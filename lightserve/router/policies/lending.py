@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from lightserve.router.demand import Outlook
 
-IDLE_LIMIT_S = 0.1
-"""Most time of a step with best-effort requests: an arrival waits for the rest of it."""
 IDLE_FLOORS = 2.0
-"""But so many times the shortest step there is: on slow machines that alone may take longer."""
+"""Beyond the idle limit, so many times the shortest step: on slow machines that may be longer."""
 MAX_SHARE = 0.85
 """Share of the pool that real-time requests may come to hold where most time is free."""
 BUSY_SHARE, SHARE_PER_FREE = 0.1, 1.8
@@ -43,7 +41,7 @@ def lent_until_s(
     free = min(1.0, max(0.0, 1.0 - outlook.load))
     share = min(MAX_SHARE, BUSY_SHARE + SHARE_PER_FREE * free)
     shortest_s = IDLE_FLOORS * floor_s
-    limit_s = max(IDLE_LIMIT_S, shortest_s)
+    limit_s = max(outlook.idle_limit_s, shortest_s)
     if outlook.kv_per_step_s > 0:
         limit_s = min(limit_s, share * num_slots / outlook.kv_per_step_s)
     limit_s *= min(1.0, max(0.0, (share + OVER_SHARE - held_share) / FADE))

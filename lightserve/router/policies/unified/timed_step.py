@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from lightserve.router.policies.base import Allotment, StepLimits
-from lightserve.router.policies.lending import IDLE_LIMIT_S, lent_until_s
+from lightserve.router.policies.lending import lent_until_s
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request, RequestState
 from lightserve.router.step_cost import StepShape
@@ -42,6 +42,7 @@ class TimedStep:
         """Tokens that come back from the host for those who resume."""
         self._shape = StepShape()
         self._guard = limits.guard
+        self._idle_limit_s = limits.outlook.idle_limit_s
         self.deadline_s = math.inf
         """From its start to the nearest deadline that it is to meet; inf: to none."""
         self._limit_s = math.inf
@@ -83,7 +84,7 @@ class TimedStep:
     def is_urgent(self, request: Request) -> bool:
         """Whether a prompt can be in time, and no more if it waits for one step like this (A8)."""
         slack_s = self.residual(request) - self._seconds_with_all_of(request)
-        return 0.0 <= slack_s <= min(self._limit_s, IDLE_LIMIT_S)
+        return 0.0 <= slack_s <= min(self._limit_s, self._idle_limit_s)
 
     def _seconds_with_all_of(self, request: Request) -> float:
         rest = request.num_schedulable_tokens
@@ -138,7 +139,7 @@ class TimedStep:
         """Within it the step may be filled for so much longer, whatever its limits."""
         limits = self._limit_s, self._lent_until_s
         self._limit_s = math.inf
-        self._lent_until_s = self.seconds + min(seconds, IDLE_LIMIT_S)
+        self._lent_until_s = self.seconds + min(seconds, self._idle_limit_s)
         yield
         self._limit_s, self._lent_until_s = limits
 
@@ -154,7 +155,7 @@ class TimedStep:
         limit_s = self._limit_s / self._cost.guard
         if num_loaded > 0 and self._num_loaded > 0:
             # A single one may bring more than there is time for otherwise, not several.
-            limit_s = min(limit_s, IDLE_LIMIT_S)
+            limit_s = min(limit_s, self._idle_limit_s)
         return min(limit_s - copied_s, self._lent_until_s)
 
     # ---------------------------------------------------------------- decodes
