@@ -49,6 +49,15 @@ class Drawn:
     num_logprobs: Sequence[int] = ()
     """… and how many of the most probable tokens each of them wants."""
 
+    def plain_token_ids(self) -> list[int] | None:
+        """Return the tokens if there is nothing else to say of any row; most steps are so."""
+        if self.logprobs is not None:
+            return None
+        if self.is_finite is not None and not bool(self.is_finite.all()):
+            return None
+        token_ids: list[int] = self.token_ids.tolist()
+        return token_ids
+
     def results(self) -> dict[RowId, _Token]:
         """Return what came of each row."""
         token_ids = self.token_ids.tolist()
@@ -120,6 +129,9 @@ class Pending:
 
     def row_results(self) -> list[RowResult]:
         """Return the results of a step that is over, in the plan's order."""
+        if not self.prompts and (token_ids := self.drawn.plain_token_ids()) is not None:
+            rows = zip(self.drawn.rows, token_ids, strict=True)
+            return [RowResult(row, [token_id]) for row, token_id in rows]
         tokens = self.drawn.results()
         return [
             _row_result(row, tokens.get(row.row), self.prompts.get(row.row))
