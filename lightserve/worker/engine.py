@@ -13,8 +13,6 @@ import torch
 from lightserve.config import ServeConfig
 from lightserve.kernels.select import make_kernels
 from lightserve.kernels.self_check import check_kernels
-from lightserve.messages.common import TokenSegment, pack_int32
-from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
 from lightserve.models.base import Model
 from lightserve.models.config import load_model_config, resolve_context_len, resolve_dtype
 from lightserve.models.kernel_shapes import kernel_shapes
@@ -23,7 +21,6 @@ from lightserve.models.loader import load_model
 from lightserve.models.parallel import SingleRank, TensorParallel
 from lightserve.structured.vocabulary import model_vocabulary
 from lightserve.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
-from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.constraints import RowConstraints
 from lightserve.worker.device import resolve_device
 from lightserve.worker.device_memory import DeviceMemory
@@ -31,9 +28,9 @@ from lightserve.worker.device_queue import make_queue
 from lightserve.worker.graph_capture import capture_graphs, graph_sizes
 from lightserve.worker.host_pool import DirectHostPool, HostPool
 from lightserve.worker.kv_pool import KVPool
-from lightserve.worker.memory import MIN_SLOTS
 from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.pools import make_pools, measure_gpu
+from lightserve.worker.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -132,25 +129,3 @@ def set_threads(config: ServeConfig) -> None:
     """Use --num-threads CPU threads in this process, or this rank's share of the cores."""
     num_cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(config.num_threads or max(1, num_cores // config.tp))
-
-
-def warm_up(runner: ModelRunner) -> None:
-    """Run a prefill and a decode, so that no request pays for first-time work."""
-    num_tokens = min(MIN_SLOTS - 1, runner.context_len - 1)
-    row, step = RowId(0), StepId(0)
-    tokens = TokenSegment(token_ids=pack_int32([0] * num_tokens))
-    slots = pack_int32(range(num_tokens + 1))
-    prefill = StepPlan(
-        step_id=step,
-        sequences=[AddSequence(row, [tokens], SamplingParams(temperature=1.0), num_tokens, [])],
-        slot_ranges=[SlotRange(row, 0, slots)],
-        rows=[PlanRow(row, 0, num_tokens, OutputKind.SAMPLE)],
-    )
-    decode = StepPlan(
-        step_id=step,
-        sequences=[],
-        slot_ranges=[],
-        rows=[PlanRow(row, num_tokens, 1, OutputKind.SAMPLE)],
-    )
-    runner.execute(prefill)
-    runner.execute(decode)

@@ -89,6 +89,21 @@ class ModelRunner:
         return DecodeTables(self._table.token_ids, self._table.req_to_slot)
 
     @property
+    def device(self) -> torch.device:
+        """Where steps run."""
+        return self._queue.device
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Rows of the tables."""
+        return self._table.max_num_seqs
+
+    @property
+    def has_constraints(self) -> bool:
+        """Whether constraints of sequences are enforced here."""
+        return self._constraints is not None
+
+    @property
     def num_kv_slots(self) -> int:
         """Tokens that the pool holds."""
         return self._pool.num_slots

@@ -24,12 +24,13 @@ from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
 from lightserve.messages.common import Int32Array, unpack_int32
-from lightserve.messages.router_worker import AddSequence, OutputKind, StepPlan
+from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, StepPlan
 from lightserve.types import RowId
 from lightserve.worker.device_queue import Array, DeviceQueue
 
 _Int64Array = npt.NDArray[np.int64]
 _NO_PLACES: _Int64Array = np.empty(0, dtype=np.int64)
+_NO_TOKENS: Int32Array = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +97,7 @@ class SequenceTable:
         """`scratch_slot` is the padding row's."""
         # One more position than the model has: the last sampled token is stored, never computed.
         self._width = max_model_len + 1
+        self.max_num_seqs = max_num_seqs
         shape = (max_num_seqs + 1, self._width)
         self._queue = queue
         self._token_ids = torch.zeros(shape, dtype=torch.int32, device=queue.device)
@@ -121,12 +123,16 @@ class SequenceTable:
         rows = np.array([row.row for row in plan.rows], dtype=np.int64)
         starts = np.array([row.start_position for row in plan.rows], dtype=np.int64)
         counts = np.array([row.num_tokens for row in plan.rows], dtype=np.int64)
-        wants = np.array([bool(row.output & OutputKind.SAMPLE) for row in plan.rows], dtype=bool)
+        # Flags are slow to look into, and almost every row wants the same.
+        odd = [index for index, row in enumerate(plan.rows) if row.output is not OutputKind.SAMPLE]
+        wants = np.ones(len(rows), dtype=bool)
+        for index in odd:
+            wants[index] = bool(plan.rows[index].output & OutputKind.SAMPLE)
         ends = starts + counts
         offsets = np.concatenate([[0], np.cumsum(counts)])
         token_rows, positions = _ranges(rows, starts, counts)
         news = self._take_in(plan)
-        spans = self._prompt_spans(plan, offsets)
+        spans = self._prompt_spans([(plan.rows[index], int(offsets[index])) for index in odd])
         arrays: list[Array] = [
             rows,
             positions,
@@ -184,27 +190,34 @@ class SequenceTable:
         for sequence in plan.sequences:
             self._num_prompt[sequence.row] = sequence.num_prompt_tokens
             self._num_top[sequence.row] = sequence.sampling.num_prompt_logprobs or 0
-        slots = [unpack_int32(part.slots) for part in plan.slot_ranges]
+        slots = [part.slots for part in plan.slot_ranges]
         return [
-            self._places([(sequence.row, 0) for sequence in plan.sequences], tokens),
-            _joined(tokens),
-            self._places([(part.row, part.start_position) for part in plan.slot_ranges], slots),
-            _joined(slots),
+            self._places(
+                [sequence.row for sequence in plan.sequences],
+                [0] * len(tokens),
+                [len(part) for part in tokens],
+            ),
+            np.concatenate([_NO_TOKENS, *tokens]),
+            self._places(
+                [part.row for part in plan.slot_ranges],
+                [part.start_position for part in plan.slot_ranges],
+                [len(part) // _NO_TOKENS.itemsize for part in slots],
+            ),
+            # A copy: what was read from a message may not be written, and torch warns of that.
+            unpack_int32(b"".join(slots)).copy(),
         ]
 
     def _places(
-        self, starts: Sequence[tuple[int, int]], contents: Sequence[Int32Array]
+        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]
     ) -> _Int64Array:
-        """Return the places of contents that start at (row, position) each, int64 [total]."""
-        rows, positions = np.array(starts, dtype=np.int64).reshape(-1, 2).T
-        counts = np.array([len(content) for content in contents], dtype=np.int64)
-        index = _ranges(rows, positions, counts)
+        """Return the places of ranges of positions, int64 [sum of counts]."""
+        index = _ranges(*(np.array(part, dtype=np.int64) for part in (rows, starts, counts)))
         return index.rows * self._width + index.positions
 
-    def _prompt_spans(self, plan: StepPlan, offsets: _Int64Array) -> _Spans:
-        """Return those of a plan whose rows' first tokens are the step's at `offsets`."""
+    def _prompt_spans(self, rows: Sequence[tuple[PlanRow, int]]) -> _Spans:
+        """Return those of a plan's rows, given with the places of their first tokens."""
         found = _Spans([], _NO_PLACES, _NO_PLACES)
-        for row, offset in zip(plan.rows, offsets.tolist(), strict=False):
+        for row, offset in rows:
             if not row.output & OutputKind.PROMPT_LOGPROBS:
                 continue
             start = row.start_position
@@ -247,6 +260,8 @@ class _Index(NamedTuple):
 
 def _ranges(rows: _Int64Array, starts: _Int64Array, counts: _Int64Array) -> _Index:
     """Return row and position of every token of ranges start … start+count-1, int64 [T] both."""
+    if counts.size == counts.sum() and counts.all():  # one token each: decodes
+        return _Index(rows, starts)
     offsets = np.repeat(np.cumsum(counts) - counts, counts)
     positions = np.arange(counts.sum()) - offsets + np.repeat(starts, counts)
     return _Index(np.repeat(rows, counts), positions)
@@ -254,8 +269,3 @@ def _ranges(rows: _Int64Array, starts: _Int64Array, counts: _Int64Array) -> _Ind
 
 def _tokens_of(sequence: AddSequence) -> Int32Array:
     return np.concatenate([unpack_int32(part.token_ids) for part in sequence.segments])
-
-
-def _joined(parts: Sequence[Int32Array]) -> Int32Array:
-    """Return a new array, which may be written, of all parts; there may be none."""
-    return np.concatenate([np.empty(0, dtype=np.int32), *parts])

@@ -1,0 +1,144 @@
+"""Runs every kind of step once before the first request, so that none pays for first-time work.
+
+On a GPU that is above all the compilation of kernels, of which each kind of step and each
+sampling option needs others; on the CPU two steps do. What is in the KV pool means nothing yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightserve.messages.common import Constraint, RegexConstraint, TokenSegment, pack_int32
+from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
+from lightserve.types import RowId, SamplingParams, StepId
+from lightserve.worker.memory import MIN_SLOTS
+from lightserve.worker.model_runner import ModelRunner
+
+_PROMPT = 4
+"""Tokens of a prompt, which is computed in one chunk or in two."""
+_SLOTS_PER_ROW = MIN_SLOTS // 2
+_EOS = 0
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a sequence is sampled."""
+
+    params: SamplingParams
+    constraint: Constraint | None = None
+
+
+_PLAIN = _Kind(SamplingParams(temperature=1.0))
+_GREEDY = _Kind(SamplingParams(temperature=0.0))
+_TRUNCATED = _Kind(SamplingParams(temperature=0.7, top_p=0.9, top_k=20, min_p=0.01))
+_MIN_P = _Kind(SamplingParams(temperature=1.0, min_p=0.01, num_logprobs=0))
+_PENALTY = _Kind(SamplingParams(temperature=1.0, frequency_penalty=0.5))
+_BIAS = _Kind(SamplingParams(temperature=1.0, logit_bias=((1, 1.0),), num_prompt_logprobs=0))
+_EVERYTHING = SamplingParams(
+    temperature=1.0,
+    top_p=0.95,
+    min_p=0.01,
+    frequency_penalty=0.5,
+    presence_penalty=0.5,
+    repetition_penalty=1.1,
+    logit_bias=((1, 1.0),),
+    allowed_token_ids=(0, 1, 2, 3),
+    min_tokens=8,
+    num_logprobs=2,
+    num_prompt_logprobs=2,
+)
+_CONSTRAINT = RegexConstraint(pattern="[a-z]*")
+
+_PAIRS = (
+    *((kind, kind) for kind in (_PLAIN, _GREEDY, _TRUNCATED, _MIN_P, _PENALTY, _BIAS)),
+    (_Kind(_EVERYTHING), _Kind(_EVERYTHING)),
+    (_GREEDY, _Kind(_EVERYTHING)),
+    (_TRUNCATED, _PLAIN),
+    (_PLAIN, _Kind(_PLAIN.params, _CONSTRAINT)),
+    (_TRUNCATED, _Kind(_EVERYTHING, _CONSTRAINT)),
+)
+
+
+class _Part(NamedTuple):
+    """What a step does with a row."""
+
+    row: int
+    start: int
+    num_tokens: int
+    is_sampled: bool = True
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Run the steps; every rank does."""
+    num_tokens = min(MIN_SLOTS - 1, runner.context_len - 1)
+    if runner.device.type == "cpu":
+        _execute(runner, [_Part(0, 0, num_tokens)], {0: _PLAIN}, prompt=num_tokens)
+        _execute(runner, [_Part(0, num_tokens, 1)], {}, prompt=num_tokens)
+        return
+    for pair in _PAIRS:
+        for parts in _kinds_of_steps(min(2, runner.max_num_seqs)):
+            _execute(runner, parts, dict(enumerate(pair)), prompt=min(_PROMPT, num_tokens))
+
+
+def _kinds_of_steps(num_rows: int) -> Iterator[list[_Part]]:
+    """Yield chunks, chunks behind them, decodes, a decode alone, and one beside a chunk."""
+    chunk, rows = _PROMPT // 2, range(num_rows)
+    yield [_Part(row, 0, chunk, is_sampled=False) for row in rows]
+    yield [_Part(row, chunk, chunk) for row in rows]
+    yield [_Part(row, _PROMPT, 1) for row in rows]
+    yield [_Part(0, _PROMPT + 1, 1)]
+    if num_rows > 1:
+        yield [_Part(0, _PROMPT + 2, 1), _Part(1, 0, _PROMPT)]
+
+
+def _execute(
+    runner: ModelRunner, parts: Sequence[_Part], kinds: Mapping[int, _Kind], *, prompt: int
+) -> None:
+    """Run a step; rows that begin in it get sequences of `kinds` with `prompt` tokens.
+
+    Every rank runs the same number of steps, though rank 0 alone may know constraints.
+    """
+    tokens = [TokenSegment(token_ids=pack_int32([0] * prompt))]
+    runner.execute(
+        StepPlan(
+            step_id=StepId(0),
+            sequences=[
+                AddSequence(
+                    RowId(part.row),
+                    tokens,
+                    kinds[part.row].params,
+                    prompt,
+                    [_EOS],
+                    kinds[part.row].constraint if runner.has_constraints else None,
+                )
+                for part in parts
+                if part.start == 0
+            ],
+            slot_ranges=[_slots_of(part) for part in parts],
+            rows=[
+                PlanRow(
+                    RowId(part.row),
+                    part.start,
+                    part.num_tokens,
+                    _output(part, kinds.get(part.row, _PLAIN)),
+                )
+                for part in parts
+            ],
+        )
+    )
+
+
+def _slots_of(part: _Part) -> SlotRange:
+    first = part.row * _SLOTS_PER_ROW + part.start
+    slots = pack_int32(range(first, first + part.num_tokens))
+    return SlotRange(RowId(part.row), part.start, slots)
+
+
+def _output(part: _Part, kind: _Kind) -> OutputKind:
+    if not part.is_sampled:
+        return OutputKind.NONE
+    if part.start >= _PROMPT or kind.params.num_prompt_logprobs is None:
+        return OutputKind.SAMPLE
+    return OutputKind.SAMPLE | OutputKind.PROMPT_LOGPROBS
