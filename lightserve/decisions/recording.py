@@ -84,12 +84,13 @@ def _input_of(event: CoreEvent, now_s: float) -> Input:
             return MessageReceived(now_s=now_s, frontend_id=frontend_id, message=message)
         case FrontendGone(frontend_id):
             return FrontendWasLost(now_s=now_s, frontend_id=frontend_id)
-        case WorkersReady(num_kv_slots, num_host_slots, step_cost):
+        case WorkersReady(num_kv_slots, num_host_slots, step_cost, overlaps_copies):
             return WorkersStarted(
                 now_s=now_s,
                 num_kv_slots=num_kv_slots,
                 num_host_slots=num_host_slots,
                 step_cost=step_cost,
+                overlaps_copies=overlaps_copies,
             )
     return WorkersWereLost(now_s=now_s)
 
@@ -102,7 +103,12 @@ def event_of(record: Input) -> CoreEvent | StepResult:
         case FrontendWasLost(frontend_id=frontend_id):
             return FrontendGone(frontend_id)
         case WorkersStarted():
-            return WorkersReady(record.num_kv_slots, record.num_host_slots, record.step_cost)
+            return WorkersReady(
+                record.num_kv_slots,
+                record.num_host_slots,
+                record.step_cost,
+                record.overlaps_copies,
+            )
         case ResultReceived(result=result):
             return result
     return WorkersGone()

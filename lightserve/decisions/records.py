@@ -75,6 +75,7 @@ class WorkersStarted(Record, frozen=True, tag="workers_ready"):
     num_kv_slots: int
     num_host_slots: int
     step_cost: StepCoefficients | None
+    overlaps_copies: bool = False
 
 
 class WorkersWereLost(Record, frozen=True, tag="workers_gone"):
@@ -98,7 +99,7 @@ class RequestName(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Tokens of a request: to be computed, or to be taken from it."""
+    """Tokens of a request: to be computed, taken from it, or loaded."""
 
     frontend_id: FrontendId
     request_id: RequestId
@@ -129,6 +130,8 @@ class Decision(Record, frozen=True, tag="decision"):
     """KV that paused requests lose, saved on the host."""
     drops: list[RequestName]
     """Requests that lose all their KV."""
+    loads: list[Share]
+    """KV that comes back from the host beside the step, of requests that stay paused."""
     skipped: list[LeftOut]
     unseen: dict[RequestClass, Unseen]
     plan: str
@@ -166,6 +169,7 @@ def decision_of(step: PlannedStep, plan: StepPlan, committed_at_s: float) -> Dec
         stops=[_name(request) for request in step.stops],
         takes=[Share(*request.key, count) for request, count in step.takes],
         drops=[_name(request) for request in step.drops],
+        loads=[Share(*request.key, count) for request, count in step.loads],
         skipped=[LeftOut(*request.key, reason) for request, reason in step.skipped],
         unseen=dict(step.unseen),
         plan=new_hash(msgspec.msgpack.encode(plan)).hexdigest(),

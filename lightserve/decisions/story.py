@@ -137,6 +137,9 @@ class _Teller:
         for share in decision.advancing:
             if share[:2] == name:
                 return f"computes{''.join(notes)}", share.num_tokens
+        for share in decision.loads:
+            if share[:2] == name:
+                return f"its KV comes back from the host{''.join(notes)}", share.num_tokens
         for left in decision.skipped:
             if left[:2] == name:
                 return f"left out: {_MEANINGS[left.reason]}{''.join(notes)}", 0
@@ -171,5 +174,6 @@ _MEANINGS = {
     Reason.KV_NOW: "no memory for this step (kv_now)",
     Reason.KV_FUTURE: "memory is expected to run out (kv_future)",
     Reason.ORDER: "others' turn (order)",
+    Reason.LOADING: "its KV waits for the link from the host (loading)",
     Reason.BLOCKED: "nothing to compute yet (blocked)",
 }

@@ -6,6 +6,7 @@ from lightserve.messages.common import Int32Array
 from lightserve.messages.router_worker import StepPlan
 from lightserve.router.counters import KVCounters, SkipCounters
 from lightserve.router.events import PlannedStep
+from lightserve.router.kv.checkpoints import MAX_AHEAD_PER_PLAN
 from lightserve.router.kv.store import KVStore
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.plan_builder import build_plan
@@ -25,8 +26,9 @@ loses anything, every best-effort newcomer would still be the next victim for a 
 class StepBooking:
     """Carries out what `StepPlanner` decided, in the order that copies rely on.
 
-    Memory is taken first (its saves run before all else in the step), then requests start (loads
-    run after the saves), then slots are given out, and at last tails are copied ahead.
+    Memory is taken first (its saves run before all else in the step), then requests start or come
+    nearer to it (loads run after the saves), then slots are given out, and at last tails are copied
+    ahead.
     """
 
     def __init__(
@@ -48,12 +50,17 @@ class StepBooking:
         newcomers = [r for r, _ in step.allotments if r.state is RequestState.WAITING]
         for request in newcomers:
             self._start(request, kv)
+        for request, _ in step.loads:
+            kv.hold(request)
         for request in newcomers:
-            self.counters[request.request_class].loaded_tokens += kv.load(request)
+            num_loaded = kv.load(request, request.num_loaded_by_start)
+            self.counters[request.request_class].loaded_tokens += num_loaded
             request.state = RequestState.RUNNING
+        for request, num_tokens in step.loads:
+            self.counters[request.request_class].loaded_tokens += kv.load_ahead(request, num_tokens)
         slots = kv.acquire(step.allotments)
         _note_slots(step, slots)
-        self._copy_ahead(kv)
+        self._copy_ahead(kv, sum(num_tokens for _, num_tokens in step.loads))
         plan = build_plan(step, slots, set(newcomers), kv.take_copies())
         self._pipeline.push(step, plan, now_s)
         for (request, num_tokens), samples in zip(step.allotments, step.num_samples, strict=True):
@@ -102,8 +109,11 @@ class StepBooking:
             request.lose_kv()
             kv.expect(request)
 
-    def _copy_ahead(self, kv: KVStore) -> None:
-        """Save tails of the next best-effort victims, paused ones first, while nobody waits."""
+    def _copy_ahead(self, kv: KVStore, num_loading: int) -> None:
+        """Save tails of the next best-effort victims, paused ones first, while nobody waits.
+
+        The link is shared with what is loaded.
+        """
         if self._steps_since_take > AHEAD_STEPS:
             return
         if kv.num_available > AHEAD_FACTOR * kv.options.num_clean_ahead(kv.num_slots):
@@ -116,7 +126,7 @@ class StepBooking:
             and request.state is RequestState.RUNNING
             and request.num_computed_tokens >= request.num_prompt_tokens  # or its tail still moves
         ][::-1]
-        num_copied = kv.copy_ahead([*paused, *running])
+        num_copied = kv.copy_ahead([*paused, *running], MAX_AHEAD_PER_PLAN - num_loading)
         self.counters[RequestClass.BE].ahead_tokens += num_copied
 
 

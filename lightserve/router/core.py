@@ -145,6 +145,7 @@ class RouterCore(CoreState):
         assert len(self._rows) == 0, "the group before was not reported as gone"
         if ready.step_cost is not None:
             self._pipeline.cost.use_profile(ready.step_cost)
+        self._pipeline.overlaps_copies = ready.overlaps_copies
         self._kv = KVStore(
             ready.num_kv_slots,
             self._config.kv,
@@ -206,6 +207,7 @@ class RouterCore(CoreState):
             stops=fit.stops,
             takes=fit.takes,
             drops=fit.drops,
+            loads=fit.loads,
             planned_at_s=now_s,
             predicted_s=self._pipeline.predict(fit.allotments, fit.num_copied),
             skipped=skipped,

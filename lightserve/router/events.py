@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lightserve.messages.frontend_router import Abort, Acknowledge, Finish, Submit, TokenDelta
 from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.fit import Take
-from lightserve.router.policies.base import Allotment
+from lightserve.router.policies.base import Allotment, Loading
 from lightserve.router.reasons import Skipped, Unseen
 from lightserve.router.request import Request
 from lightserve.types import FrontendId, RequestClass, StepId
@@ -38,6 +38,8 @@ class WorkersReady:
     """Tokens that the host pool of each rank holds."""
     step_cost: StepCoefficients | None = None
     """What a profile says of their steps."""
+    overlaps_copies: bool = False
+    """See `WorkerHello`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ class PlannedStep:
     planned_at_s: float
     predicted_s: float
     """Predicted execution time."""
+    loads: tuple[Loading, ...] = ()
+    """KV of paused requests that comes back beside the step."""
     skipped: tuple[Skipped, ...] = ()
     """Who was considered and does not advance."""
     unseen: Mapping[RequestClass, Unseen] = field(default_factory=dict)

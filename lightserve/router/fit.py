@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lightserve.router.kv.prefix_node import PrefixNode
 from lightserve.router.kv.store import KVStore
-from lightserve.router.policies.base import Allotment
+from lightserve.router.policies.base import Allotment, Loading, Share
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request, RequestState
 
@@ -34,6 +34,8 @@ class Fit:
     """Whom the policy chose in vain."""
     stopped_for: Mapping[Request, Reason] = field(default_factory=dict)
     """Of those who run and stop: whether memory or their row is needed."""
+    loads: tuple[Loading, ...] = ()
+    """What comes back from the host beside the step, for requests that stay paused."""
 
     def __bool__(self) -> bool:
         """Whether anybody advances."""
@@ -74,6 +76,6 @@ def runs(request: Request) -> bool:
     return request.state is RequestState.RUNNING
 
 
-def of_running(part: Allotment) -> bool:
+def of_running(part: Share) -> bool:
     """Whether that is so of whose share this is."""
     return part.request.state is RequestState.RUNNING

@@ -39,6 +39,8 @@ class SentStep:
     """When it began, as far as the router can know; None while it waits at the worker."""
     ahead: bool
     """Whether it was sent while another step ran."""
+    behind_s: float
+    """By how much, as predicted, copies that it does not wait for hold up the next step."""
 
 
 class Pipeline:
@@ -50,6 +52,8 @@ class Pipeline:
         self.copy_cost = CopyCost()
         self.guard = StepGuard()
         self.best_effort_time = TimeShare()
+        self.overlaps_copies = False
+        """Whether the workers make such copies beside the steps, see `WorkerHello`."""
         self.next_step_id = StepId(0)
         self.num_finished = 0
         self.busy_s = 0.0
@@ -63,8 +67,8 @@ class Pipeline:
         """The step that was asked about last: most are sent."""
         self._shape = StepShape()
         """Of the step that finished last."""
-        self._num_ahead = 0
-        """Tokens that the step that finished last has copied ahead."""
+        self._num_in_the_way = 0
+        """Tokens that the step that finished last has saved ahead; loads ahead are made in time."""
 
     @property
     def is_empty(self) -> bool:
@@ -89,7 +93,8 @@ class Pipeline:
             return now_s
         start_s = self._in_flight[0].start_s
         assert start_s is not None
-        return max(now_s, start_s + sum(sent.planned.predicted_s for sent in self._in_flight))
+        steps_s = sum([sent.planned.predicted_s + sent.behind_s for sent in self._in_flight])
+        return max(now_s, start_s + steps_s)
 
     def next_end_s(self, now_s: float) -> float:
         """Return when a step planned now will end if it is like the last one, with the guard."""
@@ -108,6 +113,15 @@ class Pipeline:
         predicted_s = self.copy_cost.predict(num_tokens)
         return predicted_s or self.cost.copy_seconds(num_loaded=num_tokens)
 
+    def ahead_seconds(self, num_tokens: int) -> float:
+        """Return the predicted seconds of loads of so many tokens that nobody waits for.
+
+        No step tells how long they took: a rate learnt from a few tokens would not be corrected
+        by them. So they take no less than a profile says of loads.
+        """
+        profiled_s = self.cost.copy_seconds(num_loaded=num_tokens)
+        return max(self.copy_cost.predict(num_tokens), profiled_s)
+
     def load_is_cheaper(self, num_tokens: int, start: int) -> bool:
         """Whether loading tokens from `start` on costs less than computing them, or may do so."""
         computed_s = self.cost.seconds(self._shape.plus(start, num_tokens))
@@ -124,7 +138,11 @@ class Pipeline:
         predicted, shape = self._predicted
         if predicted is not planned.allotments:
             shape = shape_of(planned.allotments)
-        self._in_flight.append(SentStep(planned, plan, shape, None if ahead else now_s, ahead))
+        behind_s = self.ahead_seconds(_num_ahead(plan))
+        if self.overlaps_copies:
+            behind_s = max(0.0, behind_s - planned.predicted_s)
+        start_s = None if ahead else now_s
+        self._in_flight.append(SentStep(planned, plan, shape, start_s, ahead, behind_s))
         self.next_step_id = StepId(self.next_step_id + 1)
         self._router_s += 0.1 * (now_s - planned.planned_at_s - self._router_s)
 
@@ -143,10 +161,10 @@ class Pipeline:
         done = self._in_flight.popleft()
         self._shape = done.shape
         self.cost.observe(done.shape, result.exec_s - result.copy_s)
-        self.copy_cost.observe(_num_copied(done.plan), result.copy_s, self._num_ahead)
+        self.copy_cost.observe(_num_copied(done.plan), result.copy_s, self._num_in_the_way)
         if done.planned.limit_s is not None:
             self.guard.observe(result.exec_s, done.planned.limit_s)
-        self._num_ahead = len(done.plan.ahead_saves.slots) // 4
+        self._num_in_the_way = len(done.plan.ahead_saves.slots) // 4
         self.num_finished += 1
         self.busy_s += result.exec_s
         newest = max(STEP_MEMORY, 1.0 / self.num_finished)
@@ -154,14 +172,14 @@ class Pipeline:
         if done.ahead or self._had_work:
             self.idle_s += result.idle_s
         if self._in_flight:
-            self._in_flight[0].start_s = now_s
+            self._in_flight[0].start_s = now_s + done.behind_s
         return done
 
     def clear(self) -> None:
         """Forget the steps in flight: their worker is gone."""
         self._in_flight.clear()
         self._had_work = False
-        self._num_ahead = 0
+        self._num_in_the_way = 0
 
     def stalled_s(self, now_s: float) -> float:
         """Return how long the running step has been running, 0 without one."""
@@ -170,6 +188,11 @@ class Pipeline:
         start_s = self._in_flight[0].start_s
         assert start_s is not None
         return max(0.0, now_s - start_s)
+
+
+def _num_ahead(plan: StepPlan) -> int:
+    """Return how many tokens are copied though the step does not wait for them."""
+    return (len(plan.ahead_saves.slots) + len(plan.ahead_loads.slots)) // 4
 
 
 def _num_copied(plan: StepPlan) -> int:

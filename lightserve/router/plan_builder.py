@@ -7,13 +7,13 @@ from collections.abc import Container, Sequence
 from lightserve.messages.common import Int32Array, TokenSegment, pack_int32
 from lightserve.messages.router_worker import (
     AddSequence,
-    KVCopies,
     OutputKind,
     PlanRow,
     SlotRange,
     StepPlan,
 )
 from lightserve.router.events import PlannedStep
+from lightserve.router.kv.host import PlanCopies
 from lightserve.router.policies.base import Allotment
 from lightserve.router.request import Request
 from lightserve.types import RowId
@@ -51,7 +51,7 @@ def build_plan(
     step: PlannedStep,
     slots: Int32Array,
     newcomers: Container[Request],
-    copies: tuple[KVCopies, KVCopies, KVCopies],
+    copies: PlanCopies,
 ) -> StepPlan:
     """Return the plan that moves each request by its allotment.
 
@@ -59,7 +59,7 @@ def build_plan(
         step: requests, with their rows and slots, how many tokens they compute and yield.
         slots: what they write to, one after the other, int32 [sum of num_tokens].
         newcomers: those that the workers do not know yet.
-        copies: saves, loads and ahead-saves.
+        copies: what is copied for them, and for others.
     """
     all_slots = pack_int32(slots)
     offset = 0
@@ -81,15 +81,15 @@ def build_plan(
         else:
             output = _wanted_output(request, num_wanted)
         plan_rows.append(PlanRow(row, start, num_tokens, output))
-    saves, loads, ahead_saves = copies
     return StepPlan(
         step_id=step.step_id,
         sequences=sequences,
         slot_ranges=slot_ranges,
         rows=plan_rows,
-        saves=saves,
-        loads=loads,
-        ahead_saves=ahead_saves,
+        saves=copies.saves,
+        loads=copies.loads,
+        ahead_saves=copies.ahead_saves,
+        ahead_loads=copies.ahead_loads,
     )
 
 

@@ -167,6 +167,8 @@ class StepPlanner:
             best_effort_time=self._pipeline.best_effort_time,
             average_step_s=self._pipeline.average_step_s,
             copy_seconds=self._pipeline.copy_seconds,
+            ahead_seconds=self._pipeline.ahead_seconds,
+            overlaps_copies=self._pipeline.overlaps_copies,
             outlook=self._demand.outlook(self._pipeline.cost.work, attempt.start_s),
             num_yielding_rows=num_yielding if self._is_class_aware else 0,
             skips=skips,
@@ -185,6 +187,7 @@ class StepPlanner:
             is_class_aware=self._is_class_aware,
         )
         for request, reason in fit.refused.items():
+            skips.take_back(request, Reason.LOADING)
             skips.note(request, reason)
         for request, reason in fit.stopped_for.items():
             skips.lose(request, reason)

@@ -15,22 +15,20 @@ never ran is junior to all of its class and takes from other classes alone.
 
 from __future__ import annotations
 
-import bisect
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-from lightserve.router.fit import Fit, Tails, Take, of_running, runs
-from lightserve.router.kv.prefix_node import PrefixNode, path_of
+from lightserve.router.fit import Fit, of_running
 from lightserve.router.kv.store import KVStore
-from lightserve.router.policies.base import Allotment
+from lightserve.router.placement import Placement
+from lightserve.router.policies.base import Allotment, Share
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
 from lightserve.types import RequestClass
 
 
 def fit_into_memory(
-    allotments: Sequence[Allotment],
+    shares: Sequence[Share],
     kv: KVStore,
     holders: Sequence[Request],
     num_free_rows: int,
@@ -40,7 +38,7 @@ def fit_into_memory(
     """Return the part of a step that fits.
 
     Args:
-        allotments: what the policy chose, in its order of preference.
+        shares: what the policy chose, in its order of preference.
         kv: the pool as it is.
         holders: running and paused requests, the most senior first.
         num_free_rows: rows that newcomers get without anybody's stopping.
@@ -52,9 +50,9 @@ def fit_into_memory(
     num_reserved = kv.num_reserved_for_rt
 
     def attempt(num_reserved: int, pinned: Iterable[Request] = ()) -> tuple[Fit, list[Request]]:
-        plan = _Plan(kv, holders, num_free_rows, num_reserved, is_class_aware=is_class_aware)
+        plan = Placement(kv, holders, num_free_rows, num_reserved, is_class_aware=is_class_aware)
         plan.pin(pinned)
-        return _fit(allotments, plan, is_class_aware=is_class_aware), plan.robbed
+        return _fit(shares, plan, is_class_aware=is_class_aware), plan.robbed
 
     fit, robbed = attempt(num_reserved)
     if robbed:
@@ -70,328 +68,21 @@ def _real_time(fit: Fit) -> set[Allotment]:
     return {part for part in fit.allotments if part.request.request_class is RequestClass.RT}
 
 
-def _fit(allotments: Sequence[Allotment], plan: _Plan, *, is_class_aware: bool) -> Fit:
+def _fit(shares: Sequence[Share], plan: Placement, *, is_class_aware: bool) -> Fit:
     """Place what fits, in order."""
     if is_class_aware:
-        plan.make_room_for([part for part in allotments if of_running(part)])
+        plan.make_room_for([part for part in shares if of_running(part)])
     refused: dict[Request, Reason] = {}
     shut: set[RequestClass] = set()
-    for is_running, parts in itertools.groupby(allotments, key=of_running):
+    for is_running, parts in itertools.groupby(shares, key=of_running):
         if is_running:
-            plan.place_running(list(parts), refused)
+            plan.place_running([Allotment(*part) for part in parts], refused)
             continue
         for part in parts:
             request = part.request
             if request.request_class in shut:
                 refused[request] = Reason.ORDER
-            elif (reason := plan.place_newcomer(part)) is not None:
+            elif (reason := plan.place_waiting(part)) is not None:
                 refused[request] = reason
                 shut.add(request.request_class)  # nobody of a class passes another here
-    return plan.result(allotments, refused)
-
-
-def _path_of_hit(request: Request) -> Iterator[PrefixNode]:
-    return path_of(request.hit.node) if request.hit and request.hit.node else iter(())
-
-
-class _Plan:
-    """The step so far. `num_left` counts slots that are free or cached, less what was placed."""
-
-    def __init__(
-        self,
-        kv: KVStore,
-        holders: Sequence[Request],
-        num_rows: int,
-        num_reserved: int,
-        *,
-        is_class_aware: bool,
-    ) -> None:
-        """`num_reserved` cached slots are none of best-effort requests'."""
-        self._kv, self._tails = kv, Tails(kv)
-        self._num_reserved = num_reserved
-        self._holders = holders
-        self._ranks: dict[Request, int] | None = None
-        self._num_rows = num_rows
-        self._is_class_aware = is_class_aware
-        self._num_left = kv.num_available
-        self._placed: dict[Request, int] = {}
-        """Tokens that each computes."""
-        self._num_slots_of: dict[Request, int] = {}
-        """Slots that they take; also of some who were placed and have been stopped."""
-        self._stops: dict[Request, Reason] = {}
-        """Those who run now and are to stop, and what for."""
-        self._takes: dict[Request, int] = {}
-        self._drops: dict[Request, None] = {}
-        self._pinned: set[PrefixNode] = set()
-        """What newcomers of the step found in the prefix tree: nobody takes it now."""
-        self.robbed: list[Request] = []
-        """Real-time newcomers that do not start, as what they found is being taken."""
-        self._barren_rank = len(holders) + 1
-        """Nobody finds anything to take whose juniors begin at this rank or behind it."""
-
-    def pin(self, newcomers: Iterable[Request]) -> None:
-        """Let nobody take what these found in the prefix tree."""
-        for request in newcomers:
-            self._pinned |= set(_path_of_hit(request))
-
-    def result(self, wanted: Sequence[Allotment], refused: dict[Request, Reason]) -> Fit:
-        """Return what has been decided about `wanted`; `refused` were not placed."""
-        is_whole = len(wanted) == len(self._placed) and dict(wanted) == self._placed
-        return Fit(
-            tuple(wanted if is_whole else itertools.starmap(Allotment, self._placed.items())),
-            tuple(request for request in self._stops if request not in self._drops),
-            tuple(Take(request, count) for request, count in self._takes.items() if count),
-            tuple(self._drops),
-            refused,
-            self._stops,
-        )
-
-    def make_room_for(self, parts: Sequence[Allotment]) -> None:
-        """Take from best-effort requests at once what real-time ones among `parts` will miss.
-
-        One by one they would take the same.
-        """
-        real_time = [part for part in parts if part.request.request_class is RequestClass.RT]
-        missing = self._kv.cost_of_all(real_time) - self._num_left
-        if missing > 0:
-            best_effort = [r for r in self._holders if r.request_class is RequestClass.BE]
-            self._take_from(best_effort[::-1], missing, takes_less=True)
-
-    def place_running(self, parts: Sequence[Allotment], refused: dict[Request, Reason]) -> None:
-        """Add shares of requests that run, prompts perhaps shorter; say who does not fit."""
-        is_untouched = not (self._stops or self._takes or self._drops)
-        num_slots = self._kv.cost_of_all(parts)
-        if is_untouched and num_slots <= self._num_left - self._num_reserved:
-            # One by one they would find the same.
-            self._placed.update(parts)
-            self._num_slots_of.update(
-                parts if self._kv.costs_are_tokens else {r: self._kv.cost(r, n) for r, n in parts}
-            )
-            self._num_left -= num_slots
-            return
-        for part in parts:
-            request = part.request
-            if self._has_stopped(request) or request in self._takes:
-                refused[request] = Reason.KV_NOW
-            elif (reason := self._place_running(part)) is not None:
-                refused[request] = reason
-
-    def place_newcomer(self, part: Allotment) -> Reason | None:
-        """Add the share of a request that has no row; None, or why it does not fit."""
-        if self._has_stopped(part.request) or part.request in self._takes:
-            return Reason.KV_NOW
-        before = self._save()
-        if reason := self._place_newcomer(part):
-            self._restore(before)
-        return reason
-
-    def _place_running(self, part: Allotment) -> Reason | None:
-        request, num_tokens = part
-        num_slots = self._num_slots_for(request, num_tokens)
-        missing = num_slots - self._num_usable(request)
-        if missing > 0:
-            self._take_from_juniors(request, missing)
-            num_tokens = self._most_tokens(request, num_tokens)
-            num_slots = self._num_slots_for(request, num_tokens)
-        if num_tokens == 0:
-            return Reason.KV_NOW
-        self._placed[request], self._num_slots_of[request] = num_tokens, num_slots
-        self._num_left -= num_slots
-        return None
-
-    def _place_newcomer(self, part: Allotment) -> Reason | None:
-        """Add a request that has no row; if it does not fit, the state is to be restored."""
-        request, num_tokens = part
-        if request.hit is not None:
-            if any(self._reads(request, *take) for take in self._takes.items()):
-                if request.request_class is RequestClass.RT:
-                    self.robbed.append(request)
-                return Reason.KV_NOW  # next time it finds less
-            self._pinned = self._pinned | set(_path_of_hit(request))
-        if self._num_rows == 0 and not self._take_row(request):
-            return Reason.ROWS
-        missing = self._num_slots_for(request, num_tokens) - self._num_usable(request)
-        if missing > 0:
-            self._take_from_juniors(request, missing)
-        if self._num_slots_for(request, num_tokens) > self._num_usable(request):
-            return Reason.KV_NOW
-        num_slots = self._num_slots_for(request, num_tokens)
-        self._placed[request], self._num_slots_of[request] = num_tokens, num_slots
-        self._num_left -= num_slots
-        self._num_rows -= 1
-        return None
-
-    def _has_stopped(self, request: Request) -> bool:
-        return request in self._stops or request in self._drops
-
-    def _num_usable(self, request: Request) -> int:
-        if request.request_class is RequestClass.RT:
-            return self._num_left
-        return self._num_left - self._num_reserved
-
-    def _num_slots_for(self, request: Request, num_tokens: int) -> int:
-        """Return what a share takes: its new tokens, and what it brings back or holds on to."""
-        if runs(request):
-            return self._kv.cost(request, num_tokens)
-        num_new = request.num_loaded_by_start + num_tokens
-        return self._num_pinned_by(request) + self._kv.cost(request, num_new)
-
-    def _num_pinned_by(self, request: Request) -> int:
-        """Return how much less can be evicted once a newcomer reads what it found."""
-        if request.hit is None or not self._drops:
-            return request.num_pinned_by_start
-        freed = self._kv.freed_by(list(self._drops))
-        return request.num_pinned_by_start + sum(
-            len(node.tokens) for node in _path_of_hit(request) if node in freed
-        )
-
-    def _reads(self, request: Request, loser: Request, num_taken: int) -> bool:
-        """Whether a newcomer found tokens that are taken from `loser`."""
-        if loser.lease is None or num_taken <= loser.num_own_slots:
-            return False
-        shared = set(path_of(loser.lease.node))
-        num_common = sum(len(node.tokens) for node in _path_of_hit(request) if node in shared)
-        return num_common > loser.num_held_tokens - num_taken
-
-    def _most_tokens(self, request: Request, num_tokens: int) -> int:
-        """Return how many of a running request's next tokens fit into what is left."""
-        usable = self._num_usable(request)
-        counts = range(1, num_tokens + 1)
-        return bisect.bisect_right(counts, usable, key=lambda n: self._num_slots_for(request, n))
-
-    # ---------------------------------------------------------------- taking from others
-
-    def _juniors_of(self, request: Request) -> Sequence[Request]:
-        """Return those whom a request may take from, the last first."""
-        if self._ranks is None:
-            self._ranks = {holder: rank for rank, holder in enumerate(self._holders)}
-        if (rank := self._ranks.get(request)) is not None:
-            return self._holders[:rank:-1]
-        if not self._is_class_aware or request.request_class is RequestClass.BE:
-            return ()
-        return [r for r in reversed(self._holders) if r.request_class is RequestClass.BE]
-
-    def _take_row(self, request: Request) -> bool:
-        """Pause a running junior for its row; whether there is one."""
-        for junior in self._juniors_of(request):
-            if runs(junior) and not self._has_stopped(junior):
-                self._stop(junior, Reason.ROWS)
-                return True
-        return False
-
-    def _take_from_juniors(self, request: Request, missing: int) -> None:
-        """Take `missing` slots if juniors have them; a running request also takes less.
-
-        All that a class has goes before anything of a more senior class.
-        """
-        juniors = self._juniors_of(request)
-        rank = len(self._holders) - len(juniors)
-        if rank >= self._barren_rank:
-            return
-        before = self._save()
-        enough = self._num_usable(request) + missing
-        if self._drops:
-            juniors = [r for r in juniors if r not in self._drops]
-        for group in self._groups_of(juniors):
-            missing = enough - self._num_usable(request)
-            if missing <= 0 or (runs(request) and self._num_usable(request) > 0):
-                return
-            self._take_from(group, missing, takes_less=runs(request))
-        if self._num_usable(request) < (1 if runs(request) else enough):
-            self._restore(before)
-            if runs(request):
-                self._barren_rank = rank
-
-    def _groups_of(self, juniors: Sequence[Request]) -> Iterator[Sequence[Request]]:
-        """Iterate over the classes among juniors, the junior one first, where they count."""
-        if not self._is_class_aware:
-            yield juniors
-            return
-        for request_class in (RequestClass.BE, RequestClass.RT):
-            if group := [r for r in juniors if r.request_class is request_class]:
-                yield group
-
-    def _num_slots_placed(self, request: Request) -> int:
-        return self._num_slots_of[request] if request in self._placed else 0
-
-    def _take_from(self, juniors: Sequence[Request], missing: int, *, takes_less: bool) -> None:
-        """Take what is missing, or as much as there is."""
-        if self._take_ends(juniors, missing, takes_less=False):
-            return
-        if self._drop_whole(juniors, missing):
-            return
-        if not (takes_less and self._take_ends(juniors, missing, takes_less=True)):
-            self._drop_whole(juniors, missing, takes_less=True)
-
-    def _save(self) -> tuple[Any, ...]:
-        """Return what `_restore` needs to take everything back that happens from here on."""
-        state: tuple[dict[Request, Any], ...]
-        state = (self._placed, self._stops, self._takes, self._drops)
-        return (self._num_left, self._num_rows, self._pinned, *(dict(part) for part in state))
-
-    def _restore(self, saved: tuple[Any, ...]) -> None:
-        self._num_left, self._num_rows, self._pinned, *state = saved
-        self._placed, self._stops, self._takes, self._drops = state
-
-    def _take_ends(self, juniors: Sequence[Request], missing: int, *, takes_less: bool) -> bool:
-        """Take tokens from the ends of juniors' KV; whether there were (enough) to take."""
-        wanted_slots = missing
-        takes: list[Take] = []
-        for junior in juniors:
-            if missing <= 0:
-                break
-            before = self._takes.get(junior, 0)
-            num_left = self._tails.takeable(junior, self._pinned) - before
-            if num_left <= 0:
-                continue
-            missing -= self._num_slots_placed(junior)
-            wanted = num_left if self._kv.takes_all else max(0, min(num_left, missing))
-            takes.append(Take(junior, before + wanted))
-            missing -= self._gain(junior, before + wanted) - self._gain(junior, before)
-        if missing > 0 and not (takes_less and missing < wanted_slots):
-            return False
-        for junior, num_tokens in takes:
-            self._stop(junior)
-            self._num_left -= self._gain(junior, self._takes.get(junior, 0))
-            self._num_left += self._gain(junior, num_tokens)
-            self._takes[junior] = num_tokens
-        return True
-
-    def _gain(self, request: Request, num_tokens: int) -> int:
-        return self._kv.gain(request, num_tokens) if num_tokens else 0
-
-    def _drop_whole(
-        self, juniors: Sequence[Request], missing: int, *, takes_less: bool = False
-    ) -> bool:
-        """Take all KV of as many juniors as must be; it has to be computed again."""
-        counts = range(1, len(juniors) + 1)
-        num_enough = 1 + bisect.bisect_left(
-            counts, missing, key=lambda count: self._num_returned_by(juniors[:count])
-        )
-        if num_enough > len(juniors) and not takes_less:
-            return False
-        before = self._kv.num_freed_by(list(self._drops), self._pinned)
-        for junior in juniors[:num_enough]:
-            self._stop(junior)
-            self._num_left -= self._gain(junior, self._takes.pop(junior, 0))
-            self._drops[junior] = None
-        self._num_left += self._kv.num_freed_by(list(self._drops), self._pinned) - before
-        return True
-
-    def _num_returned_by(self, juniors: Sequence[Request]) -> int:
-        """Return how many slots more would be left if these lost all KV."""
-        before = self._kv.num_freed_by(list(self._drops), self._pinned)
-        after = self._kv.num_freed_by([*self._drops, *juniors], self._pinned)
-        num_placed = sum(map(self._num_slots_placed, juniors))
-        num_taken = sum(self._gain(junior, self._takes.get(junior, 0)) for junior in juniors)
-        return after - before + num_placed - num_taken
-
-    def _stop(self, request: Request, reason: Reason = Reason.KV_NOW) -> None:
-        """Take back a share that was placed; whoever runs is paused."""
-        if request in self._placed:
-            self._num_left += self._num_slots_placed(request)
-            del self._placed[request]
-            self._num_rows += not runs(request)
-        if runs(request) and request not in self._stops:
-            self._stops[request] = reason
-            self._num_rows += 1
+    return plan.result(shares, refused)

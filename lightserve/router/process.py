@@ -222,8 +222,10 @@ class RouterProcess:
         num_kv_slots = min(rank.num_kv_slots for rank in self._group.hellos.values())
         num_host_slots = min(rank.num_host_slots for rank in self._group.hellos.values())
         log.info("workers ready, %d KV slots, %d on the host", num_kv_slots, num_host_slots)
-        step_cost = self._group.hellos[0].step_cost
-        self._dispatch(WorkersReady(num_kv_slots, num_host_slots, step_cost))
+        first = self._group.hellos[0]
+        self._dispatch(
+            WorkersReady(num_kv_slots, num_host_slots, first.step_cost, first.overlaps_copies)
+        )
         self._welcome = RouterWelcome(boot_id=self._spec.boot_id, num_kv_slots=num_kv_slots)
         for frontend_id in list(self._connected):
             self._send(frontend_id, self._welcome)

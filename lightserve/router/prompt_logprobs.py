@@ -6,21 +6,24 @@ from collections.abc import Sequence
 
 from lightserve.messages.common import TokenLogprob
 from lightserve.messages.router_worker import MAX_PROMPT_LOGPROB_POSITIONS
-from lightserve.router.policies.base import Allotment
+from lightserve.router.policies.base import Allotment, Loading, Share
 from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import Request
 
 
-def cap_positions(allotments: Sequence[Allotment], skips: Skips) -> list[Allotment]:
+def cap_positions(shares: Sequence[Share], skips: Skips) -> list[Share]:
     """Cut the chunks of prompts whose log-probabilities are wanted to the step's limit."""
-    if not [r for r, _ in allotments if r.sampling.num_prompt_logprobs is not None]:
-        return list(allotments)
+    if not [r for r, _ in shares if r.sampling.num_prompt_logprobs is not None]:
+        return list(shares)
     num_left = MAX_PROMPT_LOGPROB_POSITIONS
-    capped: list[Allotment] = []
-    for request, num_tokens in allotments:
-        chunk = num_tokens
+    capped: list[Share] = []
+    for share in shares:
+        request, chunk = share
+        if isinstance(share, Loading):
+            capped.append(share)
+            continue
         if request.wants_prompt_logprobs:
-            chunk = min(num_tokens, num_left)
+            chunk = min(chunk, num_left)
             num_left -= chunk
         if chunk > 0:
             capped.append(Allotment(request, chunk))

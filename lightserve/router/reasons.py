@@ -32,6 +32,8 @@ class Reason(StrEnum):
     """Memory: admission expects the pool to run out."""
     ORDER = "order"
     """It is others' turn: somebody before it waits, or a better one took its place."""
+    LOADING = "loading"
+    """Its KV is on its way back from the host, or waits for the link."""
     BLOCKED = "blocked"
     """It has nothing to compute: its frontend is to catch up with its output first, or its last
     token is in flight, or another request is just computing its prefix."""
@@ -67,6 +69,11 @@ class Skips:
     def note(self, request: Request, reason: Reason) -> None:
         """Say why a request is left out; the first reason stays."""
         self.reasons.setdefault(request, reason)
+
+    def take_back(self, request: Request, reason: Reason) -> None:
+        """Forget a reason that was given before its turn."""
+        if self.reasons.get(request) is reason:
+            del self.reasons[request]
 
     def note_all(self, requests: Iterable[Request], reason: Reason) -> None:
         """Say the same of several, though some of them may have had nothing to compute."""

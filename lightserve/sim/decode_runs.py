@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from lightserve.router.admission.base import AdmissionRound, AdmissionRule, PoolView
 from lightserve.router.future_memory import IntArray
-from lightserve.router.policies.base import Allotment, Policy, StepLimits, Waiting
+from lightserve.router.policies.base import Allotment, Policy, Share, StepLimits, Waiting
 from lightserve.router.request import Request
 from lightserve.types import RequestClass, StepId
 
@@ -133,7 +133,7 @@ class RunPolicy:
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
-    ) -> list[Allotment]:
+    ) -> Sequence[Share]:
         """See `Policy.select`."""
         may_admit = self._steps_left == 0 or not running
         chosen = self._inner.select(running, waiting if may_admit else _Nobody(), limits, admission)

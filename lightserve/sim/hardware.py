@@ -34,6 +34,10 @@ class Hardware(Protocol):
     def step_cost(self) -> StepCoefficients | None:
         """What the router is told of it; None: it learns from the steps."""
 
+    @property
+    def overlaps_copies(self) -> bool:
+        """Whether copies that nobody waits for run beside the steps."""
+
     def step_seconds(self, shape: StepShape) -> float:
         """Return the seconds of a step without its copies."""
 
@@ -54,6 +58,7 @@ class VirtualHardware:
     per_copied_token_s: float
     """To the host or back."""
     kv_bytes_per_token: int
+    overlaps_copies: bool = True
 
     step_cost = None
 
@@ -108,6 +113,7 @@ class ProfiledHardware:
     step_cost: StepCoefficients
     kv_bytes_per_token: int
     per_step_s: float = 0.0
+    overlaps_copies: bool = False
 
     @classmethod
     def read(cls, path: Path, *, flag: str = "--hardware") -> Self:

@@ -170,6 +170,7 @@ class HybridRun:
             num_host_slots=config.num_host_slots,
             frontend=self._on_news,
             step_cost=profile,
+            overlaps_copies=config.hardware.overlaps_copies,
         )
         self._events = [
             event

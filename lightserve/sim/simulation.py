@@ -82,9 +82,10 @@ class Simulation:
         num_slots: int,
         num_host_slots: int = 0,
         step_cost: StepCoefficients | None = None,
+        overlaps_copies: bool = False,
         frontend: Frontend | None = None,
     ) -> None:
-        """`step_cost` is what the workers' hello says of their steps."""
+        """`step_cost` and `overlaps_copies` are what the workers' hello says of them."""
         self.core = core
         self._frontend = frontend
         self.outcomes: dict[RequestKey, Outcome] = {}
@@ -96,7 +97,8 @@ class Simulation:
         self._sent: deque[StepPlan] = deque()
         self._is_busy = False
         self._free_since_s = 0.0
-        core.on_message(WorkersReady(num_slots, num_host_slots, step_cost), 0.0)
+        ready = WorkersReady(num_slots, num_host_slots, step_cost, overlaps_copies)
+        core.on_message(ready, 0.0)
 
     def run(self, events: Sequence[TimedEvent], *, until_s: float = float("inf")) -> None:
         """Play the events and everything that follows from them, up to `until_s`."""

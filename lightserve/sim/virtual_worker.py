@@ -1,8 +1,8 @@
 """A worker of virtual hardware: how long its steps and copies take, and what they come to.
 
 A step takes what its `Hardware` says, times lognormal noise of mean one, plus the copies that
-it waits for. Copies made ahead run beside the forward passes, on the link alone: what is left of
-them when a step has copies of its own has to be waited for as well.
+it waits for. Copies made ahead run beside the forward pass of their plan, on the link alone, or
+follow it: what is left of them then, the next step waits for before it begins.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ class WorkSums:
     saved_tokens: int = 0
     ahead_tokens: int = 0
     loaded_tokens: int = 0
+    """Those that were loaded ahead included."""
+    ahead_wait_s: float = 0.0
+    """Between steps, for copies made ahead."""
     plan_bytes: int = 0
     max_step_s: float = 0.0
 
@@ -71,26 +74,31 @@ class VirtualWorker:
         self._rng = rng
         self._encoder = msgspec.msgpack.Encoder()
         self._link_left_s = 0.0
-        """Copies ahead that are not finished, if the worker has not idled."""
+        """Copies ahead that are not finished when the next step could begin."""
+        self._waited_s = 0.0
+        """Before the step whose seconds were asked last, for copies ahead of the one before."""
         self._copy_s = 0.0
 
     def seconds(self, plan: StepPlan) -> float:
-        """Return how long the next step takes, the copies that it waits for included."""
+        """Return how long the next step takes, the copies that it waits for included.
+
+        So is the time before it in which copies ahead are finished, if the worker has not idled.
+        """
         shape = _shape_of(plan)
         forward_s = self._hardware.step_seconds(shape)
         if self._noise:
             forward_s *= self._rng.lognormal(-0.5 * self._noise**2, self._noise)
-        self._copy_s = self._copies(plan)
-        self._link_left_s = max(0.0, self._link_left_s - forward_s - self._copy_s)
-        self._link_left_s += self._hardware.copy_seconds(num_saved=_num_copied(plan.ahead_saves))
-        self._add(plan, shape.num_new, forward_s + self._copy_s)
-        return forward_s + self._copy_s
-
-    def _copies(self, plan: StepPlan) -> float:
-        own_s = self._hardware.copy_seconds(
+        self._copy_s = self._hardware.copy_seconds(
             num_saved=_num_copied(plan.saves), num_loaded=_num_copied(plan.loads)
         )
-        return own_s + self._link_left_s if own_s else 0.0
+        self._waited_s = self._link_left_s
+        ahead_s = self._hardware.copy_seconds(
+            num_saved=_num_copied(plan.ahead_saves), num_loaded=_num_copied(plan.ahead_loads)
+        )
+        beside_s = forward_s if self._hardware.overlaps_copies else 0.0
+        self._link_left_s = max(0.0, ahead_s - beside_s)
+        self._add(plan, shape.num_new, forward_s + self._copy_s)
+        return self._waited_s + forward_s + self._copy_s
 
     def _add(self, plan: StepPlan, num_tokens: int, exec_s: float) -> None:
         sums = self.sums
@@ -100,13 +108,14 @@ class VirtualWorker:
         sums.max_step_s = max(sums.max_step_s, exec_s)
         sums.copy_wait_s += self._copy_s
         sums.saved_tokens += _num_copied(plan.saves)
-        sums.loaded_tokens += _num_copied(plan.loads)
+        sums.ahead_wait_s += self._waited_s
+        sums.loaded_tokens += _num_copied(plan.loads) + _num_copied(plan.ahead_loads)
         sums.ahead_tokens += _num_copied(plan.ahead_saves)
         sums.plan_bytes += len(self._encoder.encode(plan))
 
     def execute(self, plan: StepPlan, *, exec_s: float, idle_s: float) -> StepResult:
         """Run the plan whose seconds were asked last."""
-        result = self._inner.execute(plan, exec_s=exec_s, idle_s=idle_s)
+        result = self._inner.execute(plan, exec_s=exec_s - self._waited_s, idle_s=idle_s)
         return msgspec.structs.replace(result, copy_s=self._copy_s)
 
 

@@ -203,18 +203,30 @@ class TestVirtualWorker:
         assert ratios.mean() == pytest.approx(1.0, abs=0.003)
         assert np.log(ratios).std() == pytest.approx(0.05, rel=0.05)
 
-    def test_a_step_waits_for_its_copies_and_for_what_is_before_them_on_the_link(self) -> None:
+    def test_a_step_waits_for_its_copies_and_for_what_is_left_of_copies_ahead(self) -> None:
         worker, floor_s = self.worker(), 9.4e-3
         plan = self.plan((0, 1), saves=100, loads=50)
         assert worker.seconds(plan) == pytest.approx(floor_s + 150 * 21e-6)
         assert worker.execute(plan, exec_s=1.0, idle_s=0.0).copy_s == pytest.approx(150 * 21e-6)
-        assert worker.seconds(self.plan((0, 1), ahead_saves=1000)) == pytest.approx(floor_s)
-        assert worker.seconds(self.plan((0, 1))) == pytest.approx(floor_s), "beside the forward"
+        ahead = self.plan((0, 1), ahead_saves=100, ahead_loads=300)
+        assert worker.seconds(ahead) == pytest.approx(floor_s)
+        assert worker.seconds(plan) == pytest.approx(floor_s + 150 * 21e-6), "made beside it"
+        assert worker.seconds(self.plan((0, 1), ahead_loads=1000)) == pytest.approx(floor_s)
         left_s = 1000 * 21e-6 - floor_s
-        assert worker.seconds(plan) == pytest.approx(floor_s + 150 * 21e-6 + left_s)
+        assert worker.seconds(plan) == pytest.approx(left_s + floor_s + 150 * 21e-6)
+        result = worker.execute(plan, exec_s=1.0, idle_s=0.0)
+        assert result.exec_s == pytest.approx(1.0 - left_s), "that was before it began"
+        assert result.copy_s == pytest.approx(150 * 21e-6)
         assert worker.seconds(plan) == pytest.approx(floor_s + 150 * 21e-6)
         sums = worker.sums
-        assert (sums.saved_tokens, sums.loaded_tokens, sums.ahead_tokens) == (300, 150, 1000)
+        assert (sums.saved_tokens, sums.loaded_tokens, sums.ahead_tokens) == (400, 1500, 100)
+        assert sums.ahead_wait_s == pytest.approx(left_s)
+
+    def test_copies_ahead_follow_a_step_that_they_do_not_overlap(self) -> None:
+        cost = StepCoefficients(1e-2, 16.0, 1e-4, 0.0, 0.0, 0.0, 0.0, 0.0, 1e-5, 3e-5)
+        worker = self.worker(hardware=ProfiledHardware(cost, kv_bytes_per_token=8))
+        assert worker.seconds(self.plan((0, 1), ahead_loads=100)) == pytest.approx(1e-2)
+        assert worker.seconds(self.plan((0, 1))) == pytest.approx(1e-2 + 100 * 3e-5)
 
 
 class TestRuns:

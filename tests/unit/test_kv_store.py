@@ -59,7 +59,7 @@ class Scene:
         kv = self.kv
         kv.look_up(request)
         kv.start(request)
-        kv.load(request)
+        kv.load(request, request.num_loaded_by_start)
         request.state = RequestState.RUNNING
         assert request.slots is not None
         start, end = request.num_computed_tokens, request.num_prompt_tokens + num_output
@@ -73,7 +73,7 @@ class Scene:
 
     def copies(self) -> tuple[int, int, int]:
         """Tokens that the next plan saves, loads and saves ahead."""
-        saves, loads, ahead = self.kv.take_copies()
+        saves, loads, ahead, _ = self.kv.take_copies()
         assert [len(c.slots) for c in (saves, loads, ahead)] == [
             len(c.host_slots) for c in (saves, loads, ahead)
         ]
@@ -86,7 +86,7 @@ def test_exactly_what_is_taken_is_copied_and_comes_back() -> None:
     before = request.held_slots.copy()
     request.pause()
     assert scene.kv.take(request, 3) == 3
-    saves, _, _ = scene.kv.checkpoints.take_copies()
+    saves = scene.kv.checkpoints.take_copies().saves
     assert unpack_int32(saves.slots).tolist() == before[-3:].tolist()
     assert (request.num_held_tokens, scene.kv.num_used) == (22, 22)
     assert scene.kv.take(request, 2) == 2, "the others are on the host already"
@@ -171,6 +171,52 @@ def test_what_does_not_come_back_is_computed(
     assert (scene.kv.num_used, scene.kv.checkpoints.num_used) == (0, 0)
 
 
+def test_kv_comes_back_bit_by_bit_and_goes_again_at_no_cost() -> None:
+    """A paused request holds what it has loaded; its copies stay on the host."""
+    scene = Scene(cached=False)
+    request = scene.run(make_request(0), num_output=5)
+    before = request.held_slots.copy()
+    request.pause()
+    scene.kv.take(request, 20)
+    scene.copies()
+    for num_loaded, num_held in ((7, 12), (6, 18)):
+        scene.kv.hold(scene.kv.look_up(request))
+        assert scene.kv.load_ahead(request, num_loaded) == num_loaded
+        copies = scene.kv.take_copies()
+        assert copies.loads.slots == copies.saves.slots == b""
+        assert unpack_int32(copies.ahead_loads.slots).tolist() == (
+            request.held_slots[-num_loaded:].tolist()
+        )
+        assert (request.num_held_tokens, scene.kv.num_used) == (num_held, num_held)
+        assert scene.kv.look_up(request).num_loaded_by_start == 25 - num_held
+        scene.kv.check_integrity([request])
+    assert scene.kv.take(request, 4) == 0
+    assert scene.copies() == (0, 0, 0) and scene.kv.num_used == 14
+    scene.run(request, num_output=6)
+    assert scene.copies() == (0, 11, 0), "the rest in one go"
+    assert request.held_slots[:5].tolist() == before[:5].tolist()
+    scene.kv.release(request, keep=False)
+    assert (scene.kv.num_used, scene.kv.checkpoints.num_used) == (0, 0)
+
+
+def test_what_is_cached_again_is_held_before_the_rest_is_loaded() -> None:
+    scene = Scene()
+    request = scene.run(make_request(0), num_output=5)
+    request.pause()
+    scene.kv.take(request, 20)
+    other = scene.run(make_request(1, 24), num_output=2)
+    scene.copies()
+    scene.kv.hold(scene.kv.look_up(request))
+    assert (request.num_held_tokens, request.num_shared_tokens) == (20, 20)
+    scene.kv.load_ahead(request, 2)
+    scene.kv.release(other, keep=False)
+    scene.kv.check_integrity([request])
+    assert scene.kv.look_up(request).num_loaded_by_start == 3
+    scene.run(request, num_output=6)
+    assert scene.copies() == (0, 3, 0)
+    scene.kv.check_integrity([request])
+
+
 def test_spare_copies_make_room_for_needed_ones() -> None:
     scene = Scene(cached=False, num_host_slots=10)
     first = scene.run(make_request(0), num_output=5)
@@ -187,9 +233,9 @@ def test_spare_copies_make_room_for_needed_ones() -> None:
 def test_clean_tokens_cost_nothing_to_take() -> None:
     scene = Scene(cached=False, clean_ahead=16)
     request = scene.run(make_request(0), num_output=5)
-    assert scene.kv.copy_ahead([request]) == 16
+    assert scene.kv.copy_ahead([request], 256) == 16
     assert scene.copies() == (0, 0, 16)
-    assert scene.kv.copy_ahead([request]) == 0
+    assert scene.kv.copy_ahead([request], 256) == 0
     request.pause()
     assert scene.kv.take(request, 16) == 0
     assert scene.copies() == (0, 0, 0)

@@ -10,7 +10,6 @@ import pytest
 
 from lightserve.errors import ProtocolError
 from lightserve.messages.router_worker import (
-    NO_COPIES,
     KVCopies,
     OutputKind,
     StepPlan,
@@ -19,6 +18,7 @@ from lightserve.messages.router_worker import (
 from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.conservative import ConservativeAdmission
 from lightserve.router.events import PlannedStep
+from lightserve.router.kv.host import PlanCopies
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.plan_builder import build_plan
 from lightserve.router.policies.base import Allotment
@@ -88,9 +88,9 @@ def test_build_plan_splits_slots_and_samples_at_the_end() -> None:
     requests[2].num_computed_tokens = 3  # found in the cache
     allotments = tuple(Allotment(*pair) for pair in zip(requests, (1, 3, 5), strict=True))
     step = PlannedStep(StepId(7), allotments, (1, 0, 1), (), (), (), 0.0, 0.0)
-    copies = (KVCopies(b"1234", b"5678"), NO_COPIES, NO_COPIES)
+    copies = PlanCopies(saves=KVCopies(b"1234", b"5678"), ahead_loads=KVCopies(b"abcd", b"efgh"))
     plan = build_plan(step, np.arange(9, dtype=np.int32), requests[1:], copies)
-    assert (plan.saves, plan.loads, plan.ahead_saves) == copies
+    assert (plan.saves, plan.loads, plan.ahead_saves, plan.ahead_loads) == copies
     assert [(sequence.row, len(sequence.segments[0].token_ids)) for sequence in plan.sequences] == [
         (1, 32),
         (2, 32),

@@ -14,8 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from lightserve.messages.common import Int32Array
-from lightserve.messages.router_worker import KVCopies
-from lightserve.router.kv.host import CopyList, HostRange, HostSlots
+from lightserve.router.kv.host import CopyList, HostRange, HostSlots, PlanCopies
 from lightserve.router.request import Request
 
 MIN_AHEAD_TOKENS = 16
@@ -32,7 +31,8 @@ class Checkpoints:
         self._host = HostSlots(num_slots)
         self._owners: dict[Request, None] = {}
         """Requests with a host range, those that got it first at the front."""
-        self._saves, self._loads, self._ahead = CopyList(), CopyList(), CopyList()
+        self._saves, self._loads = CopyList(), CopyList()
+        self._ahead_saves, self._ahead_loads = CopyList(), CopyList()
 
     @property
     def num_slots(self) -> int:
@@ -44,9 +44,10 @@ class Checkpoints:
         """Host slots that hold copies."""
         return self._host.num_slots - self._host.num_free
 
-    def take_copies(self) -> tuple[KVCopies, KVCopies, KVCopies]:
-        """Return what the plan that is being made has to copy: saves, loads, ahead-saves."""
-        return self._saves.take(), self._loads.take(), self._ahead.take()
+    def take_copies(self) -> PlanCopies:
+        """Return what the plan that is being made has to copy."""
+        lists = self._saves, self._loads, self._ahead_saves, self._ahead_loads
+        return PlanCopies(*[copies.take() for copies in lists])
 
     def save(self, request: Request, start: int) -> int | None:
         """See that positions `start` … of a paused request are on the host.
@@ -62,14 +63,14 @@ class Checkpoints:
             self.drop(request)
         return num_saved
 
-    def load(self, request: Request, start: int) -> int:
-        """Bring positions `start` … of a request, all on the host, back to its slots.
+    def load(self, request: Request, start: int, end: int, *, is_ahead: bool) -> None:
+        """Bring positions start … end-1 of a request, all on the host, back to its slots.
 
-        Returns how many tokens that are. The copies stay, now spare.
+        The copies stay, now spare. `is_ahead`: the plan's step does not wait for them.
         """
         assert request.host is not None and request.slots is not None
-        self._loads.add(request.slots[start : request.host.end], request.host.slots_from(start))
-        return request.host.end - start
+        copies = self._ahead_loads if is_ahead else self._loads
+        copies.add(request.slots[start:end], request.host.slots_from(start)[: end - start])
 
     def drop(self, request: Request) -> None:
         """Give up all copies of a request."""
@@ -78,19 +79,20 @@ class Checkpoints:
             request.host = None
             del self._owners[request]
 
-    def copy_ahead(self, victims: Iterable[tuple[Request, int]], num_tokens: int) -> int:
+    def copy_ahead(self, victims: Iterable[tuple[Request, int]], num_tokens: int, most: int) -> int:
         """Have the last `num_tokens` tokens that would be taken next on the host.
 
         Args:
             victims: requests, the first to go first, and how many tokens at the end of what they
                 hold could be taken.
             num_tokens: over all of them.
+            most: tokens after which no more are copied with this plan.
 
         Returns how many tokens are copied for that.
         """
         num_left, num_copied = num_tokens, 0
         for request, num_takeable in victims:
-            if num_left <= 0 or num_copied >= MAX_AHEAD_PER_PLAN:
+            if num_left <= 0 or num_copied >= most:
                 break
             end = min(request.num_held_tokens, request.num_computed_tokens)  # confirmed
             start = max(0, end - num_left, request.num_held_tokens - num_takeable)
@@ -113,7 +115,7 @@ class Checkpoints:
             first = max(start, first - MAX_AHEAD_PER_PLAN)
         else:
             return 0
-        return self._cover(request, first, last, self._ahead, may_displace=False) or 0
+        return self._cover(request, first, last, self._ahead_saves, may_displace=False) or 0
 
     def _cover(
         self,

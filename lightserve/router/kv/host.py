@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -76,6 +77,15 @@ class CopyList:
         copies = KVCopies(_packed(self._slots), _packed(self._host_slots))
         self._slots, self._host_slots, self.num_tokens = [], [], 0
         return copies
+
+
+class PlanCopies(NamedTuple):
+    """What a plan copies; see `StepPlan`."""
+
+    saves: KVCopies = NO_COPIES
+    loads: KVCopies = NO_COPIES
+    ahead_saves: KVCopies = NO_COPIES
+    ahead_loads: KVCopies = NO_COPIES
 
 
 def _packed(parts: Sequence[Int32Array]) -> bytes:

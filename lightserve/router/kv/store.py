@@ -21,9 +21,9 @@ from collections.abc import Callable, Container, Iterable, Sequence
 import numpy as np
 
 from lightserve.messages.common import Int32Array
-from lightserve.messages.router_worker import KVCopies
 from lightserve.router.kv.block_slots import BlockSlotPool
 from lightserve.router.kv.checkpoints import Checkpoints
+from lightserve.router.kv.host import PlanCopies
 from lightserve.router.kv.options import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import PrefixNode
 from lightserve.router.kv.prefix_tree import PrefixTree
@@ -139,24 +139,39 @@ class KVStore:
         if request.slots is None:
             request.slots = np.empty(request.max_kv_tokens, dtype=np.int32)
         start = request.num_computed_tokens - request.num_loaded_by_start
-        if self._tree is not None:
-            self._hold_prefix(request, start)
+        self.hold(request)
         if not request.num_loaded_by_start and request.host and request.host.end > start:
             self.checkpoints.drop(request)  # computed anew
+        request.is_prompt_shared = request.num_shared_tokens >= request.num_prompt_tokens
+
+    def hold(self, request: Request) -> None:
+        """Hold a waiting request's cached prefix, before it loads what is behind it."""
+        start = request.num_computed_tokens - request.num_loaded_by_start
+        if self._tree is not None:
+            self._hold_prefix(request, start)
         request.num_pinned_by_start = 0
         request.hit = None
-        request.is_prompt_shared = request.num_shared_tokens >= request.num_prompt_tokens
         request.num_paused_tokens = start
 
-    def load(self, request: Request) -> int:
-        """Bring back from the host what `look_up` said, behind what is held; returns how much."""
-        count, start = request.num_loaded_by_start, request.num_paused_tokens
-        request.num_loaded_by_start = 0
-        if count:
-            assert request.slots is not None
-            request.slots[start : start + count] = self.acquire([(request, count)])
-            self.checkpoints.load(request, start)
-        return count
+    def load(self, request: Request, num_tokens: int, *, is_ahead: bool = False) -> int:
+        """Bring back from the host some of what `look_up` said, behind what is held.
+
+        `is_ahead`: beside the step of the plan. Returns how much.
+        """
+        if num_tokens:
+            assert request.slots is not None and num_tokens <= request.num_loaded_by_start
+            start = request.num_paused_tokens
+            end = start + num_tokens
+            request.slots[start:end] = self.acquire([(request, num_tokens)])
+            self.checkpoints.load(request, start, end, is_ahead=is_ahead)
+            request.num_loaded_by_start -= num_tokens
+        return num_tokens
+
+    def load_ahead(self, request: Request, num_tokens: int) -> int:
+        """Bring back some of what a request that stays paused lacks; returns how much."""
+        self.load(request, num_tokens, is_ahead=True)
+        request.num_paused_tokens += num_tokens
+        return num_tokens
 
     def _hold_prefix(self, request: Request, num_tokens: int) -> None:
         """Hold what the tree has of the first `num_tokens` tokens; own copies of it are freed."""
@@ -325,15 +340,18 @@ class KVStore:
         leases = [victim.lease for victim in victims if victim.lease is not None]
         return self._tree.freed_by(leases, pinned)
 
-    def copy_ahead(self, victims: Iterable[Request]) -> int:
-        """Save the tails of those who would be taken from next; returns how many tokens."""
+    def copy_ahead(self, victims: Iterable[Request], most: int) -> int:
+        """Save the tails of those who would be taken from next, about `most` tokens with a plan.
+
+        Returns how many tokens.
+        """
         if self._num_clean_ahead == 0:
             return 0
         takeable = ((victim, self.takeable(victim)) for victim in victims)
-        return self.checkpoints.copy_ahead(takeable, self._num_clean_ahead)
+        return self.checkpoints.copy_ahead(takeable, self._num_clean_ahead, most)
 
-    def take_copies(self) -> tuple[KVCopies, KVCopies, KVCopies]:
-        """Return what the plan that is being made copies: saves, loads, ahead-saves."""
+    def take_copies(self) -> PlanCopies:
+        """Return what the plan that is being made copies."""
         return self.checkpoints.take_copies()
 
     def check_integrity(self, holders: Iterable[Request]) -> None:

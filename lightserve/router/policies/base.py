@@ -26,6 +26,19 @@ class Allotment(NamedTuple):
     num_tokens: int
 
 
+class Loading(NamedTuple):
+    """One request's share of the copies beside a step: so much more of its KV comes back.
+
+    It is paused and stays so; it runs in a later step.
+    """
+
+    request: Request
+    num_tokens: int
+
+
+Share = Allotment | Loading
+
+
 @dataclass(frozen=True)
 class StepLimits:
     """What a step may use."""
@@ -54,6 +67,10 @@ class StepLimits:
     """How far steps may be filled up to a deadline, to be read; None: all of it."""
     copy_seconds: Callable[[int], float] = lambda _num_tokens: 0.0
     """Predicts the time that it waits for copies of so many tokens."""
+    ahead_seconds: Callable[[int], float] = lambda _num_tokens: 0.0
+    """Predicts the time that loads of so many tokens take that it does not wait for."""
+    overlaps_copies: bool = False
+    """Whether these are made beside it; otherwise between it and the next one."""
     outlook: Outlook = NO_OUTLOOK
     """What real-time requests ask for."""
     skips: Skips = field(default_factory=Skips)
@@ -167,8 +184,10 @@ class Policy(Protocol):
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
-    ) -> list[Allotment]:
+    ) -> Sequence[Share]:
         """Return who advances, each request at most once, each by 1 … num_schedulable_tokens.
+
+        A paused request may instead load some of its KV beside the step, if anybody advances.
 
         `running` comes in order of admission, without ended requests; `waiting` in the order
         of the queue. A waiting request may be chosen if `admission` admits it and a row is free.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.policies.base import (
     LOOK_AHEAD,
-    Allotment,
+    Share,
     StepLimits,
     Waiting,
     admissible,
@@ -45,7 +45,7 @@ class UnifiedPolicy:
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
-    ) -> list[Allotment]:
+    ) -> Sequence[Share]:
         """See `Policy.select`."""
         assert limits.cost is not None, "the planner gives it to policies that meet deadlines"
         filling = _Filling(self._options, running, waiting, limits, admission)
@@ -245,7 +245,9 @@ def _hopeless_last(
         else:
             skips.note(request, Reason.TIME)
             hopeless.append(request)
-    yield from hopeless
+    for request in hopeless:
+        skips.take_back(request, Reason.TIME)  # it has its turn now: what then fails is the reason
+        yield request
 
 
 def _waits_for_memory(skips: Skips) -> bool:
@@ -253,7 +255,7 @@ def _waits_for_memory(skips: Skips) -> bool:
     return skips.stopped_by.get(RT) in MEMORY_REASONS
 
 
-def _any_left(waiting: Waiting, chosen: Sequence[Allotment], skips: Skips) -> bool:
+def _any_left(waiting: Waiting, chosen: Sequence[Share], skips: Skips) -> bool:
     """Return whether a real-time request is left out that could have started.
 
     One that waits for memory could not: what time there is best-effort requests that run may have.

@@ -1,0 +1,93 @@
+"""KV that comes back from the host in a step: what it waits for, and what is loaded beside it.
+
+Whoever resumes brings its KV along in the step in which it runs again, if there is time for all of
+it. Otherwise it stays paused while its KV comes back bit by bit, beside the steps of others, and
+runs in the step after the last bit; it may lose what it has got at any time, at no cost, as all of
+it is still on the host. How much is loaded beside a step:
+
+    where copies overlap (GPU)    what the link can do while the step computes, at no cost to it
+    where they do not (CPU)       what there is time for in the step: they follow it, a sum
+
+A best-effort request never makes a step longer where copies overlap, unless nobody else is in it.
+A real-time one is waited for as long as all deadlines are kept.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+from lightserve.router.policies.base import LOOK_AHEAD, StepLimits
+from lightserve.router.request import Request, RequestState
+from lightserve.types import RequestClass
+
+LINK_SHARE = 0.9
+"""Of the time of a step, as predicted: copies that take longer would hold up the next one."""
+MIN_LOAD = 16
+"""Fewer tokens are not worth a copy, unless they are all that is missing."""
+
+
+class StepLoads:
+    """The loads of a step that is being filled."""
+
+    def __init__(self, limits: StepLimits) -> None:
+        self._overlaps = limits.overlaps_copies
+        self._waited_seconds = limits.copy_seconds
+        self._beside_seconds = limits.ahead_seconds
+        self._num_waited = 0
+        self._num_beside = 0
+        self._num_passed = 0
+
+    def seconds(self, num_more: int = 0) -> float:
+        """Return what the step takes longer for its loads, and for those of one more request."""
+        seconds = self._waited_seconds(self._num_waited + num_more)
+        return seconds if self._overlaps else seconds + self._beside_seconds(self._num_beside)
+
+    def wait_for(self, request: Request) -> None:
+        """Load all that a request lacks before the step: it runs in it."""
+        self._num_waited += num_loaded_by(request)
+
+    def goes_beside(self, request: Request, step_s: float, limit_s: float) -> bool:
+        """Whether a request loads beside the step instead of running in it.
+
+        Args:
+            request: that could join.
+            step_s: what the step takes without its loads; 0: it is empty.
+            limit_s: what it may take with them.
+        """
+        num_loaded = num_loaded_by(request)
+        if num_loaded == 0 or step_s == 0.0 or self._beside_seconds(num_loaded) == 0.0:
+            return False  # the latter: nothing is known of copies yet
+        if self._overlaps and request.request_class is RequestClass.BE:
+            return True
+        return step_s + self.seconds(num_loaded) > limit_s
+
+    def add_beside(self, request: Request, step_s: float, limit_s: float) -> int:
+        """Load as much of a request beside the step as there is time for; returns how much.
+
+        `step_s` and `limit_s` are those of `goes_beside`.
+        """
+        free_s = LINK_SHARE * step_s if self._overlaps else limit_s - step_s - self._waited_s
+        num_loaded = num_loaded_by(request)
+        counts = range(1, num_loaded + 1)
+        num_tokens = bisect.bisect_right(
+            counts, free_s, key=lambda count: self._beside_seconds(self._num_beside + count)
+        )
+        if num_tokens < min(MIN_LOAD, num_loaded):
+            self._num_passed += 1
+            return 0
+        self._num_beside += num_tokens
+        return num_tokens
+
+    @property
+    def may_pass_more(self) -> bool:
+        """Whether those who wait for the link are still few enough to look behind them."""
+        return self._num_passed <= LOOK_AHEAD
+
+    @property
+    def _waited_s(self) -> float:
+        return self._waited_seconds(self._num_waited)
+
+
+def num_loaded_by(request: Request) -> int:
+    """Return the tokens that a request brings back when it starts."""
+    return request.num_loaded_by_start if request.state is RequestState.WAITING else 0
