@@ -8,8 +8,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from lightserve.router.policies.base import Allotment, StepLimits
+from lightserve.router.policies.base import Allotment, Loading, Share, StepLimits
 from lightserve.router.policies.lending import lent_until_s
+from lightserve.router.policies.unified.step_loads import StepLoads, num_loaded_by
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request, RequestState
 from lightserve.router.step_cost import StepShape
@@ -28,18 +29,16 @@ class TimedStep:
     def __init__(self, limits: StepLimits) -> None:
         """`limits` come with a cost model."""
         assert limits.cost is not None, "the planner gives it to policies that meet deadlines"
-        self.chosen: list[Allotment] = []
+        self.chosen: list[Share] = []
         self.due_s: dict[Request, float] = {}
         """Seconds to when prompts are due that have no deadline for their first token."""
         self.num_started = 0
-        """Newcomers among them."""
+        """Newcomers among them, those that load to start later included."""
         self._skips = limits.skips
         self._budget = limits.max_num_batched_tokens
         self._start_s = limits.start_s
         self._cost = limits.cost
-        self._copy_seconds = limits.copy_seconds
-        self._num_loaded = 0
-        """Tokens that come back from the host for those who resume."""
+        self._loads = StepLoads(limits)
         self._shape = StepShape()
         self._guard = limits.guard
         self._idle_limit_s = limits.outlook.idle_limit_s
@@ -50,8 +49,7 @@ class TimedStep:
         self._best_effort_limit_s = math.inf
         """By deadlines that are met at best, before anything is lent."""
         self._lent_until_s = math.inf
-        """As predicted, and without the copies of those who resume: they must not wait for a
-        step that has time for all of them."""
+        """As predicted, the copies of those who resume included."""
 
     @property
     def is_full(self) -> bool:
@@ -150,13 +148,12 @@ class TimedStep:
 
     def _limit_for(self, request: Request) -> float:
         """Return how long the step may compute if a prompt, perhaps one that resumes, joins."""
-        num_loaded = _num_loaded_by(request)
-        copied_s = self._copy_seconds(self._num_loaded + num_loaded)
-        limit_s = self._limit_s / self._cost.guard
-        if num_loaded > 0 and self._num_loaded > 0:
-            # A single one may bring more than there is time for otherwise, not several.
-            limit_s = min(limit_s, self._idle_limit_s)
-        return min(limit_s - copied_s, self._lent_until_s)
+        return self._predicted_limit_s - self._loads.seconds(num_loaded_by(request))
+
+    @property
+    def _predicted_limit_s(self) -> float:
+        """Return how long the step may take as predicted, copies included."""
+        return min(self._limit_s / self._cost.guard, self._lent_until_s)
 
     # ---------------------------------------------------------------- decodes
 
@@ -196,7 +193,7 @@ class TimedStep:
     def _has_time_for(self, num_decodes: int, context: int) -> bool:
         """Whether the step keeps its limits with so many more decodes, contexts summed."""
         shape = self._shape.plus_decodes(num_decodes, context)
-        is_lent = self._cost.seconds(shape) <= self._lent_until_s
+        is_lent = self._cost.seconds(shape) + self._loads.seconds() <= self._lent_until_s
         return is_lent and self._seconds(shape) <= self._limit_s
 
     def _add_decodes(self, requests: Sequence[Request], context: int) -> None:
@@ -240,8 +237,11 @@ class TimedStep:
     def add_chunk(self, request: Request) -> bool:
         """Add as much of a prompt as there is time and budget for; whether that is its rest.
 
-        An empty step takes something, however little time there is.
+        An empty step takes something, however little time there is. Who resumes and has too much
+        to bring back loads it beside the step; then others may still join it.
         """
+        if self._loads.goes_beside(request, self.seconds, self._predicted_limit_s):
+            return self._load_beside(request)
         rest = request.num_schedulable_tokens
         num_tokens = self.num_tokens_in_time(request, rest)
         if num_tokens <= 0 or (num_tokens < min(rest, MIN_CHUNK) and self.chosen):
@@ -259,6 +259,16 @@ class TimedStep:
         self._add(request, num_tokens)
         self.num_started += request.state is RequestState.WAITING
         return num_tokens == rest
+
+    def _load_beside(self, request: Request) -> bool:
+        """Let a request load what there is time for; whether to look at those behind it."""
+        self._skips.note(request, Reason.LOADING)
+        num_tokens = self._loads.add_beside(request, self.seconds, self._predicted_limit_s)
+        if num_tokens == 0:
+            return self._loads.may_pass_more
+        self.chosen.append(Loading(request, num_tokens))
+        self.num_started += 1
+        return True
 
     def add_chunks(self, requests: Iterable[Request]) -> bool:
         """Add prompts in order up to one that is cut or left out; whether all are in, whole."""
@@ -287,20 +297,14 @@ class TimedStep:
     def seconds_added(self, request: Request, num_tokens: int) -> float:
         """Return what the step takes longer if so many tokens of a prompt join, loads included."""
         shape = self._shape.plus(request.next_position, num_tokens)
-        copied_s = self._copy_seconds(self._num_loaded + _num_loaded_by(request))
-        copied_s -= self._copy_seconds(self._num_loaded)
+        copied_s = self._loads.seconds(num_loaded_by(request)) - self._loads.seconds()
         return self._cost.seconds(shape) - self._cost.seconds(self._shape) + copied_s
 
     def _add(self, request: Request, num_tokens: int) -> None:
         self.chosen.append(Allotment(request, num_tokens))
-        self._num_loaded += _num_loaded_by(request)
+        self._loads.wait_for(request)
         self._shape = self._shape.plus(request.next_position, num_tokens)
         self._budget -= num_tokens
 
     def _seconds(self, shape: StepShape) -> float:
-        copied_s = self._copy_seconds(self._num_loaded)
-        return (self._cost.seconds(shape) + copied_s) * self._cost.guard
-
-
-def _num_loaded_by(request: Request) -> int:
-    return request.num_loaded_by_start if request.state is RequestState.WAITING else 0
+        return (self._cost.seconds(shape) + self._loads.seconds()) * self._cost.guard
