@@ -13,7 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from support.graph_recorders import RerunRecorder
+from support.graph_recorders import TapeRecorder
+from support.tensor_kernels import TensorKernels
 
 from gpu_parts.context import Bench
 from gpu_parts.driver import Run, Sequences, run_plans
@@ -36,13 +37,10 @@ class Scale:
     """And that there is none for."""
     context: int
     num_steps: int
-    options: Mapping[str, Any]
 
 
-GPU = Scale(QWEN_HALF_B, 64, (1, 8, 64), (3, 50), 256, 64, {})
-REHEARSED = Scale(
-    TINY_QWEN, 4, (1, 4), (3,), 5, 3, {"attention_backend": "triton", "max_model_len": 32}
-)
+GPU = Scale(QWEN_HALF_B, 64, (1, 8, 64), (3, 50), 256, 64)
+REHEARSED = Scale(TINY_QWEN, 4, (1, 4), (3,), 5, 3)
 
 
 def run(bench: Bench) -> None:
@@ -71,13 +69,13 @@ def run(bench: Bench) -> None:
 
 
 def _runner(bench: Bench, model: RandomModel, scale: Scale, graphs: bool) -> ModelRunner:
-    """Return a runner; on the CPU its graphs are calls of what they would have recorded."""
+    """Return a runner; on the CPU a tape of torch operations stands for a graph."""
     runner = model.runner(
         bench.machine,
         graphs=graphs,
         max_num_seqs=scale.max_rows,
         max_kv_tokens=scale.max_rows * (scale.context + scale.num_steps) + 16,
-        **scale.options,
+        kernels=None if bench.machine.is_gpu else TensorKernels(),
     )
     if graphs and not bench.machine.is_gpu:
         recorded = DecodeGraphs(
@@ -85,7 +83,7 @@ def _runner(bench: Bench, model: RandomModel, scale: Scale, graphs: bool) -> Mod
             runner._pool,
             runner.tables,
             sizes=ladder(scale.max_rows),
-            recorder=RerunRecorder(),
+            recorder=TapeRecorder(),
             has_logits=True,
         )
         recorded.capture()

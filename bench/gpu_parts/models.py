@@ -178,13 +178,24 @@ class RandomModel:
         pairs = num_tokens * (num_tokens + 1) // 2
         return 2 * (num_tokens * per_token + last) + 4 * layers * heads * pairs
 
-    def runner(self, machine: Machine, *, graphs: bool = True, **flags: Any) -> ModelRunner:
+    def runner(
+        self,
+        machine: Machine,
+        *,
+        graphs: bool = True,
+        kernels: Kernels | None = None,
+        **flags: Any,
+    ) -> ModelRunner:
         """Return the server's own runner over random weights; `flags` as `ServeConfig`'s.
 
-        On the CPU there are no graphs to turn off.
+        On the CPU there are no graphs to turn off. `kernels`: others than the configuration's.
         """
         defaults: dict[str, Any] = {"dtype": "bfloat16", "host_kv_memory": "64MiB"}
         if machine.is_gpu:
             defaults |= {"device": "cuda", "cuda_graphs": "auto" if graphs else "off"}
         config = ServeConfig(model=str(self.path), **(defaults | flags))
-        return build_runner(config, load=load_random)
+
+        def load(*args: Any, **options: Any) -> Model:
+            return load_random(*args, **(options | ({"kernels": kernels} if kernels else {})))
+
+        return build_runner(config, load=load)
