@@ -1,10 +1,19 @@
 """Decode attention, split over the context and merged by log-sum-exp (flash-decoding).
 
-One program per decode, KV head and split. Query heads that share a KV head are stacked, so that
-every key and value is read once for the whole group: row r is query head kv_head * GROUP + r.
+Three kernels. The first cuts contexts into stretches and lists them as items of work, once per
+step; the second, a fixed number of programs, walks the items of all KV heads in turn; the third
+merges the parts of rows that have several. Everything that depends on contexts is worked out on
+the device: a launch depends on the number of rows alone, so a captured graph replays it for any
+contexts. And a row is cut by its own context length alone, so its bits do not depend on its
+neighbours, nor on how many programs there are.
+
+Query heads that share a KV head are stacked, so that every key and value is read once for the
+whole group: row r of a program is query head kv_head * GROUP + r.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -12,103 +21,251 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
+from lightserve.kernels.triton.configs import AttentionShape, DecodeConfig
 from lightserve.kernels.triton.online_softmax import MIN_DOT, walk
-from lightserve.kernels.triton.plan import BLOCK_N, AttentionPlan
+
+MAX_PARTS = 256
+"""Most parts of a row over all of its KV heads: enough to fill a large GPU with one row."""
+_MERGED_AT_ONCE = 8
+
+_ROW, _TOKEN, _BEGIN, _END, _LAST, _PART = (tl.constexpr(field) for field in range(6))
+_NUM_FIELDS = tl.constexpr(6)
+
+
+# fmt: off
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=[
+        "rows_ptr", "cu_seqlens_ptr", "context_lens_ptr", "decode_rows_ptr",
+    ],
+)
+def _schedule_kernel(
+    items_ptr, num_parts_ptr, rows_ptr, cu_seqlens_ptr, context_lens_ptr, decode_rows_ptr,
+    num_rows, window, HAS_DECODE_ROWS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, SPLIT_LEN: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    # fmt: on
+    """One program per decode: its items follow those of the decodes before it.
+
+    items int32 [num_decodes * MAX_SPLITS, _NUM_FIELDS]; num_parts int32 [1 + num_decodes], the
+    first is the number of all items.
+    """
+    own = tl.program_id(0)
+    decodes = tl.arange(0, BLOCK_R)
+    exists = decodes < num_rows
+    indices = decodes
+    if HAS_DECODE_ROWS:
+        indices = tl.load(decode_rows_ptr + decodes, mask=exists, other=0)
+    lens = tl.load(context_lens_ptr + indices, mask=exists, other=1)
+    begins = tl.zeros_like(lens)
+    if HAS_WINDOW:
+        begins = tl.maximum(0, lens - window) // BLOCK_N * BLOCK_N
+    # Stretches of whole blocks, at least SPLIT_LEN long, at most MAX_SPLITS of them.
+    num_blocks = tl.cdiv(lens - begins, BLOCK_N)
+    per_part = tl.maximum(tl.cdiv(num_blocks, MAX_SPLITS), SPLIT_LEN // BLOCK_N)
+    num_parts = tl.where(exists, tl.cdiv(num_blocks, per_part), 0)
+
+    is_own = decodes == own
+    first_item = tl.sum(tl.where(decodes < own, num_parts, 0), axis=0)
+    own_parts = tl.sum(tl.where(is_own, num_parts, 0), axis=0)
+    stretch = tl.sum(tl.where(is_own, per_part, 0), axis=0) * BLOCK_N
+    context_len = tl.sum(tl.where(is_own, lens, 0), axis=0)
+    index = tl.sum(tl.where(is_own, indices, 0), axis=0)
+    splits = tl.arange(0, MAX_SPLITS)
+    begin = tl.sum(tl.where(is_own, begins, 0), axis=0) + splits * stretch
+    item = items_ptr + (first_item + splits) * _NUM_FIELDS
+    mask = splits < own_parts
+    row = tl.load(rows_ptr + index).to(tl.int32)
+    tl.store(item + _ROW, tl.zeros_like(splits) + row, mask=mask)
+    tl.store(item + _TOKEN, tl.zeros_like(splits) + tl.load(cu_seqlens_ptr + index), mask=mask)
+    tl.store(item + _BEGIN, begin, mask=mask)
+    tl.store(item + _END, tl.minimum(begin + stretch, context_len), mask=mask)
+    tl.store(item + _LAST, tl.zeros_like(splits) + context_len - 1, mask=mask)
+    # Negative: the row's only part, which is the result.
+    tl.store(item + _PART, tl.where(own_parts == 1, -1, own * MAX_SPLITS + splits), mask=mask)
+    tl.store(num_parts_ptr + 1 + own, own_parts)
+    if own == 0:
+        tl.store(num_parts_ptr, tl.sum(num_parts, axis=0))
 
 
 # fmt: off
 @triton.jit
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, table_ptr, rows_ptr, cu_seqlens_ptr,
-    context_lens_ptr, decode_rows_ptr, scale, window, q_stride_t, q_stride_h, k_stride_s,
-    k_stride_h, v_stride_s, v_stride_h, table_stride, num_heads, NUM_SPLITS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, lse_ptr, table_ptr, items_ptr, num_parts_ptr, scale,
+    window, q_stride_t, q_stride_h, kv_stride_s, kv_stride_h, out_stride_t, out_stride_h,
+    table_stride, NUM_KV_HEADS: tl.constexpr, HAS_WINDOW: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     # fmt: on
-    decode = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    index = tl.load(decode_rows_ptr + decode)
-    token_row = tl.load(cu_seqlens_ptr + index).to(tl.int64)
-    context_len = tl.load(context_lens_ptr + index)
-    row = tl.load(rows_ptr + index)
-
     stacked = tl.arange(0, BLOCK_Q)
-    heads = kv_head * GROUP + stacked
     offs_d = tl.arange(0, BLOCK_D)
-    d_mask = offs_d < HEAD_DIM
-    mask = (stacked < GROUP)[:, None] & d_mask[None, :]
-    q_offsets = token_row * q_stride_t + heads[:, None] * q_stride_h + offs_d[None, :]
-    q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0)
-    if WIDEN:
-        q = q.to(tl.float32)
+    mask = (stacked < GROUP)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    num_work = tl.load(num_parts_ptr) * NUM_KV_HEADS
+    for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
+        item = items_ptr + work // NUM_KV_HEADS * _NUM_FIELDS
+        kv_head = tl.cast(work % NUM_KV_HEADS, tl.int64)
+        row = tl.load(item + _ROW).to(tl.int64)
+        token = tl.load(item + _TOKEN).to(tl.int64)
+        begin = tl.load(item + _BEGIN)
+        end = tl.load(item + _END)
+        last = tl.load(item + _LAST)
+        part = tl.load(item + _PART)
+        heads = kv_head * GROUP + stacked
+        q_offsets = token * q_stride_t + heads[:, None] * q_stride_h + offs_d[None, :]
+        q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0)
+        if WIDEN:
+            q = q.to(tl.float32)
+        acc, largest, total = walk(
+            q,
+            tl.zeros([BLOCK_Q], dtype=tl.int32) + last,
+            table_ptr + row * table_stride,
+            k_ptr + kv_head * kv_stride_h,
+            v_ptr + kv_head * kv_stride_h,
+            kv_stride_s,
+            begin,
+            end,
+            last + 1,
+            last + 1 - window,
+            last,
+            scale,
+            window,
+            HAS_WINDOW,
+            HEAD_DIM,
+            BLOCK_Q,
+            BLOCK_D,
+            BLOCK_N,
+            SUM_LATE=True,
+            WIDEN=WIDEN,
+        )
+        acc = acc / total[:, None]
+        if part < 0:
+            offsets = token * out_stride_t + heads[:, None] * out_stride_h + offs_d[None, :]
+            tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            head_parts = part.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+            offsets = head_parts[:, None] * HEAD_DIM + offs_d[None, :]
+            tl.store(parts_ptr + offsets, acc, mask=mask)
+            tl.store(lse_ptr + head_parts, largest + tl.log2(total), mask=stacked < GROUP)
 
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(0, context_len - window) // BLOCK_N * BLOCK_N
-    num_blocks = tl.cdiv(context_len - first, BLOCK_N)
-    per_split = tl.cdiv(num_blocks, NUM_SPLITS)
-    begin = first + split * per_split * BLOCK_N
-    end = tl.minimum(context_len, begin + per_split * BLOCK_N)
-    acc, largest, total = walk(
-        q,
-        tl.full([BLOCK_Q], 0, dtype=tl.int32) + context_len - 1,
-        table_ptr + row * table_stride,
-        k_ptr + kv_head * k_stride_h,
-        v_ptr + kv_head * v_stride_h,
-        begin,
-        end,
-        context_len,
-        scale,
-        k_stride_s,
-        v_stride_s,
-        offs_d,
-        d_mask,
-        HAS_WINDOW,
-        window,
-        BLOCK_Q,
-        BLOCK_D,
-        BLOCK_N,
-        WIDEN,
-    )
-    is_empty = total == 0.0
-    acc = acc / tl.where(is_empty, 1.0, total)[:, None]
-    lse = tl.where(is_empty, float("-inf"), largest + tl.log2(tl.where(is_empty, 1.0, total)))
-    part = (decode.to(tl.int64) * num_heads + heads) * NUM_SPLITS + split
-    tl.store(part_ptr + part[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=mask)
-    tl.store(lse_ptr + part, lse, mask=stacked < GROUP)
 
-
-@triton.jit
+# fmt: off
+@triton.jit(do_not_specialize_on_alignment=["cu_seqlens_ptr", "decode_rows_ptr"])
 def _merge_kernel(
-    part_ptr,
-    lse_ptr,
-    out_ptr,
-    cu_seqlens_ptr,
-    decode_rows_ptr,
-    out_stride_t,
-    out_stride_h,
-    num_heads,
-    NUM_SPLITS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    parts_ptr, lse_ptr, out_ptr, num_parts_ptr, cu_seqlens_ptr, decode_rows_ptr, out_stride_t,
+    out_stride_h, NUM_HEADS: tl.constexpr, HAS_DECODE_ROWS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
+    # fmt: on
     """Weigh the parts of one decode's head by their share of the softmax."""
     decode = tl.program_id(0)
     head = tl.program_id(1)
-    token_row = tl.load(cu_seqlens_ptr + tl.load(decode_rows_ptr + decode)).to(tl.int64)
-    parts = (decode.to(tl.int64) * num_heads + head) * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
+    num_parts = tl.load(num_parts_ptr + 1 + decode)
+    if num_parts == 1:
+        return
+    index = decode
+    if HAS_DECODE_ROWS:
+        index = tl.load(decode_rows_ptr + decode)
+    token = tl.load(cu_seqlens_ptr + index).to(tl.int64)
+    first = decode.to(tl.int64) * MAX_SPLITS
+    splits = tl.arange(0, MAX_SPLITS)
+    own_lse = lse_ptr + first * NUM_HEADS + head
+    lse = tl.load(own_lse + splits * NUM_HEADS, mask=splits < num_parts, other=float("-inf"))
+    largest = tl.max(lse, axis=0)
+    total = tl.sum(tl.exp2(lse - largest), axis=0)
+    offs_s = tl.arange(0, BLOCK_S)
     offs_d = tl.arange(0, BLOCK_D)
     d_mask = offs_d < HEAD_DIM
-    lse = tl.load(lse_ptr + parts)
-    weights = tl.exp2(lse - tl.max(lse, axis=0))
-    values = tl.load(
-        part_ptr + parts[:, None] * HEAD_DIM + offs_d[None, :], mask=d_mask[None, :], other=0.0
+    merged = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for start in range(0, num_parts, BLOCK_S):
+        some = start + offs_s
+        exists = some < num_parts
+        weights = tl.load(own_lse + some * NUM_HEADS, mask=exists, other=float("-inf"))
+        weights = tl.exp2(weights - largest)
+        values = tl.load(
+            parts_ptr + ((first + some) * NUM_HEADS + head)[:, None] * HEAD_DIM + offs_d[None, :],
+            mask=exists[:, None] & d_mask[None, :],
+            other=0.0,
+        )
+        merged += tl.sum(values * weights[:, None], axis=0)
+    out = out_ptr + token * out_stride_t + head * out_stride_h + offs_d
+    tl.store(out, (merged / total).to(out_ptr.dtype.element_ty), mask=d_mask)
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeWork:
+    """The items of a step's decodes, and room for their parts: the same in every layer."""
+
+    config: DecodeConfig
+    num_decodes: int
+    max_splits: int
+    num_programs: int
+    decode_rows: Tensor | None
+    """int32 [num_decodes], row of each decode; None: all rows are decodes."""
+    items: Tensor
+    """int32, see `_schedule_kernel`."""
+    num_parts: Tensor
+    """int32 [1 + num_decodes]: of all decodes, and of each."""
+    parts: Tensor
+    """float32 [num_decodes * max_splits, Hq, D]."""
+    lse: Tensor
+    """float32 [num_decodes * max_splits, Hq], of each part, in base 2."""
+
+
+def max_splits(config: DecodeConfig, *, num_kv_heads: int, max_len: int) -> int:
+    """Return into how many parts a row of `max_len` positions is cut at most, a power of two."""
+    wanted = min(MAX_PARTS // num_kv_heads, -(-max_len // config.split_len))
+    return triton.next_power_of_2(max(1, wanted))
+
+
+def schedule_decodes(
+    batch: AttentionBatch,
+    decode_rows: Tensor | None,
+    shape: AttentionShape,
+    config: DecodeConfig,
+    *,
+    num_sms: int,
+) -> DecodeWork:
+    """Cut the contexts of a step's decodes into items of work, on the device.
+
+    `decode_rows` int32 names the rows that are decodes; None: all are.
+    """
+    num_decodes = len(batch.rows) if decode_rows is None else len(decode_rows)
+    max_num_seqs, max_len = batch.req_to_slot.shape
+    splits = max_splits(config, num_kv_heads=shape.num_kv_heads, max_len=max_len)
+    size = num_decodes * splits
+    device = batch.rows.device
+    work = DecodeWork(
+        config=config,
+        num_decodes=num_decodes,
+        max_splits=splits,
+        num_programs=min(size * shape.num_kv_heads, num_sms * config.programs_per_sm),
+        decode_rows=decode_rows,
+        items=torch.empty((size, _NUM_FIELDS.value), dtype=torch.int32, device=device),
+        num_parts=torch.empty(1 + num_decodes, dtype=torch.int32, device=device),
+        parts=torch.empty(
+            (size, shape.num_heads, shape.head_dim), dtype=torch.float32, device=device
+        ),
+        lse=torch.empty((size, shape.num_heads), dtype=torch.float32, device=device),
     )
-    merged = tl.sum(values * weights[:, None], axis=0) / tl.sum(weights, axis=0)
-    out = out_ptr + token_row * out_stride_t + head * out_stride_h + offs_d
-    tl.store(out, merged.to(out_ptr.dtype.element_ty), mask=d_mask)
+    _schedule_kernel[num_decodes,](
+        work.items,
+        work.num_parts,
+        batch.rows,
+        batch.cu_seqlens_q,
+        batch.context_lens,
+        work.decode_rows,
+        num_decodes,
+        shape.window or 0,
+        HAS_DECODE_ROWS=decode_rows is not None,
+        HAS_WINDOW=shape.window is not None,
+        MAX_SPLITS=splits,
+        SPLIT_LEN=config.split_len,
+        BLOCK_N=config.block_n,
+        BLOCK_R=triton.next_power_of_2(max_num_seqs),
+    )
+    return work
 
 
 def attend_decodes(
@@ -117,7 +274,7 @@ def attend_decodes(
     v_pool: Tensor,
     out: Tensor,
     batch: AttentionBatch,
-    plan: AttentionPlan,
+    work: DecodeWork,
     scale_log2: float,
     window: int | None,
 ) -> None:
@@ -125,50 +282,52 @@ def attend_decodes(
 
     `scale_log2` turns scores into exponents of 2.
     """
-    num_decodes, num_heads, num_kv_heads = len(plan.decode_rows), q.shape[1], k_pool.shape[1]
-    group = num_heads // num_kv_heads
-    shape = (num_decodes, num_heads, plan.num_splits)
-    parts = torch.empty((*shape, q.shape[2]), dtype=torch.float32, device=q.device)
-    lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    block_d = max(MIN_DOT, triton.next_power_of_2(q.shape[2]))
-    _decode_kernel[num_decodes, num_kv_heads, plan.num_splits](
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads = k_pool.shape[1]
+    config = work.config
+    block_d = max(MIN_DOT, triton.next_power_of_2(head_dim))
+    _decode_kernel[work.num_programs,](
         q,
         k_pool,
         v_pool,
-        parts,
-        lse,
+        out,
+        work.parts,
+        work.lse,
         batch.req_to_slot,
-        batch.rows,
-        batch.cu_seqlens_q,
-        batch.context_lens,
-        plan.decode_rows,
+        work.items,
+        work.num_parts,
         scale_log2,
         window or 0,
         *q.stride()[:2],
         *k_pool.stride()[:2],
-        *v_pool.stride()[:2],
-        batch.req_to_slot.stride(0),
-        num_heads,
-        NUM_SPLITS=plan.num_splits,
-        HAS_WINDOW=window is not None,
-        GROUP=group,
-        HEAD_DIM=q.shape[2],
-        BLOCK_Q=max(MIN_DOT, triton.next_power_of_2(group)),
-        BLOCK_D=block_d,
-        BLOCK_N=BLOCK_N,
-        WIDEN=q.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
-        num_warps=4,
-        num_stages=3,
-    )
-    _merge_kernel[num_decodes, num_heads](
-        parts,
-        lse,
-        out,
-        batch.cu_seqlens_q,
-        plan.decode_rows,
         *out.stride()[:2],
-        num_heads,
-        NUM_SPLITS=plan.num_splits,
-        HEAD_DIM=q.shape[2],
+        batch.req_to_slot.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        HAS_WINDOW=window is not None,
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_Q=max(MIN_DOT, triton.next_power_of_2(num_heads // num_kv_heads)),
         BLOCK_D=block_d,
+        BLOCK_N=config.block_n,
+        WIDEN=q.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if work.max_splits == 1:
+        return
+    _merge_kernel[work.num_decodes, num_heads](
+        work.parts,
+        work.lse,
+        out,
+        work.num_parts,
+        batch.cu_seqlens_q,
+        work.decode_rows,
+        *out.stride()[:2],
+        NUM_HEADS=num_heads,
+        HAS_DECODE_ROWS=work.decode_rows is not None,
+        MAX_SPLITS=work.max_splits,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
+        BLOCK_S=min(_MERGED_AT_ONCE, work.max_splits),
+        num_warps=1,
     )

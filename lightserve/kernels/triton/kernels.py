@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from lightserve.kernels.interface import AttentionBatch
 from lightserve.kernels.triton import attention, elementwise
+from lightserve.kernels.triton.configs import AttentionConfigs
 
 
 class TritonKernels:
@@ -14,6 +15,9 @@ class TritonKernels:
 
     name = "triton"
     is_capturable = True
+
+    def __init__(self, configs: AttentionConfigs | None = None) -> None:
+        self.configs = configs or AttentionConfigs()
 
     def pack_weight(self, weight: Tensor) -> Tensor:
         """See `Kernels.pack_weight`: as it is."""
@@ -59,5 +63,11 @@ class TritonKernels:
     ) -> Tensor:
         """See `Kernels.attention`."""
         return attention.attention(
-            q, k_pool, v_pool, batch, scale=scale, sliding_window=sliding_window
+            q,
+            k_pool,
+            v_pool,
+            batch,
+            configs=self.configs,
+            scale=scale,
+            sliding_window=sliding_window,
         )

@@ -70,7 +70,7 @@ class Resources:
 def compiling(capability: int) -> Iterator[list[Launch]]:
     """Compile what is launched meanwhile for a compute capability (80, 90); yields the launches."""
     found: list[Launch] = []
-    before, run = driver._active, JITFunction.run  # noqa: SLF001  # there is no getter
+    before, run = driver._active, JITFunction.run  # there is no getter
 
     def compile_only(self, *args, grid, warmup, **options):
         kernel = run(self, *args, grid=grid, warmup=True, **options)
@@ -83,7 +83,7 @@ def compiling(capability: int) -> Iterator[list[Launch]]:
         yield found
     finally:
         JITFunction.run = run
-        driver._active = before  # noqa: SLF001
+        driver._active = before
 
 
 class _NoGpu(SimpleNamespace):

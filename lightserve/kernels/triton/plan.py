@@ -1,93 +1,116 @@
-"""How a mixed batch becomes two launches: decodes split over their context, prefills by blocks."""
+"""How a mixed batch becomes launches: decodes split over their context, chunks by blocks.
+
+Decodes alone are planned on the device (see `decode`): nothing here reads the host's numbers of
+such a batch but how many new tokens each row has, which is one, so that what is launched can be
+recorded in a graph. With chunks beside them one small array goes to the device.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
-
-BLOCK_M = 64
-"""Query rows of a prefill program: tokens times the query heads that share a KV head."""
-BLOCK_N = 64
-"""Positions of the context that a program takes at once."""
-MAX_SPLITS = 32
-MIN_BLOCKS_PER_SPLIT = 4
-TARGET_PROGRAMS = 512
-"""Decode programs that keep a large GPU busy."""
+from lightserve.kernels.triton.configs import (
+    AttentionConfigs,
+    AttentionShape,
+    ChunkClass,
+    Gpu,
+    PrefillConfig,
+)
+from lightserve.kernels.triton.decode import DecodeWork, schedule_decodes
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionPlan:
-    """Which rows of a batch go where; the same in every layer."""
+class ChunkWork:
+    """Blocks of queries, those with the longest contexts first: the same in every layer."""
 
-    decode_rows: Tensor
-    """int32 [num decodes], index of each row with one new token."""
-    num_splits: int
-    """Parts into which the context of every decode is cut."""
-    block_rows: Tensor
-    """int32 [num blocks], row of each block of queries."""
-    block_starts: Tensor
+    config: PrefillConfig
+    rows: Tensor
+    """int32 [num blocks], row of each block."""
+    starts: Tensor
     """int32 [num blocks], its first token within the row's new tokens."""
 
 
-def attention_plan(batch: AttentionBatch, *, group: int, num_kv_heads: int) -> AttentionPlan:
-    """Return the plan of a batch, worked out in the first layer.
+class AttentionWork(NamedTuple):
+    """What is launched for a batch."""
 
-    `group` is the number of query heads per KV head.
-    """
-    key = ("triton", group, num_kv_heads)
-    if key not in batch.prepared:
-        batch.prepared[key] = _plan(batch, group, num_kv_heads)
-    plan: AttentionPlan = batch.prepared[key]
-    return plan
+    chunks: ChunkWork | None
+    decodes: DecodeWork | None
 
 
-def tokens_per_block(group: int) -> int:
-    """Return how many tokens' queries, of all heads of a group, a prefill program takes."""
-    return max(1, BLOCK_M // group)
+def attention_work(
+    batch: AttentionBatch, shape: AttentionShape, configs: AttentionConfigs, gpu: Gpu
+) -> AttentionWork:
+    """Return the work of a batch in layers of this shape; worked out in the first such layer."""
+    key = ("triton", shape)
+    work: AttentionWork | None = batch.prepared.get(key)
+    if work is None:
+        work = batch.prepared[key] = _plan(batch, shape, configs, gpu)
+    return work
 
 
-def _plan(batch: AttentionBatch, group: int, num_kv_heads: int) -> AttentionPlan:
-    lens = batch.host_q_lens
-    decodes = [index for index, q_len in enumerate(lens) if q_len == 1]
-    size = tokens_per_block(group)
-    blocks = [
-        (index, start)
-        for index, q_len in enumerate(lens)
-        if q_len > 1
-        for start in range(0, q_len, size)
-    ]
-    # The longest context first: what starts last should not take longest.
-    blocks.sort(key=lambda block: -(batch.host_context_lens[block[0]] - lens[block[0]] + block[1]))
-    longest = max((batch.host_context_lens[index] for index in decodes), default=1)
-    device = batch.rows.device
-    return AttentionPlan(
-        decode_rows=_indices(decodes, device),
-        num_splits=num_splits(longest, len(decodes) * num_kv_heads),
-        block_rows=_indices([row for row, _ in blocks], device),
-        block_starts=_indices([start for _, start in blocks], device),
+def _plan(
+    batch: AttentionBatch, shape: AttentionShape, configs: AttentionConfigs, gpu: Gpu
+) -> AttentionWork:
+    if all(q_len == 1 for q_len in batch.host_q_lens):
+        return AttentionWork(None, _decode_work(batch, None, shape, configs, gpu))
+    q_lens = np.array(batch.host_q_lens)
+    context_lens = np.array(batch.host_context_lens)
+    config = configs.prefill(shape, gpu, chunk_class(q_lens, context_lens, shape, gpu))
+    decodes = np.flatnonzero(q_lens == 1)
+    rows, starts = _blocks(q_lens, context_lens, config.block_m // shape.group)
+    packed = np.concatenate([decodes, rows, starts]).astype(np.int32)
+    parts = _upload(packed, batch.rows.device).split([len(decodes), len(rows), len(starts)])
+    return AttentionWork(
+        ChunkWork(config, parts[1], parts[2]) if len(rows) else None,
+        _decode_work(batch, parts[0], shape, configs, gpu) if len(decodes) else None,
     )
 
 
-def num_splits(context_len: int, num_programs: int) -> int:
-    """Return into how many parts the contexts of `num_programs` programs are cut, a power of two.
+def chunk_class(
+    q_lens: np.ndarray, context_lens: np.ndarray, shape: AttentionShape, gpu: Gpu
+) -> ChunkClass:
+    """Return what a step's chunks look like; rows of one token do not count."""
+    is_chunk = q_lens > 1
+    num_new = int(q_lens[is_chunk].sum())
+    if num_new * shape.num_heads < gpu.num_sms * 128:
+        return ChunkClass.SHORT
+    num_cached = int(context_lens[is_chunk].sum()) - num_new
+    return ChunkClass.CACHED if num_cached > num_new else ChunkClass.WHOLE
 
-    As many as fill the GPU, but none so short that merging costs more than it saves.
+
+def _blocks(q_lens: np.ndarray, context_lens: np.ndarray, size: int) -> tuple[np.ndarray, ...]:
+    """Return row and first token of every block of `size` tokens of the rows with several.
+
+    The longest first: what starts last should not take longest.
     """
-    num_blocks = -(-context_len // BLOCK_N)
-    splits = 1
-    while (
-        splits < MAX_SPLITS
-        and splits * num_programs < TARGET_PROGRAMS
-        and num_blocks >= 2 * splits * MIN_BLOCKS_PER_SPLIT
-    ):
-        splits *= 2
-    return splits
+    chunks = np.flatnonzero(q_lens > 1)
+    counts = -(-q_lens[chunks] // size)
+    rows = np.repeat(chunks, counts)
+    starts = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * size
+    order = np.argsort(q_lens[rows] - context_lens[rows] - starts, kind="stable")
+    return rows[order], starts[order]
 
 
-def _indices(values: list[int], device: torch.device) -> Tensor:
-    host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+def _decode_work(
+    batch: AttentionBatch,
+    decode_rows: Tensor | None,
+    shape: AttentionShape,
+    configs: AttentionConfigs,
+    gpu: Gpu,
+) -> DecodeWork:
+    return schedule_decodes(
+        batch, decode_rows, shape, configs.decode(shape, gpu), num_sms=gpu.num_sms
+    )
+
+
+def _upload(values: np.ndarray, device: torch.device) -> Tensor:
+    host = torch.from_numpy(values)
+    if device.type == "cuda":
+        host = host.pin_memory()
     return host.to(device, non_blocking=True)

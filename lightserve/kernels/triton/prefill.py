@@ -14,68 +14,74 @@ from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
 from lightserve.kernels.triton.online_softmax import MIN_DOT, walk
-from lightserve.kernels.triton.plan import BLOCK_N, AttentionPlan, tokens_per_block
+from lightserve.kernels.triton.plan import ChunkWork
 
 
 # fmt: off
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "rows_ptr", "cu_seqlens_ptr", "context_lens_ptr", "block_rows_ptr", "block_starts_ptr",
+    ],
+)
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, rows_ptr, cu_seqlens_ptr, context_lens_ptr,
-    block_rows_ptr, block_starts_ptr, scale, window, q_stride_t, q_stride_h, k_stride_s,
-    k_stride_h, v_stride_s, v_stride_h, out_stride_t, out_stride_h, table_stride,
+    block_rows_ptr, block_starts_ptr, scale, window, q_stride_t, q_stride_h, kv_stride_s,
+    kv_stride_h, out_stride_t, out_stride_h, table_stride,
     HAS_WINDOW: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
 ):
     # fmt: on
     block = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1).to(tl.int64)
     index = tl.load(block_rows_ptr + block)
     first = tl.load(block_starts_ptr + block)
     q_start = tl.load(cu_seqlens_ptr + index)
     q_len = tl.load(cu_seqlens_ptr + index + 1) - q_start
     context_len = tl.load(context_lens_ptr + index)
-    row = tl.load(rows_ptr + index)
+    row = tl.load(rows_ptr + index).to(tl.int64)
 
     stacked = tl.arange(0, BLOCK_Q)
     tokens = first + stacked // GROUP
     heads = kv_head * GROUP + stacked % GROUP
-    exists = (stacked < TOKENS * GROUP) & (tokens < q_len)
     offs_d = tl.arange(0, BLOCK_D)
-    d_mask = offs_d < HEAD_DIM
-    mask = exists[:, None] & d_mask[None, :]
+    exists = (stacked < TOKENS * GROUP) & (tokens < q_len)
+    mask = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
     token_rows = (q_start + tokens).to(tl.int64)
     q_offsets = token_rows[:, None] * q_stride_t + heads[:, None] * q_stride_h + offs_d[None, :]
     q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0)
     if WIDEN:
         q = q.to(tl.float32)
-    q_positions = context_len - q_len + tokens
 
-    end = tl.minimum(context_len, context_len - q_len + first + TOKENS)
+    first_position = context_len - q_len + first
+    end = tl.minimum(context_len, first_position + TOKENS)
     begin = 0
+    edge_end = 0
     if HAS_WINDOW:
-        begin = tl.maximum(0, context_len - q_len + first - window + 1) // BLOCK_N * BLOCK_N
+        begin = tl.maximum(0, first_position - window + 1) // BLOCK_N * BLOCK_N
+        edge_end = end - window
     acc, _, total = walk(
         q,
-        q_positions,
+        first_position + stacked // GROUP,
         table_ptr + row * table_stride,
-        k_ptr + kv_head * k_stride_h,
-        v_ptr + kv_head * v_stride_h,
+        k_ptr + kv_head * kv_stride_h,
+        v_ptr + kv_head * kv_stride_h,
+        kv_stride_s,
         begin,
         end,
-        context_len,
+        first_position + 1,
+        edge_end,
+        context_len - 1,
         scale,
-        k_stride_s,
-        v_stride_s,
-        offs_d,
-        d_mask,
-        HAS_WINDOW,
         window,
+        HAS_WINDOW,
+        HEAD_DIM,
         BLOCK_Q,
         BLOCK_D,
         BLOCK_N,
-        WIDEN,
+        SUM_LATE=False,
+        WIDEN=WIDEN,
     )
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    acc = acc / total[:, None]
     offsets = token_rows[:, None] * out_stride_t + heads[:, None] * out_stride_h + offs_d[None, :]
     tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -86,7 +92,7 @@ def attend_chunks(
     v_pool: Tensor,
     out: Tensor,
     batch: AttentionBatch,
-    plan: AttentionPlan,
+    work: ChunkWork,
     scale_log2: float,
     window: int | None,
 ) -> None:
@@ -95,8 +101,9 @@ def attend_chunks(
     `scale_log2` turns scores into exponents of 2.
     """
     group = q.shape[1] // k_pool.shape[1]
-    tokens = tokens_per_block(group)
-    _prefill_kernel[len(plan.block_rows), k_pool.shape[1]](
+    config = work.config
+    tokens = config.block_m // group
+    _prefill_kernel[len(work.rows), k_pool.shape[1]](
         q,
         k_pool,
         v_pool,
@@ -105,23 +112,22 @@ def attend_chunks(
         batch.rows,
         batch.cu_seqlens_q,
         batch.context_lens,
-        plan.block_rows,
-        plan.block_starts,
+        work.rows,
+        work.starts,
         scale_log2,
         window or 0,
         *q.stride()[:2],
         *k_pool.stride()[:2],
-        *v_pool.stride()[:2],
         *out.stride()[:2],
         batch.req_to_slot.stride(0),
         HAS_WINDOW=window is not None,
         GROUP=group,
         TOKENS=tokens,
         HEAD_DIM=q.shape[2],
-        BLOCK_Q=max(MIN_DOT, triton.next_power_of_2(tokens * group)),
+        BLOCK_Q=config.block_m,
         BLOCK_D=max(MIN_DOT, triton.next_power_of_2(q.shape[2])),
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=config.block_n,
         WIDEN=q.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
-        num_warps=4,
-        num_stages=2,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
