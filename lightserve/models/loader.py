@@ -1,16 +1,16 @@
 """Builds a model from memory-mapped safetensors, each rank reading its part of each tensor.
 
 Layers ask for parts of tensors and the bytes go from the mapping straight into the final,
-merged and sharded parameter: memory holds one copy of this rank's weights, plus file pages
-that the system may drop at any time.
+merged and sharded parameter, on a GPU through two small buffers (`weight_copies`): memory holds
+one copy of this rank's weights, plus file pages that the system may drop at any time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from lightserve.models.context import ModelContext
 from lightserve.models.layers.linear import UnquantizedMethod
 from lightserve.models.parallel import Part, TensorParallel
 from lightserve.models.registry import MODELS
+from lightserve.models.weight_copies import is_finite, weight_copies
 from lightserve.models.weight_files import (
     FLOAT_DTYPES,
     WeightFiles,
@@ -30,9 +31,7 @@ from lightserve.models.weight_files import (
     needed_tensors,
     open_shard,
 )
-
-Progress = Callable[[int, int], None]
-"""Called after each tensor with (tensors read, tensors of the model; a rank may need fewer)."""
+from lightserve.progress import Advance, progress
 
 
 def load_model(
@@ -44,9 +43,8 @@ def load_model(
     tp: TensorParallel,
     context_len: int | None = None,
     device: torch.device | None = None,
-    progress: Progress | None = None,
 ) -> Model:
-    """Load this rank's part of the model in directory `path`.
+    """Load this rank's part of the model in directory `path`; rank 0 shows how far it is.
 
     Args:
         path: the directory that `config` was read from.
@@ -57,20 +55,20 @@ def load_model(
         context_len: longest sequence to serve, default `config.max_position_embeddings`; at
             most `config.max_context_len`.
         device: where the parameters go; default the CPU.
-        progress: told after each tensor.
 
     Raises:
         ModelLoadError: names file and tensor.
     """
     check_tp(config, tp.size)
     files = check_weights(path, config)
-    with SafetensorsReader(
-        files,
-        dtype=dtype,
-        device=device or torch.device("cpu"),
-        num_tensors=len(needed_tensors(config, files)),
-        progress=progress,
-    ) as reader:
+    shapes = needed_tensors(config, files).values()
+    total_bytes = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+    with (
+        progress("loading weights", total_bytes, is_shown=tp.rank == 0, in_bytes=True) as advance,
+        SafetensorsReader(
+            files, dtype=dtype, device=device or torch.device("cpu"), advance=advance
+        ) as reader,
+    ):
         context = ModelContext(
             config=config,
             reader=reader,
@@ -79,7 +77,18 @@ def load_model(
             method=UnquantizedMethod(kernels),
             context_len=context_len or config.max_position_embeddings,
         )
-        return MODELS[config.architecture](context)
+        model = MODELS[config.architecture](context)
+        reader.check_finite()
+        return model
+
+
+class _Source(NamedTuple):
+    """Part of a tensor in a file."""
+
+    file: Path
+    name: str
+    rows: Part | None
+    columns: Part | None
 
 
 class SafetensorsReader:
@@ -91,17 +100,21 @@ class SafetensorsReader:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        num_tensors: int,
-        progress: Progress | None = None,
+        advance: Advance = lambda _: None,
     ) -> None:
+        """Read into parameters of one type on one device.
+
+        `advance` is told the bytes of each tensor as a whole parameter, whatever part is read.
+        """
         self.dtype = dtype
         self.device = device
         self._files = files
         self._shards: dict[Path, Any] = {}
         self._exit = ExitStack()
-        self._num_tensors = num_tensors
-        self._num_read = 0
-        self._progress = progress
+        self._copies = weight_copies(device)
+        self._sources: dict[str, _Source] = {}
+        """What has been read since the last check, by what the copies call it."""
+        self._advance = advance
 
     def __enter__(self) -> SafetensorsReader:
         return self
@@ -126,45 +139,55 @@ class SafetensorsReader:
             return  # a rank beyond the end of a tiny vocabulary
         if not self.has(name):
             raise ModelLoadError(f"{self._files.index}: tensor {name!r} is missing")
-        file = self._files.file_of[name]
-        source = self._part(file, name, rows, columns)
+        place = _Source(self._files.file_of[name], name, rows, columns)
+        source = self._part(place)
         if source.shape != target.shape:
             raise ModelLoadError(
-                f"{file}: tensor {name!r} has shape {list(source.shape)} where"
+                f"{place.file}: tensor {name!r} has shape {list(source.shape)} where"
                 f" {list(target.shape)} is needed"
             )
-        target.copy_(source)
-        _check_finite(file, name, source, target)
-        self._num_read += 1
-        if self._progress is not None:
-            self._progress(self._num_read, self._num_tensors)
+        label = f"{name} {len(self._sources)}"
+        self._sources[label] = place
+        self._copies.copy(target, source, label)
+        if target.device.type == "cpu":
+            self.check_finite()
+        self._advance(math.prod(self._header(place).get_shape()) * self.dtype.itemsize)
 
-    def _part(self, file: Path, name: str, rows: Part | None, columns: Part | None) -> Tensor:
-        tensor = self._shard(file).get_slice(name)
-        if tensor.get_dtype() not in FLOAT_DTYPES:
-            raise ModelLoadError(f"{file}: tensor {name!r} has type {tensor.get_dtype()}")
+    def check_finite(self) -> None:
+        """Refuse NaN and infinity in what was read, stored or made by the conversion.
+
+        Raises:
+            ModelLoadError: names the first tensor that has any.
+        """
+        bad = self._copies.not_finite()
+        if bad:
+            place = self._sources[bad[0]]
+            is_stored = not is_finite(self._part(place))
+            what = "that are not finite" if is_stored else f"beyond {self.dtype}"
+            raise ModelLoadError(f"{place.file}: tensor {place.name!r} has values {what}")
+        self._sources.clear()
+
+    def _part(self, place: _Source) -> Tensor:
+        """Return a view of the mapped file."""
+        tensor = self._header(place)
         index = tuple(
             slice(None) if part is None else slice(part.start, part.start + part.size)
-            for part in (rows, columns)
+            for part in (place.rows, place.columns)
         )
         part: Tensor = tensor[index[: len(tensor.get_shape())]]
         return part
+
+    def _header(self, place: _Source) -> Any:
+        """Return what safetensors knows of a tensor before it is read."""
+        tensor = self._shard(place.file).get_slice(place.name)
+        if tensor.get_dtype() not in FLOAT_DTYPES:
+            raise ModelLoadError(
+                f"{place.file}: tensor {place.name!r} has type {tensor.get_dtype()}"
+            )
+        return tensor
 
     def _shard(self, file: Path) -> Any:
         if file not in self._shards:
             shard = self._exit.enter_context(open_shard(file, framework="pt"))
             self._shards[file] = shard
         return self._shards[file]
-
-
-def _check_finite(file: Path, name: str, source: Tensor, target: Tensor) -> None:
-    """Refuse NaN and infinity, stored or made by the conversion."""
-    if all(_is_finite(bound) for bound in target.aminmax()):
-        return
-    if all(_is_finite(bound) for bound in source.aminmax()):
-        raise ModelLoadError(f"{file}: tensor {name!r} has values beyond {target.dtype}")
-    raise ModelLoadError(f"{file}: tensor {name!r} has values that are not finite")
-
-
-def _is_finite(bound: Tensor) -> bool:
-    return bool(torch.isfinite(bound))

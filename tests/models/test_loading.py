@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +20,7 @@ from support.tiny_models import write_tiny_model as write
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.models.config import load_model_config, resolve_dtype
 from lightserve.models.kv_layout import kv_layout
-from lightserve.models.loader import load_model
-from lightserve.models.parallel import SingleRank
+from lightserve.models.loader import SafetensorsReader
 from lightserve.models.weight_files import (
     EMBEDDING,
     LM_HEAD,
@@ -147,20 +147,22 @@ def test_tied_weights_in_every_form(tmp_path: Path) -> None:
     torch.testing.assert_close(doubled, theirs, atol=1e-4, rtol=0)
 
 
-def test_progress_counts_tensors(tmp_path: Path) -> None:
+def test_progress_counts_bytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(find_tiny_model("qwen3-biases-tied"), tmp_path)
-    config = load_model_config(tmp_path)
-    seen: list[tuple[int, int]] = []
-    load_model(
-        tmp_path,
-        config,
+    config, seen = load_model_config(tmp_path), list[int]()
+    shapes = expected_tensors(config)
+    with SafetensorsReader(
+        find_weights(tmp_path),
         dtype=torch.bfloat16,
-        kernels=ReferenceKernels(),
-        tp=SingleRank(),
-        progress=lambda num_read, num_tensors: seen.append((num_read, num_tensors)),
-    )
-    total = len(expected_tensors(config))
-    assert seen == [(number, total) for number in range(1, total + 1)]
+        device=torch.device("cpu"),
+        advance=seen.append,
+    ) as reader:
+        for name, shape in shapes.items():
+            reader.read_into(torch.empty(shape, dtype=torch.bfloat16), name)
+    assert seen == [2 * math.prod(shape) for shape in shapes.values()]
+    with caplog.at_level("INFO", logger="lightserve.progress"):
+        load_tiny(tmp_path, torch.bfloat16, ReferenceKernels())
+    assert [line.split(":")[0] for line in caplog.messages] == ["loading weights"] * 2
 
 
 def test_logits_only_where_wanted(tmp_path: Path) -> None:

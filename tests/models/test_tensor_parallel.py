@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from lightserve.models.layers.vocab import VocabWeight
 from lightserve.models.loader import SafetensorsReader
 from lightserve.models.parallel import Part, SingleRank, even_part, kv_head_part
 from lightserve.models.weight_files import LM_HEAD, find_weights
+from lightserve.worker import tensor_parallel
 from lightserve.worker.tensor_parallel import join_group
 
 FLOAT32_MODELS = (
@@ -110,12 +113,11 @@ def test_a_vocabulary_smaller_than_its_padding(tmp_path: Path) -> None:
             find_weights(tmp_path),
             dtype=torch.float32,
             device=torch.device("cpu"),
-            num_tensors=1,
-            progress=lambda num_read, _, seen=seen: seen.append(num_read),
+            advance=seen.append,
         ) as reader:
             weight = VocabWeight(reader, Rank(rank, 4), LM_HEAD, vocab_size=5, hidden_size=64)
         assert weight.num_ids == num_ids
-        assert len(seen) == min(num_ids, 1)
+        assert seen == [5 * 64 * 4] * min(num_ids, 1)
         assert not weight.tensor[num_ids:].any()
 
 
@@ -173,3 +175,75 @@ def test_collectives_and_the_death_of_a_peer(tmp_path: Path) -> None:
             rank.wait()
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert outputs[0] == "raised\n"
+
+
+STOPPED_PEER = """
+import os, signal, sys, torch
+from lightserve.worker.tensor_parallel import join_group
+
+rank = int(sys.argv[1])
+print("imported", flush=True)
+sys.stdin.readline()  # so that the time limit is not spent on slow imports
+tp = join_group(rank=rank, size=2, store_path=sys.argv[2], timeout_s=4.0)
+tp.all_reduce(torch.ones(3))
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    tp.all_reduce(torch.ones(3))
+except RuntimeError as error:
+    print("raised", flush=True)
+os._exit(0)
+"""
+
+
+def test_a_peer_that_hangs_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", STOPPED_PEER, str(rank), str(tmp_path / "store")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "imported\n"
+        for rank in ranks:
+            assert rank.stdin is not None
+            rank.stdin.write("\n")
+            rank.stdin.flush()
+        assert ranks[0].communicate(timeout=120)[0] == "raised\n"
+        assert ranks[1].poll() is None, "it hangs still"
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            for pipe in (rank.stdin, rank.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+
+def test_what_a_rank_with_a_gpu_asks_of_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL for what is on the device, gloo for what is on the host, both on this machine alone."""
+    asked: dict[str, object] = {}
+    monkeypatch.setattr(
+        tensor_parallel.dist,
+        "init_process_group",
+        lambda backend, **options: asked.update(backend=backend, **options),
+    )
+    monkeypatch.setattr(tensor_parallel.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(tensor_parallel.dist, "get_world_size", lambda: 2)
+    for name in ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "eth0")
+    device = torch.device("cuda", 1)
+    join_group(rank=1, size=2, store_path=str(tmp_path / "store"), timeout_s=30.0, device=device)
+    assert asked["backend"] == "cpu:gloo,cuda:nccl"
+    assert (asked["rank"], asked["world_size"], asked["device_id"]) == (1, 2, device)
+    assert asked["timeout"] == timedelta(seconds=30)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert os.environ["NCCL_IB_DISABLE"] == "1"

@@ -25,8 +25,9 @@ class WeightReader(Protocol):
     ) -> None:
         """Copy a part (default: all) of the tensor `name` into `target`, which has its shape.
 
-        Converts to the target's dtype. Raises ModelLoadError naming file and tensor when the
-        tensor is missing, has another shape, or holds a value that is not finite.
+        Converts to the target's dtype; on a device the copy may be under way on return. Raises
+        ModelLoadError naming file and tensor when the tensor is missing or has another shape, and,
+        now or when all is read, when it holds a value that is not finite.
         """
 
 
