@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ FIELDS = (
 )
 """Options of the server that step times depend on."""
 RANK_COMMAND = (sys.executable, "-P", "-m", "lightserve.worker.profile_run")
+LAST_WORDS_S = 5.0
+"""When another rank has failed, rank 0 may go on this long."""
 _BAR_LENGTH = 1000
 
 
@@ -100,13 +104,42 @@ def measure(config: ServeConfig, seconds: float, progress: Any) -> StepProfile:
             for rank in range(config.tp)
         ]
         news = ProfileNews()
-        assert ranks[0].stdout is not None
-        for line in ranks[0].stdout:
+        for line in _lines(ranks):
             news = msgspec.json.decode(line, type=ProfileNews)
             progress(news.share)
         if news.profile is None:
             raise StartupError(news.error or "a worker ended without a profile")
         return news.profile
+
+
+def _lines(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[bytes]:
+    """Yield what rank 0 writes, until its end, or shortly after another rank has failed.
+
+    Nothing may wait for a dead rank: on GPUs its peers would, for ever.
+    """
+    assert ranks[0].stdout is not None
+    output, rest, deadline_s = ranks[0].stdout.fileno(), b"", float("inf")
+    with contextlib.ExitStack() as stack:
+        others = {_pidfd(rank, stack): rank for rank in ranks[1:]}
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            timeout_s = None if left_s == float("inf") else left_s
+            ready, _, _ = select.select([output, *others], [], [], timeout_s)
+            if output in ready:
+                if not (data := os.read(output, 65536)):
+                    return
+                *lines, rest = (rest + data).split(b"\n")
+                yield from lines
+            for fd in set(ready) & set(others):
+                if others.pop(fd).wait():
+                    # Rank 0 probably fails for the same reason, and says which.
+                    deadline_s = time.monotonic() + LAST_WORDS_S
+
+
+def _pidfd(process: subprocess.Popen[bytes], stack: contextlib.ExitStack) -> int:
+    """Return a descriptor that is readable once the process has ended."""
+    fd = os.pidfd_open(process.pid)
+    stack.callback(os.close, fd)
+    return fd
 
 
 @contextlib.contextmanager

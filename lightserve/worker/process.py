@@ -14,6 +14,7 @@ from lightserve.channels.zmq import connect_link
 from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.router_worker import RouterToWorker, WorkerHello, WorkerToRouter
 from lightserve.messages.supervision import ChildMessage, ChildReady, ChildSpec, SupervisorMessage
+from lightserve.worker.device import resolve_device
 from lightserve.worker.engine import build_runner, set_threads
 from lightserve.worker.profiling import profile_at_start
 from lightserve.worker.step_loop import serve
@@ -32,6 +33,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
         size=spec.config.tp,
         store_path=spec.collective_store,
         timeout_s=spec.config.start_timeout_s,
+        device=resolve_device(spec.config.device, spec.index),
     )
     runner = build_runner(spec.config, tp=tp, generation=spec.generation)
     profile = profile_at_start(runner, spec.config, tp)

@@ -14,6 +14,7 @@ import msgspec
 from lightserve.cost.job import ProfileJob, ProfileNews
 from lightserve.errors import LightserveError
 from lightserve.logs import one_line, setup_logging
+from lightserve.worker.device import resolve_device
 from lightserve.worker.engine import build_runner, set_threads
 from lightserve.worker.profiling import take_profile
 from lightserve.worker.tensor_parallel import join_group
@@ -39,6 +40,7 @@ def _run(job: ProfileJob) -> None:
         size=config.tp,
         store_path=job.store_path,
         timeout_s=config.start_timeout_s,
+        device=resolve_device(config.device, job.rank),
     )
     runner = build_runner(config, tp=tp)
     profile = take_profile(
@@ -49,6 +51,7 @@ def _run(job: ProfileJob) -> None:
         progress=lambda share: _tell(job, ProfileNews(share=share)),
     )
     _tell(job, ProfileNews(share=1.0, profile=profile))
+    tp.close()
 
 
 def _tell(job: ProfileJob, news: ProfileNews) -> None:

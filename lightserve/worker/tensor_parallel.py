@@ -1,9 +1,16 @@
-"""Tensor parallelism over torch.distributed: one process per rank, gloo on CPUs.
+"""Tensor parallelism over torch.distributed: a process per rank, on one machine.
 
-The ranks of one generation meet at a file of the private run directory, and gloo's sockets
-listen on the loopback interface alone. A collective that a dead peer does not join raises at
-once, one that a hung peer does not join within the time limit; the supervisor replaces the
-group anyhow, as one.
+Tensors on GPUs travel over NCCL, tensors on the host over gloo, in one group: what a host decides
+on (how long a profile lasts) never waits for a device, and collectives on a device never wait
+for the host. Each is an operation of the current stream, so that it can be part of a CUDA graph.
+
+The ranks of one generation meet at a file of the private run directory; sockets are on the
+loopback interface alone, and NCCL's data goes over NVLink, PCIe or shared memory.
+
+A dead peer. gloo raises at once. NCCL's kernels go on waiting on the device, so nothing is left
+to the rank itself: who started the ranks (the supervisor, `lightserve profile`) sees the death of
+one and kills the others, which ends their kernels. A peer that hangs is noticed by the steps that
+do not finish (--step-timeout-s), and by the time limit of each collective.
 """
 
 from __future__ import annotations
@@ -38,9 +45,9 @@ class ProcessGroupTensorParallel:
         if self.rank != 0:
             dist.gather(x)
             return None
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.gather(x, parts)
-        return torch.cat(parts, dim=-1)
+        parts = x.new_empty(self.size, *x.shape)
+        dist.gather(x, list(parts))
+        return parts.transpose(0, 1).reshape(x.shape[0], -1)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Overwrite `x` with rank 0's."""
@@ -53,7 +60,12 @@ class ProcessGroupTensorParallel:
 
 
 def join_group(
-    *, rank: int, size: int, store_path: str, timeout_s: float, backend: str = "gloo"
+    *,
+    rank: int,
+    size: int,
+    store_path: str,
+    timeout_s: float,
+    device: torch.device | None = None,
 ) -> TensorParallel:
     """Meet the other ranks and return this rank's end of the group; once per process.
 
@@ -62,19 +74,27 @@ def join_group(
         size: number of ranks; with one no group is made.
         store_path: a file, the same for all ranks and fresh for each generation.
         timeout_s: for the meeting and for each collective.
-        backend: torch.distributed's name: "gloo" for CPU tensors.
+        device: where this rank computes, no other rank's if it is a GPU; default the CPU.
 
     Raises:
         StartupError: the others did not come in time.
     """
     if size == 1:
         return SingleRank()
-    os.environ["GLOO_SOCKET_IFNAME"] = _loopback_interface()
+    loopback = _loopback_interface()
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    backend, gpu = "gloo", None
+    if device is not None and device.type == "cuda":
+        backend, gpu = "cpu:gloo,cuda:nccl", device
+        os.environ |= {"NCCL_SOCKET_IFNAME": f"={loopback}", "NCCL_IB_DISABLE": "1"}
     timeout = timedelta(seconds=timeout_s)
     try:
         store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
         store.set_timeout(timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        # With a GPU named, NCCL connects now and not in the first step.
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=gpu
+        )
     except (RuntimeError, ValueError) as error:
         raise StartupError(f"rank {rank} of {size} could not meet the others: {error}") from error
     return ProcessGroupTensorParallel()

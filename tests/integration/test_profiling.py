@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import torch
 from click.testing import CliRunner
 from support.tiny_models import TINY_MODELS, write_tiny_model
 
+from lightserve.cli import profile as profile_command
 from lightserve.cli.profile import command
 from lightserve.config import ServeConfig
 from lightserve.cost.profile import StepProfile, cached_path, load_profile
@@ -168,3 +172,32 @@ def test_the_command_measures_in_processes_of_its_own(
     assert profile.key.tp == tp and profile.num_samples >= profiling.MIN_FITTED
     assert msgspec.json.decode(result.stdout, type=StepProfile) == profile
     assert f"written to {output}" in result.stderr
+
+
+def test_nobody_waits_for_a_dead_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 goes on for ever, as one whose GPU waits for a peer's does."""
+    monkeypatch.setattr(profile_command, "LAST_WORDS_S", 0.1)
+    scripts = ("import time; print('a\\nb', flush=True); time.sleep(1000)", "raise SystemExit(3)")
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+            )
+            for script in scripts
+        ]
+        stack.callback(ranks[0].kill)
+        lines = profile_command._lines(ranks)
+        seen = list(lines)
+    assert seen in ([b"a", b"b"], [])  # rank 1 may have been the faster
+
+
+def test_a_rank_that_is_done_is_no_dead_one() -> None:
+    scripts = ("import time; time.sleep(0.2); print('a')", "pass")
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+            )
+            for script in scripts
+        ]
+        assert list(profile_command._lines(ranks)) == [b"a"]
