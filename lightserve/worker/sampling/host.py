@@ -10,20 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.worker.sampling.adjustments import adjust
-from lightserve.worker.sampling.interface import SamplingBatch
+from lightserve.worker.sampling.interface import SamplingBatch, Tokens
 from lightserve.worker.sampling.random_draw import uniform_at
 
 BLOCK = 256
 """Tokens of the vocabulary that a draw takes together at first."""
 CANDIDATES = 256
 """Most probable tokens that top-k and top-p look at first."""
-
-
-class Tokens(NamedTuple):
-    """See `Sampled`."""
-
-    token_ids: Tensor
-    is_finite: Tensor
 
 
 def sample_on_host(logits: Tensor, batch: SamplingBatch) -> Tokens:

@@ -125,12 +125,19 @@ class LogprobTensors(NamedTuple):
     """bool [n], whether all of the model's logits are."""
 
 
-class Sampled(NamedTuple):
-    """The step's tokens."""
+class Tokens(NamedTuple):
+    """What a sampler draws."""
 
     token_ids: Tensor
     """int64 [L]; 0 where not `is_finite`."""
     is_finite: Tensor
     """bool [L]: the row's logits were all finite, and its options left a token to draw."""
+
+
+class Sampled(NamedTuple):
+    """The step's tokens, as `Tokens`."""
+
+    token_ids: Tensor
+    is_finite: Tensor
     logprobs: LogprobTensors | None
     """Of the rows `SampledRows.logprob_indices`, in their order; None if there are none."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightserve.messages.common import TokenLogprob
+from lightserve.worker.sampling.device import logprobs_on_device
 from lightserve.worker.sampling.interface import LogprobTensors
 
 PROMPT_ROWS = 64
@@ -29,9 +30,12 @@ def logprob_tensors(
         num_top: how many of the most probable ones, the same for each row.
         is_finite: bool [n], whether each row's logits are, if that is known.
     """
+    num_top = min(num_top, logits.shape[1])
+    if logits.device.type != "cpu":
+        return logprobs_on_device(logits, token_ids, num_top)
     if is_finite is None:
         is_finite = torch.isfinite(logits).all(dim=-1)
-    return _on_host(logits, token_ids, min(num_top, logits.shape[1]), is_finite)
+    return _on_host(logits, token_ids, num_top, is_finite)
 
 
 def to_token_logprobs(tensors: LogprobTensors, num_top: Sequence[int]) -> list[TokenLogprob]:

@@ -11,19 +11,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lightserve.worker.sampling.device import sample_on_device
 from lightserve.worker.sampling.host import sample_on_host
 from lightserve.worker.sampling.interface import Sampled, SamplingBatch
 from lightserve.worker.sampling.logprobs import logprob_tensors
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
-    """Draw one token per row.
+    """Draw one token per row; on a GPU this waits for nothing.
 
     Args:
         logits: float32 [L, vocab], unchanged afterwards, L >= 1.
         batch: how; on the device of the logits.
     """
-    token_ids, is_finite = sample_on_host(logits, batch)
+    draw = sample_on_host if logits.device.type == "cpu" else sample_on_device
+    token_ids, is_finite = draw(logits, batch)
     rows = batch.rows
     if not rows.logprob_indices:
         return Sampled(token_ids, is_finite, None)

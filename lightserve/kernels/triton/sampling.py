@@ -1,0 +1,305 @@
+"""Sampling of rows of logits on a GPU: what is launched.
+
+    scan      every chunk of every row: largest, first of the largest, sum of weights, finite?
+    cut       rows with min-p, top-k or top-p: a logit that enough tokens reach, but not too many
+    gather    their chunks again: sums without what min-p drops; the tokens that reach the cut
+    draw      every row: its greedy token, or one from the whole vocabulary
+    draw_top  rows with top-k or top-p: exact searches among the gathered tokens or, where these
+              are not certain to be enough, among all
+
+A chunk is CHUNK tokens whatever the batch is, so every sum has the same terms in the same order: a
+row's token is a function of the row. No launch depends on a value that the host would have to
+read, and rows that need nothing of a kernel leave it at once. Passes over the logits: one for
+greedy and plain sampling, two with min-p, top-k or top-p. Rows whose options change their logits
+are copied first (`sampling_adjust`), the others never.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from lightserve.kernels.triton import sampling_scan, sampling_search
+
+CHUNK = 4096
+"""Tokens of a program that reads logits; a multiple of GROUP."""
+GROUP = 64
+"""Tokens that share an entry of `Scan.peaks`."""
+CANDIDATES = 2048
+"""Most tokens of a row that `gather` keeps; a multiple of TILE."""
+TILE = 1024
+"""Tokens that a search looks at together."""
+
+
+@dataclass(frozen=True, eq=False)
+class Logits:
+    """Rows of logits; those whose options changed them are elsewhere."""
+
+    own: Tensor
+    """float32 [L, V], the elements of a row side by side."""
+    adjusted: Tensor | None = None
+    """float32 [A, V]; minus infinity: may not be drawn."""
+    source: Tensor | None = None
+    """int32 [L], row of `adjusted`; -1: of `own`."""
+
+    @property
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What every kernel takes first; what is not there is not read."""
+        if self.adjusted is None or self.source is None:
+            return self.own, self.own, self.own
+        return self.own, self.adjusted, self.source
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """How each row is drawn, all [L]."""
+
+    temperature: Tensor
+    """float32, 0: greedy."""
+    min_p: Tensor
+    """float32."""
+    top_p: Tensor
+    """float64, 1: everything."""
+    top_k: Tensor
+    """int32, 0: everything."""
+    states: Tensor
+    """int64, of the random numbers."""
+    positions: Tensor
+    """int64, of the new tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scan:
+    """What one pass over the logits tells of each chunk, [L, C]."""
+
+    largest: Tensor
+    """float32."""
+    first: Tensor
+    """int32, lowest token whose logit is the largest."""
+    total: Tensor
+    """float32, sum of exp((logit - chunk's largest) / temperature)."""
+    is_finite: Tensor
+    """int32."""
+    peaks: Tensor
+    """float32 [L, C * CHUNK / GROUP], the largest of each group; empty if it is not wanted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """What a second pass tells."""
+
+    cut: Tensor
+    """float32 [L], logit that candidates reach."""
+    number: Tensor
+    """int32 [L], of candidates; beyond CANDIDATES some are missing."""
+    keys: Tensor
+    """int64 [L, CANDIDATES], in any order; see `sampling_search`."""
+    kept: Tensor
+    """float32 [L, C], sum of exp((logit - row's largest) / temperature) over what min-p leaves;
+    of rows with min-p alone."""
+
+
+def scan(
+    logits: Logits, temperature: Tensor, *, has_totals: bool = True, has_peaks: bool = True
+) -> Scan:
+    """Read all logits once."""
+    own = logits.own
+    num_rows, vocab_size = own.shape
+    num_chunks = triton.cdiv(vocab_size, CHUNK)
+    num_groups = num_chunks * (CHUNK // GROUP) if has_peaks else 0
+    found = Scan(
+        own.new_empty(num_rows, num_chunks),
+        own.new_empty(num_rows, num_chunks, dtype=torch.int32),
+        own.new_empty(num_rows, num_chunks),
+        own.new_empty(num_rows, num_chunks, dtype=torch.int32),
+        own.new_empty(num_rows, num_groups),
+    )
+    sampling_scan.scan_kernel[num_chunks, num_rows](
+        *logits.pointers,
+        temperature,
+        found.largest,
+        found.first,
+        found.total,
+        found.is_finite,
+        found.peaks,
+        own.stride(0),
+        vocab_size,
+        num_chunks,
+        IS_ADJUSTED=logits.adjusted is not None,
+        HAS_TOTALS=has_totals,
+        HAS_PEAKS=has_peaks,
+        CHUNK=CHUNK,
+        GROUP=GROUP,
+        num_warps=8,
+    )
+    return found
+
+
+def gather(logits: Logits, draws: Draws, found: Scan) -> Candidates:
+    """Look again at the rows with min-p, top-k or top-p, at what may be drawn."""
+    own = logits.own
+    num_rows, vocab_size = own.shape
+    num_chunks, num_groups = found.largest.shape[1], found.peaks.shape[1]
+    block_c = triton.next_power_of_2(num_chunks)
+    candidates = Candidates(
+        own.new_empty(num_rows),
+        own.new_empty(num_rows, dtype=torch.int32),
+        own.new_empty(num_rows, CANDIDATES, dtype=torch.int64),
+        own.new_empty(num_rows, num_chunks),
+    )
+    sampling_scan.cut_kernel[num_rows,](
+        draws.temperature,
+        draws.top_p,
+        draws.top_k,
+        found.largest,
+        found.total,
+        found.peaks,
+        candidates.cut,
+        candidates.number,
+        vocab_size,
+        num_chunks,
+        num_groups,
+        CANDIDATES=CANDIDATES,
+        BLOCK_C=block_c,
+        BLOCK_G=triton.next_power_of_2(num_groups),
+        num_warps=4,
+    )
+    sampling_scan.gather_kernel[num_chunks, num_rows](
+        *logits.pointers,
+        draws.temperature,
+        draws.min_p,
+        found.largest,
+        candidates.cut,
+        candidates.number,
+        candidates.kept,
+        candidates.keys,
+        own.stride(0),
+        vocab_size,
+        num_chunks,
+        IS_ADJUSTED=logits.adjusted is not None,
+        CANDIDATES=CANDIDATES,
+        CHUNK=CHUNK,
+        BLOCK_C=block_c,
+        num_warps=8,
+    )
+    return candidates
+
+
+def draw(
+    logits: Logits, draws: Draws, found: Scan, candidates: Candidates | None
+) -> tuple[Tensor, Tensor]:
+    """Return tokens, int64 [L], and whether their rows are finite, bool [L].
+
+    Rows with top-k or top-p get their most probable token; `draw_top` is for them.
+    """
+    own = logits.own
+    num_rows, vocab_size = own.shape
+    num_chunks = found.largest.shape[1]
+    token_ids = own.new_empty(num_rows, dtype=torch.int64)
+    is_finite = own.new_empty(num_rows, dtype=torch.bool)
+    sampling_scan.draw_kernel[num_rows,](
+        *logits.pointers,
+        draws.temperature,
+        draws.min_p,
+        draws.top_p,
+        draws.top_k,
+        draws.states,
+        draws.positions,
+        found.largest,
+        found.first,
+        found.total,
+        found.is_finite,
+        found.total if candidates is None else candidates.kept,
+        token_ids,
+        is_finite,
+        own.stride(0),
+        vocab_size,
+        num_chunks,
+        IS_ADJUSTED=logits.adjusted is not None,
+        HAS_KEPT=candidates is not None,
+        CHUNK=CHUNK,
+        BLOCK_C=triton.next_power_of_2(num_chunks),
+        num_warps=8,
+    )
+    return token_ids, is_finite
+
+
+def draw_top(
+    logits: Logits,
+    draws: Draws,
+    found: Scan,
+    candidates: Candidates,
+    drawn: tuple[Tensor, Tensor],
+) -> None:
+    """Put the tokens of rows with top-k or top-p into what `draw` returned."""
+    own = logits.own
+    num_rows, vocab_size = own.shape
+    num_chunks = found.largest.shape[1]
+    sampling_search.draw_top_kernel[num_rows,](
+        *logits.pointers,
+        draws.temperature,
+        draws.min_p,
+        draws.top_p,
+        draws.top_k,
+        draws.states,
+        draws.positions,
+        found.largest,
+        found.first,
+        found.total,
+        candidates.kept,
+        candidates.cut,
+        candidates.number,
+        candidates.keys,
+        *drawn,
+        own.stride(0),
+        vocab_size,
+        num_chunks,
+        IS_ADJUSTED=logits.adjusted is not None,
+        CANDIDATES=CANDIDATES,
+        TILE=TILE,
+        BLOCK_C=triton.next_power_of_2(num_chunks),
+        num_warps=8,
+    )
+
+
+def logprobs(
+    own: Tensor, token_ids: Tensor, num_top: int, draws: Draws
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return log-probabilities of tokens int64 [n], and of the `num_top` most probable ones.
+
+    float32 [n]; int32 and float32 [n, num_top], falling, equal ones by rising id; bool [n],
+    whether all logits are finite: elsewhere the others mean nothing. `draws`: temperature 1,
+    min_p 0, top_p 1, top_k `num_top`.
+    """
+    num_rows, vocab_size = own.shape
+    found = scan(Logits(own), draws.temperature)
+    candidates = gather(Logits(own), draws, found)
+    num_chunks = found.largest.shape[1]
+    chosen, top = own.new_empty(num_rows), own.new_empty(num_rows, num_top)
+    top_ids = own.new_empty(num_rows, num_top, dtype=torch.int32)
+    is_finite = own.new_empty(num_rows, dtype=torch.bool)
+    sampling_search.logprobs_kernel[num_rows,](
+        own,
+        token_ids,
+        found.largest,
+        found.total,
+        found.is_finite,
+        candidates.number,
+        candidates.keys,
+        chosen,
+        top_ids,
+        top,
+        is_finite,
+        own.stride(0),
+        vocab_size,
+        num_chunks,
+        num_top,
+        CANDIDATES=CANDIDATES,
+        TILE=TILE,
+        BLOCK_C=triton.next_power_of_2(num_chunks),
+        num_warps=8,
+    )
+    return chosen, top_ids, top, is_finite

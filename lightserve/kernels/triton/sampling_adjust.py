@@ -1,0 +1,229 @@
+"""Rows whose options change their logits: copies of them, changed.
+
+    count    known tokens of rows with penalties, into a count per token of the vocabulary
+    adjust   each of the rows: penalties, tokens that are not allowed, no end before min_tokens
+
+Nothing is kept between steps: a recomputed row gets the same logits. A logit_bias is added by
+torch before, in a copy of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 4096
+"""Tokens of a program that changes logits."""
+COUNT_PARTS, COUNT_TILE = 8, 256
+"""Programs that count one row's known tokens, and how many each of them takes at a time."""
+
+_IN_PROMPT = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def count_kernel(
+    token_ids_ptr,
+    rows_ptr,
+    positions_ptr,
+    indices_ptr,
+    num_prompt_ptr,
+    repetition_ptr,
+    frequency_ptr,
+    presence_ptr,
+    counts_ptr,
+    width,
+    vocab_size,
+    TILE: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+):
+    """NUM_PARTS programs per row: count known tokens, int32 [A, V], zero before.
+
+    Bits 0 to 29: how often in the output; bit 30: whether in the prompt.
+    """
+    part, changed = tl.program_id(0), tl.program_id(1)
+    index = tl.load(indices_ptr + changed)
+    is_wanted = tl.load(repetition_ptr + changed) != 1.0
+    is_wanted = is_wanted | (tl.load(frequency_ptr + changed) != 0.0)
+    is_wanted = is_wanted | (tl.load(presence_ptr + changed) != 0.0)
+    if is_wanted:
+        num_prompt = tl.load(num_prompt_ptr + changed)
+        num_known = tl.load(positions_ptr + index).to(tl.int32)
+        known = token_ids_ptr + tl.load(rows_ptr + index) * width
+        counts = counts_ptr + changed.to(tl.int64) * vocab_size
+        for start in range(part * TILE, num_known, NUM_PARTS * TILE):
+            at = start + tl.arange(0, TILE)
+            tokens = tl.load(known + at, mask=at < num_known, other=0)
+            tl.atomic_or(counts + tokens, _IN_PROMPT, mask=at < tl.minimum(num_prompt, num_known))
+            tl.atomic_add(counts + tokens, 1, mask=(at >= num_prompt) & (at < num_known))
+
+
+@triton.jit
+def _allowed(bits, tokens, num_words):
+    """Return whether the bits of a row, `num_words` words, allow the tokens."""
+    words = tl.load(bits + tokens // 32, mask=tokens // 32 < num_words, other=0)
+    return ((words >> (tokens % 32)) & 1) != 0
+
+
+@triton.jit
+def adjust_kernel(
+    from_ptr,
+    out_ptr,
+    positions_ptr,
+    indices_ptr,
+    num_prompt_ptr,
+    repetition_ptr,
+    frequency_ptr,
+    presence_ptr,
+    min_tokens_ptr,
+    eos_ptr,
+    allowed_rows_ptr,
+    allowed_bits_ptr,
+    mask_rows_ptr,
+    mask_bits_ptr,
+    counts_ptr,
+    stride,
+    vocab_size,
+    num_eos,
+    num_allowed_words,
+    num_mask_words,
+    IS_OWN: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    HAS_MASKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program per chunk and changed row: everything but the bias, which is in already.
+
+    IS_OWN: rows of `from_ptr` are the step's; otherwise they are the changed ones. Logits of the
+    model that are not finite become NaN, which no option can undo.
+    """
+    chunk, changed = tl.program_id(0), tl.program_id(1)
+    index = tl.load(indices_ptr + changed)
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = tokens < vocab_size
+    source = changed.to(tl.int64)
+    if IS_OWN:
+        source = index
+    x = tl.load(from_ptr + source * stride + tokens, mask=inside, other=0.0)
+    is_fine = tl.abs(x) < float("inf")
+    at = changed.to(tl.int64) * vocab_size + tokens
+    if HAS_COUNTS:
+        counts = tl.load(counts_ptr + at, mask=inside, other=0)
+        repetition = tl.load(repetition_ptr + changed)
+        x = tl.where(counts > 0, tl.where(x > 0.0, x / repetition, x * repetition), x)
+        in_output = (counts & (_IN_PROMPT - 1)).to(tl.float32)
+        penalty = tl.load(frequency_ptr + changed) * in_output + tl.load(presence_ptr + changed)
+        x = tl.where(in_output > 0.0, x - penalty, x)
+    allowed_row = tl.load(allowed_rows_ptr + changed)
+    if allowed_row >= 0:
+        bits = allowed_bits_ptr + allowed_row.to(tl.int64) * num_allowed_words
+        x = tl.where(_allowed(bits, tokens, num_allowed_words), x, -float("inf"))
+    if HAS_MASKS:
+        mask_row = tl.load(mask_rows_ptr + index)
+        if mask_row >= 0:
+            bits = mask_bits_ptr + mask_row.to(tl.int64) * num_mask_words
+            x = tl.where(_allowed(bits, tokens, num_mask_words), x, -float("inf"))
+    num_output = tl.load(positions_ptr + index) - tl.load(num_prompt_ptr + changed)
+    if num_output < tl.load(min_tokens_ptr + changed):
+        for number in range(0, num_eos):
+            end = tl.load(eos_ptr + changed * num_eos + number)
+            x = tl.where(tokens == end, -float("inf"), x)
+    tl.store(out_ptr + at, tl.where(is_fine, x, float("nan")), mask=inside)
+
+
+@dataclass(frozen=True, eq=False)
+class Changes:
+    """What the A rows whose options change their logits do, and to which logits.
+
+    As in `worker.sampling.interface`: `Adjustments`, `SamplingBatch`, `RowMasks`.
+    """
+
+    indices: Tensor
+    num_prompt_tokens: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+    min_tokens: Tensor
+    eos_token_ids: Tensor
+    bias_rows: Tensor
+    bias_token_ids: Tensor
+    bias_values: Tensor
+    allowed_rows: Tensor
+    allowed_bits: Tensor
+    has_penalties: bool
+    rows: Tensor
+    positions: Tensor
+    token_ids: Tensor
+    mask_rows: Tensor | None
+    mask_bits: Tensor | None
+
+
+def adjust(own: Tensor, changes: Changes) -> Tensor:
+    """Return copies of the changed rows, float32 [A, V]; see `sampling.Logits.adjusted`.
+
+    Rows of which a logit was not finite before have NaN there.
+    """
+    vocab_size, num_changed = own.shape[1], len(changes.indices)
+    has_bias = len(changes.bias_values) > 0
+    if has_bias:
+        out = own.index_select(0, changes.indices)
+        place = changes.bias_rows * vocab_size + changes.bias_token_ids
+        out.view(-1).scatter_add_(0, place, changes.bias_values)  # each place once
+    else:
+        out = own.new_empty(num_changed, vocab_size)
+    counts = _counts(own, changes) if changes.has_penalties else None
+    masks, bits = changes.mask_rows, changes.mask_bits
+    adjust_kernel[triton.cdiv(vocab_size, CHUNK), num_changed](
+        out if has_bias else own,
+        out,
+        changes.positions,
+        changes.indices,
+        changes.num_prompt_tokens,
+        changes.repetition,
+        changes.frequency,
+        changes.presence,
+        changes.min_tokens,
+        changes.eos_token_ids,
+        changes.allowed_rows,
+        changes.allowed_bits,
+        changes.indices if masks is None else masks,
+        changes.indices if bits is None else bits,
+        changes.indices if counts is None else counts,
+        vocab_size if has_bias else own.stride(0),
+        vocab_size,
+        changes.eos_token_ids.shape[1],
+        changes.allowed_bits.shape[1],
+        0 if bits is None else bits.shape[1],
+        IS_OWN=not has_bias,
+        HAS_COUNTS=counts is not None,
+        HAS_MASKS=masks is not None,
+        CHUNK=CHUNK,
+        num_warps=8,
+    )
+    return out
+
+
+def _counts(own: Tensor, changes: Changes) -> Tensor:
+    """Return how often each token is known, int32 [A, V], as `count_kernel` has it."""
+    num_changed, vocab_size = len(changes.indices), own.shape[1]
+    counts = own.new_zeros(num_changed, vocab_size, dtype=torch.int32)
+    count_kernel[COUNT_PARTS, num_changed](
+        changes.token_ids,
+        changes.rows,
+        changes.positions,
+        changes.indices,
+        changes.num_prompt_tokens,
+        changes.repetition,
+        changes.frequency,
+        changes.presence,
+        counts,
+        changes.token_ids.stride(0),
+        vocab_size,
+        TILE=COUNT_TILE,
+        NUM_PARTS=COUNT_PARTS,
+        num_warps=4,
+    )
+    return counts

@@ -1,0 +1,266 @@
+"""Kernels of `sampling` that read the logits in chunks; it says what each is for.
+
+All probabilities are weights exp((logit - largest) / temperature), float32, which are summed in
+float64 beyond a chunk; a row's weights are never divided by their sum.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lightserve.kernels.triton.sampling_search import (
+    chunk_totals,
+    key_of,
+    row_start,
+    uniform,
+    weights_of,
+)
+
+_BELOW_ONE = tl.constexpr(1 - 1e-15)
+
+
+@triton.jit
+def uniform_kernel(states_ptr, positions_ptr, out_ptr):
+    """Store each row's number; for tests alone."""
+    row = tl.program_id(0)
+    tl.store(out_ptr + row, uniform(states_ptr, positions_ptr, row))
+
+
+@triton.jit
+def scan_kernel(
+    own_ptr,
+    adjusted_ptr,
+    source_ptr,
+    temperature_ptr,
+    largest_ptr,
+    first_ptr,
+    total_ptr,
+    finite_ptr,
+    peaks_ptr,
+    stride,
+    vocab_size,
+    num_chunks,
+    IS_ADJUSTED: tl.constexpr,
+    HAS_TOTALS: tl.constexpr,
+    HAS_PEAKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One program per chunk and row: the only pass of greedy and plain sampling."""
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    start, is_changed = row_start(
+        own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED
+    )
+    num_groups: tl.constexpr = CHUNK // GROUP
+    groups, members = tl.arange(0, num_groups), tl.arange(0, GROUP)
+    tokens = chunk * CHUNK + groups[:, None] * GROUP + members[None, :]
+    inside = tokens < vocab_size
+    x = tl.load(start + tokens, mask=inside, other=-float("inf"))
+    is_fine = (x < float("inf")) & ((x > -float("inf")) | is_changed | (tokens >= vocab_size))
+    peaks = tl.max(x, axis=1)
+    largest = tl.max(peaks, axis=0)
+    first = tl.min(tl.min(tl.where(x == largest, tokens, vocab_size), axis=1), axis=0)
+    at = row * num_chunks + chunk
+    tl.store(largest_ptr + at, largest)
+    tl.store(first_ptr + at, first)
+    tl.store(finite_ptr + at, tl.min(tl.min(is_fine.to(tl.int32), axis=1), axis=0))
+    if HAS_TOTALS:
+        # A chunk without any token that may be drawn has no largest to take off.
+        top = tl.where(largest > -float("inf"), largest, 0.0)
+        weights = weights_of(x, top, tl.load(temperature_ptr + row))
+        tl.store(total_ptr + at, tl.sum(tl.sum(weights, axis=1), axis=0))
+    if HAS_PEAKS:
+        tl.store(peaks_ptr + at.to(tl.int64) * num_groups + groups, peaks)
+
+
+@triton.jit
+def _pick(weights, target, indices, END):
+    """Return the first index at which the running sum of weights exceeds the target.
+
+    Roundings of the running sum never choose an index of weight 0, nor one that is not there.
+    """
+    exceeds = (tl.cumsum(weights, axis=0) > target) & (weights > 0.0)
+    last = tl.max(tl.where(weights > 0.0, indices, 0), axis=0)
+    return tl.minimum(tl.min(tl.where(exceeds, indices, END), axis=0), last)
+
+
+@triton.jit
+def draw_kernel(
+    own_ptr,
+    adjusted_ptr,
+    source_ptr,
+    temperature_ptr,
+    min_p_ptr,
+    top_p_ptr,
+    top_k_ptr,
+    states_ptr,
+    positions_ptr,
+    largest_ptr,
+    first_ptr,
+    total_ptr,
+    finite_ptr,
+    kept_ptr,
+    token_ptr,
+    is_finite_ptr,
+    stride,
+    vocab_size,
+    num_chunks,
+    IS_ADJUSTED: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One program per row: a chunk by the chunks' sums, then a token of it, read again."""
+    row = tl.program_id(0)
+    chunks = tl.arange(0, BLOCK_C)
+    there = chunks < num_chunks
+    at = row * num_chunks + chunks
+    largest = tl.load(largest_ptr + at, mask=there, other=-float("inf"))
+    first = tl.load(first_ptr + at, mask=there, other=vocab_size)
+    is_fine = tl.min(tl.load(finite_ptr + at, mask=there, other=1), axis=0) != 0
+    top = tl.max(largest, axis=0)
+    is_fine = is_fine & (top > -float("inf"))
+    token = tl.min(tl.where(largest == top, first, vocab_size), axis=0)
+    temperature = tl.load(temperature_ptr + row)
+    is_whole = (tl.load(top_k_ptr + row) == 0) & (tl.load(top_p_ptr + row) >= 1.0)
+    if is_fine & (temperature > 0.0) & is_whole:
+        min_p = tl.load(min_p_ptr + row)
+        totals = chunk_totals(
+            largest, total_ptr, kept_ptr, at, there, top, temperature, min_p, HAS_KEPT
+        )
+        everything = tl.sum(totals, axis=0)
+        target = uniform(states_ptr, positions_ptr, row) * everything
+        target = tl.minimum(target, everything * _BELOW_ONE)
+        chunk = _pick(totals, target, chunks, BLOCK_C)
+        target -= tl.sum(tl.where(chunks < chunk, totals, 0.0), axis=0)
+        start, _ = row_start(
+            own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED
+        )
+        tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+        x = tl.load(start + tokens, mask=tokens < vocab_size, other=-float("inf"))
+        weights = weights_of(x, top, temperature)
+        weights = tl.where(weights >= min_p, weights, 0.0).to(tl.float64)
+        token = _pick(weights, target, tokens, vocab_size)
+    tl.store(token_ptr + row, tl.where(is_fine, token, 0).to(tl.int64))
+    tl.store(is_finite_ptr + row, is_fine)
+
+
+@triton.jit
+def cut_kernel(
+    temperature_ptr,
+    top_p_ptr,
+    top_k_ptr,
+    largest_ptr,
+    total_ptr,
+    peaks_ptr,
+    cut_ptr,
+    number_ptr,
+    vocab_size,
+    num_chunks,
+    num_groups,
+    CANDIDATES: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """One program per row: a logit that enough tokens reach, but not too many.
+
+    Any cut is right, as what it leaves is checked; these are meant to be enough mostly.
+    top-k: at least k groups have a token that reaches it, hence at least k tokens do.
+    top-p: fewer than CANDIDATES tokens can each have more than 1 / CANDIDATES of everything.
+    """
+    row = tl.program_id(0)
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    temperature = tl.load(temperature_ptr + row)
+    cut = float("inf")
+    if (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0)):
+        cut = -float("inf")
+        if (top_k > 0) & (top_k < vocab_size):
+            if top_k > CANDIDATES:
+                cut = float("inf")
+            elif vocab_size > CANDIDATES:
+                groups = tl.arange(0, BLOCK_G)
+                peaks = tl.load(
+                    peaks_ptr + row.to(tl.int64) * num_groups + groups,
+                    mask=groups < num_groups,
+                    other=-float("inf"),
+                )
+                is_there = peaks > -float("inf")
+                if tl.sum(is_there.to(tl.int32), axis=0) >= top_k:
+                    low = tl.min(tl.where(is_there, peaks, float("inf")), axis=0)
+                    high = tl.max(peaks, axis=0)
+                    for _ in range(14):
+                        middle = 0.5 * low + 0.5 * high
+                        if tl.sum((peaks >= middle).to(tl.int32), axis=0) >= top_k:
+                            low = middle
+                        else:
+                            high = middle
+                    cut = low
+        elif vocab_size > CANDIDATES:
+            chunks = tl.arange(0, BLOCK_C)
+            there = chunks < num_chunks
+            at = row * num_chunks + chunks
+            largest = tl.load(largest_ptr + at, mask=there, other=-float("inf"))
+            top = tl.max(largest, axis=0)
+            totals = tl.load(total_ptr + at, mask=there, other=0.0)
+            weights = weights_of(largest, top, temperature)
+            totals = tl.where(largest > -float("inf"), totals * weights, 0.0)
+            cut = top + temperature * tl.log(tl.sum(totals, axis=0) * 1.001 / CANDIDATES)
+    tl.store(cut_ptr + row, cut)
+    tl.store(number_ptr + row, 0)
+
+
+@triton.jit
+def gather_kernel(
+    own_ptr,
+    adjusted_ptr,
+    source_ptr,
+    temperature_ptr,
+    min_p_ptr,
+    largest_ptr,
+    cut_ptr,
+    number_ptr,
+    kept_ptr,
+    keys_ptr,
+    stride,
+    vocab_size,
+    num_chunks,
+    IS_ADJUSTED: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One program per chunk and row; reads the chunk only if something of it is wanted."""
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    temperature, min_p = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)
+    cut = tl.load(cut_ptr + row)
+    at = row * num_chunks + chunk
+    largest = tl.load(largest_ptr + at)
+    sums = (min_p > 0.0) & (temperature > 0.0)
+    if sums | (largest >= cut):
+        chunks = tl.arange(0, BLOCK_C)
+        there = chunks < num_chunks
+        all_largest = tl.load(
+            largest_ptr + row * num_chunks + chunks, mask=there, other=-float("inf")
+        )
+        top = tl.max(all_largest, axis=0)
+        start, _ = row_start(
+            own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED
+        )
+        tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+        x = tl.load(start + tokens, mask=tokens < vocab_size, other=-float("inf"))
+        weights = weights_of(x, top, temperature)
+        is_kept = (weights >= min_p) & (x > -float("inf"))
+        if sums:
+            tl.store(kept_ptr + at, tl.sum(tl.where(is_kept, weights, 0.0), axis=0))
+        is_candidate = is_kept & (x >= cut)
+        number = tl.sum(is_candidate.to(tl.int32), axis=0)
+        if number > 0:
+            # Places depend on which program is first; nothing that is done with keys does.
+            base = tl.atomic_add(number_ptr + row, number)
+            place = base + tl.cumsum(is_candidate.to(tl.int32), axis=0) - 1
+            tl.store(
+                keys_ptr + row.to(tl.int64) * CANDIDATES + place,
+                key_of(x, tokens),
+                mask=is_candidate & (place < CANDIDATES),
+            )

@@ -1,0 +1,352 @@
+"""Kernels of `sampling` that search among the tokens of a row; and what all its kernels share.
+
+Searches go by keys: 64-bit integers that order tokens by rising logit, equal ones by falling id,
+so that all are different and "the most probable tokens" has one meaning.
+
+    63 ............. 32 31 ........... 0
+     order of the logit  0xFFFFFFFF - id
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_MIN_TEMPERATURE = tl.constexpr(1e-6)
+_LOWEST_KEY = tl.constexpr(-(2**63))
+_HIGHEST_KEY = tl.constexpr(2**63 - 1)
+_ALL = tl.constexpr(2**31 - 1)
+_BELOW_ONE = tl.constexpr(1 - 1e-15)
+
+
+@triton.jit
+def row_start(own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED):
+    """Return where a row's logits begin, and whether its options changed them."""
+    start = own_ptr + row.to(tl.int64) * stride
+    is_changed = False
+    if IS_ADJUSTED:
+        source = tl.load(source_ptr + row)
+        is_changed = source >= 0
+        if is_changed:
+            start = adjusted_ptr + source.to(tl.int64) * vocab_size
+    return start, is_changed
+
+
+@triton.jit
+def weights_of(x, top, temperature):
+    """Return the weights of logits, float32, in a row whose largest is `top`."""
+    return tl.exp((x - top) / tl.maximum(temperature, _MIN_TEMPERATURE))
+
+
+@triton.jit
+def _mix(state):
+    """The finaliser of SplitMix64, uint64; as in worker.sampling.random_draw."""
+    state = state + 0x9E3779B97F4A7C15
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+    return state ^ (state >> 31)
+
+
+@triton.jit
+def uniform(states_ptr, positions_ptr, row):
+    """Return a row's number in [0, 1), float64."""
+    state = tl.load(states_ptr + row).to(tl.uint64)
+    position = tl.load(positions_ptr + row).to(tl.uint64)
+    return (_mix(state ^ position) >> 11).to(tl.int64).to(tl.float64) * (1.0 / 9007199254740992.0)
+
+
+@triton.jit
+def chunk_totals(largest, total_ptr, kept_ptr, at, there, top, temperature, min_p, HAS_KEPT):
+    """Return each chunk's sum of weights without what min-p drops, float64 [BLOCK_C]."""
+    totals = tl.load(total_ptr + at, mask=there, other=0.0)
+    totals = tl.where(largest > -float("inf"), totals * weights_of(largest, top, temperature), 0.0)
+    if HAS_KEPT:
+        kept = tl.load(kept_ptr + at, mask=there, other=0.0)
+        totals = tl.where(min_p > 0.0, kept, totals)
+    return totals.to(tl.float64)
+
+
+@triton.jit
+def key_of(x, token):
+    """Return the key, int64, of a logit and its token."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # there are two zeros
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (order.to(tl.int64) << 32) | (0xFFFFFFFF - token.to(tl.int64))
+
+
+@triton.jit
+def logit_of(key):
+    """Return a key's logit."""
+    order = (key >> 32).to(tl.int32)
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def token_of(key):
+    """Return a key's token, int64."""
+    return (0xFFFFFFFF - (key & 0xFFFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def _measure(x_ptr, keys_ptr, size, is_all, pivot, top, temperature, min_p, TILE: tl.constexpr):
+    """Return (number, weight) of the tokens whose keys are above the pivot, the lowest key of
+    those, and the highest key of the others. The tokens: `size` keys, or a row of `size` logits.
+    """
+    lanes = tl.arange(0, TILE)
+    number = tl.zeros([TILE], dtype=tl.int32)
+    weight = tl.zeros([TILE], dtype=tl.float64)
+    lowest_above = tl.full([TILE], _HIGHEST_KEY, dtype=tl.int64)
+    highest_below = tl.full([TILE], _LOWEST_KEY, dtype=tl.int64)
+    for start in range(0, size, TILE):
+        at = start + lanes
+        if is_all:
+            x = tl.load(x_ptr + at, mask=at < size, other=-float("inf"))
+            keys = key_of(x, at)
+        else:
+            keys = tl.load(keys_ptr + at, mask=at < size, other=_LOWEST_KEY)
+            x = logit_of(keys)
+        weights = weights_of(x, top, temperature)
+        is_kept = (at < size) & (x > -float("inf")) & (weights >= min_p)
+        is_above = is_kept & (keys > pivot)
+        number += is_above.to(tl.int32)
+        weight += tl.where(is_above, weights, 0.0).to(tl.float64)
+        lowest_above = tl.minimum(lowest_above, tl.where(is_above, keys, _HIGHEST_KEY))
+        is_below = is_kept & (keys <= pivot)
+        highest_below = tl.maximum(highest_below, tl.where(is_below, keys, _LOWEST_KEY))
+    return (
+        tl.sum(number, axis=0),
+        tl.sum(weight, axis=0),
+        tl.min(lowest_above, axis=0),
+        tl.max(highest_below, axis=0),
+    )
+
+
+@triton.jit
+def _search(
+    x_ptr,
+    keys_ptr,
+    size,
+    is_all,
+    low,
+    highest,
+    most,
+    limit,
+    top,
+    temperature,
+    min_p,
+    REACHES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Return the lowest key above which there are fewer than `most` tokens and less weight than
+    `limit` (REACHES: not more), and that weight. `highest` is the highest of all keys,
+    `low` is below the wanted one.
+
+    Halves the range of keys, low < the wanted one <= high, and moves both ends to keys that are
+    there: about 20 passes for a whole vocabulary, equal logits or not.
+    """
+    high, weight_above = highest, tl.full((), 0.0, tl.float64)
+    is_open = high > low
+    while is_open:
+        pivot = (low >> 1) + (high >> 1) + (low & high & 1)
+        number, weight, above, below = _measure(
+            x_ptr, keys_ptr, size, is_all, pivot, top, temperature, min_p, TILE
+        )
+        is_less = weight < limit
+        if REACHES:
+            is_less = weight <= limit
+        if (number < most) & is_less & (below > low):
+            high = below
+            weight_above = weight
+        else:
+            low = above - 1
+            is_open = above < high
+    return high, weight_above
+
+
+@triton.jit
+def _are_enough(
+    keys_ptr, number, cut, top_k, top_p, everything, top, temperature, min_p, CANDIDATES, TILE
+):
+    """Return whether every token that top-k and top-p leave is among a row's candidates."""
+    are_enough = False
+    if number <= CANDIDATES:
+        # Everything is: no cut, or one below what min-p drops.
+        are_enough = (cut == -float("inf")) | (weights_of(cut, top, temperature) < 0.999 * min_p)
+        are_enough = are_enough | ((top_k > 0) & (number >= top_k))
+        if (are_enough == 0) & (top_k == 0):
+            _, weight, _, _ = _measure(
+                keys_ptr, keys_ptr, number, False, _LOWEST_KEY, top, temperature, min_p, TILE
+            )
+            are_enough = weight >= top_p * everything
+    return are_enough
+
+
+@triton.jit
+def draw_top_kernel(
+    own_ptr,
+    adjusted_ptr,
+    source_ptr,
+    temperature_ptr,
+    min_p_ptr,
+    top_p_ptr,
+    top_k_ptr,
+    states_ptr,
+    positions_ptr,
+    largest_ptr,
+    first_ptr,
+    total_ptr,
+    kept_ptr,
+    cut_ptr,
+    number_ptr,
+    keys_ptr,
+    token_ptr,
+    is_finite_ptr,
+    stride,
+    vocab_size,
+    num_chunks,
+    IS_ADJUSTED: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One program per row with top-k or top-p: how far down they go, then a token above."""
+    row = tl.program_id(0)
+    temperature = tl.load(temperature_ptr + row)
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    is_finite = tl.load(is_finite_ptr + row) != 0
+    if is_finite & (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0)):
+        min_p = tl.load(min_p_ptr + row)
+        top_k = tl.where(top_k < vocab_size, top_k, 0)
+        chunks = tl.arange(0, BLOCK_C)
+        there = chunks < num_chunks
+        at = row * num_chunks + chunks
+        largest = tl.load(largest_ptr + at, mask=there, other=-float("inf"))
+        first = tl.load(first_ptr + at, mask=there, other=vocab_size)
+        top = tl.max(largest, axis=0)
+        highest = key_of(top, tl.min(tl.where(largest == top, first, vocab_size), axis=0))
+        totals = chunk_totals(
+            largest, total_ptr, kept_ptr, at, there, top, temperature, min_p, True
+        )
+        everything = tl.sum(totals, axis=0)
+        x_ptr, _ = row_start(
+            own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED
+        )
+        keys = keys_ptr + row.to(tl.int64) * CANDIDATES
+        size = tl.load(number_ptr + row)
+        is_all = (
+            _are_enough(
+                keys,
+                size,
+                tl.load(cut_ptr + row),
+                top_k,
+                top_p,
+                everything,
+                top,
+                temperature,
+                min_p,
+                CANDIDATES,
+                TILE,
+            )
+            == 0
+        )
+        size = tl.where(is_all, vocab_size, size)
+        most = tl.where(top_k > 0, top_k, _ALL)
+        low = key_of(tl.full((), -float("inf"), tl.float32), tl.full((), 0, tl.int32))
+        if (top_k > 0) & (top_p < 1.0):  # a share of what top-k leaves
+            lowest, above = _search(
+                x_ptr,
+                keys,
+                size,
+                is_all,
+                low,
+                highest,
+                most,
+                float("inf"),
+                top,
+                temperature,
+                min_p,
+                REACHES=False,
+                TILE=TILE,
+            )
+            everything = above + weights_of(logit_of(lowest), top, temperature)
+            low = lowest - 1
+        limit = tl.where(top_p < 1.0, top_p * everything, float("inf"))
+        lowest, above = _search(
+            x_ptr,
+            keys,
+            size,
+            is_all,
+            low,
+            highest,
+            most,
+            limit,
+            top,
+            temperature,
+            min_p,
+            REACHES=False,
+            TILE=TILE,
+        )
+        kept = above + weights_of(logit_of(lowest), top, temperature)
+        target = tl.minimum(uniform(states_ptr, positions_ptr, row) * kept, kept * _BELOW_ONE)
+        drawn, _ = _search(
+            x_ptr,
+            keys,
+            size,
+            is_all,
+            lowest - 1,
+            highest,
+            _ALL,
+            target,
+            top,
+            temperature,
+            min_p,
+            REACHES=True,
+            TILE=TILE,
+        )
+        tl.store(token_ptr + row, token_of(drawn))
+
+
+@triton.jit
+def logprobs_kernel(
+    own_ptr,
+    token_ptr,
+    largest_ptr,
+    total_ptr,
+    finite_ptr,
+    number_ptr,
+    keys_ptr,
+    chosen_ptr,
+    top_token_ptr,
+    top_ptr,
+    is_finite_ptr,
+    stride,
+    vocab_size,
+    num_chunks,
+    num_top,
+    CANDIDATES: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One program per row: the given token, then the most probable ones, one after the other."""
+    row = tl.program_id(0)
+    chunks = tl.arange(0, BLOCK_C)
+    there = chunks < num_chunks
+    at = row * num_chunks + chunks
+    largest = tl.load(largest_ptr + at, mask=there, other=-float("inf"))
+    is_fine = tl.min(tl.load(finite_ptr + at, mask=there, other=1), axis=0) != 0
+    top = tl.max(largest, axis=0)
+    totals = tl.load(total_ptr + at, mask=there, other=0.0) * weights_of(largest, top, 1.0)
+    everything = top + tl.log(tl.sum(tl.where(there, totals, 0.0), axis=0))
+    x_ptr = own_ptr + row.to(tl.int64) * stride
+    tl.store(chosen_ptr + row, tl.load(x_ptr + tl.load(token_ptr + row)) - everything)
+    tl.store(is_finite_ptr + row, is_fine)
+    if is_fine & (num_top > 0):
+        keys = keys_ptr + row.to(tl.int64) * CANDIDATES
+        size = tl.load(number_ptr + row)
+        is_all = (size > CANDIDATES) | (size < num_top)
+        size = tl.where(is_all, vocab_size, size)
+        last = tl.full((), _HIGHEST_KEY, tl.int64)
+        for number in range(0, num_top):
+            _, _, _, last = _measure(x_ptr, keys, size, is_all, last - 1, top, 1.0, 0.0, TILE)
+            tl.store(top_token_ptr + row * num_top + number, token_of(last).to(tl.int32))
+            tl.store(top_ptr + row * num_top + number, logit_of(last) - everything)
