@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -75,9 +75,9 @@ class StepInputs:
     """Of the rows that want log-probabilities of their prompt, in the plan's order."""
     sampled_rows: list[RowId]
     """Row of each of the first L of `logit_rows`."""
-    host_rows: tuple[int, ...]
-    host_q_lens: tuple[int, ...]
-    host_context_lens: tuple[int, ...]
+    host_rows: Sequence[int]
+    host_q_lens: Sequence[int]
+    host_context_lens: Sequence[int]
 
     @property
     def is_plain_decode(self) -> bool:
@@ -153,10 +153,10 @@ class SequenceTable:
         return StepInputs(
             tensors=StepTensors._make(uploaded[:8]),
             prompt_spans=self._with_next_ids(spans, uploaded[8]),
-            sampled_rows=[RowId(row) for row in rows[wants].tolist()],
-            host_rows=tuple(rows.tolist()),
-            host_q_lens=tuple(counts.tolist()),
-            host_context_lens=tuple(ends.tolist()),
+            sampled_rows=cast("list[RowId]", rows[wants].tolist()),
+            host_rows=rows.tolist(),
+            host_q_lens=counts.tolist(),
+            host_context_lens=ends.tolist(),
         )
 
     def input_ids(self, inputs: StepInputs) -> Tensor:
