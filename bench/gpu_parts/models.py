@@ -69,8 +69,8 @@ QWEN_HALF_B = _shape(
     tie_word_embeddings=True,
 )
 """Qwen2.5 0.5B."""
-TINY_LLAMA = _shape("LlamaForCausalLM", (64, 96, 2, 4, 2, 200, 256))
-TINY_QWEN = _shape("Qwen2ForCausalLM", (32, 48, 2, 2, 1, 200, 256), tie_word_embeddings=True)
+TINY_LLAMA = _shape("LlamaForCausalLM", (64, 96, 2, 4, 2, 200, 64))
+TINY_QWEN = _shape("Qwen2ForCausalLM", (32, 48, 2, 2, 1, 200, 64), tie_word_embeddings=True)
 
 
 class RandomReader:

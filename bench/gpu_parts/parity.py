@@ -56,9 +56,7 @@ GPU = Scale(
     chunks=(None, 37),
     dtypes=(torch.float32, torch.bfloat16),
 )
-REHEARSED = Scale(
-    models=["qwen3"], lengths=((12, 9), (3, 9)), chunks=(7,), dtypes=(torch.bfloat16,)
-)
+REHEARSED = Scale(models=["qwen3"], lengths=((6, 9), (3, 9)), chunks=(7,), dtypes=(torch.bfloat16,))
 
 
 def run(bench: Bench) -> None:

@@ -1,0 +1,130 @@
+"""`make gpu-check`, rehearsed: every line of its parts runs on the CPU before it sees a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+if str(ROOT / "bench") not in sys.path:
+    sys.path.append(str(ROOT / "bench"))
+
+from gpu_parts import attention, parity  # noqa: E402
+from gpu_parts.attention import Heads, Order, make_batch, make_pool, worst_error  # noqa: E402
+from gpu_parts.context import Bench  # noqa: E402
+from gpu_parts.driver import Sequences, run_plans  # noqa: E402
+from gpu_parts.machine import Machine, this_machine  # noqa: E402
+from gpu_parts.models import TINY_LLAMA, RandomModel  # noqa: E402
+from gpu_parts.report import Row, RowFile, Verdict, read_rows  # noqa: E402
+from gpu_parts.self_check import WrongScale  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from lightserve.kernels.triton.kernels import TritonKernels  # noqa: E402
+
+
+def rehearse(part: str, out: Path) -> list[Row]:
+    rows = RowFile(out / "rows", part, is_rehearsal=True)
+    bench = Bench(this_machine(rehearse=True), rows, out, rehearse=True)
+    importlib.import_module(f"gpu_parts.{part}").run(bench)
+    return read_rows(out / "rows")
+
+
+@pytest.mark.parametrize(
+    ("part", "num_rows"),
+    [
+        ("ceilings", 2),
+        ("decode_attention", 7),
+        ("prefill_attention", 16),
+        ("sampling", 14),
+        ("graphs", 6),
+        ("whole_model", 18),
+        ("checkpoints", 5),
+    ],
+)
+def test_parts_run(part: str, num_rows: int, tmp_path: Path) -> None:
+    rows = rehearse(part, tmp_path)
+    assert len(rows) >= num_rows
+    verdicts = {row.verdict for row in rows}
+    assert verdicts <= {Verdict.REHEARSED, Verdict.MET, Verdict.SKIPPED}, rows
+    trace = tmp_path / "checkpoint.trace.json.gz"
+    assert part != "checkpoints" or trace.stat().st_size > 1000
+
+
+def test_a_timed_kernel_is_checked_first() -> None:
+    heads = Heads(4, 2, 16)
+    machine = Machine(torch.device("cpu"))
+    pool = make_pool(machine, heads, 80)
+    batch = make_batch(attention.slot_table(Order.BLOCKS, 2, 40), [0, 1], q_len=1)
+    q = machine.random(2, heads.num_heads, heads.head_dim)
+
+    class Unwritten(TritonKernels):
+        def attention(self, q: Tensor, *args: object, **options: object) -> Tensor:
+            return torch.empty_like(q)
+
+    errors = [
+        worst_error(kernels, q, pool, replace(batch, prepared={}), last_queries=1)
+        for kernels in (TritonKernels(), WrongScale(), Unwritten())
+    ]
+    assert errors[0] <= attention.MAX_ERROR < errors[1]
+    assert errors[2] == float("inf")
+
+
+def test_parity_notices_a_wrong_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = WrongScale()
+    monkeypatch.setattr(parity, "make_kernels", lambda *_, **__: wrong)
+    [row] = rehearse("parity", tmp_path)
+    assert row.verdict is Verdict.FAILED, row
+
+
+def test_the_loop_runs_plans_as_the_runner_does(tmp_path: Path) -> None:
+    model = RandomModel.make(tmp_path, TINY_LLAMA)
+    tokens = []
+    for runs_loop in (True, False):
+        runner = model.runner(this_machine(rehearse=True), max_kv_tokens=200)
+        rows = Sequences(3, 30, vocab_size=200)
+        plans = [*rows.prefills(20, budget=13), *rows.decodes(20, 8)]
+        assert max(sum(row.num_tokens for row in plan.rows) for plan in plans) == 13
+        if runs_loop:
+            tokens.append(run_plans(runner, plans).token_ids)
+        else:
+            results = [runner.execute(plan) for plan in plans]
+            tokens.append(
+                {
+                    number: [
+                        token
+                        for r in results
+                        for row in r.rows
+                        if row.row == number
+                        for token in row.token_ids
+                    ]
+                    for number in range(3)
+                }
+            )
+    assert tokens[0] == tokens[1]
+    assert [len(ids) for ids in tokens[0].values()] == [9, 9, 9]
+
+
+def test_the_command_prints_one_table(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "bench" / "gpu.py")]
+    done = subprocess.run(
+        [*command, "ceilings", "--rehearse", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    table = done.stdout.splitlines()
+    assert table[0] == "| part | figure | value | target | |" and len(table) == 4
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [row["part"] for row in report] == ["ceilings"] * 2
+    refused = subprocess.run(
+        [*command, "nonsense"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert refused.returncode == 2 and "no such part: nonsense" in refused.stderr

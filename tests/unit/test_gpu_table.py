@@ -1,0 +1,191 @@
+"""The table of `make gpu-check`: verdicts, parts that fail, traces, the arithmetic of floors."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import wait_gone
+
+ROOT = Path(__file__).parents[2]
+if str(ROOT / "bench") not in sys.path:
+    sys.path.append(str(ROOT / "bench"))
+
+from gpu_parts.attention import Heads, Order, slot_table  # noqa: E402
+from gpu_parts.children import Job, run_job  # noqa: E402
+from gpu_parts.models import LLAMA_8B, QWEN_HALF_B, TINY_LLAMA, RandomModel  # noqa: E402
+from gpu_parts.overlap import idle_pct, overlapped_pct  # noqa: E402
+from gpu_parts.prefill_attention import Chunk  # noqa: E402
+from gpu_parts.report import Row, RowFile, Verdict, exit_status, markdown, read_rows  # noqa: E402
+
+
+def rows_of(path: Path, *, is_rehearsal: bool) -> list[Row]:
+    rows = RowFile(path, "part", is_rehearsal=is_rehearsal)
+    rows.figure("high enough", 80.0, "%", at_least=80.0)
+    rows.figure("too slow", 1.26, "x", at_most=1.25)
+    rows.figure("no number", float("nan"), "x", at_most=1.25)
+    rows.figure("reported", 3.0, "GB/s", note="why")
+    rows.claim("true", True, "")
+    rows.claim("false", False, "by 3")
+    rows.skip("elsewhere", "one GPU")
+    return read_rows(path)
+
+
+def test_figures_are_judged(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path / "rows", is_rehearsal=False)
+    assert [row.verdict for row in rows] == [
+        Verdict.MET,
+        Verdict.MISSED,
+        Verdict.MISSED,
+        Verdict.REPORTED,
+        Verdict.MET,
+        Verdict.FAILED,
+        Verdict.SKIPPED,
+    ]
+    assert "| part | high enough | 80 % | >= 80 | met |" in markdown(rows)
+    assert "| part | reported (why) | 3 GB/s |  |  |" in markdown(rows)
+
+
+def test_a_rehearsal_judges_no_figure_but_what_is_wrong(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path / "rows", is_rehearsal=True)
+    assert [row.verdict for row in rows[:4]] == [Verdict.REHEARSED] * 4
+    assert [row.verdict for row in rows[4:]] == [Verdict.MET, Verdict.FAILED, Verdict.SKIPPED]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "status"),
+    [
+        ([Verdict.MET, Verdict.REPORTED, Verdict.SKIPPED], 0),
+        ([Verdict.MET, Verdict.MISSED], 1),
+        ([Verdict.MISSED, Verdict.FAILED, Verdict.MET], 2),
+    ],
+)
+def test_exit_status_says_the_worst(verdicts: list[Verdict], status: int) -> None:
+    rows = [Row("part", "name", None, "", "", verdict) for verdict in verdicts]
+    assert exit_status(rows) == status
+
+
+ROW = json.dumps(
+    {
+        "part": "p",
+        "name": "n",
+        "value": 1.0,
+        "unit": "",
+        "target": "",
+        "verdict": "",
+        "note": "",
+    }
+)
+WRITE = f"import sys, time; open(sys.argv[1], 'a').write({ROW!r} + chr(10)); "
+
+
+@pytest.mark.parametrize(
+    ("code", "notes"),
+    [
+        (WRITE, []),
+        (WRITE + "raise ValueError('in a | kernel')", ["exit code 1: ValueError: in a / kernel"]),
+        (WRITE + "open(sys.argv[1], 'a').write('{half'); time.sleep(60)", ["ended after its 2 s"]),
+        ("pass", ["gave no figure"]),
+    ],
+)
+def test_a_part_that_fails_keeps_its_rows(code: str, notes: list[str], tmp_path: Path) -> None:
+    job = Job("p", [sys.executable, "-c", code], 2.0, {})
+    rows = run_job(job, tmp_path, left_s=60.0)
+    failures = [row for row in rows if row.verdict is Verdict.FAILED]
+    assert [row.note for row in failures] == notes
+    assert len(rows) - len(failures) == (1 if "write" in code else 0)
+
+
+def test_what_a_part_started_ends_with_it(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    code = (
+        "import subprocess, sys; "
+        f"p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+        f"open({str(started)!r}, 'w').write(str(p.pid)); raise SystemExit(3)"
+    )
+    run_job(Job("p", [sys.executable, "-c", code], 20.0, {}), tmp_path, left_s=60.0)
+    wait_gone([int(started.read_text())])
+
+
+def test_no_part_begins_when_the_time_is_up(tmp_path: Path) -> None:
+    [row] = run_job(Job("p", ["false"], 60.0, {}), tmp_path, left_s=1.0)
+    assert row.verdict is Verdict.FAILED and "time is up" in row.note
+
+
+def event(start: float, duration: float, *, stream: int, cat: str = "kernel") -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": cat,
+        "ts": start,
+        "dur": duration,
+        "args": {"stream": stream},
+    }
+
+
+def test_traces_are_read(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    events = [
+        event(0, 40, stream=7),
+        event(50, 30, stream=7),  # 10 us idle before it
+        event(55, 10, stream=7),  # inside
+        event(70, 30, stream=20, cat="gpu_memcpy"),  # beside the passes from 70 to 80
+        event(0, 500, stream=0, cat="cpu_op"),
+    ]
+    trace.write_text(json.dumps({"traceEvents": events}))
+    assert idle_pct(trace) == pytest.approx(10.0)
+    assert overlapped_pct(trace) == pytest.approx(100 / 3)
+    trace.write_text(json.dumps({"traceEvents": events[:3]}))
+    assert overlapped_pct(trace) is None
+    trace.write_text(json.dumps({"traceEvents": events[4:]}))
+    assert idle_pct(trace) is None
+
+
+def test_bytes_and_operations_of_the_shapes(tmp_path: Path) -> None:
+    llama = RandomModel.make(tmp_path / "llama", LLAMA_8B)
+    qwen = RandomModel.make(tmp_path / "qwen", QWEN_HALF_B)
+    # 8.03 billion parameters, of which the embedding's 0.53 are not read by a decode.
+    assert llama.decode_weight_bytes == pytest.approx(2 * (8.03e9 - 0.525e9), rel=1e-3)
+    assert qwen.decode_weight_bytes == pytest.approx(2 * 0.494e9, rel=1e-3)
+    assert (llama.kv_bytes_per_token, qwen.kv_bytes_per_token) == (131_072, 12_288)
+    tiny = RandomModel.make(tmp_path / "tiny", TINY_LLAMA)
+    layer = 2 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96)
+    last = 2 * 64 * 200
+    pairs = 4 * 2 * 64 * (1 + 2 + 3)
+    qkv_alone = 2 * 64 * (64 + 2 * 32)
+    assert tiny.prefill_operations(3) == 3 * layer + 2 * qkv_alone + layer + last + pairs
+    visible = sum(position + 1 for position in range(14, 20))
+    assert Chunk(6, 20).operations(Heads(4, 2, 16)) == 4 * 4 * 16 * visible
+
+
+@pytest.mark.parametrize("order", Order)
+def test_no_slot_has_two_owners(order: Order) -> None:
+    table = slot_table(order, 5, 39)
+    assert sorted(table.flatten().tolist()) == list(range(5 * 39))
+    runs = int((table.flatten().diff() == 1).sum())
+    assert runs == {Order.CONTIGUOUS: 194}.get(order, runs)
+    assert order is not Order.SCATTERED or runs < 20
+    assert order is not Order.BLOCKS or 150 < runs < 194
+
+
+PRESENT = {
+    *("torch", "tokenizers", "safetensors", "huggingface_hub", "numpy", "jinja2", "click"),
+    *("prometheus_client", "pyyaml", "triton", "transformers", "aiohttp", "rich", "tqdm"),
+    *("httpx", "psutil"),
+}
+"""What a machine that has PyTorch and transformers has too."""
+
+
+def test_wheels_are_those_that_lightserve_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "bench" / "gpu_wheels.txt").read_text().splitlines()
+    wheels = {line.partition("==")[0] for line in lines if not line.startswith("#")}
+    needed = {re.split(r"[<>=\[]", need)[0] for need in project["dependencies"]}
+    assert needed - PRESENT <= wheels
+    beside = {"annotated-types", "opentelemetry-api", "pydantic_core", "starlette"}
+    assert wheels == (needed - PRESENT) | beside
