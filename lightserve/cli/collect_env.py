@@ -34,6 +34,7 @@ devices = [cuda.get_device_properties(i) for i in range(cuda.device_count())]
 print(json.dumps({
     "version": torch.__version__,
     "cuda": torch.version.cuda,
+    "nccl": ".".join(map(str, cuda.nccl.version())) if cuda.is_available() else None,
     "threads": torch.get_num_threads(),
     "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     "gpus": [{
@@ -77,6 +78,7 @@ def collect() -> dict[str, dict[str, Any]]:
         "cpu": cpu(_read("/proc/cpuinfo")),
         "memory": memory(_read("/proc/meminfo")) | _cgroup_limit(),
         "torch": torch_facts(),
+        "gpu_driver": gpu_driver(_read("/proc/driver/nvidia/version")),
         "environment": environment(os.environ),
         "defaults": defaults,
     }
@@ -116,6 +118,12 @@ def memory(meminfo: str) -> dict[str, int]:
     names = {"MemTotal": "total_bytes", "MemAvailable": "available_bytes"}
     rows = re.findall(r"^(\w+):\s+(\d+) kB$", meminfo, re.MULTILINE)
     return {names[name]: int(kib) * 1024 for name, kib in rows if name in names}
+
+
+def gpu_driver(version: str) -> dict[str, str]:
+    """Return what /proc/driver/nvidia/version says; nothing without such a driver."""
+    rows = re.findall(r"^(\w+) version:\s+(.*)$", version, re.MULTILINE)
+    return {name.lower(): " ".join(value.split()) for name, value in rows}
 
 
 def _cgroup_limit() -> dict[str, int]:

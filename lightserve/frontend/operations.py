@@ -11,6 +11,7 @@ from __future__ import annotations
 import platform
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
@@ -123,7 +124,8 @@ def operations_router(service: Service) -> APIRouter:
 
     @router.get("/version")
     async def version() -> JSONResponse:
-        """Say what is running."""
+        """Say what is running, and on what, which is null until the workers have said it."""
+        device = service.router.device
         return JSONResponse(
             {
                 "version": lightserve.__version__,
@@ -131,6 +133,7 @@ def operations_router(service: Service) -> APIRouter:
                 "model": service.model.names[0],
                 "engine_id": ENGINE_ID,
                 "python": platform.python_version(),
+                "device": None if device is None else msgspec.to_builtins(device),
             }
         )
 

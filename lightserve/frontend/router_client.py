@@ -29,6 +29,7 @@ from lightserve.frontend.failures import (
 )
 from lightserve.frontend.kv_query import KVQuery
 from lightserve.messages.common import Constraint, TokenLogprob, TokenSegment, pack_int32
+from lightserve.messages.device import DeviceFacts
 from lightserve.messages.frontend_router import (
     Abort,
     Acknowledge,
@@ -181,6 +182,7 @@ class _Connection:
     heard_s: float
     """Monotonic time of its last message."""
     num_kv_slots: int = 0
+    device: DeviceFacts | None = None
     workers_ready: bool = False
     status: RouterStatus | None = None
     unsent: list[Abort | Finish] = field(default_factory=list)
@@ -212,6 +214,11 @@ class RouterClient:
     def check_ready(self) -> None:
         """Raise RequestFailed unless requests can be submitted."""
         self._ready_connection()
+
+    @property
+    def device(self) -> DeviceFacts | None:
+        """What the workers compute on, as far as they have said."""
+        return None if self._connection is None else self._connection.device
 
     @property
     def num_kv_slots(self) -> int:
@@ -287,6 +294,7 @@ class RouterClient:
             connection.workers_ready = message.workers_ready and connection.num_kv_slots > 0
         elif isinstance(message, RouterWelcome) and message.boot_id == connection.boot_id:
             connection.num_kv_slots = message.num_kv_slots
+            connection.device = message.device
             connection.workers_ready = True
         elif isinstance(message, KVMap):
             self._kv_query.on_map(message)

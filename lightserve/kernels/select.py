@@ -29,18 +29,25 @@ def make_kernels(
         ConfigError: a combination that does not exist on this machine.
     """
     is_cuda = device is not None and device.type == "cuda"
-    if batch_invariant:
-        if is_cuda:
-            raise ConfigError("--batch-invariant needs the CPU: --device cpu")
-        return InvariantKernels()
-    match name:
-        case "reference":
+    match kernel_name(name, batch_invariant=batch_invariant, device=device):
+        case InvariantKernels.name:
+            if is_cuda:
+                raise ConfigError("--batch-invariant needs the CPU: --device cpu")
+            return InvariantKernels()
+        case ReferenceKernels.name:
             return ReferenceKernels()
-        case "torch":
+        case TorchKernels.name:
             return DeviceTorchKernels() if is_cuda else TorchKernels()
-        case "auto" if not is_cuda:
-            return TorchKernels()
     return _triton_kernels(is_cuda=is_cuda)
+
+
+def kernel_name(name: str, *, batch_invariant: bool, device: torch.device | None) -> str:
+    """Return the name of the kernels that `make_kernels` returns."""
+    if batch_invariant:
+        return InvariantKernels.name
+    if name != "auto":
+        return name
+    return "triton" if device is not None and device.type == "cuda" else TorchKernels.name
 
 
 def _triton_kernels(*, is_cuda: bool) -> Kernels:

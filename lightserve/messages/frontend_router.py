@@ -19,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from lightserve.messages.common import Constraint, Message, PromptSegment, TokenLogprob
+from lightserve.messages.device import DeviceFacts
 from lightserve.messages.kv_map import DescribeKV, KVMap
 from lightserve.types import (
     NO_SLO,
@@ -124,6 +125,8 @@ class RouterWelcome(Message, frozen=True):
     boot_id: str
     num_kv_slots: int
     """Tokens that the KV pool holds: prompt + max_tokens may not exceed it."""
+    device: DeviceFacts | None = None
+    """What rank 0 computes on."""
 
 
 class RequestDelta(msgspec.Struct, frozen=True, array_like=True):

@@ -19,6 +19,7 @@ from enum import IntEnum, IntFlag
 import msgspec
 
 from lightserve.messages.common import Constraint, Message, PromptSegment, TokenLogprob
+from lightserve.messages.device import DeviceFacts
 from lightserve.messages.step_cost import StepCoefficients
 from lightserve.types import RowId, SamplingParams, StepId
 
@@ -37,6 +38,8 @@ class WorkerHello(Message, frozen=True):
     """Tokens whose KV the host pool holds beside those."""
     step_cost: StepCoefficients | None = None
     """Rank 0's profile of its steps, if it has one."""
+    device: DeviceFacts | None = None
+    """What the rank computes on."""
     overlaps_copies: bool = False
     """Whether `ahead_saves` and `ahead_loads` run beside the forward pass of their plan, as on a
     GPU; otherwise between the steps."""

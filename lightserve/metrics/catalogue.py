@@ -359,6 +359,12 @@ BUILD_INFO = gauge(
     "Always 1; the labels say what is running.",
     ("version", "protocol", "python"),
 )
+DEVICE_INFO = gauge(
+    "device_info",
+    Origin.ROUTER,
+    "Always 1; the labels say what the workers compute on, and with which kernels.",
+    ("device", "device_name", "driver", "cuda", "triton", "kernels"),
+)
 CONFIG_INFO = gauge(
     "config_info",
     Origin.SUPERVISOR,
@@ -372,6 +378,7 @@ CONFIG_INFO = gauge(
         "admission",
         "max_num_seqs",
         "max_num_batched_tokens",
+        "device",
         "attention_backend",
         "batch_invariant",
     ),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from lightserve.messages.device import DeviceFacts
 from lightserve.messages.frontend_router import RouterStatus
 from lightserve.messages.router_worker import StepResult
 from lightserve.metrics.catalogue import (
     BURST_HEADROOM,
     COMPUTED_TOKENS,
+    DEVICE_INFO,
     IPC_REJECTED,
     ITERATION_TOKENS,
     KV_CACHE_USAGE,
@@ -117,6 +119,11 @@ class RouterMetrics:
         self._step_time.observe(result.exec_s)
         self._predicted.observe(predicted_s)
         self._error.observe(abs(result.exec_s - predicted_s))
+
+    def on_device(self, device: DeviceFacts) -> None:
+        """Say what the workers compute on."""
+        labels = (device.kind, device.name, device.driver, device.cuda, device.triton)
+        self.recorder.gauge(DEVICE_INFO, *labels, device.kernels).value = 1
 
     def on_workers_gone(self) -> None:
         """Forget the steps in flight."""

@@ -226,7 +226,12 @@ class RouterProcess:
         self._dispatch(
             WorkersReady(num_kv_slots, num_host_slots, first.step_cost, first.overlaps_copies)
         )
-        self._welcome = RouterWelcome(boot_id=self._spec.boot_id, num_kv_slots=num_kv_slots)
+        device = self._group.hellos[0].device
+        if device is not None:
+            self._metrics.on_device(device)
+        self._welcome = RouterWelcome(
+            boot_id=self._spec.boot_id, num_kv_slots=num_kv_slots, device=device
+        )
         for frontend_id in list(self._connected):
             self._send(frontend_id, self._welcome)
         self._next_status_s = 0.0

@@ -15,6 +15,7 @@ from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.router_worker import RouterToWorker, WorkerHello, WorkerToRouter
 from lightserve.messages.supervision import ChildMessage, ChildReady, ChildSpec, SupervisorMessage
 from lightserve.worker.device import resolve_device
+from lightserve.worker.device_facts import facts_of
 from lightserve.worker.engine import build_runner, set_threads
 from lightserve.worker.profiling import profile_at_start
 from lightserve.worker.step_loop import serve
@@ -56,6 +57,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
             num_kv_slots=runner.num_kv_slots,
             num_host_slots=runner.num_host_slots,
             step_cost=None if profile is None else profile.coefficients,
+            device=facts_of(spec.config, runner.device),
             overlaps_copies=runner.overlaps_copies,
         )
     )

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import platform
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -43,6 +41,8 @@ from lightserve.messages.router_worker import (
 from lightserve.models.config import load_model_config, resolve_dtype
 from lightserve.models.parallel import TensorParallel
 from lightserve.types import RowId, SamplingParams, StepId
+from lightserve.worker.device import resolve_device
+from lightserve.worker.device_facts import facts_of
 from lightserve.worker.model_runner import ModelRunner
 
 AUTO_SECONDS = 3.0
@@ -54,7 +54,6 @@ PATIENCE = 2.0
 """… but not longer than this times as long, …"""
 MIN_FITTED = 8
 """… without which nothing can be fitted."""
-CPU_INFO = Path("/proc/cpuinfo")
 NUM_REPEATS = 3
 COPIED_TOKENS = 256
 MAX_ERROR = 0.35
@@ -267,24 +266,15 @@ def profile_key(config: ServeConfig) -> ProfileKey:
     path = Path(config.model)
     model_config = load_model_config(path)
     dtype = resolve_dtype(config.dtype, model_config, batch_invariant=config.batch_invariant)
-    kernels = config.attention_backend + (", batch-invariant" if config.batch_invariant else "")
+    facts = facts_of(config, resolve_device(config.device, 0))
     return ProfileKey(
         model_hash=hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:16],
         dtype=dtype,
-        device=device_name(),
+        device=facts.summary,
         tp=config.tp,
         num_threads=torch.get_num_threads(),
-        kernels=kernels,
+        kernels=facts.kernels,
     )
-
-
-def device_name() -> str:
-    """Return the name of the processor, as well as the system knows it."""
-    try:
-        found = re.search(r"^model name\s*: (.*)$", CPU_INFO.read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1].strip() if found else f"cpu {platform.machine()}"
 
 
 def _goes_on(num_samples: int, elapsed_s: float, seconds: float) -> bool:

@@ -69,6 +69,13 @@ def test_torch_is_visible_where_it_is(server: LiveServer) -> None:
     assert any("libtorch" in part.path for part in server.tree()["worker-0"].memory_maps())
 
 
+def test_operators_see_what_the_workers_compute_on(server: LiveServer) -> None:
+    device = httpx.get(f"{server.url}/version").json()["device"]
+    assert (device["kind"], device["kernels"]) == ("cpu", "torch")
+    assert device["name"]
+    assert f'device_name="{device["name"]}"' in httpx.get(f"{server.url}/metrics").text
+
+
 def test_only_the_http_and_metrics_ports_listen(server: LiveServer) -> None:
     listening = {
         connection.laddr

@@ -66,6 +66,18 @@ def test_files_of_the_kernel_are_read_as_they_are_written() -> None:
     }
 
 
+def test_a_gpus_driver() -> None:
+    text = (
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n"
+        "GCC version:  gcc version 12.3.0 (Ubuntu)\n"
+    )
+    assert collect_env.gpu_driver(text) == {
+        "nvrm": "NVIDIA UNIX Open Kernel Module for x86_64 580.159.04 Release Build",
+        "gcc": "gcc version 12.3.0 (Ubuntu)",
+    }
+    assert collect_env.gpu_driver("") == {}
+
+
 def test_torch_is_asked_elsewhere() -> None:
     facts = collect_env.torch_facts()
     assert isinstance(facts["version"], str), facts
