@@ -130,6 +130,21 @@ def test_doubts_about_the_prediction_make_no_step_longer() -> None:
     assert 900 not in play(doubtful, many, [prompt], num_free_rows=400)
 
 
+def test_doubts_leave_out_nothing_that_takes_no_time() -> None:
+    """Up to a knee of 64 tokens a step takes perhaps 6 ms, perhaps 18: decodes below it are free."""
+    doubtful = StepCost()
+    for factor in (0.1, 1.9) * 24:
+        for exponent in range(9):
+            num_new = 2**exponent
+            doubtful.observe(StepShape(num_new=num_new), factor * 2e-2 * max(1.0, num_new / 64))
+    others = [decode(number, 1e6) for number in range(1, 8)]
+    for other in others:
+        other.request_class = BE
+    shares = play(doubtful, [decode(0, 10), *others])
+    assert doubtful.guard > 2
+    assert set(shares) == set(range(8))
+
+
 def test_a_prompt_that_ends_in_the_step_counts_with_its_own_deadline(cost: StepCost) -> None:
     waiting = [due(make_request(2, prompt=100), 20), due(make_request(3, prompt=1000), 400)]
     shares = play(cost, [decode(0, 100)], waiting)

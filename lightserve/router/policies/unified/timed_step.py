@@ -50,6 +50,8 @@ class TimedStep:
         """By deadlines that are met at best, before anything is lent."""
         self._lent_until_s = math.inf
         """As predicted, the copies of those who resume included."""
+        self._base_s = 0.0
+        """Predicted time of what was in it before anything was lent."""
 
     @property
     def is_full(self) -> bool:
@@ -123,9 +125,9 @@ class TimedStep:
         """Let best-effort requests have what is left, as far as it is lent to them."""
         self._limit_s = min(self._limit_s, self._best_effort_limit_s)
         held_share = sum([r.next_position for r in real_time]) / limits.num_slots
-        base_s = self.seconds
+        self._base_s = self.seconds
         self._lent_until_s = lent_until_s(
-            base_s,
+            self._base_s,
             self._cost.seconds(StepShape().plus(0, 1)),
             held_share,
             limits.outlook,
@@ -152,8 +154,12 @@ class TimedStep:
 
     @property
     def _predicted_limit_s(self) -> float:
-        """Return how long the step may take as predicted, copies included."""
-        return min(self._limit_s / self._cost.guard, self._lent_until_s)
+        """Return how long the step may take as predicted, copies included.
+
+        Whatever the doubts, tokens that make it no longer may be in it: below the knee of the cost
+        model they are free.
+        """
+        return min(max(self._limit_s / self._cost.guard, self._base_s), self._lent_until_s)
 
     # ---------------------------------------------------------------- decodes
 
@@ -193,8 +199,7 @@ class TimedStep:
     def _has_time_for(self, num_decodes: int, context: int) -> bool:
         """Whether the step keeps its limits with so many more decodes, contexts summed."""
         shape = self._shape.plus_decodes(num_decodes, context)
-        is_lent = self._cost.seconds(shape) + self._loads.seconds() <= self._lent_until_s
-        return is_lent and self._seconds(shape) <= self._limit_s
+        return self._cost.seconds(shape) + self._loads.seconds() <= self._predicted_limit_s
 
     def _add_decodes(self, requests: Sequence[Request], context: int) -> None:
         """Add decodes, contexts summed."""
