@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -135,29 +136,36 @@ class CudaQueue:
         self.device = device
 
     def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
-        """See `DeviceQueue.upload`: one copy for all of them."""
-        sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
-        packed = np.empty(sum(sizes), dtype=np.uint8)
+        """See `DeviceQueue.upload`: one copy for all of them, each at a multiple of 16 bytes."""
+        # Small operations cost more than the copy: there is one view per type, which is split.
+        by_type: dict[np.dtype[Any], list[int]] = {}
+        for index, array in enumerate(arrays):
+            by_type.setdefault(array.dtype, []).append(index)
+        groups = [_Group([arrays[index] for index in group]) for group in by_type.values()]
+        if not groups:
+            return []
+        packed = np.concatenate([group.data for group in groups])
+        pinned = self.pinned(packed.shape, torch.uint8).copy_(torch.from_numpy(packed))
+        data = pinned.to(self.device, non_blocking=True)
+        found: list[tuple[int, Tensor]] = []
         start = 0
-        for array, size in zip(arrays, sizes, strict=True):
-            packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-            start += size
-        pinned = torch.empty(len(packed), dtype=torch.uint8, pin_memory=True)
-        pinned.copy_(torch.from_numpy(packed))
-        parts = pinned.to(self.device, non_blocking=True).split_with_sizes(sizes)
-        return [
-            part[: array.nbytes].view(_torch_dtype(array)).view(array.shape)
-            for part, array in zip(parts, arrays, strict=True)
-        ]
+        for indices, group in zip(by_type.values(), groups, strict=True):
+            end = start + len(group.data)
+            found += zip(indices, group.split(data[start:end]), strict=True)
+            start = end
+        found.sort(key=itemgetter(0))
+        return [tensor for _, tensor in found]
 
     def download(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """See `DeviceQueue.download`."""
         return [
-            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
-                tensor, non_blocking=True
-            )
+            self.pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
             for tensor in tensors
         ]
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return page-locked memory of the host."""
+        return torch.empty(*shape, dtype=dtype, pin_memory=True)
 
     def mark(self) -> Mark:
         """See `DeviceQueue.mark`."""
@@ -174,5 +182,26 @@ _DTYPES = {
 }
 
 
-def _torch_dtype(array: Array) -> torch.dtype:
-    return _DTYPES[array.dtype]
+class _Group:
+    """Arrays of one type, side by side: each is followed by padding up to 16 bytes."""
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        per_unit = _ALIGNMENT // arrays[0].itemsize
+        zeros = np.zeros(per_unit, dtype=arrays[0].dtype)
+        self._arrays = arrays
+        self._sizes: list[int] = []
+        parts: list[Array] = []
+        for array in arrays:
+            padding = -array.size % per_unit
+            self._sizes += (array.size, padding)
+            parts += (array.ravel(), zeros[:padding])
+        self.data: npt.NDArray[np.uint8] = np.concatenate(parts).view(np.uint8)
+        """[num_bytes]."""
+
+    def split(self, data: Tensor) -> list[Tensor]:
+        """Return the arrays as views of their bytes, uint8 [num_bytes], on any device."""
+        parts = data.view(_DTYPES[self._arrays[0].dtype]).split_with_sizes(self._sizes)
+        return [
+            part if array.ndim == 1 else part.view(array.shape)
+            for part, array in zip(parts[::2], self._arrays, strict=True)
+        ]
