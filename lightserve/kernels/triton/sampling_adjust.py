@@ -68,7 +68,16 @@ def _allowed(bits, tokens, num_words):
     return ((words >> (tokens % 32)) & 1) != 0
 
 
-@triton.jit
+# What differs from step to step must not make another variant of the kernel.
+@triton.jit(
+    do_not_specialize=[
+        "num_eos",
+        "num_allowed_words",
+        "num_mask_words",
+        "has_counts",
+        "has_masks",
+    ]
+)
 def adjust_kernel(
     from_ptr,
     out_ptr,
@@ -90,9 +99,9 @@ def adjust_kernel(
     num_eos,
     num_allowed_words,
     num_mask_words,
+    has_counts,
+    has_masks,
     IS_OWN: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
-    HAS_MASKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """One program per chunk and changed row: everything but the bias, which is in already.
@@ -110,7 +119,7 @@ def adjust_kernel(
     x = tl.load(from_ptr + source * stride + tokens, mask=inside, other=0.0)
     is_fine = tl.abs(x) < float("inf")
     at = changed.to(tl.int64) * vocab_size + tokens
-    if HAS_COUNTS:
+    if has_counts != 0:
         counts = tl.load(counts_ptr + at, mask=inside, other=0)
         repetition = tl.load(repetition_ptr + changed)
         x = tl.where(counts > 0, tl.where(x > 0.0, x / repetition, x * repetition), x)
@@ -121,7 +130,7 @@ def adjust_kernel(
     if allowed_row >= 0:
         bits = allowed_bits_ptr + allowed_row.to(tl.int64) * num_allowed_words
         x = tl.where(_allowed(bits, tokens, num_allowed_words), x, -float("inf"))
-    if HAS_MASKS:
+    if has_masks != 0:
         mask_row = tl.load(mask_rows_ptr + index)
         if mask_row >= 0:
             bits = mask_bits_ptr + mask_row.to(tl.int64) * num_mask_words
@@ -189,17 +198,17 @@ def adjust(own: Tensor, changes: Changes) -> Tensor:
         changes.eos_token_ids,
         changes.allowed_rows,
         changes.allowed_bits,
-        changes.indices if masks is None else masks,
-        changes.indices if bits is None else bits,
-        changes.indices if counts is None else counts,
+        changes.allowed_rows if masks is None else masks,
+        changes.allowed_bits if bits is None else bits,
+        changes.allowed_bits if counts is None else counts,
         vocab_size if has_bias else own.stride(0),
         vocab_size,
         changes.eos_token_ids.shape[1],
         changes.allowed_bits.shape[1],
         0 if bits is None else bits.shape[1],
+        int(counts is not None),
+        int(masks is not None),
         IS_OWN=not has_bias,
-        HAS_COUNTS=counts is not None,
-        HAS_MASKS=masks is not None,
         CHUNK=CHUNK,
         num_warps=8,
     )

@@ -306,7 +306,7 @@ def draw_top_kernel(
         tl.store(token_ptr + row, token_of(drawn))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_top"])
 def logprobs_kernel(
     own_ptr,
     token_ptr,

@@ -23,7 +23,8 @@ def sample_on_device(logits: Tensor, batch: SamplingBatch) -> Tokens:
     scan = kernels.scan(
         found,
         draws.temperature,
-        has_totals=looks_twice or bool(rows.drawn),
+        # Greedy rows need none; with options besides it is not worth a variant of the kernel.
+        has_totals=looks_twice or bool(rows.drawn) or rows.adjustments is not None,
         has_peaks=looks_twice,
     )
     candidates = kernels.gather(found, draws, scan) if looks_twice else None
