@@ -112,15 +112,14 @@ def run_plans(runner: ModelRunner, plans: Sequence[StepPlan]) -> Run:
     """Have the worker's loop execute plans, one after the other."""
     numbered = [replace(plan, step_id=StepId(number)) for number, plan in enumerate(plans)]
     link = ScriptedLink(numbered)
-    gc.collect()
-    gc.freeze()  # as the worker does before it serves
+    gc.disable()  # the worker freezes what is there before it serves: it has no long collections
     start_s = time.perf_counter()
     try:
         serve(runner, link, is_first_rank=True)
     except _OutOfPlans:
         pass
     finally:
-        gc.unfreeze()
+        gc.enable()
         link.close()
     assert len(link.results) == len(plans), (len(link.results), len(plans))
     gaps_s = [after - before for before, after in pairwise(link.sent_s)]

@@ -47,6 +47,8 @@ class Scale:
     lengths: Sequence[tuple[int, int]]
     """Prompt and output of each sequence, as the tests have them."""
     chunks: Sequence[int | None]
+    num_decodes: int
+    """Tokens at the end of each sequence that go one at a time."""
     dtypes: Sequence[torch.dtype]
 
 
@@ -54,9 +56,16 @@ GPU = Scale(
     models=[tiny.name for tiny in TINY_MODELS],
     lengths=LENGTHS,
     chunks=(None, 37),
+    num_decodes=NUM_DECODES,
     dtypes=(torch.float32, torch.bfloat16),
 )
-REHEARSED = Scale(models=["qwen3"], lengths=((6, 9), (3, 9)), chunks=(7,), dtypes=(torch.bfloat16,))
+REHEARSED = Scale(
+    models=["llama-mha"],
+    lengths=((6, 4), (3, 4)),
+    chunks=(7,),
+    num_decodes=1,
+    dtypes=(torch.float32,),
+)
 
 
 def run(bench: Bench) -> None:
@@ -77,8 +86,10 @@ def _compare(bench: Bench, tiny: TinyModel, dtype: torch.dtype, scale: Scale, pa
     report = ParityReport()
     for chunk in scale.chunks:
         for chosen in (sequences[:1], sequences):
-            report += _report(loaded, chosen, [one.tokens for one in chosen], chunk)
-    damage = _report(loaded, sequences[:1], [_changed(sequences[0])], None, skipped=CHANGED + 1)
+            report += _report(loaded, chosen, [one.tokens for one in chosen], scale, chunk)
+    damage = _report(
+        loaded, sequences[:1], [_changed(sequences[0])], scale, None, skipped=CHANGED + 1
+    )
     is_noticed = damage.max_logprob_delta > TEETH * report.max_logprob_delta
     note = (
         f"{report.num_positions} positions, {report.num_excused} excused,"
@@ -93,6 +104,7 @@ def _report(
     loaded: LoadedModel,
     sequences: Sequence[TokenSequence],
     tokens: Sequence[Tensor],
+    scale: Scale,
     chunk: int | None,
     *,
     skipped: int = 0,
@@ -102,7 +114,7 @@ def _report(
     `skipped` positions at the beginning are left out.
     """
     lengths = [len(one) for one in tokens]
-    passes = schedule(lengths, chunk=chunk, num_decodes=NUM_DECODES)
+    passes = schedule(lengths, chunk=chunk, num_decodes=scale.num_decodes)
     fed = [
         TokenSequence(ids, sequence.logits) for ids, sequence in zip(tokens, sequences, strict=True)
     ]
