@@ -49,6 +49,7 @@ def test_no_schedule_changes_a_token(catalogue: Catalogue) -> None:
     assert total.seen.num_checked_resumed > 1000
     assert total.seen.num_saved == total.saved_tokens
     assert total.seen.num_loaded == total.loaded_tokens
+    assert total.seen.num_loaded_ahead > 100
     assert total.seen.num_ahead == total.ahead_tokens
 
 
@@ -82,8 +83,10 @@ def test_what_is_saved_is_what_others_overwrite(catalogue: Catalogue) -> None:
 
 
 def corrupt_a_host_slot(runner: ModelRunner, plan: StepPlan) -> StepPlan:
-    if plan.loads.host_slots:
-        host_slot = int(unpack_int32(plan.loads.host_slots)[0])
+    for loads in (plan.loads, plan.ahead_loads):
+        if not loads.host_slots:
+            continue
+        host_slot = int(unpack_int32(loads.host_slots)[0])
         runner._host_pool._tensors[0][1, 0, 0, host_slot, 0] += 3.0  # one value of one layer
     return plan
 

@@ -25,10 +25,12 @@ from support.core_scenes import (
 
 from lightserve.messages.frontend_router import Abort
 from lightserve.messages.router_worker import StepPlan
+from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, WorkersReady
 from lightserve.router.kv.options import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import least_recently_used, task_aware
 from lightserve.router.policies.base import MAX_OVERTAKEN
+from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
 from lightserve.sim.simulation import Outcome
 from lightserve.sim.worker import SimulatedWorker
@@ -36,6 +38,8 @@ from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey
 
 FRONTEND = FrontendId(0)
 BUDGET = 24
+SLOW_LINK = StepCoefficients(0.01, 1.0, 1e-4, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, per_loaded_token_s=2e-3)
+"""Beside a step, four or five tokens come back from the host."""
 
 kv_options = st.builds(
     KVOptions,
@@ -54,9 +58,19 @@ class KVMachine(RuleBasedStateMachine):
         options=kv_options,
         policy=st.sampled_from(["priority", "unified", "chunked", "fcfs"]),
         num_host_slots=st.sampled_from([0, 24, 200]),
+        step_cost=st.sampled_from([None, SLOW_LINK, SLOW_LINK]),
+        overlaps_copies=st.sampled_from([True, True, False]),
     )
-    def start(self, options: KVOptions, policy: str, num_host_slots: int) -> None:
+    def start(
+        self,
+        options: KVOptions,
+        policy: str,
+        num_host_slots: int,
+        step_cost: StepCoefficients | None,
+        overlaps_copies: bool,
+    ) -> None:
         self.options, self.num_host_slots = options, num_host_slots
+        self.step_cost, self.overlaps_copies = step_cost, overlaps_copies
         self.core = make_core(policy, budget=BUDGET, admission=RecklessAdmission(), kv=options)
         self.is_class_aware = policy in ("priority", "unified")
         self.arrivals: dict[RequestKey, Arrival] = {}
@@ -72,7 +86,8 @@ class KVMachine(RuleBasedStateMachine):
             max_model_len=MAX_LEN,
             num_host_slots=self.num_host_slots,
         )
-        self.tell(WorkersReady(NUM_SLOTS, self.num_host_slots))
+        ready = WorkersReady(NUM_SLOTS, self.num_host_slots, self.step_cost, self.overlaps_copies)
+        self.tell(ready)
 
     def tell(self, event: FromFrontend | WorkersReady | WorkersGone) -> None:
         self.take_in(self.core.on_message(event, self.now_s))
@@ -141,6 +156,7 @@ class KVMachine(RuleBasedStateMachine):
         self.now_s += 1.0
         while isinstance(step := self.core.plan(self.now_s), PlannedStep):
             self.check_victims(step)
+            self.check_loads(step)
             self.sent.append(self.core.commit(step, self.now_s))
 
     @precondition(lambda self: self.sent)
@@ -173,6 +189,17 @@ class KVMachine(RuleBasedStateMachine):
             return
         if any(r.request_class is RequestClass.RT for r in losers):
             assert self.num_left_of_best_effort(step) <= 0
+
+    def check_loads(self, step: PlannedStep) -> None:
+        """Whoever loads beside a step is paused, stays so, and loses nothing in it."""
+        moved = {request for request, _ in step.allotments}
+        losers = {*step.stops, *step.drops, *(request for request, _ in step.takes)}
+        loading = {request for request, _ in step.loads}
+        assert len(loading) == len(step.loads) and not loading & (moved | losers)
+        assert moved or not loading, "a step of copies alone"
+        for request, num_tokens in step.loads:
+            assert request.is_paused and 0 < num_tokens <= request.num_loaded_by_start
+            assert (request, Reason.LOADING) in step.skipped
 
     def holders(self) -> list[Request]:
         return self.core._planner.holders()

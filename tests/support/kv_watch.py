@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
 from lightserve.messages.common import unpack_int32
-from lightserve.messages.router_worker import StepPlan
+from lightserve.messages.router_worker import KVCopies, StepPlan
 from lightserve.models.base import Model
 from lightserve.worker.kv_pool import KVPool
 from lightserve.worker.model_runner import ModelRunner
@@ -38,6 +38,8 @@ class Seen:
 
     num_saved: int = 0
     num_loaded: int = 0
+    num_loaded_ahead: int = 0
+    """Of them, those that no step waited for."""
     num_ahead: int = 0
     num_overwritten: int = 0
     """Saved in the step that took them, and then written by another request."""
@@ -111,7 +113,15 @@ class WatchedModel:
             for slot, host_slot in zip(slots.tolist(), host_slots.tolist(), strict=True):
                 self._unwritten[slot] = self._writers[slot]
                 self._origins[host_slot] = (self._writers[slot], slot)
-        slots, host_slots = unpack_int32(plan.loads.slots), unpack_int32(plan.loads.host_slots)
+        self._note_loads(plan.loads)
+        self._note_loads(plan.ahead_loads)
+        self.seen.num_loaded_ahead += len(plan.ahead_loads.slots) // 4
+        ahead = (unpack_int32(plan.ahead_saves.slots), unpack_int32(plan.ahead_saves.host_slots))
+        for slot, host_slot in zip(ahead[0].tolist(), ahead[1].tolist(), strict=True):
+            self._origins[host_slot] = (-2, slot)  # never one of the saves
+
+    def _note_loads(self, copies: KVCopies) -> None:
+        slots, host_slots = unpack_int32(copies.slots), unpack_int32(copies.host_slots)
         self.seen.num_loaded += len(slots)
         for slot, host_slot in zip(slots.tolist(), host_slots.tolist(), strict=True):
             owner, origin = self._origins.get(host_slot, (-1, -1))
@@ -119,9 +129,6 @@ class WatchedModel:
                 del self._unwritten[origin]
                 self.seen.num_own_again += 1
             self._note_write(slot, owner)
-        ahead = (unpack_int32(plan.ahead_saves.slots), unpack_int32(plan.ahead_saves.host_slots))
-        for slot, host_slot in zip(ahead[0].tolist(), ahead[1].tolist(), strict=True):
-            self._origins[host_slot] = (-2, slot)  # never one of the saves
 
     def _note_write(self, slot: int, seed: int) -> None:
         saved = self._unwritten.pop(slot, None)

@@ -18,6 +18,7 @@ from lightserve.config import ServeConfig
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Abort, Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
+from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import FromFrontend
@@ -38,6 +39,19 @@ NUM_SLOTS, MAX_LEN, MAX_SEQS = 600, 128, 6
 NUM_CATALOGUE = 40
 STEP_S = 0.01
 MODEL = TinyModel("lossless", "Qwen3", {"head_dim": 16, "max_position_embeddings": MAX_LEN})
+
+SLOW_LINK = StepCoefficients(
+    floor_s=STEP_S,
+    knee=1.0,
+    per_new_s=0.0,
+    per_decode_s=0.0,
+    per_chunk_s=0.0,
+    per_decode_context_s=0.0,
+    per_chunk_context_s=0.0,
+    per_chunk_pair_s=0.0,
+    per_loaded_token_s=STEP_S / 12,
+)
+"""Beside a step, about ten tokens come back."""
 
 Fault = Callable[[ModelRunner, StepPlan], StepPlan]
 """Spoils a plan, or the pools, before the plan is executed."""
@@ -75,6 +89,9 @@ class Schedule:
     copied_token_s: float
     """Virtual seconds per copied token: decides between loading and computing again."""
     kv: KVOptions
+    step_cost: StepCoefficients | None = None
+    """What the core is told of steps; with it, loads may be split over them."""
+    overlaps_copies: bool = False
 
 
 def make_schedule(
@@ -105,6 +122,8 @@ def make_schedule(
             clean_ahead_tokens=rng.choice((0, 0, 20, 60)),
             rt_cache_min_tokens=rng.choice((0, 30)),
         ),
+        step_cost=rng.choice((None, SLOW_LINK)),
+        overlaps_copies=rng.random() < 0.7,
     )
 
 
@@ -229,6 +248,8 @@ class Catalogue:
             lambda plan: STEP_S,
             num_slots=schedule.num_slots,
             num_host_slots=schedule.num_host_slots,
+            step_cost=schedule.step_cost,
+            overlaps_copies=schedule.overlaps_copies,
         )
         try:
             simulation.run(self._events(schedule))

@@ -135,7 +135,7 @@ def within_be_limit(
     waiting: Waiting,
     running: Iterable[Request],
     limits: StepLimits,
-    chosen: Sequence[Allotment],
+    chosen: Sequence[Share],
 ) -> Iterator[Request]:
     """Yield the waiting in the order of the queue, of best-effort ones as many as may run.
 

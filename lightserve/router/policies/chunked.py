@@ -6,10 +6,10 @@ arrival, the last of them cut where the budget ends.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.policies.base import Allotment, StepLimits, Waiting, within_be_limit
+from lightserve.router.policies.base import Share, StepLimits, Waiting, within_be_limit
 from lightserve.router.policies.budget import BudgetedStep
 from lightserve.router.request import Request
 
@@ -26,7 +26,7 @@ class ChunkedPolicy:
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
-    ) -> list[Allotment]:
+    ) -> Sequence[Share]:
         """See `Policy.select`."""
         step = BudgetedStep(limits)
         step.advance(running)

@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.policies.base import (
     MAX_OVERTAKEN,
-    Allotment,
+    Share,
     StepLimits,
     Waiting,
     num_best_effort,
@@ -52,7 +52,7 @@ class MlfqPolicy:
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
-    ) -> list[Allotment]:
+    ) -> Sequence[Share]:
         """See `Policy.select`."""
         step = BudgetedStep(limits)
         newcomers = [

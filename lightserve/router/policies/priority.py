@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.policies.base import Allotment, StepLimits, Waiting
+from lightserve.router.policies.base import Share, StepLimits, Waiting
 from lightserve.router.policies.budget import BudgetedStep
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
@@ -36,7 +36,7 @@ class PriorityPolicy:
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
-    ) -> list[Allotment]:
+    ) -> Sequence[Share]:
         """See `Policy.select`."""
         real_time = [r for r in running if r.request_class is RequestClass.RT]
         best_effort = [r for r in running if r.request_class is RequestClass.BE]
@@ -60,7 +60,7 @@ class PriorityPolicy:
         return step.chosen
 
 
-def _keeps_waiting(waiting: Waiting, chosen: Sequence[Allotment]) -> bool:
+def _keeps_waiting(waiting: Waiting, chosen: Sequence[Share]) -> bool:
     """Return whether a real-time request that could start is not among the chosen."""
     started = {request for request, _ in chosen}
     return any(

@@ -7,10 +7,10 @@ Memory is the same for both: nobody gives any up for a newcomer.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.policies.base import Allotment, StepLimits, Waiting, num_best_effort
+from lightserve.router.policies.base import Share, StepLimits, Waiting, num_best_effort
 from lightserve.router.policies.budget import BudgetedStep
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
@@ -29,7 +29,7 @@ class RoundRobinPolicy:
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
-    ) -> list[Allotment]:
+    ) -> Sequence[Share]:
         """See `Policy.select`."""
         turns = (RequestClass.RT, RequestClass.BE)
         tried: list[RequestClass] = []

@@ -22,8 +22,6 @@ from lightserve.types import RequestClass
 
 LINK_SHARE = 0.9
 """Of the time of a step, as predicted: copies that take longer would hold up the next one."""
-MIN_LOAD = 16
-"""Fewer tokens are not worth a copy, unless they are all that is missing."""
 
 
 class StepLoads:
@@ -67,14 +65,11 @@ class StepLoads:
         `step_s` and `limit_s` are those of `goes_beside`.
         """
         free_s = LINK_SHARE * step_s if self._overlaps else limit_s - step_s - self._waited_s
-        num_loaded = num_loaded_by(request)
-        counts = range(1, num_loaded + 1)
+        counts = range(1, num_loaded_by(request) + 1)
         num_tokens = bisect.bisect_right(
             counts, free_s, key=lambda count: self._beside_seconds(self._num_beside + count)
         )
-        if num_tokens < min(MIN_LOAD, num_loaded):
-            self._num_passed += 1
-            return 0
+        self._num_passed += num_tokens == 0
         self._num_beside += num_tokens
         return num_tokens
 

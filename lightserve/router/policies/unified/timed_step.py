@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from lightserve.router.policies.base import Allotment, Loading, Share, StepLimits
 from lightserve.router.policies.lending import lent_until_s
-from lightserve.router.policies.unified.step_loads import StepLoads, num_loaded_by
+from lightserve.router.policies.step_loads import StepLoads, num_loaded_by
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request, RequestState
 from lightserve.router.step_cost import StepShape
