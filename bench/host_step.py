@@ -59,8 +59,8 @@ class NullModel:
     config = SimpleNamespace(vocab_size=VOCAB_SIZE)
     context_len = CONTEXT_LEN
 
-    def hidden(self, input_ids: Tensor, batch: Any, kv: Any, logit_rows: Tensor) -> Tensor:
-        return torch.zeros(len(logit_rows), 1)
+    def hidden(self, input_ids: Tensor, batch: Any, kv: Any, rows: Tensor | None) -> Tensor:
+        return torch.zeros(len(input_ids) if rows is None else len(rows), 1)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.zeros(len(hidden), VOCAB_SIZE) if out is None else out.zero_()

@@ -47,9 +47,12 @@ class Model(Protocol):
         """
 
     def hidden(
-        self, input_ids: Tensor, batch: AttentionBatch, kv: KVPool, logit_rows: Tensor
+        self, input_ids: Tensor, batch: AttentionBatch, kv: KVPool, logit_rows: Tensor | None
     ) -> Tensor:
-        """Run the same pass up to the LM head; return its input [L, hidden_size]."""
+        """Run the same pass up to the LM head; return its input [L, hidden_size].
+
+        `logit_rows` None stands for all T tokens, in order.
+        """
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:
         """Return the logits of any rows of `hidden`, as `forward`; every rank must take part.

@@ -99,7 +99,7 @@ class DecoderModel:
         return self._lm_head(hidden, out) if hidden.shape[0] else self._lm_head.no_logits()
 
     def hidden(
-        self, input_ids: Tensor, batch: AttentionBatch, kv: KVPool, logit_rows: Tensor
+        self, input_ids: Tensor, batch: AttentionBatch, kv: KVPool, logit_rows: Tensor | None
     ) -> Tensor:
         """See `Model.hidden`.
 
@@ -115,9 +115,11 @@ class DecoderModel:
             x, residual = layer.finish(heads, residual)
         last = self._layers[-1]
         heads, residual = last.attend(x, residual, inputs, kv)
-        if logit_rows.shape[0] == 0:
-            return x[:0]
-        heads, residual = heads.index_select(0, logit_rows), residual.index_select(0, logit_rows)
+        if logit_rows is not None:
+            if logit_rows.shape[0] == 0:
+                return x[:0]
+            heads = heads.index_select(0, logit_rows)
+            residual = residual.index_select(0, logit_rows)
         x, residual = last.finish(heads, residual)
         hidden, _ = self._norm.add(x, residual)
         return hidden

@@ -91,7 +91,6 @@ class DecodeGraphs:
         self._num_rows = 0
         """Rows of the last step; what is behind them is padding."""
         self._offsets = torch.arange(largest + 1, dtype=torch.int32, device=device)
-        self._indices = torch.arange(largest, dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
         if has_logits:
             shape = (largest, model.config.vocab_size)
@@ -131,7 +130,7 @@ class DecodeGraphs:
     @property
     def static_bytes(self) -> int:
         """Memory of the tensors that are there before anything is recorded."""
-        tensors = (self._rows, self._positions, self._offsets, self._indices, self._logits)
+        tensors = (self._rows, self._positions, self._offsets, self._logits)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def covers(self, num_rows: int) -> bool:
@@ -175,7 +174,7 @@ class DecodeGraphs:
             host_context_lens=UnknownValues("host_context_lens", size),
         )
         input_ids = tables.token_ids[rows, positions].long()
-        hidden = self._model.hidden(input_ids, batch, self._pool, self._indices[:size])
+        hidden = self._model.hidden(input_ids, batch, self._pool, None)
         self._model.logits(hidden, None if self._logits is None else self._logits[:size])
 
 
