@@ -1,6 +1,6 @@
 """Compile every Triton kernel for GPUs that need not be there and print what the compiler made.
 
-    python bench/kernels_offline.py [--name PART] [--capability 80 90] [--json FILE]
+    python bench/kernels_offline.py [--name PART ...] [--capability 80 90] [--json FILE]
 
 Exits with 1 if a kernel spills registers, does not fit, or lacks the instructions that it is built
 on: 16-byte loads, and warp-group products for prefill on sm_90. A new kernel is one more `Case`:
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -19,7 +20,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightserve.kernels.interface import AttentionBatch
 from lightserve.kernels.triton import elementwise
+from lightserve.kernels.triton.attention import attention
+from lightserve.kernels.triton.configs import AttentionConfigs
 from lightserve.kernels.triton.offline import (
     Launch,
     Resources,
@@ -40,8 +44,12 @@ class Case:
 
     name: str
     call: Callable[[], object]
-    has_wide_loads: bool = True
-    """Whether each of its kernels must have loads of 16 bytes per thread."""
+    wide_loads: str = ".*"
+    """Kernels that must have loads of 16 bytes per thread, as a regular expression."""
+    wgmma: str = "$^"
+    """Kernels that must have warp-group products on sm_90."""
+    spills: str = "$^"
+    """Kernels that may spill registers: where no choice of blocks avoids it."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +64,94 @@ class Line:
     def faults(self) -> list[str]:
         """What may not be."""
         found = []
-        resources = self.resources
-        if resources.num_local:
+        resources, name = self.resources, self.launch.name
+        if resources.num_local and not re.search(self.case.spills, name):
             found.append(f"{resources.num_local} accesses to local memory: registers spilled")
         if resources.shared_bytes > max_shared_bytes(self.launch.capability):
             found.append(f"{resources.shared_bytes} bytes of shared memory")
-        if self.case.has_wide_loads and not resources.num_wide_loads:
+        if not resources.num_wide_loads and re.search(self.case.wide_loads, name):
             found.append("no loads of 16 bytes")
+        is_hopper = self.launch.capability == 90
+        if is_hopper and not resources.num_wgmma and re.search(self.case.wgmma, name):
+            found.append("no warp-group products")
         return found
 
 
+def attention_batch(*, is_mixed: bool) -> AttentionBatch:
+    """Return 64 decodes, or 63 and a chunk of 512."""
+    q_lens = (1,) * 63 + ((512,) if is_mixed else (1,))
+    num_rows, num_tokens = len(q_lens), sum(q_lens)
+    return AttentionBatch(
+        positions=meta(num_tokens, dtype=torch.int64),
+        slot_mapping=meta(num_tokens, dtype=torch.int64),
+        req_to_slot=meta(257, 8193, dtype=torch.int32),
+        rows=meta(num_rows, dtype=torch.int64),
+        cu_seqlens_q=meta(num_rows + 1, dtype=torch.int32),
+        context_lens=meta(num_rows, dtype=torch.int32),
+        host_rows=tuple(range(num_rows)),
+        host_q_lens=q_lens,
+        host_context_lens=(1024,) * num_rows,
+    )
+
+
+def attend(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    window: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    is_mixed: bool = True,
+) -> None:
+    """Launch attention as a model does: queries are a view, pools have a head's slots together."""
+    batch = attention_batch(is_mixed=is_mixed)
+    qkv = meta(len(batch.positions), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    pools = meta(2, num_kv_heads, 100_001, head_dim, dtype=dtype).transpose(1, 2)
+    configs = AttentionConfigs()
+    attention(
+        qkv[:, :num_heads],
+        pools[0],
+        pools[1],
+        batch,
+        configs=configs,
+        scale=head_dim**-0.5,
+        sliding_window=window,
+    )
+
+
+def attention_case(
+    num_heads: int, num_kv_heads: int, head_dim: int, window: int | None, dtype: torch.dtype
+) -> Case:
+    """Return a mixed batch of this shape."""
+    name = f"attention {num_heads}/{num_kv_heads} heads of {head_dim}"
+    name += f", window {window}" if window else ""
+    name += "" if dtype == torch.bfloat16 else f", {str(dtype).removeprefix('torch.')}"
+    return Case(
+        name,
+        lambda: attend(num_heads, num_kv_heads, head_dim, window=window, dtype=dtype),
+        wide_loads="prefill|decode|merge",
+        wgmma="prefill" if dtype.itemsize == 2 else "$^",
+    )
+
+
+HEADS = [(32, 32), (32, 8), (14, 2), (32, 4)]
+"""Groups of 1, 4, 7 and 8."""
+ATTENTION_CASES = [
+    attention_case(*heads, head_dim, window, torch.bfloat16)
+    for head_dim in (64, 80, 96, 128, 256)
+    for heads in HEADS
+    for window in (None, 4096)
+]
+
 CASES: list[Case] = [
+    *ATTENTION_CASES,
+    Case(
+        "attention 32/8 heads of 128, decodes alone",
+        lambda: attend(32, 8, 128, is_mixed=False),
+        wide_loads="decode|merge",
+    ),
+    attention_case(32, 8, 128, None, torch.float16),
+    attention_case(32, 8, 128, None, torch.float32),
     Case("rms_norm 4096", lambda: elementwise.rms_norm(meta(256, 4096), meta(4096), 1e-5)),
     Case(
         "add_rms_norm 4096",
@@ -77,22 +162,25 @@ CASES: list[Case] = [
 
 
 def compile_cases(cases: list[Case], capability: int) -> Iterator[Line]:
-    """Compile each case's launches for a compute capability."""
+    """Compile each case's launches for a compute capability; the same code is read once."""
+    seen: set[bytes] = set()
     for case in cases:
         with compiling(capability) as launches:
             case.call()
         assert launches, f"{case.name} launches nothing"
         for launch in launches:
-            yield Line(case, launch, read(launch))
+            if launch.cubin not in seen:
+                seen.add(launch.cubin)
+                yield Line(case, launch, read(launch))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--name", default="", help="only cases whose name contains this")
+    parser.add_argument("--name", nargs="+", default=[""], help="only cases with one of these")
     parser.add_argument("--capability", type=int, nargs="+", default=[80, 90])
     parser.add_argument("--json", type=Path, help="also write the table here")
     options = parser.parse_args()
-    cases = [case for case in CASES if options.name in case.name]
+    cases = [case for case in CASES if any(part in case.name for part in options.name)]
     table, num_faults = [], 0
     print(f"{'case':40} {'kernel':24} sm warps stages regs local  shared blocks wgmma  mma 16B")
     for capability in options.capability:

@@ -29,8 +29,10 @@ def attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not len(q):
         return out
-    shape = AttentionShape(q.shape[1], k_pool.shape[1], q.shape[2], q.dtype, sliding_window)
-    work = attention_work(batch, shape, configs, gpu_of(q.device))
+    shape = AttentionShape(
+        q.shape[1], k_pool.shape[1], q.shape[2], q.dtype, sliding_window is not None
+    )
+    work = attention_work(batch, shape, sliding_window, configs, gpu_of(q.device))
     scale_log2 = scale * LOG2_E
     if work.chunks is not None:
         attend_chunks(q, k_pool, v_pool, out, batch, work.chunks, scale_log2, sliding_window)

@@ -12,6 +12,7 @@ from enum import StrEnum
 from functools import cache
 
 import torch
+from triton.runtime import driver
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    window: int | None
+    has_window: bool
 
     @property
     def group(self) -> int:
@@ -78,17 +79,20 @@ class Gpu:
 
 
 INTERPRETER = Gpu("interpreter", 0, 2, 1 << 20)
-HOPPER = Gpu("sm_90", 90, 132, 227 << 10)
-AMPERE = Gpu("sm_80", 80, 108, 163 << 10)
+_COMPILED_FOR = {80: Gpu("sm_80", 80, 108, 163 << 10), 90: Gpu("sm_90", 90, 132, 227 << 10)}
 
 
-@cache
 def gpu_of(device: torch.device) -> Gpu:
-    """Return what a device is; "meta", for which kernels are only compiled, is a Hopper GPU."""
+    """Return what a device is; "meta" is the GPU that is compiled for (see `offline`)."""
     if device.type == "cpu":
         return INTERPRETER
     if device.type == "meta":
-        return HOPPER
+        return _COMPILED_FOR[driver.active.get_current_target().arch]
+    return _cuda_gpu(device)
+
+
+@cache
+def _cuda_gpu(device: torch.device) -> Gpu:
     facts = torch.cuda.get_device_properties(device)
     return Gpu(
         name=facts.name,
@@ -123,7 +127,7 @@ def default_prefill(shape: AttentionShape, gpu: Gpu) -> PrefillConfig:
     if gpu.capability == 0:
         return PrefillConfig(64, 64, 4, 2)
     if shape.dtype == torch.float32:  # for tests: no matrix products on tensor cores
-        return PrefillConfig(32, 32 if _padded(shape) <= 128 else 16, 4, 1)
+        return PrefillConfig(32, 32 if padded_dim(shape) <= 128 else 16, 4, 1)
     return next(
         (
             config
@@ -137,10 +141,12 @@ def default_prefill(shape: AttentionShape, gpu: Gpu) -> PrefillConfig:
 def _prefills(shape: AttentionShape, gpu: Gpu) -> list[PrefillConfig]:
     """Return built-in configurations, best first."""
     has_wgmma = gpu.capability == 90
-    width = _padded(shape)
+    width = padded_dim(shape)
     if width <= 64:
+        two_per_sm = [PrefillConfig(128, 64, 4, 3)] if has_wgmma else []
         return [
-            PrefillConfig(128, 64, 4, 3),
+            *two_per_sm,
+            PrefillConfig(128, 64, 8, 3),
             PrefillConfig(128, 64, 8, 2),
             PrefillConfig(64, 32, 4, 2),
         ]
@@ -171,28 +177,40 @@ def default_decode(shape: AttentionShape, gpu: Gpu) -> DecodeConfig:
         return DecodeConfig(64, 4, 2, 2, 128)
     if shape.dtype == torch.float32:
         return DecodeConfig(16, 4, 1, 4, 256)
-    block_n = max(16, 8192 // max(64, _padded(shape)))
-    stages = 3
-    while stages > 1 and decode_bytes(block_n, stages, shape) > gpu.shared_bytes:
-        stages -= 1
-    per_sm = max(
-        1, min(4 if stages == 1 else 3, gpu.shared_bytes // decode_bytes(block_n, stages, shape))
-    )
-    return DecodeConfig(block_n, 4, stages, per_sm, 256)
+    block_n = max(16, 8192 // max(64, padded_dim(shape)))
+    for num_stages in (3, 2):
+        if programs_per_sm(block_n, 4, num_stages, shape, gpu):
+            return decode_config(block_n, 4, num_stages, 256, shape, gpu)
+    return DecodeConfig(16, 4, 1, 2, 256)
+
+
+def decode_config(
+    block_n: int, num_warps: int, num_stages: int, split_len: int, shape: AttentionShape, gpu: Gpu
+) -> DecodeConfig:
+    """Return a configuration with as many programs as fit on a multiprocessor."""
+    per_sm = programs_per_sm(block_n, num_warps, num_stages, shape, gpu)
+    return DecodeConfig(block_n, num_warps, num_stages, max(1, per_sm), split_len)
+
+
+def programs_per_sm(
+    block_n: int, num_warps: int, num_stages: int, shape: AttentionShape, gpu: Gpu
+) -> int:
+    """Return about how many decode programs fit on a multiprocessor; 0: not even one.
+
+    At most 12 warps: up to 168 registers per thread.
+    """
+    queries = max(16, 1 << (shape.group - 1).bit_length())
+    tokens = queries + 2 * max(1, num_stages - 1) * block_n
+    shared = tokens * padded_dim(shape) * shape.dtype.itemsize + 2048
+    return min(12 // num_warps, gpu.shared_bytes // shared)
 
 
 def prefill_bytes(config: PrefillConfig, shape: AttentionShape) -> int:
     """Return about how much shared memory a prefill program takes."""
     tokens = config.block_m + 2 * config.num_stages * config.block_n
-    return tokens * _padded(shape) * shape.dtype.itemsize
+    return tokens * padded_dim(shape) * shape.dtype.itemsize
 
 
-def decode_bytes(block_n: int, num_stages: int, shape: AttentionShape) -> int:
-    """Return about how much shared memory a decode program takes."""
-    queries = max(16, 1 << (shape.group - 1).bit_length())
-    tokens = queries + 2 * max(1, num_stages - 1) * block_n
-    return tokens * _padded(shape) * shape.dtype.itemsize + 4096
-
-
-def _padded(shape: AttentionShape) -> int:
+def padded_dim(shape: AttentionShape) -> int:
+    """Return the head size that kernels compute with, a power of two."""
     return max(16, 1 << (shape.head_dim - 1).bit_length())

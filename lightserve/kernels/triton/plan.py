@@ -30,6 +30,8 @@ class ChunkWork:
     """Blocks of queries, those with the longest contexts first: the same in every layer."""
 
     config: PrefillConfig
+    tokens: int
+    """Of a block; its queries are these times the heads of a group."""
     rows: Tensor
     """int32 [num blocks], row of each block."""
     starts: Tensor
@@ -44,31 +46,40 @@ class AttentionWork(NamedTuple):
 
 
 def attention_work(
-    batch: AttentionBatch, shape: AttentionShape, configs: AttentionConfigs, gpu: Gpu
+    batch: AttentionBatch,
+    shape: AttentionShape,
+    window: int | None,
+    configs: AttentionConfigs,
+    gpu: Gpu,
 ) -> AttentionWork:
     """Return the work of a batch in layers of this shape; worked out in the first such layer."""
-    key = ("triton", shape)
+    key = ("triton", shape, window)
     work: AttentionWork | None = batch.prepared.get(key)
     if work is None:
-        work = batch.prepared[key] = _plan(batch, shape, configs, gpu)
+        work = batch.prepared[key] = _plan(batch, shape, window, configs, gpu)
     return work
 
 
 def _plan(
-    batch: AttentionBatch, shape: AttentionShape, configs: AttentionConfigs, gpu: Gpu
+    batch: AttentionBatch,
+    shape: AttentionShape,
+    window: int | None,
+    configs: AttentionConfigs,
+    gpu: Gpu,
 ) -> AttentionWork:
     if all(q_len == 1 for q_len in batch.host_q_lens):
-        return AttentionWork(None, _decode_work(batch, None, shape, configs, gpu))
+        return AttentionWork(None, _decode_work(batch, None, shape, window, configs, gpu))
     q_lens = np.array(batch.host_q_lens)
     context_lens = np.array(batch.host_context_lens)
     config = configs.prefill(shape, gpu, chunk_class(q_lens, context_lens, shape, gpu))
     decodes = np.flatnonzero(q_lens == 1)
-    rows, starts = _blocks(q_lens, context_lens, config.block_m // shape.group)
+    tokens = max(1, config.block_m // shape.group)
+    rows, starts = _blocks(q_lens, context_lens, tokens)
     packed = np.concatenate([decodes, rows, starts]).astype(np.int32)
     parts = _upload(packed, batch.rows.device).split([len(decodes), len(rows), len(starts)])
     return AttentionWork(
-        ChunkWork(config, parts[1], parts[2]) if len(rows) else None,
-        _decode_work(batch, parts[0], shape, configs, gpu) if len(decodes) else None,
+        ChunkWork(config, tokens, parts[1], parts[2]) if len(rows) else None,
+        _decode_work(batch, parts[0], shape, window, configs, gpu) if len(decodes) else None,
     )
 
 
@@ -101,12 +112,12 @@ def _decode_work(
     batch: AttentionBatch,
     decode_rows: Tensor | None,
     shape: AttentionShape,
+    window: int | None,
     configs: AttentionConfigs,
     gpu: Gpu,
 ) -> DecodeWork:
-    return schedule_decodes(
-        batch, decode_rows, shape, configs.decode(shape, gpu), num_sms=gpu.num_sms
-    )
+    config = configs.decode(shape, gpu)
+    return schedule_decodes(batch, decode_rows, shape, window, config, num_sms=gpu.num_sms)
 
 
 def _upload(values: np.ndarray, device: torch.device) -> Tensor:

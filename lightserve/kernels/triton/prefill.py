@@ -102,7 +102,6 @@ def attend_chunks(
     """
     group = q.shape[1] // k_pool.shape[1]
     config = work.config
-    tokens = config.block_m // group
     _prefill_kernel[len(work.rows), k_pool.shape[1]](
         q,
         k_pool,
@@ -122,9 +121,9 @@ def attend_chunks(
         batch.req_to_slot.stride(0),
         HAS_WINDOW=window is not None,
         GROUP=group,
-        TOKENS=tokens,
+        TOKENS=work.tokens,
         HEAD_DIM=q.shape[2],
-        BLOCK_Q=config.block_m,
+        BLOCK_Q=max(config.block_m, triton.next_power_of_2(group)),
         BLOCK_D=max(MIN_DOT, triton.next_power_of_2(q.shape[2])),
         BLOCK_N=config.block_n,
         WIDEN=q.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
