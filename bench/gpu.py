@@ -34,6 +34,7 @@ PARTS: dict[str, float] = {
     "checkpoints": 90,
     "through-http": 180,
     "parity": 120,
+    "tensor-parallel": 90,
 }
 """Names in the order in which they run, and the most seconds that each may take."""
 

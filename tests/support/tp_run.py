@@ -1,4 +1,4 @@
-"""Runs sequences through models split over processes: `python -m support.tp_run RANK SIZE DIR`.
+"""Runs sequences through models split over processes: `support.tp_run RANK SIZE DIR cpu|cuda`.
 
 DIR holds `jobs.pt`, a list of `Job`; rank 0 writes `logits.pt`, for each job the logits of each
 sequence. `run_ranks` is the parent's side.
@@ -35,8 +35,10 @@ class Job(TypedDict):
     tokens: list[Tensor]
 
 
-def run_ranks(jobs: Sequence[Job], size: int, directory: Path) -> list[list[Tensor]]:
-    """Run all jobs on `size` processes and return rank 0's logits."""
+def run_ranks(
+    jobs: Sequence[Job], size: int, directory: Path, *, device: str = "cpu"
+) -> list[list[Tensor]]:
+    """Run all jobs on `size` processes and return rank 0's logits; `device`: cpu or cuda."""
     torch.save(list(jobs), directory / "jobs.pt")
     root = Path(__file__).parents[1]
     environment = os.environ | {
@@ -45,7 +47,7 @@ def run_ranks(jobs: Sequence[Job], size: int, directory: Path) -> list[list[Tens
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "support.tp_run", str(rank), str(size), str(directory)],
+            [sys.executable, "-m", "support.tp_run", str(rank), str(size), str(directory), device],
             env=environment,
         )
         for rank in range(size)
@@ -65,15 +67,29 @@ def run_ranks(jobs: Sequence[Job], size: int, directory: Path) -> list[list[Tens
 def main() -> None:
     rank, size, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     jobs: list[Job] = torch.load(directory / "jobs.pt")
-    tp = join_group(rank=rank, size=size, store_path=str(directory / "store"), timeout_s=TIMEOUT_S)
+    device = torch.device(sys.argv[4])
+    if device.type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    tp = join_group(
+        rank=rank,
+        size=size,
+        store_path=str(directory / "store"),
+        timeout_s=TIMEOUT_S,
+        device=device,
+    )
     results = []
     for job in jobs:
-        kernels = make_kernels(job["kernels"], batch_invariant=False)
+        kernels = make_kernels(job["kernels"], batch_invariant=False, device=device)
         dtype: torch.dtype = getattr(torch, job["dtype"])
-        loaded = load_tiny(Path(job["path"]), dtype, kernels, tp=tp)
+        loaded = load_tiny(Path(job["path"]), dtype, kernels, tp=tp, device=device)
         lengths = [len(tokens) for tokens in job["tokens"]]
         driver = DirectDriver(
-            loaded.model, num_kv_heads=loaded.num_kv_heads, dtype=dtype, lengths=lengths
+            loaded.model,
+            num_kv_heads=loaded.num_kv_heads,
+            dtype=dtype,
+            lengths=lengths,
+            device=device,
         )
         passes = schedule(lengths, chunk=job["chunk"] or None, num_decodes=NUM_DECODES)
         results.append(run_sequences(driver, job["tokens"], passes))
