@@ -7,17 +7,18 @@ import math
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sampled_rows import History, draw, make_batch
 
 from lightserve.types import SamplingParams
-from lightserve.worker.adjustments import RowHistory, adjust
-from lightserve.worker.sampler import sample
+from lightserve.worker.sampling.adjustments import adjust
+from lightserve.worker.sampling.host import sample_on_host
 
 VOCAB = 12
 TOKENS = st.integers(0, VOCAB - 1)
 
 
-def by_loop(logits: list[float], params: SamplingParams, history: RowHistory) -> list[float]:
-    known = history.token_ids.tolist()
+def by_loop(logits: list[float], params: SamplingParams, history: History) -> list[float]:
+    known = list(history.token_ids)
     output = known[history.num_prompt_tokens :]
     bias = dict(params.logit_bias)
     result = []
@@ -61,23 +62,46 @@ def test_adjusted_logits_are_those_of_a_loop(
     eos: list[int],
     params: SamplingParams,
 ) -> None:
-    history = RowHistory(torch.tensor(prompt + output), len(prompt), eos)
+    history = History(prompt + output, len(prompt), eos)
     expected = by_loop(logits, params, history)
-    row = torch.tensor(logits)
-    adjust(row, params, history)
-    torch.testing.assert_close(row, torch.tensor(expected), atol=1e-5, rtol=1e-5)
     # A neighbour without options changes nothing, and a row with nothing left is an error.
+    greedy = SamplingParams(temperature=0.0)
     both = torch.tensor([logits, logits])
-    sampled = sample(both, [SamplingParams(temperature=0.0), params], [0, 1], {1: history})
-    assert sampled.is_finite == [True, max(expected) > -math.inf]
+    batch = make_batch([greedy, params], [9, 9], [None, history])
+    adjusted = adjust(both, batch)
+    torch.testing.assert_close(adjusted[1], torch.tensor(expected), atol=1e-5, rtol=1e-5)
+    assert torch.equal(both, torch.tensor([logits, logits])), "the model's own stay"
+    sampled = sample_on_host(both, batch)
+    assert sampled.is_finite.tolist() == [True, max(expected) > -math.inf]
     assert int(sampled.token_ids[0]) == both[0].argmax()
     if sampled.is_finite[1]:
-        assert int(sampled.token_ids[1]) == row.argmax()
+        assert int(sampled.token_ids[1]) == adjusted[1].argmax()
+
+
+def test_rows_with_options_do_not_touch_each_other() -> None:
+    torch.manual_seed(2)
+    logits = torch.randn(4, 40)
+    options = [
+        SamplingParams(repetition_penalty=1.5, logit_bias=((3, 2.0), (5, -1.0))),
+        SamplingParams(),
+        SamplingParams(frequency_penalty=0.5, allowed_token_ids=(1, 2, 3, 39)),
+        SamplingParams(presence_penalty=1.0, repetition_penalty=0.7, min_tokens=30),
+    ]
+    histories = [History([n, 3, 3, 7, n], 2, [n]) for n in range(4)]
+    together = adjust(logits, make_batch(options, [0] * 4, histories))
+    for row in range(4):
+        batch = make_batch(options[row : row + 1], [0], histories[row : row + 1])
+        alone = sample_on_host(logits[row : row + 1], batch)
+        assert alone.is_finite.all()
+        if batch.rows.adjustments is not None:
+            assert torch.equal(adjust(logits[row : row + 1], batch)[0], together[row])
+        else:
+            assert torch.equal(together[row], logits[row])
 
 
 def test_min_p_keeps_the_share_of_the_most_probable() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     for min_p, kept in ((0.0, 4), (0.2, 3), (0.5, 2), (1.0, 1)):
         params = SamplingParams(min_p=min_p, seed=3)
-        tokens = sample(logits.expand(2000, -1), [params] * 2000, range(2000)).token_ids
+        tokens = draw(logits.expand(2000, -1), [params] * 2000, range(2000)).token_ids
         assert set(tokens.tolist()) == set(range(kept))

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.sampled_rows import make_batch
 
-from lightserve.worker.logprobs import token_logprobs
+from lightserve.messages.common import TokenLogprob
+from lightserve.types import SamplingParams
+from lightserve.worker.sampling.logprobs import logprob_tensors, to_token_logprobs
+from lightserve.worker.sampling.sampler import sample
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: list[int]
+) -> list[TokenLogprob]:
+    return to_token_logprobs(logprob_tensors(logits, token_ids, max(num_top)), num_top)
 
 
 def test_the_most_probable_first_and_ties_by_lower_id() -> None:
@@ -29,3 +39,25 @@ def test_ties_do_not_depend_on_neighbours() -> None:
         order = sorted(range(300), key=lambda i, row=row: (-float(logits[row, i]), i))[:num]  # type: ignore[misc]
         assert together[row].top_token_ids == order
         assert token_logprobs(logits[row : row + 1], token_ids[:1], [num]) == [together[row]]
+
+
+def test_rows_that_want_some_get_them_in_their_order() -> None:
+    torch.manual_seed(2)
+    logits = torch.randn(4, 30)
+    logits[3, 1] = torch.nan
+    wanted = [None, 3, 0, 50]
+    params = [SamplingParams(seed=9, num_logprobs=number) for number in wanted]
+    batch = make_batch(params, [4, 5, 6, 7])
+    sampled = sample(logits, batch)
+    assert batch.rows.logprob_indices == [1, 2, 3] and sampled.logprobs is not None
+    assert sampled.logprobs.is_finite.tolist() == [True, True, False]
+    first, second, _ = to_token_logprobs(sampled.logprobs, batch.rows.num_logprobs)
+    expected = token_logprobs(logits[1:3], sampled.token_ids[1:3], [3, 0])
+    assert [first, second] == expected and len(first.top_logprobs) == 3
+    assert logprob_tensors(logits, torch.zeros(4, dtype=torch.int64), 2).is_finite.tolist() == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert sample(logits, make_batch([SamplingParams()] * 4, [1] * 4)).logprobs is None

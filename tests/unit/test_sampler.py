@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sampled_rows import draw
 
 from lightserve.types import SamplingParams
-from lightserve.worker.random_draw import uniform
-from lightserve.worker.sampler import sample
+from lightserve.worker.sampling.random_draw import sequence_state, uniform, uniform_at
 
 NUM_DRAWS = 20_000
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.0, -3.0, 0.0])
@@ -18,7 +18,7 @@ LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.0, -3.0, 0.0])
 
 def frequencies(params: SamplingParams, logits: torch.Tensor = LOGITS) -> torch.Tensor:
     rows = logits.expand(NUM_DRAWS, -1)
-    tokens = sample(rows, [params] * NUM_DRAWS, range(NUM_DRAWS)).token_ids
+    tokens = draw(rows, [params] * NUM_DRAWS, range(NUM_DRAWS)).token_ids
     return torch.bincount(tokens, minlength=len(logits)) / NUM_DRAWS
 
 
@@ -62,6 +62,8 @@ def test_uniform_numbers_depend_on_all_three() -> None:
     }
     assert len(values) == 30
     assert float(uniform([3], [1], [2])[0]) == 0.6912595630656752
+    known = np.array([sequence_state(-7, 2)])
+    assert uniform_at(known, np.array([9], dtype=np.uint64))[0] == uniform([-7], [2], [9])[0]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_only_kept_tokens_are_drawn(seed: int, vocab: int, top_k: int, top_p: fl
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * 3
     params = SamplingParams(temperature=0.9, top_k=top_k, top_p=top_p, seed=seed)
     kept = truncated((logits / 0.9).softmax(-1).double(), top_k, top_p) > 0
-    tokens = sample(logits.expand(64, -1), [params] * 64, range(64)).token_ids
+    tokens = draw(logits.expand(64, -1), [params] * 64, range(64)).token_ids
     assert bool(kept[tokens].all())
 
 
@@ -98,7 +100,7 @@ def test_draws_invert_the_cumulative_distribution(vocab: int) -> None:
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2
     logits[300:600] = -1e9
     params = SamplingParams(temperature=0.8, seed=vocab)
-    tokens = sample(logits.expand(4000, -1), [params] * 4000, range(4000)).token_ids
+    tokens = draw(logits.expand(4000, -1), [params] * 4000, range(4000)).token_ids
     cumulative = (logits / 0.8).double().softmax(-1).cumsum(-1)
     numbers = torch.from_numpy(uniform([vocab] * 4000, [0] * 4000, range(4000)))
     expected = torch.searchsorted(cumulative, numbers, right=True)
@@ -116,7 +118,7 @@ def test_truncation_of_a_large_vocabulary(top_k: int, top_p: float, spread: floa
     logits = torch.randn(900, generator=torch.Generator().manual_seed(3)) * spread
     params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, seed=9)
     kept = truncated(logits.softmax(-1).double(), top_k, top_p) > 0
-    tokens = sample(logits.expand(4000, -1), [params] * 4000, range(4000)).token_ids
+    tokens = draw(logits.expand(4000, -1), [params] * 4000, range(4000)).token_ids
     assert bool(kept[tokens].all())
     likely = kept & (logits.softmax(-1) > 3e-3)
     assert bool(torch.isin(likely.nonzero().flatten(), tokens).all())
@@ -141,9 +143,9 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         for i in range(60)
     ]
     positions = [3 * i for i in range(60)]
-    whole = sample(logits, params, positions).token_ids
+    whole = draw(logits, params, positions).token_ids
     for rows in ([5], [59, 0, 7], list(range(30, 60)), list(torch.randperm(60))):
-        part = sample(logits[rows], [params[i] for i in rows], [positions[i] for i in rows])
+        part = draw(logits[rows], [params[i] for i in rows], [positions[i] for i in rows])
         assert torch.equal(part.token_ids, whole[rows])
 
 
@@ -152,8 +154,8 @@ def test_a_row_without_finite_logits_is_alone(value: float) -> None:
     torch.manual_seed(0)
     logits = torch.randn(3, 50)
     params = [SamplingParams(temperature=t, seed=4) for t in (0.0, 1.0, 1.0)]
-    clean = sample(logits.clone(), params, [1, 2, 3]).token_ids
+    clean = draw(logits.clone(), params, [1, 2, 3]).token_ids
     logits[1, 7] = value
-    sampled = sample(logits, params, [1, 2, 3])
-    assert sampled.is_finite == [True, False, True]
+    sampled = draw(logits, params, [1, 2, 3])
+    assert sampled.is_finite.tolist() == [True, False, True]
     assert sampled.token_ids.tolist() == [int(clean[0]), 0, int(clean[2])]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.sampled_rows import History, draw, make_batch
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -16,8 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from lightserve.types import SamplingParams
-from lightserve.worker.adjustments import RowHistory, adjust
-from lightserve.worker.sampler import sample
+from lightserve.worker.sampling.adjustments import adjust
 
 VOCAB, NUM_DRAWS = 60, 600
 
@@ -54,14 +54,14 @@ def test_the_same_tokens_with_the_same_chances(options: dict[str, Any]) -> None:
     """Every token drawn is one they keep, and each as often as they would draw it."""
     torch.manual_seed(4)
     logits, seen = torch.randn(VOCAB) * 2, torch.randint(0, VOCAB, (40,))
-    params = SamplingParams(seed=1, **options)
-    theirs = processors(params)(seen[None], logits[None].clone())[0].softmax(dim=-1)
-    history = RowHistory(seen, 10, [])
-    drawn = sample(
+    theirs = processors(SamplingParams(**options))(seen[None], logits[None].clone())[0].softmax(
+        dim=-1
+    )
+    drawn = draw(
         logits.expand(NUM_DRAWS, VOCAB).contiguous(),
-        [params] * NUM_DRAWS,
-        list(range(NUM_DRAWS)),
-        dict.fromkeys(range(NUM_DRAWS), history) if params.repetition_penalty != 1.0 else {},
+        [SamplingParams(seed=seed, **options) for seed in range(NUM_DRAWS)],
+        [0] * NUM_DRAWS,
+        [History(seen.tolist(), 10)] * NUM_DRAWS,
     )
     counts = torch.bincount(drawn.token_ids, minlength=VOCAB)
     assert not counts[theirs == 0].any(), "a token that they drop"
@@ -73,5 +73,6 @@ def test_repetition_penalty_gives_the_same_logits() -> None:
     torch.manual_seed(5)
     logits, seen = torch.randn(VOCAB), torch.randint(0, VOCAB, (25,))
     expected = RepetitionPenaltyLogitsProcessor(1.7)(seen[None], logits[None].clone())[0]
-    adjust(logits, SamplingParams(repetition_penalty=1.7), RowHistory(seen, 5, []))
-    torch.testing.assert_close(logits, expected)
+    params = SamplingParams(repetition_penalty=1.7)
+    batch = make_batch([params], [0], [History(seen.tolist(), 5)])
+    torch.testing.assert_close(adjust(logits[None], batch)[0], expected)
