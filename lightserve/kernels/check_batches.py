@@ -7,13 +7,14 @@ is no rounding error.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
 from lightserve.kernels.shapes import KernelShapes
+from lightserve.kernels.unknown_values import UnknownValues
 
 Row = tuple[int, int]
 """New tokens and context of a row."""
@@ -38,6 +39,16 @@ class CheckBatch:
     k_pool: Tensor
     """[Hkv, S, D]: in memory a head's tokens are together, as in `KVPool`."""
     v_pool: Tensor
+
+    def recorded(self) -> AttentionBatch:
+        """Return the batch as kernels see it while a graph is captured."""
+        num_rows = len(self.batch.host_rows)
+        return replace(
+            self.batch,
+            host_rows=UnknownValues("host_rows", num_rows),
+            host_context_lens=UnknownValues("host_context_lens", num_rows),
+            prepared={},
+        )
 
 
 def check_batches(

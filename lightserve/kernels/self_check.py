@@ -234,7 +234,8 @@ def _heads(pair: _Pair, case: CheckBatch) -> Iterator[Comparison]:
 
     def attend(kernels: Kernels, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         q = inputs[0].split_with_sizes(sizes, dim=1)[0]
-        out = kernels.attention(q, *_pools(inputs), batch, scale=scale, sliding_window=case.window)
+        seen = case.recorded() if case.num_padding and kernels.is_capturable else batch
+        out = kernels.attention(q, *_pools(inputs), seen, scale=scale, sliding_window=case.window)
         return (out[: num_tokens - case.num_padding],)
 
     yield from pair.compare("rotary", heads, rotary, (qkv, angles.cos(), angles.sin()))

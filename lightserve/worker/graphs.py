@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightserve.errors import StartupError
 from lightserve.kernels.interface import AttentionBatch
+from lightserve.kernels.unknown_values import UnknownValues
 from lightserve.logs import one_line
 from lightserve.models.base import KVPool, Model
 from lightserve.progress import Advance
@@ -40,21 +41,6 @@ class DecodeTables(NamedTuple):
     """int32 [max_num_seqs + 1, max_model_len + 1], tokens by position."""
     req_to_slot: Tensor
     """int32, the same shape: slots by position, those of the last row all the scratch slot."""
-
-
-class UnknownValues(Sequence[int]):
-    """Values of the host that change from replay to replay: only their number can be read."""
-
-    def __init__(self, name: str, length: int) -> None:
-        self._name = name
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: object) -> NoReturn:
-        """Refuse: a graph would keep the values of its capture for ever."""
-        raise RuntimeError(f"{self._name} of a recorded pass was read: every replay has others")
 
 
 class DecodeGraphs:

@@ -57,6 +57,7 @@ OPERATIONS = {
     "last column lost": "linear",
     "no bias": r"linear \(qkv\)",
     "failed launch": "an operation failed: no kernel image",
+    "reads the host": "an operation failed: host_rows of a recorded pass was read",
 }
 """Of the faults that are not attention's."""
 
@@ -100,7 +101,7 @@ def test_kernels_that_are_wrong(
         check_kernels(FAULTS[fault](), replace(SHAPES, dtype=dtype), CPU)
     message = str(caught.value)
     assert message.startswith("the torch kernels do not agree with the reference on cpu: ")
-    if fault != "failed launch":
+    if "operation failed" not in operation:
         limit = 0.001 if dtype is torch.float32 else 0.02
         assert " has a relative error of " in message
         assert f"at most {limit:g} is allowed" in message

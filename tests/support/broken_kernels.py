@@ -121,6 +121,12 @@ class _FailedLaunch(TorchKernels):
         raise RuntimeError("no kernel image is available")
 
 
+class _ReadsTheHost(TorchKernels):
+    """Says that its decodes can be recorded, and plans them by lengths on the host."""
+
+    is_capturable = True
+
+
 FAULTS: dict[str, type[TorchKernels]] = {
     "window off by one": _WindowOffByOne,
     "wrong scale": _WrongScale,
@@ -138,4 +144,5 @@ FAULTS: dict[str, type[TorchKernels]] = {
     "last column lost": _LastColumnLost,
     "no bias": _NoBias,
     "failed launch": _FailedLaunch,
+    "reads the host": _ReadsTheHost,
 }

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from lightserve.errors import StartupError
 from lightserve.kernels.interface import AttentionBatch
+from lightserve.kernels.unknown_values import UnknownValues
 from lightserve.models.base import KVPool as PoolOfModel
 from lightserve.models.decoder import DecoderModel
 from lightserve.worker.graph_ladder import MAX_ROWS, ladder
 from lightserve.worker.graphs import (
     DecodeGraphs,
     DecodeTables,
-    UnknownValues,
     estimated_graph_bytes,
 )
 from lightserve.worker.kv_pool import KVPool
