@@ -22,7 +22,8 @@ CPU = torch.device("cpu")
 
 
 class RandomReader:
-    """Weights by their names: 1 about norms, otherwise of deviation 1 / sqrt(fan-in)."""
+    """Weights by their names and places, so that ranks' parts fit together: about 1 in norms,
+    otherwise of deviation 1, in an embedding, or 1/8: a fan-in of about 64."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -34,16 +35,25 @@ class RandomReader:
     def read_into(
         self, target: Tensor, name: str, *, rows: Part | None = None, columns: Part | None = None
     ) -> None:
-        assert rows is None or rows.start == 0, "one rank only"
         if self.device.type != "cpu":
             target.zero_()
             return
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        noise = torch.randn(target.shape, generator=generator)
-        is_norm = name.endswith("norm.weight")
-        is_table = "embed_tokens" in name
-        scale = 1.0 if is_table else 1 / math.sqrt(target.shape[-1])
-        target.copy_(1.0 + 0.2 * noise if is_norm else scale * noise)
+        noise = _noise(zlib.crc32(name.encode()), tuple(target.shape), rows, columns)
+        if name.endswith("norm.weight"):
+            target.copy_(1.0 + 0.2 * noise)
+        else:
+            target.copy_(noise if "embed_tokens" in name else noise / 8)
+
+
+def _noise(seed: int, shape: tuple[int, ...], rows: Part | None, columns: Part | None) -> Tensor:
+    """Return numbers of deviation 1 that are functions of the seed and their place."""
+    starts = [0 if part is None else part.start for part in (rows, columns)]
+    places = torch.zeros(shape, dtype=torch.float64)
+    for dim, size in enumerate(shape):
+        index = torch.arange(starts[dim], starts[dim] + size, dtype=torch.float64)
+        places += (index * (12.9898 if dim else 78.233)).view(-1, *[1] * (len(shape) - dim - 1))
+    uniform = ((places + seed % 9973).sin() * 43758.5453).frac().abs()
+    return (uniform - 0.5) * math.sqrt(12)
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -93,5 +103,5 @@ def random_model(
     )
 
 
-def layout_of(config: ModelConfig, dtype: str = "float32") -> KVLayout:
-    return kv_layout(config, tp_size=1, dtype=dtype)
+def layout_of(config: ModelConfig, dtype: str = "float32", *, tp_size: int = 1) -> KVLayout:
+    return kv_layout(config, tp_size=tp_size, dtype=dtype)

@@ -1,0 +1,86 @@
+"""Graphs of a model split over processes: `python -m support.tp_graphs RANK SIZE STORE`.
+
+Every rank records the same passes in the same order, with its collectives in them. Rank 0 compares
+their logits with those of the whole model, which it runs by itself.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from lightserve.kernels.interface import AttentionBatch
+from lightserve.models.base import Model
+from lightserve.worker.graphs import DecodeGraphs, DecodeTables
+from lightserve.worker.kv_pool import KVPool
+from lightserve.worker.tensor_parallel import join_group
+from support.graph_recorders import RerunRecorder
+from support.random_model import CPU, layout_of, random_model, tiny_config
+from support.tensor_kernels import TensorKernels
+
+NUM_SEQS, WIDTH, SIZES = 5, 17, (1, 2, 4, 5)
+NUM_SLOTS = NUM_SEQS * (WIDTH - 1)
+CONFIG = tiny_config(vocab_size=201, num_layers=2)
+
+
+def eager(
+    model: Model, pool: KVPool, tables: DecodeTables, rows: Tensor, positions: Tensor
+) -> Tensor | None:
+    batch = AttentionBatch(
+        positions=positions,
+        slot_mapping=tables.req_to_slot[rows, positions].long(),
+        req_to_slot=tables.req_to_slot,
+        rows=rows,
+        cu_seqlens_q=torch.arange(len(rows) + 1, dtype=torch.int32),
+        context_lens=(positions + 1).int(),
+        host_rows=rows.tolist(),
+        host_q_lens=(1,) * len(rows),
+        host_context_lens=(positions + 1).tolist(),
+    )
+    input_ids = tables.token_ids[rows, positions].long()
+    return model.forward(input_ids, batch, pool, torch.arange(len(rows)))
+
+
+@torch.inference_mode()
+def main() -> None:
+    rank, size, store_path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    tp = join_group(rank=rank, size=size, store_path=store_path, timeout_s=60.0)
+    generator = torch.Generator().manual_seed(3)
+    shape = (NUM_SEQS + 1, WIDTH)
+    tables = DecodeTables(
+        torch.randint(CONFIG.vocab_size, shape, generator=generator, dtype=torch.int32),
+        torch.full(shape, NUM_SLOTS, dtype=torch.int32),
+    )
+    order = torch.randperm(NUM_SLOTS, generator=generator).int()
+    tables.req_to_slot[:NUM_SEQS, : WIDTH - 1] = order.view(NUM_SEQS, -1)
+    whole = KVPool(layout_of(CONFIG), NUM_SLOTS, CPU)
+    whole.tensors[0].copy_(torch.randn(whole.tensors[0].shape, generator=generator))
+    part = KVPool(layout_of(CONFIG, tp_size=size), NUM_SLOTS, CPU)
+    num_heads = part.tensors[0].shape[2]
+    part.tensors[0].copy_(whole.tensors[0][:, :, rank * num_heads : (rank + 1) * num_heads])
+    graphs = DecodeGraphs(
+        random_model(TensorKernels(), CONFIG, tp=tp),
+        part,
+        tables,
+        sizes=SIZES,
+        recorder=RerunRecorder(),
+        has_logits=rank == 0,
+    )
+    graphs.capture()
+    reference = random_model(TensorKernels(), CONFIG)
+    for num_rows in (3, 5, 1, 2, 4, 5):
+        rows = torch.randperm(NUM_SEQS, generator=generator)[:num_rows]
+        positions = torch.randint(WIDTH - 1, (num_rows,), generator=generator)
+        logits = graphs.logits(rows, positions)
+        assert (logits is None) == (rank != 0)
+        if logits is not None:
+            expected = eager(reference, whole, tables, rows, positions)
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+            assert logits.std() > 0.5  # else anything would be close
+    tp.close()
+
+
+if __name__ == "__main__":
+    main()
