@@ -73,13 +73,13 @@ def slot_table(order: Order, num_rows: int, length: int, *, seed: int = 0) -> Te
     return torch.from_numpy(slots).view(num_rows, length)
 
 
-def make_batch(table: Tensor, rows: Sequence[int], *, q_len: int) -> AttentionBatch:
-    """Return a batch of equal rows of a device's `table`, all of their positions in use."""
-    device, context = table.device, table.shape[1]
+def make_batch(table: Tensor, rows: Sequence[int], *, q_len: int, context: int) -> AttentionBatch:
+    """Return a batch of equal rows of a device's `table`, whose first positions are in use."""
+    device = table.device
     num_rows = len(rows)
     index = torch.tensor(rows)
     positions = torch.arange(context - q_len, context).repeat(num_rows)
-    slots = table[index.to(device), context - q_len :].reshape(-1)
+    slots = table[index.to(device), context - q_len : context].reshape(-1)
     return AttentionBatch(
         positions=positions.to(device),
         slot_mapping=slots.long(),

@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,30 @@ class Job:
     command: Sequence[str]
     limit_s: float
     env: dict[str, str]
+    is_timed: bool = True
+    """Whether its figures need the machine for itself."""
+
+
+def run_jobs(
+    jobs: Sequence[Job], out: Path, *, limit_s: float, at_once: int
+) -> Iterator[list[Row]]:
+    """Run all parts within `limit_s`; yield the rows of each, in order, as soon as they are there.
+
+    Those that are not timed come first, `at_once` of them at a time; then the others, one by one.
+    """
+    end_s = time.monotonic() + limit_s
+
+    def run(job: Job) -> list[Row]:
+        return run_job(job, out, left_s=end_s - time.monotonic())
+
+    (out / "parts.log").write_bytes(b"")
+    with ThreadPoolExecutor(at_once) as checks, ThreadPoolExecutor(1) as measurements:
+        checked = {job.part: checks.submit(run, job) for job in jobs if not job.is_timed}
+        measurements.submit(wait, checked.values())
+        measured = {job.part: measurements.submit(run, job) for job in jobs if job.is_timed}
+        found = checked | measured
+        for job in jobs:
+            yield found[job.part].result()
 
 
 def run_job(job: Job, out: Path, *, left_s: float) -> list[Row]:
@@ -40,11 +65,10 @@ def run_job(job: Job, out: Path, *, left_s: float) -> list[Row]:
     """
     if left_s < MIN_PART_S:
         return [_failure(job.part, "not begun: the time is up")]
-    rows_path = out / f"{job.part}.rows"
+    rows_path, log_path = out / f"{job.part}.rows", out / f"{job.part}.log"
     rows_path.unlink(missing_ok=True)
     limit_s, start_s = min(job.limit_s, left_s), time.monotonic()
-    with (out / "parts.log").open("ab+") as log:
-        begin = log.seek(0, os.SEEK_END)
+    with log_path.open("wb") as log:
         process = subprocess.Popen(
             [*job.command, str(rows_path)],
             stdout=log,
@@ -58,14 +82,16 @@ def run_job(job: Job, out: Path, *, left_s: float) -> list[Row]:
             code = None
         finally:
             _end_group(process)
-        log.seek(begin)
-        output = log.read().decode(errors="replace")
+    output = log_path.read_bytes()
+    with (out / "parts.log").open("ab") as parts_log:
+        parts_log.write(output)
+    log_path.unlink()
     rows = read_rows(rows_path)
     rows_path.unlink(missing_ok=True)
     if code is None:
         rows.append(_failure(job.part, f"ended after its {limit_s:.0f} s"))
     elif code != 0:
-        rows.append(_failure(job.part, _error_of(output, code)))
+        rows.append(_failure(job.part, _error_of(output.decode(errors="replace"), code)))
     elif not rows:
         rows.append(_failure(job.part, "gave no figure"))
     print(f"{job.part}: {time.monotonic() - start_s:.0f} s", file=sys.stderr, flush=True)

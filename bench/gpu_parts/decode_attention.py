@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from gpu_parts.attention import (
@@ -35,7 +36,6 @@ LARGE_BYTES = 10**9
 MIN_SHARE_PCT = 80.0
 CACHES = 4
 """The rotated buffers together are at least so many times the last cache."""
-MAX_SETS = 64
 
 
 def run(bench: Bench) -> None:
@@ -53,7 +53,9 @@ def run(bench: Bench) -> None:
     least = CACHES * bench.machine.cache_bytes // heads.kv_bytes
     num_slots = max(least, *(batch * context for batch, context in fitting))
     num_slots = -(-num_slots // BLOCK_SIZE) * BLOCK_SIZE
-    setup = Setup(bench, heads, make_pool(bench.machine, heads, num_slots), bandwidth)
+    setup = Setup(
+        bench, heads, make_pool(bench.machine, heads, num_slots), bandwidth, max(contexts)
+    )
     for batch, context in fitting:
         for order in Order:
             _measure(setup, batch, context, order)
@@ -68,15 +70,23 @@ class Setup:
     pool: KVPool
     bandwidth: float
     """Bytes per second of the copy."""
+    max_model_len: int
+    """Longest context: the table is as wide as a server's."""
     kernels: Kernels = field(default_factory=TritonKernels)
 
 
 def _measure(setup: Setup, batch: int, context: int, order: Order) -> None:
     machine, rows, heads, pool = setup.bench.machine, setup.bench.rows, setup.heads, setup.pool
-    num_sets = min(MAX_SETS, pool.num_slots // (batch * context))
-    table = slot_table(order, num_sets * batch, context).to(machine.device)
+    kv_bytes = batch * context * heads.kv_bytes
+    num_sets = max(2, -(-CACHES * machine.cache_bytes // kv_bytes))
+    num_sets = min(num_sets, pool.num_slots // (batch * context))
+    table = slot_table(order, num_sets * batch, context)
+    wide = torch.zeros(len(table), setup.max_model_len + 1, dtype=torch.int32)
+    wide[:, :context] = table
+    wide = wide.to(machine.device)
     batches = [
-        make_batch(table, range(n * batch, (n + 1) * batch), q_len=1) for n in range(num_sets)
+        make_batch(wide, range(n * batch, (n + 1) * batch), q_len=1, context=context)
+        for n in range(num_sets)
     ]
     queries = machine.random(num_sets, batch, heads.num_heads, heads.head_dim)
     name = f"batch {batch}, context {context}, {order}"
@@ -90,7 +100,6 @@ def _measure(setup: Setup, batch: int, context: int, order: Order) -> None:
         return attend(setup.kernels, queries[one], pool, batches[one])
 
     seconds = machine.median_s(work)
-    kv_bytes = batch * context * heads.kv_bytes
     is_judged = kv_bytes >= LARGE_BYTES and order is Order.BLOCKS
     rows.figure(
         name,

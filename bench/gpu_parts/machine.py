@@ -6,6 +6,7 @@ between them. On a CPU, for rehearsals: the host's clock.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ DELAY_CYCLES = 40_000_000
 MIN_ROUNDS, MAX_ROUNDS = 5, 50
 ROUNDS_S = 0.4
 """Device time that one figure takes, about."""
-CPU_CACHE_BYTES = 1 << 20
+CPU_CACHE_BYTES = 1 << 14
 """What a rehearsal takes for the last cache."""
 
 Work = Callable[[int], object]
@@ -50,11 +51,17 @@ class Machine:
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
 
+    def release(self) -> None:
+        """Give back device memory that nobody uses any more."""
+        if self.is_gpu:
+            gc.collect()
+            torch.cuda.empty_cache()
+
     def free_bytes(self) -> int:
         """Return the device memory that could be allocated now."""
         if not self.is_gpu:
             return 1 << 28
-        torch.cuda.empty_cache()
+        self.release()
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

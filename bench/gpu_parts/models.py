@@ -190,6 +190,7 @@ class RandomModel:
 
         On the CPU there are no graphs to turn off. `kernels`: others than the configuration's.
         """
+        machine.release()
         defaults: dict[str, Any] = {"dtype": "bfloat16", "host_kv_memory": "64MiB"}
         if machine.is_gpu:
             defaults |= {"device": "cuda", "cuda_graphs": "auto" if graphs else "off"}

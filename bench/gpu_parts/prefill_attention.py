@@ -89,7 +89,10 @@ def our_s(machine: Machine, pool: KVPool, heads: Heads, chunk: Chunk, order: Ord
     """Return the seconds of our kernel, None if it is wrong."""
     kernels = TritonKernels()
     table = slot_table(order, NUM_SETS, chunk.context).to(machine.device)
-    batches = [make_batch(table, [row], q_len=chunk.num_tokens) for row in range(NUM_SETS)]
+    batches = [
+        make_batch(table, [row], q_len=chunk.num_tokens, context=chunk.context)
+        for row in range(NUM_SETS)
+    ]
     q = machine.random(NUM_SETS, chunk.num_tokens, heads.num_heads, heads.head_dim)
     last = min(CHECKED_QUERIES, chunk.num_tokens)
     if not worst_error(kernels, q[0], pool, batches[0], last_queries=last) <= MAX_ERROR:

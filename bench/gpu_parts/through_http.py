@@ -9,7 +9,6 @@ would be what is measured.
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import re
 import shutil
@@ -94,13 +93,13 @@ def run(bench: Bench) -> None:
     with TemporaryDirectory() as directory:
         model = RandomModel.make(Path(directory), scale.shape)
         write_weights(model, bench.machine)
+        bench.machine.release()
         flags = (
             *("--model", directory, "--max-num-seqs", str(max(scale.streams))),
             *("--max-num-batched-tokens", str(scale.budget), "--log-level", "warning"),
         )
         with running_server([*flags, *scale.server]) as server:
             served = {number: served_rate(server, scale, number) for number in scale.streams}
-        gc.collect()
         alone = engine_rates(model, bench.machine, scale)
     for number in scale.streams:
         name = f"Llama-3-8B shape, {number} streams"

@@ -61,7 +61,7 @@ def test_a_timed_kernel_is_checked_first() -> None:
     heads = Heads(4, 2, 16)
     machine = Machine(torch.device("cpu"))
     pool = make_pool(machine, heads, 80)
-    batch = make_batch(attention.slot_table(Order.BLOCKS, 2, 40), [0, 1], q_len=1)
+    batch = make_batch(attention.slot_table(Order.BLOCKS, 2, 40), [0, 1], q_len=1, context=40)
     q = machine.random(2, heads.num_heads, heads.head_dim)
 
     class Unwritten(TritonKernels):
