@@ -66,6 +66,53 @@ def test_the_compose_file_follows_the_specification() -> None:
             compose_spec.PyCompose.from_json(_as_an_engine_reads_it(text.replace(right, wrong)))
 
 
+def test_the_gpu_file_changes_what_a_gpu_needs(compose: dict[str, Any]) -> None:
+    compose_spec = pytest.importorskip("compose_spec")
+    text = (DOCKER / "docker-compose.gpu.yml").read_text()
+    changes = json.loads(_as_an_engine_reads_it(text))
+    merged = _merged(
+        json.loads(_as_an_engine_reads_it((DOCKER / "docker-compose.yml").read_text())), changes
+    )
+    assert compose_spec.PyCompose.from_json(json.dumps(merged)).service_names() == [*SERVICES]
+    server = merged["services"]["server"]
+    (gpu,) = server["deploy"]["resources"]["reservations"]["devices"]
+    assert gpu == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    # As many GPUs as ranks, whatever their number.
+    assert text.count("${LIGHTSERVE_TP:-1}") == 2
+    # What is hardened stays so; all that is written outlives the container, beside /tmp.
+    for key in ("user", "read_only", "cap_drop", "security_opt", "ipc", "tmpfs", "secrets"):
+        assert server[key] == compose["services"]["server"][key]
+    assert server["volumes"] == ["cache:/cache"]
+    assert "--owner=10001 --group=10001 /cache" in _dockerfile()
+    assert server["environment"]["TRITON_CACHE_DIR"].startswith("/cache/")
+    args = server["build"]["args"]
+    assert set(args) <= set(re.findall(r"^ARG (\w+)", _dockerfile(), re.MULTILINE))
+    assert args["EXTRAS"] == "[gpu]"
+    assert not args["TORCH_INDEX_URL"]
+
+
+def test_the_gpu_command_is_one_that_the_server_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[ServeConfig] = []
+    monkeypatch.setattr(loop, "serve", lambda config, **_: served.append(config) or 0)
+    text = (DOCKER / "docker-compose.gpu.yml").read_text()
+    for tp in (1, 2):
+        spec = yaml.safe_load(text.replace("${LIGHTSERVE_TP:-1}", str(tp)))
+        command = spec["services"]["server"]["command"]
+        assert command[0] == "serve"
+        result = CliRunner().invoke(cli_serve.command, command[1:], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        assert (served[-1].device, served[-1].tp) == ("cuda", tp)
+        assert served[-1].api_key_file == "/run/secrets/api_keys"
+
+
+def _merged(base: Any, changes: Any) -> Any:
+    """As compose merges what is in these files: mappings by key, everything else replaced."""
+    if not (isinstance(base, dict) and isinstance(changes, dict)):
+        return changes
+    both = {key: _merged(base[key], changes[key]) for key in base.keys() & changes.keys()}
+    return base | changes | both
+
+
 def _as_an_engine_reads_it(text: str) -> str:
     """The file as JSON, with ${NAME:-default} at its default and the shared mapping merged."""
     return json.dumps(yaml.safe_load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)))
@@ -149,6 +196,7 @@ def test_stages_end_as_an_unprivileged_user_with_a_health_check() -> None:
         if "ENTRYPOINT" in stage:
             assert re.findall(r"^USER (.*)$", stage, re.MULTILINE) == ["10001:10001"]
             assert "pip install" not in stage
+            assert "RUN " not in stage[stage.index("\nUSER ") :]
     assert "HEALTHCHECK" in stages[-1]
     assert "COPY docker/healthcheck.py" in stages[-1]
 
