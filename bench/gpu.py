@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,7 +68,8 @@ def job_of(name: str, out: Path, *, rehearse: bool) -> Job:
     """Return how a part is started."""
     flags = ["--rehearse"] if rehearse else []
     command = [sys.executable, __file__, name, *flags, "--out", str(out), "--rows"]
-    env = {"PYTHONUNBUFFERED": "1"}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # of servers and ranks
+    env = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
     if rehearse:  # Triton reads it when it is imported.
         env |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return Job(name, command, PARTS[name].limit_s, env, is_timed=PARTS[name].is_timed)

@@ -18,6 +18,7 @@ from gpu_parts.context import Bench
 from gpu_parts.driver import Run, Sequences, run_plans
 from gpu_parts.models import LLAMA_8B, QWEN_HALF_B, TINY_LLAMA, TINY_QWEN, RandomModel
 from gpu_parts.overlap import idle_pct, profiled
+from lightserve.worker.graph_ladder import ladder
 from lightserve.worker.model_runner import ModelRunner
 
 
@@ -37,8 +38,9 @@ class Scale:
 
 
 GPU = Scale(LLAMA_8B, QWEN_HALF_B, 64, 1024, 8192, 8192, 65, 30)
-REHEARSED = Scale(TINY_LLAMA, TINY_QWEN, 3, 20, 24, 16, 8, 3)
-NUM_PREFILLS = 7
+REHEARSED = Scale(TINY_LLAMA, TINY_QWEN, 3, 20, 24, 16, 20, 3)
+NUM_PREFILLS = 12
+LADDER_STEPS = 20
 _GRAPHS = {True: "graphs on", False: "graphs off"}
 
 
@@ -89,7 +91,23 @@ def _large(
         )
         _idle(bench, runner, rows, scale, name, num_rows=num_rows)
     if is_judged:
+        _by_rows(bench, runner, rows, scale)
         _prefill(bench, runner, model, scale, rate)
+
+
+def _by_rows(bench: Bench, runner: ModelRunner, rows: Sequences, scale: Scale) -> None:
+    """Report what a step of each captured size takes, in one row."""
+    times_ms = {
+        number: 1e3
+        * run_plans(runner, rows.decodes(scale.context, LADDER_STEPS, num_rows=number)).median_s
+        for number in ladder(scale.batch)
+    }
+    bench.rows.figure(
+        f"Llama-3-8B shape, context {scale.context}, graphs on: {scale.batch} rows to one",
+        times_ms[scale.batch] / times_ms[1],
+        "x",
+        note="ms by rows: " + ", ".join(f"{n}: {ms:.3g}" for n, ms in times_ms.items()),
+    )
 
 
 def _prefill(
