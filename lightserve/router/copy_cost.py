@@ -42,6 +42,11 @@ class CopyCost:
         self._variance = FORGETTING * self._variance + share * tokens_off * tokens_off
         self._covariance = FORGETTING * self._covariance + share * tokens_off * seconds_off
 
+    @property
+    def mean_rate_s(self) -> float:
+        """Seconds per token of recent copies, their overhead shared out; 0: unknown."""
+        return max(0.0, self._mean_s) / self._mean_tokens if self._mean_tokens > 0 else 0.0
+
     def predict(self, num_tokens: int) -> float:
         """Return the seconds that a step waits for copies of `num_tokens` tokens; 0: unknown."""
         if num_tokens == 0:

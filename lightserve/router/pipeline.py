@@ -113,20 +113,32 @@ class Pipeline:
         predicted_s = self.copy_cost.predict(num_tokens)
         return predicted_s or self.cost.copy_seconds(num_loaded=num_tokens)
 
-    def ahead_seconds(self, num_tokens: int) -> float:
-        """Return the predicted seconds of loads of so many tokens that nobody waits for.
+    def load_seconds(self, num_tokens: int) -> float:
+        """Return the predicted seconds that a step waits for loads of so many tokens.
 
-        No step tells how long they took: a rate learnt from a few tokens would not be corrected
-        by them. So they take no less than a profile says of loads.
+        No less than a profile says: what was learnt from a few tokens may be far too little.
         """
         profiled_s = self.cost.copy_seconds(num_loaded=num_tokens)
         return max(self.copy_cost.predict(num_tokens), profiled_s)
 
+    def ahead_seconds(self, num_tokens: int) -> float:
+        """Return the predicted seconds of copies of so many tokens that no step waits for.
+
+        In proportion to their number: no step tells how long they took, so that an overhead that
+        is believed to be too large, for which there is never time, would never be corrected.
+        """
+        profiled_s = self.cost.copy_seconds(num_loaded=num_tokens)
+        return profiled_s or self.copy_cost.mean_rate_s * num_tokens
+
     def load_is_cheaper(self, num_tokens: int, start: int) -> bool:
-        """Whether loading tokens from `start` on costs less than computing them, or may do so."""
+        """Whether loading tokens from `start` on costs less than computing them, or may do so.
+
+        Where copies overlap hardly anybody waits for loads, so that their overhead does not count.
+        """
         computed_s = self.cost.seconds(self._shape.plus(start, num_tokens))
         computed_s -= self.cost.seconds(self._shape)
-        return computed_s == 0.0 or self.copy_cost.predict(num_tokens) <= computed_s
+        predict = self.ahead_seconds if self.overlaps_copies else self.copy_cost.predict
+        return computed_s == 0.0 or predict(num_tokens) <= computed_s
 
     def push(self, planned: PlannedStep, plan: StepPlan, now_s: float) -> None:
         """Book a step that leaves at `now_s`; before its requests have moved."""

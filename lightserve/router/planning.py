@@ -166,7 +166,7 @@ class StepPlanner:
             guard=self._pipeline.guard,
             best_effort_time=self._pipeline.best_effort_time,
             average_step_s=self._pipeline.average_step_s,
-            copy_seconds=self._pipeline.copy_seconds,
+            load_seconds=self._pipeline.load_seconds,
             ahead_seconds=self._pipeline.ahead_seconds,
             overlaps_copies=self._pipeline.overlaps_copies,
             outlook=self._demand.outlook(self._pipeline.cost.work, attempt.start_s),

@@ -47,7 +47,7 @@ def order(
         num_slots=num_slots,
         num_free_slots=num_free,
         cost=cost,
-        copy_seconds=lambda num_tokens: 1e-4 * num_tokens,
+        load_seconds=lambda num_tokens: 1e-4 * num_tokens,
     )
     best_first = BatchOrder(TimedStep(limits), limits).best_first(iter(requests))
     return [request.arrival_number for request in best_first]

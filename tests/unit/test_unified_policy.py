@@ -61,7 +61,8 @@ def play(
         cost=cost,
         guard=guard,
         skips=skips or Skips(),
-        copy_seconds=lambda num_tokens: num_tokens * copy_ms / 1e3,
+        load_seconds=lambda num_tokens: num_tokens * copy_ms / 1e3,
+        ahead_seconds=lambda num_tokens: num_tokens * copy_ms / 1e3,
     )
     policy = UnifiedPolicy(UnifiedOptions(late_min_share=late_min_share))
     late = [r for r in waiting or [] if r.deadlines and r.deadlines.residual(NOW_S) <= 0]
@@ -259,7 +260,7 @@ def test_scraps_of_prompts_are_not_worth_a_row(cost: StepCost) -> None:
 
 
 def test_who_resumes_brings_the_time_of_its_copies(cost: StepCost) -> None:
-    """Each of ten would add a single token, and 10 ms of loads."""
+    """Each of ten would add a single token, and 10 ms of loads; the fifth gets a part of these."""
     resuming = []
     for number in range(10):
         request = make_request(10 + number, BE, prompt=501)
@@ -268,7 +269,8 @@ def test_who_resumes_brings_the_time_of_its_copies(cost: StepCost) -> None:
     free = play(cost, [decode(0, 45)], resuming, num_free_rows=20)
     assert len(free) == 11
     dear = play(cost, [decode(0, 45)], resuming, num_free_rows=20, copy_ms=0.1)
-    assert len(dear) == 1 + 4
+    assert [count == 1 for count in dear.values()] == [True] * 5 + [False]
+    assert 0 < dear[14] < 100
 
 
 def test_late_requests_wait_behind_those_that_are_not() -> None:

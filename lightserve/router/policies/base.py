@@ -65,12 +65,12 @@ class StepLimits:
     """Execution time of recent steps, on average."""
     guard: StepGuard | None = None
     """How far steps may be filled up to a deadline, to be read; None: all of it."""
-    copy_seconds: Callable[[int], float] = lambda _num_tokens: 0.0
-    """Predicts the time that it waits for copies of so many tokens."""
+    load_seconds: Callable[[int], float] = lambda _num_tokens: 0.0
+    """Predicts the time that it waits for loads of so many tokens."""
     ahead_seconds: Callable[[int], float] = lambda _num_tokens: 0.0
-    """Predicts the time that loads of so many tokens take that it does not wait for."""
+    """Predicts the time of loads that it does not wait for; 0: unknown."""
     overlaps_copies: bool = False
-    """Whether these are made beside it; otherwise between it and the next one."""
+    """Whether these are made beside it; otherwise they follow it."""
     outlook: Outlook = NO_OUTLOOK
     """What real-time requests ask for."""
     skips: Skips = field(default_factory=Skips)

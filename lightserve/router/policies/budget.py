@@ -79,9 +79,9 @@ class BudgetedStep:
         return num_started
 
     def _loads_beside(self, request: Request) -> bool:
-        if num_loaded_by(request) == 0:
+        if not self._loads.is_free_for(request) or num_loaded_by(request) == 0:
             return False
-        return self._loads.goes_beside(request, self._seconds(), math.inf)
+        return self._loads.can_go_beside(request, self._seconds())
 
     def _load_beside(self, request: Request) -> bool:
         """Let a request load beside the step; whether there is time for any of it."""

@@ -29,7 +29,7 @@ class StepLoads:
 
     def __init__(self, limits: StepLimits) -> None:
         self._overlaps = limits.overlaps_copies
-        self._waited_seconds = limits.copy_seconds
+        self._waited_seconds = limits.load_seconds
         self._beside_seconds = limits.ahead_seconds
         self._num_waited = 0
         self._num_beside = 0
@@ -44,27 +44,30 @@ class StepLoads:
         """Load all that a request lacks before the step: it runs in it."""
         self._num_waited += num_loaded_by(request)
 
-    def goes_beside(self, request: Request, step_s: float, limit_s: float) -> bool:
-        """Whether a request loads beside the step instead of running in it.
+    def can_go_beside(self, request: Request, step_s: float) -> bool:
+        """Whether a request could load beside the step instead of running in it.
 
-        Args:
-            request: that could join.
-            step_s: what the step takes without its loads; 0: it is empty.
-            limit_s: what it may take with them.
+        There has to be something to load, a step that takes `step_s` without its loads (0: it is
+        empty), and an idea of what copies take.
         """
         num_loaded = num_loaded_by(request)
-        if num_loaded == 0 or step_s == 0.0 or self._beside_seconds(num_loaded) == 0.0:
-            return False  # the latter: nothing is known of copies yet
-        if self._overlaps and request.request_class is RequestClass.BE:
-            return True
-        return step_s + self.seconds(num_loaded) > limit_s
+        return num_loaded > 0 and step_s > 0.0 and self._beside_seconds(num_loaded) > 0.0
+
+    def is_free_for(self, request: Request) -> bool:
+        """Whether loading it beside steps costs nobody anything, itself included."""
+        return self._overlaps and request.request_class is RequestClass.BE
 
     def add_beside(self, request: Request, step_s: float, limit_s: float) -> int:
         """Load as much of a request beside the step as there is time for; returns how much.
 
-        `step_s` and `limit_s` are those of `goes_beside`.
+        Args:
+            request: it can go beside the step.
+            step_s: what the step takes without its loads.
+            limit_s: what it may take with them.
         """
-        free_s = LINK_SHARE * step_s if self._overlaps else limit_s - step_s - self._waited_s
+        free_s = LINK_SHARE * step_s
+        if not self._overlaps:
+            free_s = limit_s - step_s - self._waited_seconds(self._num_waited)
         counts = range(1, num_loaded_by(request) + 1)
         num_tokens = bisect.bisect_right(
             counts, free_s, key=lambda count: self._beside_seconds(self._num_beside + count)
@@ -77,10 +80,6 @@ class StepLoads:
     def may_pass_more(self) -> bool:
         """Whether those who wait for the link are still few enough to look behind them."""
         return self._num_passed <= LOOK_AHEAD
-
-    @property
-    def _waited_s(self) -> float:
-        return self._waited_seconds(self._num_waited)
 
 
 def num_loaded_by(request: Request) -> int:

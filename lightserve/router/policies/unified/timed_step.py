@@ -245,11 +245,14 @@ class TimedStep:
         An empty step takes something, however little time there is. Who resumes and has too much
         to bring back loads it beside the step; then others may still join it.
         """
-        if self._loads.goes_beside(request, self.seconds, self._predicted_limit_s):
+        can_go_beside = self._loads.can_go_beside(request, self.seconds)
+        if can_go_beside and self._loads.is_free_for(request):
             return self._load_beside(request)
         rest = request.num_schedulable_tokens
         num_tokens = self.num_tokens_in_time(request, rest)
         if num_tokens <= 0 or (num_tokens < min(rest, MIN_CHUNK) and self.chosen):
+            if can_go_beside and not self.is_full:
+                return self._load_beside(request)
             self._skips.note(request, self.full_of)
             return False
         if num_tokens == rest and request.request_class is RequestClass.RT:
