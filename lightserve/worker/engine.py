@@ -104,7 +104,7 @@ def build_runner(
         host_pool.num_slots,
     )
     runner = make_runner(pool, host_pool)
-    warm_up(runner)
+    warm_up(runner, max_num_batched_tokens=config.max_num_batched_tokens)
     capture_graphs(runner, model, pool, sizes, tp=tp)
     return runner
 

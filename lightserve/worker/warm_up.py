@@ -70,8 +70,13 @@ class _Part(NamedTuple):
     is_sampled: bool = True
 
 
-def warm_up(runner: ModelRunner) -> None:
-    """Run the steps; every rank does."""
+def warm_up(runner: ModelRunner, *, max_num_batched_tokens: int) -> None:
+    """Run the steps; every rank does.
+
+    Args:
+        runner: whose tables and pools mean nothing yet.
+        max_num_batched_tokens: of the steps that it will get.
+    """
     num_tokens = min(MIN_SLOTS - 1, runner.context_len - 1)
     if runner.device.type == "cpu":
         _execute(runner, [_Part(0, 0, num_tokens)], {0: _PLAIN}, prompt=num_tokens)
@@ -80,6 +85,11 @@ def warm_up(runner: ModelRunner) -> None:
     for pair in _PAIRS:
         for parts in _kinds_of_steps(min(2, runner.max_num_seqs)):
             _execute(runner, parts, dict(enumerate(pair)), prompt=min(_PROMPT, num_tokens))
+    # Kernels may be others for large chunks, and for those with much before them. Positions that
+    # nobody has filled are token 0 in slot 0.
+    size = min(max_num_batched_tokens, (runner.context_len - 1) // 3)
+    for start in (0, 2 * size):
+        _run(runner, [], [], [PlanRow(RowId(0), start, size, OutputKind.SAMPLE)])
 
 
 def _kinds_of_steps(num_rows: int) -> Iterator[list[_Part]]:
@@ -101,33 +111,36 @@ def _execute(
     Every rank runs the same number of steps, though rank 0 alone may know constraints.
     """
     tokens = [TokenSegment(token_ids=pack_int32([0] * prompt))]
-    runner.execute(
-        StepPlan(
-            step_id=StepId(0),
-            sequences=[
-                AddSequence(
-                    RowId(part.row),
-                    tokens,
-                    kinds[part.row].params,
-                    prompt,
-                    [_EOS],
-                    kinds[part.row].constraint if runner.has_constraints else None,
-                )
-                for part in parts
-                if part.start == 0
-            ],
-            slot_ranges=[_slots_of(part) for part in parts],
-            rows=[
-                PlanRow(
-                    RowId(part.row),
-                    part.start,
-                    part.num_tokens,
-                    _output(part, kinds.get(part.row, _PLAIN)),
-                )
-                for part in parts
-            ],
-        )
+    begun = [(RowId(part.row), kinds[part.row]) for part in parts if part.start == 0]
+    _run(
+        runner,
+        [
+            AddSequence(
+                row,
+                tokens,
+                kind.params,
+                prompt,
+                [_EOS],
+                kind.constraint if runner.has_constraints else None,
+            )
+            for row, kind in begun
+        ],
+        [_slots_of(part) for part in parts],
+        [
+            PlanRow(RowId(p.row), p.start, p.num_tokens, _output(p, kinds.get(p.row, _PLAIN)))
+            for p in parts
+        ],
     )
+
+
+def _run(
+    runner: ModelRunner,
+    sequences: list[AddSequence],
+    slot_ranges: list[SlotRange],
+    rows: list[PlanRow],
+) -> None:
+    plan = StepPlan(step_id=StepId(0), sequences=sequences, slot_ranges=slot_ranges, rows=rows)
+    runner.execute(plan)
 
 
 def _slots_of(part: _Part) -> SlotRange:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
+import msgspec
+
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.messages.common import TokenSegment, pack_int32
@@ -68,9 +70,10 @@ class _Recorder:
         self.steps: list[RecordedStep] = []
 
     def execute(self, plan: StepPlan, *, exec_s: float, idle_s: float) -> StepResult:
-        del exec_s, idle_s
         result = self._runner.execute(plan)
         self._runner.copy_ahead(plan)
+        # Virtual times, or the plans would be others in every run.
+        result = msgspec.structs.replace(result, exec_s=exec_s, idle_s=idle_s, copy_s=0.0)
         self.steps.append(RecordedStep(plan, result))
         return result
 
