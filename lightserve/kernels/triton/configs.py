@@ -6,7 +6,6 @@ with the reasons in bench/README.md); `tuning` measures better ones for a machin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -105,21 +104,29 @@ def _cuda_gpu(device: torch.device) -> Gpu:
 class AttentionConfigs:
     """Configurations by shape: measured ones where there are any, else the built-in ones."""
 
-    def __init__(
+    def __init__(self) -> None:
+        self._measured: dict[
+            tuple[AttentionShape, ChunkClass | None], PrefillConfig | DecodeConfig
+        ] = {}
+
+    def plus(
         self,
-        prefill: Mapping[tuple[AttentionShape, ChunkClass], PrefillConfig] | None = None,
-        decode: Mapping[AttentionShape, DecodeConfig] | None = None,
-    ) -> None:
-        self._prefill = dict(prefill or {})
-        self._decode = dict(decode or {})
+        shape: AttentionShape,
+        chunks: ChunkClass | None,
+        config: PrefillConfig | DecodeConfig,
+    ) -> AttentionConfigs:
+        """Return these and one more; `chunks` None: for decodes."""
+        both = AttentionConfigs()
+        both._measured = {**self._measured, (shape, chunks): config}
+        return both
 
     def prefill(self, shape: AttentionShape, gpu: Gpu, chunks: ChunkClass) -> PrefillConfig:
         """Return the configuration of a step's prefill work."""
-        return self._prefill.get((shape, chunks)) or default_prefill(shape, gpu)
+        return self._measured.get((shape, chunks)) or default_prefill(shape, gpu)
 
     def decode(self, shape: AttentionShape, gpu: Gpu) -> DecodeConfig:
         """Return the configuration of decodes; one for all batches (see `decode`)."""
-        return self._decode.get(shape) or default_decode(shape, gpu)
+        return self._measured.get((shape, None)) or default_decode(shape, gpu)
 
 
 def default_prefill(shape: AttentionShape, gpu: Gpu) -> PrefillConfig:

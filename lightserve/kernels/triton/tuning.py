@@ -1,0 +1,310 @@
+"""Which configuration of the attention kernels is fastest on this GPU, measured at the start.
+
+Per kind of work: kernel, shape and, for prefill, class of chunks. For decodes one configuration
+serves all batches, as a row's bits must not depend on its neighbours: the best over several.
+Done before the pool is made, graphs are recorded or anything is served; kept in a file. The timer
+is an argument, so that the choice can be tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import triton
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from lightserve.kernels.interface import AttentionBatch
+from lightserve.kernels.shapes import KernelShapes
+from lightserve.kernels.triton.attention import attention
+from lightserve.kernels.triton.configs import (
+    AttentionConfigs,
+    AttentionShape,
+    ChunkClass,
+    DecodeConfig,
+    Gpu,
+    PrefillConfig,
+    decode_config,
+    default_decode,
+    default_prefill,
+    gpu_of,
+    padded_dim,
+    prefill_bytes,
+    programs_per_sm,
+)
+from lightserve.kernels.triton.tuned_files import (
+    Choice,
+    TuningKey,
+    load_choices,
+    save_choices,
+    tuning_path,
+)
+
+KERNEL_VERSION = 1
+"""Of the attention kernels: raised when measured configurations may no longer be the best."""
+MAX_POOL_BYTES = 1 << 30
+"""Of the keys and values that are made up for a measurement."""
+MIN_GAIN = 0.02
+"""A configuration must beat the built-in one by this share: less may be chance."""
+DECODE_SCENES = ((1, 2048), (16, 4096), (128, 2048), (64, 8192))
+"""(rows, context); cut to what there may be."""
+CHUNK_SCENES = {
+    ChunkClass.SHORT: ((64, 2048),),
+    ChunkClass.WHOLE: ((2048, 2048), (8192, 8192)),
+    ChunkClass.CACHED: ((1024, 8192),),
+}
+"""(new tokens, context) of one row."""
+
+Call = Callable[[], object]
+Timer = Callable[[Call], float]
+"""Returns the median time of a call in seconds, after others that are not counted."""
+Config = PrefillConfig | DecodeConfig
+Scene = tuple[tuple[int, int], ...]
+"""(new tokens, context) of each row."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One kind of work that gets a configuration."""
+
+    shape: AttentionShape
+    window: int | None
+    chunks: ChunkClass | None
+    """None: decodes."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in the file."""
+        shape = self.shape
+        kind = "decode" if self.chunks is None else f"prefill {self.chunks}"
+        dtype = str(shape.dtype).removeprefix("torch.")
+        window = f" window {self.window}" if self.window else ""
+        return f"{kind} {shape.num_heads}/{shape.num_kv_heads}x{shape.head_dim} {dtype}{window}"
+
+
+def tuned_configs(
+    shapes: KernelShapes,
+    device: torch.device,
+    *,
+    timer: Timer,
+    directory: Path | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> AttentionConfigs:
+    """Return the fastest configurations for a model, measuring those that no file has.
+
+    `advance` is told of each of `num_works(shapes)` kinds of work when it is done.
+    """
+    gpu = gpu_of(device)
+    key = TuningKey(gpu.name, triton.__version__, KERNEL_VERSION)
+    path = tuning_path(key, directory)
+    choices = load_choices(path, key)
+    configs = AttentionConfigs()
+    for work in works(shapes):
+        choice = choices.get(work.name)
+        config = None if choice is None else _read(work, choice)
+        if config is None:
+            choice = choose(work, shapes.context_len, device, timer)
+            config = _read(work, choice)
+            # Of several ranks the last to write wins, and has what the others had by then.
+            choices = {**load_choices(path, key), **choices, work.name: choice}
+            _save(path, key, choices)
+        configs = configs.plus(work.shape, work.chunks, config)
+        advance(1)
+    return configs
+
+
+def works(shapes: KernelShapes) -> list[Work]:
+    """Return a model's kinds of work, the first window for all layers that have one."""
+    found = []
+    for window in {window is None: window for window in shapes.sliding_windows}.values():
+        shape = AttentionShape(
+            shapes.num_heads,
+            shapes.num_kv_heads,
+            shapes.head_dim,
+            shapes.dtype,
+            window is not None,
+        )
+        found += [Work(shape, window, chunks) for chunks in (None, *ChunkClass)]
+    return found
+
+
+def choose(work: Work, context_len: int, device: torch.device, timer: Timer) -> Choice:
+    """Measure a work's candidates and return the fastest, the built-in one in doubt."""
+    gpu = gpu_of(device)
+    default = default_config(work, gpu)
+    configs = list(dict.fromkeys([default, *candidates(work, gpu)]))
+    times: dict[Config, list[float]] = {config: [] for config in configs}
+    for scene in scenes(work, context_len):
+        scenery = Scenery(work, scene, device)
+        for config in list(times):
+            time_s = _time(scenery.call(config), timer)
+            if time_s is None:
+                del times[config]
+            else:
+                times[config].append(time_s)
+    means = {config: _geometric_mean(some) for config, some in times.items()}
+    best = min(means, key=means.__getitem__, default=default)
+    if default in means and means[best] > (1 - MIN_GAIN) * means[default]:
+        best = default
+    best_us, default_us = (1e6 * means.get(config, 0.0) for config in (best, default))
+    log.info("%s: %s, %.0f us (built in: %.0f)", work.name, best, best_us, default_us)
+    return Choice(work.name, asdict(best), best_us, default_us)
+
+
+def default_config(work: Work, gpu: Gpu) -> Config:
+    """Return the built-in configuration of a work."""
+    if work.chunks is None:
+        return default_decode(work.shape, gpu)
+    return default_prefill(work.shape, gpu)
+
+
+def candidates(work: Work, gpu: Gpu) -> Iterator[Config]:
+    """Yield what may be faster than the built-in configuration and fits."""
+    shape = work.shape
+    if work.chunks is None:
+        base = default_decode(shape, gpu)
+        blocks = [
+            (base.block_n, 4, 2), (base.block_n, 4, 3), (base.block_n, 4, 4), (base.block_n, 2, 3),
+            (2 * base.block_n, 4, 2), (2 * base.block_n, 8, 3), (max(16, base.block_n // 2), 4, 4),
+        ]  # fmt: skip
+        for block_n, num_warps, num_stages in blocks:
+            if programs_per_sm(block_n, num_warps, num_stages, shape, gpu):
+                yield decode_config(block_n, num_warps, num_stages, base.split_len, shape, gpu)
+        yield replace(base, split_len=2 * base.split_len)
+        return
+    wide = padded_dim(shape) > 128
+    sizes = [
+        (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 4, 3),
+        (64, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 2),
+    ]  # fmt: skip
+    if wide:
+        sizes = [(128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 8, 3), (64, 32, 4, 2), (64, 64, 8, 2)]
+    for config in (PrefillConfig(*size) for size in sizes):
+        if prefill_bytes(config, shape) <= gpu.shared_bytes:
+            yield config
+
+
+def scenes(work: Work, context_len: int) -> list[Scene]:
+    """Return what is measured: rows that fit into `MAX_POOL_BYTES` and `context_len`."""
+    shape = work.shape
+    token_bytes = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+    max_tokens = MAX_POOL_BYTES // token_bytes
+    if work.chunks is None:
+        found = [
+            ((1, min(context, context_len, max_tokens // rows)),) * rows
+            for rows, context in DECODE_SCENES
+        ]
+        return list(dict.fromkeys(found))
+    longest = min(context_len, max_tokens)
+    chunks = [
+        ((max(2, new * min(longest, context) // context), min(longest, context)),)
+        for new, context in CHUNK_SCENES[work.chunks]
+    ]
+    return list(dict.fromkeys(chunks))
+
+
+class Scenery:
+    """Queries, keys and values of one scene on the device; calls run attention over them."""
+
+    def __init__(self, work: Work, scene: Scene, device: torch.device) -> None:
+        shape = work.shape
+        num_new = sum(new for new, _ in scene)
+        num_slots = sum(context for _, context in scene)
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(*size: int) -> torch.Tensor:
+            return torch.randn(size, generator=generator, device=device, dtype=shape.dtype)
+
+        self._work = work
+        self._q = normal(num_new, shape.num_heads, shape.head_dim)
+        self._pools = normal(2, shape.num_kv_heads, num_slots, shape.head_dim).transpose(1, 2)
+        self._batch = _batch(scene, device)
+
+    def call(self, config: Config) -> Call:
+        """Return what runs attention with a configuration; the plan is made once."""
+        work, batch = self._work, replace(self._batch, prepared={})
+        configs = AttentionConfigs()
+        for chunks in (None, *ChunkClass):
+            if (chunks is None) == (work.chunks is None):
+                configs = configs.plus(work.shape, chunks, config)
+        return lambda: attention(
+            self._q,
+            self._pools[0],
+            self._pools[1],
+            batch,
+            configs=configs,
+            scale=work.shape.head_dim**-0.5,
+            sliding_window=work.window,
+        )
+
+
+def cuda_timer(call: Call) -> float:
+    """Return the median time of a call on the current GPU, in seconds."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(15):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def _time(call: Call, timer: Timer) -> float | None:
+    """Return a call's time in seconds; None: the GPU cannot run it."""
+    try:
+        return timer(call)
+    except (OutOfResources, PTXASError) as error:
+        log.debug("a configuration does not run here: %s", error)
+        return None
+
+
+def _geometric_mean(times: Sequence[float]) -> float:
+    return math.exp(statistics.fmean(math.log(time_s) for time_s in times))
+
+
+def _batch(scene: Scene, device: torch.device) -> AttentionBatch:
+    """Return rows with slots in the order of their positions, as most have."""
+    new = torch.tensor([new for new, _ in scene])
+    contexts = torch.tensor([context for _, context in scene])
+    firsts = contexts.cumsum(0) - contexts
+    table = firsts[:, None] + torch.arange(int(contexts.max()))
+    positions = torch.cat([torch.arange(context - n, context) for n, context in scene])
+    rows = torch.arange(len(scene))
+    return AttentionBatch(
+        positions=positions.to(device),
+        slot_mapping=table[rows.repeat_interleave(new), positions].to(device),
+        req_to_slot=table.int().to(device),
+        rows=rows.to(device),
+        cu_seqlens_q=torch.cat([torch.zeros(1), new.cumsum(0)]).int().to(device),
+        context_lens=contexts.int().to(device),
+        host_rows=tuple(range(len(scene))),
+        host_q_lens=tuple(n for n, _ in scene),
+        host_context_lens=tuple(context for _, context in scene),
+    )
+
+
+def _read(work: Work, choice: Choice) -> Config | None:
+    """Return a choice's configuration; None: it is not one."""
+    kind = DecodeConfig if work.chunks is None else PrefillConfig
+    try:
+        return kind(**choice.config)
+    except TypeError:
+        return None
+
+
+def _save(path: Path, key: TuningKey, choices: dict[str, Choice]) -> None:
+    try:
+        save_choices(path, key, choices)
+    except OSError as error:
+        log.warning("measured kernel configurations are not kept: %s", error)

@@ -1,0 +1,187 @@
+"""Which configuration is chosen, with made-up times; what is kept and what is not believed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources
+
+from lightserve.kernels.shapes import KernelShapes
+from lightserve.kernels.triton import tuning
+from lightserve.kernels.triton.configs import (
+    INTERPRETER,
+    AttentionConfigs,
+    ChunkClass,
+    Gpu,
+    default_decode,
+    default_prefill,
+)
+from lightserve.kernels.triton.tuned_files import TuningKey, load_choices, tuning_path
+from lightserve.kernels.triton.tuning import Work, choose, scenes, tuned_configs, works
+from lightserve.kernels.tune import tune_kernels
+
+CPU = torch.device("cpu")
+GPUS = [
+    Gpu("H200", 90, 132, 227 << 10),
+    Gpu("A100", 80, 108, 163 << 10),
+    Gpu("L4", 89, 58, 99 << 10),
+    Gpu("B200", 100, 148, 227 << 10),
+]
+
+
+def make_shapes(**changes: object) -> KernelShapes:
+    fields: dict[str, object] = {
+        "dtype": torch.bfloat16,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "rotary_dim": 16,
+        "sliding_windows": (None,),
+        "rms_norm_eps": 1e-5,
+        "qk_norm": False,
+        "qkv_bias": False,
+        "context_len": 40,
+        **changes,
+    }
+    return KernelShapes(**fields)  # type: ignore[arg-type]
+
+
+class MadeUpTimes:
+    """A timer that never calls: times by the configuration that a call would use."""
+
+    def __init__(self, time_of: Callable[[tuning.Config], float]) -> None:
+        self.num_calls = 0
+        self._time_of = time_of
+        self._configs: list[tuning.Config] = []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        call = tuning.Scenery.call
+
+        def noted(scenery: tuning.Scenery, config: tuning.Config) -> tuning.Call:
+            self._configs.append(config)
+            return call(scenery, config)
+
+        monkeypatch.setattr(tuning.Scenery, "call", noted)
+
+    def __call__(self, call: tuning.Call) -> float:
+        self.num_calls += 1
+        return self._time_of(self._configs[-1])
+
+
+def work_of(chunks: ChunkClass | None) -> Work:
+    return next(work for work in works(make_shapes()) if work.chunks is chunks)
+
+
+@pytest.mark.parametrize("chunks", [None, *ChunkClass])
+def test_the_fastest_is_chosen_unless_the_gain_may_be_chance(
+    chunks: ChunkClass | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = work_of(chunks)
+    default = tuning.default_config(work, INTERPRETER)
+    others = [c for c in tuning.candidates(work, INTERPRETER) if c != default]
+    assert len(others) >= 4
+    favourite, broken = others[2], others[0]
+    for gain, expected in ((0.5, favourite), (0.03, favourite), (0.01, default)):
+
+        def time_of(config: tuning.Config, gain: float = gain) -> float:
+            if config == broken:
+                raise OutOfResources(2, 1, "shared memory")
+            return 1e-3 * (1 - gain if config == favourite else 1.0)
+
+        with monkeypatch.context() as patch:
+            timer = MadeUpTimes(time_of)
+            timer.install(patch)
+            choice = choose(work, 40, CPU, timer)
+        assert tuning.asdict(expected) == choice.config
+        assert choice.default_time_us == pytest.approx(1000)
+        assert timer.num_calls >= len(others)
+
+
+def test_choices_are_kept_by_version_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shapes = make_shapes(sliding_windows=(None, 8))
+    timer = MadeUpTimes(lambda config: 1e-3 / config.num_stages)
+    timer.install(monkeypatch)
+    done: list[int] = []
+    configs = tuned_configs(shapes, CPU, timer=timer, directory=tmp_path, advance=done.append)
+    assert sum(done) == len(works(shapes)) == 8
+    num_calls = timer.num_calls
+    assert num_calls > 8
+    again = tuned_configs(shapes, CPU, timer=timer, directory=tmp_path)
+    assert timer.num_calls == num_calls, "nothing is measured twice"
+    for work in works(shapes):
+        for some in (configs, again):
+            if work.chunks is None:
+                assert some.decode(work.shape, INTERPRETER).num_stages == 4
+                assert default_decode(work.shape, INTERPRETER).num_stages != 4
+            else:
+                chosen = some.prefill(work.shape, INTERPRETER, work.chunks)
+                assert chosen.num_stages == 3 != default_prefill(work.shape, INTERPRETER).num_stages
+    tuned_configs(make_shapes(head_dim=32), CPU, timer=timer, directory=tmp_path)
+    assert timer.num_calls > num_calls, "another shape is measured"
+    (path,) = tmp_path.iterdir()
+    assert len(json.loads(path.read_text())["choices"]) == 12
+
+    key = TuningKey("interpreter", tuning.triton.__version__, tuning.KERNEL_VERSION)
+    assert path == tuning_path(key, tmp_path)
+    assert len(load_choices(path, key)) == 12
+    with caplog.at_level(logging.WARNING):
+        other = TuningKey("interpreter", "0.0", tuning.KERNEL_VERSION)
+        assert load_choices(path, other) == {}
+        path.write_text(path.read_text()[:-30])
+        assert load_choices(path, key) == {}
+    assert len(caplog.records) == 2
+    num_calls = timer.num_calls
+    tuned_configs(shapes, CPU, timer=timer, directory=tmp_path)
+    assert timer.num_calls > num_calls, "a broken file is measured anew"
+
+
+def test_what_is_measured_runs(tmp_path: Path) -> None:
+    """Every candidate of every kind of work, in the interpreter, on the smallest scenes."""
+
+    def timer(call: tuning.Call) -> float:
+        result = call()
+        assert isinstance(result, torch.Tensor) and bool(result.isfinite().all())
+        return 1.0
+
+    shapes = make_shapes(sliding_windows=(5,), context_len=9, dtype=torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "DECODE_SCENES", ((2, 9),))
+        patch.setattr(tuning, "CHUNK_SCENES", dict.fromkeys(ChunkClass, ((4, 9),)))
+        tuned_configs(shapes, CPU, timer=timer, directory=tmp_path)
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
+def test_built_in_ones_and_candidates_fit(gpu: Gpu, head_dim: int) -> None:
+    shapes = make_shapes(num_heads=32, num_kv_heads=8, head_dim=head_dim, context_len=32768)
+    for work in works(shapes):
+        for config in (tuning.default_config(work, gpu), *tuning.candidates(work, gpu)):
+            if work.chunks is None:
+                assert config.split_len % config.block_n == 0  # type: ignore[union-attr]
+            else:
+                assert tuning.prefill_bytes(config, work.shape) <= gpu.shared_bytes  # type: ignore[arg-type]
+        token_bytes = 2 * 8 * head_dim * 2
+        for scene in scenes(work, 32768):
+            assert sum(context for _, context in scene) * token_bytes <= tuning.MAX_POOL_BYTES
+            assert all((new == 1) == (work.chunks is None) for new, _ in scene)
+
+
+def test_nothing_is_measured_off_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightserve.kernels.triton.kernels import TritonKernels
+
+    kernels = TritonKernels()
+    before = kernels.configs
+    monkeypatch.setattr(tuning, "tuned_configs", lambda *_, **__: pytest.fail("measured"))
+    for mode, device in (("auto", CPU), ("off", torch.device("cuda"))):
+        tune_kernels(kernels, make_shapes(), device, mode=mode, is_shown=False)
+    assert kernels.configs is before
+    assert isinstance(before, AttentionConfigs)
