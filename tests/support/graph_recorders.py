@@ -93,10 +93,14 @@ class TapeRecorder:
 
 
 class RerunRecorder:
-    """Runs the whole function again: for kernels that are no torch operations (the interpreter)."""
+    """Runs the whole function again, for what is no torch operation: Triton's launches.
+
+    What torch does in it is looked at as in `TapeRecorder`.
+    """
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        function()
+        with Tape():
+            function()
         return function
 
     def free_bytes(self) -> int:
