@@ -139,7 +139,7 @@ class _Teller:
                 return f"computes{''.join(notes)}", share.num_tokens
         for share in decision.loads:
             if share[:2] == name:
-                return f"its KV comes back from the host{''.join(notes)}", share.num_tokens
+                return f"loads from the host{''.join(notes)}", share.num_tokens
         for left in decision.skipped:
             if left[:2] == name:
                 return f"left out: {_MEANINGS[left.reason]}{''.join(notes)}", 0

@@ -42,6 +42,8 @@ class KVReport:
     copied_bytes: int
     copy_wait_s: float
     """For which steps waited for copies."""
+    ahead_wait_s: float
+    """For which they could not begin, as copies that no step waits for were not finished."""
     mean_run_tokens: float | None
     """Neighbouring slots in a row, over the sequences of sampled steps; None: not measured."""
 
@@ -110,6 +112,7 @@ def hybrid_report(
         copied_tokens=num_copied,
         copied_bytes=num_copied * kv_bytes_per_token,
         copy_wait_s=sums.copy_wait_s,
+        ahead_wait_s=sums.ahead_wait_s,
         mean_run_tokens=run_lengths.num_tokens / run_lengths.num_runs
         if run_lengths.num_runs
         else None,

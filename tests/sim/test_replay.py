@@ -54,6 +54,21 @@ def test_every_decision_is_repeated(policy: str, tmp_path: Path) -> None:
     assert first == second and first["is_equal"] and first["num_decisions"] > 100
 
 
+@pytest.mark.parametrize("policy", ["priority", "unified"])
+def test_who_loads_bit_by_bit_is_in_the_log_and_in_the_story(policy: str, tmp_path: Path) -> None:
+    path = record(tmp_path / "log.jsonl", "--policy", policy)
+    records = [json.loads(line) for line in path.read_bytes().splitlines()]
+    decisions = [fields for fields in records if fields["kind"] == "decision"]
+    loads = [load for fields in decisions for load in fields["loads"]]
+    assert len(loads) > 3
+    for fields in decisions:
+        names = [load[:2] for load in fields["loads"]]
+        assert names == [s[:2] for s in fields["skipped"] if s[:2] in names and s[2] == "loading"]
+    frontend_id, request_id, num_tokens = loads[0]
+    story = replayed(path, "--request", f"{frontend_id}/{request_id}").output
+    assert f"loads from the host {num_tokens} tokens" in story
+
+
 def test_nothing_depends_on_the_process(tmp_path: Path) -> None:
     """Sets of strings and of objects iterate in another order in each of these processes."""
     path = record(tmp_path / "log.jsonl", "--policy", "unified", "--admission", "past-future")
