@@ -16,6 +16,9 @@ from torch import Tensor
 from gpu_parts.machine import Machine
 from lightserve.kernels.interface import AttentionBatch, Kernels
 from lightserve.kernels.reference import ReferenceKernels
+from lightserve.kernels.shapes import KernelShapes
+from lightserve.kernels.triton.kernels import TritonKernels
+from lightserve.kernels.tune import tune_kernels
 from lightserve.models.kv_layout import KVGroup, KVLayout
 from lightserve.worker.kv_pool import KVPool
 
@@ -49,6 +52,29 @@ class Heads:
         return 2 * 2 * self.num_kv_heads * self.head_dim
 
 
+def tuned_kernels(machine: Machine, heads: Heads, context_len: int) -> TritonKernels:
+    """Return the kernels as a server with such layers has them: fitted to the GPU."""
+    kernels = TritonKernels()
+    shapes = KernelShapes(
+        dtype=torch.bfloat16,
+        hidden_size=heads.num_heads * heads.head_dim,
+        intermediate_size=heads.num_heads * heads.head_dim,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        rotary_dim=heads.head_dim,
+        sliding_windows=(None,),
+        rms_norm_eps=1e-5,
+        qk_norm=False,
+        qkv_bias=False,
+        context_len=context_len,
+    )
+    tune_kernels(kernels, shapes, machine.device, mode="auto", is_shown=False)
+    machine.release()
+    print(f"configurations: {kernels.configs}", flush=True)
+    return kernels
+
+
 def make_pool(machine: Machine, heads: Heads, num_slots: int) -> KVPool:
     """Return the server's own pool of one layer, full of random numbers."""
     group = KVGroup(
@@ -68,8 +94,9 @@ def slot_table(order: Order, num_rows: int, length: int, *, seed: int = 0) -> Te
     if order is Order.SCATTERED:
         rng.shuffle(slots)
     elif order is Order.BLOCKS:
-        whole = num_slots // BLOCK_SIZE * BLOCK_SIZE
-        rng.shuffle(slots[:whole].reshape(-1, BLOCK_SIZE))
+        num_blocks = num_slots // BLOCK_SIZE
+        blocks = slots[: num_blocks * BLOCK_SIZE].reshape(-1, BLOCK_SIZE)
+        blocks[:] = blocks[rng.permutation(num_blocks)]
     return torch.from_numpy(slots).view(num_rows, length)
 
 

@@ -6,7 +6,7 @@ rotated over a pool several times the last cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,12 +20,12 @@ from gpu_parts.attention import (
     make_batch,
     make_pool,
     slot_table,
+    tuned_kernels,
     worst_error,
 )
 from gpu_parts.ceilings import copy_bandwidth
 from gpu_parts.context import Bench
 from lightserve.kernels.interface import Kernels
-from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.worker.kv_pool import KVPool
 
 HEADS, REHEARSED_HEADS = Heads(32, 8, 128), Heads(4, 2, 16)
@@ -44,6 +44,7 @@ def run(bench: Bench) -> None:
     batches = REHEARSED_BATCHES if bench.rehearse else BATCHES
     contexts = REHEARSED_CONTEXTS if bench.rehearse else CONTEXTS
     shapes = [(batch, context) for context in contexts for batch in batches]
+    kernels = tuned_kernels(bench.machine, heads, max(contexts))
     bandwidth = copy_bandwidth(bench.machine)
     bench.rows.figure("copy, read + written", bandwidth / 1e9, "GB/s")
     free_bytes = 0.8 * bench.machine.free_bytes()
@@ -53,9 +54,8 @@ def run(bench: Bench) -> None:
     least = CACHES * bench.machine.cache_bytes // heads.kv_bytes
     num_slots = max(least, *(batch * context for batch, context in fitting))
     num_slots = -(-num_slots // BLOCK_SIZE) * BLOCK_SIZE
-    setup = Setup(
-        bench, heads, make_pool(bench.machine, heads, num_slots), bandwidth, max(contexts)
-    )
+    pool = make_pool(bench.machine, heads, num_slots)
+    setup = Setup(bench, heads, pool, bandwidth, max(contexts), kernels)
     for batch, context in fitting:
         for order in Order:
             _measure(setup, batch, context, order)
@@ -72,7 +72,7 @@ class Setup:
     """Bytes per second of the copy."""
     max_model_len: int
     """Longest context: the table is as wide as a server's."""
-    kernels: Kernels = field(default_factory=TritonKernels)
+    kernels: Kernels
 
 
 def _measure(setup: Setup, batch: int, context: int, order: Order) -> None:

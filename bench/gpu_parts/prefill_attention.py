@@ -17,12 +17,12 @@ from gpu_parts.attention import (
     make_batch,
     make_pool,
     slot_table,
+    tuned_kernels,
     worst_error,
 )
 from gpu_parts.context import Bench
 from gpu_parts.machine import Machine
-from lightserve.kernels.triton.kernels import TritonKernels
-from lightserve.worker.kv_pool import KVPool
+from lightserve.kernels.interface import Kernels
 
 HEADS, REHEARSED_HEADS = Heads(32, 8, 128), Heads(4, 2, 16)
 MIN_RATIO = 0.8
@@ -55,7 +55,9 @@ REHEARSED_CHUNKS = (Chunk(24, 24), Chunk(8, 24))
 def run(bench: Bench) -> None:
     """Time every chunk: ours with slots in the allocator's order, torch's in order."""
     heads = REHEARSED_HEADS if bench.rehearse else HEADS
-    for chunk in REHEARSED_CHUNKS if bench.rehearse else CHUNKS:
+    chunks = REHEARSED_CHUNKS if bench.rehearse else CHUNKS
+    kernels = tuned_kernels(bench.machine, heads, max(chunk.context for chunk in chunks))
+    for chunk in chunks:
         operations = chunk.operations(heads)
         rates = {}
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
@@ -68,38 +70,52 @@ def run(bench: Bench) -> None:
             bench.rows.figure(name, rates[backend] / 1e12, "TFLOP/s")
         flash = rates.get(SDPBackend.FLASH_ATTENTION)
         for order in Order:
-            _measure(bench, heads, chunk, order, flash)
+            ours = Ours(bench.machine, kernels, heads, chunk, order)
+            _measure(bench, ours, flash)
 
 
-def _measure(bench: Bench, heads: Heads, chunk: Chunk, order: Order, flash: float | None) -> None:
-    pool = make_pool(bench.machine, heads, NUM_SETS * chunk.context)
-    name = f"{chunk}, {order}"
-    seconds = our_s(bench.machine, pool, heads, chunk, order)
+@dataclass(frozen=True)
+class Ours:
+    """A measurement of our kernel."""
+
+    machine: Machine
+    kernels: Kernels
+    heads: Heads
+    chunk: Chunk
+    order: Order
+
+    def seconds(self) -> float | None:
+        """Return the median of a call, None if it is wrong."""
+        context, q_len = self.chunk.context, self.chunk.num_tokens
+        pool = make_pool(self.machine, self.heads, NUM_SETS * context)
+        table = slot_table(self.order, NUM_SETS, context).to(self.machine.device)
+        batches = [
+            make_batch(table, [row], q_len=q_len, context=context) for row in range(NUM_SETS)
+        ]
+        q = self.machine.random(NUM_SETS, q_len, self.heads.num_heads, self.heads.head_dim)
+        last = min(CHECKED_QUERIES, q_len)
+        if not worst_error(self.kernels, q[0], pool, batches[0], last_queries=last) <= MAX_ERROR:
+            return None
+
+        def work(number: int) -> Tensor:
+            one = number % NUM_SETS
+            return attend(self.kernels, q[one], pool, batches[one])
+
+        return self.machine.median_s(work)
+
+
+def _measure(bench: Bench, ours: Ours, flash: float | None) -> None:
+    """Report one order of slots beside `flash`, torch's operations per second."""
+    name = f"{ours.chunk}, {ours.order}"
+    seconds = ours.seconds()
     if seconds is None:
         bench.rows.claim(name, False, f"relative error above {MAX_ERROR:g}")
         return
-    rate = chunk.operations(heads) / seconds
+    rate = ours.chunk.operations(ours.heads) / seconds
     bench.rows.figure(name, rate / 1e12, "TFLOP/s", note=f"{1e3 * seconds:.3g} ms")
     if flash is not None:
-        limit = MIN_RATIO if order is Order.BLOCKS else None
+        limit = MIN_RATIO if ours.order is Order.BLOCKS else None
         bench.rows.figure(f"{name}, beside FLASH_ATTENTION", rate / flash, "x", at_least=limit)
-
-
-def our_s(machine: Machine, pool: KVPool, heads: Heads, chunk: Chunk, order: Order) -> float | None:
-    """Return the seconds of our kernel, None if it is wrong."""
-    kernels = TritonKernels()
-    table = slot_table(order, NUM_SETS, chunk.context).to(machine.device)
-    batches = [
-        make_batch(table, [row], q_len=chunk.num_tokens, context=chunk.context)
-        for row in range(NUM_SETS)
-    ]
-    q = machine.random(NUM_SETS, chunk.num_tokens, heads.num_heads, heads.head_dim)
-    last = min(CHECKED_QUERIES, chunk.num_tokens)
-    if not worst_error(kernels, q[0], pool, batches[0], last_queries=last) <= MAX_ERROR:
-        return None
-    return machine.median_s(
-        lambda number: attend(kernels, q[number % NUM_SETS], pool, batches[number % NUM_SETS])
-    )
 
 
 def torch_s(machine: Machine, heads: Heads, chunk: Chunk, backend: SDPBackend) -> float:
