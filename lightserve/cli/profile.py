@@ -35,6 +35,8 @@ FIELDS = (
     "kv_memory",
     "host_kv_memory",
     "attention_backend",
+    "cuda_graphs",
+    "cuda_graph_max_seqs",
     "batch_invariant",
     "num_threads",
 )

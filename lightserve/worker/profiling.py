@@ -273,8 +273,17 @@ def profile_key(config: ServeConfig) -> ProfileKey:
         device=facts.summary,
         tp=config.tp,
         num_threads=torch.get_num_threads(),
-        kernels=facts.kernels,
+        kernels=facts.kernels + _graphs_of(config),
     )
+
+
+def _graphs_of(config: ServeConfig) -> str:
+    """Return how CUDA graphs differ from the default; options that mean nothing are refused."""
+    if config.cuda_graphs == "off":
+        return ", no CUDA graphs"
+    if config.cuda_graph_max_seqs:
+        return f", CUDA graphs to {config.cuda_graph_max_seqs}"
+    return ""
 
 
 def _goes_on(num_samples: int, elapsed_s: float, seconds: float) -> bool:

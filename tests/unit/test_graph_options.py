@@ -8,11 +8,13 @@ import pytest
 import torch
 from support.tensor_kernels import TensorKernels
 
+from lightserve.cli.profile import FIELDS
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.worker.graph_capture import graph_sizes
 from lightserve.worker.graph_ladder import ladder
+from lightserve.worker.profiling import profile_key
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -70,3 +72,10 @@ def test_where_there_can_be_none(kernels: ReferenceKernels, device: torch.device
             ConfigError, match=r"--cuda-graph.* needs a GPU and --attention-backend"
         ):
             graph_sizes(ServeConfig(**fields), kernels, device)
+
+
+def test_profiles_of_steps_with_and_without_graphs_differ() -> None:
+    kinds = ({}, {"cuda_graphs": "off"}, {"cuda_graph_max_seqs": 8}, {"cuda_graph_max_seqs": 9})
+    keys = [profile_key(ServeConfig(**fields)) for fields in kinds]
+    assert len({key.digest for key in keys}) == len(kinds)
+    assert {"cuda_graphs", "cuda_graph_max_seqs"} <= set(FIELDS)
