@@ -13,6 +13,7 @@ import torch
 from lightserve.config import ServeConfig
 from lightserve.kernels.select import make_kernels
 from lightserve.kernels.self_check import check_kernels
+from lightserve.kernels.tune import tune_kernels
 from lightserve.models.base import Model
 from lightserve.models.config import load_model_config, resolve_context_len, resolve_dtype
 from lightserve.models.kernel_shapes import kernel_shapes
@@ -72,6 +73,7 @@ def build_runner(
         device=device,
     )
     shapes = kernel_shapes(model_config, tp, dtype=torch_dtype, context_len=context_len)
+    tune_kernels(kernels, shapes, device, mode=config.kernel_tuning, is_shown=tp.rank == 0)
     check_kernels(kernels, shapes, device)
     layout = kv_layout(model_config, tp_size=tp.size, dtype=dtype)
     constraints = None
