@@ -8,6 +8,7 @@ is no rounding error.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from random import Random
 
 import torch
 from torch import Tensor
@@ -67,9 +68,10 @@ def check_batches(
             ("chunks and decodes", mixed, 0),
             ("decodes of a graph", decodes, NUM_PADDING),
         ):
+            num_slots = _num_slots(rows)
             batch = _make_batch(rows, num_padding, device, generator)
-            k_pool, v_pool = _make_pools(batch, tried, shapes, generator)
-            batches.append(CheckBatch(name, batch, tried, num_padding, k_pool, v_pool))
+            pools = _make_pools(batch, num_slots + 1, tried, shapes, generator)
+            batches.append(CheckBatch(name, batch, tried, num_padding, *pools))
     return batches
 
 
@@ -88,6 +90,11 @@ def _rows(window: int | None, context_len: int) -> tuple[list[Row], list[Row]]:
     )
 
 
+def _num_slots(rows: list[Row]) -> int:
+    """Return M: a fifth of the slots is nobody's."""
+    return 5 * sum(context for _, context in rows) // 4 + 1
+
+
 def _make_batch(
     rows: list[Row], num_padding: int, device: torch.device, generator: torch.Generator
 ) -> AttentionBatch:
@@ -97,10 +104,10 @@ def _make_batch(
     slot         0 … M-1, most of them used, in any order        M: padding
     """
     num_rows, width = len(rows), max(context for _, context in rows)
-    num_slots = 5 * sum(context for _, context in rows) // 4 + 1
+    num_slots = _num_slots(rows)
     free = torch.randperm(num_slots, generator=generator, device=device)
     table = torch.full((2 * num_rows + 1, width), num_slots, dtype=torch.int32, device=device)
-    places = torch.randperm(2 * num_rows, generator=generator, device=device)[:num_rows].tolist()
+    places = Random(num_rows).sample(range(2 * num_rows), num_rows)
     used = 0
     for place, (_, context) in zip(places, rows, strict=True):
         table[place, :context] = free[used : used + context].int()
@@ -110,7 +117,7 @@ def _make_batch(
     new = [row[0] for row in rows]
     index = torch.tensor(places, device=device)
     positions = torch.cat([torch.arange(end - n, end, device=device) for n, end in rows])
-    of_token = index.repeat_interleave(torch.tensor(new, device=device))
+    of_token = torch.cat([index[i].expand(n) for i, n in enumerate(new)])
     offsets = torch.tensor([0, *new], device=device).cumsum(0)
     return AttentionBatch(
         positions=positions,
@@ -126,10 +133,13 @@ def _make_batch(
 
 
 def _make_pools(
-    batch: AttentionBatch, window: int | None, shapes: KernelShapes, generator: torch.Generator
+    batch: AttentionBatch,
+    num_slots: int,
+    window: int | None,
+    shapes: KernelShapes,
+    generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
     device = batch.rows.device
-    num_slots = int(batch.req_to_slot.max()) + 1
     pools = [
         torch.full(
             (shapes.num_kv_heads, num_slots, shapes.head_dim),

@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from lightserve.kernels.device.kernels import DeviceTorchKernels
 from lightserve.kernels.interface import AttentionBatch, Kernels
 from lightserve.kernels.reference import ReferenceKernels
+from lightserve.kernels.self_check import _comparisons, _Pair
+from lightserve.kernels.shapes import KernelShapes
 
 CUDA = torch.device("cuda", 0)
 ROWS = [(1, 50), (17, 17), (1, 51), (40, 90), (1, 700), (3, 20), (1, 2)]
@@ -65,3 +67,40 @@ def test_what_would_be_seen() -> None:
             batch.context_lens.tolist()
         with pytest.raises(RuntimeError, match="two different devices"):
             batch.positions + torch.arange(len(batch.positions))
+
+
+@pytest.mark.parametrize("kernels", [ReferenceKernels(), DeviceTorchKernels()])
+def test_the_check_at_the_start(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that it compares is on the device; only the errors are read."""
+    monkeypatch.setattr(torch, "Generator", NoGenerator)
+    shapes = KernelShapes(
+        dtype=torch.bfloat16,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rotary_dim=128,
+        sliding_windows=(4096, None),
+        rms_norm_eps=1e-5,
+        qk_norm=True,
+        qkv_bias=True,
+        context_len=32768,
+    )
+    with FakeTensorMode():
+        operations = set()
+        for comparison in _comparisons(_Pair(kernels, shapes, CUDA)):
+            assert comparison.result.device == comparison.truth.device == CUDA, comparison
+            assert comparison.result.shape == comparison.truth.shape, comparison
+            operations.add(comparison.operation)
+    assert {"attention", "write_kv", "rotary", "add_rms_norm"} <= operations
+
+
+class NoGenerator:
+    """There is none for a GPU that is not there; nothing is drawn anyhow."""
+
+    def __init__(self, device: torch.device) -> None:
+        assert device == CUDA
+
+    def manual_seed(self, seed: int) -> None:
+        return None
