@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -47,6 +47,16 @@ class AttentionBatch:
     """`context_lens` on the host; unknown as `host_rows`."""
     prepared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     """What kernels work out from the fields above in the first layer and reuse in the others."""
+
+
+class QKNorm(NamedTuple):
+    """RMS normalisation of every query and key head before the rotary embedding."""
+
+    q_weight: Tensor
+    """[D]."""
+    k_weight: Tensor
+    """[D]."""
+    eps: float
 
 
 class Kernels(Protocol):
@@ -95,6 +105,25 @@ class Kernels(Protocol):
         self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor
     ) -> None:
         """Store k, v [T, Hkv, D] at slot_mapping int64 [T] of the pools [S, Hkv, D]."""
+
+    def rotate_and_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cos: Tensor,
+        sin: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        slot_mapping: Tensor,
+        qk_norm: QKNorm | None,
+    ) -> Tensor:
+        """Normalise q and k over D if asked to, rotate them, and store k and v; return q.
+
+        As `rms_norm`, `rotary` and `write_kv`, whose arguments these are, one after the other.
+        May overwrite q and k.
+        """
 
     def attention(
         self,

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
+from lightserve.kernels.interface import QKNorm
 from lightserve.models.context import ModelContext
 from lightserve.models.decoder import DecoderLayer, DecoderModel
 from lightserve.models.layers.attention import SelfAttention
+from lightserve.models.layers.weights import read_vector
 
 
 class Qwen3Attention(SelfAttention):
     """Self-attention with one norm for all query heads and one for all key heads."""
 
-    def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
-        super().__init__(context, prefix, layer=layer)
-        head_dim = context.config.head_dim
-        self._q_norm = context.rms_norm(f"{prefix}.q_norm", size=head_dim)
-        self._k_norm = context.rms_norm(f"{prefix}.k_norm", size=head_dim)
-
-    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise q [T, Hq, D] and k [T, Hkv, D] over D."""
-        return self._q_norm(q), self._k_norm(k)
+    def qk_norm(self, context: ModelContext, prefix: str) -> QKNorm:
+        """See `SelfAttention.qk_norm`."""
+        config, reader = context.config, context.reader
+        return QKNorm(
+            read_vector(reader, f"{prefix}.q_norm.weight", config.head_dim),
+            read_vector(reader, f"{prefix}.k_norm.weight", config.head_dim),
+            config.rms_norm_eps,
+        )
 
 
 class Qwen3Layer(DecoderLayer):

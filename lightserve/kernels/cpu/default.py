@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightserve.kernels import unfused
 from lightserve.kernels.cpu import packed
 from lightserve.kernels.cpu.plan import DecodeGroup, PrefillRow, attention_plan
-from lightserve.kernels.interface import AttentionBatch
+from lightserve.kernels.interface import AttentionBatch, QKNorm
 
 
 class TorchKernels:
@@ -59,6 +60,33 @@ class TorchKernels:
         """See `Kernels.write_kv`."""
         k_pool.index_copy_(0, slot_mapping, k)
         v_pool.index_copy_(0, slot_mapping, v)
+
+    def rotate_and_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cos: Tensor,
+        sin: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        slot_mapping: Tensor,
+        qk_norm: QKNorm | None,
+    ) -> Tensor:
+        """See `Kernels.rotate_and_write`."""
+        return unfused.rotate_and_write(
+            self,
+            q,
+            k,
+            v,
+            cos=cos,
+            sin=sin,
+            k_pool=k_pool,
+            v_pool=v_pool,
+            slot_mapping=slot_mapping,
+            qk_norm=qk_norm,
+        )
 
     def attention(
         self,

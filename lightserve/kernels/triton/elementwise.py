@@ -1,4 +1,4 @@
-"""Normalisation, rotary embedding, gating, and the write of KV: one program per token.
+"""Normalisation, rotary embedding, gating, and the write of KV: a program has a token, or a few.
 
 Everything is computed in float32 and rounded where transformers rounds.
 """
@@ -12,46 +12,58 @@ from torch import Tensor
 
 
 @triton.jit
+def _normed(x, weight, eps, WIDTH: tl.constexpr, kind: tl.constexpr):
+    """Normalise rows [ROWS, BLOCK] in float32, rounding before the weight and after it."""
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)[:, None]
+    return ((x * scale).to(kind).to(tl.float32) * weight).to(kind)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, eps, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    num_rows,
+    eps,
+    x_stride,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < WIDTH
-    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
-    normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    out = (normed * weight).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * WIDTH + columns, out, mask=mask)
+    rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    mask = (rows < num_rows) & (columns < WIDTH)
+    x = tl.load(x_ptr + rows * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns + 0 * rows, mask=mask, other=0.0).to(tl.float32)
+    out = _normed(x, weight, eps, WIDTH, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + rows * WIDTH + columns, out, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_rms_norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
     out_ptr,
+    num_rows,
     eps,
     x_stride,
     residual_stride,
     WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < WIDTH
-    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    residual = residual_ptr + row * residual_stride + columns
-    x += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
-    rounded = x.to(residual_ptr.dtype.element_ty)
+    rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    mask = (rows < num_rows) & (columns < WIDTH)
+    residual = residual_ptr + rows * residual_stride + columns
+    x = tl.load(x_ptr + rows * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    before = tl.load(residual, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns + 0 * rows, mask=mask, other=0.0).to(tl.float32)
+    rounded = (x + before).to(residual_ptr.dtype.element_ty)
     tl.store(residual, rounded, mask=mask)
-    x = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
-    normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    out = (normed * weight).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * WIDTH + columns, out, mask=mask)
+    out = _normed(rounded.to(tl.float32), weight, eps, WIDTH, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + rows * WIDTH + columns, out, mask=mask)
 
 
 @triton.jit
@@ -151,16 +163,31 @@ def _write_kv_kernel(
 
 
 SILU_BLOCK = 1024
+THREAD_ELEMENTS = 16
+"""Of a row that a thread has: two loads of 16 bytes in flight, in a type of 2 bytes."""
+MAX_NORM_WARPS = 16
+SMALL_BLOCK = 1024
+"""Narrower rows share a program, so that its threads have whole loads and a row needs no barrier
+between warps."""
+
+
+def _norm_launch(width: int) -> dict[str, int]:
+    """Return block sizes and warps for rows of a width."""
+    block = triton.next_power_of_2(width)
+    rows = max(1, SMALL_BLOCK // block)
+    warps = min(MAX_NORM_WARPS, max(1, rows * block // (32 * THREAD_ELEMENTS)))
+    return {"WIDTH": width, "ROWS": rows, "BLOCK": block, "num_warps": warps}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `Kernels.rms_norm`."""
     rows = x.reshape(-1, x.shape[-1])
-    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    width = rows.shape[1]
-    if len(rows):
-        _rms_norm_kernel[len(rows),](
-            rows, weight, out, eps, rows.stride(0), WIDTH=width, BLOCK=triton.next_power_of_2(width)
+    num_rows, width = rows.shape
+    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    launch = _norm_launch(width)
+    if num_rows:
+        _rms_norm_kernel[triton.cdiv(num_rows, launch["ROWS"]),](
+            rows, weight, out, num_rows, eps, rows.stride(0), **launch
         )
     return out.view(x.shape)
 
@@ -168,18 +195,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `Kernels.add_rms_norm`; overwrites `residual`."""
     num_rows, width = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    launch = _norm_launch(width)
     if num_rows:
-        _add_rms_norm_kernel[num_rows,](
+        _add_rms_norm_kernel[triton.cdiv(num_rows, launch["ROWS"]),](
             x,
             residual,
             weight,
             out,
+            num_rows,
             eps,
             x.stride(0),
             residual.stride(0),
-            WIDTH=width,
-            BLOCK=triton.next_power_of_2(width),
+            **launch,
         )
     return out, residual
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightserve.kernels.interface import AttentionBatch
-from lightserve.kernels.triton import attention, elementwise
+from lightserve.kernels.interface import AttentionBatch, QKNorm
+from lightserve.kernels.triton import attention, elementwise, rotary_write
 from lightserve.kernels.triton.configs import AttentionConfigs
 
 
@@ -50,6 +50,32 @@ class TritonKernels:
     ) -> None:
         """See `Kernels.write_kv`."""
         elementwise.write_kv(k, v, k_pool, v_pool, slot_mapping)
+
+    def rotate_and_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cos: Tensor,
+        sin: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        slot_mapping: Tensor,
+        qk_norm: QKNorm | None,
+    ) -> Tensor:
+        """See `Kernels.rotate_and_write`."""
+        return rotary_write.rotate_and_write(
+            q,
+            k,
+            v,
+            cos=cos,
+            sin=sin,
+            k_pool=k_pool,
+            v_pool=v_pool,
+            slot_mapping=slot_mapping,
+            qk_norm=qk_norm,
+        )
 
     def attention(
         self,

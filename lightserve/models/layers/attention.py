@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightserve.kernels.interface import AttentionBatch
+from lightserve.kernels.interface import AttentionBatch, QKNorm
 from lightserve.models.context import ModelContext
 from lightserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightserve.models.parallel import Part, even_part, kv_head_part
@@ -59,6 +59,11 @@ class SelfAttention:
             has_bias=config.attention_output_bias,
         )
         self._q_size, self._kv_size = q_rows.size, kv_rows.size
+        self._qk_norm = self.qk_norm(context, prefix)
+
+    def qk_norm(self, context: ModelContext, prefix: str) -> QKNorm | None:
+        """Load what heads are normalised with before the rotary embedding; here they are not."""
+        return None
 
     def mix(self, x: Tensor, inputs: AttentionInputs, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Write the new tokens' KV and attend.
@@ -72,9 +77,17 @@ class SelfAttention:
         q = q.view(num_tokens, self._num_heads, head_dim)
         k = k.view(num_tokens, self._num_kv_heads, head_dim)
         v = v.view(num_tokens, self._num_kv_heads, head_dim)
-        q, k = self.prepare(q, k)
-        q, k = kernels.rotary(q, k, inputs.cos, inputs.sin)
-        kernels.write_kv(k, v, k_pool, v_pool, inputs.batch.slot_mapping)
+        q = kernels.rotate_and_write(
+            q,
+            k,
+            v,
+            cos=inputs.cos,
+            sin=inputs.sin,
+            k_pool=k_pool,
+            v_pool=v_pool,
+            slot_mapping=inputs.batch.slot_mapping,
+            qk_norm=self._qk_norm,
+        )
         heads = kernels.attention(
             q,
             k_pool,
@@ -84,10 +97,6 @@ class SelfAttention:
             sliding_window=self._sliding_window,
         )
         return heads.reshape(num_tokens, q_size)
-
-    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Change q [T, Hq, D] and k [T, Hkv, D] before the rotary embedding; here not at all."""
-        return q, k
 
     def project(self, heads: Tensor) -> Tensor:
         """Return hidden states; heads [N, Hq * D] -> [N, hidden]."""

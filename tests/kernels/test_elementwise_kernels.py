@@ -1,0 +1,222 @@
+"""Triton's norms, gating, rotary embedding and KV writes against the reference, over a grid.
+
+Types, widths that are no power of two and no whole number of accesses, rows of larger tensors,
+none at all; and kernels that are wrong in one place, which must show.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightserve.kernels import unfused
+from lightserve.kernels.interface import QKNorm
+from lightserve.kernels.reference import ReferenceKernels
+from lightserve.kernels.triton import elementwise
+from lightserve.kernels.triton.kernels import TritonKernels
+
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+EPS = 1e-6
+REFERENCE, TRITON = ReferenceKernels(), TritonKernels()
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def strided(rows: int, width: int, dtype: torch.dtype, *, is_part: bool) -> Tensor:
+    """Rows of their own, or columns out of wider ones."""
+    return (
+        random(rows, width + 8, dtype=dtype)[:, 3 : 3 + width]
+        if is_part
+        else random(rows, width, dtype=dtype)
+    )
+
+
+def error(result: Tensor, truth: Tensor) -> float:
+    assert result.dtype is truth.dtype and result.shape == truth.shape
+    if not truth.numel():
+        return 0.0
+    return float((result.float() - truth.float()).norm() / truth.float().norm())
+
+
+WIDTHS = [1, 24, 64, 100, 128, 896, 1030]
+CASES = [
+    (dtype, width, rows, part)
+    for (width, rows), (dtype, part) in zip(
+        itertools.product(WIDTHS, (0, 1, 5, 17)),
+        itertools.cycle(itertools.product(LIMITS, (False, True))),
+        strict=False,
+    )
+]
+
+
+@pytest.mark.parametrize(("dtype", "width", "num_rows", "is_part"), CASES)
+def test_norms_and_gating(dtype: torch.dtype, width: int, num_rows: int, is_part: bool) -> None:
+    torch.manual_seed(width)
+    x = strided(num_rows, width, dtype, is_part=is_part)
+    residual = strided(num_rows, width, dtype, is_part=not is_part)
+    weight, limit = (torch.rand(width) + 0.5).to(dtype), LIMITS[dtype]
+    truth = REFERENCE.rms_norm(x, weight, EPS)
+    assert error(TRITON.rms_norm(x, weight, EPS), truth) <= limit
+    truths = REFERENCE.add_rms_norm(x, residual.clone(), weight, EPS)
+    results = TRITON.add_rms_norm(x, residual, weight, EPS)
+    assert all(error(r, t) <= limit for r, t in zip(results, truths, strict=True))
+    if dtype is not torch.bfloat16:  # to which the interpreter rounds towards zero
+        assert torch.equal(results[1], truths[1]), "one addition, rounded once"
+    gate_up = strided(num_rows, 2 * width, dtype, is_part=is_part)
+    assert error(TRITON.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up)) <= limit
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_norms_of_heads(dtype: torch.dtype) -> None:
+    """Several rows share a program; the last program has fewer, and the input more dimensions."""
+    x, weight = random(7, 5, 3, 48, dtype=dtype), (torch.rand(48) + 0.5).to(dtype)
+    heads = x[:, 1:4]
+    truth = REFERENCE.rms_norm(heads, weight, EPS)
+    assert error(TRITON.rms_norm(heads, weight, EPS), truth) <= LIMITS[dtype]
+
+
+HEADS = [
+    (4, 2, 16, 8),
+    (14, 2, 64, 32),
+    (3, 3, 80, 40),
+    (5, 1, 24, 7),
+    (9, 9, 128, 64),
+    (2, 1, 6, 3),
+]
+"""Query heads, KV heads, head_dim, rotated pairs."""
+NUM_SLOTS = 23
+
+
+class Scene:
+    """Tokens of one layer: heads as views of one product, pools of poison, random slots."""
+
+    def __init__(
+        self, heads: tuple[int, int, int, int], dtype: torch.dtype, num_tokens: int, *, norm: bool
+    ) -> None:
+        torch.manual_seed(sum(heads) + num_tokens)
+        num_heads, num_kv_heads, head_dim, half = heads
+        qkv = random(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+        self.q, self.k, self.v = qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
+        angles = torch.rand(num_tokens, half) * 6
+        self.cos, self.sin = angles.cos(), angles.sin()
+        pools = torch.full((2, num_kv_heads, NUM_SLOTS, head_dim), torch.nan, dtype=dtype)
+        self.k_pool, self.v_pool = pools.transpose(1, 2)
+        self.slots = torch.randperm(NUM_SLOTS)[:num_tokens]
+        self.norm = None
+        if norm:
+            weights = (torch.rand(2, head_dim) + 0.5).to(dtype)
+            self.norm = QKNorm(weights[0], weights[1], EPS)
+
+    def run(self, kernels: ReferenceKernels | TritonKernels) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rotated queries, and pools after the write; nothing of the scene changes."""
+        qkv = torch.cat([self.q, self.k, self.v], dim=1)
+        sizes = (self.q.shape[1], self.k.shape[1], self.v.shape[1])
+        q, k, v = qkv.split(sizes, 1)
+        pools = [
+            pool.transpose(0, 1).clone().transpose(0, 1) for pool in (self.k_pool, self.v_pool)
+        ]
+        q = kernels.rotate_and_write(
+            q,
+            k,
+            v,
+            cos=self.cos,
+            sin=self.sin,
+            k_pool=pools[0],
+            v_pool=pools[1],
+            slot_mapping=self.slots,
+            qk_norm=self.norm,
+        )
+        return q, pools[0], pools[1]
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_rotate_and_write(
+    heads: tuple[int, int, int, int], dtype: torch.dtype, has_norm: bool
+) -> None:
+    for num_tokens in (0, 1, 4):
+        scene = Scene(heads, dtype, num_tokens, norm=has_norm)
+        q, k_pool, v_pool = scene.run(TRITON)
+        true_q, true_k_pool, true_v_pool = scene.run(REFERENCE)
+        assert error(q, true_q) <= LIMITS[dtype]
+        slots = scene.slots
+        assert error(k_pool[slots], true_k_pool[slots]) <= LIMITS[dtype]
+        assert torch.equal(v_pool[slots], true_v_pool[slots]), "values are not touched"
+        for pool in (k_pool, v_pool):
+            assert int(pool.isnan().all(dim=2).all(dim=1).sum()) == NUM_SLOTS - num_tokens
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_fused_is_what_the_single_operations_give(dtype: torch.dtype, has_norm: bool) -> None:
+    """Bit by bit: it rounds wherever they do."""
+    for heads in (HEADS[0], HEADS[3]):
+        scene = Scene(heads, dtype, 3, norm=has_norm)
+        single = Scene(heads, dtype, 3, norm=has_norm)
+        q = unfused.rotate_and_write(
+            TRITON,
+            single.q,
+            single.k,
+            single.v,
+            cos=single.cos,
+            sin=single.sin,
+            k_pool=single.k_pool,
+            v_pool=single.v_pool,
+            slot_mapping=single.slots,
+            qk_norm=single.norm,
+        )
+        fused = scene.run(TRITON)
+        limit = 1e-6 if dtype is torch.float32 else 0.0
+        assert error(fused[0], q) <= limit
+        assert error(fused[1][scene.slots], single.k_pool[scene.slots]) <= limit
+        assert torch.equal(fused[2][scene.slots], single.v_pool[scene.slots])
+
+
+@pytest.mark.parametrize("fault", ["sin", "norm", "slot", "head", "epsilon"])
+def test_a_wrong_rotation_or_write_shows(fault: str) -> None:
+    scene = Scene((4, 2, 32, 16), torch.float32, 6, norm=True)
+    slots = scene.slots.clone()
+    truth = scene.run(REFERENCE)
+    if fault == "sin":
+        scene.sin = -scene.sin
+    elif fault == "norm":
+        assert scene.norm is not None
+        scene.norm = QKNorm(scene.norm.k_weight, scene.norm.q_weight, EPS)
+    elif fault == "slot":
+        scene.slots = scene.slots.roll(1)
+    elif fault == "head":
+        scene.k = scene.k.flip(1)
+    else:
+        assert scene.norm is not None
+        scene.norm = scene.norm._replace(eps=0.1)
+    q, k_pool, v_pool = scene.run(TRITON)
+    errors = [
+        error(q, truth[0]),
+        error(k_pool[slots], truth[1][slots]),
+        error(v_pool[slots], truth[2][slots]),
+    ]
+    assert max(errors) > 1e-2
+
+
+@pytest.mark.parametrize("fault", ["row", "weight", "gate"])
+def test_a_wrong_norm_or_gate_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = random(9, 64, dtype=torch.float32), torch.rand(64) + 0.5
+    if fault == "row":  # a program that has fewer rows than it believes
+        launch = elementwise._norm_launch
+        monkeypatch.setattr(
+            elementwise, "_norm_launch", lambda width: launch(width) | {"ROWS": 4, "BLOCK": 32}
+        )
+        result = TRITON.rms_norm(x, weight, EPS)
+        assert not error(result.nan_to_num(0.0), REFERENCE.rms_norm(x, weight, EPS)) <= 1e-3
+    elif fault == "weight":
+        result = TRITON.rms_norm(x, weight.roll(1), EPS)
+        assert error(result, REFERENCE.rms_norm(x, weight, EPS)) > 1e-2
+    else:
+        swapped = torch.cat([x[:, 32:], x[:, :32]], dim=1)
+        assert error(TRITON.silu_and_mul(swapped), REFERENCE.silu_and_mul(x)) > 1e-2
