@@ -84,7 +84,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, advance: Advance = lambda _: None) -> list[int]:
-        """Record every size, the largest first; `advance` hears of each.
+        """Record every size and replay it once, the largest first; `advance` hears of each.
 
         Returns:
             The device memory that each took, in bytes, in this order.
@@ -95,7 +95,9 @@ class DecodeGraphs:
         used, free_bytes = [], self._recorder.free_bytes()
         for size in reversed(self._sizes):
             try:
-                self._replays[size] = self._recorder.record(partial(self._run, size))
+                replay = self._replays[size] = self._recorder.record(partial(self._run, size))
+                replay()  # of padding: the first one takes longer, and may fail
+                before, free_bytes = free_bytes, self._recorder.free_bytes()
             except RuntimeError as error:
                 # The end of a broken capture fails as well: what came first says why.
                 reason = one_line(error.__context__ or error)
@@ -103,7 +105,6 @@ class DecodeGraphs:
                     f"a CUDA graph of {size} decodes could not be captured: {reason};"
                     " --cuda-graphs off serves without, --cuda-graph-max-seqs limits their size"
                 ) from error
-            before, free_bytes = free_bytes, self._recorder.free_bytes()
             used.append(before - free_bytes)
             advance(1)
         return used

@@ -36,7 +36,7 @@ class Captures:
         with Tape() as tape:
             function()
         self.tapes.append(tape)
-        return tape.play
+        return lambda: None
 
     def free_bytes(self) -> int:
         return 0

@@ -147,3 +147,23 @@ def test_why_a_capture_failed(monkeypatch: pytest.MonkeyPatch) -> None:
         StartupError, match=r"graph of 4 decodes .* out of memory; --cuda-graphs off"
     ):
         captured(TensorKernels(), (1, 2, 4))
+
+
+def test_the_first_replay_is_part_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than others, and what fails on the device fails there."""
+    replayed: list[int] = []
+
+    class Failing(TapeRecorder):
+        def record(self, function: Any) -> Any:
+            super().record(function)
+            number = self.num_recorded
+            return lambda: replayed.append(number)
+
+        def free_bytes(self) -> int:
+            if replayed == [1, 2]:
+                raise RuntimeError("an illegal memory access was encountered")
+            return super().free_bytes()
+
+    monkeypatch.setattr(graph_capture, "CudaGraphRecorder", lambda device: Failing())
+    with pytest.raises(StartupError, match=r"graph of 2 decodes .* an illegal memory access"):
+        captured(TensorKernels(), (1, 2, 4))
