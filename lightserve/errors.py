@@ -5,6 +5,7 @@
     ├── ConfigError        an operator's mistake: exit code 2 and one line on stderr
     ├── ModelLoadError     model files that cannot be served: exit code 1 and one line
     ├── StartupError       anything else that keeps the server from starting: exit code 1
+    ├── DeviceError        a worker's GPU failed in a step: the group of workers is replaced
     ├── GrammarError       a schema, pattern or grammar that cannot be enforced
     ├── ChatError          `lightserve chat` got no answer: exit code 1 and one line
     ├── KVMapError         `lightserve kv-map` got or wrote no picture: exit code 1 and one line
@@ -54,6 +55,10 @@ class ModelLoadError(LightserveError):
 
 class StartupError(LightserveError):
     """A start-up failure outside configuration and model files, such as a port in use."""
+
+
+class DeviceError(LightserveError):
+    """A step that failed on its GPU, whose state is lost with it; the text says what CUDA said."""
 
 
 class DecisionLogError(LightserveError):

@@ -16,12 +16,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn, Protocol
 
 from lightserve.channels.base import Link
 from lightserve.channels.wait import Waitable, wait_readable
-from lightserve.errors import ProtocolError
+from lightserve.errors import DeviceError, ProtocolError
 from lightserve.messages.router_worker import RouterToWorker, StepPlan, StepResult, WorkerToRouter
 from lightserve.types import StepId
 from lightserve.worker.device_queue import Mark
@@ -48,7 +49,7 @@ def serve(runner: Runner, link: WorkerLink, *, is_first_rank: bool) -> NoReturn:
 
     Raises:
         ProtocolError: a plan was lost or repeated.
-        RuntimeError: a step failed on its device.
+        DeviceError: a step failed on its GPU, perhaps for want of memory.
     """
     steps = StepLoop(runner, link, is_first_rank=is_first_rank)
     while True:
@@ -73,7 +74,7 @@ class StepLoop:
         while self._running:
             running = self._running[0]
             # With a step behind it no plan can come: the router sends one ahead, not two.
-            if len(self._running) > 1 or running.is_done():
+            if len(self._running) > 1 or self._is_done(running):
                 self._finish()
             elif (plan := self._receive(0.0)) is None:
                 self._watch.wait(running.marks.end, self._link)
@@ -85,16 +86,22 @@ class StepLoop:
         assert plan is not None
         return plan
 
+    def _is_done(self, step: Pending) -> bool:
+        with _naming(step.plan.step_id):
+            return step.is_done()
+
     def launch(self, plan: StepPlan) -> None:
         """Start a plan behind what runs."""
-        self._copy_ahead()
-        self._running.append(self._runner.launch(plan))
+        with _naming(plan.step_id):
+            self._copy_ahead()
+            self._running.append(self._runner.launch(plan))
         self._uncopied = plan
 
     def _finish(self) -> None:
         """Wait for the oldest step and send what it gave."""
         step = self._running.popleft()
-        result = self._runner.finish(step)
+        with _naming(step.plan.step_id):
+            result = self._runner.finish(step)
         if self._is_first_rank:
             self._link.send(result)
         if not self._running:
@@ -112,6 +119,22 @@ class StepLoop:
                 raise ProtocolError(f"plan {plan.step_id} where {self._expected} was due")
             self._expected = StepId(plan.step_id + 1)
         return plan
+
+
+@contextlib.contextmanager
+def _naming(step_id: StepId) -> Iterator[None]:
+    """Say in one line which step was put to the GPU, or waited for, when it failed.
+
+    What fails there shows later, so that the step may also be an earlier one. CUDA's errors have
+    no type of their own, and much advice behind their first line.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        first_line = str(error).partition("\n")[0]
+        if "CUDA" not in first_line:
+            raise
+        raise DeviceError(f"in step {step_id} the GPU failed: {first_line}") from error
 
 
 class _MarkWatch:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightserve.channels.memory import MemoryHub, bind_hub
-from lightserve.errors import ProtocolError
+from lightserve.errors import DeviceError, LightserveError
 from lightserve.messages.router_worker import (
     OutputKind,
     PlanRow,
@@ -156,7 +156,7 @@ def running(runner: ScriptedRunner, *, is_first_rank: bool = True) -> Iterator[L
     def run() -> None:
         try:
             serve(runner, link, is_first_rank=is_first_rank)
-        except (ProtocolError, RuntimeError) as error:
+        except (LightserveError, RuntimeError) as error:
             errors.append(error)
 
     thread = threading.Thread(target=run)
@@ -261,6 +261,18 @@ def test_a_step_that_fails_on_its_device_ends_the_loop(is_ahead: bool) -> None:
         if is_ahead:
             loop.send(plan(2))
             loop.runner.calls(3)
-        loop.runner.marks[1].end(RuntimeError("CUDA error: an illegal memory access"))
-        assert "illegal memory access" in str(loop.error())
+        loop.runner.marks[1].end(
+            RuntimeError("CUDA error: an illegal memory access\nCompile with all kinds of options")
+        )
+        error = loop.error()
+        assert isinstance(error, DeviceError)
+        assert str(error) == "in step 1 the GPU failed: CUDA error: an illegal memory access"
         assert not loop.has_result()
+
+
+def test_an_error_of_the_host_is_left_as_it_is() -> None:
+    with running(ScriptedRunner()) as loop:
+        loop.send(plan(1))
+        loop.runner.calls(1)
+        loop.runner.marks[1].end(RuntimeError("shapes do not match"))
+        assert type(loop.error()) is RuntimeError
