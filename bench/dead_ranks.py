@@ -1,9 +1,10 @@
 """A rank that dies or hangs while its peer waits for it in an all-reduce, in a long prefill.
 
-    python bench/dead_ranks.py [--repeats 3] [--step-timeout-s 3] [--json]
+    python bench/dead_ranks.py [--repeats 3] [--step-timeout-s 3] [--decodes] [--json]
 
-TP=2. Rank 1 is stopped in the middle of a prefill of thousands of tokens, until rank 0 no longer
-computes: it waits in the all-reduce. Then rank 1 is killed (SIGKILL), or left as it is (SIGSTOP).
+TP=2. Rank 1 is stopped in the middle of a prefill of thousands of tokens (`--decodes`: of thousands
+of decodes, for GPUs, which are through with a prefill too soon), until rank 0 no longer computes:
+it waits in the all-reduce. Then rank 1 is killed (SIGKILL), or left as it is (SIGSTOP).
 *Detected* is the time until rank 0's process, which waits for what never comes, is gone too: from
 the kill, or from the stop (--step-timeout-s is what the router waits for a step). *Ready again*
 is the time from then until a new one-token request has been answered.
@@ -25,8 +26,11 @@ from server import Server, running_server
 from streams import Outcome, stream_once
 
 NUM_PROMPT_TOKENS = 8000
+NUM_DECODES = 8000
 QUIET_S = 0.3
 """Without computing for so long, rank 0 waits."""
+MAX_QUIET_WAIT_S = 5.0
+"""A rank whose GPU waits may look at it in a loop: after this time it waits, whatever it does."""
 POLL_S = 0.002
 TIMEOUT_S = 120.0
 
@@ -38,19 +42,21 @@ class RankFault:
     signal: str
     detected_s: float
     ready_again_s: float
-    prefill_outcome: str
-    """Of the request whose prefill ran."""
+    outcome: str
+    """Of the request that ran."""
     num_orphans: int
 
 
-def fault_in_all_reduce(signum: signal.Signals, *, step_timeout_s: float) -> RankFault:
+def fault_in_all_reduce(
+    signum: signal.Signals, *, step_timeout_s: float, decodes: bool = False
+) -> RankFault:
     """Start a server, stop rank 1 within a step, kill it if that is wanted, and watch."""
     flags = ["--tp=2", "--profile=off", f"--step-timeout-s={step_timeout_s}"]
     flags += [f"--max-num-batched-tokens={NUM_PROMPT_TOKENS}", "--kv-memory=64MiB"]
     with running_server(flags) as server:
         ranks = [server.tree()[f"worker-{rank}"] for rank in range(2)]
-        prefill = _Prefill(server)
-        prefill.start()
+        request = _Request(server, decodes=decodes)
+        request.start()
         _wait_until_busy(ranks[1])
         stopped_s = time.monotonic()
         ranks[1].suspend()
@@ -61,35 +67,38 @@ def fault_in_all_reduce(signum: signal.Signals, *, step_timeout_s: float) -> Ran
         _wait_gone(ranks[0])
         detected_s = time.monotonic() - stopped_s
         ready_again_s = _wait_ready(server)
-        prefill.join(TIMEOUT_S)
+        request.join(TIMEOUT_S)
         return RankFault(
             signal=signum.name,
             detected_s=detected_s,
             ready_again_s=ready_again_s,
-            prefill_outcome=prefill.outcome,
+            outcome=request.outcome,
             num_orphans=sum(map(_runs, ranks)),
         )
 
 
-class _Prefill(threading.Thread):
-    """A request with a long prompt and a few tokens of output."""
+class _Request(threading.Thread):
+    """A request with a long prompt and a few tokens of output, or the other way round."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, *, decodes: bool) -> None:
         super().__init__(daemon=True)
         self._server = server
+        self._decodes = decodes
         self.outcome = "none"
 
     def run(self) -> None:
         """Send it."""
+        text, num_tokens = ("Mira", NUM_DECODES) if self._decodes else (self._long_text(), 4)
+        messages = [{"role": "user", "content": text}]
+        sizes = {"max_tokens": num_tokens, "min_tokens": num_tokens}
+        body = {"model": self._server.model, "messages": messages, **sizes}
+        self.outcome = stream_once(self._server.url, body).outcome.value
+
+    def _long_text(self) -> str:
         answer = httpx.post(
             f"{self._server.url}/tokenize", json={"inputs": "Mira and the brass lantern. " * 2000}
         )
         token_ids = [token["id"] for token in answer.json()][:NUM_PROMPT_TOKENS]
-        messages = [{"role": "user", "content": self._text(token_ids)}]
-        body = {"model": self._server.model, "messages": messages, "max_tokens": 4}
-        self.outcome = stream_once(self._server.url, body).outcome.value
-
-    def _text(self, token_ids: list[int]) -> str:
         answer = httpx.post(f"{self._server.url}/detokenize", json={"tokens": token_ids[:-64]})
         text: str = answer.json()["text"]
         return text
@@ -105,12 +114,13 @@ def _wait_until_busy(process: psutil.Process) -> None:
     before_s, deadline_s = _cpu_s(process), time.monotonic() + TIMEOUT_S
     while _cpu_s(process) < before_s + 0.1:
         if time.monotonic() > deadline_s:
-            raise SystemExit("the prefill did not start")
+            raise SystemExit("the request did not start")
         time.sleep(POLL_S)
 
 
 def _wait_until_quiet(process: psutil.Process) -> None:
-    while True:
+    deadline_s = time.monotonic() + MAX_QUIET_WAIT_S
+    while time.monotonic() < deadline_s:
         before_s = _cpu_s(process)
         time.sleep(QUIET_S)
         if _cpu_s(process) == before_s:
@@ -145,12 +155,12 @@ def _wait_ready(server: Server) -> float:
 
 def print_table(results: list[RankFault]) -> None:
     """Print a Markdown table, a row for each signal: medians, and the extremes of detection."""
-    print("| rank 1 gets | detected (s) | min … max | ready again (s) | the prefill | orphans |")
+    print("| rank 1 gets | detected (s) | min … max | ready again (s) | the request | orphans |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name in dict.fromkeys(result.signal for result in results):
         some = [result for result in results if result.signal == name]
         times = [result.detected_s for result in some]
-        outcomes = ", ".join(sorted({result.prefill_outcome for result in some}))
+        outcomes = ", ".join(sorted({result.outcome for result in some}))
         print(
             f"| {name} | {statistics.median(times):.3f} | {min(times):.3f} … {max(times):.3f}"
             f" | {statistics.median(result.ready_again_s for result in some):.2f}"
@@ -163,10 +173,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--step-timeout-s", type=float, default=3.0)
+    parser.add_argument("--decodes", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     results = [
-        fault_in_all_reduce(signum, step_timeout_s=arguments.step_timeout_s)
+        fault_in_all_reduce(
+            signum, step_timeout_s=arguments.step_timeout_s, decodes=arguments.decodes
+        )
         for signum in (signal.SIGKILL, signal.SIGSTOP)
         for _ in range(arguments.repeats)
     ]
@@ -175,7 +188,7 @@ def main() -> None:
     else:
         print_table(results)
     for result in results:
-        if result.num_orphans or result.prefill_outcome == Outcome.TORN.value:
+        if result.num_orphans or result.outcome == Outcome.TORN.value:
             raise SystemExit(1)
 
 

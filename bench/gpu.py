@@ -38,6 +38,7 @@ PARTS: dict[str, Part] = {
     "parity": Part(180, is_timed=False),
     "graphs": Part(120, is_timed=False),
     "tensor-parallel": Part(120, is_timed=False),
+    "dead-rank": Part(180, is_timed=False),
     "ceilings": Part(60),
     "decode-attention": Part(90),
     "prefill-attention": Part(90),
