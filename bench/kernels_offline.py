@@ -15,15 +15,17 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lightserve.kernels.interface import AttentionBatch
+from lightserve.kernels.interface import AttentionBatch, QKNorm
 from lightserve.kernels.triton import elementwise
 from lightserve.kernels.triton.attention import attention
 from lightserve.kernels.triton.configs import AttentionConfigs
+from lightserve.kernels.triton.copies import TritonCopies
 from lightserve.kernels.triton.offline import (
     Launch,
     Resources,
@@ -31,6 +33,7 @@ from lightserve.kernels.triton.offline import (
     max_shared_bytes,
     read,
 )
+from lightserve.kernels.triton.rotary_write import rotate_and_write
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -134,6 +137,56 @@ def attention_case(
     )
 
 
+def norm(width: int) -> None:
+    """Normalise, alone and with a residual."""
+    elementwise.rms_norm(meta(256, width), meta(width), 1e-5)
+    elementwise.add_rms_norm(meta(256, width), meta(256, width), meta(width), 1e-5)
+
+
+def norm_case(width: int) -> Case:
+    """Return both norms of a width."""
+    return Case(f"norms of {width}", lambda: norm(width))
+
+
+def gate(width: int) -> None:
+    """Launch the gated activation."""
+    elementwise.silu_and_mul(meta(256, 2 * width))
+
+
+def rotate_case(num_heads: int, num_kv_heads: int, head_dim: int, *, has_norm: bool) -> Case:
+    """Return rotary and KV write of a model's heads, views of one product."""
+
+    def call() -> None:
+        qkv = meta(256, num_heads + 2 * num_kv_heads, head_dim)
+        q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
+        pools = meta(2, num_kv_heads, 100_001, head_dim).transpose(1, 2)
+        angles = meta(256, head_dim // 2, dtype=torch.float32)
+        rotate_and_write(
+            q,
+            k,
+            v,
+            cos=angles,
+            sin=angles,
+            k_pool=pools[0],
+            v_pool=pools[1],
+            slot_mapping=meta(256, dtype=torch.int64),
+            qk_norm=QKNorm(meta(head_dim), meta(head_dim), 1e-6) if has_norm else None,
+        )
+
+    name = f"rotate, write {num_heads}/{num_kv_heads} heads of {head_dim}"
+    return Case(name + (", QK-norm" if has_norm else ""), call)
+
+
+def copy_slots(num_layers: int, num_kv_heads: int, head_dim: int) -> None:
+    """Move 1,000 slots to staging memory, to the host and back."""
+    kernels, ids = TritonCopies(), meta(1000, dtype=torch.int32)
+    pool = meta(2, num_layers, num_kv_heads, 100_001, head_dim)
+    rows = meta(1000, 2 * num_layers * num_kv_heads, head_dim)
+    kernels.gather(pool, ids, rows)
+    kernels.put_rows(rows, rows, ids)
+    kernels.scatter(rows, ids, pool, ids)
+
+
 HEADS = [(32, 32), (32, 8), (14, 2), (32, 4)]
 """Groups of 1, 4, 7 and 8."""
 ATTENTION_CASES = [
@@ -152,12 +205,17 @@ CASES: list[Case] = [
     ),
     attention_case(32, 8, 128, None, torch.float16),
     attention_case(32, 8, 128, None, torch.float32),
-    Case("rms_norm 4096", lambda: elementwise.rms_norm(meta(256, 4096), meta(4096), 1e-5)),
-    Case(
-        "add_rms_norm 4096",
-        lambda: elementwise.add_rms_norm(meta(256, 4096), meta(256, 4096), meta(4096), 1e-5),
+    *(norm_case(width) for width in (64, 128, 896, 4096, 5120, 8192)),
+    *(Case(f"silu_and_mul {width}", partial(gate, width)) for width in (4864, 14336)),
+    *(
+        rotate_case(*heads, has_norm=has_norm)
+        for heads in ((32, 8, 128), (14, 2, 64), (40, 40, 80), (4, 1, 128))
+        for has_norm in (False, True)
     ),
-    Case("silu_and_mul 14336", lambda: elementwise.silu_and_mul(meta(256, 28672))),
+    *(
+        Case(f"copies of slots, {heads[1]} KV heads of {heads[2]}", partial(copy_slots, *heads))
+        for heads in ((32, 8, 128), (24, 2, 64), (4, 3, 80))
+    ),
 ]
 
 
