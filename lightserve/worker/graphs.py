@@ -33,6 +33,9 @@ from lightserve.models.base import KVPool, Model
 from lightserve.progress import Advance
 from lightserve.worker.graph_recorder import GraphRecorder
 
+NUM_ESTIMATED = 4
+"""Graphs from which the memory of all is estimated."""
+
 
 class DecodeTables(NamedTuple):
     """What a row knows, on the device; the last row is for padding."""
@@ -168,9 +171,10 @@ class DecodeGraphs:
 def estimated_graph_bytes(
     make_graphs: Callable[[Sequence[int]], DecodeGraphs], sizes: Sequence[int]
 ) -> int:
-    """Return about how much memory graphs of all `sizes` will take, from two of them.
+    """Return about how much memory graphs of all `sizes` will take, from a few of them.
 
-    The largest takes what all share; each other one its own launches, which are as many.
+    The largest takes what all share; each other one its own launches, which are as many. Drivers
+    take memory by the piece, so that one of them says little.
 
     Args:
         make_graphs: makes graphs of some sizes, on a small pool; they are dropped.
@@ -179,6 +183,7 @@ def estimated_graph_bytes(
     Raises:
         StartupError: even these could not be recorded.
     """
-    graphs = make_graphs(sizes[-2:])
+    graphs = make_graphs(sizes[-NUM_ESTIMATED:])
     first, *rest = graphs.capture()
-    return graphs.static_bytes + first + sum(rest) * (len(sizes) - 1)
+    each = -(-sum(rest) // max(1, len(rest)))
+    return graphs.static_bytes + first + each * (len(sizes) - 1)
