@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightserve.errors import ConfigError, StartupError
 from lightserve.kernels.check_batches import CheckBatch, check_batches
-from lightserve.kernels.interface import Kernels
+from lightserve.kernels.interface import Kernels, QKNorm
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import make_kernels
 from lightserve.kernels.shapes import KernelShapes
@@ -210,39 +210,95 @@ def _gate(pair: _Pair) -> Iterator[Comparison]:
     )
 
 
-def _heads(pair: _Pair, case: CheckBatch) -> Iterator[Comparison]:
-    """Rotary embedding, writing KV and attention, of heads that lie in one product's output."""
-    shapes, batch = pair.shapes, case.batch
+class _Heads(NamedTuple):
+    """A batch's heads as they lie in one product's output, and how they are turned."""
+
+    qkv: Tensor
+    """[T, Hq + 2 * Hkv, D]."""
+    sizes: tuple[int, int, int]
+    cos: Tensor
+    """float32 [T, rotated dimensions / 2]."""
+    sin: Tensor
+    text: str
+
+    def split(self, qkv: Tensor) -> list[Tensor]:
+        """Return q, k and v of a copy of `qkv`: views with its strides."""
+        return list(qkv.split_with_sizes(self.sizes, dim=1))
+
+
+def _heads_of(pair: _Pair, case: CheckBatch) -> _Heads:
+    shapes, num_tokens = pair.shapes, len(case.batch.positions)
     sizes = (shapes.num_heads, shapes.num_kv_heads, shapes.num_kv_heads)
-    num_tokens = len(batch.positions)
     qkv = pair.random(num_tokens, sum(sizes), shapes.head_dim)
+    angles = pair.random(num_tokens, shapes.rotary_dim // 2).float() * torch.pi
     if case.num_padding:  # which of them is stored in their one slot does not matter then
         qkv[-case.num_padding :] = qkv[-1]
-    angles = pair.random(num_tokens, shapes.rotary_dim // 2).float() * torch.pi
-    scale = shapes.head_dim**-0.5
-    heads = f"{sizes[0]} query and {sizes[1]} KV heads of {shapes.head_dim}"
-    rows = f"{case.name}, {len(batch.host_rows)} rows, {heads}"
+        angles[-case.num_padding :] = angles[-1]
+    text = f"{sizes[0]} query and {sizes[1]} KV heads of {shapes.head_dim}"
+    return _Heads(qkv, sizes, angles.cos(), angles.sin(), text)
+
+
+def _heads(pair: _Pair, case: CheckBatch) -> Iterator[Comparison]:
+    """Rotary embedding, writing KV, both at once as models do it, and attention."""
+    batch, heads = case.batch, _heads_of(pair, case)
+    rows = f"{case.name}, {len(batch.host_rows)} rows, {heads.text}"
+    num_real = len(batch.positions) - case.num_padding
 
     def rotary(kernels: Kernels, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        q, k, _ = inputs[0].split_with_sizes(sizes, dim=1)
+        q, k, _ = heads.split(inputs[0])
         return kernels.rotary(q, k, inputs[1], inputs[2])
 
     def write(kernels: Kernels, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        _, k, v = inputs[0].split_with_sizes(sizes, dim=1)
+        _, k, v = heads.split(inputs[0])
         kernels.write_kv(k, v, *_pools(inputs), batch.slot_mapping)
         return inputs[1:]
 
     def attend(kernels: Kernels, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        q = inputs[0].split_with_sizes(sizes, dim=1)[0]
         seen = case.recorded() if case.num_padding and kernels.is_capturable else batch
-        out = kernels.attention(q, *_pools(inputs), seen, scale=scale, sliding_window=case.window)
-        return (out[: num_tokens - case.num_padding],)
+        out = kernels.attention(
+            heads.split(inputs[0])[0],
+            *_pools(inputs),
+            seen,
+            scale=pair.shapes.head_dim**-0.5,
+            sliding_window=case.window,
+        )
+        return (out[:num_real],)
 
-    yield from pair.compare("rotary", heads, rotary, (qkv, angles.cos(), angles.sin()))
+    yield from pair.compare("rotary", heads.text, rotary, (heads.qkv, heads.cos, heads.sin))
     ones = torch.ones_like(case.k_pool)
-    yield from pair.compare("write_kv", rows, write, (qkv, ones, ones))
+    yield from pair.compare("write_kv", rows, write, (heads.qkv, ones, ones))
+    yield from _rotated_and_written(pair, case, heads, rows)
     window = "" if case.window is None else f", a window of {case.window}"
-    yield from pair.compare("attention", rows + window, attend, (qkv, case.k_pool, case.v_pool))
+    inputs = (heads.qkv, case.k_pool, case.v_pool)
+    yield from pair.compare("attention", rows + window, attend, inputs)
+
+
+def _rotated_and_written(
+    pair: _Pair, case: CheckBatch, heads: _Heads, rows: str
+) -> Iterator[Comparison]:
+    shapes = pair.shapes
+
+    def run(kernels: Kernels, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        q, k, v = heads.split(inputs[0])
+        k_pool, v_pool = _pools(inputs)
+        norm = QKNorm(inputs[3], inputs[4], shapes.rms_norm_eps) if shapes.qk_norm else None
+        out = kernels.rotate_and_write(
+            q,
+            k,
+            v,
+            cos=heads.cos,
+            sin=heads.sin,
+            k_pool=k_pool,
+            v_pool=v_pool,
+            slot_mapping=case.batch.slot_mapping,
+            qk_norm=norm,
+        )
+        return out, *inputs[1:3]
+
+    ones = torch.ones_like(case.k_pool)
+    weights = (pair.random(shapes.head_dim), pair.random(shapes.head_dim))
+    name = "rotate_and_write with norms" if shapes.qk_norm else "rotate_and_write"
+    yield from pair.compare(name, rows, run, (heads.qkv, ones, ones, *weights))
 
 
 def _pools(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

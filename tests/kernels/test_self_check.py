@@ -51,6 +51,8 @@ OPERATIONS = {
     "KV to another slot": "write_kv",
     "rotary backwards": "rotary",
     "keys not rotated": "rotary",
+    "one norm for q and k": "rotate_and_write with norms",
+    "queries not rotated": "rotate_and_write with norms",
     "another eps": "rms_norm",
     "norm of the summand": "add_rms_norm",
     "gate and up swapped": "silu_and_mul",
@@ -73,7 +75,8 @@ def test_kernels_that_are_right(implementation: type[Kernels], dtype: torch.dtyp
 def test_triton_kernels() -> None:
     """In the interpreter, where long contexts take seconds: short ones."""
     shapes = replace(SHAPES, dtype=torch.bfloat16, context_len=70, sliding_windows=(24,))
-    check_kernels(TritonKernels(), shapes, CPU)
+    for qk_norm in (True, False):
+        check_kernels(TritonKernels(), replace(shapes, qk_norm=qk_norm), CPU)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +87,7 @@ def test_triton_kernels() -> None:
         {"context_len": 1, "sliding_windows": (1,)},
         {"context_len": 3, "sliding_windows": (None,)},
         {"sliding_windows": (100_000,)},
+        {"qk_norm": False, "qkv_bias": False},
     ],
 )
 def test_other_shapes(changes: dict[str, object]) -> None:

@@ -88,6 +88,20 @@ class _UnrotatedKeys(TorchKernels):
         return super().rotary(q, k, cos, sin)[0], k
 
 
+class _OneNormForBoth(TorchKernels):
+    def rotate_and_write(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        norm = options.pop("qk_norm")
+        same = norm._replace(k_weight=norm.q_weight)
+        return super().rotate_and_write(q, k, v, qk_norm=same, **options)
+
+
+class _UnrotatedQueries(TorchKernels):
+    def rotate_and_write(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        before = q.clone()
+        super().rotate_and_write(q, k, v, **options)
+        return before
+
+
 class _NormWithoutEps(TorchKernels):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return super().rms_norm(x, weight, eps + 0.1)
@@ -138,6 +152,8 @@ FAULTS: dict[str, type[TorchKernels]] = {
     "KV to another slot": _KVToTheFirstSlot,
     "rotary backwards": _BackwardRotary,
     "keys not rotated": _UnrotatedKeys,
+    "one norm for q and k": _OneNormForBoth,
+    "queries not rotated": _UnrotatedQueries,
     "another eps": _NormWithoutEps,
     "norm of the summand": _NormOfTheSummand,
     "gate and up swapped": _GateAndUpSwapped,
