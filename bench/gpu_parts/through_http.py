@@ -76,7 +76,7 @@ GPU = Scale(
     budget=2048,
 )
 REHEARSED = Scale(
-    shape=dict(TINY_LLAMA) | {"vocab_size": 4096},
+    shape=dict(TINY_LLAMA) | {"vocab_size": 4096, "max_position_embeddings": 512},
     streams=(2,),
     prompt_tokens=(8, 12),
     output_tokens=(8, 16),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.processes import wait_gone
 
 ROOT = Path(__file__).parents[2]
@@ -18,6 +19,7 @@ if str(ROOT / "bench") not in sys.path:
 
 from gpu_parts.attention import Heads, Order, slot_table  # noqa: E402
 from gpu_parts.children import Job, run_job  # noqa: E402
+from gpu_parts.machine import DELAY_CYCLES, MAX_ROUNDS, Machine  # noqa: E402
 from gpu_parts.models import LLAMA_8B, QWEN_HALF_B, TINY_LLAMA, RandomModel  # noqa: E402
 from gpu_parts.overlap import idle_pct, overlapped_pct  # noqa: E402
 from gpu_parts.prefill_attention import Chunk  # noqa: E402
@@ -189,3 +191,37 @@ def test_wheels_are_those_that_lightserve_needs() -> None:
     assert needed - PRESENT <= wheels
     beside = {"annotated-types", "opentelemetry-api", "pydantic_core", "starlette"}
     assert wheels == (needed - PRESENT) | beside
+
+
+class FakeEvent:
+    """A point of a made-up device's time."""
+
+    now_ms = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at_ms = 0.0
+
+    def record(self) -> None:
+        self.at_ms = FakeEvent.now_ms
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return later.at_ms - self.at_ms
+
+
+def test_device_time_is_the_median_of_queued_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's time, which is next to nothing here, does not count."""
+    delays: list[int] = []
+    buffers: list[int] = []
+
+    def work(number: int) -> None:
+        buffers.append(number)
+        FakeEvent.now_ms += (2.0, 3.0, 50.0)[number % 3]
+
+    monkeypatch.setattr("torch.cuda.Event", FakeEvent)
+    monkeypatch.setattr("torch.cuda._sleep", delays.append)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda _: None)
+    seconds = Machine(torch.device("cuda", 0)).median_s(work)
+    assert seconds == pytest.approx(0.003)
+    assert delays == [DELAY_CYCLES]
+    assert buffers == [0, 0, 0, *range(MAX_ROUNDS)]
