@@ -137,10 +137,17 @@ class ModelRunner:
         return self.finish(self.launch(plan))
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch(
+        self, plan: StepPlan, *, before_sampling: Callable[[], None] | None = None
+    ) -> Pending:
         """Start one plan behind those that were launched before, and do not wait for it.
 
         On the CPU it has run when this returns.
+
+        Args:
+            plan: the next one.
+            before_sampling: called when the forward pass is on its way: finishes the step before,
+                see `Pending.must_precede`.
 
         Raises:
             ProtocolError: the plan's copies cannot be made; nothing was done.
@@ -151,8 +158,11 @@ class ModelRunner:
         copies = self._host_pool.begin(plan)
         inputs = self._table.begin(plan)
         self._sampling.update(plan.sequences)
-        masks = self._begin_masks(plan, inputs)
+        masks = None if before_sampling is not None else self._begin_masks(plan, inputs)
         passed = self._forward(inputs)
+        if before_sampling is not None:
+            before_sampling()
+            masks = self._begin_masks(plan, inputs)
         drawn = self._sample(inputs, passed.logits, masks)
         prompts = self._prompt_logprobs(inputs.prompt_spans, passed.prompt_hidden)
         self._free_since = end = self._queue.mark()

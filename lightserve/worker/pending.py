@@ -119,9 +119,9 @@ class Pending:
         return self.marks.end.is_past()
 
     def must_precede(self, plan: StepPlan) -> bool:
-        """Whether this step must be finished before `plan`, the next one, is launched.
+        """Whether this step must be finished before `plan`, the next one, draws tokens.
 
-        Its tokens decide what its constrained rows may draw next.
+        Its own tokens decide what its constrained rows may draw next.
         """
         return bool(self.constrained_rows) and not self.constrained_rows.isdisjoint(
             [row.row for row in plan.rows] + [sequence.row for sequence in plan.sequences]

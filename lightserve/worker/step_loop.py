@@ -6,9 +6,9 @@
     results                             1
 
 Results leave in order and at once: nothing waits for a plan while a step is done, and nobody
-polls. Before a plan is launched only that is finished which it needs on the host: tokens of rows
-with a constraint. On the CPU a step is over when it has been launched, so each is finished before
-the next plan is looked at.
+polls. Only tokens of rows with a constraint are needed on the host before the next ones can be
+drawn: their step is finished when the forward pass behind it has been launched. On the CPU a step
+is over when it has been launched, so each is finished before the next plan is looked at.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn, Protocol
 
@@ -34,7 +34,9 @@ WorkerLink = Link[WorkerToRouter, RouterToWorker]
 class Runner(Protocol):
     """What runs the steps; see `ModelRunner`."""
 
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch(
+        self, plan: StepPlan, *, before_sampling: Callable[[], None] | None = None
+    ) -> Pending:
         """Start a plan."""
 
     def finish(self, pending: Pending) -> StepResult:
@@ -76,12 +78,10 @@ class StepLoop:
             # With a step behind it no plan can come: the router sends one ahead, not two.
             if len(self._running) > 1 or self._is_done(running):
                 self._finish()
-            elif (plan := self._receive(0.0)) is None:
-                self._watch.wait(running.marks.end, self._link)
-            else:
-                if running.must_precede(plan):
-                    self._finish()
+            elif (plan := self._receive(0.0)) is not None:
                 return plan
+            else:
+                self._watch.wait(running.marks.end, self._link)
         plan = self._receive(None)
         assert plan is not None
         return plan
@@ -94,7 +94,10 @@ class StepLoop:
         """Start a plan behind what runs."""
         with _naming(plan.step_id):
             self._copy_ahead()
-            self._running.append(self._runner.launch(plan))
+            must_wait = bool(self._running) and self._running[0].must_precede(plan)
+            before = self._finish if must_wait else None
+            pending = self._runner.launch(plan, before_sampling=before)
+        self._running.append(pending)
         self._uncopied = plan
 
     def _finish(self) -> None:

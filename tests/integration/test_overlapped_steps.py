@@ -41,12 +41,17 @@ def run_overlapped(runner: ModelRunner, steps: list[RecordedStep]) -> list[list[
     """Run the plans, each launched before the one ahead of it is finished."""
     launched: deque[Pending] = deque()
     found = []
+
+    def finish() -> None:
+        found.append(runner.finish(launched.popleft()).rows)
+
     for step in steps:
-        launched.append(runner.launch(step.plan))
+        must_wait = bool(launched) and launched[0].must_precede(step.plan)
+        launched.append(runner.launch(step.plan, before_sampling=finish if must_wait else None))
         runner.copy_ahead(step.plan)
         if len(launched) > 1:
-            found.append(runner.finish(launched.popleft()).rows)
-    found.append(runner.finish(launched.popleft()).rows)
+            finish()
+    finish()
     return found
 
 
@@ -71,6 +76,16 @@ def test_the_same_results(seed: int, preemption: Preemption) -> None:
     assert bool(copied) == (preemption is not Preemption.RECOMPUTE)
     again = run_overlapped(make_runner(LateQueue()), steps)
     assert again == [step.result.rows for step in steps]
+
+
+def test_the_same_results_under_constraints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step ahead that did not wait for the tokens before would have been noticed."""
+    steps = record_steps(make_runner(is_constrained=True), 1, preemption=Preemption.CHECKPOINT)
+    again = run_overlapped(make_runner(LateQueue(), is_constrained=True), steps)
+    assert again == [step.result.rows for step in steps]
+    monkeypatch.setattr(Pending, "must_precede", lambda *_: False)
+    with pytest.raises(AssertionError, match="is not known yet"):
+        run_overlapped(make_runner(LateQueue(), is_constrained=True), steps)
 
 
 def test_the_same_results_with_graphs() -> None:

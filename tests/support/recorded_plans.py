@@ -7,20 +7,24 @@ some the log-probabilities of their prompt.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+import torch
 
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.interface import Kernels
-from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.messages.common import RegexConstraint, TokenSegment, pack_int32, unpack_int32
 from lightserve.messages.frontend_router import Submit
-from lightserve.messages.router_worker import StepPlan, StepResult
+from lightserve.messages.router_worker import AddSequence, StepPlan, StepResult
 from lightserve.models.parallel import SingleRank
 from lightserve.router.events import FromFrontend
 from lightserve.router.kv.options import KVOptions, Preemption
 from lightserve.sim.simulation import Simulation, TimedEvent
-from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
+from lightserve.types import FrontendId, RequestClass, RequestId, RowId, SamplingParams
+from lightserve.worker.constraints import StepMasks
 from lightserve.worker.device_queue import DeviceQueue, HostQueue
 from lightserve.worker.host_pool import DirectHostPool
 from lightserve.worker.kv_pool import KVPool
@@ -48,7 +52,52 @@ class RecordedStep(NamedTuple):
     result: StepResult
 
 
-def make_runner(queue: DeviceQueue | None = None, kernels: Kernels | None = None) -> ModelRunner:
+class ThirdsOnly:
+    """Constraints of which every token depends on the one before: (it + 1) modulo 3.
+
+    What a runner calls; an AssertionError if it asks too early.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._ids = np.arange(vocab_size)
+        self._last: dict[RowId, int] = {}
+        self._drawing: set[RowId] = set()
+
+    def update(self, sequences: Sequence[AddSequence]) -> None:
+        for sequence in sequences:
+            self._last.pop(sequence.row, None)
+            self._drawing.discard(sequence.row)
+            if sequence.constraint is not None:
+                self._last[sequence.row] = int(unpack_int32(sequence.segments[-1].token_ids)[-1])
+
+    def among(self, rows: Sequence[RowId]) -> frozenset[RowId]:
+        return frozenset(row for row in rows if row in self._last)
+
+    def begin(self, rows: Sequence[RowId]) -> Callable[[], StepMasks] | None:
+        indices = [index for index, row in enumerate(rows) if row in self._last]
+        if not indices:
+            return None
+        asked = [rows[index] for index in indices]
+        assert self._drawing.isdisjoint(asked), "the token before is not known yet"
+        self._drawing.update(asked)
+        allowed = np.stack([self._ids % 3 == (self._last[row] + 1) % 3 for row in asked])
+        padded = np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 32)))
+        bits = np.packbits(padded, axis=1, bitorder="little")
+        return lambda: StepMasks(indices, bits, torch.from_numpy(allowed), frozenset())
+
+    def advance(self, rows: Sequence[RowId], token_ids: Sequence[int]) -> None:
+        for row, token_id in zip(rows, token_ids, strict=True):
+            if row in self._last:
+                self._last[row] = token_id
+                self._drawing.discard(row)
+
+
+def make_runner(
+    queue: DeviceQueue | None = None,
+    kernels: Kernels | None = None,
+    *,
+    is_constrained: bool = False,
+) -> ModelRunner:
     """Return a runner of a small random model on the CPU; all have the same weights."""
     config = tiny_config()
     pool = KVPool(layout_of(config), NUM_SLOTS, HostQueue.device)
@@ -59,6 +108,7 @@ def make_runner(queue: DeviceQueue | None = None, kernels: Kernels | None = None
         host_pool=DirectHostPool(NUM_SLOTS, pool),
         queue=queue or HostQueue(),
         max_num_seqs=MAX_SEQS,
+        constraints=ThirdsOnly(config.vocab_size) if is_constrained else None,  # type: ignore[arg-type]
     )
 
 
@@ -79,7 +129,10 @@ class _Recorder:
 
 
 def record_steps(runner: ModelRunner, seed: int, *, preemption: Preemption) -> list[RecordedStep]:
-    """Return what a schedule's steps were, one after the other."""
+    """Return what a schedule's steps were, one after the other.
+
+    Where the runner enforces constraints, every second request has one.
+    """
     rng = random.Random(seed)
     schedule = Schedule(
         requests=list(range(NUM_REQUESTS)),
@@ -103,7 +156,18 @@ def record_steps(runner: ModelRunner, seed: int, *, preemption: Preemption) -> l
     )
     simulation.run(
         [
-            TimedEvent(time_s, FromFrontend(FrontendId(0), _request(number, of_class, rng)))
+            TimedEvent(
+                time_s,
+                FromFrontend(
+                    FrontendId(0),
+                    _request(
+                        number,
+                        of_class,
+                        rng,
+                        is_constrained=runner.has_constraints and number % 2 > 0,
+                    ),
+                ),
+            )
             for number, time_s, of_class in zip(
                 schedule.requests, schedule.times_s, schedule.classes, strict=True
             )
@@ -113,7 +177,9 @@ def record_steps(runner: ModelRunner, seed: int, *, preemption: Preemption) -> l
     return recorder.steps
 
 
-def _request(number: int, request_class: RequestClass, rng: random.Random) -> Submit:
+def _request(
+    number: int, request_class: RequestClass, rng: random.Random, *, is_constrained: bool
+) -> Submit:
     shared = list(range(5, 5 + rng.choice((0, 20))))
     prompt = [*shared, *(rng.randrange(5, 200) for _ in range(rng.choice((1, 6, 30))))]
     options = {"temperature": 1.0, **_OPTIONS[number % len(_OPTIONS)]}
@@ -125,4 +191,5 @@ def _request(number: int, request_class: RequestClass, rng: random.Random) -> Su
         sampling=SamplingParams(seed=number, **options),
         request_class=request_class,
         age_s=0.0,
+        constraint=RegexConstraint(pattern="in thirds") if is_constrained else None,
     )

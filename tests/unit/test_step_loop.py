@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -73,12 +73,17 @@ class ScriptedRunner:
     _calls: list[str] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch(
+        self, plan: StepPlan, *, before_sampling: Callable[[], None] | None = None
+    ) -> Pending:
         mark = ScriptedMark()
         if self.ends_at_once:
             mark.end()
         self.marks[plan.step_id] = mark
         self._note(f"launch {plan.step_id}")
+        if before_sampling is not None:
+            before_sampling()
+            self._note(f"sample {plan.step_id}")
         return Pending(
             plan=plan,
             drawn=Drawn([], torch.empty(0, dtype=torch.int64)),
@@ -225,18 +230,32 @@ def test_what_is_over_when_launched_is_finished_before_the_next_plan() -> None:
         ]
 
 
-@pytest.mark.parametrize(("row", "must_wait"), [(3, True), (4, False)])
-def test_a_constrained_row_needs_its_token(row: int, must_wait: bool) -> None:
+def test_a_constrained_row_needs_its_token_before_the_next_is_drawn() -> None:
+    """Its next forward pass has been launched by then."""
     with running(ScriptedRunner(constrained=frozenset({RowId(3)}))) as loop:
         loop.send(plan(1, 3, 4))
         loop.runner.calls(1)
-        loop.send(plan(2, row))
-        if not must_wait:
-            assert loop.runner.calls(3)[-1] == "launch 2"
+        loop.send(plan(2, 3))
+        assert loop.runner.calls(3) == ["launch 1", "copy 1", "launch 2"]
+        assert not loop.has_result()
         loop.runner.marks[1].end()
         assert loop.result() == 1
-        order = loop.runner.calls(4)
-        assert (order.index("finish 1") < order.index("launch 2")) == must_wait
+        assert loop.runner.calls(5)[3:] == ["finish 1", "sample 2"]
+        loop.runner.marks[2].end()
+        assert loop.result() == 2
+
+
+def test_a_constrained_row_that_rests_is_not_waited_for() -> None:
+    with running(ScriptedRunner(constrained=frozenset({RowId(3)}))) as loop:
+        loop.send(plan(1, 3, 4))
+        loop.runner.calls(1)
+        loop.send(plan(2, 4), plan(3, 4))
+        loop.runner.calls(3)
+        loop.runner.marks[1].end()
+        assert loop.result() == 1
+        assert loop.runner.calls(6) == [
+            "launch 1", "copy 1", "launch 2", "finish 1", "copy 2", "launch 3",
+        ]  # fmt: skip
 
 
 def test_other_ranks_do_not_answer() -> None:
