@@ -44,12 +44,6 @@ class StepMasks:
     failed: frozenset[int]
     """Those of `indices` whose grammar failed; they may draw nothing."""
 
-    def apply(self, logits: Tensor) -> None:
-        """Bar what is not allowed, in float32 [L, vocab] on the CPU, in place."""
-        assert self.allowed is not None
-        rows = torch.tensor(self.indices)
-        logits[rows] = logits[rows].masked_fill(~self.allowed, float("-inf"))
-
     def upload(self, num_rows: int, upload: Upload) -> RowMasks:
         """Return them beside the logits of the `num_rows` rows that the step samples."""
         rows = np.full(num_rows, -1, dtype=np.int32)
