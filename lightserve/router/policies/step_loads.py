@@ -37,21 +37,24 @@ class StepLoads:
 
     def seconds(self, num_more: int = 0) -> float:
         """Return what the step takes longer for its loads, and for those of one more request."""
-        seconds = self._waited_seconds(self._num_waited + num_more)
-        return seconds if self._overlaps else seconds + self._beside_seconds(self._num_beside)
+        seconds = 0.0
+        if num_waited := self._num_waited + num_more:  # as a rule there are none
+            seconds = self._waited_seconds(num_waited)
+        if self._num_beside and not self._overlaps:
+            seconds += self._beside_seconds(self._num_beside)
+        return seconds
 
     def wait_for(self, request: Request) -> None:
         """Load all that a request lacks before the step: it runs in it."""
         self._num_waited += num_loaded_by(request)
 
     def can_go_beside(self, request: Request, step_s: float) -> bool:
-        """Whether a request could load beside the step instead of running in it.
+        """Whether a request that has to load could do so beside the step instead of running in it.
 
-        There has to be something to load, a step that takes `step_s` without its loads (0: it is
-        empty), and an idea of what copies take.
+        Somebody else has to be in it, and there has to be an idea of what copies take. `step_s` is
+        what it takes without its loads; 0: it is empty.
         """
-        num_loaded = num_loaded_by(request)
-        return num_loaded > 0 and step_s > 0.0 and self._beside_seconds(num_loaded) > 0.0
+        return step_s > 0.0 and self._beside_seconds(num_loaded_by(request)) > 0.0
 
     def is_free_for(self, request: Request) -> bool:
         """Whether loading it beside steps costs nobody anything, itself included."""

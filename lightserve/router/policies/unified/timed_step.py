@@ -245,7 +245,8 @@ class TimedStep:
         An empty step takes something, however little time there is. Who resumes and has too much
         to bring back loads it beside the step; then others may still join it.
         """
-        can_go_beside = self._loads.can_go_beside(request, self.seconds)
+        loads = num_loaded_by(request) > 0
+        can_go_beside = loads and self._loads.can_go_beside(request, self.seconds)
         if can_go_beside and self._loads.is_free_for(request):
             return self._load_beside(request)
         rest = request.num_schedulable_tokens
