@@ -51,7 +51,9 @@ def fault_in_all_reduce(
     signum: signal.Signals, *, step_timeout_s: float, decodes: bool = False
 ) -> RankFault:
     """Start a server, stop rank 1 within a step, kill it if that is wanted, and watch."""
-    flags = ["--tp=2", "--profile=off", f"--step-timeout-s={step_timeout_s}"]
+    flags = ["--tp=2", "--profile=off"]
+    if signum is signal.SIGSTOP:  # else it is not to be faster than the death
+        flags.append(f"--step-timeout-s={step_timeout_s}")
     flags += [f"--max-num-batched-tokens={NUM_PROMPT_TOKENS}", "--kv-memory=64MiB"]
     with running_server(flags) as server:
         ranks = [server.tree()[f"worker-{rank}"] for rank in range(2)]
