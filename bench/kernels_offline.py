@@ -34,6 +34,11 @@ from lightserve.kernels.triton.offline import (
     read,
 )
 from lightserve.kernels.triton.rotary_write import rotate_and_write
+from lightserve.messages.router_worker import AddSequence
+from lightserve.types import RowId, SamplingParams
+from lightserve.worker.sampling.interface import SamplingBatch
+from lightserve.worker.sampling.sampler import sample
+from lightserve.worker.sampling.table import SamplingTable
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -184,8 +189,35 @@ def copy_slots(num_layers: int, num_kv_heads: int, head_dim: int) -> None:
     rows = meta(1000, 2 * num_layers * num_kv_heads, head_dim)
     kernels.gather(pool, ids, rows)
     kernels.put_rows(rows, rows, ids)
-    kernels.scatter(rows, ids, pool, ids)
+    kernels.take_rows(rows, ids, rows)
+    kernels.scatter(rows, pool, ids)
 
+
+def sample_rows(vocab_size: int, params: SamplingParams) -> None:
+    """Sample 64 rows that all have these parameters."""
+    rows, table = [RowId(row) for row in range(64)], SamplingTable(64)
+    table.update([AddSequence(row, [], params, 1, [2]) for row in rows])
+    picked = table.rows(rows, lambda arrays: [torch.from_numpy(a).to("meta") for a in arrays])
+    positions = meta(64, dtype=torch.int64)
+    known = meta(65, 8193, dtype=torch.int32)
+    sample(meta(64, vocab_size, dtype=torch.float32), SamplingBatch(picked, positions, known))
+
+
+SAMPLED = {
+    "greedy": SamplingParams(temperature=0.0),
+    "temperature": SamplingParams(),
+    "top-p": SamplingParams(top_p=0.9),
+    "options": SamplingParams(
+        top_k=40,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        allowed_token_ids=(1, 2),
+        min_tokens=3,
+        num_logprobs=5,
+    ),
+    "bias": SamplingParams(temperature=0.0, logit_bias=((1, 2.0),)),
+}
+"""Together every sampling kernel; their common variants."""
 
 HEADS = [(32, 32), (32, 8), (14, 2), (32, 4)]
 """Groups of 1, 4, 7 and 8."""
@@ -215,6 +247,16 @@ CASES: list[Case] = [
     *(
         Case(f"copies of slots, {heads[1]} KV heads of {heads[2]}", partial(copy_slots, *heads))
         for heads in ((32, 8, 128), (24, 2, 64), (4, 3, 80))
+    ),
+    *(
+        Case(
+            f"sampling of {vocab_size}, {name}",
+            partial(sample_rows, vocab_size, params),
+            # Those that read logits; counts of tokens go to scattered places.
+            wide_loads="scan|gather|adjust|draw",
+        )
+        for vocab_size in (128_256, 151_936)
+        for name, params in SAMPLED.items()
     ),
 ]
 

@@ -3,7 +3,7 @@
     pool  [2, num_layers, num_kv_heads, num_slots, head_dim]    one slot: 2 * layers * heads pieces
     rows  [num_rows, 2 * num_layers * num_kv_heads, head_dim]   one row: all pieces, side by side
 
-Bytes are never altered (contract N1). Rows are a staging buffer on the device or memory of the
+Bytes are never altered (contract N1). Rows are staging memory on the device or memory of the
 host; here in plain torch, for the CPU and as the reference, on a GPU in `kernels.triton.copies`.
 """
 
@@ -15,16 +15,19 @@ from torch import Tensor
 
 
 class CopyKernels(Protocol):
-    """What the host pool needs; all indices are int32 [n], on the device that runs the copy."""
+    """What the host pool needs; all indices are int32 [n], where the pool is."""
 
     def gather(self, pool: Tensor, slots: Tensor, rows: Tensor) -> None:
         """Copy slot slots[i] of the pool to rows[i], for rows [n, …]."""
 
-    def scatter(self, rows: Tensor, row_ids: Tensor, pool: Tensor, slots: Tensor) -> None:
-        """Copy rows[row_ids[i]] to slot slots[i] of the pool; rows may be page-locked memory."""
+    def scatter(self, rows: Tensor, pool: Tensor, slots: Tensor) -> None:
+        """Copy rows[i] to slot slots[i] of the pool, for rows [n, …]."""
 
     def put_rows(self, source: Tensor, rows: Tensor, row_ids: Tensor) -> None:
-        """Copy source[i] to rows[row_ids[i]]; rows may be page-locked memory of the host."""
+        """Copy source[i] to rows[row_ids[i]]; `rows` may be page-locked memory of the host."""
+
+    def take_rows(self, rows: Tensor, row_ids: Tensor, target: Tensor) -> None:
+        """Copy rows[row_ids[i]] to target[i]; `rows` may be page-locked memory of the host."""
 
 
 class TorchCopies:
@@ -34,14 +37,18 @@ class TorchCopies:
         """See `CopyKernels.gather`."""
         rows.copy_(_rows_of(pool).index_select(0, slots))
 
-    def scatter(self, rows: Tensor, row_ids: Tensor, pool: Tensor, slots: Tensor) -> None:
+    def scatter(self, rows: Tensor, pool: Tensor, slots: Tensor) -> None:
         """See `CopyKernels.scatter`."""
-        pieces = rows.index_select(0, row_ids).reshape(-1, *pool.shape[:3], pool.shape[4])
+        pieces = rows.reshape(-1, *pool.shape[:3], pool.shape[4])
         pool.index_copy_(3, slots.long(), pieces.movedim(0, 3))
 
     def put_rows(self, source: Tensor, rows: Tensor, row_ids: Tensor) -> None:
         """See `CopyKernels.put_rows`."""
         rows.index_copy_(0, row_ids.long(), source)
+
+    def take_rows(self, rows: Tensor, row_ids: Tensor, target: Tensor) -> None:
+        """See `CopyKernels.take_rows`."""
+        target.copy_(rows.index_select(0, row_ids))
 
 
 def _rows_of(pool: Tensor) -> Tensor:

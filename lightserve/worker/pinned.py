@@ -2,7 +2,7 @@
 
 torch's own `pin_memory` rounds up to a power of two (33 GiB would take 64) and is silent for as
 long as it takes. Here memory is mapped first, in huge pages where the system has them, and locked
-piece by piece.
+as one: a copy may not cross from what was locked by one call to what was by another.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from torch import Tensor
 from lightserve.errors import StartupError
 from lightserve.progress import progress
 
-PIECE_BYTES = 2**30
-"""Locked by one call: a second at most, so that progress shows."""
 _MAPPED_AND_PORTABLE = 0x03
 """cudaHostRegisterPortable | cudaHostRegisterMapped: with an address on the device."""
 
@@ -41,20 +39,18 @@ def pinned_bytes(num_bytes: int, *, label: str, is_shown: bool = True) -> Tensor
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     with progress(label, num_bytes, is_shown=is_shown, in_bytes=True) as advance:
-        for start in range(0, num_bytes, PIECE_BYTES):
-            count = min(PIECE_BYTES, num_bytes - start)
-            _lock(memory.data_ptr() + start, count, num_bytes)
-            weakref.finalize(pages, _unlock, memory.data_ptr() + start).atexit = False
-            advance(count)
+        _lock(memory.data_ptr(), num_bytes)
+        weakref.finalize(pages, _unlock, memory.data_ptr()).atexit = False
+        advance(num_bytes)
     return memory
 
 
-def _lock(address: int, num_bytes: int, whole_bytes: int) -> None:
+def _lock(address: int, num_bytes: int) -> None:
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = int(cudart.cudaHostRegister(address, num_bytes, _MAPPED_AND_PORTABLE))
     if error:
         raise StartupError(
-            f"cannot page-lock {_gib(whole_bytes)} of host memory (CUDA error {error}):"
+            f"cannot page-lock {_gib(num_bytes)} of host memory (CUDA error {error}):"
             " --host-kv-memory takes less"
         )
 

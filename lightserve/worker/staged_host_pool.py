@@ -2,7 +2,9 @@
 
 What is saved is gathered into staging memory on the device first, at the speed of its memory, so
 that slots can be overwritten at once; from there it drains to the host while the next steps run.
-What is loaded goes from the host straight to its slots.
+What is loaded comes the same way back. Over the bus the copy engines do the work and not the
+GPU's processors: copies are put into the order of their host slots, which mostly are a few runs
+that lie together in memory. Only where they are scattered, a kernel takes them one by one.
 
     compute:  forward i-1 ┬─────────────────── wait ─ forward i ───────────── wait ─ forward i+1
     pool:                 └ saves i ─ loads i ─┘─ ahead saves i ─ ahead loads i ─┘
@@ -26,15 +28,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from lightserve.kernels.copies import CopyKernels
-from lightserve.messages.common import Int32Array, pack_int32, unpack_int32
+from lightserve.messages.common import Int32Array, unpack_int32
 from lightserve.messages.router_worker import KVCopies, StepPlan
 from lightserve.worker.host_pool import CopyWait, DirectHostPool, HostPool, Waited
 from lightserve.worker.kv_pool import KVPool
@@ -43,6 +47,9 @@ from lightserve.worker.streams import CopyQueues, Event, Queue, cuda_copy_queues
 
 NUM_DRAINS = 8
 """One drain takes at most this share of the staging memory, which is so free again bit by bit."""
+MAX_RUNS = 32
+"""Of host slots that a part is copied as; each takes the host about 5 µs, and a kernel's launch
+five times that."""
 
 
 class StagedHostPool(HostPool):
@@ -58,6 +65,7 @@ class StagedHostPool(HostPool):
         *,
         queues: CopyQueues,
         kernels: CopyKernels,
+        max_runs: int = MAX_RUNS,
     ) -> None:
         """Use memory that the caller has allocated.
 
@@ -68,12 +76,14 @@ class StagedHostPool(HostPool):
             staging: the same for fewer tokens, at least one, where the pool is.
             queues: where copies run.
             kernels: what copies.
+            max_runs: from more runs on, a kernel copies over the bus.
         """
         super().__init__(len(rows[0]), pool)
         self._rows = rows
         self._staging = staging
         self._queues = queues
         self._kernels = kernels
+        self._max_runs = max_runs
         self._ring = _Ring(len(staging[0]), queues.pool)
         self._drained_by = np.full(len(rows[0]), -1, dtype=np.int64)
         """Number of the last drain that writes a host slot."""
@@ -82,10 +92,18 @@ class StagedHostPool(HostPool):
 
     def warm_up(self) -> None:
         """Copy the slot of nobody to the host and back, so that no request waits for compilers."""
-        copies = KVCopies(pack_int32([self._pool.num_slots]), pack_int32([0]))
-        self._save(copies)
-        self._load(copies)
+        places = torch.tensor([[self._pool.num_slots], [0]], dtype=torch.int32)
+        slots, row_ids = self._queues.pool.upload(places)
+        self._queues.pool.run(partial(self._run_kernels, slots, row_ids))
         self._queues.compute.wait(self._queues.pool.record())
+
+    def _run_kernels(self, slots: Tensor, row_ids: Tensor) -> None:
+        place = slice(0, len(slots))
+        self._gather(slots, place)
+        for staged, rows in zip(self._staging, self._rows, strict=True):
+            self._kernels.put_rows(staged[place], rows, row_ids)
+            self._kernels.take_rows(rows, row_ids, staged[place])
+        self._scatter(place, slots)
 
     def begin(self, plan: StepPlan) -> CopyWait:
         """See `HostPool.begin`; the host waits for nothing."""
@@ -124,40 +142,65 @@ class StagedHostPool(HostPool):
         if not copies.slots:
             return
         _, pool, drain = self._queues
-        host_slots = unpack_int32(copies.host_slots)
-        slots, targets = pool.upload(_index(copies))
-        start = 0
-        while start < len(host_slots):
-            place = self._ring.acquire(len(host_slots) - start)  # rule 3
-            end = start + place.stop - place.start
-            pool.run(partial(self._gather, slots[start:end], place))
+        places = _ordered(copies)
+        slots, targets = pool.upload(torch.from_numpy(places))
+        for part, place in self._parts(len(slots)):  # rule 3
+            pool.run(partial(self._gather, slots[part], place))
             drain.wait(pool.record())  # rule 4
-            drain.run(partial(self._drain, place, targets[start:end]))
+            drain.run(partial(self._drain, place, places[1, part], targets[part]))
             number = self._ring.release(place, drain.record(), targets)
-            self._drained_by[host_slots[start:end]] = number
-            start = end
+            self._drained_by[places[1, part]] = number
 
     def _load(self, copies: KVCopies) -> None:
-        """Scatter from the host, once what is loaded is there."""
+        """Fetch into staging memory what is on the host by then, and scatter it."""
         if not copies.slots:
             return
         pool = self._queues.pool
-        host_slots = unpack_int32(copies.host_slots)
-        self._ring.wait_for(int(self._drained_by[host_slots].max()))  # rule 5
-        slots, sources = pool.upload(_index(copies))
-        pool.run(partial(self._scatter, sources, slots))
+        places = _ordered(copies)
+        self._ring.wait_for(int(self._drained_by[places[1]].max()))  # rule 5
+        slots, sources = pool.upload(torch.from_numpy(places))
+        for part, place in self._parts(len(slots)):  # free again when this queue is behind it
+            pool.run(partial(self._fetch, places[1, part], sources[part], place))
+            pool.run(partial(self._scatter, place, slots[part]))
+
+    def _parts(self, num_tokens: int) -> Iterator[tuple[slice, slice]]:
+        """Yield parts of a list of tokens, and where in staging memory each of them goes."""
+        start = 0
+        while start < num_tokens:
+            place = self._ring.acquire(num_tokens - start)
+            end = start + place.stop - place.start
+            yield slice(start, end), place
+            start = end
 
     def _gather(self, slots: Tensor, place: slice) -> None:
         for tensor, staged in zip(self._pool.tensors, self._staging, strict=True):
             self._kernels.gather(tensor, slots, staged[place])
 
-    def _drain(self, place: slice, host_slots: Tensor) -> None:
-        for staged, rows in zip(self._staging, self._rows, strict=True):
-            self._kernels.put_rows(staged[place], rows, host_slots)
+    def _scatter(self, place: slice, slots: Tensor) -> None:
+        for tensor, staged in zip(self._pool.tensors, self._staging, strict=True):
+            self._kernels.scatter(staged[place], tensor, slots)
 
-    def _scatter(self, host_slots: Tensor, slots: Tensor) -> None:
-        for rows, tensor in zip(self._rows, self._pool.tensors, strict=True):
-            self._kernels.scatter(rows, host_slots, tensor, slots)
+    def _drain(self, place: slice, host_slots: Int32Array, row_ids: Tensor) -> None:
+        """Copy from staging memory to the host; `row_ids` are `host_slots`, on the device."""
+        runs = _runs(host_slots)
+        for staged, rows in zip(self._staging, self._rows, strict=True):
+            if len(runs) > self._max_runs:
+                self._kernels.put_rows(staged[place], rows, row_ids)
+                continue
+            for run, first in runs:
+                found = staged[place][run]
+                rows[first : first + len(found)].copy_(found, non_blocking=True)
+
+    def _fetch(self, host_slots: Int32Array, row_ids: Tensor, place: slice) -> None:
+        """Copy from the host to staging memory; `row_ids` are `host_slots`, on the device."""
+        runs = _runs(host_slots)
+        for staged, rows in zip(self._staging, self._rows, strict=True):
+            if len(runs) > self._max_runs:
+                self._kernels.take_rows(rows, row_ids, staged[place])
+                continue
+            for run, first in runs:
+                target = staged[place][run]
+                target.copy_(rows[first : first + len(target)], non_blocking=True)
 
 
 class _Drain(NamedTuple):
@@ -224,10 +267,22 @@ def _overlap(place: slice, other: slice) -> bool:
     return bool(place.start < other.stop and other.start < place.stop)
 
 
-def _index(copies: KVCopies) -> Tensor:
-    """Return places in the pool and on the host, int32 [2, n]."""
-    places: list[Int32Array] = [unpack_int32(copies.slots), unpack_int32(copies.host_slots)]
-    return torch.from_numpy(np.stack(places))
+def _ordered(copies: KVCopies) -> npt.NDArray[np.int32]:
+    """Return places in the pool and on the host, int32 [2, n], in the order of the latter."""
+    host_slots = unpack_int32(copies.host_slots)
+    order = np.argsort(host_slots)
+    return np.stack([unpack_int32(copies.slots)[order], host_slots[order]])
+
+
+def _runs(host_slots: Int32Array) -> list[tuple[slice, int]]:
+    """Return the runs of rising host slots that follow each other: which ones, and the first."""
+    ends = np.flatnonzero(np.diff(host_slots) != 1) + 1
+    starts = [0, *ends.tolist()]
+    stops = [*ends.tolist(), len(host_slots)]
+    return [
+        (slice(start, stop), int(host_slots[start]))
+        for start, stop in zip(starts, stops, strict=True)
+    ]
 
 
 def make_host_pool(

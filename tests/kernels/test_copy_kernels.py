@@ -35,10 +35,11 @@ def round_trip(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return staging, rows and pool after slots went through staging to rows and back, moved."""
     pool, rows = pool.clone(), rows.clone()
-    staging = torch.zeros_like(rows[: len(slots)])
+    staging, back = torch.zeros_like(rows[: len(slots)]), torch.zeros_like(rows[: len(slots)])
     kernels.gather(pool, slots, staging)
     kernels.put_rows(staging, rows, row_ids)
-    kernels.scatter(rows, row_ids, pool, slots.flip(0))
+    kernels.take_rows(rows, row_ids, back)
+    kernels.scatter(back, pool, slots.flip(0))
     return staging, rows, pool
 
 

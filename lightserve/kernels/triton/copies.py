@@ -1,11 +1,11 @@
 """Copies of KV slots, see `kernels.copies`: one launch for all layers of a list of tokens.
 
-Everything is moved as integers, 16 bytes at a time where a head has them. On the device a copy
-takes the whole GPU for a moment. Over the bus it takes a few programs, as many as it needs to be
-busy, and the rest of the GPU decodes meanwhile: page-locked memory has an address on the device,
-so any rows of the host are read or written in place and no copy engine needs them in order.
+Everything is moved as integers, 16 bytes at a time where a head has them. Compiled once per model:
+neither the number of tokens nor where lists begin makes another kernel.
 
-Compiled once per model: neither the number of tokens nor where lists begin makes another kernel.
+Rows of the host are read and written in place, as page-locked memory has an address on the device.
+That takes few programs: as many as the bus needs to be busy, so that the rest of the GPU decodes
+meanwhile.
 """
 
 from __future__ import annotations
@@ -26,14 +26,11 @@ is 4 times that."""
 MAX_PROGRAMS = 4096
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr", "row_ids_ptr"]
-)
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr"])
 def _move_kernel(
     pool_ptr,
     slots_ptr,
     rows_ptr,
-    row_ids_ptr,
     num_tokens,
     num_slots,
     NUM_PIECES: tl.constexpr,
@@ -46,38 +43,41 @@ def _move_kernel(
     tiles_per_token: tl.constexpr = (NUM_PIECES + BLOCK_PIECES - 1) // BLOCK_PIECES
     words = tl.arange(0, BLOCK_WORDS)[None, :]
     for tile in range(tl.program_id(0), num_tokens * tiles_per_token, tl.num_programs(0)):
-        token = tile // tiles_per_token
+        token = tl.cast(tile // tiles_per_token, tl.int64)
         pieces = (tile % tiles_per_token) * BLOCK_PIECES + tl.arange(0, BLOCK_PIECES)[:, None]
         mask = (pieces < NUM_PIECES) & (words < WORDS)
         slot = tl.load(slots_ptr + token).to(tl.int64)
         in_pool = pool_ptr + (pieces.to(tl.int64) * num_slots + slot) * WORDS + words
+        in_rows = rows_ptr + (token * NUM_PIECES + pieces) * WORDS + words
         if TO_POOL:
-            row = tl.load(row_ids_ptr + token).to(tl.int64)
-            in_rows = rows_ptr + (row * NUM_PIECES + pieces) * WORDS + words
             tl.store(in_pool, tl.load(in_rows, mask=mask), mask=mask)
         else:
-            in_rows = rows_ptr + (tl.cast(token, tl.int64) * NUM_PIECES + pieces) * WORDS + words
             tl.store(in_rows, tl.load(in_pool, mask=mask), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_ids_ptr"])
-def _put_rows_kernel(
-    source_ptr,
+def _rows_kernel(
+    dense_ptr,
     rows_ptr,
     row_ids_ptr,
     num_rows,
     ROW_WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TO_ROWS: tl.constexpr,
 ):
-    """Copy rows to numbered ones; a tile is a part of one row."""
+    """Copy rows in order to numbered ones, or back; a tile is a part of one row."""
     tiles_per_row: tl.constexpr = (ROW_WORDS + BLOCK - 1) // BLOCK
     for tile in range(tl.program_id(0), num_rows * tiles_per_row, tl.num_programs(0)):
-        source_row = tl.cast(tile // tiles_per_row, tl.int64)
-        row = tl.load(row_ids_ptr + source_row).to(tl.int64)
+        dense_row = tl.cast(tile // tiles_per_row, tl.int64)
+        row = tl.load(row_ids_ptr + dense_row).to(tl.int64)
         words = (tile % tiles_per_row) * BLOCK + tl.arange(0, BLOCK)
         mask = words < ROW_WORDS
-        found = tl.load(source_ptr + source_row * ROW_WORDS + words, mask=mask)
-        tl.store(rows_ptr + row * ROW_WORDS + words, found, mask=mask)
+        dense = dense_ptr + dense_row * ROW_WORDS + words
+        numbered = rows_ptr + row * ROW_WORDS + words
+        if TO_ROWS:
+            tl.store(numbered, tl.load(dense, mask=mask), mask=mask)
+        else:
+            tl.store(dense, tl.load(numbered, mask=mask), mask=mask)
 
 
 class TritonCopies:
@@ -85,44 +85,44 @@ class TritonCopies:
 
     def gather(self, pool: Tensor, slots: Tensor, rows: Tensor) -> None:
         """See `CopyKernels.gather`."""
-        _move(pool, slots, rows, slots, to_pool=False, max_programs=MAX_PROGRAMS)
+        _move(pool, slots, rows, to_pool=False)
 
-    def scatter(self, rows: Tensor, row_ids: Tensor, pool: Tensor, slots: Tensor) -> None:
+    def scatter(self, rows: Tensor, pool: Tensor, slots: Tensor) -> None:
         """See `CopyKernels.scatter`."""
-        from_host = rows.device != pool.device
-        most = BUS_READERS if from_host else MAX_PROGRAMS
-        _move(pool, slots, rows, row_ids, to_pool=True, max_programs=most)
+        _move(pool, slots, rows, to_pool=True)
 
     def put_rows(self, source: Tensor, rows: Tensor, row_ids: Tensor) -> None:
         """See `CopyKernels.put_rows`."""
-        if len(row_ids) == 0:
-            return
-        source, rows = _as_words(source.flatten(1)), _as_words(rows.flatten(1))
-        row_words = source.shape[1]
-        block = min(TILE_BYTES // source.itemsize, triton.next_power_of_2(row_words))
-        to_host = rows.device != source.device
-        most = BUS_WRITERS if to_host else MAX_PROGRAMS
-        num_tiles = len(row_ids) * triton.cdiv(row_words, block)
-        _put_rows_kernel[min(most, num_tiles),](
-            source,
-            rows,
-            row_ids,
-            len(row_ids),
-            ROW_WORDS=row_words,
-            BLOCK=block,
-            num_warps=NUM_WARPS,
-        )
+        _copy_rows(source, rows, row_ids, to_rows=True)
+
+    def take_rows(self, rows: Tensor, row_ids: Tensor, target: Tensor) -> None:
+        """See `CopyKernels.take_rows`."""
+        _copy_rows(target, rows, row_ids, to_rows=False)
 
 
-def _move(
-    pool: Tensor,
-    slots: Tensor,
-    rows: Tensor,
-    row_ids: Tensor,
-    *,
-    to_pool: bool,
-    max_programs: int,
-) -> None:
+def _copy_rows(dense: Tensor, rows: Tensor, row_ids: Tensor, *, to_rows: bool) -> None:
+    if len(row_ids) == 0:
+        return
+    is_over_bus = rows.device != dense.device
+    dense, rows = _as_words(dense.flatten(1)), _as_words(rows.flatten(1))
+    row_words = dense.shape[1]
+    block = min(TILE_BYTES // dense.itemsize, triton.next_power_of_2(row_words))
+    most = MAX_PROGRAMS
+    if is_over_bus:
+        most = BUS_WRITERS if to_rows else BUS_READERS
+    _rows_kernel[min(most, len(row_ids) * triton.cdiv(row_words, block)),](
+        dense,
+        rows,
+        row_ids,
+        len(row_ids),
+        ROW_WORDS=row_words,
+        BLOCK=block,
+        TO_ROWS=to_rows,
+        num_warps=NUM_WARPS,
+    )
+
+
+def _move(pool: Tensor, slots: Tensor, rows: Tensor, *, to_pool: bool) -> None:
     if len(slots) == 0:
         return
     pool, rows = _as_words(pool), _as_words(rows)
@@ -131,11 +131,10 @@ def _move(
     block_pieces = max(1, TILE_BYTES // (block_words * pool.itemsize))
     block_pieces = min(block_pieces, triton.next_power_of_2(num_pieces))
     num_tiles = len(slots) * triton.cdiv(num_pieces, block_pieces)
-    _move_kernel[min(max_programs, num_tiles),](
+    _move_kernel[min(MAX_PROGRAMS, num_tiles),](
         pool,
         slots,
         rows,
-        row_ids,
         len(slots),
         pool.shape[3],
         NUM_PIECES=num_pieces,
