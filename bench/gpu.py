@@ -34,6 +34,7 @@ class Part:
 
 
 PARTS: dict[str, Part] = {
+    "kernels": Part(200, is_timed=False),
     "self-check": Part(120, is_timed=False),
     "parity": Part(180, is_timed=False),
     "graphs": Part(120, is_timed=False),
@@ -45,7 +46,7 @@ PARTS: dict[str, Part] = {
     "sampling": Part(60),
     "whole-model": Part(150),
     "checkpoints": Part(90),
-    "through-http": Part(180),
+    "through-http": Part(240),
 }
 """In the order of the table; each module of `gpu_parts` says what it does."""
 AT_ONCE = 4

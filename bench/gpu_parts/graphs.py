@@ -18,7 +18,7 @@ from support.tensor_kernels import TensorKernels
 
 from gpu_parts.context import Bench
 from gpu_parts.driver import Run, Sequences, run_plans
-from gpu_parts.models import QWEN_HALF_B, TINY_QWEN, RandomModel
+from gpu_parts.models import QWEN_HALF_B, TINY_QWEN, RandomModel, graphs_in_use
 from lightserve.types import SamplingParams
 from lightserve.worker.graph_ladder import ladder
 from lightserve.worker.graphs import DecodeGraphs
@@ -40,6 +40,8 @@ class Scale:
 
 
 GPU = Scale(QWEN_HALF_B, 64, (1, 8, 64), (3, 50), 256, 64)
+BUDGET = 4096
+"""Most tokens of a prefill."""
 REHEARSED = Scale(TINY_QWEN, 4, (1, 4), (3,), 5, 3)
 
 
@@ -50,12 +52,12 @@ def run(bench: Bench) -> None:
     assert not set(scale.between) & set(ladder(scale.max_rows))
     with TemporaryDirectory() as directory:
         model = RandomModel.make(Path(directory), scale.shape)
-        runners = {graphs: _runner(bench, model, scale, graphs) for graphs in (True, False)}
+        runner = _runner(bench, model, scale)
         for temperature in (0.0, 1.0):
             sampling = SamplingParams(temperature=temperature, seed=3)
             for num_rows in (*scale.captured, *scale.between):
                 runs = [
-                    _run(runners[graphs], model, scale, num_rows, sampling)
+                    _run(runner, model, scale, num_rows, sampling, graphs=graphs)
                     for graphs in (True, False)
                 ]
                 total = num_rows * scale.num_steps
@@ -68,17 +70,17 @@ def run(bench: Bench) -> None:
                     bench.rows.figure(name, float(different), f"of {total} tokens differ")
 
 
-def _runner(bench: Bench, model: RandomModel, scale: Scale, graphs: bool) -> ModelRunner:
+def _runner(bench: Bench, model: RandomModel, scale: Scale) -> ModelRunner:
     """Return a runner; on the CPU a tape of torch operations stands for a graph."""
     runner = model.runner(
         bench.machine,
-        graphs=graphs,
         max_num_seqs=scale.max_rows,
+        max_num_batched_tokens=BUDGET,
         max_kv_tokens=scale.max_rows * (scale.context + scale.num_steps) + 16,
         kernels=None if bench.machine.is_gpu else TensorKernels(),
         **({"kernel_tuning": "off"} if bench.machine.is_gpu else {}),  # others run beside it
     )
-    if graphs and not bench.machine.is_gpu:
+    if not bench.machine.is_gpu:
         recorded = DecodeGraphs(
             runner._model,
             runner._pool,
@@ -93,12 +95,19 @@ def _runner(bench: Bench, model: RandomModel, scale: Scale, graphs: bool) -> Mod
 
 
 def _run(
-    runner: ModelRunner, model: RandomModel, scale: Scale, num_rows: int, sampling: SamplingParams
+    runner: ModelRunner,
+    model: RandomModel,
+    scale: Scale,
+    num_rows: int,
+    sampling: SamplingParams,
+    *,
+    graphs: bool,
 ) -> Run:
     length = scale.context + scale.num_steps
     rows = Sequences(num_rows, length, vocab_size=model.config.vocab_size, sampling=sampling)
-    run_plans(runner, rows.prefills(scale.context, budget=num_rows * scale.context))
-    return run_plans(runner, rows.decodes(scale.context, scale.num_steps))
+    run_plans(runner, rows.prefills(scale.context, budget=BUDGET))
+    with graphs_in_use(runner, graphs):
+        return run_plans(runner, rows.decodes(scale.context, scale.num_steps))
 
 
 def _num_different(run: Run, other: Run) -> int:

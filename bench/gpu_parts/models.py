@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,21 +183,32 @@ class RandomModel:
         self,
         machine: Machine,
         *,
-        graphs: bool = True,
         kernels: Kernels | None = None,
         **flags: Any,
     ) -> ModelRunner:
         """Return the server's own runner over random weights; `flags` as `ServeConfig`'s.
 
-        On the CPU there are no graphs to turn off. `kernels`: others than the configuration's.
+        `kernels`: others than the configuration's.
         """
         machine.release()
         defaults: dict[str, Any] = {"dtype": "bfloat16", "host_kv_memory": "64MiB"}
         if machine.is_gpu:
-            defaults |= {"device": "cuda", "cuda_graphs": "auto" if graphs else "off"}
+            defaults["device"] = "cuda"
         config = ServeConfig(model=str(self.path), **(defaults | flags))
 
         def load(*args: Any, **options: Any) -> Model:
             return load_random(*args, **(options | ({"kernels": kernels} if kernels else {})))
 
         return build_runner(config, load=load)
+
+
+@contextmanager
+def graphs_in_use(runner: ModelRunner, in_use: bool) -> Iterator[None]:
+    """Let a runner use the graphs that it has, or do without for a while."""
+    graphs = runner._graphs
+    if not in_use:
+        runner._graphs = None
+    try:
+        yield
+    finally:
+        runner._graphs = graphs

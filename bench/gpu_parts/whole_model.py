@@ -7,7 +7,7 @@ measured matrix rate.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,8 +16,16 @@ from typing import Any
 from gpu_parts.ceilings import copy_bandwidth, matrix_rate
 from gpu_parts.context import Bench
 from gpu_parts.driver import Run, Sequences, run_plans
-from gpu_parts.models import LLAMA_8B, QWEN_HALF_B, TINY_LLAMA, TINY_QWEN, RandomModel
+from gpu_parts.models import (
+    LLAMA_8B,
+    QWEN_HALF_B,
+    TINY_LLAMA,
+    TINY_QWEN,
+    RandomModel,
+    graphs_in_use,
+)
 from gpu_parts.overlap import idle_pct, profiled
+from lightserve.messages.router_worker import StepPlan
 from lightserve.worker.graph_ladder import ladder
 from lightserve.worker.model_runner import ModelRunner
 
@@ -51,48 +59,44 @@ def run(bench: Bench) -> None:
     bench.rows.figure("copy, read + written", bandwidth / 1e9, "GB/s")
     bench.rows.figure("bf16 matrix product", rate / 1e12, "TFLOP/s")
     with TemporaryDirectory() as directory:
-        for graphs in (True, False):
-            qwen = RandomModel.make(Path(directory) / "qwen", scale.qwen)
-            _small(bench, qwen, scale, graphs, bandwidth)
-        for graphs in (True, False):
-            llama = RandomModel.make(Path(directory) / "llama", scale.llama)
-            _large(bench, llama, scale, graphs, (bandwidth, rate))
+        qwen = RandomModel.make(Path(directory) / "qwen", scale.qwen)
+        _small(bench, qwen, scale, bandwidth)
+        llama = RandomModel.make(Path(directory) / "llama", scale.llama)
+        _large(bench, llama, scale, bandwidth, rate)
 
 
-def _small(bench: Bench, model: RandomModel, scale: Scale, graphs: bool, bandwidth: float) -> None:
-    runner = _runner(bench, model, scale, graphs, num_rows=1)
+def _small(bench: Bench, model: RandomModel, scale: Scale, bandwidth: float) -> None:
+    runner = _runner(bench, model, scale, num_rows=1)
     one = _filled(runner, model, scale, 1)
-    run = run_plans(runner, one.decodes(scale.context, scale.num_steps))
-    limit = 1.5 if graphs else None
-    name = f"Qwen2.5-0.5B shape, batch 1, {_GRAPHS[graphs]}"
-    bench.rows.figure(name, 1e3 * run.median_s, "ms", at_most=limit)
     floor_s = _floor_s(model, 1, scale, bandwidth)
-    bench.rows.figure(f"{name}: to its floor", run.median_s / floor_s, "x")
-    _idle(bench, runner, one, scale, name)
+    for graphs in (True, False):
+        name = f"Qwen2.5-0.5B shape, batch 1, {_GRAPHS[graphs]}"
+        with graphs_in_use(runner, graphs):
+            run = run_plans(runner, one.decodes(scale.context, scale.num_steps))
+            bench.rows.figure(name, 1e3 * run.median_s, "ms", at_most=1.5 if graphs else None)
+            bench.rows.figure(f"{name}: to its floor", run.median_s / floor_s, "x")
+            _idle(bench, runner, one.decodes(scale.context, scale.profiled_steps), name)
 
 
-def _large(
-    bench: Bench, model: RandomModel, scale: Scale, graphs: bool, ceilings: tuple[float, float]
-) -> None:
-    bandwidth, rate = ceilings
-    runner = _runner(bench, model, scale, graphs, num_rows=scale.batch)
+def _large(bench: Bench, model: RandomModel, scale: Scale, bandwidth: float, rate: float) -> None:
+    runner = _runner(bench, model, scale, num_rows=scale.batch)
     rows = _filled(runner, model, scale, scale.batch)
-    is_judged = graphs
-    for num_rows, limit in ((1, 1.25), (scale.batch, 1.35)):
-        run = run_plans(runner, rows.decodes(scale.context, scale.num_steps, num_rows=num_rows))
-        name = f"Llama-3-8B shape, batch {num_rows}, context {scale.context}, {_GRAPHS[graphs]}"
-        bench.rows.figure(name, 1e3 * run.median_s, "ms", note=_device_s(run))
-        ratio = run.median_s / _floor_s(model, num_rows, scale, bandwidth)
-        bench.rows.figure(
-            f"{name}: to weights + KV over the bandwidth",
-            ratio,
-            "x",
-            at_most=limit if is_judged else None,
-        )
-        _idle(bench, runner, rows, scale, name, num_rows=num_rows)
-    if is_judged:
-        _by_rows(bench, runner, rows, scale)
-        _prefill(bench, runner, model, scale, rate)
+    for graphs in (True, False):
+        for num_rows, limit in ((1, 1.25), (scale.batch, 1.35)):
+            steps = rows.decodes(scale.context, scale.num_steps, num_rows=num_rows)
+            name = f"Llama-3-8B shape, batch {num_rows}, context {scale.context}, {_GRAPHS[graphs]}"
+            with graphs_in_use(runner, graphs):
+                run = run_plans(runner, steps)
+                bench.rows.figure(name, 1e3 * run.median_s, "ms", note=_device_s(run))
+                bench.rows.figure(
+                    f"{name}: to weights + KV over the bandwidth",
+                    run.median_s / _floor_s(model, num_rows, scale, bandwidth),
+                    "x",
+                    at_most=limit if graphs else None,
+                )
+                _idle(bench, runner, steps[: scale.profiled_steps], name)
+    _by_rows(bench, runner, rows, scale)
+    _prefill(bench, runner, model, scale, rate)
 
 
 def _by_rows(bench: Bench, runner: ModelRunner, rows: Sequences, scale: Scale) -> None:
@@ -123,14 +127,11 @@ def _prefill(
     bench.rows.figure(f"{name}: of the matrix rate", 100 * achieved / rate, "%", at_least=55.0)
 
 
-def _runner(
-    bench: Bench, model: RandomModel, scale: Scale, graphs: bool, *, num_rows: int
-) -> ModelRunner:
+def _runner(bench: Bench, model: RandomModel, scale: Scale, *, num_rows: int) -> ModelRunner:
     """Return a runner whose pool holds the rows, and the long prompt."""
-    per_row = scale.context + scale.num_steps + scale.profiled_steps
+    per_row = scale.context + scale.num_steps
     return model.runner(
         bench.machine,
-        graphs=graphs,
         max_num_seqs=max(num_rows, 2),
         max_num_batched_tokens=scale.budget,
         max_kv_tokens=max(num_rows * per_row, scale.prefill) + 64,
@@ -139,7 +140,7 @@ def _runner(
 
 def _filled(runner: ModelRunner, model: RandomModel, scale: Scale, num_rows: int) -> Sequences:
     """Return sequences whose context has been computed."""
-    length = scale.context + scale.num_steps + scale.profiled_steps
+    length = scale.context + scale.num_steps
     rows = Sequences(num_rows, length, vocab_size=model.config.vocab_size)
     run_plans(runner, rows.prefills(scale.context, budget=scale.budget))
     return rows
@@ -158,20 +159,11 @@ def _device_s(run: Run) -> str:
     return f"the worker says {1e3 * exec_s:.4g} ms"
 
 
-def _idle(
-    bench: Bench,
-    runner: ModelRunner,
-    rows: Sequences,
-    scale: Scale,
-    name: str,
-    *,
-    num_rows: int | None = None,
-) -> None:
+def _idle(bench: Bench, runner: ModelRunner, steps: Sequence[StepPlan], name: str) -> None:
     """Report how much of a profiled stretch of decodes the device did nothing."""
-    plans = rows.decodes(scale.context, scale.profiled_steps, num_rows=num_rows)
     path = bench.out / "decode.trace.json"
     with profiled(bench.machine, path):
-        run_plans(runner, plans)
+        run_plans(runner, steps)
     share = idle_pct(path)
     path.unlink()
     if share is None:
