@@ -1,7 +1,8 @@
 """Sampling on the device: the CPU's tokens, and the time of a step's.
 
-The same logits, rounded to bfloat16 as a model's are, so that ties happen. A token may differ
-where the cumulative sums round differently and the draw falls between: those are counted.
+The same logits, rounded to bfloat16 as a model's are, so that ties happen; but for top-k and top-p,
+which have no order of ties on the CPU. A token may differ where the cumulative sums round differently
+and the draw falls between: those are counted.
 """
 
 from __future__ import annotations
@@ -42,13 +43,15 @@ def run(bench: Bench) -> None:
     if bench.rehearse:
         rows, vocab_size, known = REHEARSED_ROWS, REHEARSED_VOCAB, REHEARSED_KNOWN
     for num_rows in rows:
-        logits = 3 * bench.machine.random(num_rows, vocab_size).float()
+        logits = 3 * bench.machine.random(num_rows, vocab_size, dtype=torch.float32)
+        rounded = logits.bfloat16().float()
         rng = np.random.default_rng(num_rows)
         token_ids = torch.from_numpy(
             rng.integers(0, vocab_size, (num_rows, known + 1), dtype=np.int32)
         )
         for name, options in OPTIONS.items():
-            _compare(bench, f"{name}, {num_rows} rows of {vocab_size}", options, logits, token_ids)
+            chosen = logits if "top_k" in options else rounded
+            _compare(bench, f"{name}, {num_rows} rows of {vocab_size}", options, chosen, token_ids)
 
 
 def _compare(
