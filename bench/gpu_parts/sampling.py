@@ -1,8 +1,8 @@
 """Sampling on the device: the CPU's tokens, and the time of a step's.
 
 The same logits, rounded to bfloat16 as a model's are, so that ties happen; but for top-k and top-p,
-which have no order of ties on the CPU. A token may differ where the cumulative sums round differently
-and the draw falls between: those are counted.
+which have no order of ties on the CPU. A token may differ where the cumulative sums round
+differently and the draw falls between: those are counted.
 """
 
 from __future__ import annotations
