@@ -17,7 +17,7 @@ KERNELS = {
     "_prefill_kernel",
     "_add_rms_norm_kernel",
     "_move_kernel",
-    "_put_rows_kernel",
+    "_rows_kernel",
     "adjust_kernel",
     "draw_kernel",
     "draw_top_kernel",
