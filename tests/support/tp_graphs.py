@@ -9,13 +9,11 @@ from __future__ import annotations
 import sys
 
 import torch
-from torch import Tensor
 
-from lightserve.kernels.interface import AttentionBatch
-from lightserve.models.base import Model
 from lightserve.worker.graphs import DecodeGraphs, DecodeTables
 from lightserve.worker.kv_pool import KVPool
 from lightserve.worker.tensor_parallel import join_group
+from support.decode_scene import Scene
 from support.graph_recorders import RerunRecorder
 from support.random_model import CPU, layout_of, random_model, tiny_config
 from support.tensor_kernels import TensorKernels
@@ -23,24 +21,6 @@ from support.tensor_kernels import TensorKernels
 NUM_SEQS, WIDTH, SIZES = 5, 17, (1, 2, 4, 5)
 NUM_SLOTS = NUM_SEQS * (WIDTH - 1)
 CONFIG = tiny_config(vocab_size=201, num_layers=2)
-
-
-def eager(
-    model: Model, pool: KVPool, tables: DecodeTables, rows: Tensor, positions: Tensor
-) -> Tensor | None:
-    batch = AttentionBatch(
-        positions=positions,
-        slot_mapping=tables.req_to_slot[rows, positions].long(),
-        req_to_slot=tables.req_to_slot,
-        rows=rows,
-        cu_seqlens_q=torch.arange(len(rows) + 1, dtype=torch.int32),
-        context_lens=(positions + 1).int(),
-        host_rows=rows.tolist(),
-        host_q_lens=(1,) * len(rows),
-        host_context_lens=(positions + 1).tolist(),
-    )
-    input_ids = tables.token_ids[rows, positions].long()
-    return model.forward(input_ids, batch, pool, torch.arange(len(rows)))
 
 
 @torch.inference_mode()
@@ -69,14 +49,14 @@ def main() -> None:
         has_logits=rank == 0,
     )
     graphs.capture()
-    reference = random_model(TensorKernels(), CONFIG)
+    reference = Scene(random_model(TensorKernels(), CONFIG), whole, tables)
     for num_rows in (3, 5, 1, 2, 4, 5):
         rows = torch.randperm(NUM_SEQS, generator=generator)[:num_rows]
         positions = torch.randint(WIDTH - 1, (num_rows,), generator=generator)
         logits = graphs.logits(rows, positions)
         assert (logits is None) == (rank != 0)
         if logits is not None:
-            expected = eager(reference, whole, tables, rows, positions)
+            expected = reference.eager(rows, positions)
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
             assert logits.std() > 0.5  # else anything would be close
     tp.close()

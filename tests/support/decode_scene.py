@@ -1,0 +1,77 @@
+"""A small model, a pool full of random KV and tables of random tokens in scattered slots."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightserve.kernels.interface import AttentionBatch, Kernels
+from lightserve.models.decoder import DecoderModel
+from lightserve.worker.graph_recorder import GraphRecorder
+from lightserve.worker.graphs import DecodeGraphs, DecodeTables
+from lightserve.worker.kv_pool import KVPool
+from support.random_model import layout_of, random_model, tiny_config
+from support.tensor_kernels import TensorKernels
+
+MAX_SEQS = 11
+WIDTH = 33
+NUM_SLOTS = MAX_SEQS * (WIDTH - 1)
+SIZES = (1, 2, 4, 8, 11)
+
+
+class Scene(NamedTuple):
+    model: DecoderModel
+    pool: KVPool
+    tables: DecodeTables
+
+    def eager(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """What the pass gives when it runs as any other does."""
+        where = rows, positions
+        num_rows = len(rows)
+        batch = AttentionBatch(
+            positions=where[1],
+            slot_mapping=self.tables.req_to_slot[where].long(),
+            req_to_slot=self.tables.req_to_slot,
+            rows=where[0],
+            cu_seqlens_q=torch.arange(num_rows + 1, dtype=torch.int32),
+            context_lens=(where[1] + 1).int(),
+            host_rows=tuple(rows.tolist()),
+            host_q_lens=(1,) * num_rows,
+            host_context_lens=tuple((positions + 1).tolist()),
+        )
+        input_ids = self.tables.token_ids[where].long()
+        logits = self.model.forward(input_ids, batch, self.pool, torch.arange(num_rows))
+        assert logits is not None
+        return logits
+
+    def graphs(self, recorder: GraphRecorder, model: Any = None, **changes: Any) -> DecodeGraphs:
+        return DecodeGraphs(
+            model or self.model,
+            self.pool,
+            self.tables,
+            **{"sizes": SIZES, "recorder": recorder, "has_logits": True, **changes},
+        )
+
+
+def scene(kernels: Kernels | None = None) -> Scene:
+    """Return the same scene every time; `kernels` are the model's."""
+    generator = torch.Generator().manual_seed(1)
+    config = tiny_config(sliding_windows=(None, 7))
+    pool = KVPool(layout_of(config), NUM_SLOTS, torch.device("cpu"))
+    for tensor in pool.tensors:
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    token_ids = torch.randint(200, (MAX_SEQS + 1, WIDTH), generator=generator, dtype=torch.int32)
+    slots = torch.full((MAX_SEQS + 1, WIDTH), NUM_SLOTS, dtype=torch.int32)
+    order = torch.randperm(NUM_SLOTS, generator=generator).int()
+    slots[:MAX_SEQS, : WIDTH - 1] = order.view(MAX_SEQS, WIDTH - 1)
+    model = random_model(kernels or TensorKernels(), config, context_len=WIDTH - 1)
+    return Scene(model, pool, DecodeTables(token_ids, slots))
+
+
+def places(rng: np.random.Generator, num_rows: int) -> tuple[Tensor, Tensor]:
+    rows = rng.permutation(MAX_SEQS)[:num_rows].astype(np.int64)
+    positions = rng.integers(0, WIDTH - 1, num_rows, dtype=np.int64)
+    return torch.from_numpy(rows), torch.from_numpy(positions)
