@@ -29,3 +29,28 @@ def test_each_change_of_torch_installs_it_and_no_other_time_does(tmp_path: Path)
     first = [_install(tmp_path, torch) for torch in ("torch==2", "torch==1", "torch==2")]
     assert first == [["torch==2", "-e ."], ["torch==1", "-e ."], ["torch==2", "-e ."]]
     assert _install(tmp_path, "torch==2") == []
+
+
+def _dry_run(*arguments: str) -> str:
+    done = subprocess.run(
+        ["make", "--dry-run", "PYTHON=python-of-it", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_the_gpu_check_with_wheels_fetches_nothing() -> None:
+    commands = _dry_run("gpu-check", "WHEELS=some-wheels", "GPU_OUT=there", "ARGS=ceilings")
+    assert "python-of-it -m pip install" in commands and "some-wheels/*.whl" in commands
+    assert "--no-index" in commands and "--no-deps" in commands and "venv" not in commands
+    assert commands.rstrip().endswith("python-of-it bench/gpu.py --out there ceilings")
+
+
+def test_wheels_for_the_gpu_check_are_downloaded_for_its_python() -> None:
+    commands = _dry_run("gpu-wheels", "WHEELS_FOR=3.13")
+    assert "pip download" in commands and "--python-version 3.13" in commands
+    assert "--dest .whl --requirement bench/gpu_wheels.txt" in commands
