@@ -60,7 +60,10 @@ class HostPool(ABC):
             ProtocolError: a place is outside its pool, or comes twice in a list, or is loaded
                 from though the same plan saves to it, or loaded to by two lists.
         """
-        for copies in (plan.saves, plan.loads, plan.ahead_saves, plan.ahead_loads):
+        lists = (plan.saves, plan.loads, plan.ahead_saves, plan.ahead_loads)
+        if not any(copies.slots or copies.host_slots for copies in lists):
+            return  # as most plans
+        for copies in lists:
             slots, host_slots = unpack_int32(copies.slots), unpack_int32(copies.host_slots)
             if len(slots) != len(host_slots):
                 raise ProtocolError(f"{len(slots)} slots to copy, {len(host_slots)} on the host")

@@ -274,6 +274,8 @@ class ModelRunner:
         `hidden` [sum of n, hidden_size] is that of all spans, one after the other.
         """
         found: dict[RowId, PromptLogprobs] = {}
+        if not spans:
+            return found
         for span, own in zip(
             spans, torch.split(hidden, [len(s.next_ids) for s in spans]), strict=True
         ):
