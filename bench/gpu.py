@@ -43,7 +43,7 @@ PARTS: dict[str, Part] = {
     "ceilings": Part(60),
     "decode-attention": Part(90),
     "prefill-attention": Part(90),
-    "sampling": Part(60),
+    "sampling": Part(90),
     "whole-model": Part(150),
     "checkpoints": Part(90),
     "through-http": Part(240),
