@@ -24,20 +24,29 @@ EVERYTHING = SamplingParams(
 
 
 def largest_steps(
-    *, max_num_batched_tokens: int, max_num_seqs: int, context_len: int
+    *, max_num_batched_tokens: int, max_num_seqs: int, context_len: int, num_kv_tokens: int
 ) -> list[StepPlan]:
-    """Return the largest steps that a router would plan: all prefill, and all decode.
+    """Return the largest steps that a router would plan.
 
-    Both have as many rows as there can be, each with logits and every option of sampling. The
-    first has `max_num_batched_tokens` new tokens, spread evenly; the second has contexts as long
-    as they can be.
+    Args:
+        max_num_batched_tokens: new tokens of a step.
+        max_num_seqs: rows of a step.
+        context_len: longest sequence.
+        num_kv_tokens: more than all sequences of a step hold, however large the pool will be.
+
+    Returns:
+        As many rows as there can be with as many tokens as there can be, spread evenly; as many
+        decodes, of contexts as long as they can be; and one row with all the tokens, at the end
+        of the longest context. All rows have logits and every option of sampling.
     """
     num_rows = min(max_num_seqs, max_num_batched_tokens)
     each, rest = divmod(max_num_batched_tokens, num_rows)
-    longest = context_len - 1
-    prefill = [(0, min(longest, each + (row < rest))) for row in range(num_rows)]
-    decode = [(longest - 1, 1)] * num_rows
-    return [_step(prefill), _step(decode)]
+    longest = max(1, min(context_len - 1, num_kv_tokens))
+    shared = max(1, min(longest, num_kv_tokens // num_rows))
+    prefills = [(0, min(longest, each + (row < rest))) for row in range(num_rows)]
+    decodes = [(shared - 1, 1)] * num_rows
+    chunk = min(longest, max_num_batched_tokens)
+    return [_step(prefills), _step(decodes), _step([(longest - chunk, chunk)])]
 
 
 def _step(rows: list[tuple[int, int]]) -> StepPlan:

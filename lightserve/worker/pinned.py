@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def pinned_bytes(num_bytes: int, *, label: str, is_shown: bool = True) -> Tensor
         pages = mmap.mmap(-1, num_bytes)
     except (OSError, ValueError) as error:
         raise StartupError(f"no {_gib(num_bytes)} of host memory: {error}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    with suppress(OSError):  # a kernel without them: slower to lock, and nothing else
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     with progress(label, num_bytes, is_shown=is_shown, in_bytes=True) as advance:

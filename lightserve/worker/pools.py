@@ -100,10 +100,12 @@ def measure_gpu(
 
     Every rank does; nothing of it is kept. `make_runner` makes a runner on a pool.
     """
+    statistics = CudaStatistics(pool.device)
     plans = largest_steps(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         context_len=model.context_len,
+        num_kv_tokens=statistics.total() // pool.bytes_per_token,
     )
 
     def graph_bytes(tables: DecodeTables) -> int:
@@ -111,7 +113,6 @@ def measure_gpu(
             return 0
         return estimated_graph_bytes(partial(make_graphs, model, pool, tables, tp=tp), graph_sizes)
 
-    statistics = CudaStatistics(pool.device)
     memory = _measure(statistics, make_runner(pool), plans, graph_bytes)
     gc.collect()  # the runner, before the pool takes all there is
     statistics.end()

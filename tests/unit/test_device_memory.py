@@ -174,26 +174,45 @@ def test_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "max_seqs", "context_len"),
-    [(2048, 256, 8192), (8192, 7, 512), (100, 256, 64), (2048, 1, 1 << 17), (16, 16, 2)],
+    ("max_tokens", "max_seqs", "context_len", "num_kv_tokens"),
+    [
+        (2048, 256, 8192, 10**6),
+        (8192, 7, 512, 10**6),
+        (100, 256, 64, 10**6),
+        (2048, 1, 1 << 17, 10**6),
+        (2048, 256, 1 << 17, 10**6),  # not every sequence can be as long
+        (16, 16, 2, 10**6),
+        (16, 16, 4096, 20),
+    ],
 )
-def test_largest_steps(max_tokens: int, max_seqs: int, context_len: int) -> None:
-    prefill, decode = largest_steps(
-        max_num_batched_tokens=max_tokens, max_num_seqs=max_seqs, context_len=context_len
+def test_largest_steps(
+    max_tokens: int, max_seqs: int, context_len: int, num_kv_tokens: int
+) -> None:
+    plans = largest_steps(
+        max_num_batched_tokens=max_tokens,
+        max_num_seqs=max_seqs,
+        context_len=context_len,
+        num_kv_tokens=num_kv_tokens,
     )
-    for plan in (prefill, decode):
+    prefills, decodes, chunk = plans
+    num_rows, longest = min(max_seqs, max_tokens), min(context_len - 1, num_kv_tokens)
+    for plan in plans:
         rows = [row.row for row in plan.rows]
-        assert len(set(rows)) == len(rows) == min(max_seqs, max_tokens)
+        assert len(set(rows)) == len(rows) == (1 if plan is chunk else num_rows)
         assert {sequence.row for sequence in plan.sequences} == set(rows)
         assert all(row.output is OutputKind.SAMPLE for row in plan.rows)
         # A sampled token has its place in the tables.
         assert all(1 <= r.start_position + r.num_tokens < context_len for r in plan.rows)
         for sequence in plan.sequences:
             assert len(unpack_int32(sequence.segments[0].token_ids)) == 1
-    longest = (context_len - 1) * max_seqs
-    assert sum(row.num_tokens for row in prefill.rows) == min(max_tokens, longest)
-    assert all(row.num_tokens == 1 for row in decode.rows)
-    assert all(row.start_position == max(0, context_len - 2) for row in decode.rows)
+    assert sum(row.num_tokens for row in prefills.rows) == min(max_tokens, longest * num_rows)
+    assert all(row.num_tokens == 1 for row in decodes.rows)
+    contexts = [row.start_position + 1 for row in decodes.rows]
+    assert sum(contexts) <= max(num_kv_tokens, num_rows)
+    assert all(context == min(longest, num_kv_tokens // num_rows) for context in contexts)
+    [row] = chunk.rows
+    assert row.num_tokens == min(max_tokens, longest)
+    assert row.start_position + row.num_tokens == longest
 
 
 def test_the_largest_steps_run(tmp_path: Path) -> None:
@@ -202,6 +221,9 @@ def test_the_largest_steps_run(tmp_path: Path) -> None:
     config = ServeConfig(model=str(tmp_path), max_num_seqs=3, max_num_batched_tokens=40)
     runner = build_runner(config)
     for plan in largest_steps(
-        max_num_batched_tokens=40, max_num_seqs=3, context_len=runner.context_len
+        max_num_batched_tokens=40,
+        max_num_seqs=3,
+        context_len=runner.context_len,
+        num_kv_tokens=1000,
     ):
-        assert [row.row for row in runner.execute(plan).rows] == [0, 1, 2]
+        assert [row.row for row in runner.execute(plan).rows] == [row.row for row in plan.rows]
