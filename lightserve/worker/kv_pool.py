@@ -33,8 +33,8 @@ class KVPool:
             shape = (2, group.num_layers, group.num_kv_heads, num_slots + 1, group.head_dim)
             tensor = torch.empty(shape, dtype=getattr(torch, group.dtype), device=device)
             # Padding rows read the scratch slot: no garbage of before may become NaN.
-            tensor[:, :, :, num_slots].zero_()
+            tensor.select(3, num_slots).zero_()
             self.tensors.append(tensor)
-            pool = tensor.transpose(2, 3)
-            self.k.extend(pool[0])
-            self.v.extend(pool[1])
+            keys, values = tensor.transpose(2, 3).unbind(0)
+            self.k.extend(keys.unbind(0))
+            self.v.extend(values.unbind(0))

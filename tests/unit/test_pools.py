@@ -1,0 +1,190 @@
+"""Pools of a GPU, made without one: on fake tensors, or on the CPU in the guise of a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny_models import TINY_MODELS, write_tiny_model
+from torch._subclasses import FakeTensorMode
+
+from lightserve.config import ServeConfig
+from lightserve.errors import StartupError
+from lightserve.kernels.copies import TorchCopies
+from lightserve.messages.common import pack_int32
+from lightserve.messages.router_worker import KVCopies, StepPlan
+from lightserve.models.kv_layout import KVGroup, KVLayout
+from lightserve.models.parallel import SingleRank
+from lightserve.types import StepId
+from lightserve.worker import pinned, pools, staged_host_pool
+from lightserve.worker.device_memory import DeviceMemory
+from lightserve.worker.device_queue import make_queue
+from lightserve.worker.engine import build_runner
+from lightserve.worker.host_pool import DirectHostPool
+from lightserve.worker.kv_pool import KVPool
+from lightserve.worker.model_runner import ModelRunner
+from lightserve.worker.staged_host_pool import StagedHostPool, make_host_pool
+from lightserve.worker.streams import immediate_copy_queues
+
+GIB = 2**30
+LAYOUT = KVLayout(
+    (
+        KVGroup(num_layers=3, num_kv_heads=2, head_dim=8, dtype="bfloat16"),
+        KVGroup(num_layers=1, num_kv_heads=1, head_dim=5, dtype="float32"),
+    )
+)
+MEMORY = DeviceMemory(total=140 * GIB, others=GIB, weights=15 * GIB, activations=2 * GIB)
+
+
+def test_a_pool_of_what_was_measured() -> None:
+    tried = []
+
+    def measure(pool: KVPool) -> DeviceMemory:
+        tried.append(pool)
+        return MEMORY
+
+    with FakeTensorMode():
+        made = pools.make_pools(
+            ServeConfig(preemption="recompute"),
+            LAYOUT,
+            torch.device("cuda"),
+            is_shown=False,
+            measure=measure,
+        )
+    left = 126 * GIB - MEMORY.taken
+    assert made.kv.num_slots == left // LAYOUT.bytes_per_token - 1
+    assert sum(tensor.nbytes for tensor in made.kv.tensors) <= left
+    assert {tensor.device.type for tensor in (*made.kv.k, *made.kv.v)} == {"cuda"}
+    assert made.host.num_slots == 0
+    [trial] = tried
+    assert trial.num_slots == 16 and trial.device.type == "cuda"
+
+
+class Statistics:
+    """A GPU of 100 GiB on which 7 bytes are taken."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_ends = 0
+
+    def begin(self) -> int:
+        return 5
+
+    def peak(self) -> int:
+        return 6
+
+    def others(self) -> int:
+        return 1
+
+    def total(self) -> int:
+        return 100 * GIB
+
+    def end(self) -> None:
+        self.num_ends += 1
+
+
+def test_measuring_runs_the_largest_steps_and_tries_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny_model(TINY_MODELS[0], tmp_path)
+    config = ServeConfig(model=str(tmp_path), max_num_seqs=3, max_num_batched_tokens=40)
+    model, executed = build_runner(config)._model, list[StepPlan]()
+    pool = KVPool(LAYOUT, 16, torch.device("cpu"))
+    monkeypatch.setattr(pools, "CudaStatistics", Statistics)
+    monkeypatch.setattr(pools, "estimated_graph_bytes", lambda _, sizes: 1000 * len(sizes))
+    monkeypatch.setattr(ModelRunner, "execute", lambda _, plan: executed.append(plan), raising=True)
+
+    def make_runner(pool: KVPool) -> ModelRunner:
+        queue, host_pool = make_queue(pool.device), DirectHostPool(0, pool)
+        return ModelRunner(
+            model, pool, SingleRank(), host_pool=host_pool, queue=queue, max_num_seqs=3
+        )
+
+    for sizes, graphs in (((), 0), ((1, 2, 4), 3000)):
+        executed.clear()
+        memory = pools.measure_gpu(
+            config, model, pool, make_runner, graph_sizes=sizes, tp=SingleRank()
+        )
+        assert memory == DeviceMemory(
+            total=100 * GIB, others=1, weights=5, activations=1, graphs=graphs
+        )
+        assert [len(plan.rows) for plan in executed] == [3, 3, 1]
+        assert sum(row.num_tokens for row in executed[0].rows) == 40
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> KVPool:
+    """Return a pool on the CPU that says it is on a GPU, and let copies run at once."""
+    pool = KVPool(LAYOUT, 30, torch.device("cpu"))
+    pool.device = torch.device("cuda")
+    monkeypatch.setattr(
+        staged_host_pool,
+        "pinned_bytes",
+        lambda size, **_: torch.full((size,), 77, dtype=torch.uint8),
+    )
+    monkeypatch.setattr(staged_host_pool, "cuda_copy_queues", lambda _: immediate_copy_queues())
+    monkeypatch.setattr("lightserve.kernels.triton.copies.TritonCopies", TorchCopies)
+    return pool
+
+
+def test_groups_share_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = as_on_a_gpu(monkeypatch)
+    host_pool = make_host_pool(11, pool, num_staged=4)
+    assert isinstance(host_pool, StagedHostPool) and host_pool.num_slots == 11
+    for tensor in pool.tensors:
+        tensor.copy_(torch.randn(tensor.shape))
+    before = [tensor.clone() for tensor in pool.tensors]
+    slots, host_slots = [3, 29, 0, 7, 8, 12, 1], [9, 0, 1, 2, 10, 4, 3]
+    copies = KVCopies(pack_int32(slots), pack_int32(host_slots))
+    empty = StepPlan(step_id=StepId(0), sequences=[], slot_ranges=[], rows=[], saves=copies)
+    host_pool.check(empty)
+    host_pool.begin(empty)
+    for tensor in pool.tensors:
+        tensor.fill_(torch.nan)
+    loads = StepPlan(step_id=StepId(1), sequences=[], slot_ranges=[], rows=[], loads=copies)
+    assert host_pool.begin(loads).seconds() == 0.0
+    for tensor, old in zip(pool.tensors, before, strict=True):
+        assert torch.equal(tensor[:, :, :, slots], old[:, :, :, slots])
+        assert int(tensor.isnan().all(dim=4).sum()) == tensor[..., 0].numel() * (31 - 7) // 31
+
+
+def test_without_room_on_the_host_nothing_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(staged_host_pool, "pinned_bytes", None)
+    assert isinstance(make_host_pool(0, pool, num_staged=0), DirectHostPool)
+
+
+class Cudart:
+    """Locks memory, or does not, and remembers what is locked."""
+
+    def __init__(self, error: int) -> None:
+        self.error = error
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        assert flags == 3
+        self.locked[address] = num_bytes
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        del self.locked[address]
+
+
+def test_locked_memory_is_unlocked_with_its_last_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = Cudart(error=0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    memory = pinned.pinned_bytes(100_000, label="locking")
+    part = memory[10:20].view(2, 5)
+    assert cudart.locked == {memory.data_ptr(): 100_000} and memory.data_ptr() % 4096 == 0
+    del memory
+    part.fill_(3)
+    assert cudart.locked
+    del part
+    assert not cudart.locked
+
+
+def test_memory_that_cannot_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(error=2))
+    with pytest.raises(StartupError, match=r"cannot page-lock 0\.0 GiB .*CUDA error 2"):
+        pinned.pinned_bytes(100, label="locking")
+    with pytest.raises(StartupError, match=r"no 1048576\.0 GiB of host memory"):
+        pinned.pinned_bytes(2**50, label="locking")
