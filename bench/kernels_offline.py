@@ -219,7 +219,7 @@ SAMPLED = {
 }
 """Together every sampling kernel; their common variants."""
 
-HEADS = [(32, 32), (32, 8), (14, 2), (32, 4)]
+HEADS = [(32, 32), (32, 8), (28, 4), (32, 4)]
 """Groups of 1, 4, 7 and 8."""
 ATTENTION_CASES = [
     attention_case(*heads, head_dim, window, torch.bfloat16)

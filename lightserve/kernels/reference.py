@@ -100,6 +100,8 @@ class ReferenceKernels:
         for row, q_len, context_len in zip(
             batch.host_rows, batch.host_q_lens, batch.host_context_lens, strict=True
         ):
+            if q_len == 0:
+                continue
             slots = batch.req_to_slot[row, :context_len].long()
             rows = slice(start, start + q_len)
             out[rows] = _attend(q[rows], k_pool[slots], v_pool[slots], scale, sliding_window)

@@ -83,6 +83,8 @@ class InvariantKernels(TorchKernels):
         sliding_window: int | None,
     ) -> Tensor:
         """See `Kernels.attention`."""
+        if not len(q):
+            return torch.empty_like(q)
         key = (InvariantKernels, sliding_window)
         groups: list[_TileGroup] | None = batch.prepared.get(key)
         if groups is None:

@@ -82,7 +82,15 @@ def _prefill_kernel(
         WIDEN=WIDEN,
     )
     acc = acc / total[:, None]
+    # Read again, so that the compiler does not keep the places of the queries in registers, where
+    # the loop needs them all.
+    stacked = tl.arange(0, BLOCK_Q) + tl.load(block_starts_ptr + block, volatile=True) * GROUP
+    tokens = stacked // GROUP
+    exists = (stacked < (first + TOKENS) * GROUP) & (tokens < q_len)
+    heads = kv_head * GROUP + stacked % GROUP
+    token_rows = (q_start + tokens).to(tl.int64)
     offsets = token_rows[:, None] * out_stride_t + heads[:, None] * out_stride_h + offs_d[None, :]
+    mask = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
     tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 

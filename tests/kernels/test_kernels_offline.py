@@ -1,0 +1,56 @@
+"""What the compiler makes of the kernels that matter most: no GPU, no interpreter.
+
+The whole table is printed by bench/kernels_offline.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_attention_as_a_hopper_gpu_gets_it(tmp_path: Path) -> None:
+    """In a process of its own: under TRITON_INTERPRET=1 there is nothing to compile."""
+    table = tmp_path / "table.json"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    script = ROOT / "bench" / "kernels_offline.py"
+    options = ["--capability", "90", "--json", str(table), "--name", "28/4 heads of 128, window"]
+    done = subprocess.run(
+        [sys.executable, str(script), *options],
+        env=environment, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    kernels = {row["kernel"]: row for row in json.loads(table.read_text())}
+    assert set(kernels) == {
+        "_schedule_kernel", "_prefill_kernel", "_decode_kernel", "_merge_kernel"
+    }  # fmt: skip
+    prefill, decode = kernels["_prefill_kernel"], kernels["_decode_kernel"]
+    assert prefill["num_wgmma"] and not prefill["num_mma"]
+    assert prefill["num_async_copies"] and decode["num_async_copies"]
+    assert decode["num_mma"] and decode["blocks_per_sm"] >= 3
+    assert all(row["num_local"] == 0 and not row["faults"] for row in kernels.values())
+
+
+def test_a_kernel_that_spills_is_a_fault() -> None:
+    """Blocks that do not fit into registers: the table says so."""
+    code = """
+from bench.kernels_offline import Case, attend, compile_cases
+from lightserve.kernels.triton import configs, plan
+configs.default_prefill = lambda shape, gpu: configs.PrefillConfig(128, 128, 4, 1)
+(line,) = [line for line in compile_cases([Case("", lambda: attend(8, 1, 128))], 90)
+           if line.launch.name == "_prefill_kernel"]
+assert any("spilled" in fault for fault in line.faults), line
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment | {"PYTHONPATH": str(ROOT)}, cwd=ROOT,
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

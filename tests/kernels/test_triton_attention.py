@@ -1,0 +1,175 @@
+"""What Triton's attention promises beyond being right: replays, bits, and that faults are seen."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.kernel_grid import (
+    AttentionCase,
+    attend,
+    attention_error,
+    make_batch,
+    make_inputs,
+    relative_error,
+)
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+from lightserve.kernels.interface import AttentionBatch
+from lightserve.kernels.reference import ReferenceKernels
+from lightserve.kernels.triton import attention, decode, prefill
+from lightserve.kernels.triton.configs import INTERPRETER
+from lightserve.kernels.triton.kernels import TritonKernels
+from lightserve.kernels.triton.online_softmax import walk
+
+HEADS = (4, 2, 32)
+
+
+class Unknown:
+    """Numbers of the host that a recorded pass must not look at."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: object) -> int:
+        raise AssertionError("a replay would see what was true when it was recorded")
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_recorded_decodes_serve_any_contexts(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches that were made for some contexts are repeated, as they were, for others."""
+    launches: list[Callable[[], Any]] = []
+    run = InterpretedFunction.run
+
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        launches.append(lambda: run(self, *args, **kwargs))
+        return run(self, *args, **kwargs)
+
+    real = [
+        make_batch([(1, c) for c in some], "scattered")
+        for some in ((1,) * 5, (700, 1, 64, 333, 129))
+    ]
+    inputs = [make_inputs(batch, HEADS, torch.float32) for batch in real]
+    static = replace(
+        real[0],
+        prepared={},
+        host_rows=Unknown(5),
+        host_context_lens=Unknown(5),  # type: ignore[arg-type]
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(InterpretedFunction, "run", recorded)
+        out = attend(TritonKernels(), static, inputs[0], window)
+    assert len(launches) == 3, "schedule, decode, merge"
+    for name in ("req_to_slot", "rows", "cu_seqlens_q", "context_lens"):
+        getattr(static, name).copy_(getattr(real[1], name))
+    for buffer, new in zip(inputs[0], inputs[1], strict=True):
+        buffer.copy_(new)
+    out.fill_(torch.nan)
+    for launch in launches:
+        launch()
+    truth = attend(ReferenceKernels(), real[1], inputs[1], window)
+    assert relative_error(out, truth) < 1e-6
+
+
+def decodes_beside(others: list[tuple[int, int]], window: int | None) -> Tensor:
+    """Return what three decodes get that stand before `others`."""
+    own = [(1, 700), (1, 65), (1, 257)]
+    batch = make_batch([*own, *others], "contiguous")
+    q, k_pool, v_pool = make_inputs(batch, HEADS, torch.float32)
+    alone = make_inputs(make_batch(own, "contiguous"), HEADS, torch.float32)
+    q[:3] = alone[0][:3]
+    end = sum(context for _, context in own)
+    for pool, source in ((k_pool, alone[1]), (v_pool, alone[2])):
+        pool[:end] = source[:end]
+    return attend(TritonKernels(), batch, (q, k_pool, v_pool), window)[:3]
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_decode_has_the_same_bits_beside_anyone(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = decodes_beside([], window)
+    assert torch.equal(decodes_beside([(1, 400), (1, 3)], window), alone)
+    assert torch.equal(decodes_beside([(40, 90), (1, 700), (0, 4)], window), alone)
+    gpu = replace(INTERPRETER, num_sms=7)
+    monkeypatch.setattr(attention, "gpu_of", lambda device: gpu)
+    assert torch.equal(decodes_beside([], window), alone), "however many programs there are"
+
+
+def test_many_parts_are_merged() -> None:
+    """More parts than are merged at once, and at most as many as there is room for."""
+    for contexts in ([1500, 1], [4100, 128, 129]):
+        batch = make_batch([(1, context) for context in contexts], "scattered")
+        inputs = make_inputs(batch, (2, 1, 16), torch.float32)
+        result = attend(TritonKernels(), batch, inputs, None)
+        assert relative_error(result, attend(ReferenceKernels(), batch, inputs, None)) < 1e-6
+        work = next(iter(batch.prepared.values())).decodes
+        assert int(work.num_parts[0]) == sum(-(-context // 128) for context in contexts)
+        assert int(work.num_parts[1]) > decode._MERGED_AT_ONCE
+
+
+def test_an_empty_pass_launches_nothing() -> None:
+    for rows in ([], [(0, 0), (0, 9)]):
+        batch: AttentionBatch = make_batch(rows, "contiguous")
+        assert (
+            attend(TritonKernels(), batch, make_inputs(batch, HEADS, torch.float32), 3).shape[0]
+            == 0
+        )
+        assert not batch.prepared
+
+
+FAULTS = {
+    "sees the future": {"q_positions": 1, "seen_end": 1},
+    "window too long": {"edge_end": -1, "window": 1},
+    "misses the last position": {"seen_end": -1, "last": -1},
+    "masks too late": {"seen_end": 64, "edge_end": -64},
+    "begins too late": {"begin": 64},
+    "another head": {"v_pool": 32},
+}
+"""What is added to which argument of a walk."""
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # 0 / 0 where nothing was walked
+@pytest.mark.parametrize("rows", ["chunks", "decodes"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_walk_is_seen(fault: str, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (fault, rows) == ("sees the future", "decodes"):
+        return  # a decode is the last position: it has no future
+    names = list(inspect.signature(walk.fn).parameters)
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        values = list(args)
+        for name, change in FAULTS[fault].items():
+            values[names.index(name)] += change
+        return walk(*values, **kwargs)
+
+    monkeypatch.setattr(prefill, "walk", wrong)
+    monkeypatch.setattr(decode, "walk", wrong)
+    window = 24 if "window" in fault or "masks" in fault else None
+    case = AttentionCase(rows, "scattered", HEADS, window, torch.float32)
+    error = attention_error(TritonKernels(), case)
+    assert not error <= 1e-2, error  # NaN is an error too
+
+
+def test_a_wrong_merge_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = AttentionCase("decodes", "scattered", HEADS, None, torch.float32)
+    monkeypatch.setattr(decode, "_merge_kernel", decode._merge_kernel)
+    launch = InterpretedFunction.run
+
+    def first_part_missing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "MAX_SPLITS" in kwargs and "NUM_HEADS" in kwargs:
+            args[1][0 :: kwargs["MAX_SPLITS"]] = float("-inf")
+        return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", first_part_missing)
+    assert attention_error(TritonKernels(), case) > 1e-2
