@@ -319,7 +319,11 @@ class Placement:
     def _drop_whole(
         self, juniors: Sequence[Request], missing: int, *, takes_less: bool = False
     ) -> bool:
-        """Take all KV of as many juniors as must be; it has to be computed again."""
+        """Take all KV of as many juniors as must be; it has to be computed again.
+
+        Whoever has nothing left in the pool has nothing to give: its copies on the host stay.
+        """
+        juniors = [j for j in juniors if j.num_held_tokens > self._takes.get(j, 0)]
         counts = range(1, len(juniors) + 1)
         num_enough = 1 + bisect.bisect_left(
             counts, missing, key=lambda count: self._num_returned_by(juniors[:count])

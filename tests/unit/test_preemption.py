@@ -158,3 +158,12 @@ def test_rows_come_from_best_effort_requests() -> None:
     assert play(actors, 100, num_rows=0) == ({"n": 5, "b": 1}, {}, ["c"], [])
     actors = [Actor("n", BE, state="new", wants=5), Actor("b", BE, 5)]
     assert play(actors, 100, num_rows=0) == ({"b": 1}, {}, [], [])
+
+
+@pytest.mark.parametrize("held", [0, 3])
+def test_copies_of_those_who_have_nothing_left_to_give_stay(held: int) -> None:
+    """Real-time requests need more than all best-effort ones hold, and get that alone."""
+    actors = [Actor("a", RT, 20, wants=9), Actor("b", BE, held, "paused", wants=0)]
+    moved, taken, _, dropped = play(actors, 20 + held)
+    assert moved == ({"a": held} if held else {})
+    assert taken == ({"b": held} if held else {}) and dropped == []

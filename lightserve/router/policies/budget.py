@@ -79,9 +79,11 @@ class BudgetedStep:
         return num_started
 
     def _loads_beside(self, request: Request) -> bool:
-        if not self._loads.is_free_for(request) or num_loaded_by(request) == 0:
+        if num_loaded_by(request) == 0 or request.request_class is RequestClass.RT:
             return False
-        return self._loads.can_go_beside(request, self._seconds())
+        step_s = self._seconds()
+        can_go_beside = self._loads.can_go_beside(request, step_s)
+        return can_go_beside and self._loads.is_free_for(request, step_s, math.inf)
 
     def _load_beside(self, request: Request) -> bool:
         """Let a request load beside the step; whether there is time for any of it."""

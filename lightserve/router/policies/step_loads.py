@@ -8,17 +8,17 @@ it is still on the host. How much is loaded beside a step:
     where copies overlap (GPU)    what the link can do while the step computes, at no cost to it
     where they do not (CPU)       what there is time for in the step: they follow it, a sum
 
-A best-effort request never makes a step longer where copies overlap, unless nobody else is in it.
-A real-time one is waited for as long as all deadlines are kept.
+Where copies overlap nobody makes a step longer, unless nobody else is in it, or its own deadline is
+too near for bits: then it is waited for, as far as all deadlines are kept.
 """
 
 from __future__ import annotations
 
 import bisect
+import math
 
 from lightserve.router.policies.base import LOOK_AHEAD, StepLimits
 from lightserve.router.request import Request, RequestState
-from lightserve.types import RequestClass
 
 LINK_SHARE = 0.9
 """Of the time of a step, as predicted: copies that take longer would hold up the next one."""
@@ -56,9 +56,15 @@ class StepLoads:
         """
         return step_s > 0.0 and self._beside_seconds(num_loaded_by(request)) > 0.0
 
-    def is_free_for(self, request: Request) -> bool:
-        """Whether loading it beside steps costs nobody anything, itself included."""
-        return self._overlaps and request.request_class is RequestClass.BE
+    def is_free_for(self, request: Request, step_s: float, due_s: float) -> bool:
+        """Whether loading a request beside steps costs nobody anything, itself included.
+
+        Its next token is due in `due_s`, perhaps inf; steps are taken to be as long as this one.
+        """
+        if not self._overlaps:
+            return False
+        load_s = self._beside_seconds(num_loaded_by(request))
+        return (math.ceil(load_s / (LINK_SHARE * step_s)) + 1) * step_s <= due_s
 
     def add_beside(self, request: Request, step_s: float, limit_s: float) -> int:
         """Load as much of a request beside the step as there is time for; returns how much.

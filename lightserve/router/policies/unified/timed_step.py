@@ -247,7 +247,8 @@ class TimedStep:
         """
         loads = num_loaded_by(request) > 0
         can_go_beside = loads and self._loads.can_go_beside(request, self.seconds)
-        if can_go_beside and self._loads.is_free_for(request):
+        due_s = self.residual(request) / self._cost.guard if can_go_beside else 0.0
+        if can_go_beside and self._loads.is_free_for(request, self.seconds, due_s):
             return self._load_beside(request)
         rest = request.num_schedulable_tokens
         num_tokens = self.num_tokens_in_time(request, rest)

@@ -1,0 +1,81 @@
+"""How much of those who resume comes back beside a step, and for whom that is free."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from support.policy_scenes import BE, RT, make_request
+
+from lightserve.router.policies.base import LOOK_AHEAD, StepLimits
+from lightserve.router.policies.step_loads import LINK_SHARE, StepLoads, num_loaded_by
+from lightserve.router.request import Request
+from lightserve.types import RequestClass
+
+STEP_S, TOKEN_S = 0.01, 1e-4
+
+
+def make_loads(*, overlaps: bool = True, token_s: float = TOKEN_S) -> StepLoads:
+    def seconds(num_tokens: int) -> float:
+        return token_s * num_tokens
+
+    limits = StepLimits(
+        512, 4, load_seconds=seconds, ahead_seconds=seconds, overlaps_copies=overlaps
+    )
+    return StepLoads(limits)
+
+
+def lacking(num_tokens: int, request_class: RequestClass = BE) -> Request:
+    request = make_request(0, request_class, prompt=1000)
+    request.num_loaded_by_start = num_tokens
+    return request
+
+
+def test_beside_a_step_comes_what_the_link_can_do_in_its_time() -> None:
+    loads = make_loads()
+    most = int(LINK_SHARE * STEP_S / TOKEN_S)
+    assert loads.add_beside(lacking(40), STEP_S, 0.0) == 40
+    assert loads.add_beside(lacking(500), STEP_S, 0.0) == most - 40
+    assert loads.seconds() == 0.0, "nobody waits for it"
+    for number in range(LOOK_AHEAD + 1):
+        assert loads.may_pass_more, number
+        assert loads.add_beside(lacking(1), STEP_S, 0.0) == 0
+    assert not loads.may_pass_more
+
+
+def test_where_nothing_overlaps_it_takes_the_time_that_is_left() -> None:
+    loads = make_loads(overlaps=False)
+    loads.wait_for(lacking(30))
+    limit_s = STEP_S + 100.5 * TOKEN_S
+    assert loads.add_beside(lacking(500), STEP_S, limit_s) == 70
+    assert loads.seconds() == pytest.approx(100 * TOKEN_S)
+    assert loads.seconds(5) == pytest.approx(105 * TOKEN_S)
+    assert loads.add_beside(lacking(500), STEP_S, limit_s) == 0
+    assert loads.add_beside(lacking(500), STEP_S, 0.0) == 0, "there is less than no time"
+
+
+@pytest.mark.parametrize(
+    ("overlaps", "num_lacking", "due_s", "is_free"),
+    [
+        (True, 500, math.inf, True),
+        (False, 500, math.inf, False),
+        (True, 80, 2 * STEP_S, True),  # one step, and that in which it runs
+        (True, 80, 1.9 * STEP_S, False),
+        (True, 500, 7 * STEP_S, True),  # six steps of 90 tokens
+        (True, 500, 6.9 * STEP_S, False),
+        (True, 1, -0.1, False),
+    ],
+)
+def test_it_is_free_unless_its_own_deadline_is_too_near(
+    overlaps: bool, num_lacking: int, due_s: float, is_free: bool
+) -> None:
+    loads = make_loads(overlaps=overlaps)
+    assert loads.is_free_for(lacking(num_lacking, RT), STEP_S, due_s) is is_free
+
+
+def test_nobody_loads_beside_nothing_or_for_an_unknown_time() -> None:
+    assert make_loads().can_go_beside(lacking(500), STEP_S)
+    assert not make_loads().can_go_beside(lacking(500), 0.0)
+    assert not make_loads(token_s=0.0).can_go_beside(lacking(500), STEP_S)
+    running = make_request(1, BE, prompt=10, computed=10)
+    assert num_loaded_by(running) == 0
