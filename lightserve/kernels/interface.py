@@ -42,7 +42,7 @@ class AttentionBatch:
     """`rows` on the host, so that no kernel has to read the device to plan its work. A pass that
     is recorded (`worker.graphs`) has unknown values here, which raise when they are read."""
     host_q_lens: Sequence[int]
-    """Number of new tokens of each row, >= 1, on the host; always known."""
+    """Number of new tokens of each row, on the host, always known; a row with 0 takes no part."""
     host_context_lens: Sequence[int]
     """`context_lens` on the host; unknown as `host_rows`."""
     prepared: dict[Hashable, Any] = field(default_factory=dict, repr=False)

@@ -132,7 +132,7 @@ def _tiles(batch: AttentionBatch) -> _Tiles:
     q_lens = np.array(batch.host_q_lens, dtype=np.int64)
     ends = np.array(batch.host_context_lens, dtype=np.int64)
     starts = ends - q_lens
-    num_tiles = (ends - 1) // QUERY_TILE - starts // QUERY_TILE + 1
+    num_tiles = np.where(q_lens > 0, (ends - 1) // QUERY_TILE - starts // QUERY_TILE + 1, 0)
     owner = np.repeat(np.arange(len(ends)), num_tiles)
     number = np.arange(len(owner)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
     begin = (starts[owner] // QUERY_TILE + number) * QUERY_TILE
