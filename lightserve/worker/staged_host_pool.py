@@ -26,6 +26,7 @@ Each place in the pool or on the host is so read and written in the order of the
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections import deque
 from collections.abc import Iterator
@@ -37,7 +38,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightserve.errors import StartupError
 from lightserve.kernels.copies import CopyKernels
+from lightserve.logs import one_line
 from lightserve.messages.common import Int32Array, unpack_int32
 from lightserve.messages.router_worker import KVCopies, StepPlan
 from lightserve.worker.host_pool import CopyWait, DirectHostPool, HostPool, Waited
@@ -50,6 +53,10 @@ NUM_DRAINS = 8
 MAX_RUNS = 32
 """Of host slots that a part is copied as; each takes the host about 5 µs, and a kernel's launch
 five times that."""
+
+_NEEDS_TRITON = (
+    "copies of KV to the host need Triton: {reason}; --preemption recompute does without copies"
+)
 
 
 class StagedHostPool(HostPool):
@@ -297,10 +304,12 @@ def make_host_pool(
         is_shown: whether to show how far the locking of host memory is.
 
     Raises:
-        StartupError: the host memory cannot be had.
+        StartupError: the host memory cannot be had, or Triton does not run here.
     """
     if pool.device.type != "cuda" or num_slots == 0:
         return DirectHostPool(num_slots, pool)
+    if importlib.util.find_spec("triton") is None:
+        raise StartupError(_NEEDS_TRITON.format(reason="the package is missing (the extra gpu)"))
     # An optional dependency, and slow to import: only where it is used.
     from lightserve.kernels.triton.copies import TritonCopies  # noqa: PLC0415
 
@@ -320,7 +329,10 @@ def make_host_pool(
         queues=cuda_copy_queues(pool.device),
         kernels=TritonCopies(),
     )
-    host_pool.warm_up()
+    try:
+        host_pool.warm_up()
+    except RuntimeError as error:  # no C compiler, for one
+        raise StartupError(_NEEDS_TRITON.format(reason=one_line(error))) from error
     return host_pool
 
 

@@ -153,6 +153,21 @@ def test_without_room_on_the_host_nothing_is_locked(monkeypatch: pytest.MonkeyPa
     assert isinstance(make_host_pool(0, pool, num_staged=0), DirectHostPool)
 
 
+class NoCompiler(TorchCopies):
+    def gather(self, pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        raise RuntimeError("Failed to find C compiler.")
+
+
+def test_where_triton_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr("lightserve.kernels.triton.copies.TritonCopies", NoCompiler)
+    with pytest.raises(StartupError, match=r"Failed to find C compiler\.; --preemption recompute"):
+        make_host_pool(11, pool, num_staged=4)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(StartupError, match=r"the package is missing .*; --preemption recompute"):
+        make_host_pool(11, pool, num_staged=4)
+
+
 class Cudart:
     """Locks memory, or does not, and remembers what is locked."""
 
