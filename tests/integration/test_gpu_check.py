@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 if str(ROOT / "bench") not in sys.path:
     sys.path.append(str(ROOT / "bench"))
 
-from gpu_parts import attention, parity  # noqa: E402
+from gpu_parts import attention, kernels, parity  # noqa: E402
 from gpu_parts.attention import Heads, Order, make_batch, make_pool, worst_error  # noqa: E402
 from gpu_parts.context import Bench  # noqa: E402
 from gpu_parts.driver import Sequences, run_plans  # noqa: E402
@@ -24,6 +24,7 @@ from gpu_parts.machine import Machine, this_machine  # noqa: E402
 from gpu_parts.models import TINY_LLAMA, RandomModel  # noqa: E402
 from gpu_parts.report import Row, RowFile, Verdict, read_rows  # noqa: E402
 from gpu_parts.self_check import WrongScale  # noqa: E402
+from support.kernel_grid import AttentionCase  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from lightserve.kernels.triton.kernels import TritonKernels  # noqa: E402
@@ -69,8 +70,8 @@ def test_a_timed_kernel_is_checked_first() -> None:
             return torch.empty_like(q)
 
     errors = [
-        worst_error(kernels, q, pool, replace(batch, prepared={}), last_queries=1)
-        for kernels in (TritonKernels(), WrongScale(), Unwritten())
+        worst_error(some, q, pool, replace(batch, prepared={}), last_queries=1)
+        for some in (TritonKernels(), WrongScale(), Unwritten())
     ]
     assert errors[0] <= attention.MAX_ERROR < errors[1]
     assert errors[2] == float("inf")
@@ -128,3 +129,14 @@ def test_the_command_prints_one_table(tmp_path: Path) -> None:
         [*command, "nonsense"], capture_output=True, text=True, timeout=60, check=False
     )
     assert refused.returncode == 2 and "no such part: nonsense" in refused.stderr
+
+
+def test_reports_of_the_grid_are_added_up() -> None:
+    some = kernels.attention(
+        [AttentionCase("one decode", "scattered", (4, 4, 64), None, BF16)], "cpu"
+    )
+    other = replace(some, num_cases=3, worst={"attention bfloat16": 0.5}, failures=["a case"])
+    whole = kernels.merged([some, other])
+    assert (whole.num_cases, whole.failures) == (4, ["a case"])
+    assert whole.worst == {"attention bfloat16": 0.5}
+    assert some.worst["attention bfloat16"] < 2e-2 and not some.failures
