@@ -78,13 +78,15 @@ def warm_up(runner: ModelRunner, *, max_num_batched_tokens: int) -> None:
         max_num_batched_tokens: of the steps that it will get.
     """
     num_tokens = min(MIN_SLOTS - 1, runner.context_len - 1)
-    if runner.device.type == "cpu":
+    if runner.device.type == "cpu" or runner.context_len < 2 * _PROMPT:
         _execute(runner, [_Part(0, 0, num_tokens)], {0: _PLAIN}, prompt=num_tokens)
         _execute(runner, [_Part(0, num_tokens, 1)], {}, prompt=num_tokens)
         return
     for pair in _PAIRS:
-        for parts in _kinds_of_steps(min(2, runner.max_num_seqs)):
-            _execute(runner, parts, dict(enumerate(pair)), prompt=min(_PROMPT, num_tokens))
+        for wanted in _kinds_of_steps(min(2, runner.max_num_seqs, max_num_batched_tokens)):
+            fits = sum(part.num_tokens for part in wanted) <= max_num_batched_tokens
+            parts = wanted if fits else wanted[:1]
+            _execute(runner, parts, dict(enumerate(pair)), prompt=_PROMPT)
     # Kernels may be others for large chunks, and for those with much before them. Positions that
     # nobody has filled are token 0 in slot 0.
     size = min(max_num_batched_tokens, (runner.context_len - 1) // 3)
