@@ -132,9 +132,8 @@ def test_the_command_prints_one_table(tmp_path: Path) -> None:
 
 
 def test_reports_of_the_grid_are_added_up() -> None:
-    some = kernels.attention(
-        [AttentionCase("one decode", "scattered", (4, 4, 64), None, BF16)], "cpu"
-    )
+    case = AttentionCase("one decode", "scattered", (4, 4, 64), None, torch.bfloat16)
+    some = kernels.attention([case], "cpu")
     other = replace(some, num_cases=3, worst={"attention bfloat16": 0.5}, failures=["a case"])
     whole = kernels.merged([some, other])
     assert (whole.num_cases, whole.failures) == (4, ["a case"])
