@@ -2,8 +2,8 @@
 
 Its KV is saved and loaded in pieces, a piece per step, as the router paces copies that nobody in
 a step waits for; then all at once, which is reported only. In between, its old and its new slots
-are poisoned, and what comes back must be the same bytes (contract N1). The decodes' tokens must
-be those of a run without copies. The trace is for chrome://tracing or ui.perfetto.dev.
+are poisoned, and what comes back must be the same bytes (contract N1), from which the request goes
+on. The decodes' tokens must be those of a run without copies. The trace is for ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def run(bench: Bench) -> None:
             f"KV bytes are the same, {gigabytes:.3g} GB", scene.is_equal, "old slots poisoned"
         )
         bench.rows.claim("the decodes' tokens are those without copies", scene.is_undisturbed, "")
+        bench.rows.claim("the long request goes on with the same token", scene.is_resumed, "")
         _trace(bench, scene, pieces)
 
 
@@ -106,12 +107,12 @@ class Scene:
         )
         run_plans(self._runner, self._rows.prefills(scale.context, budget=scale.budget))
         run_plans(self._runner, self._long.prefills(scale.long_tokens, budget=scale.budget))
-        self._slots = self._long.slots[0]
+        self._slots = self._long.slots[0].copy()
         self._spare = np.arange(num_short + scale.long_tokens, num_short + 2 * scale.long_tokens)
         self._expected = run_plans(self._runner, self._decodes()).token_ids
+        self._next = self._resume()
         self._kv = self._read()
-        self.is_equal = True
-        self.is_undisturbed = True
+        self.is_equal = self.is_undisturbed = self.is_resumed = True
 
     def longest_ratio(self, ranges: Sequence[range]) -> float:
         """Save and load the long request's ranges of tokens; the longest step over the median."""
@@ -122,6 +123,7 @@ class Scene:
         self.is_equal &= all(
             torch.equal(before, now) for before, now in zip(self._kv, self._read(), strict=True)
         )
+        self.is_resumed &= self._resume() == self._next
         gaps_s = there.gaps_s + back.gaps_s
         return max(gaps_s) / statistics.median(gaps_s)
 
@@ -154,6 +156,13 @@ class Scene:
             max_kv_tokens=num_slots,
             host_kv_memory=scale.host_memory,
         )
+
+    def _resume(self) -> list[int]:
+        """Compute the long request's last token where its KV is now; return what follows it."""
+        moved = self._long.move(0, self._slots)
+        last = self._long.plan([(0, self._scale.long_tokens - 1, 1)], self._scale.long_tokens)
+        [tokens] = run_plans(self._runner, [replace(last, slot_ranges=[moved])]).token_ids.values()
+        return tokens
 
     def _read(self) -> list[Tensor]:
         """Return the long request's KV, on the host."""
