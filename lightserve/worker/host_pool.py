@@ -160,10 +160,10 @@ def _copy(source: Tensor, source_slots: Tensor, target: Tensor, target_slots: Te
 
 
 def _have_common(places: bytes, others: bytes) -> bool:
-    """Whether two lists of places, see `pack_int32`, name the same one."""
+    """Whether two lists of places, see `pack_int32`, neither with any twice, name the same one."""
     if not places or not others:
         return False
-    return len(np.intersect1d(unpack_int32(places), unpack_int32(others))) > 0
+    return _has_twice(np.concatenate([unpack_int32(places), unpack_int32(others)]))
 
 
 def _check_places(places: Int32Array, num_slots: int) -> None:
@@ -171,5 +171,10 @@ def _check_places(places: Int32Array, num_slots: int) -> None:
         return
     if not 0 <= int(places.min()) <= int(places.max()) < num_slots:
         raise ProtocolError(f"a copy names a place outside 0 … {num_slots - 1}")
-    if len(np.unique(places)) != len(places):
+    if _has_twice(places):
         raise ProtocolError("a copy names a place twice")
+
+
+def _has_twice(places: Int32Array) -> bool:
+    ordered = np.sort(places)
+    return bool((ordered[1:] == ordered[:-1]).any())

@@ -189,9 +189,9 @@ class StagedHostPool(HostPool):
 
     def _drain(self, place: slice, host_slots: Int32Array, row_ids: Tensor) -> None:
         """Copy from staging memory to the host; `row_ids` are `host_slots`, on the device."""
-        runs = _runs(host_slots)
+        runs = _runs(host_slots, self._max_runs)
         for staged, rows in zip(self._staging, self._rows, strict=True):
-            if len(runs) > self._max_runs:
+            if runs is None:
                 self._kernels.put_rows(staged[place], rows, row_ids)
                 continue
             for run, first in runs:
@@ -200,9 +200,9 @@ class StagedHostPool(HostPool):
 
     def _fetch(self, host_slots: Int32Array, row_ids: Tensor, place: slice) -> None:
         """Copy from the host to staging memory; `row_ids` are `host_slots`, on the device."""
-        runs = _runs(host_slots)
+        runs = _runs(host_slots, self._max_runs)
         for staged, rows in zip(self._staging, self._rows, strict=True):
-            if len(runs) > self._max_runs:
+            if runs is None:
                 self._kernels.take_rows(rows, row_ids, staged[place])
                 continue
             for run, first in runs:
@@ -281,14 +281,19 @@ def _ordered(copies: KVCopies) -> npt.NDArray[np.int32]:
     return np.stack([unpack_int32(copies.slots)[order], host_slots[order]])
 
 
-def _runs(host_slots: Int32Array) -> list[tuple[slice, int]]:
-    """Return the runs of rising host slots that follow each other: which ones, and the first."""
+def _runs(host_slots: Int32Array, most: int) -> list[tuple[slice, int]] | None:
+    """Return the runs of host slots, which rise, that follow each other: which ones, the first.
+
+    None: there are more than `most`.
+    """
     ends = np.flatnonzero(np.diff(host_slots) != 1) + 1
-    starts = [0, *ends.tolist()]
-    stops = [*ends.tolist(), len(host_slots)]
+    if len(ends) >= most:
+        return None
+    starts, stops = [0, *ends.tolist()], [*ends.tolist(), len(host_slots)]
+    firsts = host_slots[starts].tolist()
     return [
-        (slice(start, stop), int(host_slots[start]))
-        for start, stop in zip(starts, stops, strict=True)
+        (slice(start, stop), first)
+        for start, stop, first in zip(starts, stops, firsts, strict=True)
     ]
 
 
