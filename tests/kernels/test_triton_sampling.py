@@ -120,7 +120,7 @@ def mistakes(kind: str, vocab_size: int, options: Sequence[dict[str, Any]]) -> l
 
 
 @pytest.mark.usefixtures("_small_blocks")
-@pytest.mark.parametrize("vocab_size", [1, 63, 257, 700])
+@pytest.mark.parametrize("vocab_size", [1, 257, 700])
 @pytest.mark.parametrize("kind", LOGITS)
 def test_tokens_are_those_of_a_walk_down_the_sorted_ones(kind: str, vocab_size: int) -> None:
     assert not mistakes(kind, vocab_size, OPTIONS)
@@ -191,7 +191,9 @@ def test_wrong_kernels_are_found(
     module: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, name, wrong)
-    assert mistakes("flat", 300, [*[{"temperature": 2.0}] * 8, {"top_p": 0.9}, {"top_p": 0.6}])
+    flat = [{"top_p": 0.9}, {"top_p": 0.6}]
+    spread = [{"temperature": 2.0}, {"temperature": 2.0, "top_p": 0.9}] * 4
+    assert mistakes("spread", 300, spread) or mistakes("flat", 300, flat)
 
 
 def test_uniform_numbers_are_those_of_the_cpu_to_the_bit() -> None:

@@ -96,7 +96,7 @@ class Candidates:
     number: Tensor
     """int32 [L], of candidates; beyond CANDIDATES some are missing."""
     keys: Tensor
-    """int64 [L, CANDIDATES], in any order; see `sampling_search`."""
+    """int64 [L, CANDIDATES], in any order; see `sampling_rows`."""
     kept: Tensor
     """float32 [L, C], sum of exp((logit - row's largest) / temperature) over what min-p leaves;
     of rows with min-p alone."""

@@ -1,23 +1,18 @@
-"""Kernels of `sampling` that read the logits in chunks; it says what each is for.
-
-All probabilities are weights exp((logit - largest) / temperature), float32, which are summed in
-float64 beyond a chunk; a row's weights are never divided by their sum.
-"""
+"""Kernels of `sampling` that read the logits in chunks; it says what each is for."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from lightserve.kernels.triton.sampling_search import (
+from lightserve.kernels.triton.sampling_rows import (
+    BELOW_ONE,
     chunk_totals,
     key_of,
     row_start,
     uniform,
     weights_of,
 )
-
-_BELOW_ONE = tl.constexpr(1 - 1e-15)
 
 
 @triton.jit
@@ -131,7 +126,7 @@ def draw_kernel(
         )
         everything = tl.sum(totals, axis=0)
         target = uniform(states_ptr, positions_ptr, row) * everything
-        target = tl.minimum(target, everything * _BELOW_ONE)
+        target = tl.minimum(target, everything * BELOW_ONE)
         chunk = _pick(totals, target, chunks, BLOCK_C)
         target -= tl.sum(tl.where(chunks < chunk, totals, 0.0), axis=0)
         start, _ = row_start(

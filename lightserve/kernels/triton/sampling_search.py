@@ -1,94 +1,40 @@
-"""Kernels of `sampling` that search among the tokens of a row; and what all its kernels share.
-
-Searches go by keys: 64-bit integers that order tokens by rising logit, equal ones by falling id,
-so that all are different and "the most probable tokens" has one meaning.
-
-    63 ............. 32 31 ........... 0
-     order of the logit  0xFFFFFFFF - id
-"""
+"""Kernels of `sampling` that search among the tokens of a row, by their keys (`sampling_rows`)."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-_MIN_TEMPERATURE = tl.constexpr(1e-6)
+from lightserve.kernels.triton.sampling_rows import (
+    BELOW_ONE,
+    chunk_totals,
+    key_of,
+    logit_of,
+    row_start,
+    token_of,
+    uniform,
+    weights_of,
+)
+
 _LOWEST_KEY = tl.constexpr(-(2**63))
 _HIGHEST_KEY = tl.constexpr(2**63 - 1)
 _ALL = tl.constexpr(2**31 - 1)
-_BELOW_ONE = tl.constexpr(1 - 1e-15)
 
 
 @triton.jit
-def row_start(own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED):
-    """Return where a row's logits begin, and whether its options changed them."""
-    start = own_ptr + row.to(tl.int64) * stride
-    is_changed = False
-    if IS_ADJUSTED:
-        source = tl.load(source_ptr + row)
-        is_changed = source >= 0
-        if is_changed:
-            start = adjusted_ptr + source.to(tl.int64) * vocab_size
-    return start, is_changed
-
-
-@triton.jit
-def weights_of(x, top, temperature):
-    """Return the weights of logits, float32, in a row whose largest is `top`."""
-    return tl.exp((x - top) / tl.maximum(temperature, _MIN_TEMPERATURE))
-
-
-@triton.jit
-def _mix(state):
-    """The finaliser of SplitMix64, uint64; as in worker.sampling.random_draw."""
-    state = state + 0x9E3779B97F4A7C15
-    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
-    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
-    return state ^ (state >> 31)
-
-
-@triton.jit
-def uniform(states_ptr, positions_ptr, row):
-    """Return a row's number in [0, 1), float64."""
-    state = tl.load(states_ptr + row).to(tl.uint64)
-    position = tl.load(positions_ptr + row).to(tl.uint64)
-    return (_mix(state ^ position) >> 11).to(tl.int64).to(tl.float64) * (1.0 / 9007199254740992.0)
-
-
-@triton.jit
-def chunk_totals(largest, total_ptr, kept_ptr, at, there, top, temperature, min_p, HAS_KEPT):
-    """Return each chunk's sum of weights without what min-p drops, float64 [BLOCK_C]."""
-    totals = tl.load(total_ptr + at, mask=there, other=0.0)
-    totals = tl.where(largest > -float("inf"), totals * weights_of(largest, top, temperature), 0.0)
-    if HAS_KEPT:
-        kept = tl.load(kept_ptr + at, mask=there, other=0.0)
-        totals = tl.where(min_p > 0.0, kept, totals)
-    return totals.to(tl.float64)
-
-
-@triton.jit
-def key_of(x, token):
-    """Return the key, int64, of a logit and its token."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # there are two zeros
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (order.to(tl.int64) << 32) | (0xFFFFFFFF - token.to(tl.int64))
-
-
-@triton.jit
-def logit_of(key):
-    """Return a key's logit."""
-    order = (key >> 32).to(tl.int32)
-    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def token_of(key):
-    """Return a key's token, int64."""
-    return (0xFFFFFFFF - (key & 0xFFFFFFFF)).to(tl.int64)
-
-
-@triton.jit
-def _measure(x_ptr, keys_ptr, size, is_all, pivot, top, temperature, min_p, TILE: tl.constexpr):
+def _measure(
+    x_ptr,
+    keys_ptr,
+    size,
+    is_all,
+    pivot,
+    top,
+    temperature,
+    min_p,
+    vocab_size,
+    CANDIDATES: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Return (number, weight) of the tokens whose keys are above the pivot, the lowest key of
     those, and the highest key of the others. The tokens: `size` keys, or a row of `size` logits.
     """
@@ -99,14 +45,15 @@ def _measure(x_ptr, keys_ptr, size, is_all, pivot, top, temperature, min_p, TILE
     highest_below = tl.full([TILE], _LOWEST_KEY, dtype=tl.int64)
     for start in range(0, size, TILE):
         at = start + lanes
+        # Loads of 16 bytes need bounds that are known to be multiples of 4: not `size`.
         if is_all:
-            x = tl.load(x_ptr + at, mask=at < size, other=-float("inf"))
+            x = tl.load(x_ptr + at, mask=at < vocab_size, other=-float("inf"))
             keys = key_of(x, at)
         else:
-            keys = tl.load(keys_ptr + at, mask=at < size, other=_LOWEST_KEY)
-            x = logit_of(keys)
+            keys = tl.load(keys_ptr + at, mask=at < CANDIDATES, other=_LOWEST_KEY)
+            x = tl.where(at < size, logit_of(keys), -float("inf"))
         weights = weights_of(x, top, temperature)
-        is_kept = (at < size) & (x > -float("inf")) & (weights >= min_p)
+        is_kept = (x > -float("inf")) & (weights >= min_p)
         is_above = is_kept & (keys > pivot)
         number += is_above.to(tl.int32)
         weight += tl.where(is_above, weights, 0.0).to(tl.float64)
@@ -122,9 +69,31 @@ def _measure(x_ptr, keys_ptr, size, is_all, pivot, top, temperature, min_p, TILE
 
 
 @triton.jit
+def _collect(
+    x_ptr, keys_ptr, number_ptr, vocab_size, low, high, top, temperature, min_p, TILE: tl.constexpr
+):
+    """Store those keys of a row of logits that are in (low, high], in any order."""
+    tl.debug_barrier()  # whoever still reads what is there
+    tl.store(number_ptr, 0)
+    tl.debug_barrier()
+    lanes = tl.arange(0, TILE)
+    for start in range(0, vocab_size, TILE):
+        at = start + lanes
+        x = tl.load(x_ptr + at, mask=at < vocab_size, other=-float("inf"))
+        keys = key_of(x, at)
+        is_wanted = (keys > low) & (keys <= high) & (x > -float("inf"))
+        is_wanted = is_wanted & (weights_of(x, top, temperature) >= min_p)
+        # One token at a time, for few are wanted: a running sum would cost every tile.
+        place = tl.atomic_add(number_ptr + tl.zeros([TILE], tl.int32), 1, mask=is_wanted)
+        tl.store(keys_ptr + place, keys, mask=is_wanted)
+    tl.debug_barrier()
+
+
+@triton.jit
 def _search(
     x_ptr,
     keys_ptr,
+    number_ptr,
     size,
     is_all,
     low,
@@ -134,7 +103,9 @@ def _search(
     top,
     temperature,
     min_p,
+    vocab_size,
     REACHES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Return the lowest key above which there are fewer than `most` tokens and less weight than
@@ -142,24 +113,48 @@ def _search(
     `low` is below the wanted one.
 
     Halves the range of keys, low < the wanted one <= high, and moves both ends to keys that are
-    there: about 20 passes for a whole vocabulary, equal logits or not.
+    there, which takes about 20 passes for a whole vocabulary, equal logits or not. Among all
+    tokens, what is left of the range becomes candidates as soon as they are few enough.
     """
     high, weight_above = highest, tl.full((), 0.0, tl.float64)
+    number_above, number_above_low = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32) + size
+    # Of tokens above all that are looked at.
+    more, more_weight = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float64)
     is_open = high > low
     while is_open:
         pivot = (low >> 1) + (high >> 1) + (low & high & 1)
         number, weight, above, below = _measure(
-            x_ptr, keys_ptr, size, is_all, pivot, top, temperature, min_p, TILE
+            x_ptr,
+            keys_ptr,
+            size,
+            is_all,
+            pivot,
+            top,
+            temperature,
+            min_p,
+            vocab_size,
+            CANDIDATES,
+            TILE,
         )
+        number += more
+        weight += more_weight
         is_less = weight < limit
         if REACHES:
             is_less = weight <= limit
         if (number < most) & is_less & (below > low):
             high = below
+            number_above = number
             weight_above = weight
         else:
             low = above - 1
+            number_above_low = number
             is_open = above < high
+        if is_open & is_all & (number_above_low - number_above <= CANDIDATES):
+            _collect(x_ptr, keys_ptr, number_ptr, size, low, high, top, temperature, min_p, TILE)
+            size = number_above_low - number_above
+            is_all = is_all & False
+            more = number_above
+            more_weight = weight_above
     return high, weight_above
 
 
@@ -175,7 +170,17 @@ def _are_enough(
         are_enough = are_enough | ((top_k > 0) & (number >= top_k))
         if (are_enough == 0) & (top_k == 0):
             _, weight, _, _ = _measure(
-                keys_ptr, keys_ptr, number, False, _LOWEST_KEY, top, temperature, min_p, TILE
+                keys_ptr,
+                keys_ptr,
+                number,
+                False,
+                _LOWEST_KEY,
+                top,
+                temperature,
+                min_p,
+                0,
+                CANDIDATES,
+                TILE,
             )
             are_enough = weight >= top_p * everything
     return are_enough
@@ -256,6 +261,7 @@ def draw_top_kernel(
             lowest, above = _search(
                 x_ptr,
                 keys,
+                number_ptr + row,
                 size,
                 is_all,
                 low,
@@ -265,7 +271,9 @@ def draw_top_kernel(
                 top,
                 temperature,
                 min_p,
+                vocab_size,
                 REACHES=False,
+                CANDIDATES=CANDIDATES,
                 TILE=TILE,
             )
             everything = above + weights_of(logit_of(lowest), top, temperature)
@@ -274,6 +282,7 @@ def draw_top_kernel(
         lowest, above = _search(
             x_ptr,
             keys,
+            number_ptr + row,
             size,
             is_all,
             low,
@@ -283,14 +292,17 @@ def draw_top_kernel(
             top,
             temperature,
             min_p,
+            vocab_size,
             REACHES=False,
+            CANDIDATES=CANDIDATES,
             TILE=TILE,
         )
         kept = above + weights_of(logit_of(lowest), top, temperature)
-        target = tl.minimum(uniform(states_ptr, positions_ptr, row) * kept, kept * _BELOW_ONE)
+        target = tl.minimum(uniform(states_ptr, positions_ptr, row) * kept, kept * BELOW_ONE)
         drawn, _ = _search(
             x_ptr,
             keys,
+            number_ptr + row,
             size,
             is_all,
             lowest - 1,
@@ -300,7 +312,9 @@ def draw_top_kernel(
             top,
             temperature,
             min_p,
+            vocab_size,
             REACHES=True,
+            CANDIDATES=CANDIDATES,
             TILE=TILE,
         )
         tl.store(token_ptr + row, token_of(drawn))
@@ -347,6 +361,18 @@ def logprobs_kernel(
         size = tl.where(is_all, vocab_size, size)
         last = tl.full((), _HIGHEST_KEY, tl.int64)
         for number in range(0, num_top):
-            _, _, _, last = _measure(x_ptr, keys, size, is_all, last - 1, top, 1.0, 0.0, TILE)
+            _, _, _, last = _measure(
+                x_ptr,
+                keys,
+                size,
+                is_all,
+                last - 1,
+                top,
+                1.0,
+                0.0,
+                vocab_size,
+                CANDIDATES,
+                TILE,
+            )
             tl.store(top_token_ptr + row * num_top + number, token_of(last).to(tl.int32))
             tl.store(top_ptr + row * num_top + number, logit_of(last) - everything)
