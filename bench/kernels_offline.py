@@ -24,7 +24,7 @@ from torch import Tensor
 from lightserve.kernels.interface import AttentionBatch, QKNorm
 from lightserve.kernels.triton import elementwise
 from lightserve.kernels.triton.attention import attention
-from lightserve.kernels.triton.configs import AttentionConfigs
+from lightserve.kernels.triton.configs import GPUS, AttentionConfigs
 from lightserve.kernels.triton.copies import TritonCopies
 from lightserve.kernels.triton.offline import (
     Launch,
@@ -56,6 +56,8 @@ class Case:
     """Kernels that must have loads of 16 bytes per thread, as a regular expression."""
     wgmma: str = "$^"
     """Kernels that must have warp-group products on sm_90."""
+    resident: str = "$^"
+    """Kernels whose programs must all be on the GPU at once: they share the work evenly."""
     spills: str = "$^"
     """Kernels that may spill registers: where no choice of blocks avoids it."""
 
@@ -79,6 +81,11 @@ class Line:
             found.append(f"{resources.shared_bytes} bytes of shared memory")
         if not resources.num_wide_loads and re.search(self.case.wide_loads, name):
             found.append("no loads of 16 bytes")
+        num_sms = GPUS[self.launch.capability].num_sms
+        if re.search(self.case.resident, name) and (
+            self.launch.grid[0] > resources.blocks_per_sm * num_sms
+        ):
+            found.append(f"{self.launch.grid[0]} programs are not on the GPU all at once")
         is_hopper = self.launch.capability == 90
         if is_hopper and not resources.num_wgmma and re.search(self.case.wgmma, name):
             found.append("no warp-group products")
@@ -139,6 +146,7 @@ def attention_case(
         lambda: attend(num_heads, num_kv_heads, head_dim, window=window, dtype=dtype),
         wide_loads="prefill|decode|merge",
         wgmma="prefill" if dtype.itemsize == 2 else "$^",
+        resident="decode",
     )
 
 
@@ -234,6 +242,7 @@ CASES: list[Case] = [
         "attention 32/8 heads of 128, decodes alone",
         lambda: attend(32, 8, 128, is_mixed=False),
         wide_loads="decode|merge",
+        resident="decode",
     ),
     attention_case(32, 8, 128, None, torch.float16),
     attention_case(32, 8, 128, None, torch.float32),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.kernel_grid import (
@@ -25,7 +26,7 @@ from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.triton import attention, decode, prefill
 from lightserve.kernels.triton.configs import INTERPRETER
 from lightserve.kernels.triton.kernels import TritonKernels
-from lightserve.kernels.triton.online_softmax import walk
+from lightserve.kernels.triton.online_softmax import MASKED, walk
 
 HEADS = (4, 2, 32)
 
@@ -116,6 +117,14 @@ def test_many_parts_are_merged() -> None:
         work = next(iter(batch.prepared.values())).decodes
         assert int(work.num_parts[0]) == sum(-(-context // 128) for context in contexts)
         assert int(work.num_parts[1]) > decode._MERGED_AT_ONCE
+
+
+def test_a_masked_score_minus_itself_is_zero_in_a_fused_multiply_add() -> None:
+    """What the interpreter cannot show: a GPU rounds the product in the maximum, not in the sum."""
+    scales = (np.float32(1.4426950408889634) / np.sqrt(np.arange(1, 2000))).astype(np.float32)
+    for score, is_exact in ((np.float32(MASKED.value), True), (np.float32(-1e38), False)):
+        largest = score * scales
+        assert bool((score.astype(np.float64) * scales == largest).all()) is is_exact
 
 
 def test_an_empty_pass_launches_nothing() -> None:

@@ -78,7 +78,8 @@ class Gpu:
 
 
 INTERPRETER = Gpu("interpreter", 0, 2, 1 << 20)
-_COMPILED_FOR = {80: Gpu("sm_80", 80, 108, 163 << 10), 90: Gpu("sm_90", 90, 132, 227 << 10)}
+GPUS = {80: Gpu("sm_80", 80, 108, 163 << 10), 90: Gpu("sm_90", 90, 132, 227 << 10)}
+"""By compute capability, as in an A100 and an H200: what kernels are compiled for offline."""
 
 
 def gpu_of(device: torch.device) -> Gpu:
@@ -86,7 +87,7 @@ def gpu_of(device: torch.device) -> Gpu:
     if device.type == "cpu":
         return INTERPRETER
     if device.type == "meta":
-        return _COMPILED_FOR[driver.active.get_current_target().arch]
+        return GPUS[driver.active.get_current_target().arch]
     return _cuda_gpu(device)
 
 

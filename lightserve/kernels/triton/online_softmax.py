@@ -19,6 +19,14 @@ import triton.language as tl
 LOG2_E = 1.4426950408889634
 MIN_DOT = 16
 """Smallest side of a matrix product on tensor cores."""
+MASKED = tl.constexpr(-(2.0**126))
+"""Score of what a query does not see.
+
+Finite: where a query has seen nothing yet, its difference with itself must not be NaN; what is
+gathered meanwhile is wiped out by the first position that it sees. A power of two: its product
+with the scale is exact, so that in a fused multiply-add too the difference is 0, and not a
+rounding error of 1e30, whose power of two is infinite.
+"""
 
 
 # fmt: off
@@ -38,15 +46,12 @@ def walk(
     SUM_LATE keeps the sums of each column of a block apart until the end: no exchange between
     warps in every block, for BLOCK_Q x BLOCK_N numbers in registers.
     """
-    # Finite: a query that has seen nothing yet must not get NaN from its difference with itself.
-    # What it gathers meanwhile is wiped out by the first position that it sees.
-    masked = -1.0e38
     # Products of float32 (tests) in float32, not tf32.
     precision: tl.constexpr = "ieee" if q.dtype == tl.float32 else "tf32"
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], dtype=tl.float32)
-    largest = tl.full([BLOCK_Q], masked, dtype=tl.float32)
+    largest = tl.full([BLOCK_Q], MASKED, dtype=tl.float32)
     total = tl.zeros([BLOCK_Q, BLOCK_N] if SUM_LATE else [BLOCK_Q], dtype=tl.float32)
     slots = tl.load(table + tl.minimum(begin + offs_n, last))
     for start in range(begin, end, BLOCK_N):
@@ -71,7 +76,7 @@ def walk(
             visible = positions[None, :] <= q_positions[:, None]
             if HAS_WINDOW:
                 visible &= positions[None, :] > q_positions[:, None] - window
-            scores = tl.where(visible, scores, masked)
+            scores = tl.where(visible, scores, MASKED)
         new_largest = tl.maximum(largest, tl.max(scores, axis=1) * scale)
         weights = tl.exp2(scores * scale - new_largest[:, None])
         shrink = tl.exp2(largest - new_largest)
