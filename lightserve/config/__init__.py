@@ -141,7 +141,18 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
             raise ConfigError("--decision-log-size needs --decision-log")
 
     def _check_kernels(self) -> None:
-        """Check what --batch-invariant promises: the CPU's own kernels keep it, in float32."""
+        """Refuse options that kernels would ignore.
+
+        What --batch-invariant promises is kept by the CPU's own kernels, in float32.
+        """
+        if self.kernel_tuning != "auto":
+            if self.device == "cpu":
+                raise ConfigError("--kernel-tuning needs a GPU, got --device cpu")
+            if self.attention_backend in ("torch", "reference"):
+                raise ConfigError(
+                    "--kernel-tuning needs --attention-backend triton,"
+                    f" got {self.attention_backend!r}"
+                )
         if not self.batch_invariant:
             return
         for flag, value, others in (

@@ -60,6 +60,11 @@ def test_auto_on_a_gpu_is_no_place_for_batch_invariance() -> None:
     [
         ({"device": "gpu"}, "--device must be one of auto, cpu, cuda, got 'gpu'"),
         ({"attention_backend": "flash"}, "--attention-backend must be one of auto, triton, torch"),
+        ({"kernel_tuning": "off", "device": "cpu"}, "--kernel-tuning needs a GPU"),
+        (
+            {"kernel_tuning": "off", "attention_backend": "torch"},
+            "--kernel-tuning needs --attention-backend triton, got 'torch'",
+        ),
         (
             {"batch_invariant": True, "device": "cuda"},
             "--batch-invariant needs --device cpu or auto, got 'cuda'",
