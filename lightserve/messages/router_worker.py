@@ -174,6 +174,9 @@ class StepResult(Message, frozen=True):
     """From the end of the step before (or the first plan) to the start of this one."""
     copy_s: float = 0.0
     """What `saves` and `loads` added to the step."""
+    launch_s: float = 0.0
+    """What the host took to launch it, where the device works meanwhile: on a GPU. A plan must
+    come so much earlier for the device to go on without a pause."""
 
 
 WorkerToRouter = WorkerHello | StepResult

@@ -1,8 +1,8 @@
 """The steps in flight: at most one running and one waiting behind it (architecture 4).
 
 Knows when the next plan should leave: when the predicted rest of the running step is under
-max(1 ms, 3 x measured router time), so that an arrival is seen as late as possible and the
-worker still never waits.
+max(1 ms, 3 x measured router time), and what a GPU's host takes to launch a step, so that an
+arrival is seen as late as possible and the worker still never waits.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ MIN_LEAD_S = 1e-3
 ROUTER_TIME_FACTOR = 3.0
 STEP_MEMORY = 0.1
 """Weight of the newest step in the average."""
+LAUNCH_MEMORY = 0.9
+"""How much of the longest launch so far is still expected a step later."""
 ERROR_FACTOR = 2.0
 """The lead also covers this many average errors of the prediction."""
 
@@ -62,6 +64,8 @@ class Pipeline:
         self.idle_s = 0.0
         self._in_flight: deque[SentStep] = deque()
         self._router_s = 0.0
+        self._launch_s = 0.0
+        """What a worker's host takes to launch a step, at most of late."""
         self._had_work = False
         self._predicted: tuple[tuple[Allotment, ...], StepShape] = (), StepShape()
         """The step that was asked about last: most are sent."""
@@ -83,7 +87,7 @@ class Pipeline:
             return None
         running = self._in_flight[0]
         assert running.start_s is not None
-        lead_s = max(MIN_LEAD_S, ROUTER_TIME_FACTOR * self._router_s)
+        lead_s = max(MIN_LEAD_S, ROUTER_TIME_FACTOR * self._router_s) + self._launch_s
         lead_s += ERROR_FACTOR * self.cost.error_s
         return running.start_s + running.planned.predicted_s - lead_s
 
@@ -179,6 +183,7 @@ class Pipeline:
         self._num_in_the_way = len(done.plan.ahead_saves.slots) // 4
         self.num_finished += 1
         self.busy_s += result.exec_s
+        self._launch_s = max(result.launch_s, LAUNCH_MEMORY * self._launch_s)
         newest = max(STEP_MEMORY, 1.0 / self.num_finished)
         self.average_step_s += newest * (result.exec_s - self.average_step_s)
         if done.ahead or self._had_work:

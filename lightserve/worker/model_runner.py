@@ -10,6 +10,7 @@ else: what a step needs of the one before it, its tokens, is in the tables there
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -153,6 +154,7 @@ class ModelRunner:
             ProtocolError: the plan's copies cannot be made; nothing was done.
             RuntimeError: the device is out of memory, or an earlier step failed on it.
         """
+        begun_s = time.perf_counter()
         idle_since, start = self._free_since, self._queue.mark()
         self._host_pool.check(plan)
         copies = self._host_pool.begin(plan)
@@ -161,7 +163,9 @@ class ModelRunner:
         masks = None if before_sampling is not None else self._begin_masks(plan, inputs)
         passed = self._forward(inputs)
         if before_sampling is not None:
+            waits_since_s = time.perf_counter()
             before_sampling()
+            begun_s += time.perf_counter() - waits_since_s
             masks = self._begin_masks(plan, inputs)
         drawn = self._sample(inputs, passed.logits, masks)
         prompts = self._prompt_logprobs(inputs.prompt_spans, passed.prompt_hidden)
@@ -176,6 +180,7 @@ class ModelRunner:
             ),
             marks=StepMarks(idle_since, start, end),
             copies=copies,
+            launch_s=0.0 if self.device.type == "cpu" else time.perf_counter() - begun_s,
         )
 
     def finish(self, pending: Pending) -> StepResult:
@@ -197,6 +202,7 @@ class ModelRunner:
             exec_s=marks.end.seconds_since(marks.start),
             idle_s=marks.start.seconds_since(marks.idle_since),
             copy_s=pending.copies.seconds(),
+            launch_s=pending.launch_s,
         )
 
     @torch.inference_mode()

@@ -113,6 +113,8 @@ class Pending:
     """Rows that sample under a constraint, whose tokens the host must know before their next."""
     marks: StepMarks
     copies: CopyWait
+    launch_s: float
+    """What the host took to launch it beside its work; 0 on the CPU."""
 
     def is_done(self) -> bool:
         """Whether `finish` would not wait."""

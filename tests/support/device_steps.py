@@ -308,6 +308,7 @@ def run_fake(plans: Sequence[StepPlan]) -> dict[str, Any]:
         "num_plans": len(plans),
         "kernels": sorted(set(names)),
         "waited": waited,
+        "launch_s": pending.launch_s,
         "faults": faults,
     }
 

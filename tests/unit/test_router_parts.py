@@ -146,6 +146,21 @@ class TestPipeline:
         due_s = pipeline.next_plan_due_s()
         assert due_s is not None and due_s <= 0.0125
 
+    def test_slow_launches_are_allowed_for(self) -> None:
+        """The longest of late: most steps may be launched in no time."""
+        pipeline = Pipeline()
+        due_s = []
+        for step_id, launch_s in enumerate([0.0] * 30 + [0.004, 0.0, 0.0]):
+            self.push(pipeline, 0.0, 0.0)
+            result = msgspec.structs.replace(self.result(step_id), launch_s=launch_s)
+            pipeline.pop(result, 0.0)
+            self.push(pipeline, 0.0, 0.0)
+            due_s.append(pipeline.next_plan_due_s() or 0.0)
+            pipeline.clear()
+            pipeline.next_step_id = StepId(step_id + 1)
+        earlier = [due_s[29] - due for due in due_s[30:]]
+        assert earlier == pytest.approx([0.004, 0.0036, 0.00324], abs=1e-4)
+
     def test_steps_that_miss_their_limit_shorten_those_that_have_one(self) -> None:
         pipeline = Pipeline()
         plan = StepPlan(step_id=StepId(0), sequences=[], slot_ranges=[], rows=[])

@@ -91,6 +91,7 @@ class ScriptedRunner:
             constrained_rows=self.constrained,
             marks=StepMarks(mark, mark, mark),
             copies=NoCopies(),
+            launch_s=0.0,
         )
 
     def finish(self, pending: Pending) -> StepResult:

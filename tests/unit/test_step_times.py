@@ -66,6 +66,7 @@ def test_execution_and_idle_time() -> None:
     assert [result.exec_s for result in results] == [2.0, 1.5, 1.0]
     assert [result.idle_s for result in results] == [1.0, 0.0, 1.5]
     assert [result.copy_s for result in results] == [0.0, 0.0, 0.0]
+    assert [result.launch_s for result in results] == [0.0, 0.0, 0.0]  # as it is the CPU
 
 
 class ScriptedEvent:
