@@ -8,7 +8,7 @@ as one: a copy may not cross from what was locked by one call to what was by ano
 from __future__ import annotations
 
 import mmap
-import weakref
+import sys
 from contextlib import suppress
 
 import torch
@@ -19,6 +19,20 @@ from lightserve.progress import progress
 
 _MAPPED_AND_PORTABLE = 0x03
 """cudaHostRegisterPortable | cudaHostRegisterMapped: with an address on the device."""
+
+
+class _Pages(mmap.mmap):
+    """Mapped memory that is unlocked before it is unmapped.
+
+    `weakref.finalize` would come too late: a mapping is gone by then, and CUDA's error about that
+    would be raised by whatever is launched next.
+    """
+
+    locked_at = 0
+
+    def __del__(self) -> None:
+        if self.locked_at and not sys.is_finalizing():
+            _unlock(self.locked_at)
 
 
 def pinned_bytes(num_bytes: int, *, label: str, is_shown: bool = True) -> Tensor:
@@ -33,7 +47,8 @@ def pinned_bytes(num_bytes: int, *, label: str, is_shown: bool = True) -> Tensor
         StartupError: the system gives no memory, or locks no more of it.
     """
     try:
-        pages = mmap.mmap(-1, num_bytes)
+        # Private: shared pages are never huge but where the system was told so.
+        pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError) as error:
         raise StartupError(f"no {_gib(num_bytes)} of host memory: {error}") from error
     with suppress(OSError):  # a kernel without them: slower to lock, and nothing else
@@ -41,7 +56,7 @@ def pinned_bytes(num_bytes: int, *, label: str, is_shown: bool = True) -> Tensor
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     with progress(label, num_bytes, is_shown=is_shown, in_bytes=True) as advance:
         _lock(memory.data_ptr(), num_bytes)
-        weakref.finalize(pages, _unlock, memory.data_ptr()).atexit = False
+        pages.locked_at = memory.data_ptr()
         advance(num_bytes)
     return memory
 

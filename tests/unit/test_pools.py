@@ -174,6 +174,8 @@ class Cudart:
     def __init__(self, error: int) -> None:
         self.error = error
         self.locked: dict[int, int] = {}
+        self.was_mapped: list[bool] = []
+        """Of what was unlocked, whether it was still there."""
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
         assert flags == 3
@@ -182,6 +184,14 @@ class Cudart:
 
     def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
         del self.locked[address]
+        self.was_mapped.append(is_mapped(address))
+
+
+def is_mapped(address: int) -> bool:
+    """Return whether this process has memory there."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    bounds = [line.partition(" ")[0].split("-") for line in lines]
+    return any(int(start, 16) <= address < int(end, 16) for start, end in bounds)
 
 
 def test_locked_memory_is_unlocked_with_its_last_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +204,7 @@ def test_locked_memory_is_unlocked_with_its_last_user(monkeypatch: pytest.Monkey
     part.fill_(3)
     assert cudart.locked
     del part
-    assert not cudart.locked
+    assert not cudart.locked and cudart.was_mapped == [True]
 
 
 def test_memory_that_cannot_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
