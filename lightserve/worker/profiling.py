@@ -5,6 +5,7 @@ All ranks run the same plans: shapes come from one seed, and rank 0's clock deci
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import time
@@ -196,7 +197,11 @@ def take_profile(
     progress: Callable[[float], None] | None = None,
 ) -> StepProfile:
     """Measure for about so many seconds, every rank alike, and fit; `progress` gets the share."""
-    timer, steps = StepTimer(runner), random_steps(limits_of(runner, config), seed=0)
+    timer = StepTimer(runner)
+    # Ranks measure their GPUs' memory each for itself, and collectives need equal shapes.
+    num_slots = _rank_0s(tp, runner.num_kv_slots)
+    limits = dataclasses.replace(limits_of(runner, config), num_slots=num_slots)
+    steps = random_steps(limits, seed=0)
     saved_s, loaded_s = timer.copy_seconds()
     samples: list[StepSample] = []
     start_s = time.perf_counter()
@@ -303,4 +308,9 @@ def _goes_on(num_samples: int, elapsed_s: float, seconds: float) -> bool:
 
 def _agreed(tp: TensorParallel, *, is_true: bool) -> bool:
     """Return what rank 0 thinks."""
-    return bool(tp.broadcast(torch.tensor([int(is_true)])).item())
+    return bool(_rank_0s(tp, int(is_true)))
+
+
+def _rank_0s(tp: TensorParallel, number: int) -> int:
+    """Return rank 0's number."""
+    return int(tp.broadcast(torch.tensor([number])).item())
