@@ -121,7 +121,9 @@ class CudaMark:
 
     def wait(self) -> None:
         """See `Mark.wait`."""
-        self._event.synchronize()
+        # A thread begins on the first GPU: waiting there, it would give another rank a context.
+        with torch.cuda.device(self._event.device):
+            self._event.synchronize()
 
     def seconds_since(self, earlier: Mark) -> float:
         """See `Mark.seconds_since`."""
