@@ -99,6 +99,7 @@ class StagedHostPool(HostPool):
 
     def warm_up(self) -> None:
         """Copy the slot of nobody to the host and back, so that no request waits for compilers."""
+        self._queues.pool.wait(self._queues.compute.record())  # the slot has been filled
         places = torch.tensor([[self._pool.num_slots], [0]], dtype=torch.int32)
         slots, row_ids = self._queues.pool.upload(places)
         self._queues.pool.run(partial(self._run_kernels, slots, row_ids))
