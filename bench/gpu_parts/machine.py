@@ -83,7 +83,7 @@ class Machine:
             work(number)
             marks[number + 1].record()
         torch.cuda.synchronize(self.device)
-        return 1e-3 * statistics.median(a.elapsed_time(b) for a, b in pairwise(marks))
+        return 1e-3 * statistics.median(float(a.elapsed_time(b)) for a, b in pairwise(marks))
 
     def _once(self, work: Work) -> float:
         self.synchronize()

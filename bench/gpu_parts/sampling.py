@@ -39,9 +39,9 @@ MAX_DIFFERENT_PCT = 0.5
 
 def run(bench: Bench) -> None:
     """Compare and time every option, on rows that all have it."""
-    rows, vocab_size, known = ROWS, VOCAB, KNOWN
-    if bench.rehearse:
-        rows, vocab_size, known = REHEARSED_ROWS, REHEARSED_VOCAB, REHEARSED_KNOWN
+    sizes = (ROWS, VOCAB, KNOWN)
+    rehearsed = (REHEARSED_ROWS, REHEARSED_VOCAB, REHEARSED_KNOWN)
+    rows, vocab_size, known = rehearsed if bench.rehearse else sizes
     for num_rows in rows:
         logits = 3 * bench.machine.random(num_rows, vocab_size, dtype=torch.float32)
         rounded = logits.bfloat16().float()
