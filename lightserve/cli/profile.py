@@ -105,17 +105,18 @@ def measure(config: ServeConfig, seconds: float, progress: Any) -> StepProfile:
             stack.enter_context(_rank(ProfileJob(config, rank, f"{directory}/store", seconds)))
             for rank in range(config.tp)
         ]
-        news = ProfileNews()
+        error = ""
         for line in _lines(ranks):
             news = msgspec.json.decode(line, type=ProfileNews)
+            if news.profile is not None:
+                return news.profile
+            error = error or news.error
             progress(news.share)
-        if news.profile is None:
-            raise StartupError(news.error or "a worker ended without a profile")
-        return news.profile
+        raise StartupError(error or "a worker ended without a profile")
 
 
 def _lines(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[bytes]:
-    """Yield what rank 0 writes, until its end, or shortly after another rank has failed.
+    """Yield what rank 0 writes, and the words of another that fails, shortly after which it ends.
 
     Nothing may wait for a dead rank: on GPUs its peers would, for ever.
     """
@@ -132,8 +133,11 @@ def _lines(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[bytes]:
                 *lines, rest = (rest + data).split(b"\n")
                 yield from lines
             for fd in set(ready) & set(others):
-                if others.pop(fd).wait():
-                    # Rank 0 probably fails for the same reason, and says which.
+                rank = others.pop(fd)
+                if rank.wait():
+                    assert rank.stdout is not None
+                    yield from rank.stdout.read().splitlines()
+                    # Rank 0 perhaps knows more.
                     deadline_s = time.monotonic() + LAST_WORDS_S
 
 
@@ -152,7 +156,7 @@ def _rank(job: ProfileJob) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
         RANK_COMMAND,
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE if job.rank == 0 else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         env=environment,
     )
     try:
