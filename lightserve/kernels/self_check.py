@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightserve.errors import ConfigError, StartupError
+from lightserve.errors import LightserveError, StartupError
 from lightserve.kernels.check_batches import CheckBatch, check_batches
 from lightserve.kernels.interface import Kernels, QKNorm
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import make_kernels
 from lightserve.kernels.shapes import KernelShapes
+from lightserve.logs import one_line
 
 SEED = 7
 LIMITS = {torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -68,8 +69,10 @@ def disagreement(kernels: Kernels, shapes: KernelShapes, device: torch.device) -
         while True:
             try:
                 comparison = next(comparisons, None)
-            except RuntimeError as failure:  # of a launch, or a kernel that does not compile
-                return f"an operation failed: {failure}"
+            except LightserveError:
+                raise
+            except Exception as failure:  # of a launch (Triton has types of its own), or a compiler
+                return f"an operation failed: {one_line(failure)}"
             if comparison is None:
                 return None
             error = comparison.error()
@@ -101,7 +104,7 @@ def _advice(kernels: Kernels, shapes: KernelShapes, device: torch.device) -> str
         try:
             other = make_kernels(name, batch_invariant=False, device=device)
             works = other.name != kernels.name and disagreement(other, shapes, device) is None
-        except (ConfigError, RuntimeError):
+        except (LightserveError, RuntimeError):
             continue
         if works:
             return f"--attention-backend {name} does"

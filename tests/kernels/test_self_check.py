@@ -58,8 +58,9 @@ OPERATIONS = {
     "gate and up swapped": "silu_and_mul",
     "last column lost": "linear",
     "no bias": r"linear \(qkv\)",
-    "failed launch": "an operation failed: no kernel image",
-    "reads the host": "an operation failed: host_rows of a recorded pass was read",
+    "failed launch": "an operation failed: RuntimeError: no kernel image",
+    "too large": "an operation failed: OutOfResources: out of resource: shared memory",
+    "reads the host": r"an operation failed: \w+: host_rows of a recorded pass was read",
 }
 """Of the faults that are not attention's."""
 

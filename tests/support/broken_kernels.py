@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.interface import AttentionBatch
@@ -135,6 +136,11 @@ class _FailedLaunch(TorchKernels):
         raise RuntimeError("no kernel image is available")
 
 
+class _TooLarge(TorchKernels):
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+
 class _ReadsTheHost(TorchKernels):
     """Says that its decodes can be recorded, and plans them by lengths on the host."""
 
@@ -160,5 +166,6 @@ FAULTS: dict[str, type[TorchKernels]] = {
     "last column lost": _LastColumnLost,
     "no bias": _NoBias,
     "failed launch": _FailedLaunch,
+    "too large": _TooLarge,
     "reads the host": _ReadsTheHost,
 }

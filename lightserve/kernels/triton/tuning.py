@@ -268,7 +268,10 @@ def _time(call: Call, timer: Timer) -> float | None:
     """Return a call's time in seconds; None: the GPU cannot run it."""
     try:
         return timer(call)
-    except (OutOfResources, PTXASError) as error:
+    except (OutOfResources, PTXASError, RuntimeError) as error:
+        # A compiler that gives up says so with a RuntimeError, as does a GPU that has failed.
+        if isinstance(error, RuntimeError) and "PassManager" not in str(error):
+            raise
         log.debug("a configuration does not run here: %s", error)
         return None
 
