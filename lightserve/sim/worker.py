@@ -73,15 +73,17 @@ class SimulatedWorker:
 
     def _check_ahead_loads(self, plan: StepPlan) -> None:
         """Raise PlanError if a row of the plan uses a slot that is loaded beside it."""
-        loaded = unpack_int32(plan.ahead_loads.slots)
-        if len(loaded) == 0:
+        if not plan.ahead_loads.slots:
             return
+        loaded = unpack_int32(plan.ahead_loads.slots)
         for row in plan.rows:
             used = self._req_to_slot[row.row, : row.start_position + row.num_tokens]
             if len(np.intersect1d(used, loaded)):
                 raise PlanError(f"row {row.row}: a slot of it is loaded ahead by the same plan")
 
     def _save(self, copies: KVCopies) -> int:
+        if not copies.slots and not copies.host_slots:
+            return 0
         slots, host_slots = self._places(copies)
         if not self._kv[slots].all():
             raise PlanError("a slot is saved that was never written")
@@ -89,6 +91,8 @@ class SimulatedWorker:
         return len(slots)
 
     def _load(self, copies: KVCopies) -> int:
+        if not copies.slots and not copies.host_slots:
+            return 0
         slots, host_slots = self._places(copies)
         if not self._host[host_slots].all():
             raise PlanError("a host slot is loaded that was never written")
@@ -143,11 +147,18 @@ def _check_copies(plan: StepPlan) -> None:
         (plan.saves, plan.ahead_loads),
         (plan.ahead_saves, plan.ahead_loads),
     ):
-        if len(np.intersect1d(unpack_int32(saves.host_slots), unpack_int32(loads.host_slots))):
+        if _have_common(saves.host_slots, loads.host_slots):
             raise PlanError("a host slot is saved to and loaded from by one plan")
     for others in (plan.loads, plan.ahead_saves):
-        if len(np.intersect1d(unpack_int32(others.slots), unpack_int32(plan.ahead_loads.slots))):
+        if _have_common(others.slots, plan.ahead_loads.slots):
             raise PlanError("a slot that is loaded ahead is in another copy of the plan")
+
+
+def _have_common(places: bytes, others: bytes) -> bool:
+    """Whether two lists of places name the same one; as a rule one of them is empty."""
+    if not places or not others:
+        return False
+    return len(np.intersect1d(unpack_int32(places), unpack_int32(others))) > 0
 
 
 def _mixed(token_ids: Int32Array, start: int) -> npt.NDArray[np.uint64]:

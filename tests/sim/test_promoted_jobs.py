@@ -72,6 +72,19 @@ def test_an_urgent_job_decodes_with_real_time(cost: StepCost) -> None:
     assert play(cost, [late, *jobs], []) == {1: 1, 0: 119}, "12 ms are granted per token"
 
 
+@pytest.mark.parametrize(("due_ms", "shares"), [(0.15, {0: 1}), (0.25, {0: 1, 1: 1})])
+def test_an_urgent_job_makes_no_real_time_decode_late(
+    cost: StepCost, due_ms: float, shares: dict[int, int]
+) -> None:
+    """Each of the two takes 0.1 ms; nor does a prompt that is late join in the job's place."""
+    decode = make_request(0, RT, output=4)
+    decode.deadlines = TokenDeadlines(SLO(ttft_ms=due_ms), 0.0)
+    late = make_request(2, RT, prompt=200)
+    late.deadlines = TokenDeadlines(SLO(ttft_ms=5.0), -1.0)
+    job = ending(make_request(1, BE, output=4), 0.12)
+    assert play(cost, [decode, job], [late]) == shares
+
+
 def test_the_queue_knows_its_jobs_by_their_ends() -> None:
     queue = WaitingQueue()
     requests = [ending(make_request(i, BE), in_s) for i, in_s in enumerate([9.0, 3.0, 5.0])]

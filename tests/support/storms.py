@@ -44,6 +44,7 @@ from lightserve.router.policies.base import (
     MAX_OVERTAKEN,
     NO_LIMIT,
     Allotment,
+    Share,
     StepLimits,
     Waiting,
 )
@@ -64,6 +65,8 @@ ROUNDING_S = 1e-9
 class WatchedPolicy(UnifiedPolicy):
     """The unified policy; each of its decisions is held against invariant I6 (mechanisms 3.3)."""
 
+    num_loads = 0
+    """Times that a request loaded beside a step."""
     num_timed = 0
     """Steps in which a deadline limited what best-effort requests or prompts got."""
 
@@ -73,14 +76,17 @@ class WatchedPolicy(UnifiedPolicy):
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
-    ) -> list[Allotment]:
-        chosen = super().select(running, waiting, limits, admission)
-        assert len({request for request, _ in chosen}) == len(chosen)
+    ) -> Sequence[Share]:
+        shares = super().select(running, waiting, limits, admission)
+        assert len({request for request, _ in shares}) == len(shares)
+        chosen = [share for share in shares if isinstance(share, Allotment)]
+        assert chosen or not shares, "a step of copies alone"
         assert sum(count for _, count in chosen) <= limits.max_num_batched_tokens
         for request, count in chosen:
             assert 1 <= count <= request.num_schedulable_tokens
+        self.num_loads += len(shares) - len(chosen)
         self._watch_deadlines(chosen, limits)
-        return chosen
+        return shares
 
     def _watch_deadlines(self, chosen: Sequence[Allotment], limits: StepLimits) -> None:
         """Nobody makes late who would be in time without those who rank behind him.
@@ -125,6 +131,10 @@ class Storm:
         self.step_s = rng.choice([(0.004, 1e-4), (0.001, 1e-3), (0.01, 0.0)])
         """What a step takes, and each of its tokens."""
         self.error = rng.choice([0.0, 0.0, 0.3])
+        link = random.Random(f"link {seed}")
+        self.load_s = link.choice([1e-5, 1e-4, 1e-3])
+        """For each token from the host, as a profile says."""
+        self.overlaps_copies = link.random() < 0.5
         self.core = RouterCore(self._config())
         self.now_s = 0.0
         self.num_steps = 0
@@ -233,12 +243,11 @@ class Storm:
         known = {
             "floor_s": factor * base_s,
             "per_new_s": factor * token_s,
-            "per_loaded_token_s": 1e-5,
+            "per_loaded_token_s": self.load_s,
         }
         profile = StepCoefficients(**zeros | known) if rng.random() < 0.7 else None
-        self.take_in(
-            self.core.on_message(WorkersReady(num_slots, self.num_host_slots, profile), self.now_s)
-        )
+        ready = WorkersReady(num_slots, self.num_host_slots, profile, self.overlaps_copies)
+        self.take_in(self.core.on_message(ready, self.now_s))
 
     def kill_workers(self) -> None:
         """The worker group dies; another one comes."""

@@ -97,9 +97,16 @@ class _Filling:
         """Whether something urgent that could move or start was left out, or cut."""
 
     def add_decodes(self) -> None:
-        """Add the decodes of real-time requests: they make the limit."""
-        self.step.add_decodes(self._decodes)
+        """Add the decodes of real-time requests: they make the limit. Jobs' may not break it."""
+        of_jobs = [request for request in self._decodes if request.request_class is BE]
+        real_time = (
+            [r for r in self._decodes if r.request_class is RT] if of_jobs else self._decodes
+        )
+        self.step.add_decodes(real_time)
         self.step.limit_by_deadlines()
+        if of_jobs:
+            self.step.add_while_in_time(of_jobs)
+            self.step.limit_by_deadlines()
 
     def pay_owed(self) -> None:
         """Give best-effort requests what is missing from their share, whatever the limit."""
