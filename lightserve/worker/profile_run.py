@@ -6,6 +6,7 @@ of the time that have passed, then the profile; or, instead, what is wrong.
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import NoReturn
 
@@ -51,6 +52,9 @@ def _run(job: ProfileJob) -> None:
         progress=lambda share: _tell(job, ProfileNews(share=share)),
     )
     _tell(job, ProfileNews(share=1.0, profile=profile))
+    # NCCL does not end while there are CUDA graphs that its kernels are part of.
+    del runner
+    gc.collect()
     tp.close()
 
 
