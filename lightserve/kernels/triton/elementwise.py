@@ -151,7 +151,8 @@ def _write_kv_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
-    heads = tl.arange(0, BLOCK_H)[:, None]
+    # A head of a small model's pool may have more numbers than 32 bits count.
+    heads = tl.arange(0, BLOCK_H)[:, None].to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     mask = (heads < NUM_KV_HEADS) & (offs_d < HEAD_DIM)
     k = tl.load(k_ptr + token * k_stride_t + heads * k_stride_h + offs_d, mask=mask)
