@@ -45,6 +45,7 @@ fmt: $(HAS_TEST)
 bench: $(HAS_TEST)
 	$(BIN)/python bench/engine.py
 	$(BIN)/python bench/faults.py
+	$(BIN)/python bench/dead_ranks.py
 
 # Everything that only a GPU can show; with WHEELS nothing is fetched, and $(PYTHON) must have
 # PyTorch, Triton and transformers. ARGS="--rehearse" tries every part on the CPU.

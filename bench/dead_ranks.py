@@ -26,6 +26,8 @@ from server import Server, running_server
 from streams import Outcome, stream_once
 
 NUM_PROMPT_TOKENS = 8000
+CHUNK_TOKENS = 2000
+"""Of a step: far less than --step-timeout-s also on a busy machine."""
 NUM_DECODES = 8000
 QUIET_S = 0.3
 """Without computing for so long, rank 0 waits."""
@@ -54,7 +56,7 @@ def fault_in_all_reduce(
     flags = ["--tp=2", "--profile=off"]
     if signum is signal.SIGSTOP:  # else it is not to be faster than the death
         flags.append(f"--step-timeout-s={step_timeout_s}")
-    flags += [f"--max-num-batched-tokens={NUM_PROMPT_TOKENS}", "--kv-memory=64MiB"]
+    flags += [f"--max-num-batched-tokens={CHUNK_TOKENS}", "--kv-memory=64MiB"]
     with running_server(flags) as server:
         ranks = [server.tree()[f"worker-{rank}"] for rank in range(2)]
         request = _Request(server, decodes=decodes)
