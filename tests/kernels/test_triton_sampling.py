@@ -165,7 +165,7 @@ def _always_enough(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917
     CANDIDATES,  # noqa: ANN001, N803
     TILE,  # noqa: ANN001, N803
 ):
-    return number <= CANDIDATES
+    return number <= CANDIDATES, everything * 0.0
 
 
 @triton.jit

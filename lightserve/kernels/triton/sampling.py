@@ -94,9 +94,10 @@ class Candidates:
     cut: Tensor
     """float32 [L], logit that candidates reach."""
     number: Tensor
-    """int32 [L], of candidates; beyond CANDIDATES some are missing."""
+    """int32 [L, 2], of candidates; beyond CANDIDATES some are missing. The second of each row is a
+    search's own."""
     keys: Tensor
-    """int64 [L, CANDIDATES], in any order; see `sampling_rows`."""
+    """int64 [L, 2, CANDIDATES], in any order, see `sampling_rows`; then room for a search."""
     kept: Tensor
     """float32 [L, C], sum of exp((logit - row's largest) / temperature) over what min-p leaves;
     of rows with min-p alone."""
@@ -146,8 +147,8 @@ def gather(logits: Logits, draws: Draws, found: Scan) -> Candidates:
     block_c = triton.next_power_of_2(num_chunks)
     candidates = Candidates(
         own.new_empty(num_rows),
-        own.new_empty(num_rows, dtype=torch.int32),
-        own.new_empty(num_rows, CANDIDATES, dtype=torch.int64),
+        own.new_empty(num_rows, 2, dtype=torch.int32),
+        own.new_empty(num_rows, 2, CANDIDATES, dtype=torch.int64),
         own.new_empty(num_rows, num_chunks),
     )
     sampling_scan.cut_kernel[num_rows,](

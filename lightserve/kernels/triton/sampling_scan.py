@@ -202,7 +202,7 @@ def cut_kernel(
             totals = tl.where(largest > -float("inf"), totals * weights, 0.0)
             cut = top + temperature * tl.log(tl.sum(totals, axis=0) * 1.001 / CANDIDATES)
     tl.store(cut_ptr + row, cut)
-    tl.store(number_ptr + row, 0)
+    tl.store(number_ptr + 2 * row, 0)
 
 
 @triton.jit
@@ -252,10 +252,10 @@ def gather_kernel(
         number = tl.sum(is_candidate.to(tl.int32), axis=0)
         if number > 0:
             # Places depend on which program is first; nothing that is done with keys does.
-            base = tl.atomic_add(number_ptr + row, number)
+            base = tl.atomic_add(number_ptr + 2 * row, number)
             place = base + tl.cumsum(is_candidate.to(tl.int32), axis=0) - 1
             tl.store(
-                keys_ptr + row.to(tl.int64) * CANDIDATES + place,
+                keys_ptr + row.to(tl.int64) * (2 * CANDIDATES) + place,
                 key_of(x, tokens),
                 mask=is_candidate & (place < CANDIDATES),
             )

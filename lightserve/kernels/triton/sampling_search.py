@@ -150,7 +150,10 @@ def _search(
             number_above_low = number
             is_open = above < high
         if is_open & is_all & (number_above_low - number_above <= CANDIDATES):
-            _collect(x_ptr, keys_ptr, number_ptr, size, low, high, top, temperature, min_p, TILE)
+            keys_ptr = keys_ptr + CANDIDATES  # its room, behind the row's candidates
+            _collect(
+                x_ptr, keys_ptr, number_ptr, vocab_size, low, high, top, temperature, min_p, TILE
+            )
             size = number_above_low - number_above
             is_all = is_all & False
             more = number_above
@@ -162,28 +165,29 @@ def _search(
 def _are_enough(
     keys_ptr, number, cut, top_k, top_p, everything, top, temperature, min_p, CANDIDATES, TILE
 ):
-    """Return whether every token that top-k and top-p leave is among a row's candidates."""
+    """Return whether every token that top-k and top-p leave is among a row's candidates, and
+    these candidates' weight, 0 if some are missing."""
     are_enough = False
+    weight = tl.full((), 0.0, tl.float64)
     if number <= CANDIDATES:
+        _, weight, _, _ = _measure(
+            keys_ptr,
+            keys_ptr,
+            number,
+            False,
+            _LOWEST_KEY,
+            top,
+            temperature,
+            min_p,
+            0,
+            CANDIDATES,
+            TILE,
+        )
         # Everything is: no cut, or one below what min-p drops.
         are_enough = (cut == -float("inf")) | (weights_of(cut, top, temperature) < 0.999 * min_p)
         are_enough = are_enough | ((top_k > 0) & (number >= top_k))
-        if (are_enough == 0) & (top_k == 0):
-            _, weight, _, _ = _measure(
-                keys_ptr,
-                keys_ptr,
-                number,
-                False,
-                _LOWEST_KEY,
-                top,
-                temperature,
-                min_p,
-                0,
-                CANDIDATES,
-                TILE,
-            )
-            are_enough = weight >= top_p * everything
-    return are_enough
+        are_enough = are_enough | ((top_k == 0) & (weight >= top_p * everything))
+    return are_enough, weight
 
 
 @triton.jit
@@ -236,32 +240,30 @@ def draw_top_kernel(
         x_ptr, _ = row_start(
             own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED
         )
-        keys = keys_ptr + row.to(tl.int64) * CANDIDATES
-        size = tl.load(number_ptr + row)
-        is_all = (
-            _are_enough(
-                keys,
-                size,
-                tl.load(cut_ptr + row),
-                top_k,
-                top_p,
-                everything,
-                top,
-                temperature,
-                min_p,
-                CANDIDATES,
-                TILE,
-            )
-            == 0
+        keys = keys_ptr + row.to(tl.int64) * (2 * CANDIDATES)
+        number = tl.load(number_ptr + 2 * row)
+        are_enough, weight = _are_enough(
+            keys,
+            number,
+            tl.load(cut_ptr + row),
+            top_k,
+            top_p,
+            everything,
+            top,
+            temperature,
+            min_p,
+            CANDIDATES,
+            TILE,
         )
-        size = tl.where(is_all, vocab_size, size)
+        is_all = are_enough == 0
+        size = tl.where(is_all, vocab_size, number)
         most = tl.where(top_k > 0, top_k, _ALL)
         low = key_of(tl.full((), -float("inf"), tl.float32), tl.full((), 0, tl.int32))
         if (top_k > 0) & (top_p < 1.0):  # a share of what top-k leaves
             lowest, above = _search(
                 x_ptr,
                 keys,
-                number_ptr + row,
+                number_ptr + 2 * row + 1,
                 size,
                 is_all,
                 low,
@@ -282,7 +284,7 @@ def draw_top_kernel(
         lowest, above = _search(
             x_ptr,
             keys,
-            number_ptr + row,
+            number_ptr + 2 * row + 1,
             size,
             is_all,
             low,
@@ -299,10 +301,13 @@ def draw_top_kernel(
         )
         kept = above + weights_of(logit_of(lowest), top, temperature)
         target = tl.minimum(uniform(states_ptr, positions_ptr, row) * kept, kept * BELOW_ONE)
+        # Candidates that are not enough for top-p have most of its weight all the same.
+        is_all = is_all & (target >= weight)
+        size = tl.where(is_all, vocab_size, number)
         drawn, _ = _search(
             x_ptr,
             keys,
-            number_ptr + row,
+            number_ptr + 2 * row + 1,
             size,
             is_all,
             lowest - 1,
@@ -355,8 +360,8 @@ def logprobs_kernel(
     tl.store(chosen_ptr + row, tl.load(x_ptr + tl.load(token_ptr + row)) - everything)
     tl.store(is_finite_ptr + row, is_fine)
     if is_fine & (num_top > 0):
-        keys = keys_ptr + row.to(tl.int64) * CANDIDATES
-        size = tl.load(number_ptr + row)
+        keys = keys_ptr + row.to(tl.int64) * (2 * CANDIDATES)
+        size = tl.load(number_ptr + 2 * row)
         is_all = (size > CANDIDATES) | (size < num_top)
         size = tl.where(is_all, vocab_size, size)
         last = tl.full((), _HIGHEST_KEY, tl.int64)
