@@ -106,8 +106,9 @@ def build_runner(
         host_pool.num_slots,
     )
     runner = make_runner(pool, host_pool)
-    warm_up(runner, max_num_batched_tokens=config.max_num_batched_tokens)
+    # In this order: a capture begins by giving back the memory that steps have got ready.
     capture_graphs(runner, model, pool, sizes, tp=tp)
+    warm_up(runner, max_num_batched_tokens=config.max_num_batched_tokens)
     return runner
 
 

@@ -17,7 +17,7 @@ from lightserve.messages.router_worker import KVCopies, StepPlan
 from lightserve.models.kv_layout import KVGroup, KVLayout
 from lightserve.models.parallel import SingleRank
 from lightserve.types import StepId
-from lightserve.worker import pinned, pools, staged_host_pool
+from lightserve.worker import engine, pinned, pools, staged_host_pool
 from lightserve.worker.device_memory import DeviceMemory
 from lightserve.worker.device_queue import make_queue
 from lightserve.worker.engine import build_runner
@@ -81,6 +81,20 @@ class Statistics:
 
     def end(self) -> None:
         self.num_ends += 1
+
+
+def test_steps_are_run_once_when_the_graphs_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture empties torch's caches of memory on the device and of locked memory."""
+    write_tiny_model(TINY_MODELS[0], tmp_path)
+    order: list[str] = []
+    for name in ("capture_graphs", "warm_up"):
+        monkeypatch.setattr(
+            engine, name, lambda *_, name=name, **__: order.append(name), raising=True
+        )
+    build_runner(ServeConfig(model=str(tmp_path), max_num_seqs=3, max_num_batched_tokens=40))
+    assert order == ["capture_graphs", "warm_up"]
 
 
 def test_measuring_runs_the_largest_steps_and_tries_graphs(
