@@ -18,7 +18,8 @@ from torch import Tensor
 
 DELAY_CYCLES = 40_000_000
 """About 20 ms: while the device spins, the host queues what is to be timed."""
-MIN_ROUNDS, MAX_ROUNDS = 5, 50
+MIN_ROUNDS, MAX_ROUNDS = 5, 30
+"""So many that the host has queued them before the delay ends, and the queue has room for them."""
 ROUNDS_S = 0.4
 """Device time that one figure takes, about."""
 CPU_CACHE_BYTES = 1 << 14
