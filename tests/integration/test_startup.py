@@ -13,6 +13,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 from support.model_files import CONFIG, write_model_files
 
 from lightserve.config import ServeConfig
@@ -174,3 +175,11 @@ def test_debug_logging_brings_the_traceback() -> None:
     assert result.returncode == 1
     assert "Traceback" in result.stderr
     assert result.stderr.splitlines()[-1].startswith("lightserve: error: --model")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there() -> None:
+    result = _serve("--port", "0", "--device", "cuda", "--profile", "off", "--log-level", "error")
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert "worker-0: --device cuda: rank 0 needs a GPU, found 0" in last
