@@ -58,6 +58,8 @@ class MadeUpTimes:
 
     def __init__(self, time_of: Callable[[tuning.Config], float]) -> None:
         self.num_calls = 0
+        self.widths: set[int] = set()
+        """Of the tables that calls read."""
         self._time_of = time_of
         self._configs: list[tuning.Config] = []
 
@@ -66,6 +68,7 @@ class MadeUpTimes:
 
         def noted(scenery: tuning.Scenery, config: tuning.Config) -> tuning.Call:
             self._configs.append(config)
+            self.widths.add(scenery._batch.req_to_slot.shape[1])
             return call(scenery, config)
 
         monkeypatch.setattr(tuning.Scenery, "call", noted)
@@ -102,6 +105,7 @@ def test_the_fastest_is_chosen_unless_the_gain_may_be_chance(
         assert tuning.asdict(expected) == choice.config
         assert choice.default_time_us == pytest.approx(1000)
         assert timer.num_calls >= len(others)
+        assert timer.widths == {41}, "as a server's"
 
 
 def test_choices_are_kept_by_version_and_used(

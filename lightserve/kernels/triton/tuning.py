@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import triton
+from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from lightserve.kernels.interface import AttentionBatch
@@ -144,7 +145,7 @@ def choose(work: Work, context_len: int, device: torch.device, timer: Timer) -> 
     configs = list(dict.fromkeys([default, *candidates(work, gpu)]))
     times: dict[Config, list[float]] = {config: [] for config in configs}
     for scene in scenes(work, context_len):
-        scenery = Scenery(work, scene, device)
+        scenery = Scenery(work, scene, device, width=context_len + 1)
         for config in list(times):
             time_s = _time(scenery.call(config), timer)
             if time_s is None:
@@ -215,7 +216,10 @@ def scenes(work: Work, context_len: int) -> list[Scene]:
 class Scenery:
     """Queries, keys and values of one scene on the device; calls run attention over them."""
 
-    def __init__(self, work: Work, scene: Scene, device: torch.device) -> None:
+    def __init__(self, work: Work, scene: Scene, device: torch.device, *, width: int) -> None:
+        """`width`: of the table, as wide as a server's: into how many parts rows are cut at most
+        depends on it.
+        """
         shape = work.shape
         num_new = sum(new for new, _ in scene)
         num_slots = sum(context for _, context in scene)
@@ -227,7 +231,7 @@ class Scenery:
         self._work = work
         self._q = normal(num_new, shape.num_heads, shape.head_dim)
         self._pools = normal(2, shape.num_kv_heads, num_slots, shape.head_dim).transpose(1, 2)
-        self._batch = _batch(scene, device)
+        self._batch = _batch(scene, device, width)
 
     def call(self, config: Config) -> Call:
         """Return what runs attention with a configuration; the plan is made once."""
@@ -280,7 +284,7 @@ def _geometric_mean(times: Sequence[float]) -> float:
     return math.exp(statistics.fmean(math.log(time_s) for time_s in times))
 
 
-def _batch(scene: Scene, device: torch.device) -> AttentionBatch:
+def _batch(scene: Scene, device: torch.device, width: int) -> AttentionBatch:
     """Return rows with slots in the order of their positions, as most have."""
     new = torch.tensor([new for new, _ in scene])
     contexts = torch.tensor([context for _, context in scene])
@@ -291,7 +295,7 @@ def _batch(scene: Scene, device: torch.device) -> AttentionBatch:
     return AttentionBatch(
         positions=positions.to(device),
         slot_mapping=table[rows.repeat_interleave(new), positions].to(device),
-        req_to_slot=table.int().to(device),
+        req_to_slot=F.pad(table.int(), (0, width - table.shape[1])).to(device),
         rows=rows.to(device),
         cu_seqlens_q=torch.cat([torch.zeros(1), new.cumsum(0)]).int().to(device),
         context_lens=contexts.int().to(device),
