@@ -75,9 +75,8 @@ def test_kernels_that_are_right(implementation: type[Kernels], dtype: torch.dtyp
 
 def test_triton_kernels() -> None:
     """In the interpreter, where long contexts take seconds: short ones."""
-    shapes = replace(SHAPES, dtype=torch.bfloat16, context_len=70, sliding_windows=(24,))
-    for qk_norm in (True, False):
-        check_kernels(TritonKernels(), replace(shapes, qk_norm=qk_norm), CPU)
+    shapes = replace(SHAPES, dtype=torch.bfloat16, context_len=40, sliding_windows=(24,))
+    check_kernels(TritonKernels(), shapes, CPU)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ class TritonWindow(TritonKernels):
 
 
 def test_a_wrong_triton_kernel_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = replace(SHAPES, sliding_windows=(24,), context_len=70)
+    shapes = replace(SHAPES, sliding_windows=(24,), context_len=40)
     with pytest.raises(StartupError, match=r"attention of .* window of 24 .*backend torch does$"):
         check_kernels(TritonWindow(), shapes, CPU)
     monkeypatch.delenv("TRITON_INTERPRET")  # so that Triton is no way out here
