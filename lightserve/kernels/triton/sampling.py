@@ -22,7 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lightserve.kernels.triton import sampling_scan, sampling_search
+from lightserve.kernels.triton import sampling_logprobs, sampling_scan, sampling_search
 
 CHUNK = 4096
 """Tokens of a program that reads logits; a multiple of GROUP."""
@@ -282,7 +282,7 @@ def logprobs(
     chosen, top = own.new_empty(num_rows), own.new_empty(num_rows, num_top)
     top_ids = own.new_empty(num_rows, num_top, dtype=torch.int32)
     is_finite = own.new_empty(num_rows, dtype=torch.bool)
-    sampling_search.logprobs_kernel[num_rows,](
+    sampling_logprobs.logprobs_kernel[num_rows,](
         own,
         token_ids,
         found.largest,

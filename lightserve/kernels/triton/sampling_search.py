@@ -17,12 +17,12 @@ from lightserve.kernels.triton.sampling_rows import (
 )
 
 _LOWEST_KEY = tl.constexpr(-(2**63))
-_HIGHEST_KEY = tl.constexpr(2**63 - 1)
+HIGHEST_KEY = tl.constexpr(2**63 - 1)
 _ALL = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _measure(
+def measure(
     x_ptr,
     keys_ptr,
     size,
@@ -41,7 +41,7 @@ def _measure(
     lanes = tl.arange(0, TILE)
     number = tl.zeros([TILE], dtype=tl.int32)
     weight = tl.zeros([TILE], dtype=tl.float64)
-    lowest_above = tl.full([TILE], _HIGHEST_KEY, dtype=tl.int64)
+    lowest_above = tl.full([TILE], HIGHEST_KEY, dtype=tl.int64)
     highest_below = tl.full([TILE], _LOWEST_KEY, dtype=tl.int64)
     for start in range(0, size, TILE):
         at = start + lanes
@@ -57,7 +57,7 @@ def _measure(
         is_above = is_kept & (keys > pivot)
         number += is_above.to(tl.int32)
         weight += tl.where(is_above, weights, 0.0).to(tl.float64)
-        lowest_above = tl.minimum(lowest_above, tl.where(is_above, keys, _HIGHEST_KEY))
+        lowest_above = tl.minimum(lowest_above, tl.where(is_above, keys, HIGHEST_KEY))
         is_below = is_kept & (keys <= pivot)
         highest_below = tl.maximum(highest_below, tl.where(is_below, keys, _LOWEST_KEY))
     return (
@@ -123,7 +123,7 @@ def _search(
     is_open = high > low
     while is_open:
         pivot = (low >> 1) + (high >> 1) + (low & high & 1)
-        number, weight, above, below = _measure(
+        number, weight, above, below = measure(
             x_ptr,
             keys_ptr,
             size,
@@ -170,7 +170,7 @@ def _are_enough(
     are_enough = False
     weight = tl.full((), 0.0, tl.float64)
     if number <= CANDIDATES:
-        _, weight, _, _ = _measure(
+        _, weight, _, _ = measure(
             keys_ptr,
             keys_ptr,
             number,
@@ -188,6 +188,133 @@ def _are_enough(
         are_enough = are_enough | ((top_k > 0) & (number >= top_k))
         are_enough = are_enough | ((top_k == 0) & (weight >= top_p * everything))
     return are_enough, weight
+
+
+@triton.jit
+def _lowest_kept(
+    x_ptr,
+    keys_ptr,
+    number_ptr,
+    size,
+    is_all,
+    highest,
+    top_k,
+    top_p,
+    everything,
+    top,
+    temperature,
+    min_p,
+    vocab_size,
+    CANDIDATES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Return the lowest key that top-k and then top-p leave, and the weight of all they leave."""
+    most = tl.where(top_k > 0, top_k, _ALL)
+    lowest = key_of(tl.full((), -float("inf"), tl.float32), tl.full((), 0, tl.int32))
+    kept = everything
+    # First what top-k leaves, of which top-p takes a share; each only if it is asked for.
+    for part in tl.static_range(2):
+        is_asked = (top_p < 1.0) | (top_k == 0)
+        limit = tl.where(top_p < 1.0, top_p * kept, float("inf"))
+        if part == 0:
+            is_asked = top_k > 0
+            limit = float("inf")
+        if is_asked:
+            lowest, above = _search(
+                x_ptr,
+                keys_ptr,
+                number_ptr,
+                size,
+                is_all,
+                lowest - 1,
+                highest,
+                most,
+                limit,
+                top,
+                temperature,
+                min_p,
+                vocab_size,
+                REACHES=False,
+                CANDIDATES=CANDIDATES,
+                TILE=TILE,
+            )
+            kept = above + weights_of(logit_of(lowest), top, temperature)
+    return lowest, kept
+
+
+@triton.jit
+def _draw_top(
+    x_ptr,
+    keys_ptr,
+    number_ptr,
+    cut,
+    highest,
+    top_k,
+    top_p,
+    number_drawn,
+    everything,
+    top,
+    temperature,
+    min_p,
+    vocab_size,
+    CANDIDATES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Return the key of a row's token: how far down top-k and top-p go, then one above."""
+    number = tl.load(number_ptr)
+    are_enough, weight = _are_enough(
+        keys_ptr,
+        number,
+        cut,
+        top_k,
+        top_p,
+        everything,
+        top,
+        temperature,
+        min_p,
+        CANDIDATES,
+        TILE,
+    )
+    is_all = are_enough == 0
+    lowest, kept = _lowest_kept(
+        x_ptr,
+        keys_ptr,
+        number_ptr + 1,
+        tl.where(is_all, vocab_size, number),
+        is_all,
+        highest,
+        top_k,
+        top_p,
+        everything,
+        top,
+        temperature,
+        min_p,
+        vocab_size,
+        CANDIDATES,
+        TILE,
+    )
+    target = tl.minimum(number_drawn * kept, kept * BELOW_ONE)
+    # Candidates that are not enough for top-p have most of its weight all the same.
+    is_all = is_all & (target >= weight)
+    drawn, _ = _search(
+        x_ptr,
+        keys_ptr,
+        number_ptr + 1,
+        tl.where(is_all, vocab_size, number),
+        is_all,
+        lowest - 1,
+        highest,
+        _ALL,
+        target,
+        top,
+        temperature,
+        min_p,
+        vocab_size,
+        REACHES=True,
+        CANDIDATES=CANDIDATES,
+        TILE=TILE,
+    )
+    return drawn
 
 
 @triton.jit
@@ -218,7 +345,7 @@ def draw_top_kernel(
     TILE: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One program per row with top-k or top-p: how far down they go, then a token above."""
+    """One program per row with top-k or top-p."""
     row = tl.program_id(0)
     temperature = tl.load(temperature_ptr + row)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
@@ -236,148 +363,24 @@ def draw_top_kernel(
         totals = chunk_totals(
             largest, total_ptr, kept_ptr, at, there, top, temperature, min_p, True
         )
-        everything = tl.sum(totals, axis=0)
         x_ptr, _ = row_start(
             own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED
         )
-        keys = keys_ptr + row.to(tl.int64) * (2 * CANDIDATES)
-        number = tl.load(number_ptr + 2 * row)
-        are_enough, weight = _are_enough(
-            keys,
-            number,
+        drawn = _draw_top(
+            x_ptr,
+            keys_ptr + row.to(tl.int64) * (2 * CANDIDATES),
+            number_ptr + 2 * row,
             tl.load(cut_ptr + row),
+            highest,
             top_k,
             top_p,
-            everything,
+            uniform(states_ptr, positions_ptr, row),
+            tl.sum(totals, axis=0),
             top,
             temperature,
             min_p,
+            vocab_size,
             CANDIDATES,
             TILE,
         )
-        is_all = are_enough == 0
-        size = tl.where(is_all, vocab_size, number)
-        most = tl.where(top_k > 0, top_k, _ALL)
-        low = key_of(tl.full((), -float("inf"), tl.float32), tl.full((), 0, tl.int32))
-        if (top_k > 0) & (top_p < 1.0):  # a share of what top-k leaves
-            lowest, above = _search(
-                x_ptr,
-                keys,
-                number_ptr + 2 * row + 1,
-                size,
-                is_all,
-                low,
-                highest,
-                most,
-                float("inf"),
-                top,
-                temperature,
-                min_p,
-                vocab_size,
-                REACHES=False,
-                CANDIDATES=CANDIDATES,
-                TILE=TILE,
-            )
-            everything = above + weights_of(logit_of(lowest), top, temperature)
-            low = lowest - 1
-        limit = tl.where(top_p < 1.0, top_p * everything, float("inf"))
-        lowest, above = _search(
-            x_ptr,
-            keys,
-            number_ptr + 2 * row + 1,
-            size,
-            is_all,
-            low,
-            highest,
-            most,
-            limit,
-            top,
-            temperature,
-            min_p,
-            vocab_size,
-            REACHES=False,
-            CANDIDATES=CANDIDATES,
-            TILE=TILE,
-        )
-        kept = above + weights_of(logit_of(lowest), top, temperature)
-        target = tl.minimum(uniform(states_ptr, positions_ptr, row) * kept, kept * BELOW_ONE)
-        # Candidates that are not enough for top-p have most of its weight all the same.
-        is_all = is_all & (target >= weight)
-        size = tl.where(is_all, vocab_size, number)
-        drawn, _ = _search(
-            x_ptr,
-            keys,
-            number_ptr + 2 * row + 1,
-            size,
-            is_all,
-            lowest - 1,
-            highest,
-            _ALL,
-            target,
-            top,
-            temperature,
-            min_p,
-            vocab_size,
-            REACHES=True,
-            CANDIDATES=CANDIDATES,
-            TILE=TILE,
-        )
         tl.store(token_ptr + row, token_of(drawn))
-
-
-@triton.jit(do_not_specialize=["num_top"])
-def logprobs_kernel(
-    own_ptr,
-    token_ptr,
-    largest_ptr,
-    total_ptr,
-    finite_ptr,
-    number_ptr,
-    keys_ptr,
-    chosen_ptr,
-    top_token_ptr,
-    top_ptr,
-    is_finite_ptr,
-    stride,
-    vocab_size,
-    num_chunks,
-    num_top,
-    CANDIDATES: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """One program per row: the given token, then the most probable ones, one after the other."""
-    row = tl.program_id(0)
-    chunks = tl.arange(0, BLOCK_C)
-    there = chunks < num_chunks
-    at = row * num_chunks + chunks
-    largest = tl.load(largest_ptr + at, mask=there, other=-float("inf"))
-    is_fine = tl.min(tl.load(finite_ptr + at, mask=there, other=1), axis=0) != 0
-    top = tl.max(largest, axis=0)
-    totals = tl.load(total_ptr + at, mask=there, other=0.0) * weights_of(largest, top, 1.0)
-    everything = top + tl.log(tl.sum(tl.where(there, totals, 0.0), axis=0))
-    x_ptr = own_ptr + row.to(tl.int64) * stride
-    tl.store(chosen_ptr + row, tl.load(x_ptr + tl.load(token_ptr + row)) - everything)
-    tl.store(is_finite_ptr + row, is_fine)
-    if is_fine & (num_top > 0):
-        keys = keys_ptr + row.to(tl.int64) * (2 * CANDIDATES)
-        size = tl.load(number_ptr + 2 * row)
-        is_all = (size > CANDIDATES) | (size < num_top)
-        size = tl.where(is_all, vocab_size, size)
-        last = tl.full((), _HIGHEST_KEY, tl.int64)
-        for number in range(0, num_top):
-            _, _, _, last = _measure(
-                x_ptr,
-                keys,
-                size,
-                is_all,
-                last - 1,
-                top,
-                1.0,
-                0.0,
-                vocab_size,
-                CANDIDATES,
-                TILE,
-            )
-            tl.store(top_token_ptr + row * num_top + number, token_of(last).to(tl.int32))
-            tl.store(top_ptr + row * num_top + number, logit_of(last) - everything)
