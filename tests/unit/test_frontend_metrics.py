@@ -187,6 +187,7 @@ def test_load_and_version() -> None:
                 "model": BUNDLED_MODEL_NAME,
                 "engine_id": "0",
                 "python": platform.python_version(),
+                "device": None,  # no worker has told it
             }
 
     asyncio.run(scenario())
