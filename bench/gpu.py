@@ -31,13 +31,14 @@ class Part:
 
     limit_s: float
     is_timed: bool = True
+    """Whether it is alone on the device."""
 
 
 PARTS: dict[str, Part] = {
     "kernels": Part(200, is_timed=False),
     "self-check": Part(120, is_timed=False),
     "parity": Part(180, is_timed=False),
-    "graphs": Part(120, is_timed=False),
+    "graphs": Part(120),  # alone: how much memory graphs will take is read off the whole GPU
     "tensor-parallel": Part(120, is_timed=False),
     "dead-rank": Part(180, is_timed=False),
     "ceilings": Part(60),

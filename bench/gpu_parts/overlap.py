@@ -15,6 +15,8 @@ from torch.profiler import ProfilerActivity
 from gpu_parts.machine import Machine
 
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+COPY_KERNELS = ("_move_kernel", "_rows_kernel")
+"""Those of `lightserve.kernels.triton.copies`."""
 
 
 class Interval(NamedTuple):
@@ -23,6 +25,8 @@ class Interval(NamedTuple):
     start: float
     end: float
     stream: int
+    is_of_pass: bool
+    """Whether it is a kernel, and none that copies KV."""
 
 
 @contextmanager
@@ -42,7 +46,12 @@ def device_intervals(path: Path) -> list[Interval]:
         data = gzip.decompress(data)
     events = json.loads(data)["traceEvents"]
     return sorted(
-        Interval(event["ts"], event["ts"] + event["dur"], int(event["args"].get("stream", 0)))
+        Interval(
+            event["ts"],
+            event["ts"] + event["dur"],
+            int(event["args"].get("stream", 0)),
+            event["cat"] == "kernel" and not event["name"].startswith(COPY_KERNELS),
+        )
         for event in events
         if event.get("ph") == "X" and event.get("cat") in DEVICE_CATEGORIES
     )
@@ -51,7 +60,7 @@ def device_intervals(path: Path) -> list[Interval]:
 def union(intervals: Iterable[Interval]) -> list[tuple[float, float]]:
     """Return disjoint stretches, in order, that cover the intervals."""
     merged: list[tuple[float, float]] = []
-    for start, end, _ in sorted(intervals):
+    for start, end, *_ in sorted(intervals):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
@@ -76,17 +85,16 @@ def idle_pct(path: Path) -> float | None:
 
 
 def overlapped_pct(path: Path) -> float | None:
-    """Return the share of the time of all other streams in which the busiest one ran as well.
+    """Return the share of the time of copies in which a forward pass ran as well.
 
-    The busiest is that of the forward passes; the others are copies. None: there are no others.
+    Copies have streams of their own: those without a kernel of a pass, which has one where kernels
+    are launched one by one, and perhaps another for graphs. None: there are no copies.
     """
-    by_stream: dict[int, list[Interval]] = {}
-    for one in device_intervals(path):
-        by_stream.setdefault(one.stream, []).append(one)
-    if len(by_stream) < 2:
+    intervals = device_intervals(path)
+    of_passes = {one.stream for one in intervals if one.is_of_pass}
+    passes = [one for one in intervals if one.stream in of_passes]
+    copies = [one for one in intervals if one.stream not in of_passes]
+    if not passes or not copies:
         return None
-    busiest = max(by_stream, key=lambda stream: length(union(by_stream[stream])))
-    passes = by_stream.pop(busiest)
-    copies = [one for intervals in by_stream.values() for one in intervals]
     both = length(union(copies)) + length(union(passes)) - length(union(copies + passes))
     return 100 * both / length(union(copies))

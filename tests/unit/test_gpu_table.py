@@ -119,11 +119,13 @@ def test_no_part_begins_when_the_time_is_up(tmp_path: Path) -> None:
     assert row.verdict is Verdict.FAILED and "time is up" in row.note
 
 
-def event(start: float, duration: float, *, stream: int, cat: str = "kernel") -> dict[str, Any]:
+def event(
+    start: float, duration: float, *, stream: int, cat: str = "kernel", name: str = "gemm"
+) -> dict[str, Any]:
     return {
         "ph": "X",
         "cat": cat,
-        "name": cat,
+        "name": name,
         "ts": start,
         "dur": duration,
         "args": {"stream": stream},
@@ -134,9 +136,10 @@ def test_traces_are_read(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     events = [
         event(0, 40, stream=7),
-        event(50, 30, stream=7),  # 10 us idle before it
-        event(55, 10, stream=7),  # inside
-        event(70, 30, stream=20, cat="gpu_memcpy"),  # beside the passes from 70 to 80
+        event(50, 30, stream=9),  # 10 us idle before it; of a graph, which has its own stream
+        event(55, 10, stream=7, cat="gpu_memcpy"),  # inside, of a pass
+        event(70, 15, stream=20, name="_move_kernel"),  # beside the passes from 70 to 80
+        event(85, 15, stream=21, cat="gpu_memcpy"),
         event(0, 500, stream=0, cat="cpu_op"),
     ]
     trace.write_text(json.dumps({"traceEvents": events}))
@@ -144,7 +147,7 @@ def test_traces_are_read(tmp_path: Path) -> None:
     assert overlapped_pct(trace) == pytest.approx(100 / 3)
     trace.write_text(json.dumps({"traceEvents": events[:3]}))
     assert overlapped_pct(trace) is None
-    trace.write_text(json.dumps({"traceEvents": events[4:]}))
+    trace.write_text(json.dumps({"traceEvents": events[5:]}))
     assert idle_pct(trace) is None
 
 
