@@ -132,7 +132,7 @@ def test_doubts_about_the_prediction_make_no_step_longer() -> None:
 
 
 def test_doubts_leave_out_nothing_that_takes_no_time() -> None:
-    """Up to a knee of 64 tokens a step takes perhaps 6 ms, perhaps 18: decodes below it are free."""
+    """Up to a knee of 64 tokens a step takes 6 ms, perhaps 18: decodes below it are free."""
     doubtful = StepCost()
     for factor in (0.1, 1.9) * 24:
         for exponent in range(9):
