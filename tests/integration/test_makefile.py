@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
 import lightserve
 
 ROOT = Path(lightserve.__file__).parents[1]
+OF_OUTER_MAKE = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}
+"""What `make test` would hand on."""
 
 
 def _install(venv: Path, torch: str) -> list[str]:
@@ -35,6 +38,7 @@ def _dry_run(*arguments: str) -> str:
     done = subprocess.run(
         ["make", "--dry-run", "PYTHON=python-of-it", *arguments],
         cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name not in OF_OUTER_MAKE},
         capture_output=True,
         text=True,
         timeout=60,
