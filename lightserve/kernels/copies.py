@@ -4,7 +4,7 @@
     rows  [num_rows, 2 * num_layers * num_kv_heads, head_dim]   one row: all pieces, side by side
 
 Bytes are never altered (contract N1). Rows are staging memory on the device or memory of the
-host; here in plain torch, for the CPU and as the reference, on a GPU in `kernels.triton.copies`.
+host; on a GPU in `kernels.triton.copies`.
 """
 
 from __future__ import annotations
@@ -28,29 +28,3 @@ class CopyKernels(Protocol):
 
     def take_rows(self, rows: Tensor, row_ids: Tensor, target: Tensor) -> None:
         """Copy rows[row_ids[i]] to target[i]; `rows` may be page-locked memory of the host."""
-
-
-class TorchCopies:
-    """See `CopyKernels`; everything on one device."""
-
-    def gather(self, pool: Tensor, slots: Tensor, rows: Tensor) -> None:
-        """See `CopyKernels.gather`."""
-        rows.copy_(_rows_of(pool).index_select(0, slots))
-
-    def scatter(self, rows: Tensor, pool: Tensor, slots: Tensor) -> None:
-        """See `CopyKernels.scatter`."""
-        pieces = rows.reshape(-1, *pool.shape[:3], pool.shape[4])
-        pool.index_copy_(3, slots.long(), pieces.movedim(0, 3))
-
-    def put_rows(self, source: Tensor, rows: Tensor, row_ids: Tensor) -> None:
-        """See `CopyKernels.put_rows`."""
-        rows.index_copy_(0, row_ids.long(), source)
-
-    def take_rows(self, rows: Tensor, row_ids: Tensor, target: Tensor) -> None:
-        """See `CopyKernels.take_rows`."""
-        target.copy_(rows.index_select(0, row_ids))
-
-
-def _rows_of(pool: Tensor) -> Tensor:
-    """Return the pool as [num_slots, pieces, head_dim]; a view."""
-    return pool.flatten(0, 2).transpose(0, 1)

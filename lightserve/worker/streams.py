@@ -1,8 +1,7 @@
 """Queues of device work behind a small interface: what is queued where, and what waits for what.
 
-On a GPU work runs later, beside the host and beside other queues; on the CPU at once. So what is
-right for every order that a GPU may choose is right here too, but not the other way round:
-tests run it on queues that choose the worst.
+On a GPU work runs later, beside the host and beside other queues. Tests have forms of the interface
+that run it at once, and that choose the worst order that a GPU may.
 """
 
 from __future__ import annotations
@@ -59,12 +58,6 @@ def cuda_copy_queues(device: torch.device) -> CopyQueues:
     )
 
 
-def immediate_copy_queues() -> CopyQueues:
-    """Return queues that run everything at once, in the order in which it is queued."""
-    queue = ImmediateQueue()
-    return CopyQueues(queue, queue, queue)
-
-
 class CudaQueue:
     """A CUDA stream."""
 
@@ -102,30 +95,3 @@ class CudaEvent:
         """See `Event.seconds_since`."""
         assert isinstance(earlier, CudaEvent)
         return float(earlier.event.elapsed_time(self.event)) / 1e3
-
-
-class ImmediateQueue:
-    """The CPU: nothing is ever waited for."""
-
-    def run(self, work: Callable[[], None]) -> None:
-        """See `Queue.run`."""
-        work()
-
-    def upload(self, host: Tensor) -> Tensor:
-        """See `Queue.upload`."""
-        return host
-
-    def record(self, *, is_timed: bool = False) -> Event:
-        """See `Queue.record`."""
-        return ImmediateEvent()
-
-    def wait(self, event: Event) -> None:
-        """See `Queue.wait`."""
-
-
-class ImmediateEvent:
-    """See `Event`: always reached, and no time has passed."""
-
-    def seconds_since(self, earlier: Event) -> float:
-        """See `Event.seconds_since`."""
-        return 0.0

@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.immediate_copies import TorchCopies
 from torch import Tensor
 
-from lightserve.kernels.copies import CopyKernels, TorchCopies
+from lightserve.kernels.copies import CopyKernels
 from lightserve.kernels.triton import copies
 from lightserve.kernels.triton.copies import TritonCopies
 

@@ -57,9 +57,10 @@ from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.pending import Pending
 from lightserve.worker.profiling import ShapeLimits, random_steps
 from lightserve.worker.staged_host_pool import StagedHostPool
-from lightserve.worker.streams import CopyQueues, Event, ImmediateEvent
+from lightserve.worker.streams import CopyQueues, Event
 from lightserve.worker.warm_up import warm_up
 from support.graph_recorders import RerunRecorder
+from support.immediate_copies import ImmediateEvent
 from support.lossless import MAX_LEN, MAX_SEQS, NUM_SLOTS
 from support.random_model import layout_of, random_model, tiny_config
 from support.recorded_plans import make_runner as make_cpu_runner

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.immediate_copies import TorchCopies, immediate_copy_queues
 from support.tiny_models import TINY_MODELS, write_tiny_model
 from torch._subclasses import FakeTensorMode
 
 from lightserve.config import ServeConfig
 from lightserve.errors import StartupError
-from lightserve.kernels.copies import TorchCopies
 from lightserve.messages.common import pack_int32
 from lightserve.messages.router_worker import KVCopies, StepPlan
 from lightserve.models.kv_layout import KVGroup, KVLayout
@@ -25,7 +25,6 @@ from lightserve.worker.host_pool import DirectHostPool
 from lightserve.worker.kv_pool import KVPool
 from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.staged_host_pool import StagedHostPool, make_host_pool
-from lightserve.worker.streams import immediate_copy_queues
 
 GIB = 2**30
 LAYOUT = KVLayout(

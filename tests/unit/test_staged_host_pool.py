@@ -18,16 +18,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.immediate_copies import TorchCopies, immediate_copy_queues
 from torch import Tensor
 
-from lightserve.kernels.copies import TorchCopies
 from lightserve.messages.common import pack_int32
 from lightserve.messages.router_worker import KVCopies, StepPlan
 from lightserve.models.kv_layout import KVGroup, KVLayout
 from lightserve.types import StepId
 from lightserve.worker.kv_pool import KVPool
 from lightserve.worker.staged_host_pool import StagedHostPool, make_host_pool
-from lightserve.worker.streams import CopyQueues, Event, immediate_copy_queues
+from lightserve.worker.streams import CopyQueues, Event
 
 NUM_SLOTS, NUM_HOST_SLOTS = 24, 16
 LAYOUT = KVLayout((KVGroup(num_layers=2, num_kv_heads=1, head_dim=3, dtype="float32"),))
