@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lightserve.messages.common import TokenLogprob
-from lightserve.worker.sampling.device import logprobs_on_device
 from lightserve.worker.sampling.interface import LogprobTensors
 
 PROMPT_ROWS = 64
@@ -32,6 +31,9 @@ def logprob_tensors(
     """
     num_top = min(num_top, logits.shape[1])
     if logits.device.type != "cpu":
+        # Triton: an optional dependency, which a CPU does without.
+        from lightserve.worker.sampling.device import logprobs_on_device  # noqa: PLC0415
+
         return logprobs_on_device(logits, token_ids, num_top)
     if is_finite is None:
         is_finite = torch.isfinite(logits).all(dim=-1)

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightserve.worker.sampling.device import sample_on_device
 from lightserve.worker.sampling.host import sample_on_host
-from lightserve.worker.sampling.interface import Sampled, SamplingBatch
+from lightserve.worker.sampling.interface import Sampled, SamplingBatch, Tokens
 from lightserve.worker.sampling.logprobs import logprob_tensors
 
 
@@ -24,8 +23,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
         logits: float32 [L, vocab], unchanged afterwards, L >= 1.
         batch: how; on the device of the logits.
     """
-    draw = sample_on_host if logits.device.type == "cpu" else sample_on_device
-    token_ids, is_finite = draw(logits, batch)
+    token_ids, is_finite = _draw(logits, batch)
     rows = batch.rows
     if not rows.logprob_indices:
         return Sampled(token_ids, is_finite, None)
@@ -34,3 +32,12 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
         wanted, chosen, known = (part[rows.logprob_rows] for part in (wanted, chosen, known))
     most = max(rows.num_logprobs)
     return Sampled(token_ids, is_finite, logprob_tensors(wanted, chosen, most, known))
+
+
+def _draw(logits: Tensor, batch: SamplingBatch) -> Tokens:
+    if logits.device.type == "cpu":
+        return sample_on_host(logits, batch)
+    # Triton: an optional dependency, which a CPU does without.
+    from lightserve.worker.sampling.device import sample_on_device  # noqa: PLC0415
+
+    return sample_on_device(logits, batch)
