@@ -123,6 +123,7 @@ def run_worker(spec: ChildSpec, result: Connection, num_warm_up: int) -> None:
             rank=0,
             num_kv_slots=NUM_SLOTS,
             num_host_slots=NUM_SLOTS // 2,
+            max_num_batched_tokens=CONFIG.max_num_batched_tokens,
             step_cost=PROFILE,
         )
     )

@@ -26,6 +26,10 @@ POLICIES_OF_OPTION = {
 }
 """Options that only policies with classes, or those with deadlines, have a use for."""
 
+AUTO_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+"""--max-num-batched-tokens by device, unless it is given. A GPU has read its weights by the time
+that it has computed some 300 tokens, and deadlines limit a step sooner than this."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulingOptions:
@@ -57,7 +61,10 @@ class SchedulingOptions:
     )
     max_num_seqs: int = option(256, "Most sequences that run at once.", low=1, high=65536)
     max_num_batched_tokens: int = option(
-        512, "Most new tokens in one step: the budget that prefill chunks fill.", low=1
+        0,
+        "Most new tokens in one step: the budget that prefill chunks fill. 0 takes 512 on a CPU and"
+        " 8192 on a GPU, and no less than --max-num-seqs.",
+        low=0,
     )
     max_be_seqs: int = option(
         0, "Most best-effort sequences that run at once; 0 sets no limit of their own.", low=0
@@ -131,9 +138,17 @@ class SchedulingOptions:
         high=3600.0,
     )
 
+    def max_tokens_of_step(self, device_type: str) -> int:
+        """Return the token budget of a step where workers compute on "cpu" or "cuda".
+
+        Workers ask, who know their device, and tell the router.
+        """
+        default = AUTO_BATCHED_TOKENS[device_type]
+        return self.max_num_batched_tokens or max(default, self.max_num_seqs)
+
     def check_scheduling(self) -> None:
         """Refuse targets that contradict each other, and options that would have no effect."""
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if 0 < self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens must be at least --max-num-seqs ({self.max_num_seqs}),"
                 f" got {self.max_num_batched_tokens}"

@@ -59,7 +59,7 @@ class RecordedCore:
 
     def on_message(self, event: CoreEvent, now_s: float) -> list[Outgoing]:
         """See `RouterCore.on_message`."""
-        self._log.append(_input_of(event, now_s))
+        self._log.append(input_of(event, now_s))
         return self._core.on_message(event, now_s)
 
     def plan(self, now_s: float) -> PlannedStep | WaitUntil:
@@ -78,19 +78,21 @@ class RecordedCore:
         return self._core.on_result(result, now_s)
 
 
-def _input_of(event: CoreEvent, now_s: float) -> Input:
+def input_of(event: CoreEvent, now_s: float) -> Input:
+    """Return the line of what the core was told."""
     match event:
         case FromFrontend(frontend_id, message):
             return MessageReceived(now_s=now_s, frontend_id=frontend_id, message=message)
         case FrontendGone(frontend_id):
             return FrontendWasLost(now_s=now_s, frontend_id=frontend_id)
-        case WorkersReady(num_kv_slots, num_host_slots, step_cost, overlaps_copies):
+        case WorkersReady():
             return WorkersStarted(
                 now_s=now_s,
-                num_kv_slots=num_kv_slots,
-                num_host_slots=num_host_slots,
-                step_cost=step_cost,
-                overlaps_copies=overlaps_copies,
+                num_kv_slots=event.num_kv_slots,
+                num_host_slots=event.num_host_slots,
+                step_cost=event.step_cost,
+                overlaps_copies=event.overlaps_copies,
+                max_num_batched_tokens=event.max_num_batched_tokens,
             )
     return WorkersWereLost(now_s=now_s)
 
@@ -108,6 +110,7 @@ def event_of(record: Input) -> CoreEvent | StepResult:
                 record.num_host_slots,
                 record.step_cost,
                 record.overlaps_copies,
+                record.max_num_batched_tokens,
             )
         case ResultReceived(result=result):
             return result

@@ -76,6 +76,7 @@ class WorkersStarted(Record, frozen=True, tag="workers_ready"):
     num_host_slots: int
     step_cost: StepCoefficients | None
     overlaps_copies: bool = False
+    max_num_batched_tokens: int | None = None
 
 
 class WorkersWereLost(Record, frozen=True, tag="workers_gone"):

@@ -36,6 +36,8 @@ class WorkerHello(Message, frozen=True):
     num_kv_slots: int
     num_host_slots: int
     """Tokens whose KV the host pool holds beside those."""
+    max_num_batched_tokens: int
+    """Most new tokens of a step: what the configuration means on the rank's device."""
     step_cost: StepCoefficients | None = None
     """Rank 0's profile of its steps, if it has one."""
     device: DeviceFacts | None = None

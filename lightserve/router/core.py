@@ -146,6 +146,9 @@ class RouterCore(CoreState):
         if ready.step_cost is not None:
             self._pipeline.cost.use_profile(ready.step_cost)
         self._pipeline.overlaps_copies = ready.overlaps_copies
+        self._pipeline.max_num_batched_tokens = (
+            ready.max_num_batched_tokens or self._config.max_num_batched_tokens
+        )
         self._kv = KVStore(
             ready.num_kv_slots,
             self._config.kv,

@@ -22,6 +22,7 @@ class CoreConfig:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    """Of a step, unless the workers say otherwise."""
     max_be_seqs: int = NO_LIMIT
     """Most best-effort requests that run at once."""
     burst_headroom_s: float = 0.0

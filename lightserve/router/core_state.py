@@ -33,9 +33,12 @@ class CoreState:
         self._waiting = WaitingQueue()
         self._rows = RowTable(config.max_num_seqs)
         self._kv: KVStore | None = None
-        self._pipeline = Pipeline(max_steps_in_flight=config.max_steps_in_flight)
+        self._pipeline = Pipeline(
+            max_steps_in_flight=config.max_steps_in_flight,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
         self._waits = WaitForecast(config, self._waiting, self._rows, self._pipeline)
-        self._targets = SchedulingTargets(config, self._pipeline.cost, self._waits)
+        self._targets = SchedulingTargets(config, self._pipeline, self._waits)
         self._unfinished: dict[RequestKey, Request] = {}
         """Requests whose last token was sent, but whose frontend still looks for a stop string."""
         self._demand = RealTimeDemand(config.lengths.prior)

@@ -40,6 +40,8 @@ class WorkersReady:
     """What a profile says of their steps."""
     overlaps_copies: bool = False
     """See `WorkerHello`."""
+    max_num_batched_tokens: int | None = None
+    """Of a step; None: as configured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ def make_core_config(config: ServeConfig, *, max_model_len: int, seed: int = 0) 
     return CoreConfig(
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.max_tokens_of_step("cpu"),
         max_be_seqs=config.max_be_seqs or NO_LIMIT,
         burst_headroom_s=config.burst_headroom_s,
         queue_limits={

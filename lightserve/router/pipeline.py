@@ -14,7 +14,7 @@ from lightserve.errors import ProtocolError
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.copy_cost import CopyCost
 from lightserve.router.events import PlannedStep
-from lightserve.router.policies.base import Allotment
+from lightserve.router.policies.base import NO_LIMIT, Allotment
 from lightserve.router.step_cost import StepCost, StepGuard, StepShape, shape_of
 from lightserve.router.time_share import TimeShare
 from lightserve.types import StepId
@@ -48,8 +48,15 @@ class SentStep:
 class Pipeline:
     """Steps sent and not yet answered, in order; their timing; the cost model that learns it."""
 
-    def __init__(self, *, max_steps_in_flight: int = MAX_STEPS_IN_FLIGHT) -> None:
+    def __init__(
+        self,
+        *,
+        max_steps_in_flight: int = MAX_STEPS_IN_FLIGHT,
+        max_num_batched_tokens: int = NO_LIMIT,
+    ) -> None:
         self._max_steps_in_flight = max_steps_in_flight
+        self.max_num_batched_tokens = max_num_batched_tokens
+        """Of a step, as far as the workers of now are prepared for it."""
         self.cost = StepCost()
         self.copy_cost = CopyCost()
         self.guard = StepGuard()

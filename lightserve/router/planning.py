@@ -155,7 +155,7 @@ class StepPlanner:
         kv, skips = attempt.kv, attempt.skips
         num_yielding = sum(request.request_class is RequestClass.BE for request in running)
         limits = StepLimits(
-            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            max_num_batched_tokens=self._pipeline.max_num_batched_tokens,
             num_free_rows=self._rows.num_free,
             max_be_seqs=self._config.max_be_seqs,
             step_number=self._pipeline.next_step_id + num_skipped,

@@ -221,10 +221,21 @@ class RouterProcess:
             return
         num_kv_slots = min(rank.num_kv_slots for rank in self._group.hellos.values())
         num_host_slots = min(rank.num_host_slots for rank in self._group.hellos.values())
-        log.info("workers ready, %d KV slots, %d on the host", num_kv_slots, num_host_slots)
         first = self._group.hellos[0]
+        log.info(
+            "workers ready, %d KV slots, %d on the host, at most %d tokens in a step",
+            num_kv_slots,
+            num_host_slots,
+            first.max_num_batched_tokens,
+        )
         self._dispatch(
-            WorkersReady(num_kv_slots, num_host_slots, first.step_cost, first.overlaps_copies)
+            WorkersReady(
+                num_kv_slots,
+                num_host_slots,
+                first.step_cost,
+                first.overlaps_copies,
+                first.max_num_batched_tokens,
+            )
         )
         device = self._group.hellos[0].device
         if device is not None:

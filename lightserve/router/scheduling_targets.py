@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.kv.store import KVStore
+from lightserve.router.pipeline import Pipeline
 from lightserve.router.request import Request
 from lightserve.router.slo import FeasibleSLO, IdleTimes, raise_to_feasible, track
-from lightserve.router.step_cost import StepCost, StepShape
+from lightserve.router.step_cost import StepShape
 from lightserve.router.waits import WaitForecast
 from lightserve.types import SLO, RequestClass
 
@@ -32,14 +33,14 @@ class RaisedTarget(NamedTuple):
 class SchedulingTargets:
     """Sets deadlines; O(1) per request, but for a look at the cache where a target seems tight."""
 
-    def __init__(self, config: CoreConfig, cost: StepCost, waits: WaitForecast) -> None:
+    def __init__(self, config: CoreConfig, pipeline: Pipeline, waits: WaitForecast) -> None:
         self.num_raised: Counter[RaisedTarget] = Counter()
         """Since boot."""
         self._meets_deadlines = config.policy.meets_deadlines
         self._clock = config.slo_clock
         self._lengths = config.lengths
-        self._budget = config.max_num_batched_tokens
-        self._cost = cost
+        self._pipeline = pipeline
+        self._cost = pipeline.cost
         self._waits = waits
 
     def apply(self, request: Request, kv: KVStore | None) -> None:
@@ -86,15 +87,16 @@ class SchedulingTargets:
         A chunk's time is linear in where it starts, so that all whole ones together take as many
         times the mean of the first and the last.
         """
-        num_whole, rest = divmod(num_tokens, self._budget)
+        budget = self._pipeline.max_num_batched_tokens
+        num_whole, rest = divmod(num_tokens, budget)
         seconds = 0.0
         if num_whole:
-            last = start + (num_whole - 1) * self._budget
+            last = start + (num_whole - 1) * budget
             ends_s = sum(
-                self._cost.seconds(StepShape().plus(place, self._budget)) for place in (start, last)
+                self._cost.seconds(StepShape().plus(place, budget)) for place in (start, last)
             )
             seconds += num_whole * ends_s / 2
         if rest:
-            place = start + num_whole * self._budget
+            place = start + num_whole * budget
             seconds += self._cost.seconds(StepShape().plus(place, rest))
         return seconds

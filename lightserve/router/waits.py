@@ -111,7 +111,6 @@ class WaitForecast:
         self._waiting = waiting
         self._rows = rows
         self._pipeline = pipeline
-        self._budget = config.max_num_batched_tokens
         self._max_num_seqs = config.max_num_seqs
         self._max_be_seqs = config.max_be_seqs
         self._is_class_aware = config.policy.is_class_aware
@@ -136,7 +135,9 @@ class WaitForecast:
             has_waited, known.is_waiting = known.is_waiting and waits_now, waits_now
             if has_waited:
                 known.see(work, seconds)
-            known.is_held = has_waited and shape.num_new < FULL_SHARE * self._budget
+            known.is_held = (
+                has_waited and shape.num_new < FULL_SHARE * self._pipeline.max_num_batched_tokens
+            )
 
     def note_started(self, request: Request) -> None:
         """Learn how much of a request that starts was there already."""
@@ -228,7 +229,10 @@ class WaitForecast:
         as the budget has.
         """
         num_tokens = work.num_prompt + work.num_decodes
-        num_steps = max(num_tokens / self._budget, work.num_decodes / batch.num_requests)
+        num_steps = max(
+            num_tokens / self._pipeline.max_num_batched_tokens,
+            work.num_decodes / batch.num_requests,
+        )
         if num_steps == 0.0 or not self._pipeline.cost.is_known:
             return num_tokens
         num_decodes, chunk = work.num_decodes / num_steps, work.num_prompt / num_steps

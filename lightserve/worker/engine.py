@@ -108,7 +108,7 @@ def build_runner(
     runner = make_runner(pool, host_pool)
     # In this order: a capture begins by giving back the memory that steps have got ready.
     capture_graphs(runner, model, pool, sizes, tp=tp)
-    warm_up(runner, max_num_batched_tokens=config.max_num_batched_tokens)
+    warm_up(runner, max_num_batched_tokens=config.max_tokens_of_step(device.type))
     return runner
 
 

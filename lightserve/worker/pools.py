@@ -102,7 +102,7 @@ def measure_gpu(
     """
     statistics = CudaStatistics(pool.device)
     plans = largest_steps(
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.max_tokens_of_step(pool.device.type),
         max_num_seqs=config.max_num_seqs,
         context_len=model.context_len,
         num_kv_tokens=statistics.total() // pool.bytes_per_token,

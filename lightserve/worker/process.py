@@ -59,6 +59,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
             step_cost=None if profile is None else profile.coefficients,
             device=facts_of(spec.config, runner.device),
             overlaps_copies=runner.overlaps_copies,
+            max_num_batched_tokens=spec.config.max_tokens_of_step(runner.device.type),
         )
     )
     control.send(ChildReady())

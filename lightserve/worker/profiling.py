@@ -80,7 +80,7 @@ def limits_of(runner: ModelRunner, config: ServeConfig) -> ShapeLimits:
     """Return the largest steps that a router would plan."""
     return ShapeLimits(
         config.max_num_seqs,
-        config.max_num_batched_tokens,
+        config.max_tokens_of_step(runner.device.type),
         runner.context_len,
         runner.num_kv_slots,
     )

@@ -71,6 +71,7 @@ class Scene:
             rank=0,
             num_kv_slots=100,
             num_host_slots=0,
+            max_num_batched_tokens=self.config.max_tokens_of_step("cpu"),
         )
         return WorkerHello(**{**{f: getattr(hello, f) for f in hello.__struct_fields__}, **changes})  # type: ignore[arg-type]
 

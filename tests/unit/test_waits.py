@@ -46,7 +46,8 @@ class Scene:
     """Queues and rows, without a core."""
 
     def __init__(self, *, cost: StepCoefficients | None = TEN_MS, policy: str = "unified") -> None:
-        self.waiting, self.rows, self.pipeline = WaitingQueue(), RowTable(8), Pipeline()
+        self.waiting, self.rows = WaitingQueue(), RowTable(8)
+        self.pipeline = Pipeline(max_num_batched_tokens=100)
         if cost is not None:
             self.pipeline.cost.use_profile(cost)
         config = CoreConfig(

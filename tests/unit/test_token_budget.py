@@ -1,0 +1,91 @@
+"""--max-num-batched-tokens: the default is that of the device, which workers tell the router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.core_scenes import Arrival, make_core, submit
+
+from lightserve.config import ServeConfig
+from lightserve.decisions.recording import event_of, input_of
+from lightserve.errors import ConfigError
+from lightserve.router.core import RouterCore
+from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, WorkersReady
+from lightserve.router.factory import make_core_config
+from lightserve.types import FrontendId
+from lightserve.worker.profiling import limits_of
+
+PROMPT_TOKENS = 40
+
+
+@pytest.mark.parametrize(
+    ("fields", "device_type", "expected"),
+    [
+        ({}, "cpu", 512),
+        ({}, "cuda", 8192),
+        ({"max_num_seqs": 700}, "cpu", 700),
+        ({"max_num_seqs": 700}, "cuda", 8192),
+        ({"max_num_seqs": 9000}, "cuda", 9000),
+        ({"max_num_batched_tokens": 300}, "cpu", 300),
+        ({"max_num_batched_tokens": 300}, "cuda", 300),
+    ],
+)
+def test_the_default_is_the_devices(
+    fields: dict[str, Any], device_type: str, expected: int
+) -> None:
+    assert ServeConfig(**fields).max_tokens_of_step(device_type) == expected
+
+
+def test_what_is_given_has_room_for_a_token_of_every_sequence() -> None:
+    with pytest.raises(ConfigError, match=r"at least --max-num-seqs \(256\), got 255"):
+        ServeConfig(max_num_batched_tokens=255)
+
+
+def test_a_core_plans_as_on_a_cpu_until_workers_say_otherwise() -> None:
+    assert make_core_config(ServeConfig(), max_model_len=64).max_num_batched_tokens == 512
+
+
+class _Runner:
+    """What a profile asks a runner for."""
+
+    context_len, num_kv_slots = 10_000, 20_000
+
+    def __init__(self, device_type: str) -> None:
+        self.device = torch.device(device_type)
+
+
+@pytest.mark.parametrize(("device_type", "expected"), [("cpu", 512), ("cuda", 8192)])
+def test_steps_are_profiled_up_to_the_budget(device_type: str, expected: int) -> None:
+    limits = limits_of(_Runner(device_type), ServeConfig())  # type: ignore[arg-type]
+    assert limits.max_tokens == expected
+
+
+def first_chunk(core: RouterCore) -> int:
+    """Return how much of a prompt that waits is in the next step."""
+    step = core.plan(0.0)
+    assert isinstance(step, PlannedStep)
+    return step.allotments[0].num_tokens
+
+
+def waiting_core(policy: str, configured: int) -> RouterCore:
+    core = make_core(policy, configured)
+    arrival = Arrival(0.0, PROMPT_TOKENS, 2, 2)
+    core.on_message(FromFrontend(FrontendId(0), submit(0, arrival)), 0.0)
+    return core
+
+
+@pytest.mark.parametrize("policy", ["chunked", "priority", "round-robin", "unified"])
+def test_steps_are_as_large_as_the_workers_of_now_take(policy: str) -> None:
+    """Each group says its own: after a restart on another device as well."""
+    core = waiting_core(policy, 16)
+    for of_workers, expected in ((None, 16), (32, 32), (64, PROMPT_TOKENS), (None, 16)):
+        core.on_message(WorkersReady(100, max_num_batched_tokens=of_workers), 0.0)
+        assert first_chunk(core) == expected
+        core.on_message(WorkersGone(), 0.0)
+
+
+def test_a_log_has_what_workers_said() -> None:
+    ready = WorkersReady(100, 10, overlaps_copies=True, max_num_batched_tokens=8192)
+    assert event_of(input_of(ready, 0.0)) == ready
