@@ -89,6 +89,13 @@ def parse_model(body: bytes, model: type[ModelT], *, max_depth: int) -> ModelT:
         raise _complaint(error) from None
 
 
+AN_OBJECT, OTHERWISE = "(object)", "(otherwise)"
+"""Tags of the branches of a union of which one is an object, for `BY_KIND`. Without them pydantic
+complains of each branch in turn, and calls them what Python does."""
+BY_KIND = pydantic.Discriminator(
+    lambda value: AN_OBJECT if isinstance(value, dict | pydantic.BaseModel) else OTHERWISE
+)
+
 UNSUPPORTED_VALUE = "unsupported_value"
 """Type of validation errors with their own words, in a context of `field` and `complaint`."""
 
@@ -112,11 +119,11 @@ _BOUNDS: dict[str, tuple[str, str]] = {
     "less_than": ("less than", "lt"),
 }
 
-_LENGTHS: dict[str, tuple[str, str, str]] = {
-    "too_short": ("at least", "min_length", "entries"),
-    "too_long": ("at most", "max_length", "entries"),
-    "string_too_short": ("at least", "min_length", "characters"),
-    "string_too_long": ("at most", "max_length", "characters"),
+_LENGTHS: dict[str, tuple[str, str, tuple[str, str]]] = {
+    "too_short": ("at least", "min_length", ("entry", "entries")),
+    "too_long": ("at most", "max_length", ("entry", "entries")),
+    "string_too_short": ("at least", "min_length", ("character", "characters")),
+    "string_too_long": ("at most", "max_length", ("character", "characters")),
 }
 
 
@@ -125,7 +132,8 @@ def _complaint(error: pydantic.ValidationError) -> InvalidRequest:
     errors = error.errors(include_url=False)
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     kind, context, given = first["type"], first.get("ctx", {}), first["input"]
-    location = first["loc"]
+    location = tuple(part for part in first["loc"] if part not in (AN_OBJECT, OTHERWISE))
+    or_object = " or an object" if first["loc"][-1:] == (OTHERWISE,) else ""
     if kind == UNSUPPORTED_VALUE:  # found in the object that has the field
         location = (*location, context["field"])
     param = _path(location)
@@ -137,15 +145,19 @@ def _complaint(error: pydantic.ValidationError) -> InvalidRequest:
     elif kind == "missing":
         complaint, code = "is required", "missing_required_parameter"
     elif kind in _TYPE_NAMES:
-        complaint, code = f"must be {_TYPE_NAMES[kind]}, got {show(given)}", "invalid_type"
+        complaint = f"must be {_TYPE_NAMES[kind]}{or_object}, got {show(given)}"
+        code = "invalid_type"
     elif kind in _BOUNDS:
         word, key = _BOUNDS[kind]
         complaint = f"must be {word} {context[key]}, got {show(given)}"
     elif kind in _LENGTHS:
-        word, key, unit = _LENGTHS[kind]
+        word, key, units = _LENGTHS[kind]
+        unit = units[context[key] != 1]
         complaint = f"must have {word} {context[key]} {unit}, got {len(given)}"
     elif kind == "literal_error":
-        complaint = f"must be {context['expected']}, got {show(given)}"
+        complaint = f"must be {context['expected']}{or_object}, got {show(given)}"
+    elif kind == "string_pattern_mismatch":
+        complaint = f"must match {context['pattern']}, got {show(given)}"
     elif kind == "value_error":
         complaint = str(context["error"])
     else:
@@ -173,4 +185,6 @@ def show(value: Any) -> str:
         text = json.dumps(value)
     except ValueError:  # an integer of thousands of digits
         return "a very long number"
-    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"
+    if len(text) <= _MAX_SHOWN_CHARS:
+        return text
+    return text[:_MAX_SHOWN_CHARS] + ('…"' if isinstance(value, str) else "…")

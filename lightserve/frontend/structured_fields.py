@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, Tag
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.constraint_check import ConstraintChecker
-from lightserve.frontend.json_body import StrictModel
+from lightserve.frontend.json_body import AN_OBJECT, BY_KIND, OTHERWISE, StrictModel
 from lightserve.messages.common import (
     Constraint,
     GrammarConstraint,
@@ -24,6 +24,9 @@ from lightserve.messages.common import (
 MAX_CHOICES = 1024
 Choice = Annotated[str, Field(min_length=1, max_length=1024)]
 Schema = dict[str, Any]
+SchemaOrText = Annotated[
+    Annotated[Schema, Tag(AN_OBJECT)] | Annotated[str, Tag(OTHERWISE)], BY_KIND
+]
 
 
 class JsonSchemaFormat(StrictModel):
@@ -45,7 +48,7 @@ class ResponseFormat(StrictModel):
 class StructuredOutputs(StrictModel):
     """`structured_outputs`: exactly one of these."""
 
-    json_: Annotated[Schema | str | None, Field(alias="json")] = None
+    json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
     regex: Annotated[str, Field(min_length=1)] | None = None
     grammar: Annotated[str, Field(min_length=1)] | None = None
     choice: Annotated[list[Choice], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
@@ -55,7 +58,7 @@ class NativeGrammar(StrictModel):
     """`parameters.grammar`, as text-generation-inference has it."""
 
     type: Literal["json", "regex"]
-    value: Schema | str
+    value: SchemaOrText
 
 
 Wish = tuple[Constraint, str]

@@ -65,6 +65,8 @@ Metadata = Annotated[
 
 
 def _stop_list(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise ValueError(f"must be a string or a list of strings, got {show(value)}")
     return [value] if isinstance(value, str) else value
 
 

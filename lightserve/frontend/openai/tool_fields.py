@@ -7,10 +7,10 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, Tag
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.json_body import StrictModel, show
+from lightserve.frontend.json_body import AN_OBJECT, BY_KIND, OTHERWISE, StrictModel, show
 from lightserve.frontend.openai.tool_texts import END_OF_TOOL_CALL, TOOL_CALL
 from lightserve.frontend.structured_fields import Wish
 from lightserve.messages.common import GrammarConstraint
@@ -76,7 +76,11 @@ class ToolCall(StrictModel):
 
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag(OTHERWISE)]
+    | Annotated[NamedTool, Tag(AN_OBJECT)],
+    BY_KIND,
+]
 
 
 class ToolUse(NamedTuple):
