@@ -24,7 +24,7 @@ from typing import NoReturn
 import msgspec
 
 from lightserve.channels.base import AsyncLink, Link
-from lightserve.channels.zmq import connect_async_link, connect_link
+from lightserve.channels.zmq import LINGER_S, connect_async_link, connect_link
 from lightserve.errors import LightserveError
 from lightserve.logs import one_line, setup_logging
 from lightserve.messages.supervision import (
@@ -43,6 +43,8 @@ Runner = Callable[[ChildSpec], int]
 SPEC_HEADER = struct.Struct(">I")
 _MAX_SPEC_BYTES = 1024 * 1024
 _STDIN_FD = 0
+_LAST_WORDS_S = 5.0
+"""A process that fails may wait so long until its reason is on its way; it takes milliseconds."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
@@ -78,13 +80,14 @@ def control_name(spec: ChildSpec) -> str:
     return f"{spec.role}{spec.boot_id}-{spec.index}-{spec.generation}"
 
 
-def connect_control(spec: ChildSpec) -> ControlLink:
-    """Connect to the supervisor."""
+def connect_control(spec: ChildSpec, *, linger_s: float = LINGER_S) -> ControlLink:
+    """Connect to the supervisor; `close` waits up to `linger_s` for what was sent to leave."""
     return connect_link(
         spec.control_address,
         name=control_name(spec),
         send_type=ChildMessage,
         recv_type=SupervisorMessage,
+        linger_s=linger_s,
     )
 
 
@@ -112,7 +115,7 @@ def _run(spec: ChildSpec, runner: Runner) -> int:
 
 def _report_failure(spec: ChildSpec, reason: str) -> None:
     """Tell the supervisor why, over a link of its own: the role's may be in any state."""
-    control = connect_control(spec)
+    control = connect_control(spec, linger_s=_LAST_WORDS_S)
     control.send(ChildFailed(reason=reason))
     control.close()
 

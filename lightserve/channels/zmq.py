@@ -35,7 +35,7 @@ __all__ = [
 DEFAULT_MAX_QUEUED = 4096
 """Messages that may wait on each side of a link."""
 
-_LINGER_MS = 250
+LINGER_S = 0.25
 _ZMQ_LIMIT_BYTES = MAX_FRAME_BYTES + 64 * 1024
 
 
@@ -47,10 +47,20 @@ def bind_hub(
 
 
 def connect_link(
-    address: str, *, name: str, send_type: Any, recv_type: Any, max_queued: int = DEFAULT_MAX_QUEUED
+    address: str,
+    *,
+    name: str,
+    send_type: Any,
+    recv_type: Any,
+    max_queued: int = DEFAULT_MAX_QUEUED,
+    linger_s: float = LINGER_S,
 ) -> ZmqLink[Any, Any]:
-    """Connect to a hub as `name`; the hub may be bound later."""
-    return ZmqLink(address, name, Codec(send_type=send_type, recv_type=recv_type), max_queued)
+    """Connect to a hub as `name`; the hub may be bound later.
+
+    `close` waits up to `linger_s` for what was sent to leave.
+    """
+    codec: Codec[Any, Any] = Codec(send_type=send_type, recv_type=recv_type)
+    return ZmqLink(address, name, codec, max_queued, linger_s)
 
 
 def connect_async_link(
@@ -63,10 +73,10 @@ def connect_async_link(
 class _Socket:
     """A ZeroMQ socket with its own context and every limit set."""
 
-    def __init__(self, kind: int, max_queued: int) -> None:
+    def __init__(self, kind: int, max_queued: int, linger_s: float) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.raw = self._context.socket(kind)
-        self.raw.setsockopt(zmq.LINGER, _LINGER_MS)
+        self.raw.setsockopt(zmq.LINGER, round(1e3 * linger_s))
         self.raw.setsockopt(zmq.SNDHWM, max_queued)
         self.raw.setsockopt(zmq.RCVHWM, max_queued)
         self.raw.setsockopt(zmq.MAXMSGSIZE, _ZMQ_LIMIT_BYTES)
@@ -100,8 +110,10 @@ class _Socket:
 class _Channel(Generic[SendT, RecvT]):
     """What hub and links share."""
 
-    def __init__(self, kind: int, codec: Codec[SendT, RecvT], max_queued: int) -> None:
-        self._socket = _Socket(kind, max_queued)
+    def __init__(
+        self, kind: int, codec: Codec[SendT, RecvT], max_queued: int, linger_s: float = LINGER_S
+    ) -> None:
+        self._socket = _Socket(kind, max_queued, linger_s)
         self._codec = codec
         self.num_rejected = 0
 
@@ -174,10 +186,15 @@ class _DealerChannel(_Channel[SendT, RecvT]):
     """What both kinds of link share."""
 
     def __init__(
-        self, address: str, name: str, codec: Codec[SendT, RecvT], max_queued: int
+        self,
+        address: str,
+        name: str,
+        codec: Codec[SendT, RecvT],
+        max_queued: int,
+        linger_s: float = LINGER_S,
     ) -> None:
         identity = check_peer_name(name).encode("ascii")
-        super().__init__(zmq.DEALER, codec, max_queued)
+        super().__init__(zmq.DEALER, codec, max_queued, linger_s)
         self._socket.raw.setsockopt(zmq.IDENTITY, identity)
         self._socket.open(self._socket.raw.connect, address)
 

@@ -30,7 +30,8 @@ from lightserve.tls import server_context
 
 log = logging.getLogger(__name__)
 
-_LAST_WORDS_S = 0.5
+_LAST_WORDS_S = 5.0
+"""Milliseconds, unless the machine is very busy; a reason is worth it."""
 
 
 def serve(
