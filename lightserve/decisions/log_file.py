@@ -78,9 +78,11 @@ class DecisionLogFile:
     def close(self) -> None:
         """Write what is left, and end."""
         self.flush()
-        self._is_over = True
+        was_over, self._is_over = self._is_over, True
         self._queue.put(None)
         self._thread.join()
+        if self._error is not None and not was_over:
+            self._end(f"{self._error.strerror}")
 
     def _end(self, why: str) -> None:
         self._is_over = True
