@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-import time
 from enum import Enum
 from typing import Any
 
@@ -134,7 +133,7 @@ class HttpProtocol(H11Protocol):
 
     def _await(self, awaited: _Awaited) -> None:
         self._awaited = awaited
-        self._awaited_since_s = time.monotonic()
+        self._awaited_since_s = self.loop.time()
         self._num_body_bytes = 0
         if self._read_deadline is not None:
             self._read_deadline.cancel()
@@ -152,7 +151,7 @@ class HttpProtocol(H11Protocol):
         return max(limits.body_timeout_s, self._num_body_bytes / limits.min_body_bytes_per_s)
 
     def _on_read_deadline(self) -> None:
-        late_s = time.monotonic() - self._awaited_since_s - self._allowed_s()
+        late_s = self.loop.time() - self._awaited_since_s - self._allowed_s()
         if late_s < 0:  # a body that has come fast enough so far
             self._read_deadline = self.loop.call_later(-late_s + 0.01, self._on_read_deadline)
             return
