@@ -16,7 +16,7 @@ def _chat(server: LiveServer, *flags: str, question: str) -> subprocess.Complete
         input=question,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 

@@ -29,7 +29,7 @@ LIGHT = ("supervisor", "frontend-0", "router-0")
 
 
 def _run(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
 
 
 def test_the_curl_line_works_as_printed(server: LiveServer) -> None:
@@ -111,7 +111,7 @@ def _list_as(uid: int, path: Path) -> subprocess.CompletedProcess[str]:
         ["/bin/ls", str(path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
         user=uid,
         group=uid,

@@ -29,7 +29,7 @@ def test_no_data_makes_the_server_fail(server: LiveServer, tmp_path: Path) -> No
         ],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
         cwd=tmp_path,
     )

@@ -118,7 +118,7 @@ def test_the_command_prints_one_table(tmp_path: Path) -> None:
         [*command, "ceilings", "--rehearse", "--out", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
     )
     table = done.stdout.splitlines()
@@ -126,7 +126,7 @@ def test_the_command_prints_one_table(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "report.json").read_text())
     assert [row["part"] for row in report] == ["ceilings"] * 2
     refused = subprocess.run(
-        [*command, "nonsense"], capture_output=True, text=True, timeout=60, check=False
+        [*command, "nonsense"], capture_output=True, text=True, timeout=600, check=False
     )
     assert refused.returncode == 2 and "no such part: nonsense" in refused.stderr
 

@@ -21,7 +21,7 @@ def _install(venv: Path, torch: str) -> list[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=True,
     )
     lines = done.stdout.splitlines()
@@ -41,7 +41,7 @@ def _dry_run(*arguments: str) -> str:
         env={name: value for name, value in os.environ.items() if name not in OF_OUTER_MAKE},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=True,
     )
     return done.stdout

@@ -25,7 +25,7 @@ def _serve(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "lightserve.cli.main", "serve", "--metrics-port", "0", *flags],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
         env={**os.environ, **environment},
     )

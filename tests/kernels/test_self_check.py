@@ -168,7 +168,7 @@ def test_a_server_does_not_start_over_a_wrong_kernel(monkeypatch: pytest.MonkeyP
         env=os.environ | {"PYTHONPATH": os.pathsep.join((str(tests.parent), str(tests)))},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert result.returncode == 1, result.stderr

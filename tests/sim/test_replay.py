@@ -82,7 +82,7 @@ def test_nothing_depends_on_the_process(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=600,
         )
         hashes.add(run.stdout)
     assert len(hashes) == 1

@@ -11,7 +11,13 @@ import psutil
 ResultT = TypeVar("ResultT")
 
 
-def wait_for(probe: Callable[[], ResultT | None], what: str, timeout_s: float = 30.0) -> ResultT:
+PATIENCE_S = 300.0
+"""For what takes milliseconds on a machine that is not busy, and ends as soon as it has come."""
+
+
+def wait_for(
+    probe: Callable[[], ResultT | None], what: str, timeout_s: float = PATIENCE_S
+) -> ResultT:
     """Return the first truthy result of `probe`; fails the test after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
@@ -29,6 +35,6 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_gone(pids: list[int], timeout_s: float = 5.0) -> None:
+def wait_gone(pids: list[int], timeout_s: float = PATIENCE_S) -> None:
     """Wait until none of these processes runs."""
     wait_for(lambda: not any(map(is_running, pids)), f"end of {pids}", timeout_s)

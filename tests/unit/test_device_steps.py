@@ -34,7 +34,7 @@ def found() -> Any:
         [sys.executable, "-m", "support.device_steps"],
         capture_output=True,
         env=environment,
-        timeout=300,
+        timeout=600,
         text=True,
         check=False,
     )

@@ -43,7 +43,7 @@ def test_hadolint_finds_nothing() -> None:
         [hadolint, "--no-color", "--failure-threshold", "info", str(DOCKER / "Dockerfile")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     assert (result.returncode, result.stdout) == (0, "")
@@ -183,7 +183,7 @@ def test_the_load_clients_options_exist(compose: dict[str, Any]) -> None:
         [sys.executable, str(ROOT / "bench" / "load_test.py"), "--help"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=True,
     ).stdout
     assert [option for option in options if f"  {option} " not in shown] == []
@@ -226,7 +226,7 @@ def test_the_health_check_asks_readyz(status: int | None, expected: int) -> None
         result = subprocess.run(
             [sys.executable, "-I", str(DOCKER / "healthcheck.py")],
             env={**os.environ, "LIGHTSERVE_READY_URL": f"http://127.0.0.1:{port}/readyz"},
-            timeout=60,
+            timeout=600,
             check=False,
             capture_output=True,
         )
@@ -238,7 +238,7 @@ def test_the_load_clients_requirements_are_the_projects() -> None:
         [sys.executable, str(DOCKER / "bench_requirements.py"), str(ROOT / "pyproject.toml")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=True,
     ).stdout.splitlines()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
