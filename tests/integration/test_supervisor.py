@@ -19,23 +19,33 @@ from typing import Any
 import pytest
 from support import scripted_child
 from support.model_files import write_model_files
-from support.processes import is_running, wait_for, wait_gone
+from support.processes import PATIENCE_S, is_running, wait_for, wait_gone
 
 from lightserve.supervisor.run_dir import RunDir, remove_stale
 
 DRIVER = """
-import json, sys
+import json, sys, time, types
+from pathlib import Path
 from lightserve.cli import main, serve
-from lightserve.supervisor import loop
+from lightserve.supervisor import fleet, loop
+folder = Path(sys.argv.pop(1))
 real_serve, options = loop.serve, json.loads(sys.argv.pop(1))
 options["command"] = (sys.executable, *options["command"])
+on_ready = fleet.Fleet._on_ready
+def note_ready(self, child):
+    on_ready(self, child)
+    (folder / f"known-{child.name}-{child.spec.generation}").touch()
+fleet.Fleet._on_ready = note_ready
+later = folder / "later"
+clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + 1000.0 * later.exists())
+fleet.time = loop.time = clock
 loop.serve = lambda config, origins: real_serve(config, origins=origins, **options)
 main.main(sys.argv[1:])
 """
 
 
 class Server:
-    """A real supervisor process over scripted children."""
+    """A real supervisor process over scripted children, whose clock can be put forward."""
 
     def __init__(
         self,
@@ -54,7 +64,10 @@ class Server:
         arguments = ["serve", "--model", str(model), "--run-dir", str(self.run_parent)]
         arguments += ["--metrics-port", "0"]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, driver_options, *arguments, "--port", "0", *flags],
+            [
+                *(sys.executable, "-c", DRIVER, str(folder), driver_options),
+                *(*arguments, "--port", "0", *flags),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -64,11 +77,9 @@ class Server:
         self, event: str, name: str = "", generation: int | None = None, boot: int | None = None
     ) -> list[Any]:
         """Return the journal's entries of this kind."""
-        path = self.folder / "journal.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
         return [
             entry
-            for entry in map(json.loads, lines)
+            for entry in scripted_child.read_journal(self.folder)
             if entry["event"] == event
             and name in ("", entry["name"])
             and generation in (None, entry["generation"])
@@ -98,6 +109,15 @@ class Server:
         assert line.startswith("lightserve: ready on http://127.0.0.1:"), self.finish()
         return line
 
+    def wait_known(self, *names: str, generation: int = 0) -> None:
+        """Wait until the supervisor knows that these children are ready."""
+        paths = [self.folder / f"known-{name}-{generation}" for name in names]
+        wait_for(lambda: all(path.exists() for path in paths), f"{names} at the supervisor")
+
+    def put_clock_forward(self) -> None:
+        """Let every time limit of the supervisor pass, once."""
+        (self.folder / "later").touch()
+
     def kill_child(self, name: str, generation: int = 0) -> None:
         """Send SIGKILL to a child that is ready."""
         os.kill(self.wait_event("ready", name, generation)["pid"], signal.SIGKILL)
@@ -106,7 +126,7 @@ class Server:
         """Wait for the end, after a signal if one is given; returns exit code and stderr."""
         if signum is not None:
             self.process.send_signal(signum)
-        _, stderr = self.process.communicate(timeout=30)
+        _, stderr = self.process.communicate(timeout=PATIENCE_S)
         wait_gone([entry["pid"] for entry in self.journal("start")])
         return self.process.returncode, stderr
 
@@ -127,8 +147,8 @@ class _StderrReader:
 
     def finish(self) -> int:
         """Wait for the end and return the exit code."""
-        exit_code = self._server.process.wait(30)
-        self._thread.join(10)
+        exit_code = self._server.process.wait(PATIENCE_S)
+        self._thread.join(PATIENCE_S)
         wait_gone([entry["pid"] for entry in self._server.journal("start")])
         return exit_code
 
@@ -158,7 +178,7 @@ def start(tmp_path: Path, model: Path) -> Iterator[StartServer]:
     yield start
     for server in servers:
         server.process.kill()
-        server.process.communicate(timeout=30)
+        server.process.communicate(timeout=PATIENCE_S)
         wait_gone([entry["pid"] for entry in server.journal("start")])
 
 
@@ -275,11 +295,13 @@ def test_a_router_that_dies_while_the_workers_are_replaced(start: StartServer) -
 
 
 def test_a_replacement_that_is_never_ready_is_replaced_too(start: StartServer) -> None:
-    server = start({"worker-0/1": "hang"}, "--start-timeout-s", "4")
+    server = start({"worker-0/1": "hang"}, "--start-timeout-s", "300")
     server.wait_banner()
     server.kill_child("worker-0")
+    server.wait_event("start", "worker-0", 1)
+    server.put_clock_forward()
     server.wait_event("ready", "worker-0", 2)
-    assert "worker-0 was not ready after 4 s" in server.finish(signal.SIGTERM)[1]
+    assert "worker-0 was not ready after 300 s" in server.finish(signal.SIGTERM)[1]
 
 
 def _ready_times_s(stderr: str) -> list[float]:
@@ -313,33 +335,35 @@ def test_ready_is_said_once_and_not_before_every_frontend_serves(start: StartSer
         (
             {"frontend-1/1": "never-serve"},
             "frontend-1",
-            "frontend-1 was not welcomed by the router after 4 s: killed",
+            "frontend-1 was not welcomed by the router after 300 s: killed",
         ),
         (
             dict.fromkeys(("frontend-0", "frontend-1"), "serve-first-group"),
             "worker-0",
-            "router-0 welcomed no frontend after 4 s: killed",
+            "router-0 welcomed no frontend after 300 s: killed",
         ),
     ],
 )
 def test_a_welcome_that_never_comes_is_not_waited_for(
     start: StartServer, script: dict[str, str], killed: str, reason: str
 ) -> None:
-    server = start(script, "--http-workers", "2", "--start-timeout-s", "4")
+    server = start(script, "--http-workers", "2", "--start-timeout-s", "300")
     server.wait_banner()
     server.kill_child(killed)
+    server.wait_known(killed, generation=1)
+    server.put_clock_forward()
     log = _StderrReader(server)
     wait_for(lambda: len(_ready_times_s(log.text)) > 1, "the second ready")
     assert reason in log.text
     server.process.send_signal(signal.SIGTERM)
     assert log.finish() == 0
     assert len(_ready_times_s(log.text)) == 2
-    assert _ready_times_s(log.text)[1] >= 4.0
+    assert _ready_times_s(log.text)[1] >= 300.0
 
 
 @pytest.mark.parametrize("name", ["router-0", "frontend-1"])
 def test_a_silent_router_or_frontend_is_replaced(start: StartServer, name: str) -> None:
-    server = start({f"{name}/0": "fall-silent"}, "--http-workers", "2", silence_timeout_s=3.0)
+    server = start({f"{name}/0": "fall-silent"}, "--http-workers", "2", silence_timeout_s=8.0)
     server.wait_banner()
     first = server.wait_event("ready", name, 0)
     server.wait_event("ready", name, 1)
@@ -348,18 +372,18 @@ def test_a_silent_router_or_frontend_is_replaced(start: StartServer, name: str) 
     wait_for(lambda: len(_ready_times_s(log.text)) > 1, "the second ready")
     server.process.send_signal(signal.SIGTERM)
     assert log.finish() == 0
-    assert re.findall(r"(\S+) was silent for 3 s: killed", log.text) == [name]
+    assert re.findall(r"(\S+) was silent for 8 s: killed", log.text) == [name]
     others = {"router-0", "frontend-0", "frontend-1"} - {name}
     assert [len(server.journal("start", other)) for other in others] == [1, 1]
 
 
 def test_silence_while_everything_was_stopped_proves_nothing(start: StartServer) -> None:
-    server = start(None, silence_timeout_s=2.0)
+    server = start(None, silence_timeout_s=5.0)
     server.wait_banner()
     children = [entry["pid"] for entry in server.journal("start")]
     for pid in [server.process.pid, *children]:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(3.5)  # the supervisor goes on before the others do
+    time.sleep(6.5)  # the supervisor goes on before the others do
     server.process.send_signal(signal.SIGCONT)
     time.sleep(0.3)
     for pid in children:
@@ -396,18 +420,21 @@ def test_the_restart_budget_ends_a_crash_loop(
         ({"worker-0": "refuse"}, "worker-0: config.json: key 'x' is wrong in two lines"),
         ({"frontend-0": "bug"}, "frontend-0: ZeroDivisionError: oops"),
         ({"router-0": "crash"}, "router-0 exited with code 7"),
-        ({"worker-0": "hang"}, "worker-0 was not ready after 5 s (--start-timeout-s)"),
+        ({"worker-0": "hang"}, "worker-0 was not ready after 300 s (--start-timeout-s)"),
         (
             {"frontend-0": "never-serve"},
-            "frontend-0 was not welcomed by the router after 5 s (--start-timeout-s)",
+            "frontend-0 was not welcomed by the router after 300 s (--start-timeout-s)",
         ),
     ],
 )
 def test_a_child_that_cannot_start_ends_the_server(
     start: StartServer, script: dict[str, str], expected: str
 ) -> None:
-    timeout_s = "5" if {"hang", "never-serve"} & set(script.values()) else "60"
-    server = start(script, "--start-timeout-s", timeout_s)
+    server = start(script, "--start-timeout-s", "300")
+    if {"hang", "never-serve"} & set(script.values()):
+        names = ("frontend-0", "router-0", "worker-0")
+        server.wait_known(*(name for name in names if script.get(name) != "hang"))
+        server.put_clock_forward()
     exit_code, stderr = server.finish()
     assert exit_code == 1
     assert stderr.splitlines()[-1] == f"lightserve: error: {expected}"
@@ -454,12 +481,13 @@ def test_a_second_signal_kills_everything_at_once(
 
 
 def test_a_router_that_dies_while_draining_is_not_replaced(start: StartServer) -> None:
-    server = start({"frontend-0": "never-drain"}, "--shutdown-timeout-s", "1")
+    server = start({"frontend-0": "never-drain"}, "--shutdown-timeout-s", "300")
     server.wait_banner()
     server.process.send_signal(signal.SIGTERM)
     server.wait_message("frontend-0", "Drain")
     server.kill_child("router-0")
     server.wait_message("frontend-0", "RouterDown")
+    server.put_clock_forward()
     assert server.finish()[0] == 0
     assert len(server.journal("start", "router-0")) == 1
 

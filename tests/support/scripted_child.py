@@ -33,12 +33,19 @@ BEAT_S = 0.1
 """Far more often than the real ones, for short silences."""
 
 
+def read_journal(folder: Path) -> list[Any]:
+    """Return the entries so far; one that is just being written, of which a part shows, is not."""
+    path = folder / "journal.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
 class Journal:
     """Appends events, one JSON line each, in one write."""
 
     def __init__(self, folder: Path, spec: ChildSpec) -> None:
-        self._path = folder / "journal.jsonl"
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._folder = folder
+        self._fd = os.open(folder / "journal.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         # The number of the router boot ends the address; frontends belong to none.
         boot = int(spec.workers_address.rsplit("-", 1)[1]) if spec.workers_address else 0
         name = f"{spec.role}-{spec.index}"
@@ -56,11 +63,10 @@ class Journal:
 
     def newest_group(self, boot_id: str) -> int | None:
         """Return the newest generation of this boot with a ready worker, None without any."""
-        entries = map(json.loads, self._path.read_text().splitlines())
         return max(
             (
                 entry["generation"]
-                for entry in entries
+                for entry in read_journal(self._folder)
                 if entry["event"] == "ready"
                 and entry["name"].startswith("worker-")
                 and entry["boot_id"] == boot_id
