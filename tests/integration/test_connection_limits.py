@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import trustme
 from support.fake_router import eventually, says
+from support.patient_loop import run_patiently
 from support.running_frontend import Client, Running, running_frontend
 
 from lightserve.api_keys import ApiKey, digest_of
@@ -29,7 +30,7 @@ def _serve(tmp_path: Path, scenario: Callable[[Running], Awaitable[None]], **fla
         async with running_frontend(tmp_path, **flags) as running:
             await scenario(running)
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    run_patiently(run())
 
 
 async def _error(client: Client, status: int) -> str:
@@ -42,7 +43,7 @@ async def _error(client: Client, status: int) -> str:
 
 async def _rest(client: Client) -> bytes:
     """Wait for the end of a connection."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         data = await client.reader.read(-1)
     client.hang_up()
     return data
@@ -259,7 +260,7 @@ def test_https_with_a_key_that_changes(tmp_path: Path) -> None:
         for key in ("first-key", "second-key"):
             keys = [ApiKey("alice", digest_of(key.encode()))]
             await running.control.orders.put(NewApiKeys(keys=keys))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while await models(running, key) != 200:
                     await asyncio.sleep(0.005)
         assert await models(running, "first-key") == 401

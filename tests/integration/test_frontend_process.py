@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.fake_router import copy_bundled_model, eventually, router_status, says
+from support.patient_loop import run_patiently
 from support.running_frontend import Running, running_frontend
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
@@ -52,7 +53,7 @@ def _serve(tmp_path: Path, scenario: Callable[[Running], Awaitable[None]], **fla
         async with running_frontend(tmp_path, **flags) as running:
             await scenario(running)
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    run_patiently(run())
 
 
 @pytest.mark.parametrize(("path", "body"), PATHS.values(), ids=PATHS.keys())
@@ -258,7 +259,7 @@ def test_drain_waits_for_what_is_in_flight_and_then_ends(tmp_path: Path) -> None
         hub.say(TokenDelta(requests=[said(request_id, [50, 2], FinishReason.STOP)]))
         await client.until(b"[DONE]")
         client.hang_up()
-        assert await asyncio.wait_for(running.task, 20) == 0
+        assert await asyncio.wait_for(running.task, 60) == 0
         assert await idle.read(-1) == b""
         idle_writer.close()
 
@@ -275,7 +276,7 @@ def test_drain_ends_late_requests_with_an_error(tmp_path: Path) -> None:
         await running.drain(0.1)
         assert b"shutting_down" in (await stream.rest())[1]
         assert (await whole.rest())[0] == 503
-        assert await asyncio.wait_for(running.task, 20) == 0
+        assert await asyncio.wait_for(running.task, 60) == 0
 
     _serve(tmp_path, scenario)
 
@@ -395,7 +396,7 @@ def test_the_process_is_light() -> None:
         "print(sorted(heavy), int(status.split('VmHWM:')[1].split()[0]) // 1024)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=True
     )
     heavy, rss_mb = done.stdout.rsplit(maxsplit=1)
     assert heavy == "[]"

@@ -163,7 +163,7 @@ class FakeRouter:
         await eventually(lambda: len(self.submits) >= number)
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait until a condition holds; TimeoutError otherwise."""
     async with asyncio.timeout(timeout_s):
         while not condition():

@@ -34,6 +34,7 @@ from lightserve.messages.supervision import (
     SupervisorMessage,
 )
 from support.fake_router import Answer, eventually, router_status
+from support.processes import PATIENCE_S
 
 
 class FakeControl:
@@ -83,7 +84,7 @@ class ScriptedHub:
 
     def stop(self) -> None:
         self._is_stopping = True
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=PATIENCE_S)
         assert not self._thread.is_alive()
         self._hub.close()
 
@@ -130,7 +131,7 @@ class Running:
         await self.control.orders.put(Drain(timeout_s=timeout_s))
 
     async def until_status(self, path: str, status: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (await self.get(path))[0] != status:
                 await asyncio.sleep(0.005)
 
@@ -178,7 +179,7 @@ class Client:
 
     async def until(self, text: bytes, count: int = 1) -> None:
         """Read until `text` has come so often."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self.data.count(text) < count:
                 chunk = await self.reader.read(1024)
                 assert chunk, self.data
@@ -186,7 +187,7 @@ class Client:
 
     async def rest(self) -> tuple[int, bytes]:
         """Read to the end of the connection; return status and everything after the head."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             self.data += await self.reader.read(-1)
         self.hang_up()
         head, _, body = self.data.partition(b"\r\n\r\n")
@@ -223,7 +224,7 @@ async def running_frontend(
         yield running
         if not task.done():
             await running.drain(0.0)
-        assert await asyncio.wait_for(task, 20) == 0
+        assert await asyncio.wait_for(task, 60) == 0
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from support.fake_router import frontend, sse_data
+from support.patient_loop import PatientLoop, run_patiently
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.frontend.responses import KEEP_ALIVE
@@ -36,7 +37,8 @@ def _late(
                 await asyncio.sleep(0.01)
             return await asking
 
-    return asyncio.run(asyncio.wait_for(scenario(), 30))
+    with asyncio.Runner(loop_factory=PatientLoop) as runner:
+        return runner.run(scenario())
 
 
 def test_comments_come_while_nothing_else_does() -> None:
@@ -70,4 +72,4 @@ def test_an_error_after_a_comment_is_an_event() -> None:
             (event,) = sse_data(response.text.replace(COMMENT, ""))
             assert event["error"]["code"] == "overloaded"
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    run_patiently(scenario())
