@@ -91,13 +91,14 @@ WRITE = f"import sys, time; open(sys.argv[1], 'a').write({ROW!r} + chr(10)); "
     [
         (WRITE, []),
         (WRITE + "raise ValueError('in a | kernel')", ["exit code 1: ValueError: in a / kernel"]),
-        (WRITE + "open(sys.argv[1], 'a').write('{half'); time.sleep(60)", ["ended after its 2 s"]),
+        (WRITE + "open(sys.argv[1], 'a').write('{half'); time.sleep(600)", ["ended after its 5 s"]),
         ("pass", ["gave no figure"]),
     ],
 )
 def test_a_part_that_fails_keeps_its_rows(code: str, notes: list[str], tmp_path: Path) -> None:
-    job = Job("p", [sys.executable, "-c", code], 2.0, {})
-    rows = run_job(job, tmp_path, left_s=60.0)
+    limit_s = 5.0 if "sleep" in code else 300.0
+    job = Job("p", [sys.executable, "-S", "-c", code], limit_s, {})
+    rows = run_job(job, tmp_path, left_s=400.0)
     failures = [row for row in rows if row.verdict is Verdict.FAILED]
     assert [row.note for row in failures] == notes
     assert len(rows) - len(failures) == (1 if "write" in code else 0)
@@ -107,10 +108,10 @@ def test_what_a_part_started_ends_with_it(tmp_path: Path) -> None:
     started = tmp_path / "started"
     code = (
         "import subprocess, sys; "
-        f"p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+        f"p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
         f"open({str(started)!r}, 'w').write(str(p.pid)); raise SystemExit(3)"
     )
-    run_job(Job("p", [sys.executable, "-c", code], 20.0, {}), tmp_path, left_s=60.0)
+    run_job(Job("p", [sys.executable, "-c", code], 300.0, {}), tmp_path, left_s=400.0)
     wait_gone([int(started.read_text())])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.fake_router import eventually, frontend, says
+from support.processes import PATIENCE_S
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.frontend import json_body
@@ -43,21 +44,26 @@ def test_long_bodies_wait_in_a_bounded_queue_off_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(json_body, "MAX_WAITING", 2)
-    may_go_on, threads = threading.Event(), []
-    parse = json_body.parse_model
+    may_go_on, threads, waiting = threading.Event(), [], []
+    parse, enter = json_body.parse_model, json_body.BodyReader.parse
 
     def slow(*args: Any, **options: Any) -> Any:
         threads.append(threading.current_thread())
-        assert may_go_on.wait(10.0)
+        assert may_go_on.wait(PATIENCE_S)
         return parse(*args, **options)
+
+    async def noted(reader: json_body.BodyReader, body: bytes, model: Any) -> Any:
+        waiting.append(body)
+        return await enter(reader, body, model)
 
     async def scenario() -> None:
         async with frontend(says([5, 2])) as setup:
             long = {**COMPLETION, "user": "u", "metadata": None, "prompt": [5] * 6000}
             monkeypatch.setattr(json_body, "parse_model", slow)
+            monkeypatch.setattr(json_body.BodyReader, "parse", noted)
             tasks = [asyncio.create_task(setup.post("/v1/completions", long)) for _ in range(2)]
             await eventually(lambda: len(threads) == 1)
-            await asyncio.sleep(0.05)  # until the second waits as well
+            await eventually(lambda: len(waiting) == 2)
             refused = await setup.post("/v1/completions", long)
             assert refused.status_code == 429
             assert (await setup.http.get("/livez")).status_code == 200  # the loop turns

@@ -209,7 +209,7 @@ def test_a_requests_own_targets_are_judged() -> None:
 
 # ---------------------------------------------------------------------- timeouts
 
-TIMEOUT_S = 0.15
+TIMEOUT_S = 0.6
 
 
 def first_token(submit: Submit) -> list[RequestDelta]:
