@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SIZE, TIMEOUT_S = 2, 120.0
+SIZE, TIMEOUT_S = 2, 600.0
 
 
 def test_ranks_record_and_replay_together(tmp_path: Path) -> None:
