@@ -106,9 +106,9 @@ def _routes(service: Service, routers: Sequence[APIRouter]) -> FastAPI:
     return app
 
 
-async def _on_failure(_request: Request, error: Exception) -> Response:
+async def _on_failure(request: Request, error: Exception) -> Response:
     assert isinstance(error, InvalidRequest | RequestFailed)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -120,7 +120,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         code, message = "method_not_allowed", f"this path does not take {request.method}"
     failure = InvalidRequest(message, code=code, status=error.status_code)
-    response = error_response(failure)
+    response = error_response(failure, request.scope)
     response.headers.update(error.headers or {})
     return response
 
@@ -129,7 +129,7 @@ async def _on_client_gone(_request: Request, _error: Exception) -> Response:
     return Response(status_code=400)  # nobody reads it
 
 
-async def _on_bug(_request: Request, _error: Exception) -> Response:
+async def _on_bug(request: Request, _error: Exception) -> Response:
     """Answer in general terms; the server logs the traceback by itself."""
     failure = RequestFailed("an internal error occurred", code="internal_error", status=500)
-    return error_response(failure)
+    return error_response(failure, request.scope)

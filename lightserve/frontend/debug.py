@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import StreamingResponse
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.json_body import show
+from lightserve.frontend.json_body import UNKNOWN_PARAMETER, show
 from lightserve.frontend.service import Service
 from lightserve.messages.kv_map import KindRuns, KVPool, unpack_kinds
 from lightserve.types import SlotKind
@@ -31,7 +31,7 @@ def debug_router(service: Service) -> APIRouter:
         """Say what every slot of the KV pool is for."""
         if (name := next(iter(request.query_params), None)) is not None:
             raise InvalidRequest(
-                f"the query parameter {show(name)} is not supported", code="unknown_parameter"
+                f"the query parameter {show(name)} is not supported", code=UNKNOWN_PARAMETER
             )
         pool = await service.router.describe_kv()
         return StreamingResponse(_json(pool), media_type="application/json")

@@ -19,6 +19,9 @@ from lightserve.messages.frontend_router import ErrorCode
 
 RETRY_AFTER_S = 1
 
+REFUSAL_KEY = "lightserve.refusal"
+"""Key in the ASGI scope: the error that a request is answered with, if it is, for the log."""
+
 
 class RequestFailed(LightserveError):
     """A valid request that is not answered, or not to its end.
@@ -128,8 +131,9 @@ def error_body(error: InvalidRequest | RequestFailed) -> bytes:
     return msgspec.json.encode({"error": detail})
 
 
-def error_response(error: InvalidRequest | RequestFailed) -> Response:
-    """Return the response that an error is, while it can still be one."""
+def error_response(error: InvalidRequest | RequestFailed, scope: Scope) -> Response:
+    """Return the response that an error is, while it can still be one; notes it in the scope."""
+    scope[REFUSAL_KEY] = error
     headers = {}
     if isinstance(error, RequestFailed) and error.status in (429, 503):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -149,7 +153,7 @@ async def respond_with_error(
     error: InvalidRequest | RequestFailed, scope: Scope, receive: Receive, send: Send
 ) -> None:
     """Answer a request with an error, outside of any route."""
-    await error_response(error)(scope, receive, send)
+    await error_response(error, scope)(scope, receive, send)
 
 
 def _error_type(status: int) -> str:

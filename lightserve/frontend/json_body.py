@@ -96,6 +96,8 @@ BY_KIND = pydantic.Discriminator(
     lambda value: AN_OBJECT if isinstance(value, dict | pydantic.BaseModel) else OTHERWISE
 )
 
+UNKNOWN_PARAMETER = "unknown_parameter"
+"""Code of errors about a field that there is not: the name is the client's own word."""
 UNSUPPORTED_VALUE = "unsupported_value"
 """Type of validation errors with their own words, in a context of `field` and `complaint`."""
 
@@ -139,7 +141,7 @@ def _complaint(error: pydantic.ValidationError) -> InvalidRequest:
     param = _path(location)
     code = "invalid_value"
     if kind == "extra_forbidden":
-        complaint, code = "is not supported", "unknown_parameter"
+        complaint, code = "is not supported", UNKNOWN_PARAMETER
     elif kind == UNSUPPORTED_VALUE:
         complaint, code = f"{context['complaint']}, got {show(given[location[-1]])}", kind
     elif kind == "missing":

@@ -2,7 +2,7 @@
 
 The id is the client's own `X-Request-Id` if that is harmless, otherwise a fresh one; it is on
 every log line of the request and in the response's header. The log has the route's template,
-never the path, which could hold anything.
+never the path, which could hold anything; of a refusal the code and the field that it is about.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lightserve.frontend.failures import REFUSAL_KEY
+from lightserve.frontend.json_body import UNKNOWN_PARAMETER
 from lightserve.frontend.observation import Observation
 from lightserve.logs import request_id
 from lightserve.metrics.families import OTHER
@@ -76,9 +78,11 @@ class RequestLog:
         duration_ms = round(duration_s * 1e3, 1)
         level = logging.DEBUG if route in QUIET_ROUTES else logging.INFO
         fields = {"method": method, "route": route, "status": status, "duration_ms": duration_ms}
+        why = _why(scope)
         log.log(
-            *(level, "%s %s %d in %.1f ms", method, route, status, duration_ms),
-            extra={"fields": fields},
+            *(level, "%s in %.1f ms", " ".join([method, route, str(status), *why.values()])),
+            duration_ms,
+            extra={"fields": fields | why},
         )
 
     def _template(self, scope: Scope) -> str:
@@ -87,6 +91,21 @@ class RequestLog:
             return str(route.path)
         path: str = scope["path"]
         return path if path in self._paths else OTHER
+
+
+def _why(scope: Scope) -> dict[str, str]:
+    """Return code and field of the error that answers a request; nothing without one.
+
+    The field is the API's own, never one that the client made up: of `metadata.name` that is
+    `metadata`, of an unknown one nothing.
+    """
+    error = scope.get(REFUSAL_KEY)
+    if error is None:
+        return {}
+    param = getattr(error, "param", None)
+    if param is None or error.code == UNKNOWN_PARAMETER:
+        return {"code": error.code}
+    return {"code": error.code, "param": re.split(r"[.\[]", param, maxsplit=1)[0]}
 
 
 def _choose_id(scope: Scope) -> str:

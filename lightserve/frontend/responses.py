@@ -280,21 +280,22 @@ def _log_end(request_id: str, choices: Choices, outcome: str, caller: Caller) ->
     request, usage = choices.first.request, choices.usage
     now_s, arrival_s = time.monotonic(), request.arrival_s
     first_s = choices.first.first_token_s
-    ttft = "-" if first_s is None else f"{(first_s - arrival_s) * 1e3:.1f}"
-    log.info(
-        "request=%s outcome=%s client=%s key=%s prompt_tokens=%d completion_tokens=%d ttft_ms=%s"
-        " total_ms=%.1f",
-        request_id,
-        outcome,
-        caller.name or "-",
-        _short_hash(request.prediction_key),
-        usage.prompt_tokens,
-        usage.completion_tokens,
-        ttft,
-        (now_s - arrival_s) * 1e3,
-    )
+    fields = {
+        "request": request_id,
+        "class": request.request_class.value,
+        "outcome": outcome,
+        "client": caller.name or None,
+        "prediction_key": _short_hash(request.prediction_key),
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "ttft_ms": None if first_s is None else round((first_s - arrival_s) * 1e3, 1),
+        "total_ms": round((now_s - arrival_s) * 1e3, 1),
+    }
+    text = " ".join(f"{name}={'-' if v is None else v}" for name, v in fields.items())
+    log.info("%s", text, extra={"fields": fields})
 
 
-def _short_hash(key: str) -> str:
+def _short_hash(key: str) -> str | None:
     """Return what tells keys apart in the log without giving them away."""
-    return hashlib.sha256(key.encode()).hexdigest()[:12] if key else "-"
+    return hashlib.sha256(key.encode()).hexdigest()[:12] if key else None

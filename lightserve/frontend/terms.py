@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from lightserve.config import ServeConfig
 from lightserve.config.fields import flag_name
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.json_body import StrictModel, show
+from lightserve.frontend.json_body import UNKNOWN_PARAMETER, StrictModel, show
 from lightserve.types import MTPOT_FACTOR, NO_SLO, SLO, RequestClass
 
 MAX_TARGET_MS = 3_600_000.0
@@ -147,7 +147,7 @@ def _from_headers(headers: Headers) -> dict[str, _Asked]:
             raise InvalidRequest(
                 f"the header {header[:64]} is not supported; known are {', '.join(TARGET_HEADERS)}",
                 param=header[:64],
-                code="unknown_parameter",
+                code=UNKNOWN_PARAMETER,
             )
         name = TARGET_HEADERS[header]
         if name in asked:

@@ -335,7 +335,8 @@ def test_logs_name_the_request_and_never_its_text(
     with caplog.at_level("DEBUG", logger="lightserve"):
         request_id = asyncio.run(scenario())
     key = hashlib.sha256(b"jane@example.org").hexdigest()[:12]
-    assert f"request={request_id} outcome=stop client=- key={key} " in caplog.text
+    line = f"request={request_id} class=rt outcome=stop client=- prediction_key={key} "
+    assert line in caplog.text
     assert "jane" not in caplog.text
     assert "secret" not in caplog.text
     assert "Grüße" not in caplog.text

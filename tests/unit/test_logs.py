@@ -80,10 +80,41 @@ def test_each_line_of_a_request_has_its_id_and_none_has_its_words(
         mine = f'"request_id":"id-{number}"' if log_format == "json" else f"[id-{number}]"
         assert sum(mine in line for line in ours) == count, ours
     assert len(ours) == 11
+    refused = next(line for line in ours if "id-3" in line)
+    ended = next(line for line in ours if "id-0" in line and "outcome" in line)
+    if log_format == "json":
+        assert json.loads(refused)["code"] == "unknown_parameter"
+        assert json.loads(ended)["class"] == "rt"
+        assert json.loads(ended)["completion_tokens"] == 3
+    else:
+        assert "POST /v1/completions 400 unknown_parameter in " in refused
+        assert " class=rt outcome=stop " in ended
     servers = [line for line in lines if "httpx" not in line]  # the client logs its URLs
     assert len(servers) >= len(ours)
     for word in (SECRET, KEY):
         assert not any(word in line for line in servers)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("temperature", "hot", "400 invalid_type temperature in"),
+        ("metadata", {SECRET: 1}, "400 invalid_type metadata in"),
+        ("model", SECRET, "404 model_not_found model in"),
+    ],
+)
+def test_a_refusal_says_in_the_log_what_it_is_about(
+    field: str, value: object, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with frontend() as setup:
+            body = {"model": BUNDLED_MODEL_NAME, "prompt": "hi", field: value}
+            await setup.http.post("/v1/completions", json=body)
+
+    with caplog.at_level("INFO", logger="lightserve"):
+        asyncio.run(scenario())
+    assert f"POST /v1/completions {reason} " in caplog.text
+    assert SECRET not in caplog.text
 
 
 def test_a_failure_of_the_server_has_the_id_and_the_traceback(
