@@ -14,7 +14,7 @@ import msgspec
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
 from lightserve.config.fields import check_limits, option, parse_memory
-from lightserve.config.frontend import FrontendOptions
+from lightserve.config.frontend import FrontendOptions, split_names
 from lightserve.config.graphs import GraphOptions
 from lightserve.config.memory import MemoryOptions
 from lightserve.config.scheduling import SchedulingOptions
@@ -168,8 +168,7 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
     @property
     def model_names(self) -> tuple[str, ...]:
         """All names that clients may use, the model's own first."""
-        names = (name.strip() for name in self.served_model_name.split(","))
-        return tuple(dict.fromkeys(name for name in names if name)) or (self.model_name,)
+        return split_names(self.served_model_name) or (self.model_name,)
 
     @property
     def model_name(self) -> str:

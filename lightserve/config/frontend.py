@@ -13,6 +13,12 @@ METRICS_HOST = "127.0.0.1"
 """Where metrics are served unless told otherwise."""
 
 
+def split_names(text: str) -> tuple[str, ...]:
+    """Return the names in a list that commas separate, each once."""
+    names = (name.strip() for name in text.split(","))
+    return tuple(dict.fromkeys(name for name in names if name))
+
+
 @dataclass(frozen=True, kw_only=True)
 class FrontendOptions:
     """See the module's docstring."""
@@ -99,6 +105,12 @@ class FrontendOptions:
 
     def check_access(self) -> None:
         """Refuse an open door, and options that would have no effect."""
+        for flag, names in (
+            ("--served-model-name", self.served_model_name),
+            ("--allowed-hosts", self.allowed_hosts),
+        ):
+            if names and not split_names(names):
+                raise ConfigError(f"{flag} must have at least one name, got {names!r}")
         if self.api_key_file and self.insecure_no_auth:
             raise ConfigError("--insecure-no-auth contradicts --api-key-file")
         if not (self.is_loopback or self.api_key_file or self.insecure_no_auth):

@@ -143,9 +143,14 @@ class _Loop:
                     continue
                 if fleet.phase is Phase.STARTING:
                     return _exit_code_before_ready(signum)
+                name = signal.Signals(signum).name
                 if fleet.phase is Phase.DRAINING:
+                    log.warning("%s once more: everything ends now", name)
                     return 128 + signum
+                timeout_s = self._config.shutdown_timeout_s
+                log.info("%s: requests in flight have %g s to finish", name, timeout_s)
                 fleet.drain()
+        log.info("stopped")
         return 0
 
     def _reload_api_keys(self) -> None:

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 from lightserve.config import ServeConfig
+from lightserve.cost.profile import read_profile
 from lightserve.errors import ConfigError, ModelLoadError, StartupError
 from lightserve.logs import one_line
 from lightserve.models.config import check_tp, load_model_config, resolve_context_len
@@ -76,13 +77,16 @@ def check_model(config: ServeConfig) -> None:
 
     Raises:
         ModelLoadError: naming file and key.
-        ConfigError: --max-model-len is above the model's, --chat-template cannot be read.
+        ConfigError: --max-model-len is above the model's, --chat-template or --profile cannot be
+            read.
     """
     path = Path(config.model)
     model = load_model_config(path)
     resolve_context_len(config.max_model_len, model)
     if config.chat_template:
         _check_chat_template(Path(config.chat_template))
+    if config.profile not in ("auto", "off"):
+        _check_profile(Path(config.profile))
     check_tp(model, config.tp)
     check_weights(path, model)
     if not (path / _TOKENIZER_FILE).is_file():
@@ -99,6 +103,18 @@ def _check_chat_template(path: Path) -> None:
         raise ConfigError(f"--chat-template {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--chat-template {path}: not valid UTF-8") from error
+
+
+def _check_profile(path: Path) -> None:
+    """Check that it is a profile; whether it is this server's is left to the workers."""
+    if not path.is_file():
+        raise ConfigError(f"--profile {path}: no such file")
+    try:
+        read_profile(path)
+    except OSError as error:
+        raise ConfigError(f"--profile {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"--profile {path} is no profile: {error}") from error
 
 
 def _fetch(hub_id: str) -> Path:

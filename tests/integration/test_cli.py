@@ -100,6 +100,8 @@ def _other_value(spec: dataclasses.Field[Any]) -> object:
         (["serve", "--host", ""], "can be reached from other machines"),
         (["serve", "--allowed-hosts", "x", "--api-key-file", "y"], "--allowed-hosts needs"),
         (["serve", "--insecure-no-auth", "--api-key-file", "y"], "--insecure-no-auth contradicts"),
+        (["serve", "--served-model-name", " ,"], "--served-model-name must have at least one name"),
+        (["serve", "--allowed-hosts", ","], "--allowed-hosts must have at least one name"),
         (["serve", "--ssl-keyfile", "x"], "--ssl-keyfile needs --ssl-certfile"),
         (
             ["serve", "--metrics-host", "0.0.0.0", "--metrics-port", "-1"],

@@ -22,7 +22,7 @@ from lightserve.supervisor.startup import resolve_model
 
 def _serve(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "lightserve.cli.main", "serve", "--metrics-port", "0", *flags],
+        [sys.executable, "-m", "lightserve", "serve", "--metrics-port", "0", *flags],
         capture_output=True,
         text=True,
         timeout=600,
@@ -96,6 +96,24 @@ def test_bad_model_directories_name_file_and_key(case: str, tmp_path: Path) -> N
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
     _assert_one_line(_serve("--port", "0", "--model", missing), "--model", missing)
+
+
+@pytest.mark.parametrize(
+    ("flag", "content", "expected"),
+    [
+        ("--profile", None, "no such file"),
+        ("--profile", "{}", "is no profile"),
+        ("--chat-template", None, "no such file"),
+    ],
+)
+def test_files_that_are_no_use_are_found_before_the_weights_are_loaded(
+    flag: str, content: str | None, expected: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    if content is not None:
+        file.write_text(content)
+    result = _serve("--port", "0", flag, str(file))
+    _assert_one_line(result, f"{flag} {file}", expected, exit_code=2)
 
 
 def test_a_hub_id_without_network() -> None:

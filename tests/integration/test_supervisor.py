@@ -466,7 +466,9 @@ def test_frontends_that_do_not_drain_are_killed(start: StartServer) -> None:
     server.wait_banner()
     exit_code, stderr = server.finish(signal.SIGTERM)
     assert exit_code == 0
+    assert "SIGTERM: requests in flight have 0 s to finish" in stderr
     assert "frontends did not end in time" in stderr
+    assert stderr.rstrip().endswith("stopped")
 
 
 @pytest.mark.parametrize(("second", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -477,7 +479,9 @@ def test_a_second_signal_kills_everything_at_once(
     server.wait_banner()
     server.process.send_signal(signal.SIGTERM)
     server.wait_message("frontend-0", "Drain")
-    assert server.finish(second)[0] == code
+    exit_code, stderr = server.finish(second)
+    assert exit_code == code
+    assert "once more: everything ends now" in stderr
 
 
 def test_a_router_that_dies_while_draining_is_not_replaced(start: StartServer) -> None:
