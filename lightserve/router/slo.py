@@ -10,7 +10,8 @@ counted once, and what it took too long those behind it make up for, each by a q
 most, up to a stall of mtpot: to forget it (architecture 7) is to miss the mean with every error
 of a step's prediction, as what is too long counts then and what is too short does not. What the
 first token leaves of its own time is not theirs: the mean that clients are promised, and judge
-by, counts from it on. With mtpot =
+by, counts from it on. Best-effort work keeps to an earlier line, 0.1 tpot more per token: what it
+leaves, bursts of prompts and stalls live on, and a last token that is late is no miss. With mtpot =
 tpot it is the gap clock (B2): each token is due tpot after the one before, whatever was gained.
 
 `CompletionLedger`, a job with a completion time (A7): what is left of that time is granted to
@@ -39,6 +40,10 @@ FEASIBLE_FACTOR = 1.2
 LEAST_SHARE = 0.75
 """Of tpot: the tokens after a late one are due at least so much after another, until the mean is
 kept again."""
+RESERVE_SHARE = 0.1
+"""Of tpot: what each token leaves of its time while only best-effort work would take it."""
+MAX_RESERVE_SHARE = 0.5
+"""Of what tokens may come too early or too late: more is not kept."""
 PROMOTION_FACTOR = 1.5
 """A best-effort job is urgent once its time left is below so many times of its work left."""
 
@@ -84,6 +89,12 @@ class DeadlineTracker(Protocol):
         So many tokens come before it just now; none: it counts from the last one.
         """
 
+    def lent_behind(self, num_tokens: int, now_s: float) -> float:
+        """Return the part of `residual_behind` that best-effort work may take.
+
+        So many tokens come before it just now, or none.
+        """
+
 
 class TokenDeadlines:
     """Deadlines from a time to the first token, a mean and a largest gap; see the module."""
@@ -97,6 +108,7 @@ class TokenDeadlines:
         self._last_s = arrival_s
         self._deadline_s = self._by_mean_s = arrival_s + _seconds(slo.ttft_ms)
         self._most_debt_s = max(0.0, self._mtpot_s - self._tpot_s) if slo.tpot_ms else 0.0
+        self._reserve_s = RESERVE_SHARE * self._tpot_s if slo.tpot_ms else 0.0
 
     @property
     def deadline_of_next_token(self) -> float:
@@ -124,6 +136,18 @@ class TokenDeadlines:
             return self.residual(now_s)
         last_s = now_s if num_tokens else self._last_s
         return last_s + min(self._tpot_s, self._mtpot_s) - now_s
+
+    def lent_behind(self, num_tokens: int, now_s: float) -> float:
+        """See `DeadlineTracker`: all but what tokens are to leave to bursts of others, and to the
+        last ones, which nothing behind them can make up for."""
+        num_before = self.kept.num_tokens + num_tokens
+        if num_before == 0:
+            return self.residual(now_s)
+        reserve_s = min(num_before * self._reserve_s, MAX_RESERVE_SHARE * self._most_debt_s)
+        last_s, by_mean_s = self._last_s, self._by_mean_s
+        if num_tokens:
+            last_s, by_mean_s = now_s, self._mean_behind(num_tokens, now_s)
+        return self._due(by_mean_s - reserve_s, last_s) - now_s
 
     def _mean_behind(self, num_tokens: int, now_s: float) -> float:
         """Return until when the next token keeps the mean; that may have passed."""
@@ -204,6 +228,10 @@ class CompletionLedger:
 
     def residual_of_late(self, num_tokens: int, now_s: float) -> float:
         """See `DeadlineTracker`: a job's time does not come back."""
+        return self.residual_behind(num_tokens, now_s)
+
+    def lent_behind(self, num_tokens: int, now_s: float) -> float:
+        """See `DeadlineTracker`: all of it."""
         return self.residual_behind(num_tokens, now_s)
 
     def is_urgent(self, now_s: float, *, work_left_s: float) -> bool:

@@ -34,8 +34,10 @@ RATIO_MEMORY = 0.1
 SPREAD_MEMORY = 0.03
 """The same in the ratio's variance, which needs more of them; it grows at RATIO_MEMORY."""
 GUARD_DEVIATIONS = 2.5
-MAX_RATIO = 4.0
-"""One step that took longer than this times its prediction says no more than that."""
+OUTLIER_DEVIATIONS, LEAST_OUTLIER = 3.0, 0.3
+"""A step that took longer than predicted by more than so many deviations, and by this share at
+least, says no more than that: it was stalled by something else, which no shorter step would have
+avoided. Where steps get longer for good the deviation grows by a third with each."""
 GUARD_CUT, GUARD_STEP, GUARD_FLOOR = 0.5, 0.05, 1 / 16
 
 
@@ -56,7 +58,9 @@ class _Ratio:
     num_observed: int = 0
 
     def observe(self, ratio: float) -> None:
-        off = min(ratio, MAX_RATIO) / self.mean - 1.0
+        off = ratio / self.mean - 1.0
+        if self.num_observed > 0:
+            off = min(off, max(LEAST_OUTLIER, OUTLIER_DEVIATIONS * math.sqrt(self.variance)))
         self.num_observed += 1
         newest = 1.0 / self.num_observed
         self.mean *= 1.0 + max(RATIO_MEMORY, newest) * off

@@ -179,10 +179,10 @@ def test_the_variants_of_deadlines_decide_differently() -> None:
     """Tokens come early. By the curve that is time for a chunk, up to the largest gap; by the gap
     clock it is lost, as it is where the targets say the same; a job with a lot of time has it, one
     with little has not."""
-    slo = SLO(ttft_ms=400, tpot_ms=10, mtpot_ms=50)
+    slo = SLO(ttft_ms=400, tpot_ms=12, mtpot_ms=60)
     by_curve, by_gap = tokens_beside(slo, "curve"), tokens_beside(slo, "gap")
     assert by_curve == 40 > by_gap
-    assert tokens_beside(SLO(ttft_ms=400, tpot_ms=10, mtpot_ms=10), "curve") == by_gap
+    assert tokens_beside(SLO(ttft_ms=400, tpot_ms=12, mtpot_ms=12), "curve") == by_gap
     assert tokens_beside(SLO(completion_s=9), "curve") == 40
     assert tokens_beside(SLO(completion_s=0.1), "curve") < 40
     only_gap = SLO(ttft_ms=400, mtpot_ms=20)  # without a mean there is nothing to take

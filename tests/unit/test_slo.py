@@ -175,6 +175,40 @@ def test_what_is_due_if_nothing_has_to_be_made_up_for(
     assert residual_s == pytest.approx(min(tpot_s, mtpot_s) - 0.5)
 
 
+@given(slos(), deliveries_of, st.integers(0, 3), st.floats(0, 1))
+def test_what_best_effort_work_may_take(
+    slo: SLO, deliveries: Deliveries, num_tokens: int, later_s: float
+) -> None:
+    """No more than there is, and all of it where time that is left cannot be kept."""
+    tracker = TokenDeadlines(slo, 0.0)
+    assert tracker.lent_behind(0, 0.5) == tracker.residual(0.5)
+    now_s = 0.0
+    for gap_s, count in deliveries:
+        now_s += gap_s
+        tracker.on_tokens(count, now_s)
+    now_s += later_s
+    residual_s = (
+        tracker.residual_behind(num_tokens, now_s) if num_tokens else tracker.residual(now_s)
+    )
+    lent_s = tracker.lent_behind(num_tokens, now_s)
+    assert lent_s <= residual_s
+    if slo.tpot_ms is None or slo.mtpot_ms == slo.tpot_ms:
+        assert lent_s == residual_s
+
+
+@given(targets_ms, st.integers(2, 80))
+def test_what_is_left_by_who_takes_what_is_lent(tpot_ms: float, num_tokens: int) -> None:
+    """A tenth of the mean, up to half of a stall of mtpot, here three times tpot."""
+    tracker = TokenDeadlines(SLO(tpot_ms=tpot_ms), 0.0)
+    now_s = 0.0
+    tracker.on_tokens(1, now_s)
+    for _ in range(num_tokens - 1):
+        now_s += tracker.lent_behind(0, now_s)
+        tracker.on_tokens(1, now_s)
+    kept_ms = (num_tokens - 1) * tpot_ms - now_s * 1e3
+    assert kept_ms == pytest.approx(min(0.1 * (num_tokens - 1), 1.5) * tpot_ms)
+
+
 @given(targets_ms, st.lists(st.floats(0, 3), min_size=2, max_size=60))
 def test_who_keeps_deadlines_after_a_stall_keeps_the_mean(
     tpot_ms: float, jitter: list[float]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.step_cost import StepCost, StepShape
 from lightserve.sim.hardware import A100_LLAMA2_7B, VirtualHardware
 
@@ -78,6 +79,31 @@ def test_slower_hardware_is_noticed() -> None:
         cost.observe(shape, 1.3 * seconds(shape) * float(np.exp(rng.normal(0.0, 0.05))))
     assert np.median(errors(cost, factor=1.3)) <= 0.08
     assert 1.0 < cost.guard < 1.5
+
+
+def test_a_stall_says_nothing_about_other_steps() -> None:
+    """The process was not running for as long as twenty steps take; one in fifty is such a one."""
+    cost, rng = learnt(), np.random.default_rng(5)
+    for number in range(300):
+        shape = random_shape(rng)
+        stalled_s = 20 * seconds(shape) if number % 50 == 49 else 0.0
+        cost.observe(shape, seconds(shape) * float(np.exp(rng.normal(0.0, 0.05))) + stalled_s)
+        assert cost.guard < 1.6
+        assert np.median(errors(cost)) <= 0.08 or number < 9
+
+
+def test_much_slower_hardware_is_no_stall() -> None:
+    """It is followed as soon as the deviation has grown."""
+    cost, rng = StepCost(), np.random.default_rng(5)
+    none = dict.fromkeys(StepCoefficients.__struct_fields__, 0.0)
+    cost.use_profile(StepCoefficients(**none | {"floor_s": 0.01}))
+    shape, ratios = StepShape(num_new=1), []
+    for number in range(130):
+        factor = 4 if number >= 100 else 1
+        cost.observe(shape, factor * 0.01 * float(np.exp(rng.normal(0.0, 0.05))))
+        ratios.append(cost.seconds(shape) / 0.01)
+    assert ratios[99] == pytest.approx(1, rel=0.05)
+    assert ratios[102] < 1.5 and ratios[110] > 2 and ratios[129] > 3.6
 
 
 def test_nothing_is_known_at_first() -> None:

@@ -106,14 +106,22 @@ class TimedStep:
             residual_s = self.residual(request)
             if residual_s >= base_s:
                 surely_s = min(surely_s, residual_s)
-            if residual_s < least_s:
-                residual_s = self._residual_of_late(request)
-            if residual_s >= least_s:
-                perhaps_s = min(perhaps_s, residual_s)
+            lent_s = self._lent_by(request)
+            if lent_s < least_s:
+                lent_s = self._residual_of_late(request)
+            if lent_s >= least_s:
+                perhaps_s = min(perhaps_s, lent_s)
         self.deadline_s = self._limit_s = surely_s
         self._best_effort_limit_s = perhaps_s
         if self._guard is not None and math.isfinite(surely_s):
             self._limit_s = self._guard.limit(base_s, surely_s)
+
+    def _lent_by(self, request: Request) -> float:
+        """Return the part of the residual of a decode that best-effort requests may take."""
+        deadlines = request.deadlines
+        if deadlines is None or request in self.due_s:
+            return self.residual(request)
+        return deadlines.lent_behind(request.num_inflight_samples, self._start_s)
 
     def _residual_of_late(self, request: Request) -> float:
         deadlines = request.deadlines
@@ -221,7 +229,7 @@ class TimedStep:
         ample = [
             request
             for request, num_tokens in self.chosen
-            if num_tokens == 1 and request.is_decoding and self.residual(request) > ample_s
+            if num_tokens == 1 and request.is_decoding and self._lent_by(request) > ample_s
         ]
         without = self._shape.plus_decodes(-len(ample), -sum(r.next_position for r in ample))
         if not ample or self._gained_by_prompt(without, limit_s) <= len(ample):
