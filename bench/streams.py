@@ -32,15 +32,17 @@ class StreamResult:
     outcome: Outcome
     num_chunks: int
     detail: str = ""
+    first_chunk_s: float = float("inf")
+    """Infinite without one."""
 
 
 def stream_once(url: str, body: dict[str, Any], on_chunk: Any = None) -> StreamResult:
     """Send one streaming chat completion and read it to its end; never raises for its fate."""
-    start_s = time.monotonic()
+    start_s, first_chunk_s = time.monotonic(), float("inf")
     num_chunks = 0
 
     def result(outcome: Outcome, detail: str = "") -> StreamResult:
-        return StreamResult(start_s, time.monotonic(), outcome, num_chunks, detail)
+        return StreamResult(start_s, time.monotonic(), outcome, num_chunks, detail, first_chunk_s)
 
     try:
         with (
@@ -61,6 +63,7 @@ def stream_once(url: str, body: dict[str, Any], on_chunk: Any = None) -> StreamR
                 if "error" in event:
                     return result(Outcome.ERROR_EVENT, event["error"]["message"])
                 num_chunks += 1
+                first_chunk_s = min(first_chunk_s, time.monotonic())
                 if on_chunk is not None:
                     on_chunk()
     except httpx.TransportError as error:
@@ -75,7 +78,9 @@ class StreamLoad:
         self._url = url
         self._body = body
         self._is_stopped = threading.Event()
+        self._stopped_s = float("inf")
         self._results: list[StreamResult] = []
+        self._results_of_clients: list[list[StreamResult]] = [[] for _ in range(num_streams)]
         self._streaming: set[int] = set()
         self._threads = [
             threading.Thread(target=self._run, args=(number,)) for number in range(num_streams)
@@ -98,7 +103,9 @@ class StreamLoad:
             time.sleep(0.005)
 
     def stop(self) -> list[StreamResult]:
-        """Let every client finish its current request and return all results."""
+        """Let every client finish a request that ends after this call; return all results."""
+        if not self._is_stopped.is_set():
+            self._stopped_s = time.monotonic()
         self._is_stopped.set()
         for thread in self._threads:
             thread.join()
@@ -108,10 +115,27 @@ class StreamLoad:
         """Return, after `stop`, the requests that were under way at a moment (monotonic)."""
         return [r for r in self._results if r.start_s <= moment_s <= r.end_s]
 
+    def streaming_at(self, moment_s: float) -> list[StreamResult]:
+        """Return, after `stop`, those whose answers had begun and not ended at a moment."""
+        return [r for r in self._results if r.first_chunk_s <= moment_s <= r.end_s]
+
+    def fates_of(self, moment_s: float) -> list[StreamResult]:
+        """Return, after a `stop` later than a moment, each client's first request to end after it.
+
+        Under way then, or, for a client that was between two requests, the next one.
+        """
+        return [
+            next(result for result in results if result.end_s >= moment_s)
+            for results in self._results_of_clients
+        ]
+
     def _run(self, number: int) -> None:
         body = dict(self._body)
-        while not self._is_stopped.is_set():
+        end_s = 0.0
+        while end_s < self._stopped_s:
             result = stream_once(self._url, body, lambda: self._streaming.add(number))
+            end_s = result.end_s
             self._results.append(result)
+            self._results_of_clients[number].append(result)
             if result.outcome is not Outcome.WHOLE:
                 self._is_stopped.wait(0.02)  # a dead server is asked again, not hammered

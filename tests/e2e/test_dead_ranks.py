@@ -12,9 +12,6 @@ from support.processes import wait_for, wait_gone
 
 from bench.streams import Outcome, StreamLoad, stream_once
 
-PATIENCE_S = 60.0
-"""For what takes milliseconds on a machine that is not busy."""
-
 
 def _body(server: LiveServer) -> dict[str, Any]:
     messages = [{"role": "user", "content": "Tell me a story about Mira and the brass lantern."}]
@@ -32,19 +29,18 @@ def test_the_group_is_replaced(run_parent: Path) -> None:
     """A rank that hangs is test_faults's, and bench/dead_ranks.py's, which measures both."""
     with live_server(run_parent, "--tp=2", "--max-kv-tokens=4096") as server:
         ranks = [server.tree()[f"worker-{rank}"] for rank in range(2)]
-        with StreamLoad(server.url, _body(server), 2) as load:
+        with server.healing(), StreamLoad(server.url, _body(server), 2) as load:
             load.wait_all_streaming()
             stopped_s = time.monotonic()
             ranks[1].suspend()
-            wait_for(lambda: _is_quiet(ranks[0]), "the all-reduce", PATIENCE_S)
+            wait_for(lambda: _is_quiet(ranks[0]), "the all-reduce")
             assert ranks[0].is_running()
             ranks[1].kill()
-            wait_gone([rank.pid for rank in ranks], PATIENCE_S)
+            wait_gone([rank.pid for rank in ranks])
             load.stop()
         assert "worker-1 was killed by SIGKILL" in server.stderr
-        for result in load.in_flight_at(stopped_s):
+        for result in load.fates_of(stopped_s):
             assert result.outcome in (Outcome.WHOLE, Outcome.ERROR_EVENT, Outcome.STATUS)
-        server.wait_readyz()
         assert stream_once(server.url, _body(server)).outcome is Outcome.WHOLE
         new = {server.tree()[f"worker-{rank}"].pid for rank in range(2)}
         assert new.isdisjoint(rank.pid for rank in ranks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +23,7 @@ FLAGS = (
     *("--max-kv-tokens", "450", "--max-model-len", "400", "--ttft-slo-ms", "500"),
     *("--tpot-slo-ms", "50"),
 )
+NUM_REQUESTS = 50
 TEXT = "the fox went into the wood and saw a light far away behind old trees"
 
 
@@ -31,12 +31,12 @@ def test_a_server_can_be_replayed(run_parent: Path, tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
     with live_server(run_parent, *FLAGS, "--decision-log", str(path)) as server:
         with ThreadPoolExecutor(16) as pool:
-            statuses = list(pool.map(lambda number: _ask(server, number), range(50)))
+            statuses = list(pool.map(lambda number: _ask(server, number), range(NUM_REQUESTS)))
         assert set(statuses) == {200}
-        wait_for(lambda: _metric(server, "num_requests_running") == 0, "the end of aborted ones")
+        # A router reports, and writes what it knows, every second.
+        wait_for(lambda: _is_settled(server, path), "the end of aborted ones")
         num_skipped = _metric(server, "requests_skipped_total")
         num_steps = _metric(server, "steps_total")
-        time.sleep(1.5)  # a router writes what it knows every second
         assert server.stop() == 0
         assert path.stat().st_mode & 0o777 == 0o600
     records = [line.record for line in DecisionLogReader(path).lines()]
@@ -74,8 +74,20 @@ def _ask(server: LiveServer, number: int) -> int:
         return response.status_code
 
 
+def _is_settled(server: LiveServer, path: Path) -> bool:
+    """Whether every request is known, none of them lives, and the file has every step."""
+    written = path.read_bytes()
+    num_steps = written.count(b'"kind":"decision"')
+    return (
+        written.count(b'"type":"Submit"') == NUM_REQUESTS
+        and _metric(server, "num_requests_running") == 0
+        and _metric(server, "num_requests_waiting") == 0
+        and _metric(server, "steps_total") == num_steps
+    )
+
+
 def _metric(server: LiveServer, name: str) -> float:
     """Return the sum of a metric's series."""
-    text = httpx.get(server.metrics_url).text
+    text = httpx.get(server.metrics_url, timeout=60.0).text
     values = re.findall(rf"^lightserve_{name}\S* (\S+)$", text, re.M)
     return sum(map(float, values))

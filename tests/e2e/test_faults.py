@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 from support.live_server import LiveServer, live_server
-from support.processes import is_running, wait_for, wait_gone
+from support.processes import PATIENCE_S, is_running, wait_for, wait_gone
 
 from bench.streams import Outcome, StreamLoad, StreamResult, stream_once
 
@@ -30,24 +30,27 @@ def sturdy(run_parent: Path) -> Iterator[LiveServer]:
 
 
 def _body(server: LiveServer) -> dict[str, Any]:
+    """What every client asks: an answer that is never short."""
     messages = [{"role": "user", "content": LONG}]
-    return {"model": server.model, "messages": messages, "max_tokens": 400, "temperature": 1.0}
+    asked = {"messages": messages, "max_tokens": 400, "temperature": 1.0, "ignore_eos": True}
+    return {"model": server.model, **asked}
 
 
 def _kill_under_load(
     server: LiveServer, choose: Callable[[LiveServer], psutil.Process]
 ) -> list[StreamResult]:
-    """Kill a process, chosen then, while clients stream; returns what those in flight saw."""
-    with StreamLoad(server.url, _body(server), NUM_STREAMS) as load:
+    """Kill a process, chosen then, while clients stream; returns what each of them saw.
+
+    When the server is whole again.
+    """
+    with server.healing(), StreamLoad(server.url, _body(server), NUM_STREAMS) as load:
         load.wait_all_streaming()
         victim = choose(server)
         killed_s = time.monotonic()
         victim.kill()
         wait_gone([victim.pid])
         load.stop()
-    in_flight = load.in_flight_at(killed_s)
-    assert len(in_flight) == NUM_STREAMS
-    return in_flight
+    return load.fates_of(killed_s)
 
 
 @pytest.mark.parametrize("role", ["worker-0", "router-0"])
@@ -58,7 +61,6 @@ def test_clients_learn_of_a_dead_worker_or_router(sturdy: LiveServer, role: str)
         assert result.outcome in (Outcome.WHOLE, Outcome.ERROR_EVENT, Outcome.STATUS), result
         if result.outcome is Outcome.STATUS:
             assert result.detail.startswith("503"), result
-    sturdy.wait_readyz()
     assert stream_once(sturdy.url, _body(sturdy)).outcome is Outcome.WHOLE
     assert sorted(sturdy.tree()) == roles
     assert [sturdy.tree()[f"frontend-{index}"].pid for index in (0, 1)] == frontends
@@ -70,8 +72,7 @@ def test_a_dead_frontend_breaks_its_own_connections_only(sturdy: LiveServer) -> 
     outcomes = {result.outcome for result in _kill_under_load(sturdy, _busiest_frontend)}
     assert Outcome.BROKEN in outcomes
     assert outcomes <= {Outcome.WHOLE, Outcome.BROKEN}
-    wait_for(lambda: sorted(sturdy.tree()) == roles, "the new frontend")
-    sturdy.wait_readyz()
+    assert sorted(sturdy.tree()) == roles
     after = {role: process.pid for role, process in sturdy.tree().items()}
     (lost,) = {role for role in before if before[role] != after[role]}
     assert lost.startswith("frontend-")
@@ -98,27 +99,27 @@ def _wait_idle(server: LiveServer) -> None:
         health = _health(server)
         return health["num_steps"] > num_steps and health["num_running"] == 0
 
-    wait_for(is_idle, "an idle router", 10.0)
+    wait_for(is_idle, "an idle router")
 
 
 def _health(server: LiveServer) -> dict[str, Any]:
-    health: dict[str, Any] = httpx.get(f"{server.url}/health", timeout=10.0).json()
+    health: dict[str, Any] = httpx.get(f"{server.url}/health", timeout=60.0).json()
     return health
 
 
 def test_a_router_that_hangs_is_replaced(sturdy: LiveServer) -> None:
     """SIGSTOP for ever: /livez says so first, then the supervisor kills it (H3)."""
     before = {role: process.pid for role, process in sturdy.tree().items()}
-    sturdy.tree()["router-0"].suspend()
     statuses: list[int] = []
 
     def is_gone() -> bool:
-        statuses.append(httpx.get(f"{sturdy.url}/livez", timeout=10.0).status_code)
+        statuses.append(httpx.get(f"{sturdy.url}/livez", timeout=60.0).status_code)
         return not is_running(before["router-0"])
 
-    wait_for(is_gone, "the end of the router", 60.0)
+    with sturdy.healing():
+        sturdy.tree()["router-0"].suspend()
+        wait_for(is_gone, "the end of the router")
     assert set(statuses) == {200, 503}
-    sturdy.wait_readyz()
     assert stream_once(sturdy.url, _body(sturdy)).outcome is Outcome.WHOLE
     after = {role: process.pid for role, process in sturdy.tree().items()}
     assert {role for role in before if before[role] != after[role]} == {"router-0", "worker-0"}
@@ -132,10 +133,10 @@ def test_a_dead_supervisor_leaves_nobody(run_parent: Path) -> None:
             load.wait_all_streaming()
             killed_s = time.monotonic()
             os.kill(server.process.pid, signal.SIGKILL)
-            server.process.wait(30.0)
-            wait_gone(pids, 5.0)
+            server.process.wait(PATIENCE_S)
+            wait_gone(pids)
             load.stop()
-        outcomes = {result.outcome for result in load.in_flight_at(killed_s)}
+        outcomes = {result.outcome for result in load.fates_of(killed_s)}
         assert outcomes <= {Outcome.WHOLE, Outcome.BROKEN}
         assert Outcome.BROKEN in outcomes
 
@@ -143,7 +144,7 @@ def test_a_dead_supervisor_leaves_nobody(run_parent: Path) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_signal_drains(run_parent: Path, signum: int) -> None:
     """Streams in flight are completed, new requests refused, the exit code is 0."""
-    with live_server(run_parent) as server:
+    with live_server(run_parent, "--shutdown-timeout-s=100") as server:
         with StreamLoad(server.url, _body(server), NUM_STREAMS) as load:
             load.wait_all_streaming()
             signalled_s = time.monotonic()
@@ -154,7 +155,7 @@ def test_a_stop_signal_drains(run_parent: Path, signum: int) -> None:
         assert late.outcome in (Outcome.STATUS, Outcome.BROKEN)  # broken: all had ended already
         if late.outcome is Outcome.STATUS:
             assert late.detail.startswith("503"), late
-        outcomes = {result.outcome for result in load.in_flight_at(signalled_s)}
+        outcomes = {result.outcome for result in load.streaming_at(signalled_s)}
         assert outcomes == {Outcome.WHOLE}
         assert server.stop(signal.SIGCONT) == 0
         assert list(server.run_parent.iterdir()) == []
@@ -167,37 +168,37 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error(run_parent: Path
             signalled_s = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
             load.stop()
-        outcomes = {result.outcome for result in load.in_flight_at(signalled_s)}
-        assert Outcome.ERROR_EVENT in outcomes
-        assert outcomes <= {Outcome.WHOLE, Outcome.ERROR_EVENT, Outcome.STATUS}
         assert server.stop(signal.SIGCONT) == 0
+        outcomes = {result.outcome for result in load.streaming_at(signalled_s)}
+        assert Outcome.ERROR_EVENT in outcomes
+        assert outcomes <= {Outcome.WHOLE, Outcome.ERROR_EVENT}
 
 
 def test_a_second_signal_ends_at_once(run_parent: Path) -> None:
     with live_server(run_parent) as server:
-        with StreamLoad(server.url, _body(server), NUM_STREAMS) as load:
+        body = {**_body(server), "max_tokens": 6000}  # no drain is faster than the second signal
+        with StreamLoad(server.url, body, NUM_STREAMS) as load:
             load.wait_all_streaming()
             server.process.send_signal(signal.SIGINT)
             wait_for(lambda: not server.is_ready(), "draining")
             server.process.send_signal(signal.SIGINT)
-            exit_code = server.process.wait(30.0)
+            exit_code = server.process.wait(PATIENCE_S)
             load.stop()
-        assert exit_code in (0, 130)  # 0: the drain was faster than the second signal
+        assert exit_code == 130
 
 
 def test_workers_that_hang_are_replaced(run_parent: Path) -> None:
     """SIGSTOP for ever: noticed by --step-timeout-s, replaced, clients answered (F2)."""
-    with live_server(run_parent, "--step-timeout-s=2") as server:
+    with live_server(run_parent, "--step-timeout-s=4") as server:
         worker = server.tree()["worker-0"]
-        with StreamLoad(server.url, _body(server), NUM_STREAMS) as load:
+        with server.healing(), StreamLoad(server.url, _body(server), NUM_STREAMS) as load:
             load.wait_all_streaming()
             stopped_s = time.monotonic()
             worker.suspend()
-            wait_gone([worker.pid], 60.0)
+            wait_gone([worker.pid])
             load.stop()
-        for result in load.in_flight_at(stopped_s):
+        for result in load.fates_of(stopped_s):
             assert result.outcome in (Outcome.WHOLE, Outcome.ERROR_EVENT, Outcome.STATUS), result
-        server.wait_readyz()
         assert stream_once(server.url, _body(server)).outcome is Outcome.WHOLE
 
 

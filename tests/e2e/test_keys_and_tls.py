@@ -27,7 +27,7 @@ def test_keys_over_tls_from_start_to_reload(run_parent: Path, tmp_path: Path) ->
     # The server waits for itself with probes, which are open, but not over plain HTTP.
     with (
         live_server(run_parent, *flags, verify=context) as server,
-        httpx.Client(base_url=server.url, verify=context) as http,
+        httpx.Client(base_url=server.url, verify=context, timeout=60.0) as http,
     ):
         assert server.url.startswith("https://127.0.0.1:")
         assert "$OPENAI_API_KEY" in server.stdout
@@ -42,13 +42,13 @@ def test_keys_over_tls_from_start_to_reload(run_parent: Path, tmp_path: Path) ->
         assert http.post("/v1/completions", json=body, headers=headers).status_code == 200
         keys.write_text("nonsense\n")
         server.process.send_signal(signal.SIGHUP)
-        wait_for(lambda: "API keys stay as they were" in server.stderr, "the error", 30.0)
+        wait_for(lambda: "API keys stay as they were" in server.stderr, "the error")
         assert {status(OLD) for _ in range(8)} == {200}
         keys.write_text(f"alice {NEW}\n")
         server.process.send_signal(signal.SIGHUP)
-        # Both frontends: requests on fresh connections reach one or the other.
-        wait_for(lambda: {status(NEW) for _ in range(8)} == {200}, "the new key", 30.0)
-        assert {status(OLD) for _ in range(8)} == {401}
+        # Both frontends, one after the other: requests on fresh connections reach either.
+        wait_for(lambda: {status(NEW) for _ in range(8)} == {200}, "the new key")
+        wait_for(lambda: {status(OLD) for _ in range(8)} == {401}, "the end of the old key")
         for process in map(psutil.Process, server.pids()):
             assert "secret" not in " ".join(process.cmdline())
         assert server.stop() == 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import matplotlib.font_manager  # noqa: F401 - its cache is there then, the making of which is announced
 from support.live_server import LiveServer
 from support.processes import wait_for
 
@@ -56,7 +57,7 @@ def test_a_stream_is_on_the_map_and_its_prompt_stays_as_cache(
             ],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
             check=False,
         )
     assert (drawing.returncode, drawing.stdout, drawing.stderr) == (0, "", "")
@@ -72,7 +73,7 @@ def test_a_stream_is_on_the_map_and_its_prompt_stays_as_cache(
     def is_over() -> bool:
         return _num_used(_map(server), "rt") == _num_used(_map(server), "be") == 0
 
-    wait_for(is_over, "the end of both streams", 30.0)
+    wait_for(is_over, "the end of both streams")
     after = _map(server)
     assert after["counts"]["cached"] > 50
     assert after["mean_run_length"] == 0

@@ -12,6 +12,7 @@ import openai
 import pytest
 from openai import OpenAI
 from support.live_server import LiveServer, live_server
+from support.processes import wait_for
 
 ASK: list[Any] = [{"role": "user", "content": "Tell me a story."}]
 PROMPT = "Tell me a story."
@@ -310,9 +311,10 @@ def test_errors_are_the_clients_own(
 def test_leaving_a_stream_frees_everything(client: OpenAI, server: LiveServer, ask: Ask) -> None:
     with ask(n=4, max_tokens=400, stream=True, extra_body={"ignore_eos": True}) as stream:
         next(iter(stream))
-    for _ in range(100):
-        load = httpx.get(f"{server.url}/health").json()
-        if load["num_in_flight"] == load["num_running"] == 0:
-            break
+
+    def is_free() -> bool:
         ask(max_tokens=1)
-    assert load["num_in_flight"] == 0
+        load = httpx.get(f"{server.url}/health", timeout=60.0).json()
+        return bool(load["num_in_flight"] == load["num_running"] == 0)
+
+    wait_for(is_free, "the end of all choices")

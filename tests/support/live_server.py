@@ -11,13 +11,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import psutil
 
-from support.processes import wait_for, wait_gone
+from support.processes import PATIENCE_S, wait_for, wait_gone
 
 _READY_LINE = re.compile(r"lightserve: ready on (?P<url>\S+) \(model (?P<model>\S+)\)\n")
 _METRICS_LINE = re.compile(r"metrics on (http\S+)\n")
@@ -92,20 +92,33 @@ class LiveServer:
         wait_for(
             lambda: self.stdout.count("\n\n") >= 2 or self.process.poll() is not None,
             "the banner",
-            120.0,
         )
         assert self.process.poll() is None, self.stderr
         self.wait_readyz()
 
     def wait_readyz(self) -> None:
-        """Wait until /readyz says yes."""
-        wait_for(self.is_ready, "ready", 120.0)
+        """Wait until /readyz says yes; with several frontends, some one's."""
+        wait_for(self.is_ready, "ready")
+
+    @contextmanager
+    def healing(self) -> Iterator[None]:
+        """Within it a process is lost; at its end, wait until every frontend takes requests again.
+
+        A frontend's own word would not do: it may not have heard of the loss, nor be the only one.
+        """
+        num_times = self._num_times_whole
+        yield
+        wait_for(lambda: self._num_times_whole > num_times, "all processes")
+
+    @property
+    def _num_times_whole(self) -> int:
+        return self.stderr.count("all processes ready after")
 
     def is_ready(self) -> bool:
         """Whether /readyz says yes."""
         try:
             url = f"{self.url}/readyz"
-            return httpx.get(url, timeout=5.0, verify=self._verify).status_code == 200
+            return httpx.get(url, timeout=60.0, verify=self._verify).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -114,8 +127,9 @@ class LiveServer:
         supervisor = psutil.Process(self.process.pid)
         roles = {"supervisor": supervisor}
         for child in supervisor.children(recursive=True):
-            match = _ROLE.search(" ".join(child.cmdline()))
-            roles[match.group() if match else f"unknown-{child.pid}"] = child
+            with suppress(psutil.NoSuchProcess):  # gone meanwhile
+                match = _ROLE.search(" ".join(child.cmdline()))
+                roles[match.group() if match else f"unknown-{child.pid}"] = child
         return roles
 
     def pids(self) -> list[int]:
@@ -123,20 +137,25 @@ class LiveServer:
         return [process.pid for process in self.tree().values()]
 
     def stop(self, signum: int = signal.SIGTERM) -> int:
-        """Send a signal, wait for the end of every process and return the exit code."""
+        """Send a signal, wait for the end of everything and its output; return the exit code."""
         pids = self.pids() if self.process.poll() is None else []
         self.process.send_signal(signum)
-        exit_code = self.process.wait(60.0)
+        exit_code = self.process.wait(PATIENCE_S)
         wait_gone(pids)
+        self._read_rest()
         return exit_code
 
     def close(self) -> None:
         """Read what is left of the output of an ended server."""
-        for reader in self._readers:
-            reader.join(10.0)
+        self._read_rest()
         for stream in (self.process.stdout, self.process.stderr):
             assert stream is not None
             stream.close()
+
+    def _read_rest(self) -> None:
+        for reader in self._readers:
+            reader.join(PATIENCE_S)
+            assert not reader.is_alive(), "somebody has the server's output open"
 
     @staticmethod
     def _read(stream: Iterable[str], lines: list[str]) -> None:
@@ -161,6 +180,6 @@ def live_server(
     finally:
         pids = server.pids() if server.process.poll() is None else []
         server.process.kill()
-        server.process.wait(30.0)
+        server.process.wait(PATIENCE_S)
         wait_gone(pids)
         server.close()
