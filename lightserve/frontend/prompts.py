@@ -8,7 +8,7 @@ bounded queue. `Tokenizer.encode` lets other threads run while it works.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -77,13 +77,18 @@ class PromptEncoder:
         return split() if len(text) <= INLINE_CHARS else await self._in_thread(split)
 
     async def encode_chat(
-        self, messages: list[ChatMessage], tools: Sequence[dict[str, Any]] | None = None
+        self,
+        messages: list[ChatMessage],
+        tools: Sequence[dict[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the ids of a conversation up to where the assistant begins.
 
+        `options` are values of the template's variables, `chat_template_kwargs`.
+
         Raises:
-            InvalidRequest: the model has no chat template, the template refuses, or the text is
-                too long.
+            InvalidRequest: the model has no chat template, the template refuses or has no such
+                variable, or the text is too long.
             RequestFailed: too many texts are waiting.
         """
         template = self._template
@@ -95,10 +100,16 @@ class PromptEncoder:
             )
 
         def encode() -> list[int]:
-            text = template.render(messages, tools)
+            text = template.render(messages, tools, options)
             self._check_text(text, "messages")
             return self._tokenizer.encode(text, add_special_tokens=False)
 
+        for name in options or ():
+            if name not in template.option_names:
+                raise InvalidRequest(
+                    f"chat_template_kwargs.{name[:64]} is no variable of the model's chat template",
+                    param="chat_template_kwargs",
+                )
         for number, message in enumerate(messages):
             self._check_text(message.content, f"messages[{number}].content")
         return self.check_ids(await self._in_thread(encode), param="messages")

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 
 from lightserve.errors import ConfigError, InvalidRequest, ModelLoadError
 from lightserve.tokenization.template_sandbox import DEADLINE_S, TemplateLimit, TemplateSandbox
@@ -32,7 +33,7 @@ class ChatMessage:
     role: str
     content: str
     others: dict[str, Any] = field(default_factory=dict)
-    """What else templates may look at: tool_calls, tool_call_id, reasoning_content."""
+    """What else templates may look at: name, tool_calls, tool_call_id, reasoning_content."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,10 @@ class ChatTemplate:
         self._sandbox.globals["strftime_now"] = _strftime_now
         try:
             self._template = self._sandbox.from_string(source.text)
+            variables = jinja2.meta.find_undeclared_variables(self._sandbox.parse(source.text))
+            own = {*self._values([]), *self._sandbox.globals}
+            self.option_names = frozenset(variables - own)
+            """Variables that requests may give a value, such as Qwen3's `enable_thinking`."""
             self._render([ChatMessage("user", "Hello")])
         except TemplateRejection:
             pass  # it may well insist on other roles
@@ -79,16 +84,21 @@ class ChatTemplate:
             ) from error
 
     def render(
-        self, messages: list[ChatMessage], tools: Sequence[dict[str, Any]] | None = None
+        self,
+        messages: list[ChatMessage],
+        tools: Sequence[dict[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt text up to where the assistant begins.
+
+        `options` are values of `option_names`.
 
         Raises:
             InvalidRequest: the template refuses the messages, fails on them, or goes beyond its
                 limits of time and length.
         """
         try:
-            return self._render(messages, tools)
+            return self._render(messages, tools, options)
         except TemplateRejection as error:
             detail = _one_line(error)
         except TemplateLimit as error:
@@ -102,16 +112,24 @@ class ChatTemplate:
         )
 
     def _render(
-        self, messages: list[ChatMessage], tools: Sequence[dict[str, Any]] | None = None
+        self,
+        messages: list[ChatMessage],
+        tools: Sequence[dict[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
-        values = {
+        values = {**(options or {}), **self._values(messages, tools)}
+        return self._sandbox.render(self._template, values, deadline_s=self._deadline_s)
+
+    def _values(
+        self, messages: list[ChatMessage], tools: Sequence[dict[str, Any]] | None = None
+    ) -> dict[str, Any]:
+        return {
             **self._special_tokens,
             "messages": [{"role": m.role, "content": m.content, **m.others} for m in messages],
             "tools": tools,
             "documents": None,
             "add_generation_prompt": True,
         }
-        return self._sandbox.render(self._template, values, deadline_s=self._deadline_s)
 
 
 def find_chat_template(model_dir: Path, override: str = "") -> TemplateSource | None:

@@ -131,7 +131,7 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
             [{"role": "user", "content": [{"type": "text", "text": 1}]}],
             [{"role": "user", "content": "\ud800"}],
             [{"role": "user", "content": "x" * 5000}],
-            [{"role": "user", "content": "x", "name": "y"}],
+            [{"role": "user", "content": "x", "colour": "y"}],
             [{"role": "user", "content": "x"}] * 2049,
         ],
     ),

@@ -38,6 +38,7 @@ from lightserve.tokenization.chat_template import ChatMessage
 from lightserve.types import FinishReason
 
 MAX_MESSAGES = 2048
+MAX_TEMPLATE_OPTIONS = 16
 NUM_ENDING_TOKENS = 16
 """Of a prompt, in which the tag of reasoning may be."""
 _ROLE = {"role": "assistant", "content": ""}
@@ -58,6 +59,21 @@ def _text_of(content: Any) -> Any:
     return "\n".join(part["text"] for part in content)
 
 
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict | list):
+        raise ValueError(f"must be a string, a number, true, false or null, got {show(value)}")
+    if isinstance(value, int) and value.bit_length() > 63:
+        raise ValueError(f"must be a number of at most 64 bits, got {show(value)}")
+    return value
+
+
+TemplateOptions = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[Any, BeforeValidator(_plain)]],
+    Field(max_length=MAX_TEMPLATE_OPTIONS),
+]
+"""`chat_template_kwargs`, as vLLM has it: values of variables of the model's chat template."""
+
+
 class TextPart(StrictModel):
     """A part of a message's content."""
 
@@ -75,6 +91,7 @@ class Message(NoEffectModel):
     no_effect = MESSAGE_NO_EFFECT
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
+    name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     content: Annotated[
         str | None, BeforeValidator(_text_of, json_schema_input_type=_Content | None)
     ] = None
@@ -94,7 +111,7 @@ class Message(NoEffectModel):
 
     def rendered(self) -> ChatMessage:
         """Return it as chat templates know it."""
-        others: dict[str, Any] = {}
+        others: dict[str, Any] = {} if self.name is None else {"name": self.name}
         if self.tool_calls:
             others["tool_calls"] = [call.rendered() for call in self.tool_calls]
         if self.tool_call_id is not None:
@@ -116,6 +133,7 @@ class ChatRequest(CommonFields):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
 
     @property
     def limit_param(self) -> str:
@@ -295,7 +313,9 @@ async def _prepare(
 ) -> list[NewRequest]:
     """Render, encode, resolve. Raises InvalidRequest, RequestFailed."""
     messages = [message.rendered() for message in body.messages]
-    prompt_token_ids = await service.encoder.encode_chat(messages, tools.descriptions)
+    prompt_token_ids = await service.encoder.encode_chat(
+        messages, tools.descriptions, body.chat_template_kwargs
+    )
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     max_tokens = service.resolve_max_tokens(
         len(prompt_token_ids), asked, default=None, param=body.limit_param
