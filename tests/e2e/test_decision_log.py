@@ -66,10 +66,10 @@ def _ask(server: LiveServer, number: int) -> int:
     if number % 3 == 0:
         body |= {"stop": ["a", "the"], "ignore_eos": True}
     if number % 5:
-        response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60.0)
+        response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300.0)
         return response.status_code
     body |= {"max_tokens": 200, "stop": None, "ignore_eos": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60.0) as response:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300.0) as response:
         next(response.iter_bytes())
         return response.status_code
 
@@ -88,6 +88,6 @@ def _is_settled(server: LiveServer, path: Path) -> bool:
 
 def _metric(server: LiveServer, name: str) -> float:
     """Return the sum of a metric's series."""
-    text = httpx.get(server.metrics_url, timeout=60.0).text
+    text = httpx.get(server.metrics_url, timeout=300.0).text
     values = re.findall(rf"^lightserve_{name}\S* (\S+)$", text, re.M)
     return sum(map(float, values))

@@ -103,7 +103,7 @@ def _wait_idle(server: LiveServer) -> None:
 
 
 def _health(server: LiveServer) -> dict[str, Any]:
-    health: dict[str, Any] = httpx.get(f"{server.url}/health", timeout=60.0).json()
+    health: dict[str, Any] = httpx.get(f"{server.url}/health", timeout=300.0).json()
     return health
 
 
@@ -113,7 +113,7 @@ def test_a_router_that_hangs_is_replaced(sturdy: LiveServer) -> None:
     statuses: list[int] = []
 
     def is_gone() -> bool:
-        statuses.append(httpx.get(f"{sturdy.url}/livez", timeout=60.0).status_code)
+        statuses.append(httpx.get(f"{sturdy.url}/livez", timeout=300.0).status_code)
         return not is_running(before["router-0"])
 
     with sturdy.healing():

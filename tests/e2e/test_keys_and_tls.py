@@ -27,7 +27,7 @@ def test_keys_over_tls_from_start_to_reload(run_parent: Path, tmp_path: Path) ->
     # The server waits for itself with probes, which are open, but not over plain HTTP.
     with (
         live_server(run_parent, *flags, verify=context) as server,
-        httpx.Client(base_url=server.url, verify=context, timeout=60.0) as http,
+        httpx.Client(base_url=server.url, verify=context, timeout=300.0) as http,
     ):
         assert server.url.startswith("https://127.0.0.1:")
         assert "$OPENAI_API_KEY" in server.stdout

@@ -18,7 +18,7 @@ PROMPT = "Tell me a story about Mira and the brass lantern. " * 6
 
 
 def _map(server: LiveServer) -> dict[str, Any]:
-    response = httpx.get(f"{server.url}/debug/kv", timeout=30.0)
+    response = httpx.get(f"{server.url}/debug/kv", timeout=300.0)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     total = sum(count for _, count in answer["slots"])
@@ -38,7 +38,7 @@ def _stream(server: LiveServer, service_tier: str) -> Iterator[None]:
         **{"model": server.model, "prompt": PROMPT, "max_tokens": 6000, "ignore_eos": True},
         **{"service_tier": service_tier, "stream": True},
     }
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60.0) as response:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300.0) as response:
         lines = response.iter_lines()  # when it is dropped, the connection is closed
         assert next(lines).startswith("data:")
         yield

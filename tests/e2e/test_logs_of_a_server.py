@@ -29,12 +29,14 @@ def test_a_request_can_be_followed_and_its_words_cannot(run_parent: Path, tmp_pa
         }
         headers = {"authorization": f"Bearer {KEY}", "x-request-id": "followed-1"}
         url = f"{server.url}/v1/chat/completions"
-        answer = httpx.post(url, json=body, headers=headers, timeout=60.0)
+        answer = httpx.post(url, json=body, headers=headers, timeout=300.0)
         assert answer.status_code == 200, answer.text
         wrong = {"authorization": f"Bearer {KEY}x"}
-        assert httpx.post(f"{url}?{SECRET}", json=body, headers=wrong).status_code == 401
-        metrics = httpx.get(f"{server.url}/metrics", headers=headers)
-        assert metrics.status_code == 200
+        assert (
+            httpx.post(f"{url}?{SECRET}", json=body, headers=wrong, timeout=300.0).status_code
+            == 401
+        )
+        metrics = server.metrics(headers)
         wait_for(lambda: "followed-1" in server.stderr, "the request's lines")
         server.stop()
         log = server.stderr
@@ -43,7 +45,7 @@ def test_a_request_can_be_followed_and_its_words_cannot(run_parent: Path, tmp_pa
     assert SECRET not in log
     assert KEY not in log
     for shown in (answer.json()["choices"][0]["message"]["content"].strip(), SECRET, KEY):
-        assert shown not in metrics.text
+        assert shown not in metrics
 
     mine = [line for line in lines if line.get("request_id") == "followed-1"]
     responses = [line for line in mine if line.get("route") == "/v1/chat/completions"]

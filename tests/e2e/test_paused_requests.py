@@ -52,7 +52,7 @@ async def complete(
 
 async def scene(server: LiveServer) -> tuple[list[str], list[str]]:
     """Return all answers, asked for one by one and then all at once, real-time ones last."""
-    async with httpx.AsyncClient(base_url=server.url, timeout=60.0) as http:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300.0) as http:
         wanted = [(number, "flex") for number in range(5)]
         wanted += [(number, "default") for number in range(5, 10)]
         alone = [await complete(http, server, *one) for one in wanted]
@@ -79,6 +79,6 @@ def num_loaded(server: LiveServer) -> float:
     """Return how many tokens of best-effort requests have come back, as far as is reported."""
     return sum(
         float(line.rsplit(" ", 1)[1])
-        for line in httpx.get(f"{server.url}/metrics", timeout=60.0).text.splitlines()
+        for line in server.metrics().splitlines()
         if line.startswith("lightserve_kv_tokens_loaded_total") and 'request_class="be"' in line
     )

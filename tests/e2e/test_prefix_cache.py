@@ -18,7 +18,7 @@ def test_a_key_finds_its_own_prefixes_only(run_parent: Path, tmp_path: Path) -> 
     flags = ["--api-key-file", str(keys), "--batch-invariant", "--dtype", "float32"]
     with (
         live_server(run_parent, *flags) as server,
-        httpx.Client(base_url=server.url, timeout=60.0) as http,
+        httpx.Client(base_url=server.url, timeout=300.0) as http,
     ):
 
         def complete(key: str) -> dict[str, Any]:

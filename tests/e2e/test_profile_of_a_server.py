@@ -26,13 +26,13 @@ def test_a_profile_is_what_the_first_step_is_predicted_by(run_parent: Path, tmp_
     save_profile(StepProfile(SCHEMA_VERSION, "0", "slow", key, slow, 1, 9, 0.0, 0.0), path)
     with live_server(run_parent, "--profile", str(path)) as server:
         body = {"model": server.model, "prompt": "A fox", "max_tokens": 1}
-        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60.0).is_success
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=300.0).is_success
         predicted_s = wait_for(lambda: _predicted_s(server.metrics_url), "a predicted step")
         assert predicted_s == FLOOR_S
 
 
 def _predicted_s(metrics_url: str) -> float:
-    text = httpx.get(metrics_url).text
+    text = httpx.get(metrics_url, timeout=300.0).text
     found = re.search(r"^lightserve_predicted_step_time_seconds_sum\S* (\S+)$", text, re.M)
     assert found is not None
     return float(found[1])

@@ -25,7 +25,7 @@ def test_no_data_makes_the_server_fail(server: LiveServer, tmp_path: Path) -> No
             *[str(TOOL), "run", f"{server.url}/openapi.json", "--checks", CHECKS],
             *["--mode", "all", "--phases", "coverage,fuzzing", "--max-examples", MAX_EXAMPLES],
             *["--seed", "1", "--suppress-health-check", "all", "--generation-database", "none"],
-            *["--request-timeout", "60", "--no-color", "--warnings", "off"],
+            *["--request-timeout", "300", "--no-color", "--warnings", "off"],
         ],
         capture_output=True,
         text=True,

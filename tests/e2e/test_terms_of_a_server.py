@@ -60,7 +60,7 @@ def ask(client: OpenAI, server: LiveServer) -> Ask:
 
 def load(server: LiveServer) -> dict[str, int]:
     """Return what of both classes runs and waits."""
-    classes = httpx.get(f"{server.url}/load").json()["classes"].values()
+    classes = httpx.get(f"{server.url}/load", timeout=300.0).json()["classes"].values()
     return {name: sum(each[name] for each in classes) for name in ("num_waiting", "num_running")}
 
 
@@ -71,7 +71,7 @@ def wait_load(server: LiveServer, *, num_running: int, num_waiting: int) -> None
 
 def metric(server: LiveServer, name: str, *labels: str) -> float:
     """Return the value of the series of a family that has all these label values."""
-    for line in httpx.get(f"{server.url}/metrics").text.splitlines():
+    for line in server.metrics().splitlines():
         match = re.fullmatch(r"lightserve_(\w+)\{(.*)\} (\S+)", line)
         if match and match[1] == name and all(f'"{label}"' in match[2] for label in labels):
             return float(match[3])

@@ -29,7 +29,7 @@ def listening(host: str = "127.0.0.1") -> Iterator[tuple[str, ServerMetrics]]:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_scrapes_see_the_present(host: str) -> None:
     with listening(host) as (url, metrics):
-        before = httpx.get(url)
+        before = httpx.get(url, timeout=60.0)
         assert before.status_code == 200
         assert before.headers["content-type"].startswith("text/plain")
         assert 'lightserve_build_info{engine="0",model_name="a model"' in before.text
@@ -37,19 +37,19 @@ def test_scrapes_see_the_present(host: str) -> None:
         metrics.on_snapshot("router", [MetricSample(STEPS.name, [], [3.0])])
         metrics.on_restart(Role.ROUTER)
         metrics.sample([], 5, now_s=1.0)
-        after = httpx.get(url).text
+        after = httpx.get(url, timeout=60.0).text
         assert 'lightserve_steps_total{engine="0",model_name="a model"} 3.0' in after
         labels = 'engine="0",model_name="a model",role='
         assert f'lightserve_process_restarts_total{{{labels}"router"}} 1.0' in after
         assert f'lightserve_ipc_rejected_total{{{labels}"supervisor"}} 5.0' in after
         assert metrics.answer(MetricsRequest(number=7)).text.decode() == after
         for path in ("", "/", "/metricsx", "/metrics/x"):
-            assert httpx.get(url.removesuffix("/metrics") + path).status_code == 404
+            assert httpx.get(url.removesuffix("/metrics") + path, timeout=60.0).status_code == 404
 
 
 def test_the_config_has_no_paths() -> None:
     with listening() as (url, _):
-        text = httpx.get(url).text
+        text = httpx.get(url, timeout=60.0).text
     info = next(line for line in text.splitlines() if line.startswith("lightserve_config_info"))
     assert "/" not in info
     assert 'policy="unified"' in info

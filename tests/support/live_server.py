@@ -10,9 +10,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 import psutil
@@ -118,9 +119,20 @@ class LiveServer:
         """Whether /readyz says yes."""
         try:
             url = f"{self.url}/readyz"
-            return httpx.get(url, timeout=60.0, verify=self._verify).status_code == 200
+            return httpx.get(url, timeout=300.0, verify=self._verify).status_code == 200
         except httpx.HTTPError:
             return False
+
+    def metrics(self, headers: Mapping[str, str] = MappingProxyType({})) -> str:
+        """Return what the main port says at /metrics, as soon as the supervisor is not too busy."""
+
+        def probe() -> str:
+            url = f"{self.url}/metrics"
+            answer = httpx.get(url, headers=headers, timeout=300.0, verify=self._verify)
+            assert answer.status_code in (200, 503), answer.text
+            return answer.text if answer.status_code == 200 else ""
+
+        return wait_for(probe, "metrics")
 
     def tree(self) -> dict[str, psutil.Process]:
         """Return the processes by role: "supervisor", "router-0", "worker-0", …"""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.fake_router import Setup, frontend, router_status, says
+from support.processes import PATIENCE_S
 
 import lightserve
 from lightserve.bundled import BUNDLED_MODEL_NAME
@@ -204,6 +205,7 @@ def test_metrics_are_the_supervisors(monkeypatch: pytest.MonkeyPatch) -> None:
             scrapes.attach(asked.append)
             await _assert_unavailable(setup)  # no answer
             scrapes.on_text(_text(asked[-1].number, "late"))  # to nobody
+            monkeypatch.setattr(observation_module, "SCRAPE_TIMEOUT_S", PATIENCE_S)
 
             asking = [asyncio.create_task(setup.http.get("/metrics")) for _ in range(3)]
             while len(asked) < 2:
