@@ -20,7 +20,13 @@ import msgspec
 from lightserve.cli.options import config_options
 from lightserve.config import ServeConfig
 from lightserve.cost.job import ProfileJob, ProfileNews
-from lightserve.cost.profile import StepProfile, cached_path, save_profile
+from lightserve.cost.profile import (
+    MAX_MEDIAN_ERROR,
+    StepProfile,
+    cache_dir,
+    cached_path,
+    save_profile,
+)
 from lightserve.errors import StartupError
 from lightserve.supervisor.startup import resolve_model
 
@@ -73,10 +79,26 @@ def command(
     """Measure how long steps take on this machine, and keep it for the server.
 
     Runs the model in processes of its own, no server; best on a machine that does nothing else.
+    What was measured amid too much other work is not kept, but for --output.
     """
     config = resolve_model(ServeConfig(**values))
+    directory = output.parent if output else profile_dir or cache_dir()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # before the time is spent
+        raise StartupError(
+            f"profiles cannot be written to {directory}: {error.strerror}"
+        ) from error
     with click.progressbar(length=_BAR_LENGTH, label="profiling", file=sys.stderr) as bar:
         profile = measure(config, seconds, lambda share: _advance(bar, share))
+    noise = ""
+    if profile.median_error > MAX_MEDIAN_ERROR:
+        noise = (
+            f"too much else runs here: the profile is off by {profile.median_error:.0%} in the"
+            f" median, {MAX_MEDIAN_ERROR:.0%} is the most to plan with"
+        )
+    if noise and output is None:
+        raise StartupError(f"{noise}; nothing was written")
     path = output or cached_path(profile.key, profile_dir)
     try:
         save_profile(profile, path)
@@ -86,6 +108,8 @@ def command(
         click.echo(msgspec.json.format(msgspec.json.encode(profile)).decode())
     else:
         click.echo(table(profile))
+    if noise:
+        click.echo(f"lightserve: warning: {noise}", err=True)
     click.echo(f"written to {path}", err=True)
     return 0
 
@@ -177,7 +201,7 @@ def table(profile: StepProfile) -> str:
     rows = [
         ("model", profile.model),
         ("type, kernels", f"{key.dtype}, {key.kernels}"),
-        ("device", f"{key.device}, {key.num_threads} threads, TP {key.tp}"),
+        ("device", f"{key.device}, TP {key.tp}, CPU threads: {key.num_threads}"),
         ("shapes measured", f"{profile.num_samples}"),
         ("error, not fitted", f"{profile.median_error:.1%} median, {profile.p95_error:.1%} p95"),
         ("floor", f"{1e3 * c.floor_s:.3f} ms"),

@@ -18,6 +18,9 @@ import msgspec
 from lightserve.messages.step_cost import StepCoefficients
 
 SCHEMA_VERSION = 2
+MAX_MEDIAN_ERROR = 0.35
+"""A profile that is further off than this in the median, on shapes that it was not fitted to, was
+measured amid other work: the router had better learn while it serves."""
 _MAX_BYTES = 1 << 20
 
 log = logging.getLogger(__name__)
@@ -46,7 +49,7 @@ class StepProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema_version: int
     lightserve_version: str
     model: str
-    """The directory's name, for people."""
+    """Its name, for people."""
     key: ProfileKey
     coefficients: StepCoefficients
     kv_bytes_per_token: int

@@ -21,6 +21,7 @@ import lightserve
 from lightserve.config import ServeConfig
 from lightserve.cost.fit import StepSample, fit, held_out_errors
 from lightserve.cost.profile import (
+    MAX_MEDIAN_ERROR,
     SCHEMA_VERSION,
     ProfileKey,
     StepProfile,
@@ -57,9 +58,6 @@ MIN_FITTED = 8
 """… without which nothing can be fitted."""
 NUM_REPEATS = 3
 COPIED_TOKENS = 256
-MAX_ERROR = 0.35
-"""A short profile that is further off than this in the median, on shapes that it was not fitted
-to, was measured amid other work: the router had better learn while it serves."""
 Row = tuple[int, int]
 """First position and number of tokens."""
 
@@ -214,7 +212,7 @@ def take_profile(
     return StepProfile(
         schema_version=SCHEMA_VERSION,
         lightserve_version=lightserve.__version__,
-        model=Path(config.model).name,
+        model=config.model_name,
         key=profile_key(config),
         coefficients=msgspec.structs.replace(
             coefficients, per_saved_token_s=saved_s, per_loaded_token_s=loaded_s
@@ -260,7 +258,7 @@ def profile_at_start(
         100 * profile.median_error,
         profile.coefficients.knee,
     )
-    if profile.median_error > MAX_ERROR:
+    if profile.median_error > MAX_MEDIAN_ERROR:
         log.warning("too much else runs here for a profile: step times are learnt while serving")
         return None
     try:

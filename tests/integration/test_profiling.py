@@ -20,8 +20,15 @@ from torch import Tensor
 from lightserve.cli import profile as profile_command
 from lightserve.cli.profile import command
 from lightserve.config import ServeConfig
-from lightserve.cost.profile import StepProfile, cached_path, load_profile
-from lightserve.errors import ConfigError
+from lightserve.cost.profile import (
+    SCHEMA_VERSION,
+    ProfileKey,
+    StepProfile,
+    cached_path,
+    load_profile,
+)
+from lightserve.errors import ConfigError, StartupError
+from lightserve.messages.step_cost import StepCoefficients
 from lightserve.models.parallel import SingleRank
 from lightserve.worker import profiling
 from lightserve.worker.engine import build_runner
@@ -58,7 +65,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(profiling, "AUTO_SECONDS", 0.01)
     monkeypatch.setattr(profiling, "PATIENCE", 1000.0)
-    monkeypatch.setattr(profiling, "MAX_ERROR", 1e9)
+    monkeypatch.setattr(profiling, "MAX_MEDIAN_ERROR", 1e9)
     return tmp_path / "lightserve" / "profiles"
 
 
@@ -153,7 +160,7 @@ def test_a_damaged_cache_is_measured_anew(
 def test_a_profile_that_is_mostly_noise_is_not_used(
     runner: ModelRunner, config: ServeConfig, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiling, "MAX_ERROR", -1.0)
+    monkeypatch.setattr(profiling, "MAX_MEDIAN_ERROR", -1.0)
     assert profile_at_start(runner, config, SingleRank()) is None
     assert not cache.exists()
 
@@ -197,6 +204,34 @@ def test_the_command_measures_in_processes_of_its_own(
     assert profile.key.tp == tp and profile.num_samples >= profiling.MIN_FITTED
     assert msgspec.json.decode(result.stdout, type=StepProfile) == profile
     assert f"written to {output}" in result.stderr
+
+
+@pytest.mark.parametrize("has_output", [False, True])
+def test_the_command_does_not_keep_noise(
+    has_output: bool, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be what servers plan with from then on."""
+    key = ProfileKey("hash", "float32", "cpu", 1, 1, "torch")
+    coefficients = StepCoefficients(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    noisy = StepProfile(SCHEMA_VERSION, "0", "name", key, coefficients, 1, 9, 0.8, 5.0)
+    monkeypatch.setattr(profile_command, "measure", lambda *_: noisy)
+    output = tmp_path / "profile.json"
+    arguments = ["--output", str(output)] if has_output else []
+    result = CliRunner().invoke(command, arguments)
+    assert "off by 80% in the median" in result.stderr + str(result.exception)
+    assert isinstance(result.exception, StartupError) != has_output
+    assert output.exists() == has_output
+    assert not list(cache.glob("*.json"))
+
+
+def test_the_command_finds_out_first_that_it_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(profile_command, "measure", lambda *_: pytest.fail("measured"))
+    result = CliRunner().invoke(command, ["--output", str(tmp_path / "file" / "profile.json")])
+    assert isinstance(result.exception, StartupError)
+    assert "cannot be written" in str(result.exception)
 
 
 def test_nobody_waits_for_a_dead_rank(monkeypatch: pytest.MonkeyPatch) -> None:
