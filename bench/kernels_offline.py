@@ -92,9 +92,18 @@ class Line:
         return found
 
 
-def attention_batch(*, is_mixed: bool) -> AttentionBatch:
-    """Return 64 decodes, or 63 and a chunk of 512."""
-    q_lens = (1,) * 63 + ((512,) if is_mixed else (1,))
+DECODES = ((1, 1024),) * 63
+"""(new tokens, context) of each row."""
+BATCHES = {
+    "mixed": (*DECODES, (512, 1024)),
+    "decodes alone": (*DECODES, (1, 1024)),
+    "cut": ((64, 8192),),
+}
+
+
+def attention_batch(name: str) -> AttentionBatch:
+    """Return one of `BATCHES`."""
+    q_lens, context_lens = zip(*BATCHES[name], strict=True)
     num_rows, num_tokens = len(q_lens), sum(q_lens)
     return AttentionBatch(
         positions=meta(num_tokens, dtype=torch.int64),
@@ -105,7 +114,7 @@ def attention_batch(*, is_mixed: bool) -> AttentionBatch:
         context_lens=meta(num_rows, dtype=torch.int32),
         host_rows=tuple(range(num_rows)),
         host_q_lens=q_lens,
-        host_context_lens=(1024,) * num_rows,
+        host_context_lens=context_lens,
     )
 
 
@@ -116,10 +125,10 @@ def attend(
     *,
     window: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    is_mixed: bool = True,
+    rows: str = "mixed",
 ) -> None:
     """Launch attention as a model does: queries are a view, pools have a head's slots together."""
-    batch = attention_batch(is_mixed=is_mixed)
+    batch = attention_batch(rows)
     qkv = meta(len(batch.positions), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     pools = meta(2, num_kv_heads, 100_001, head_dim, dtype=dtype).transpose(1, 2)
     configs = AttentionConfigs()
@@ -135,15 +144,22 @@ def attend(
 
 
 def attention_case(
-    num_heads: int, num_kv_heads: int, head_dim: int, window: int | None, dtype: torch.dtype
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    dtype: torch.dtype,
+    *,
+    rows: str = "mixed",
 ) -> Case:
-    """Return a mixed batch of this shape."""
+    """Return a batch of this shape."""
     name = f"attention {num_heads}/{num_kv_heads} heads of {head_dim}"
     name += f", window {window}" if window else ""
     name += "" if dtype == torch.bfloat16 else f", {str(dtype).removeprefix('torch.')}"
+    name += "" if rows == "mixed" else f", {rows}"
     return Case(
         name,
-        lambda: attend(num_heads, num_kv_heads, head_dim, window=window, dtype=dtype),
+        lambda: attend(num_heads, num_kv_heads, head_dim, window=window, dtype=dtype, rows=rows),
         wide_loads="prefill|decode|merge",
         wgmma="prefill" if dtype.itemsize == 2 else "$^",
         resident="decode",
@@ -230,20 +246,16 @@ SAMPLED = {
 HEADS = [(32, 32), (32, 8), (28, 4), (32, 4)]
 """Groups of 1, 4, 7 and 8."""
 ATTENTION_CASES = [
-    attention_case(*heads, head_dim, window, torch.bfloat16)
+    attention_case(*heads, head_dim, window, torch.bfloat16, rows=rows)
     for head_dim in (64, 80, 96, 128, 256)
     for heads in HEADS
     for window in (None, 4096)
+    for rows in ("mixed", "cut")
 ]
 
 CASES: list[Case] = [
     *ATTENTION_CASES,
-    Case(
-        "attention 32/8 heads of 128, decodes alone",
-        lambda: attend(32, 8, 128, is_mixed=False),
-        wide_loads="decode|merge",
-        resident="decode",
-    ),
+    attention_case(32, 8, 128, None, torch.bfloat16, rows="decodes alone"),
     attention_case(32, 8, 128, None, torch.float16),
     attention_case(32, 8, 128, None, torch.float32),
     *(norm_case(width) for width in (64, 128, 896, 4096, 5120, 8192)),

@@ -20,6 +20,10 @@ _PROMPT = 4
 """Tokens of a prompt, which is computed in one chunk or in two."""
 _SLOTS_PER_ROW = MIN_SLOTS // 2
 _EOS = 0
+_SHORT_CHUNK = 256
+"""With twice as much before it still a context that one program walks alone."""
+_FEW = 16
+"""Tokens of a chunk that is one block of queries."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,9 @@ _PAIRS = (
 )
 
 
+_Rows = list[PlanRow]
+
+
 class _Part(NamedTuple):
     """What a step does with a row."""
 
@@ -87,11 +94,25 @@ def warm_up(runner: ModelRunner, *, max_num_batched_tokens: int) -> None:
             fits = sum(part.num_tokens for part in wanted) <= max_num_batched_tokens
             parts = wanted if fits else wanted[:1]
             _execute(runner, parts, dict(enumerate(pair)), prompt=_PROMPT)
-    # Kernels may be others for large chunks, and for those with much before them. Positions that
-    # nobody has filled are token 0 in slot 0.
-    size = min(max_num_batched_tokens, (runner.context_len - 1) // 3)
-    for start in (0, 2 * size):
-        _run(runner, [], [], [PlanRow(RowId(0), start, size, OutputKind.SAMPLE)])
+    # Positions that nobody has filled are token 0 in slot 0.
+    for rows in _chunks(runner.context_len, runner.max_num_seqs, max_num_batched_tokens):
+        _run(runner, [], [], rows)
+
+
+def _chunks(context_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> Iterator[_Rows]:
+    """Yield chunks for which kernels may be others.
+
+    Large ones, and those with much before them: one row, and as many as there may be, of contexts
+    that are too short to be cut; and a few tokens behind so much that their context is cut.
+    """
+    size = min(max_num_batched_tokens, (context_len - 1) // 3)
+    short = min(_SHORT_CHUNK, size)
+    rows = range(min(max_num_seqs, max_num_batched_tokens // short))
+    for factor in (0, 2):
+        yield [PlanRow(RowId(0), factor * size, size, OutputKind.SAMPLE)]
+        yield [PlanRow(RowId(row), factor * short, short, OutputKind.NONE) for row in rows]
+    few = min(_FEW, size)
+    yield [PlanRow(RowId(0), context_len - 1 - few, few, OutputKind.SAMPLE)]
 
 
 def _kinds_of_steps(num_rows: int) -> Iterator[list[_Part]]:

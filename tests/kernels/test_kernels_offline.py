@@ -23,18 +23,21 @@ def test_attention_as_a_hopper_gpu_gets_it(tmp_path: Path) -> None:
     options = ["--capability", "90", "--json", str(table), "--name", "28/4 heads of 128, window"]
     done = subprocess.run(
         [sys.executable, str(script), *options],
-        env=environment, capture_output=True, text=True, timeout=200, check=False,
+        env=environment, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    kernels = {row["kernel"]: row for row in json.loads(table.read_text())}
-    assert set(kernels) == {
+    rows = json.loads(table.read_text())
+    mixed = {row["kernel"]: row for row in rows if not row["case"].endswith(", cut")}
+    cut = {row["kernel"]: row for row in rows if row["case"].endswith(", cut")}
+    assert set(mixed) == {
         "_schedule_kernel", "_prefill_kernel", "_decode_kernel", "_merge_kernel"
     }  # fmt: skip
-    prefill, decode = kernels["_prefill_kernel"], kernels["_decode_kernel"]
-    assert prefill["num_wgmma"] and not prefill["num_mma"]
-    assert prefill["num_async_copies"] and decode["num_async_copies"]
-    assert decode["num_mma"] and decode["blocks_per_sm"] >= 3
-    assert all(row["num_local"] == 0 and not row["faults"] for row in kernels.values())
+    assert set(cut) == {"_prefill_kernel", "_merge_kernel"}
+    for prefill in (mixed["_prefill_kernel"], cut["_prefill_kernel"]):
+        assert prefill["num_wgmma"] and not prefill["num_mma"] and prefill["num_async_copies"]
+    decode = mixed["_decode_kernel"]
+    assert decode["num_mma"] and decode["num_async_copies"] and decode["blocks_per_sm"] >= 3
+    assert all(row["num_local"] == 0 and not row["faults"] for row in rows)
 
 
 def test_a_kernel_that_spills_is_a_fault() -> None:
@@ -51,6 +54,6 @@ assert any("spilled" in fault for fault in line.faults), line
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=environment | {"PYTHONPATH": str(ROOT)}, cwd=ROOT,
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

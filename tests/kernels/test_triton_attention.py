@@ -23,7 +23,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from lightserve.kernels.interface import AttentionBatch
 from lightserve.kernels.reference import ReferenceKernels
-from lightserve.kernels.triton import attention, decode, prefill
+from lightserve.kernels.triton import attention, decode, merge, prefill
 from lightserve.kernels.triton.configs import INTERPRETER
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.kernels.triton.online_softmax import MASKED, walk
@@ -116,7 +116,7 @@ def test_many_parts_are_merged() -> None:
         assert relative_error(result, attend(ReferenceKernels(), batch, inputs, None)) < 1e-6
         work = next(iter(batch.prepared.values())).decodes
         assert int(work.num_parts[0]) == sum(-(-context // 128) for context in contexts)
-        assert int(work.num_parts[1]) > decode._MERGED_AT_ONCE
+        assert int(work.num_parts[1]) > merge._MERGED_AT_ONCE
 
 
 def test_a_masked_score_minus_itself_is_zero_in_a_fused_multiply_add() -> None:
@@ -170,15 +170,21 @@ def test_a_wrong_walk_is_seen(fault: str, rows: str, monkeypatch: pytest.MonkeyP
     assert not error <= 1e-2, error  # NaN is an error too
 
 
-def test_a_wrong_merge_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = AttentionCase("decodes", "scattered", HEADS, None, torch.float32)
-    monkeypatch.setattr(decode, "_merge_kernel", decode._merge_kernel)
+@pytest.mark.parametrize("rows", ["decodes", "short chunks, long contexts"])
+def test_a_wrong_merge_is_seen(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first part of a row, or of a chunk's tokens, is missing."""
+    case = AttentionCase(rows, "scattered", HEADS, None, torch.float32)
     launch = InterpretedFunction.run
+    merged: set[bool] = set()
 
     def first_part_missing(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "MAX_SPLITS" in kwargs and "NUM_HEADS" in kwargs:
-            args[1][0 :: kwargs["MAX_SPLITS"]] = float("-inf")
+            lse, firsts = args[1], args[6]
+            merged.add(firsts is not None)
+            places = slice(0, None, kwargs["MAX_SPLITS"]) if firsts is None else firsts.long()
+            lse[places] = -torch.inf
         return launch(self, *args, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "run", first_part_missing)
     assert attention_error(TritonKernels(), case) > 1e-2
+    assert (rows != "decodes") in merged

@@ -31,6 +31,7 @@ ROWS: dict[str, Rows] = {
     "mixed": [(1, 50), (17, 17), (1, 51), (40, 90), (1, 700), (3, 20), (1, 2)],
     "rows without tokens": [(0, 0), (1, 129), (0, 77), (9, 80), (0, 5)],
     "only rows without tokens": [(0, 3), (0, 0)],
+    "short chunks, long contexts": [(16, 420), (1, 90), (0, 40), (3, 270), (40, 41), (2, 2)],
 }
 LARGE_ROWS: dict[str, Rows] = {
     **ROWS,
@@ -109,7 +110,7 @@ def attention_cases(*, large: bool) -> list[AttentionCase]:
             )
             for i, (rows, (heads, dtype)) in enumerate(itertools.product(LARGE_ROWS, kinds))
             for j, layout in enumerate(LAYOUTS)
-        ]
+        ] + cut_cases(LARGE_HEADS, LAYOUTS)
     cases = []
     for i, (rows, heads) in enumerate(itertools.product(ROWS, HEADS)):
         dtype = (torch.float32, torch.bfloat16, torch.float32, torch.float16)[i % 4]
@@ -118,7 +119,16 @@ def attention_cases(*, large: bool) -> list[AttentionCase]:
         if i % 3 == 0:
             shared = AttentionCase(rows, "shared", heads, WINDOWS[i % 4], torch.float32)
             cases.append(shared)
-    return cases
+    return [*cases, *cut_cases(HEADS[::2], LAYOUTS[2:])]
+
+
+def cut_cases(kinds: Sequence[tuple[int, int, int]], layouts: Sequence[str]) -> list[AttentionCase]:
+    """Return chunks whose contexts are cut, with and without a window that is longer than one."""
+    rows = "short chunks, long contexts"
+    return [
+        AttentionCase(rows, layouts[i % len(layouts)], heads, (None, 280)[i % 2], dtype)
+        for i, (heads, dtype) in enumerate(zip(kinds, itertools.cycle(LIMITS), strict=False))
+    ]
 
 
 def run_grid(device: torch.device, *, large: bool, kernels: Kernels | None = None) -> GridReport:

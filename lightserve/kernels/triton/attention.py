@@ -1,4 +1,4 @@
-"""Attention over a mixed batch: prefill chunks in one launch, decodes in others."""
+"""Attention over a mixed batch: prefill chunks in a launch or two, decodes in others."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def attention(
     )
     work = attention_work(batch, shape, sliding_window, configs, gpu_of(q.device))
     scale_log2 = scale * LOG2_E
-    if work.chunks is not None:
-        attend_chunks(q, k_pool, v_pool, out, batch, work.chunks, scale_log2, sliding_window)
+    for chunks in work.chunks:
+        attend_chunks(q, k_pool, v_pool, out, batch, chunks, scale_log2, sliding_window)
     if work.decodes is not None:
         attend_decodes(q, k_pool, v_pool, out, batch, work.decodes, scale_log2, sliding_window)
     return out

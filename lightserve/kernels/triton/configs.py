@@ -23,6 +23,12 @@ class PrefillConfig:
     """Positions of the context that are taken at once."""
     num_warps: int
     num_stages: int
+    split_len: int = 512
+    """Shortest stretch of a context that is worth a program of its own, in tokens."""
+
+    def tokens(self, group: int) -> int:
+        """Return the tokens of a block, each with all query heads of a KV head."""
+        return max(1, self.block_m // group)
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class Gpu:
     """Most shared memory of a block."""
 
 
-INTERPRETER = Gpu("interpreter", 0, 2, 1 << 20)
+INTERPRETER = Gpu("interpreter", 0, 16, 1 << 20)
 GPUS = {80: Gpu("sm_80", 80, 108, 163 << 10), 90: Gpu("sm_90", 90, 132, 227 << 10)}
 """By compute capability, as in an A100 and an H200: what kernels are compiled for offline."""
 
@@ -133,7 +139,7 @@ class AttentionConfigs:
 def default_prefill(shape: AttentionShape, gpu: Gpu) -> PrefillConfig:
     """Return the built-in configuration of prefill work."""
     if gpu.capability == 0:
-        return PrefillConfig(64, 64, 4, 2)
+        return PrefillConfig(64, 64, 4, 2, 128)
     if shape.dtype == torch.float32:  # for tests: no matrix products on tensor cores
         return PrefillConfig(32, 32 if padded_dim(shape) <= 128 else 16, 4, 1)
     return next(
@@ -182,7 +188,7 @@ def default_decode(shape: AttentionShape, gpu: Gpu) -> DecodeConfig:
     them on the way each: about three times what the latency of memory asks for on an H200.
     """
     if gpu.capability == 0:
-        return DecodeConfig(64, 4, 2, 2, 128)
+        return DecodeConfig(64, 4, 2, 1, 128)
     if shape.dtype == torch.float32:
         return DecodeConfig(16, 4, 1, 4, 256)
     block_n = max(16, 8192 // max(64, padded_dim(shape)))
@@ -211,6 +217,12 @@ def programs_per_sm(
     tokens = queries + 2 * max(1, num_stages - 1) * block_n
     shared = tokens * padded_dim(shape) * shape.dtype.itemsize + 2048
     return min(12 // num_warps, gpu.shared_bytes // shared)
+
+
+def num_prefill_programs(config: PrefillConfig, shape: AttentionShape, gpu: Gpu) -> int:
+    """Return about how many prefill programs run at once: 8 warps take all registers there are."""
+    fitting = gpu.shared_bytes // prefill_bytes(config, shape)
+    return gpu.num_sms * max(1, min(8 // config.num_warps, fitting))
 
 
 def prefill_bytes(config: PrefillConfig, shape: AttentionShape) -> int:

@@ -22,11 +22,8 @@ from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
 from lightserve.kernels.triton.configs import AttentionShape, DecodeConfig
+from lightserve.kernels.triton.merge import Parts, make_parts, max_splits, merge
 from lightserve.kernels.triton.online_softmax import MIN_DOT, walk
-
-MAX_PARTS = 256
-"""Most parts of a row over all of its KV heads: enough to fill a large GPU with one row."""
-_MERGED_AT_ONCE = 8
 
 _ROW, _TOKEN, _BEGIN, _END, _LAST, _PART = (tl.constexpr(field) for field in range(6))
 _NUM_FIELDS = tl.constexpr(6)
@@ -150,49 +147,6 @@ def _decode_kernel(
             tl.store(lse_ptr + head_parts, largest + tl.log2(total), mask=stacked < GROUP)
 
 
-# fmt: off
-@triton.jit(do_not_specialize_on_alignment=["cu_seqlens_ptr", "decode_rows_ptr"])
-def _merge_kernel(
-    parts_ptr, lse_ptr, out_ptr, num_parts_ptr, cu_seqlens_ptr, decode_rows_ptr, out_stride_t,
-    out_stride_h, NUM_HEADS: tl.constexpr, HAS_DECODE_ROWS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-):
-    # fmt: on
-    """Weigh the parts of one decode's head by their share of the softmax."""
-    decode = tl.program_id(0)
-    head = tl.program_id(1)
-    num_parts = tl.load(num_parts_ptr + 1 + decode)
-    if num_parts == 1:
-        return
-    index = decode
-    if HAS_DECODE_ROWS:
-        index = tl.load(decode_rows_ptr + decode)
-    token = tl.load(cu_seqlens_ptr + index).to(tl.int64)
-    first = decode.to(tl.int64) * MAX_SPLITS
-    splits = tl.arange(0, MAX_SPLITS)
-    own_lse = lse_ptr + first * NUM_HEADS + head
-    lse = tl.load(own_lse + splits * NUM_HEADS, mask=splits < num_parts, other=float("-inf"))
-    largest = tl.max(lse, axis=0)
-    total = tl.sum(tl.exp2(lse - largest), axis=0)
-    offs_s = tl.arange(0, BLOCK_S)
-    offs_d = tl.arange(0, BLOCK_D)
-    d_mask = offs_d < HEAD_DIM
-    merged = tl.zeros([BLOCK_D], dtype=tl.float32)
-    for start in range(0, num_parts, BLOCK_S):
-        some = start + offs_s
-        exists = some < num_parts
-        weights = tl.load(own_lse + some * NUM_HEADS, mask=exists, other=float("-inf"))
-        weights = tl.exp2(weights - largest)
-        values = tl.load(
-            parts_ptr + ((first + some) * NUM_HEADS + head)[:, None] * HEAD_DIM + offs_d[None, :],
-            mask=exists[:, None] & d_mask[None, :],
-            other=0.0,
-        )
-        merged += tl.sum(values * weights[:, None], axis=0)
-    out = out_ptr + token * out_stride_t + head * out_stride_h + offs_d
-    tl.store(out, (merged / total).to(out_ptr.dtype.element_ty), mask=d_mask)
-
-
 @dataclass(frozen=True, eq=False)
 class DecodeWork:
     """The items of a step's decodes, and room for their parts: the same in every layer."""
@@ -207,16 +161,8 @@ class DecodeWork:
     """int32, see `_schedule_kernel`."""
     num_parts: Tensor
     """int32 [1 + num_decodes]: of all decodes, and of each."""
-    parts: Tensor
-    """float32 [num_decodes * max_splits, Hq, D]."""
-    lse: Tensor
-    """float32 [num_decodes * max_splits, Hq], of each part, in base 2."""
-
-
-def max_splits(config: DecodeConfig, *, num_kv_heads: int, max_len: int) -> int:
-    """Return into how many parts a row of `max_len` positions is cut at most, a power of two."""
-    wanted = min(MAX_PARTS // num_kv_heads, -(-max_len // config.split_len))
-    return triton.next_power_of_2(max(1, wanted))
+    parts: Parts
+    """`max_splits` of each decode."""
 
 
 def schedule_decodes(
@@ -234,7 +180,7 @@ def schedule_decodes(
     """
     num_decodes = len(batch.rows) if decode_rows is None else len(decode_rows)
     max_num_seqs, max_len = batch.req_to_slot.shape
-    splits = max_splits(config, num_kv_heads=shape.num_kv_heads, max_len=max_len)
+    splits = max_splits(config.split_len, num_kv_heads=shape.num_kv_heads, max_len=max_len)
     size = num_decodes * splits
     device = batch.rows.device
     work = DecodeWork(
@@ -245,10 +191,7 @@ def schedule_decodes(
         decode_rows=decode_rows,
         items=torch.empty((size, _NUM_FIELDS.value), dtype=torch.int32, device=device),
         num_parts=torch.empty(1 + num_decodes, dtype=torch.int32, device=device),
-        parts=torch.empty(
-            (size, shape.num_heads, shape.head_dim), dtype=torch.float32, device=device
-        ),
-        lse=torch.empty((size, shape.num_heads), dtype=torch.float32, device=device),
+        parts=make_parts(size, shape.num_heads, shape.head_dim, device),
     )
     _schedule_kernel[num_decodes,](
         work.items,
@@ -286,14 +229,13 @@ def attend_decodes(
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_pool.shape[1]
     config = work.config
-    block_d = max(MIN_DOT, triton.next_power_of_2(head_dim))
     _decode_kernel[work.num_programs,](
         q,
         k_pool,
         v_pool,
         out,
-        work.parts,
-        work.lse,
+        work.parts.values,
+        work.parts.lse,
         batch.req_to_slot,
         work.items,
         work.num_parts,
@@ -308,27 +250,18 @@ def attend_decodes(
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_Q=max(MIN_DOT, triton.next_power_of_2(num_heads // num_kv_heads)),
-        BLOCK_D=block_d,
+        BLOCK_D=max(MIN_DOT, triton.next_power_of_2(head_dim)),
         BLOCK_N=config.block_n,
         WIDEN=q.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    if work.max_splits == 1:
-        return
-    _merge_kernel[work.num_decodes, num_heads](
-        work.parts,
-        work.lse,
-        out,
-        work.num_parts,
-        batch.cu_seqlens_q,
-        work.decode_rows,
-        *out.stride()[:2],
-        NUM_HEADS=num_heads,
-        HAS_DECODE_ROWS=work.decode_rows is not None,
-        MAX_SPLITS=work.max_splits,
-        HEAD_DIM=head_dim,
-        BLOCK_D=block_d,
-        BLOCK_S=min(_MERGED_AT_ONCE, work.max_splits),
-        num_warps=1,
-    )
+    if work.max_splits > 1:
+        merge(
+            work.parts,
+            out,
+            counts=work.num_parts[1:],
+            tokens=batch.cu_seqlens_q,
+            indices=work.decode_rows,
+            max_splits=work.max_splits,
+        )

@@ -1,5 +1,7 @@
 """How a mixed batch becomes launches: decodes split over their context, chunks by blocks.
 
+Where few blocks walk long contexts, these are cut as well (`cuts`), in a launch of their own.
+
 Decodes alone are planned on the device (see `decode`): nothing here reads the host's numbers of
 such a batch but how many new tokens each row has, which is one, so that what is launched can be
 recorded in a graph. With chunks beside them one small array goes to the device.
@@ -7,6 +9,7 @@ recorded in a graph. With chunks beside them one small array goes to the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,26 +25,45 @@ from lightserve.kernels.triton.configs import (
     Gpu,
     PrefillConfig,
 )
+from lightserve.kernels.triton.cuts import Blocks, blocks_of, cut, rows_to_cut
 from lightserve.kernels.triton.decode import DecodeWork, schedule_decodes
+from lightserve.kernels.triton.merge import Parts, make_parts, max_splits
+
+
+@dataclass(frozen=True, eq=False)
+class CutWork:
+    """Of chunks whose contexts are cut (see `cuts`): the same in every layer."""
+
+    stretches: Tensor
+    """int32 [num blocks, 4]: begin, end, part of the block's first token, parts of a token."""
+    tokens: Tensor
+    """int32 [num tokens], indices among the batch's new tokens."""
+    firsts: Tensor
+    """int32 [num tokens], first part of each."""
+    counts: Tensor
+    """int32 [num tokens], parts of each, at most `max_splits`."""
+    max_splits: int
+    parts: Parts
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkWork:
-    """Blocks of queries, those with the longest contexts first: the same in every layer."""
+    """Blocks of queries that one launch attends: the same in every layer."""
 
     config: PrefillConfig
-    tokens: int
-    """Of a block; its queries are these times the heads of a group."""
     rows: Tensor
     """int32 [num blocks], row of each block."""
     starts: Tensor
     """int32 [num blocks], its first token within the row's new tokens."""
+    cuts: CutWork | None = None
+    """Where blocks are stretches of contexts."""
 
 
 class AttentionWork(NamedTuple):
     """What is launched for a batch."""
 
-    chunks: ChunkWork | None
+    chunks: list[ChunkWork]
+    """At most two: whole contexts, those of the longest first, and contexts that are cut."""
     decodes: DecodeWork | None
 
 
@@ -68,18 +90,33 @@ def _plan(
     gpu: Gpu,
 ) -> AttentionWork:
     if all(q_len == 1 for q_len in batch.host_q_lens):
-        return AttentionWork(None, _decode_work(batch, None, shape, window, configs, gpu))
+        return AttentionWork([], _decode_work(batch, None, shape, window, configs, gpu))
     q_lens = np.array(batch.host_q_lens)
     context_lens = np.array(batch.host_context_lens)
-    config = configs.prefill(shape, gpu, chunk_class(q_lens, context_lens, shape, gpu))
     decodes = np.flatnonzero(q_lens == 1)
-    tokens = max(1, config.block_m // shape.group)
-    rows, starts = _blocks(q_lens, context_lens, tokens)
-    packed = np.concatenate([decodes, rows, starts]).astype(np.int32)
-    parts = _upload(packed, batch.rows.device).split([len(decodes), len(rows), len(starts)])
+    short = configs.prefill(shape, gpu, ChunkClass.SHORT)
+    long_rows = rows_to_cut(q_lens, context_lens, shape, window, short, gpu)
+    whole_lens = q_lens.copy()
+    whole_lens[long_rows] = 0
+    config = configs.prefill(shape, gpu, chunk_class(whole_lens, context_lens, shape, gpu))
+    blocks = _longest_first(whole_lens, context_lens, config.tokens(shape.group))
+    splits = max_splits(
+        short.split_len, num_kv_heads=shape.num_kv_heads, max_len=batch.req_to_slot.shape[1]
+    )
+    cuts = None
+    if long_rows.size:
+        cuts = cut(long_rows, q_lens, context_lens, shape, window, short, gpu, max_splits=splits)
+    uploaded = iter(_upload([decodes, *blocks, *(cuts or ())], batch.rows.device))
+    decode_rows, rows, starts = (next(uploaded) for _ in range(3))
+    chunks = [ChunkWork(config, rows, starts)] if len(rows) else []
+    if cuts is not None:
+        parts = make_parts(cuts.num_parts, shape.num_heads, shape.head_dim, batch.rows.device)
+        rows, starts, stretches, tokens, firsts, counts = uploaded
+        work = CutWork(stretches, tokens, firsts, counts, splits, parts)
+        chunks.append(ChunkWork(short, rows, starts, work))
     return AttentionWork(
-        ChunkWork(config, tokens, parts[1], parts[2]) if len(rows) else None,
-        _decode_work(batch, parts[0], shape, window, configs, gpu) if len(decodes) else None,
+        chunks,
+        _decode_work(batch, decode_rows, shape, window, configs, gpu) if len(decodes) else None,
     )
 
 
@@ -95,17 +132,14 @@ def chunk_class(
     return ChunkClass.CACHED if num_cached > num_new else ChunkClass.WHOLE
 
 
-def _blocks(q_lens: np.ndarray, context_lens: np.ndarray, size: int) -> tuple[np.ndarray, ...]:
-    """Return row and first token of every block of `size` tokens of the rows with several.
+def _longest_first(q_lens: np.ndarray, context_lens: np.ndarray, size: int) -> Blocks:
+    """Return every block of `size` tokens of the rows with several.
 
     The longest first: what starts last should not take longest.
     """
-    chunks = np.flatnonzero(q_lens > 1)
-    counts = -(-q_lens[chunks] // size)
-    rows = np.repeat(chunks, counts)
-    starts = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * size
+    rows, starts = blocks_of(np.flatnonzero(q_lens > 1), q_lens, size)
     order = np.argsort(q_lens[rows] - context_lens[rows] - starts, kind="stable")
-    return rows[order], starts[order]
+    return Blocks(rows[order], starts[order])
 
 
 def _decode_work(
@@ -120,8 +154,10 @@ def _decode_work(
     return schedule_decodes(batch, decode_rows, shape, window, config, num_sms=gpu.num_sms)
 
 
-def _upload(values: np.ndarray, device: torch.device) -> Tensor:
-    host = torch.from_numpy(values)
+def _upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Return the arrays as int32 tensors of their shapes on the device, in one copy."""
+    host = torch.from_numpy(np.concatenate([a.ravel() for a in arrays]).astype(np.int32))
     if device.type == "cuda":
         host = host.pin_memory()
-    return host.to(device, non_blocking=True)
+    parts = host.to(device, non_blocking=True).split([a.size for a in arrays])
+    return [part.view(a.shape) for part, a in zip(parts, arrays, strict=True)]

@@ -3,6 +3,9 @@
 Queries that share a KV head are stacked, so that every key and value is read once for the whole
 group:  row r of a program is token r // GROUP, query head kv_head * GROUP + r % GROUP.
 
+Where blocks are few and contexts long, a program walks one stretch of the context (see `cuts`)
+and leaves parts, which are merged as those of decodes are.
+
 Source: FlashAttention-2 (Dao 2023).
 """
 
@@ -13,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
+from lightserve.kernels.triton.merge import merge
 from lightserve.kernels.triton.online_softmax import MIN_DOT, walk
 from lightserve.kernels.triton.plan import ChunkWork
 
@@ -21,16 +25,23 @@ from lightserve.kernels.triton.plan import ChunkWork
 @triton.jit(
     do_not_specialize_on_alignment=[
         "rows_ptr", "cu_seqlens_ptr", "context_lens_ptr", "block_rows_ptr", "block_starts_ptr",
+        "stretches_ptr",
     ],
 )
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, rows_ptr, cu_seqlens_ptr, context_lens_ptr,
-    block_rows_ptr, block_starts_ptr, scale, window, q_stride_t, q_stride_h, kv_stride_s,
-    kv_stride_h, out_stride_t, out_stride_h, table_stride,
-    HAS_WINDOW: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
+    block_rows_ptr, block_starts_ptr, stretches_ptr, values_ptr, lse_ptr, scale, window,
+    q_stride_t, q_stride_h, kv_stride_s, kv_stride_h, out_stride_t, out_stride_h, table_stride,
+    IS_CUT: tl.constexpr, HAS_WINDOW: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     # fmt: on
+    """Attend one block; with IS_CUT over one stretch of its context, which gives parts.
+
+    stretches int32 [num blocks, 4]: begin, end, part of the first token, parts of a token;
+    values float32 [num parts, Hq, D], lse float32 [num parts, Hq].
+    """
     block = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     index = tl.load(block_rows_ptr + block)
@@ -59,7 +70,10 @@ def _prefill_kernel(
     if HAS_WINDOW:
         begin = tl.maximum(0, first_position - window + 1) // BLOCK_N * BLOCK_N
         edge_end = end - window
-    acc, _, total = walk(
+    if IS_CUT:
+        begin = tl.load(stretches_ptr + block * 4)
+        end = tl.load(stretches_ptr + block * 4 + 1)
+    acc, largest, total = walk(
         q,
         first_position + stacked // GROUP,
         table_ptr + row * table_stride,
@@ -81,6 +95,9 @@ def _prefill_kernel(
         SUM_LATE=False,
         WIDEN=WIDEN,
     )
+    if IS_CUT:
+        # A query sees nothing of a stretch that begins behind it.
+        total = tl.where(total > 0.0, total, 1.0)
     acc = acc / total[:, None]
     # Read again, so that the compiler does not keep the places of the queries in registers, where
     # the loop needs them all.
@@ -88,6 +105,15 @@ def _prefill_kernel(
     tokens = stacked // GROUP
     exists = (stacked < (first + TOKENS) * GROUP) & (tokens < q_len)
     heads = kv_head * GROUP + stacked % GROUP
+    if IS_CUT:
+        part = tl.load(stretches_ptr + block * 4 + 2)
+        part += (tokens - first) * tl.load(stretches_ptr + block * 4 + 3)
+        head_parts = part.to(tl.int64) * (tl.num_programs(1) * GROUP) + heads
+        offsets = head_parts[:, None] * HEAD_DIM + offs_d[None, :]
+        mask = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
+        tl.store(values_ptr + offsets, acc, mask=mask)
+        tl.store(lse_ptr + head_parts, largest + tl.log2(total), mask=exists)
+        return
     token_rows = (q_start + tokens).to(tl.int64)
     offsets = token_rows[:, None] * out_stride_t + heads[:, None] * out_stride_h + offs_d[None, :]
     mask = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
@@ -104,12 +130,12 @@ def attend_chunks(
     scale_log2: float,
     window: int | None,
 ) -> None:
-    """Attend the rows with several new tokens; writes their part of `out`.
+    """Attend rows with several new tokens; writes their part of `out`.
 
     `scale_log2` turns scores into exponents of 2.
     """
     group = q.shape[1] // k_pool.shape[1]
-    config = work.config
+    config, cuts = work.config, work.cuts
     _prefill_kernel[len(work.rows), k_pool.shape[1]](
         q,
         k_pool,
@@ -121,15 +147,19 @@ def attend_chunks(
         batch.context_lens,
         work.rows,
         work.starts,
+        None if cuts is None else cuts.stretches,
+        None if cuts is None else cuts.parts.values,
+        None if cuts is None else cuts.parts.lse,
         scale_log2,
         window or 0,
         *q.stride()[:2],
         *k_pool.stride()[:2],
         *out.stride()[:2],
         batch.req_to_slot.stride(0),
+        IS_CUT=cuts is not None,
         HAS_WINDOW=window is not None,
         GROUP=group,
-        TOKENS=work.tokens,
+        TOKENS=config.tokens(group),
         HEAD_DIM=q.shape[2],
         BLOCK_Q=max(config.block_m, triton.next_power_of_2(group)),
         BLOCK_D=max(MIN_DOT, triton.next_power_of_2(q.shape[2])),
@@ -138,3 +168,12 @@ def attend_chunks(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
+    if cuts is not None:
+        merge(
+            cuts.parts,
+            out,
+            counts=cuts.counts,
+            tokens=cuts.tokens,
+            firsts=cuts.firsts,
+            max_splits=cuts.max_splits,
+        )

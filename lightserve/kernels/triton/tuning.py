@@ -46,7 +46,7 @@ from lightserve.kernels.triton.tuned_files import (
     tuning_path,
 )
 
-KERNEL_VERSION = 1
+KERNEL_VERSION = 2
 """Of the attention kernels: raised when measured configurations may no longer be the best."""
 MAX_POOL_BYTES = 1 << 30
 """Of the keys and values that are made up for a measurement."""
@@ -57,7 +57,7 @@ MIN_GAIN = 0.02
 DECODE_SCENES = ((1, 2048), (16, 4096), (128, 2048), (64, 8192))
 """(rows, context); cut to what there may be."""
 CHUNK_SCENES = {
-    ChunkClass.SHORT: ((64, 2048),),
+    ChunkClass.SHORT: ((64, 2048), (128, 16384)),
     ChunkClass.WHOLE: ((2048, 2048), (8192, 8192)),
     ChunkClass.CACHED: ((1024, 8192),),
 }
