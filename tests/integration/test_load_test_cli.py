@@ -147,7 +147,7 @@ def test_ctrl_c_reports_what_there_is(mock_url: str, tmp_path: Path) -> None:
 
 def _num_received(url: str) -> int:
     """Requests of runs; probes have no id."""
-    with urllib.request.urlopen(f"{url}/log", timeout=10) as answer:
+    with urllib.request.urlopen(f"{url}/log", timeout=300) as answer:
         return sum(name.startswith("load-") for name in json.load(answer))
 
 

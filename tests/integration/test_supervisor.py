@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -56,8 +58,8 @@ class Server:
         options: dict[str, float],
     ) -> None:
         self.folder = folder
-        self.run_parent = folder / "run"
-        self.run_parent.mkdir()
+        # Not under `folder`: the path of a socket has 107 bytes at most.
+        self.run_parent = Path(tempfile.mkdtemp(prefix="ls-run-"))
         (folder / "script.json").write_text(json.dumps(script))
         command = [scripted_child.__file__, str(folder)]
         driver_options = json.dumps({"command": command, **options})
@@ -180,6 +182,7 @@ def start(tmp_path: Path, model: Path) -> Iterator[StartServer]:
         server.process.kill()
         server.process.communicate(timeout=PATIENCE_S)
         wait_gone([entry["pid"] for entry in server.journal("start")])
+        shutil.rmtree(server.run_parent)
 
 
 def test_a_whole_life(start: StartServer) -> None:
