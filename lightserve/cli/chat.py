@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lightserve.cli.api_key import api_key_options, read_api_key
+from lightserve.cli.options import FiniteRange
 from lightserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,15 +22,17 @@ if TYPE_CHECKING:
 )
 @click.option("--model", default="", help="Default: the first of GET /v1/models.")
 @click.option("--system", default="", help="System prompt.")
-@click.option("--temperature", type=float, help="Default of this and the next three: the server's.")
-@click.option("--top-p", type=float)
+@click.option(
+    "--temperature", type=FiniteRange(), help="Default of this and the next three: the server's."
+)
+@click.option("--top-p", type=FiniteRange())
 @click.option("--max-tokens", type=int)
 @click.option("--seed", type=int)
 @api_key_options
 @click.option(
     "--timeout-s",
     default=600.0,
-    type=click.FloatRange(0.1),
+    type=FiniteRange(0.1),
     show_default=True,
     help="Longest silence of the server.",
 )

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from lightserve.cli.api_key import api_key_options, read_api_key
+from lightserve.cli.options import FiniteRange
 from lightserve.errors import ConfigError
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -27,7 +28,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 @click.option(
     "--timeout-s",
     default=60.0,
-    type=click.FloatRange(0.1),
+    type=FiniteRange(0.1),
     show_default=True,
     help="Longest silence of the server.",
 )

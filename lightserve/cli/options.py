@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar, get_type_hints
 
@@ -11,6 +12,17 @@ import click
 from lightserve.config.fields import flag_name
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+class FiniteRange(click.FloatRange):
+    """A number within limits; unlike click's own, NaN is never one, nor infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number; fails with a message about it otherwise."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number.", param, ctx)
+        return number
 
 
 def config_options(

@@ -17,7 +17,7 @@ from typing import Any
 import click
 import msgspec
 
-from lightserve.cli.options import config_options
+from lightserve.cli.options import FiniteRange, config_options
 from lightserve.config import ServeConfig
 from lightserve.cost.job import ProfileJob, ProfileNews
 from lightserve.cost.profile import (
@@ -57,7 +57,7 @@ _BAR_LENGTH = 1000
 @config_options(ServeConfig, FIELDS)
 @click.option(
     "--seconds",
-    type=click.FloatRange(1.0, 3600.0),
+    type=FiniteRange(1.0, 3600.0),
     default=60.0,
     show_default=True,
     help="Time to measure.",

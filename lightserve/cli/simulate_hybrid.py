@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from lightserve.cli.options import FunctionT, config_options
+from lightserve.cli.options import FiniteRange, FunctionT, config_options
 from lightserve.cli.simulate_rules import serve_fields
 from lightserve.config import ServeConfig
 from lightserve.config.fields import flag_name
@@ -35,7 +35,7 @@ _DEFAULTS = {"capacity_tokens": 60_000, "policy": "unified", "admission": "risk"
 
 
 _TOKEN_TARGETS = ("ttft_slo_ms", "tpot_slo_ms", "mtpot_slo_ms")
-_SLO_MS = click.FloatRange(0.0)
+_SLO_MS = FiniteRange(0.0)
 _OPTIONS = (
     config_options(ServeConfig, _SERVE_FIELDS),
     click.option(
@@ -79,7 +79,7 @@ _OPTIONS = (
     ),
     click.option(
         "--completion-slo-s",
-        type=click.FloatRange(0.0, min_open=True),
+        type=FiniteRange(0.0, min_open=True),
         help="Target of real-time requests in place of those of tokens: time to the last one.",
     ),
     click.option(
@@ -92,14 +92,14 @@ _OPTIONS = (
     click.option(
         "--margin-s",
         default=30.0,
-        type=click.FloatRange(0.0),
+        type=FiniteRange(0.0),
         show_default=True,
         help="At the start and at the end of the run: not in the statistics.",
     ),
     click.option(
         "--duration-s",
         default=90.0,
-        type=click.FloatRange(0.0, min_open=True),
+        type=FiniteRange(0.0, min_open=True),
         show_default=True,
         help="Virtual seconds.",
     ),

@@ -156,3 +156,13 @@ def test_the_variants_of_deadlines_matter() -> None:
 def test_wrong_arguments(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         simulate(*arguments)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize(
+    "flag", ["--duration-s", "--margin-s", "--ttft-slo-ms", "--completion-slo-s"]
+)
+def test_numbers_are_finite(flag: str, value: str) -> None:
+    result = CliRunner().invoke(command, [*RT, flag, value])
+    assert result.exit_code == 2
+    assert f"{value} is not a finite number" in result.stderr
