@@ -182,6 +182,7 @@ def empty_state(
     )
     state = State(kv, RowTable(num_rows), budget)
     state.pipeline.next_step_id = StepId(1)
+    state.pipeline.max_num_batched_tokens = budget
     state.pipeline.cost.use_profile(coefficients)
     return state
 
@@ -217,6 +218,7 @@ def make_state(seed: int, max_requests: int = MAX_REQUESTS) -> State:
         state.put(request, num_held=num_held, num_on_host=num_on_host)
     decodes = [Allotment(r, 1) for r in state.rows if r.num_schedulable_tokens == 1]
     state.mean_step_s = cost.seconds(shape_of(decodes).plus(0, rng.randint(2, 512)))
+    state.pipeline.average_step_s = state.mean_step_s
     state.waiting.sink_late(START_S)
     return state
 

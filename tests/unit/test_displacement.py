@@ -1,4 +1,4 @@
-"""Decodes with time to spare give way to prompts that gain more (mechanisms B7, C4)."""
+"""Decodes with time to spare give way: to who would be late, and to prompts that gain more (B7)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ def _coefficients(per_context_s: float) -> StepCoefficients:
 
 
 def play(
-    running: list[Request], waiting: list[Request], *, per_context_s: float = 1e-6
+    running: list[Request],
+    waiting: list[Request],
+    *,
+    per_context_s: float = 1e-6,
+    average_step_s: float = AVERAGE_STEP_S,
 ) -> tuple[dict[int, int], Skips]:
     """0.1 ms per token, and (unless told otherwise) 1 ms per 1000 tokens of a decode's context."""
     cost = StepCost()
@@ -44,7 +48,7 @@ def play(
         step_number=1,
         num_slots=10**6,
         cost=cost,
-        average_step_s=AVERAGE_STEP_S,
+        average_step_s=average_step_s,
         skips=skips,
     )
     chosen = UnifiedPolicy().select(running, Queue(waiting), limits, Admitting())
@@ -74,6 +78,52 @@ def test_it_stays_where_nothing_is_gained() -> None:
     shares, _ = play(running, [prompt], per_context_s=0.0)
     assert shares == {0: 1, 1: 1, 5: pytest.approx(298, abs=2)}
     assert play(running, [])[0] == {0: 1, 1: 1}, "time is left: it comes back"
+
+
+def test_it_stays_while_it_is_not_known_how_long_steps_are() -> None:
+    running, prompt = [decode(0, 30), decode(1, 500, context=5000)], make_request(5, BE, prompt=500)
+    assert 1 in play(running, [prompt], average_step_s=0.0)[0]
+
+
+def first_token(number: int, residual_ms: float, num_tokens: int) -> Request:
+    request = make_request(number, RT, prompt=num_tokens)
+    request.deadlines = TokenDeadlines(SLO(ttft_ms=residual_ms), 0.0)
+    return request
+
+
+def test_an_ample_decode_gives_way_to_one_that_would_be_late() -> None:
+    """Together they take 10.2 ms, without it 5.1; its own 5 ms come a step later."""
+    tight, ample = decode(0, 8, context=5000), decode(1, 50, context=5000)
+    shares, skips = play([tight, ample], [])
+    assert shares == {0: 1}
+    assert skips.reasons[ample] is Reason.TIME
+
+
+def test_an_ample_decode_gives_way_to_a_first_token() -> None:
+    """Of the prompt's 10 ms and the decodes' 0.1 and 5 the deadline has 12; with 30, for all."""
+    ample = [decode(1, 50), decode(2, 60, context=5000)]
+    shares, skips = play(ample, [first_token(5, 12, 100)])
+    assert shares == {1: 1, 5: 100}
+    assert skips.reasons == {ample[1]: Reason.TIME}
+    assert play(ample, [first_token(5, 30, 100)])[0].keys() == {1, 2, 5}
+
+
+@pytest.mark.parametrize(
+    ("tight_ms", "ample_ms", "prompt_ms"),
+    [
+        (8, 27, None),  # it would be late after one more step
+        (4, 500, None),  # the other is late even without it
+        (-1, 500, None),  # the other is late
+        (500, 31, 12),  # for a first token as for others
+        (500, 500, 9),  # that is late even alone
+    ],
+)
+def test_nobody_gives_way_in_vain(
+    tight_ms: float, ample_ms: float, prompt_ms: float | None
+) -> None:
+    running = [decode(0, tight_ms, context=5000), decode(1, ample_ms, context=5000)]
+    waiting = [] if prompt_ms is None else [first_token(5, prompt_ms, 100)]
+    assert play(running, waiting)[0].keys() >= {0, 1}
 
 
 def test_time_that_is_not_lent_is_no_gain() -> None:

@@ -5,7 +5,7 @@ completes and that can still be in time; token budgets are the inverse of the co
 limit (A2, A4), so that prompts fill it exactly. Slack that early tokens bought (architecture 7)
 is what long chunks and best-effort work live on.
 
-    1. real-time decodes, all of them: they make the limit
+    1. real-time decodes: they make the limit
     2. real-time prompts that can still be in time, by residual, one cut where the limit ends;
        long ones one after the other (`long_prompts`)
     3. real-time prompts that are late anyway; those that have not started only while memory is
@@ -13,7 +13,8 @@ is what long chunks and best-effort work live on.
     4. best-effort decodes, prompts in progress, those that resume, newcomers, the best of the next
        few first (`batch_order`)
 
-Where deadlines limit a step, decodes with time to spare give way to 4 if that gains tokens (B7).
+Decodes with time to spare give way to who would be late beside them, and, where deadlines limit a
+step, to 4 if that gains tokens (B3, B7; `displacement`).
 Best-effort jobs with a completion time go with 1 and 2 while they are urgent (`promotion`).
 
 In overload this order keeps goodput: sorted by deadline alone, everybody would be a little late.

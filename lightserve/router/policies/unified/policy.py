@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from lightserve.router.policies.base import (
 )
 from lightserve.router.policies.unified import late_share
 from lightserve.router.policies.unified.batch_order import BatchOrder
+from lightserve.router.policies.unified.displacement import make_room, rescue
 from lightserve.router.policies.unified.long_prompts import one_long_at_once
 from lightserve.router.policies.unified.options import UnifiedOptions
 from lightserve.router.policies.unified.promotion import promote
@@ -26,6 +28,8 @@ from lightserve.router.request import Request, RequestState
 from lightserve.types import RequestClass
 
 RT, BE = RequestClass.RT, RequestClass.BE
+MAX_RESCUED = 4
+"""Of those that wait, decodes may give way to one of so many."""
 MEMORY_REASONS = {Reason.KV_NOW, Reason.KV_FUTURE}
 
 
@@ -93,6 +97,8 @@ class _Filling:
         """Of real-time requests and such jobs, that run."""
         self._best_effort = [r for r in best_effort if r not in promoted.running]
         self._num_be_rows = limits.max_be_seqs - len(best_effort)
+        self._gave_way: list[Request] = []
+        """Decodes left out for somebody more urgent."""
         self._is_left = False
         """Whether something urgent that could move or start was left out, or cut."""
 
@@ -106,6 +112,11 @@ class _Filling:
         self.step.limit_by_deadlines()
         if of_jobs:
             self.step.add_while_in_time(of_jobs)
+            self.step.limit_by_deadlines()
+        newcomers = itertools.islice(self._waiting.of(RT), MAX_RESCUED)
+        prompts = itertools.chain(self._prompts, newcomers)
+        self._gave_way = rescue(self.step, prompts, self._limits.average_step_s)
+        if self._gave_way:
             self.step.limit_by_deadlines()
 
     def pay_owed(self) -> None:
@@ -152,9 +163,11 @@ class _Filling:
 
     def add_best_effort(self) -> None:
         """Fill the rest of the step, as far as it is lent, if nothing urgent is left."""
+        if self._gave_way:
+            self.step.add_while_in_time(sorted(self._gave_way, key=self.step.residual))
         if not self._is_left and not self.step.is_full:
             self.step.lend(self._real_time, self._limits)
-            displaced = self.step.displace_ample(self._limits.average_step_s)
+            displaced = make_room(self.step, self._limits.average_step_s)
             self._add_best_effort()
             self.step.add_while_in_time(displaced)
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from lightserve.router.policies.base import Allotment, Loading, Share, StepLimits
@@ -52,6 +52,8 @@ class TimedStep:
         """As predicted, the copies of those who resume included."""
         self._base_s = 0.0
         """Predicted time of what was in it before anything was lent."""
+        self.in_danger: list[Request] = []
+        """Decodes in it that may be late, whatever joins it."""
 
     @property
     def is_full(self) -> bool:
@@ -79,16 +81,15 @@ class TimedStep:
 
     def can_be_in_time(self, request: Request) -> bool:
         """Whether a prompt, computed from here on without a pause, meets its deadline."""
-        return self._seconds_with_all_of(request) <= self.residual(request)
+        return self._seconds_with_all_of(request, self._shape) <= self.residual(request)
 
     def is_urgent(self, request: Request) -> bool:
         """Whether a prompt can be in time, and no more if it waits for one step like this (A8)."""
-        slack_s = self.residual(request) - self._seconds_with_all_of(request)
+        slack_s = self.residual(request) - self._seconds_with_all_of(request, self._shape)
         return 0.0 <= slack_s <= min(self._limit_s, self._idle_limit_s)
 
-    def _seconds_with_all_of(self, request: Request) -> float:
-        rest = request.num_schedulable_tokens
-        return self._seconds(self._shape.plus(request.next_position, rest))
+    def _seconds_with_all_of(self, request: Request, shape: StepShape) -> float:
+        return self._seconds(shape.plus(request.next_position, request.num_schedulable_tokens))
 
     # ---------------------------------------------------------------- limits
 
@@ -102,11 +103,14 @@ class TimedStep:
         """
         least_s, base_s = self._cost.seconds(self._shape), self._seconds(self._shape)
         surely_s = perhaps_s = math.inf
+        self.in_danger = []
         for request, _ in self.chosen:
             residual_s = self.residual(request)
             if residual_s >= base_s:
                 surely_s = min(surely_s, residual_s)
-            lent_s = self._lent_by(request)
+            else:
+                self.in_danger.append(request)
+            lent_s = self.lent_by(request)
             if lent_s < least_s:
                 lent_s = self._residual_of_late(request)
             if lent_s >= least_s:
@@ -116,7 +120,7 @@ class TimedStep:
         if self._guard is not None and math.isfinite(surely_s):
             self._limit_s = self._guard.limit(base_s, surely_s)
 
-    def _lent_by(self, request: Request) -> float:
+    def lent_by(self, request: Request) -> float:
         """Return the part of the residual of a decode that best-effort requests may take."""
         deadlines = request.deadlines
         if deadlines is None or request in self.due_s:
@@ -215,35 +219,47 @@ class TimedStep:
         self._shape = self._shape.plus_decodes(len(requests), context)
         self._budget -= len(requests)
 
-    def displace_ample(self, average_step_s: float) -> list[Request]:
-        """Take out decodes that can wait for a step, if prompts gain more in their time (B7, C4).
-
-        Only where deadlines are what limits the step: time that is not lent is no gain. A decode
-        can wait if it is still in time after this step and two more like the recent ones. Returns
-        whom it took out; they may be added again if time is left.
-        """
-        limit_s = self._limit_s / self._cost.guard
-        if limit_s >= self._lent_until_s or not self._cost.is_known:
-            return []
-        ample_s = self._limit_s + 2 * average_step_s
-        ample = [
+    def decodes_due_after(self, residual_s: float, *, lent: bool = False) -> list[Request]:
+        """Return decodes in it whose residual is longer, or `lent`, what of it is lent."""
+        due_s = self.lent_by if lent else self.residual
+        return [
             request
             for request, num_tokens in self.chosen
-            if num_tokens == 1 and request.is_decoding and self._lent_by(request) > ample_s
+            if num_tokens == 1 and request.is_decoding and due_s(request) > residual_s
         ]
-        without = self._shape.plus_decodes(-len(ample), -sum(r.next_position for r in ample))
-        if not ample or self._gained_by_prompt(without, limit_s) <= len(ample):
-            return []
-        displaced = set(ample)
-        self.chosen = [part for part in self.chosen if part.request not in displaced]
-        self._shape = without
-        self._budget += len(ample)
-        return ample
 
-    def _gained_by_prompt(self, without: StepShape, limit_s: float) -> int:
-        """Return how many more tokens of a prompt fit the step if it had another shape."""
+    def would_be_in_time(self, request: Request, without: Collection[Request]) -> bool:
+        """Whether one in it, or a prompt that joined with all its tokens, would be without others.
+
+        These are decodes in it.
+        """
+        shape = self._without(without)
+        is_in = request in self.in_danger
+        time_s = self._seconds(shape) if is_in else self._seconds_with_all_of(request, shape)
+        return time_s <= self.residual(request)
+
+    def _without(self, decodes: Collection[Request]) -> StepShape:
+        context = sum([request.next_position for request in decodes])
+        return self._shape.plus_decodes(-len(decodes), -context)
+
+    def leave_out(self, decodes: Collection[Request]) -> None:
+        """Take decodes out; they may be added again."""
+        self._shape = self._without(decodes)
+        left_out = set(decodes)
+        self.chosen = [part for part in self.chosen if part.request not in left_out]
+        self._budget += len(left_out)
+
+    @property
+    def deadline_limit_s(self) -> float:
+        """What deadlines leave, of the whole step; inf: what is lent ends before, or is unknown."""
+        is_first = self._limit_s / self._cost.guard < self._lent_until_s and self._cost.is_known
+        return self._limit_s if is_first else math.inf
+
+    def gained_by_prompt(self, without: Collection[Request]) -> int:
+        """Return how many more tokens of a prompt would fit until then without decodes."""
+        limit_s = self._limit_s / self._cost.guard
         before = self._cost.tokens_within(self._shape, limit_s, 0, self._budget)
-        return self._cost.tokens_within(without, limit_s, 0, self._budget) - before
+        return self._cost.tokens_within(self._without(without), limit_s, 0, self._budget) - before
 
     # ---------------------------------------------------------------- prompts
 
