@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,20 @@ from .arrivals import ArrivalKind
 from .command import SectionOption
 
 DEFAULT_KEY_VARIABLE = "LOAD_TEST_API_KEY"
-_POSITIVE = click.FloatRange(min=0, min_open=True)
-_AT_LEAST_0 = click.FloatRange(min=0)
+
+
+class _FiniteRange(click.FloatRange):
+    """Unlike click's own it takes neither NaN nor infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number.", param, ctx)
+        return number
+
+
+_POSITIVE = _FiniteRange(min=0, min_open=True)
+_AT_LEAST_0 = _FiniteRange(min=0)
 _COUNT = click.IntRange(min=1)
 
 
@@ -236,7 +249,7 @@ CLASS_OPTIONS = _options(
     _Row(
         "--be-share",
         "Share of these requests, drawn at random, that is sent best effort; 1 is all.",
-        type=click.FloatRange(0, 1),
+        type=_FiniteRange(0, 1),
         default=0.0,
     ),
     _Row(
