@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 )
 @click.option("--model", default="", help="Default: the first of GET /v1/models.")
 @click.option("--system", default="", help="System prompt.")
-@click.option(
-    "--temperature", type=FiniteRange(), help="Default of this and the next three: the server's."
-)
-@click.option("--top-p", type=FiniteRange())
+@click.option("--temperature", type=float, help="Default of this and the next three: the server's.")
+@click.option("--top-p", type=float)
 @click.option("--max-tokens", type=int)
 @click.option("--seed", type=int)
 @api_key_options
