@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import socket
 import ssl
 from collections.abc import Iterator
@@ -36,6 +37,9 @@ class HttpServer(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 log_config=None,
+                # What it says below a warning is of its own life, which the supervisor tells,
+                # under the name uvicorn.error.
+                log_level=max(logging.WARNING, logging.getLogger().level),
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,

@@ -42,6 +42,7 @@ def test_a_request_can_be_followed_and_its_words_cannot(run_parent: Path, tmp_pa
         log = server.stderr
     lines: list[dict[str, Any]] = [json.loads(line) for line in log.splitlines()]
     assert {"supervisor", "frontend-0", "router-0", "worker-0"} <= {x["process"] for x in lines}
+    assert not any("uvicorn" in line["logger"] for line in lines)
     assert SECRET not in log
     assert KEY not in log
     for shown in (answer.json()["choices"][0]["message"]["content"].strip(), SECRET, KEY):
