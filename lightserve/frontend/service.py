@@ -94,6 +94,12 @@ class Service:
                 status=404,
             )
 
+    @property
+    def context_len(self) -> int:
+        """Longest sequence that can be served; the model's own while no workers are ready."""
+        longest = self.model.max_model_len
+        return min(longest, self.router.num_kv_slots) if self.router.is_ready else longest
+
     def resolve_max_tokens(
         self, num_prompt_tokens: int, asked: int | None, *, default: int | None, param: str
     ) -> int:

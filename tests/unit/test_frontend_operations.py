@@ -116,6 +116,21 @@ def test_a_model_without_a_chat_template_still_completes(tmp_path: Path) -> None
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("num_kv_slots", "welcome", "longest"),
+    [(1_000_000, True, 512), (320, True, 320), (320, False, 512)],
+)
+def test_models_say_what_a_request_may_be(num_kv_slots: int, welcome: bool, longest: int) -> None:
+    """The pool may hold less than the context; without workers its size is not known."""
+
+    async def scenario() -> None:
+        async with frontend(max_model_len=512, num_kv_slots=num_kv_slots, welcome=welcome) as setup:
+            models = (await setup.http.get("/v1/models")).json()["data"]
+            assert [model["max_model_len"] for model in models] == [longest]
+
+    asyncio.run(scenario())
+
+
 def test_the_age_counts_from_the_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with frontend(says([5, EOS])) as setup:

@@ -21,7 +21,7 @@ def models_router(service: Service) -> APIRouter:
             "object": "model",
             "created": model.created_s,
             "owned_by": "lightserve",
-            "max_model_len": model.max_model_len,
+            "max_model_len": service.context_len,
         }
 
     @router.get("/v1/models")
