@@ -37,6 +37,7 @@ from lightserve.models.parallel import SingleRank
 from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.device_queue import CudaQueue, HostMark, Mark
 from lightserve.worker.graph_ladder import ladder
+from lightserve.worker.graph_recorder import MemoryUse
 from lightserve.worker.graphs import DecodeGraphs
 from lightserve.worker.host_pool import DirectHostPool
 from lightserve.worker.kv_pool import KVPool
@@ -83,8 +84,8 @@ class NullRecorder:
         function()
         return lambda: None
 
-    def free_bytes(self) -> int:
-        return 0
+    def memory(self) -> MemoryUse:
+        return MemoryUse(0, 0)
 
 
 def make_runner(num_rows: int) -> ModelRunner:

@@ -28,6 +28,12 @@ STAGING_SHARE = 128
 8,192 tokens of a model of 8 B parameters to leave the pool within one step."""
 
 
+KEPT_FREE = 50
+"""One part in so many of the device is free where --kv-memory is given, 2.8 GiB of an H200: what is
+measured at the start is not all (blocks of torch's allocator with gaps, what drivers and NCCL take
+late)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
     """What takes how many bytes of a GPU beside the KV pool."""
@@ -61,7 +67,8 @@ def num_device_slots(config: ServeConfig, layout: KVLayout, memory: DeviceMemory
     """Return the size in tokens of a KV pool on a GPU; it takes one slot more.
 
     Args:
-        config: --gpu-memory-utilization or --kv-memory, and --max-kv-tokens.
+        config: --gpu-memory-utilization, or --kv-memory, beside which `KEPT_FREE` is free; and
+            --max-kv-tokens.
         layout: knows the bytes of one token on this rank.
         memory: of this rank's GPU.
 
@@ -74,16 +81,18 @@ def num_device_slots(config: ServeConfig, layout: KVLayout, memory: DeviceMemory
         budget = limit - memory.taken
     else:
         asked = f"--kv-memory {config.kv_memory}"
-        limit = memory.total
+        limit = memory.total - memory.total // KEPT_FREE
         budget = parse_memory(config.kv_memory, "--kv-memory")
-        if budget > limit - memory.taken:
-            raise StartupError(
-                f"{asked} does not fit on a GPU of {_gib(memory.total)}: {memory} leave"
-                f" {_gib(max(0, limit - memory.taken))}"
-            )
     num_slots = budget // layout.bytes_per_token - 1
     if config.max_kv_tokens:
         num_slots = min(num_slots, config.max_kv_tokens)
+    needed = (num_slots + 1) * layout.bytes_per_token
+    if config.kv_memory != "auto" and needed > limit - memory.taken:
+        raise StartupError(
+            f"{asked} does not fit on a GPU of {_gib(memory.total)}: {memory}, and"
+            f" {_gib(memory.total - limit)} that are kept free, leave"
+            f" {_gib(max(0, limit - memory.taken))}, and the pool would take {_gib(needed)}"
+        )
     if num_slots < MIN_SLOTS:
         raise StartupError(
             f"no room for a KV pool: {memory} leave {_gib(max(0, budget))} of the {_gib(limit)}"

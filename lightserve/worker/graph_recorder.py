@@ -11,13 +11,37 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 NUM_WARM_UPS = 2
 """Runs before a function is recorded: the first compiles kernels and makes handles, the second
 finds them made."""
+
+
+MAX_DRIVER_BYTES = 64 << 20
+"""Most that a driver takes for a graph of some thousand launches, of which each is some KiB."""
+
+
+class MemoryUse(NamedTuple):
+    """Bytes of a device."""
+
+    reserved: int
+    """By this process's allocator."""
+    in_all: int
+    """By drivers and other processes as well."""
+
+    def since(self, earlier: MemoryUse) -> int:
+        """Return what the recording of one graph has taken.
+
+        What the allocator took is exact. A driver keeps a graph's launches elsewhere, of which
+        only the device as a whole is known, and others take and give back memory meanwhile: no
+        more counts than a graph can need.
+        """
+        reserved = self.reserved - earlier.reserved
+        outside = self.in_all - earlier.in_all - reserved
+        return reserved + min(max(0, outside), MAX_DRIVER_BYTES)
 
 
 class GraphRecorder(Protocol):
@@ -32,8 +56,8 @@ class GraphRecorder(Protocol):
             RuntimeError: the function did what cannot be recorded, or memory ran out.
         """
 
-    def free_bytes(self) -> int:
-        """Return the device's free memory, after giving back what is only kept for later."""
+    def memory(self) -> MemoryUse:
+        """Return what is taken, after giving back what is only kept for later."""
 
 
 class CudaGraphRecorder:
@@ -68,12 +92,12 @@ class CudaGraphRecorder:
             function()
         return graph.replay
 
-    def free_bytes(self) -> int:
-        """See `GraphRecorder.free_bytes`."""
+    def memory(self) -> MemoryUse:
+        """See `GraphRecorder.memory`; the graphs' pool is the allocator's."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        free_bytes, _ = torch.cuda.mem_get_info(self._device)
-        return free_bytes
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        return MemoryUse(torch.cuda.memory_reserved(self._device), total_bytes - free_bytes)
 
 
 @contextmanager

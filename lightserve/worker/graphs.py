@@ -95,12 +95,12 @@ class DecodeGraphs:
         Raises:
             StartupError: one could not be recorded.
         """
-        used, free_bytes = [], self._recorder.free_bytes()
+        used, memory = [], self._recorder.memory()
         for size in reversed(self._sizes):
             try:
                 replay = self._replays[size] = self._recorder.record(partial(self._run, size))
                 replay()  # of padding: the first one takes longer, and may fail
-                before, free_bytes = free_bytes, self._recorder.free_bytes()
+                before, memory = memory, self._recorder.memory()
             except RuntimeError as error:
                 # The end of a broken capture fails as well: what came first says why.
                 reason = one_line(error.__context__ or error)
@@ -108,7 +108,7 @@ class DecodeGraphs:
                     f"a CUDA graph of {size} decodes could not be captured: {reason};"
                     " --cuda-graphs off serves without, --cuda-graph-max-seqs limits their size"
                 ) from error
-            used.append(before - free_bytes)
+            used.append(memory.since(before))
             advance(1)
         return used
 

@@ -167,9 +167,12 @@ class StepTimer:
         seconds = [self.run(rows) for _ in range(num_repeats)]
         return StepSample(shape_of_rows(rows), float(np.median(seconds)))
 
-    def copy_seconds(self) -> tuple[float, float]:
-        """Return seconds per token saved to the host and loaded back; 0 without a host pool."""
-        count = min(COPIED_TOKENS, self._runner.num_host_slots, self._runner.num_kv_slots)
+    def copy_seconds(self, num_places: int) -> tuple[float, float]:
+        """Return seconds per token saved to the host and loaded back; 0 where there is no place.
+
+        `num_places` of both pools are on every rank: each runs the same steps.
+        """
+        count = min(COPIED_TOKENS, num_places)
         if count == 0:
             return 0.0, 0.0
         places = pack_int32(range(count))
@@ -196,11 +199,11 @@ def take_profile(
 ) -> StepProfile:
     """Measure for about so many seconds, every rank alike, and fit; `progress` gets the share."""
     timer = StepTimer(runner)
-    # Ranks measure their GPUs' memory each for itself, and collectives need equal shapes.
-    num_slots = _rank_0s(tp, runner.num_kv_slots)
+    # Ranks measure their memory each for itself, and collectives need equal shapes.
+    num_slots = _smallest(tp, runner.num_kv_slots)
     limits = dataclasses.replace(limits_of(runner, config), num_slots=num_slots)
     steps = random_steps(limits, seed=0)
-    saved_s, loaded_s = timer.copy_seconds()
+    saved_s, loaded_s = timer.copy_seconds(min(num_slots, _smallest(tp, runner.num_host_slots)))
     samples: list[StepSample] = []
     start_s = time.perf_counter()
     while _agreed(tp, is_true=_goes_on(len(samples), time.perf_counter() - start_s, seconds)):
@@ -312,3 +315,9 @@ def _agreed(tp: TensorParallel, *, is_true: bool) -> bool:
 def _rank_0s(tp: TensorParallel, number: int) -> int:
     """Return rank 0's number."""
     return int(tp.broadcast(torch.tensor([number])).item())
+
+
+def _smallest(tp: TensorParallel, number: int) -> int:
+    """Return the smallest of the ranks' numbers."""
+    numbers = tp.gather(torch.tensor([[number]]))
+    return _rank_0s(tp, number if numbers is None else int(numbers.min()))

@@ -53,9 +53,9 @@ def serve(runner: Runner, link: WorkerLink, *, is_first_rank: bool) -> NoReturn:
         ProtocolError: a plan was lost or repeated.
         DeviceError: a step failed on its GPU, perhaps for want of memory.
     """
-    steps = StepLoop(runner, link, is_first_rank=is_first_rank)
-    while True:
-        steps.launch(steps.next_plan())
+    with contextlib.closing(StepLoop(runner, link, is_first_rank=is_first_rank)) as steps:
+        while True:
+            steps.launch(steps.next_plan())
 
 
 class StepLoop:
@@ -70,6 +70,10 @@ class StepLoop:
         """The plan that was launched last, until its copies that nobody waits for are made."""
         self._expected: StepId | None = None
         self._watch = _MarkWatch()
+
+    def close(self) -> None:
+        """Watch no steps any more; those that run go on."""
+        self._watch.close()
 
     def next_plan(self) -> StepPlan:
         """Return the next plan once it may be launched; results leave meanwhile."""
@@ -157,6 +161,14 @@ class _MarkWatch:
         if self._told_fd in wait_readable(sources, None):
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._told_fd)
+
+    def close(self) -> None:
+        """End the thread when it has seen the mark that it waits for.
+
+        It takes along the descriptor, to which it may yet write.
+        """
+        self._thread.submit(os.close, self._told_fd)
+        self._thread.shutdown(wait=False)
 
     def _tell(self, mark: Mark) -> None:
         try:

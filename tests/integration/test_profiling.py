@@ -100,32 +100,58 @@ def test_a_worker_measures_steps_and_copies(runner: ModelRunner, config: ServeCo
     for rows in itertools.islice(random_steps(limits_of(runner, config), seed=5), 12):
         sample = timer.measure(rows)
         assert sample.seconds > 0 and sample.shape == shape_of_rows(rows)
-    saved_s, loaded_s = timer.copy_seconds()
+    saved_s, loaded_s = timer.copy_seconds(runner.num_host_slots)
     assert saved_s > 0 and loaded_s > 0
 
 
-class RankOne(SingleRank):
-    """Beside a rank 0 whose pool has 24 slots."""
+class OneOfTwo(SingleRank):
+    """Beside a rank whose pools have so many slots."""
 
-    rank, size = 1, 2
+    size = 2
+
+    def __init__(self, rank: int, *others: int) -> None:
+        self.rank = rank
+        self._others = iter(others)
+        self._smallest = 0
+
+    def gather(self, x: Tensor) -> Tensor | None:
+        self._smallest = min(int(x), next(self._others))
+        return torch.tensor([[int(x), self._smallest]]) if self.rank == 0 else None
 
     def broadcast(self, x: Tensor) -> Tensor:
-        return torch.full_like(x, 24)
+        """Rank 0's is what it makes of all."""
+        assert self.rank == 1 or int(x) == self._smallest
+        return torch.full_like(x, self._smallest)
 
 
-def test_every_rank_runs_the_shapes_of_rank_0_whatever_its_own_pool_holds(
-    runner: ModelRunner, config: ServeConfig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("num_on_host", [0, 7, 10**6])
+def test_ranks_run_the_same_whatever_their_own_pools_hold(
+    rank: int,
+    num_on_host: int,
+    runner: ModelRunner,
+    config: ServeConfig,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """What a rank ran alone would wait for the others in its first collective, for ever."""
     limits: list[ShapeLimits] = []
+    copied: list[int] = []
+    copy_seconds = StepTimer.copy_seconds
+
+    def noted(self: StepTimer, num_places: int) -> tuple[float, float]:
+        copied.append(num_places)
+        copy_seconds(self, num_places)
+        raise InterruptedError
 
     def no_steps(found: ShapeLimits, seed: int) -> None:
         limits.append(found)
-        raise InterruptedError
 
+    monkeypatch.setattr(StepTimer, "copy_seconds", noted)
     monkeypatch.setattr(profiling, "random_steps", no_steps)
     with pytest.raises(InterruptedError):
-        profiling.take_profile(runner, config, RankOne(), seconds=1.0)
+        profiling.take_profile(runner, config, OneOfTwo(rank, 24, num_on_host), seconds=1.0)
     assert limits[0].num_slots == 24 != runner.num_kv_slots
+    assert copied == [min(24, num_on_host)]
 
 
 def test_the_first_start_measures_and_the_second_does_not(

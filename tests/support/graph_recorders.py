@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from lightserve.worker.graph_recorder import MemoryUse
+
 _READ_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Of operations for which the host waits for the device."""
 _READS = {torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default}
@@ -87,9 +89,9 @@ class TapeRecorder:
         self.num_recorded += 1
         return tape.play
 
-    def free_bytes(self) -> int:
-        """Pretend that every recording takes a MiB."""
-        return 2**40 - self.num_recorded * 2**20
+    def memory(self) -> MemoryUse:
+        """Pretend that every recording takes a MiB, half of it of the driver's."""
+        return MemoryUse(self.num_recorded * 2**19, self.num_recorded * 2**20)
 
 
 class RerunRecorder:
@@ -103,5 +105,5 @@ class RerunRecorder:
             function()
         return function
 
-    def free_bytes(self) -> int:
-        return 0
+    def memory(self) -> MemoryUse:
+        return MemoryUse(0, 0)

@@ -44,9 +44,10 @@ SMALL = DeviceMemory(total=24 * GIB, others=GIB, weights=15 * GIB, activations=6
         ({"gpu_memory_utilization": 1.0}, H200, 120 * 8192 - 1),
         ({"gpu_memory_utilization": 0.5}, H200, 50 * 8192 - 1),
         ({"kv_memory": "2GiB"}, H200, 2 * 8192 - 1),
-        ({"kv_memory": "120GiB"}, H200, 120 * 8192 - 1),
+        ({"kv_memory": "117GiB"}, H200, 117 * 8192 - 1),
+        ({"kv_memory": "500GiB", "max_kv_tokens": 1000}, H200, 1000),
         ({"max_kv_tokens": 1000}, H200, 1000),
-        ({"kv_memory": "2GiB"}, SMALL, 2 * 8192 - 1),
+        ({"kv_memory": "1GiB"}, SMALL, 8192 - 1),
     ],
 )
 def test_size(options: dict[str, Any], memory: DeviceMemory, num_slots: int) -> None:
@@ -67,8 +68,13 @@ def test_size(options: dict[str, Any], memory: DeviceMemory, num_slots: int) -> 
         ),
         ({}, SMALL, r"leave 0\.00 GiB of the 21\.60 GiB that --gpu-memory-utilization 0\.9 allows"),
         ({"gpu_memory_utilization": 0.05}, H200, "CUDA graphs 1.00 GiB, staged copies 1.00 GiB"),
-        ({"kv_memory": "121GiB"}, H200, r"--kv-memory 121GiB does not fit on a GPU of 140\.00 GiB"),
-        ({"kv_memory": "3GiB"}, SMALL, r"leave 2\.00 GiB"),
+        ({"kv_memory": "118GiB"}, H200, r"--kv-memory 118GiB does not fit on a GPU of 140\.00 GiB"),
+        (
+            {"kv_memory": "2GiB"},
+            SMALL,
+            r"the largest step 6\.00 .*, and 0\.48 GiB that are kept free, leave 1\.52 GiB,"
+            r" and the pool would take 2\.00 GiB",
+        ),
         ({"kv_memory": "2MiB"}, H200, "15 tokens where 16 are needed"),
         ({"max_kv_tokens": 15}, H200, "15 tokens where 16"),
     ],

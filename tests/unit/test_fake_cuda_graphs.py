@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from lightserve.errors import StartupError
+from lightserve.worker.graph_recorder import MemoryUse
 from lightserve.worker.graphs import DecodeGraphs, DecodeTables
 from lightserve.worker.kv_pool import KVPool
 
@@ -38,8 +39,8 @@ class Captures:
         self.tapes.append(tape)
         return lambda: None
 
-    def free_bytes(self) -> int:
-        return 0
+    def memory(self) -> MemoryUse:
+        return MemoryUse(0, 0)
 
 
 class SpoiltKernels(TensorKernels):

@@ -19,7 +19,7 @@ from lightserve.errors import StartupError
 from lightserve.models.parallel import SingleRank
 from lightserve.worker import graph_capture
 from lightserve.worker.graph_capture import capture_graphs
-from lightserve.worker.graph_recorder import NUM_WARM_UPS, CudaGraphRecorder
+from lightserve.worker.graph_recorder import NUM_WARM_UPS, CudaGraphRecorder, MemoryUse
 from lightserve.worker.graphs import DecodeGraphs, DecodeTables
 from lightserve.worker.kv_pool import KVPool
 
@@ -159,11 +159,32 @@ def test_the_first_replay_is_part_of_the_start(monkeypatch: pytest.MonkeyPatch) 
             number = self.num_recorded
             return lambda: replayed.append(number)
 
-        def free_bytes(self) -> int:
+        def memory(self) -> MemoryUse:
             if replayed == [1, 2]:
                 raise RuntimeError("an illegal memory access was encountered")
-            return super().free_bytes()
+            return super().memory()
 
     monkeypatch.setattr(graph_capture, "CudaGraphRecorder", lambda device: Failing())
     with pytest.raises(StartupError, match=r"graph of 2 decodes .* an illegal memory access"):
         captured(TensorKernels(), (1, 2, 4))
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "taken"),
+    [
+        ((10, 90), (15, 97), 7),  # five of the allocator's, two of the driver's
+        ((10, 90), (15, 95), 5),
+        ((10, 90), (15, 40), 5),  # another process has ended meanwhile
+        ((10, 90), (15, 9000), 5 + 64),  # another one has begun
+        ((10, 90), (10, 92), 2),
+        ((15, 95), (10, 90), -5),  # what the graphs before have left is enough
+    ],
+)
+def test_what_a_graph_takes_on_a_device_that_others_use(
+    before: tuple[int, int], after: tuple[int, int], taken: int
+) -> None:
+    first, second = (MemoryUse(*(MIB * number for number in use)) for use in (before, after))
+    assert second.since(first) == taken * MIB

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -36,12 +39,14 @@ class ScriptedMark:
         self._passed = threading.Event()
         self._error: RuntimeError | None = None
         self.num_asked = 0
+        self.watchers: SimpleQueue[threading.Thread] = SimpleQueue()
 
     def is_past(self) -> bool:
         self.num_asked += 1
         return self._passed.is_set()
 
     def wait(self) -> None:
+        self.watchers.put(threading.current_thread())
         assert self._passed.wait(TIMEOUT_S)
         if self._error is not None:
             raise self._error
@@ -174,6 +179,7 @@ def running(runner: ScriptedRunner, *, is_first_rank: bool = True) -> Iterator[L
         mark.end()
     loop.send(plan(10_000), plan(20_000))  # the second one at least is out of order
     assert loop.error() is not None
+    link.close()
     hub.close()
 
 
@@ -296,3 +302,29 @@ def test_an_error_of_the_host_is_left_as_it_is() -> None:
         loop.runner.calls(1)
         loop.runner.marks[1].end(RuntimeError("shapes do not match"))
         assert type(loop.error()) is RuntimeError
+
+
+def test_what_watches_the_steps_ends_with_the_loop() -> None:
+    """Its thread and its descriptor; a step that fails takes neither along."""
+    before = num_eventfds_when_idle()
+    for fails in (False, True):
+        with running(ScriptedRunner()) as loop:
+            loop.send(plan(1))
+            loop.runner.calls(1)
+            watcher = loop.runner.marks[1].watchers.get(timeout=TIMEOUT_S)
+            assert watcher is not loop.thread
+            loop.runner.marks[1].end(RuntimeError("CUDA error: 7") if fails else None)
+    assert num_eventfds_when_idle() == before
+
+
+def num_eventfds_when_idle() -> int:
+    """Return how many this process has open when all that watched for a loop have ended."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("marks"):
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive()
+    names = []
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            names.append(str(fd.readlink()))
+    return names.count("anon_inode:[eventfd]")
