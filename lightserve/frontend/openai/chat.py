@@ -149,7 +149,7 @@ class ChatRequest(CommonFields):
                 "max_tokens and max_completion_tokens mean the same; give one of them",
                 param="max_tokens",
             )
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
         if self.parallel_tool_calls is not None and not self.tools:
             raise InvalidRequest("parallel_tool_calls needs tools", param="parallel_tool_calls")

@@ -18,11 +18,36 @@ from lightserve.frontend.json_body import UNSUPPORTED_VALUE, StrictModel
 NoEffect = Mapping[str, tuple[Any, ...]]
 """Names of fields, and their values besides null that change nothing."""
 
+_COMMON: NoEffect = {
+    # vLLM's. Special tokens are never part of an answer's text.
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+}
 CHAT_NO_EFFECT: NoEffect = {
+    **_COMMON,
     "store": (False,),
     "modalities": (["text"],),
+    "audio": (),
+    "functions": (),
+    "function_call": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "add_special_tokens": (False,),  # the template writes them
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "echo": (False,),
 }
-COMPLETION_NO_EFFECT: NoEffect = {"suffix": ()}
+COMPLETION_NO_EFFECT: NoEffect = {
+    **_COMMON,
+    "suffix": ("",),
+    "add_special_tokens": (True,),
+}
 MESSAGE_NO_EFFECT: NoEffect = {
     # What an answer's message has, as clients send it back in the next turn.
     "refusal": (),
