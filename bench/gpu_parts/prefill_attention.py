@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,6 +24,8 @@ from gpu_parts.attention import (
 from gpu_parts.context import Bench
 from gpu_parts.machine import Machine
 from lightserve.kernels.interface import Kernels
+from lightserve.kernels.triton.configs import AttentionShape, ChunkClass, gpu_of
+from lightserve.kernels.triton.kernels import TritonKernels
 
 HEADS, REHEARSED_HEADS = Heads(32, 8, 128), Heads(4, 2, 16)
 MIN_RATIO = 0.8
@@ -50,13 +53,21 @@ class Chunk:
 
 CHUNKS = (Chunk(4096, 4096), Chunk(16_384, 16_384), Chunk(2048, 16_384))
 REHEARSED_CHUNKS = (Chunk(24, 24), Chunk(8, 24))
+SHORT_CHUNKS = tuple(
+    Chunk(new, cached + new) for cached in (16_384, 65_536) for new in (64, 256, 512)
+)
+"""The questions of chats and documents; the last ones fill the GPU without cuts."""
+REHEARSED_SHORT_CHUNKS = (Chunk(8, 300),)
+NEVER_CUT = 1 << 30
 
 
 def run(bench: Bench) -> None:
     """Time every chunk: ours with slots in the allocator's order, torch's in order."""
     heads = REHEARSED_HEADS if bench.rehearse else HEADS
     chunks = REHEARSED_CHUNKS if bench.rehearse else CHUNKS
-    kernels = tuned_kernels(bench.machine, heads, max(chunk.context for chunk in chunks))
+    short_chunks = REHEARSED_SHORT_CHUNKS if bench.rehearse else SHORT_CHUNKS
+    longest = max(chunk.context for chunk in (*chunks, *short_chunks))
+    kernels = tuned_kernels(bench.machine, heads, longest)
     for chunk in chunks:
         operations = chunk.operations(heads)
         rates = {}
@@ -72,6 +83,8 @@ def run(bench: Bench) -> None:
         for order in Order:
             ours = Ours(bench.machine, kernels, heads, chunk, order)
             _measure(bench, ours, flash)
+    for chunk in short_chunks:
+        _measure_cut(bench, kernels, heads, chunk)
 
 
 @dataclass(frozen=True)
@@ -116,6 +129,26 @@ def _measure(bench: Bench, ours: Ours, flash: float | None) -> None:
     if flash is not None:
         limit = MIN_RATIO if ours.order is Order.BLOCKS else None
         bench.rows.figure(f"{name}, beside FLASH_ATTENTION", rate / flash, "x", at_least=limit)
+
+
+def _measure_cut(bench: Bench, kernels: TritonKernels, heads: Heads, chunk: Chunk) -> None:
+    """Report a short chunk over a long context, and beside it with the context in one piece."""
+    shape = AttentionShape(
+        heads.num_heads, heads.num_kv_heads, heads.head_dim, torch.bfloat16, has_window=False
+    )
+    config = kernels.configs.prefill(shape, gpu_of(bench.machine.device), ChunkClass.SHORT)
+    whole = TritonKernels(
+        kernels.configs.plus(shape, ChunkClass.SHORT, replace(config, split_len=NEVER_CUT))
+    )
+    seconds = [
+        Ours(bench.machine, some, heads, chunk, Order.BLOCKS).seconds() for some in (kernels, whole)
+    ]
+    if seconds[0] is None or seconds[1] is None:
+        bench.rows.claim(f"{chunk}", False, f"relative error above {MAX_ERROR:g}")
+        return
+    rate = chunk.operations(heads) / seconds[0]
+    note = f"{1e3 * seconds[0]:.3g} ms, {rate / 1e12:.3g} TFLOP/s"
+    bench.rows.figure(f"{chunk}, cut, beside in one piece", seconds[1] / seconds[0], "x", note=note)
 
 
 def torch_s(machine: Machine, heads: Heads, chunk: Chunk, backend: SDPBackend) -> float:

@@ -42,7 +42,7 @@ def rehearse(part: str, out: Path) -> list[Row]:
     [
         ("ceilings", 2),
         ("decode_attention", 7),
-        ("prefill_attention", 16),
+        ("prefill_attention", 17),
         ("sampling", 14),
         ("graphs", 6),
         ("whole_model", 18),
