@@ -63,14 +63,17 @@ def base_with_shared(
     sizes = np.array([len(users) for _, users in shared])
     users = np.concatenate([users for _, users in shared])
     twice = np.bincount(users, np.repeat(counts, sizes), num_requests).astype(np.int64)
-    # Who stays longest: the largest of rest and index in one number.
-    stays = rest[:, users].astype(np.int64) * num_requests + users
+    # Who stays longest: the largest of rest and index in one number. Futures side by side, as they
+    # are drawn, so that numpy compares many at once.
+    fits = (int(rest.max(initial=0)) + 1) * num_requests < 2 * _INT32_LIMIT
+    dtype = np.int32 if fits else np.int64
+    stays = rest.T[users].astype(dtype) * dtype(num_requests) + users.astype(dtype)[:, None]
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    longest = np.maximum.reduceat(stays, starts, axis=1) % num_requests
-    longest += np.arange(num_futures)[:, None] * num_requests
-    weights = np.broadcast_to(counts, longest.shape).ravel()
-    once = np.bincount(longest.ravel(), weights, num_futures * num_requests).astype(np.int64)
-    result: IntArray = base - twice + once.reshape(rest.shape)
+    longest = np.maximum.reduceat(stays, starts, axis=0).astype(np.int64) % num_requests
+    places = longest * num_futures + np.arange(num_futures)
+    weights = np.repeat(counts, num_futures)
+    once = np.bincount(places.ravel(), weights, num_requests * num_futures).astype(np.int64)
+    result: IntArray = ((base - twice)[:, None] + once.reshape(num_requests, num_futures)).T
     return result
 
 
@@ -124,8 +127,9 @@ class FutureMemory:
         """In how many steps a request ends; what those who then live hold now; what they need."""
         ends, held, needed = self._moments[..., :num_requests]
         np.subtract(longest, packed, out=ends)
-        base = base.astype(held.dtype)
-        base = base.take(order) if base.ndim == 1 else np.take_along_axis(base, order, axis=1)
+        if base.ndim == 2:  # flat, with the places of each future behind those of the one before
+            order += np.arange(0, packed.size, num_requests, dtype=order.dtype)[:, None]
+        base = base.astype(held.dtype, order="C").ravel().take(order)
         base.cumsum(axis=1, dtype=held.dtype, out=held)
         np.multiply(ends, np.arange(1, num_requests + 1, dtype=held.dtype), out=needed)
         needed += held

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,15 @@ OWN_LAG = 1 / 128
 _TABLE_SIZE = 1024
 _ROW_OFFSET = 1 << 40
 """More than any length."""
+
+
+class Keys(NamedTuple):
+    """Prediction keys of several requests."""
+
+    known: Sequence[Hashable]
+    """Each once, perhaps some of nobody."""
+    numbers: IntArray
+    """Which of them is whose, int64 [n]."""
 
 
 class _Window:
@@ -86,6 +96,10 @@ class OutputLengths:
         prior = np.geomspace(1, max(1, max_output_tokens), NUM_PRIOR_LENGTHS)
         self.prior: IntArray = np.rint(prior).astype(np.int64)
         """Lengths, equally likely, that are believed in before any has been seen."""
+        self._with_prior: IntArray = self.prior
+        """Those and finished ones, ascending."""
+        self._with_prior_at = 0
+        """How many had been recorded then."""
         self.average: float = float(self.prior.mean())
         """Exponential average of the finished lengths."""
 
@@ -118,7 +132,7 @@ class OutputLengths:
         generated: IntArray,
         max_tokens: IntArray,
         uniforms: FloatArray,
-        keys: Sequence[Hashable] | None = None,
+        keys: Sequence[Hashable] | Keys | None = None,
     ) -> LengthArray:
         """Return output lengths drawn from P(l | l > generated), int32 [n, num_futures].
 
@@ -134,13 +148,7 @@ class OutputLengths:
             num_left = len(table) - first
             lengths = table.astype(np.int32)
         else:
-            num_added = self._pooled.num_added
-            row_of: dict[Hashable, int] = {}
-            for key in dict.fromkeys(keys):
-                known = self._rows.get(key)
-                is_fresh = known is not None and known.is_fresh_at == num_added
-                row_of[key] = known.index if known and is_fresh else self._row_of(key)
-            rows = np.array([row_of[key] for key in keys], dtype=np.int64)
+            rows = self._rows_of(keys)
             raised = generated + rows * _ROW_OFFSET
             first = np.searchsorted(self._raised.ravel(), raised, side="right")
             num_left = (rows + 1) * _TABLE_SIZE - first
@@ -155,6 +163,17 @@ class OutputLengths:
         np.maximum(chosen, (generated + 1).astype(np.int32)[:, None], out=chosen)
         np.minimum(chosen, max_tokens.astype(np.int32)[:, None], out=chosen)
         return chosen
+
+    def _rows_of(self, keys: Sequence[Hashable] | Keys) -> IntArray:
+        """Return the row of each request, int64 [n]; distributions of nobody stay as they are."""
+        if not isinstance(keys, Keys):
+            row_of = {key: self._row_of(key) for key in dict.fromkeys(keys)}
+            return np.array([row_of[key] for key in keys], dtype=np.int64)
+        rows = np.zeros(len(keys.known), dtype=np.int64)
+        for number in np.flatnonzero(np.bincount(keys.numbers)).tolist():
+            rows[number] = self._row_of(keys.known[number])
+        of_all: IntArray = rows[keys.numbers]
+        return of_all
 
     def _row_of(self, key: Hashable) -> int:
         """Return the row of `_quantiles` that holds a key's distribution about as it is now."""
@@ -190,7 +209,10 @@ class OutputLengths:
     def _pooled_table(self) -> IntArray:
         if len(self._pooled) >= self._window:
             return self._pooled.sorted
-        return np.sort(np.concatenate([self._pooled.sorted, self.prior]))
+        if self._with_prior_at != self._pooled.num_added:
+            self._with_prior_at = self._pooled.num_added
+            self._with_prior = np.sort(np.concatenate([self._pooled.sorted, self.prior]))
+        return self._with_prior
 
 
 def _empty_rows(first: int, count: int) -> IntArray:

@@ -14,7 +14,7 @@ from lightserve.config import ServeConfig
 from lightserve.router.admission.base import AdmissionRule, PoolView
 from lightserve.router.admission.registry import ADMISSION_RULES
 from lightserve.router.factory import make_admission
-from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.output_lengths import Keys, OutputLengths
 from lightserve.router.request import Request
 from lightserve.types import RequestClass, StepId
 
@@ -94,7 +94,10 @@ def test_a_class_that_nobody_asks_about_is_not_forecast() -> None:
         asked: list[list[RequestClass]] = []  # noqa: RUF012
 
         def sample(self, *args: Any) -> Any:
-            self.asked.append([key[0] for key in args[3]])
+            keys = args[3]
+            if isinstance(keys, Keys):
+                keys = [keys.known[number] for number in keys.numbers]
+            self.asked.append([key[0] for key in keys])
             return super().sample(*args)
 
     lengths = Counted(max_output_tokens=100)

@@ -75,8 +75,10 @@ class PeakRound:
         self._is_steady = is_steady
         self._memory: FutureMemory | None = None
         self._shared = SharedPrefixes(self._live)
-        self._rests: list[IntArray] = []
-        """Of everybody who counts, newcomers last: int64 [num_futures] each."""
+        self._rest: IntArray = np.empty((0, 0), dtype=np.int64)
+        """What those who were live are still to generate, [n, num_futures]."""
+        self._rests_of_newcomers: list[IntArray] = []
+        """The same of those admitted, [num_futures] each."""
         self._held_for: dict[PrefixNode, IntArray] = {}
         self._refused: dict[Request, int] = {}
 
@@ -104,7 +106,7 @@ class PeakRound:
             return False
         self._memory.add(newcomer)
         self._shared.add(request)
-        self._rests.append(rest)
+        self._rests_of_newcomers.append(rest)
         self._held_for.clear()
         self._rule.forecast_peak = peak
         return True
@@ -123,7 +125,7 @@ class PeakRound:
         base = prompts + generated
         lengths = self._sample(self._live)
         rest = np.maximum(lengths - generated.astype(lengths.dtype)[:, None], 0)
-        self._rests = list(rest)
+        self._rest = rest
         if held := self._shared.held_by_several():
             shared = [(part.num_tokens, part.holders) for part in held]
             base = base_with_shared(base, rest.T, shared)
@@ -134,5 +136,14 @@ class PeakRound:
         held = self._shared.held_of(request)
         for node, _, holders in held:
             if node not in self._held_for:
-                self._held_for[node] = np.max([self._rests[index] for index in holders], axis=0)
+                self._held_for[node] = self._longest_of(holders)
         return [SharedTokens(count, self._held_for[node]) for node, count, _ in held]
+
+    def _longest_of(self, holders: Sequence[int]) -> IntArray:
+        """Return how long the last of some who count stays, [num_futures]."""
+        num_live = len(self._rest)
+        running = [index for index in holders if index < num_live]
+        rests = [self._rest[running].max(axis=0)] if running else []
+        rests += [self._rests_of_newcomers[i - num_live] for i in holders if i >= num_live]
+        longest: IntArray = rests[0] if len(rests) == 1 else np.max(rests, axis=0)
+        return longest

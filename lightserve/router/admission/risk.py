@@ -22,6 +22,7 @@ import numpy as np
 
 from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.peak import PeakAdmission, PeakRound, num_generated, nums_generated
+from lightserve.router.admission.roster import Roster
 from lightserve.router.future_memory import IntArray
 from lightserve.router.output_lengths import FloatArray, LengthArray, OutputLengths
 from lightserve.router.request import Request
@@ -151,6 +152,7 @@ class RiskAdmission(PeakAdmission):
         self._tilted = self._uniforms
         self._tilted_for = 0
         self._refusals = _Refusals()
+        self._roster = Roster()
 
     def begin(self, live: Collection[Request], pool: PoolView, step_id: StepId) -> RiskRound:
         """Start a round; nothing in it depends on `step_id`."""
@@ -168,11 +170,15 @@ class RiskAdmission(PeakAdmission):
 
     def _sample(self, requests: Sequence[Request]) -> LengthArray:
         generated = nums_generated(requests)
-        max_tokens = np.array([request.admission_limit for request in requests], np.int64)
-        numbers = np.array([request.arrival_number for request in requests], np.int64)
+        if len(requests) == 1:  # a newcomer, perhaps one of thousands that are asked about
+            newcomer = requests[0]
+            limits = np.array([newcomer.admission_limit], np.int64)
+            row = newcomer.arrival_number % _TABLE_ROWS
+            uniforms = self._tilt()[row : row + 1]
+            return self._lengths.sample(generated, limits, uniforms, [newcomer.prediction_key])
+        limits, numbers, keys = self._roster.constants(requests)
         uniforms = self._tilt()[numbers % _TABLE_ROWS]
-        keys = [request.prediction_key for request in requests]
-        return self._lengths.sample(generated, max_tokens, uniforms, keys)
+        return self._lengths.sample(generated, limits, uniforms, keys)
 
     def _tilt(self) -> FloatArray:
         """Return the uniform numbers, in each future shifted by the history's error in it."""

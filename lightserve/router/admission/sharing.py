@@ -37,6 +37,8 @@ class SharedPrefixes:
     def __init__(self, counted: Iterable[Request]) -> None:
         self._counted = list(counted)
         self._num_begun = len(self._counted)
+        self._has_newcomers = bool([r for r in self._counted if r.hit is not None])
+        """Whether some that count found a prefix, and are none of its users yet."""
         self._holders: dict[PrefixNode, list[int]] | None = None
         self._several: dict[PrefixNode, list[int]] | None = None
 
@@ -45,6 +47,7 @@ class SharedPrefixes:
         if self._holders is not None:
             _note(self._holders, request, len(self._counted))
         self._counted.append(request)
+        self._has_newcomers |= request.hit is not None
 
     def held_by_several(self) -> list[Held]:
         """Return what two or more of those who count hold."""
@@ -77,14 +80,14 @@ class SharedPrefixes:
         A node has all the users of those below it: so the search goes up from the first that has
         several. Newcomers are no users yet.
         """
-        if any(request.hit is not None for request in self._counted):
+        if self._has_newcomers:
             return self._find()
         if self._several is None:
             several: defaultdict[PrefixNode, list[int]] = defaultdict(list)
-            for index, request in enumerate(self._counted):
-                if request.lease is None:
+            for index, lease in enumerate([request.lease for request in self._counted]):
+                if lease is None:
                     continue
-                node = request.lease.node
+                node = lease.node
                 while (parent := node.parent) is not None:
                     if node.num_users > 1:
                         several[node].append(index)
