@@ -40,6 +40,10 @@ class RequestClass(StrEnum):
     BE = "be"
 
 
+RT, BE = RequestClass.RT, RequestClass.BE
+"""For loops over requests: to Python 3.11 looking a member up by its class is a call."""
+
+
 class SLO(msgspec.Struct, frozen=True, array_like=True):
     """What a request should be served in; None: it has no such target.
 

@@ -43,6 +43,27 @@ class StepModel:
             + c.per_loaded_token_s * num_loaded
         )
 
+    def seconds_of_decodes(self, shape: StepShape) -> float:
+        """Return what `seconds` says of the rows that compute one token, alone."""
+        c, num_decodes = self.coefficients, shape.num_decodes
+        return (
+            c.floor_s
+            + c.per_new_s * max(0.0, num_decodes - c.knee)
+            + c.per_decode_s * num_decodes
+            + c.per_decode_context_s * shape.decode_context
+        )
+
+    def seconds_of_chunks(self, shape: StepShape) -> float:
+        """Return what `seconds` says of the rows that compute more, alone."""
+        c = self.coefficients
+        return (
+            c.floor_s
+            + c.per_new_s * max(0.0, shape.num_new - shape.num_decodes - c.knee)
+            + c.per_chunk_s * shape.num_chunks
+            + c.per_chunk_context_s * shape.chunk_context
+            + c.per_chunk_pair_s * shape.chunk_pairs
+        )
+
     def work(self, shape: StepShape) -> float:
         """Return what a shape adds to a step that is beyond the knee already, in seconds."""
         c = self.coefficients

@@ -11,9 +11,9 @@ from lightserve.router.kv.store import KVStore
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.plan_builder import build_plan
 from lightserve.router.queues import RowTable, WaitingQueue
-from lightserve.router.request import Request, RequestState
+from lightserve.router.request import RUNNING, WAITING, Request
 from lightserve.router.waits import WaitForecast
-from lightserve.types import RequestClass
+from lightserve.types import BE, RequestClass
 
 AHEAD_FACTOR = 4
 """Tails are copied ahead once less than this many times what is to be clean is free or cached:
@@ -47,7 +47,7 @@ class StepBooking:
         self.skip_counters.note(step)
         self._make_room(step, kv)
         self._steps_since_take = 0 if step.takes else self._steps_since_take + 1
-        newcomers = [r for r, _ in step.allotments if r.state is RequestState.WAITING]
+        newcomers = [r for r, _ in step.allotments if r.state is WAITING]
         for request in newcomers:
             self._start(request, kv)
         for request, _ in step.loads:
@@ -55,7 +55,7 @@ class StepBooking:
         for request in newcomers:
             num_loaded = kv.load(request, request.num_loaded_by_start)
             self.counters[request.request_class].loaded_tokens += num_loaded
-            request.state = RequestState.RUNNING
+            request.state = RUNNING
         for request, num_tokens in step.loads:
             self.counters[request.request_class].loaded_tokens += kv.load_ahead(request, num_tokens)
         slots = kv.acquire(step.allotments)
@@ -118,16 +118,16 @@ class StepBooking:
             return
         if kv.num_available > AHEAD_FACTOR * kv.options.num_clean_ahead(kv.num_slots):
             return
-        paused = list(self._waiting.paused(RequestClass.BE))[::-1]
+        paused = list(self._waiting.paused(BE))[::-1]
         running = [
             request
             for request in self._rows
-            if request.request_class is RequestClass.BE
-            and request.state is RequestState.RUNNING
+            if request.request_class is BE
+            and request.state is RUNNING
             and request.num_computed_tokens >= request.num_prompt_tokens  # or its tail still moves
         ][::-1]
         num_copied = kv.copy_ahead([*paused, *running], MAX_AHEAD_PER_PLAN - num_loading)
-        self.counters[RequestClass.BE].ahead_tokens += num_copied
+        self.counters[BE].ahead_tokens += num_copied
 
 
 def _note_slots(step: PlannedStep, slots: Int32Array) -> None:

@@ -44,8 +44,8 @@ from lightserve.router.kv.store import KVStore
 from lightserve.router.plan_builder import nums_of_samples
 from lightserve.router.prompt_logprobs import take_news
 from lightserve.router.reasons import Skips
-from lightserve.router.request import Request, RequestState
-from lightserve.types import FrontendId, RequestClass, RequestKey
+from lightserve.router.request import ENDED, RUNNING, WAITING, Request
+from lightserve.types import RT, FrontendId, RequestKey
 
 
 class RouterCore(CoreState):
@@ -55,6 +55,7 @@ class RouterCore(CoreState):
 
     def on_message(self, event: CoreEvent, now_s: float) -> list[Outgoing]:
         """Take in what happened outside; return the news for frontends."""
+        self._awaits_news = False
         deltas = DeltaBatch()
         match event:
             case FromFrontend(frontend_id, Submit() as submit):
@@ -103,7 +104,7 @@ class RouterCore(CoreState):
             self._requests[request.key] = request
             self._targets.apply(request, self._kv)
             self._waiting.append(request)
-            if request.request_class is RequestClass.RT:
+            if request.request_class is RT:
                 num_tokens = expected_kv_tokens(request, self._config.lengths)
                 self._burst.note_arrival(now_s, num_tokens)
                 ttft_ms = (request.scheduled_slo or request.slo).ttft_ms
@@ -169,12 +170,12 @@ class RouterCore(CoreState):
         suspects = [request for request in self._suspects if request.row is None]
         for request in list(self._rows):
             self._rows.release(request)
-            if request.state is RequestState.ENDED:
+            if request.state is ENDED:
                 continue
             was_in_flight = request.num_inflight_steps > 0
             if not can_replay(request, was_in_flight=was_in_flight):
                 deltas.fail(request, ErrorCode.WORKER_LOST)
-                request.state = RequestState.ENDED
+                request.state = ENDED
                 del self._requests[request.key]
                 continue
             request.num_replays += was_in_flight
@@ -192,7 +193,7 @@ class RouterCore(CoreState):
 
     def plan(self, now_s: float) -> PlannedStep | WaitUntil:
         """Return the step to send now, or when to ask again. Changes nothing."""
-        if self._kv is None or not self._requests:
+        if self._kv is None or not self._requests or self._awaits_news:
             return WaitUntil(None)
         due_s = self._pipeline.next_plan_due_s()
         if due_s is None or due_s > now_s:
@@ -200,7 +201,10 @@ class RouterCore(CoreState):
         headroom = self._burst.headroom(now_s, self._kv.num_slots)
         skips = Skips()
         fit = self._planner.choose(self._kv, self._suspects, headroom, now_s, skips)
-        if not fit.allotments or (fit.stops and not self._pipeline.is_empty):
+        if not fit.allotments:
+            return WaitUntil(None)
+        if fit.stops and not self._pipeline.is_empty:
+            self._awaits_news = True
             return WaitUntil(None)
         skipped = skips.of_step([request for request, _ in fit.allotments])
         return PlannedStep(
@@ -232,6 +236,7 @@ class RouterCore(CoreState):
         Raises:
             ProtocolError: the result is not that step's.
         """
+        self._awaits_news = False
         step = self._pipeline.pop(result, now_s)
         deltas = DeltaBatch()
         rows = iter(result.rows)
@@ -247,7 +252,7 @@ class RouterCore(CoreState):
                 row_result = next(rows, None)
                 if row_result is None or row_result.row != request.row:
                     raise ProtocolError(f"step {result.step_id}: no result for row {request.row}")
-            if request.state is RequestState.ENDED:
+            if request.state is ENDED:
                 self._release_if_idle(request)
             elif row_result is not None:
                 self._advance(request, row, row_result, deltas, now_s)
@@ -306,16 +311,16 @@ class RouterCore(CoreState):
         """Forget a request, whatever state it is in; its slots wait for plans in flight."""
         del self._requests[request.key]
         self._clear(request)
-        if request.request_class is RequestClass.RT:
+        if request.request_class is RT:
             self._demand.note_end(len(request.output_token_ids))
-        if request.state is RequestState.WAITING:
+        if request.state is WAITING:
             self._waiting.remove(request)
             if self._kv is not None and request.is_paused:
                 self._kv.release(request, keep=request.keeps_kv)
             elif self._kv is not None:
                 self._kv.forget(request)
-        was_running = request.state is RequestState.RUNNING
-        request.state = RequestState.ENDED
+        was_running = request.state is RUNNING
+        request.state = ENDED
         if was_running:
             self._release_if_idle(request)
 

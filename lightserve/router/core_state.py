@@ -46,6 +46,9 @@ class CoreState:
         self._booking = StepBooking(self._waiting, self._rows, self._pipeline, self._waits)
         self._burst = BurstHeadroom(config.burst_headroom_s)
         self._num_arrivals = 0
+        self._awaits_news = False
+        """Whether the next step would stop somebody who is in flight, and nothing has come since
+        that was found: it would be found again."""
         self._suspects: list[Request] = []
         """Requests that were in flight when workers died: each runs alone up to a token."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightserve.router.events import PlannedStep
 from lightserve.router.reasons import Reason
-from lightserve.types import RequestClass
+from lightserve.types import BE, RT, RequestClass
 
 
 @dataclass(slots=True)
@@ -44,8 +44,8 @@ class SkipCounters:
 
     def note(self, step: PlannedStep) -> None:
         """Count a step that is sent."""
-        real_time = RequestClass.RT  # looked up once: this is done for everybody in each step
-        rt_counts, be_counts = self.skipped[real_time], self.skipped[RequestClass.BE]
+        real_time = RT  # looked up once: this is done for everybody in each step
+        rt_counts, be_counts = self.skipped[real_time], self.skipped[BE]
         for request, reason in step.skipped:
             counts = rt_counts if request.request_class is real_time else be_counts
             counts[reason] += 1

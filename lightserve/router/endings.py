@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightserve.router.request import Request
-from lightserve.types import FinishReason, RequestClass
+from lightserve.types import BE, FinishReason
 
 MAX_REPLAYS = 1
 """A request that was in flight at one more death than this gets an error: it is the poison."""
@@ -34,4 +34,4 @@ def can_replay(request: Request, *, was_in_flight: bool) -> bool:
         return True
     if request.num_replays >= MAX_REPLAYS:
         return False
-    return request.request_class is RequestClass.BE or not request.output_token_ids
+    return request.request_class is BE or not request.output_token_ids

@@ -10,7 +10,7 @@ from lightserve.router.kv.prefix_node import PrefixNode
 from lightserve.router.kv.store import KVStore
 from lightserve.router.policies.base import Allotment, Loading, Share
 from lightserve.router.reasons import Reason
-from lightserve.router.request import Request, RequestState
+from lightserve.router.request import RUNNING, Request
 
 
 class Take(NamedTuple):
@@ -44,7 +44,7 @@ class Fit:
     @property
     def num_copied(self) -> int:
         """Tokens that the step copies at most, to the host and back."""
-        newcomers = [r for r, _ in self.allotments if r.state is not RequestState.RUNNING]
+        newcomers = [r for r, _ in self.allotments if r.state is not RUNNING]
         num_loaded = sum(request.num_loaded_by_start for request in newcomers)
         return num_loaded + sum(count for _, count in self.takes)
 
@@ -73,9 +73,9 @@ class Tails:
 
 def runs(request: Request) -> bool:
     """Whether a request has a row, and has not ended."""
-    return request.state is RequestState.RUNNING
+    return request.state is RUNNING
 
 
 def of_running(part: Share) -> bool:
     """Whether that is so of whose share this is."""
-    return part.request.state is RequestState.RUNNING
+    return part.request.state is RUNNING

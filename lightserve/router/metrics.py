@@ -54,7 +54,7 @@ from lightserve.metrics.recording import Gauge, Recorder
 from lightserve.router.core import RouterCore
 from lightserve.router.events import PlannedStep
 from lightserve.router.reasons import Reason
-from lightserve.router.request import Request, RequestState
+from lightserve.router.request import WAITING, Request
 from lightserve.router.scheduling_targets import RaisedTarget
 from lightserve.router.step_cost import StepKind
 from lightserve.types import SLO, RequestClass, StepId
@@ -95,7 +95,7 @@ class RouterMetrics:
         for request, num_tokens in step.allotments:
             num_step_tokens += num_tokens
             num_decodes += num_tokens == 1
-            if request.state is RequestState.WAITING and request.num_requeues == 0:
+            if request.state is WAITING and request.num_requeues == 0:
                 self._queue_time[request.request_class].observe(now_s - request.arrival_s)
                 self._newcomers.append(request)
         kind = StepKind.MIXED if num_decodes else StepKind.PREFILL

@@ -16,7 +16,7 @@ from lightserve.router.kv.store import KVStore
 from lightserve.router.policies.base import Allotment, Loading, Share
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
-from lightserve.types import RequestClass
+from lightserve.types import BE, RT
 
 
 def _path_of_hit(request: Request) -> Iterator[PrefixNode]:
@@ -40,6 +40,12 @@ class Placement:
         self._num_reserved = num_reserved
         self._holders = holders
         self._ranks: dict[Request, int] | None = None
+        self._first_best_effort = len(holders)
+        """Where classes count, the rank of the first best-effort holder."""
+        if is_class_aware:
+            self._first_best_effort = bisect.bisect_left(
+                holders, True, key=lambda holder: holder.request_class is BE
+            )
         self._num_rows = num_rows
         self._is_class_aware = is_class_aware
         self._num_left = kv.num_available
@@ -84,30 +90,44 @@ class Placement:
 
         One by one they would take the same.
         """
-        real_time = [part for part in parts if part.request.request_class is RequestClass.RT]
+        real_time = [part for part in parts if part.request.request_class is RT]
         missing = self._kv.cost_of_all(real_time) - self._num_left
         if missing > 0:
-            best_effort = [r for r in self._holders if r.request_class is RequestClass.BE]
+            best_effort = self._holders[self._first_best_effort :]
             self._take_from(best_effort[::-1], missing, takes_less=True)
 
     def place_running(self, parts: Sequence[Allotment], refused: dict[Request, Reason]) -> None:
         """Add shares of requests that run, prompts perhaps shorter; say who does not fit."""
-        is_untouched = not (self._stops or self._takes or self._drops)
-        num_slots = self._kv.cost_of_all(parts)
-        if is_untouched and num_slots <= self._num_left - self._num_reserved:
-            # One by one they would find the same.
-            self._placed.update(parts)
-            self._num_slots_of.update(
-                parts if self._kv.costs_are_tokens else {r: self._kv.cost(r, n) for r, n in parts}
-            )
-            self._num_left -= num_slots
-            return
-        for part in parts:
+        num_fitting = self._num_fitting(parts)
+        first = parts[:num_fitting]
+        self._placed.update(first)
+        self._num_slots_of.update(
+            first if self._kv.costs_are_tokens else {r: self._kv.cost(r, n) for r, n in first}
+        )
+        self._num_left -= self._kv.cost_of_all(first)
+        for part in parts[num_fitting:]:
             request = part.request
             if self._has_stopped(request) or request in self._takes:
                 refused[request] = Reason.KV_NOW
             elif (reason := self._place_running(part)) is not None:
                 refused[request] = reason
+
+    def _num_fitting(self, parts: Sequence[Allotment]) -> int:
+        """Return how many of these, from the first on, certainly fit as they are.
+
+        One by one they would find the same: nothing is taken from them, and none has to take.
+        """
+        num_left = self._num_left - self._num_reserved
+        losers = {*self._stops, *self._takes, *self._drops}
+        if not losers and self._kv.cost_of_all(parts) <= num_left:
+            return len(parts)
+        if not self._kv.costs_are_tokens:
+            return 0
+        for index, (request, num_tokens) in enumerate(parts):
+            num_left -= num_tokens
+            if num_left < 0 or request in losers:
+                return index
+        return len(parts)
 
     def place_waiting(self, part: Share) -> Reason | None:
         """Add the share of a request that has no row; None, or why it does not fit."""
@@ -159,7 +179,7 @@ class Placement:
         request, num_tokens = part
         if request.hit is not None:
             if any(self._reads(request, *take) for take in self._takes.items()):
-                if request.request_class is RequestClass.RT:
+                if request.request_class is RT:
                     self.robbed.append(request)
                 return Reason.KV_NOW  # next time it finds less
             self._pinned = self._pinned | set(_path_of_hit(request))
@@ -180,7 +200,7 @@ class Placement:
         return request in self._stops or request in self._drops
 
     def _num_usable(self, request: Request) -> int:
-        if request.request_class is RequestClass.RT:
+        if request.request_class is RT:
             return self._num_left
         return self._num_left - self._num_reserved
 
@@ -216,19 +236,36 @@ class Placement:
 
     # ---------------------------------------------------------------- taking from others
 
-    def _juniors_of(self, request: Request) -> Sequence[Request]:
-        """Return those whom a request may take from, the last first."""
+    def _first_junior(self, request: Request) -> int:
+        """Return the rank from which on holders are juniors of a request, of whatever class."""
         if self._ranks is None:
             self._ranks = {holder: rank for rank, holder in enumerate(self._holders)}
         if (rank := self._ranks.get(request)) is not None:
-            return self._holders[:rank:-1]
-        if not self._is_class_aware or request.request_class is RequestClass.BE:
-            return ()
-        return [r for r in reversed(self._holders) if r.request_class is RequestClass.BE]
+            return rank + 1
+        if not self._is_class_aware or request.request_class is BE:
+            return len(self._holders)
+        return self._first_best_effort
+
+    def _juniors_among(self, ranks: range) -> Iterator[Request]:
+        """Iterate over the holders of these ranks that have something left, the last first."""
+        for rank in reversed(ranks):
+            if (holder := self._holders[rank]) not in self._drops:
+                yield holder
+
+    def _groups_from(self, rank: int) -> Iterator[range]:
+        """Iterate over the ranks of each class from a rank on, the junior one first."""
+        num_holders, first_best_effort = len(self._holders), self._first_best_effort
+        if not self._is_class_aware:
+            yield range(rank, num_holders)
+            return
+        if max(rank, first_best_effort) < num_holders:
+            yield range(max(rank, first_best_effort), num_holders)
+        if rank < first_best_effort:
+            yield range(rank, first_best_effort)
 
     def _take_row(self, request: Request) -> bool:
         """Pause a running junior for its row; whether there is one."""
-        for junior in self._juniors_of(request):
+        for junior in reversed(self._holders[self._first_junior(request) :]):
             if runs(junior) and not self._has_stopped(junior):
                 self._stop(junior, Reason.ROWS)
                 return True
@@ -239,32 +276,24 @@ class Placement:
 
         All that a class has goes before anything of a more senior class.
         """
-        juniors = self._juniors_of(request)
-        rank = len(self._holders) - len(juniors)
+        rank = self._first_junior(request)
         if rank >= self._barren_rank:
             return
-        before = self._save()
+        before = None
         enough = self._num_usable(request) + missing
-        if self._drops:
-            juniors = [r for r in juniors if r not in self._drops]
-        for group in self._groups_of(juniors):
+        for group in self._groups_from(rank):
             missing = enough - self._num_usable(request)
             if missing <= 0 or (runs(request) and self._num_usable(request) > 0):
                 return
-            self._take_from(group, missing, takes_less=runs(request))
+            if self._take_ends(self._juniors_among(group), missing, takes_less=False):
+                return  # as a rule: that is enough, and nothing is to be restored
+            before = before or self._save()
+            self._take_rest(list(self._juniors_among(group)), missing, takes_less=runs(request))
         if self._num_usable(request) < (1 if runs(request) else enough):
-            self._restore(before)
+            if before is not None:
+                self._restore(before)
             if runs(request):
                 self._barren_rank = rank
-
-    def _groups_of(self, juniors: Sequence[Request]) -> Iterator[Sequence[Request]]:
-        """Iterate over the classes among juniors, the junior one first, where they count."""
-        if not self._is_class_aware:
-            yield juniors
-            return
-        for request_class in (RequestClass.BE, RequestClass.RT):
-            if group := [r for r in juniors if r.request_class is request_class]:
-                yield group
 
     def _num_slots_placed(self, request: Request) -> int:
         is_placed = request in self._placed or request in self._loads
@@ -272,8 +301,11 @@ class Placement:
 
     def _take_from(self, juniors: Sequence[Request], missing: int, *, takes_less: bool) -> None:
         """Take what is missing, or as much as there is."""
-        if self._take_ends(juniors, missing, takes_less=False):
-            return
+        if not self._take_ends(juniors, missing, takes_less=False):
+            self._take_rest(juniors, missing, takes_less=takes_less)
+
+    def _take_rest(self, juniors: Sequence[Request], missing: int, *, takes_less: bool) -> None:
+        """Do that where the ends of their KV are not enough."""
         if self._drop_whole(juniors, missing):
             return
         if not (takes_less and self._take_ends(juniors, missing, takes_less=True)):
@@ -289,7 +321,7 @@ class Placement:
         self._num_left, self._num_rows, self._pinned, *state = saved
         self._placed, self._loads, self._stops, self._takes, self._drops = state
 
-    def _take_ends(self, juniors: Sequence[Request], missing: int, *, takes_less: bool) -> bool:
+    def _take_ends(self, juniors: Iterable[Request], missing: int, *, takes_less: bool) -> bool:
         """Take tokens from the ends of juniors' KV; whether there were (enough) to take."""
         wanted_slots = missing
         takes: list[Take] = []

@@ -21,8 +21,8 @@ from lightserve.router.preemption import fit_into_memory
 from lightserve.router.prompt_logprobs import cap_positions
 from lightserve.router.queues import RowTable, WaitingQueue
 from lightserve.router.reasons import Reason, Skipped, Skips, Unseen
-from lightserve.router.request import Request, RequestState
-from lightserve.types import RequestClass
+from lightserve.router.request import RUNNING, WAITING, Request
+from lightserve.types import BE, RT, RequestClass
 
 
 class StepPlanner:
@@ -45,7 +45,7 @@ class StepPlanner:
 
     def running(self) -> list[Request]:
         """Return the requests that hold rows and have not ended, in order of admission."""
-        return [request for request in self._rows if request.state is RequestState.RUNNING]
+        return [request for request in self._rows if request.state is RUNNING]
 
     def choose(
         self,
@@ -84,12 +84,12 @@ class StepPlanner:
             skipped: who was looked at and does not.
             stopped_by: what ended the search of those of a class that wait.
         """
-        waiting = RequestState.WAITING  # looked up once: this is done for everybody in each step
+        waiting = WAITING  # looked up once: this is done for everybody in each step
         newcomers = [request for request, _ in fit.allotments if request.state is waiting]
         looked_at = [*newcomers, *[request for request, _ in skipped if request.state is waiting]]
-        real_time = RequestClass.RT
+        real_time = RT
         num_rt = len([request for request in looked_at if request.request_class is real_time])
-        num_seen = {real_time: num_rt, RequestClass.BE: len(looked_at) - num_rt}
+        num_seen = {real_time: num_rt, BE: len(looked_at) - num_rt}
         unseen: dict[RequestClass, Unseen] = {}
         for request_class, count in num_seen.items():
             num_requests = self._waiting.backlog(request_class).num_requests - count
@@ -108,7 +108,7 @@ class StepPlanner:
             return alone
         # Where there is no room for it, those before it that were cleared make some.
         cleared = [request for request in self.holders() if request not in suspects]
-        running = [request for request in cleared if request.state is RequestState.RUNNING]
+        running = [request for request in cleared if request.state is RUNNING]
         paused = _Only([kv.look_up(request) for request in cleared if request.is_paused])
         return self._first_fit(attempt, running, paused) or self._senior_alone(attempt)
 
@@ -153,7 +153,7 @@ class StepPlanner:
             num_skipped: turns that are skipped, for policies that serve in turn.
         """
         kv, skips = attempt.kv, attempt.skips
-        num_yielding = sum(request.request_class is RequestClass.BE for request in running)
+        num_yielding = sum(request.request_class is BE for request in running)
         limits = StepLimits(
             max_num_batched_tokens=self._pipeline.max_num_batched_tokens,
             num_free_rows=self._rows.num_free,
@@ -198,9 +198,9 @@ class StepPlanner:
         paused = {c: list(self._waiting.paused(c)) for c in RequestClass}
         running = self.running()
         if not self._is_class_aware:
-            return running + paused[RequestClass.RT] + paused[RequestClass.BE]
+            return running + paused[RT] + paused[BE]
         holders: list[Request] = []
-        for request_class in (RequestClass.RT, RequestClass.BE):
+        for request_class in (RT, BE):
             holders += [r for r in running if r.request_class is request_class]
             holders += paused[request_class]
         return holders
@@ -237,7 +237,7 @@ class _LookedUp:
         A best-effort request whose prefix is just being computed by another waits for it; a
         real-time one does not (architecture 6).
         """
-        if request_class is RequestClass.RT:
+        if request_class is RT:
             return map(self._kv.look_up, self._waiting.real_time())
         return self._best_effort()
 
@@ -260,12 +260,12 @@ class _LookedUp:
                 self._skips.note(request, Reason.BLOCKED)
             else:
                 yield request
-        self._skips.stop(RequestClass.BE, Reason.ORDER)  # the rest were not worth asking
+        self._skips.stop(BE, Reason.ORDER)  # the rest were not worth asking
 
 
 def _one(request: Request, kv: KVStore) -> tuple[list[Request], _Only]:
     """Return those who run and those who wait, if there is nobody but this request."""
-    if request.state is RequestState.RUNNING:
+    if request.state is RUNNING:
         return [request], _Only([])
     return [], _Only([kv.look_up(request)])
 
@@ -285,7 +285,7 @@ class _Only:
 
     def jobs(self) -> Iterator[Request]:
         """Iterate over those that may have a completion time."""
-        return self.of(RequestClass.BE)
+        return self.of(BE)
 
     def late(self) -> Iterator[Request]:
         """Iterate over nobody: whoever is tried alone comes in its turn."""

@@ -24,7 +24,7 @@ from lightserve.router.placement import Placement
 from lightserve.router.policies.base import Allotment, Share
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
-from lightserve.types import RequestClass
+from lightserve.types import RT, RequestClass
 
 
 def fit_into_memory(
@@ -65,7 +65,7 @@ def fit_into_memory(
 
 
 def _real_time(fit: Fit) -> set[Allotment]:
-    return {part for part in fit.allotments if part.request.request_class is RequestClass.RT}
+    return {part for part in fit.allotments if part.request.request_class is RT}
 
 
 def _fit(shares: Sequence[Share], plan: Placement, *, is_class_aware: bool) -> Fit:

@@ -14,7 +14,7 @@ from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.lanes import PriorityLanes
 from lightserve.router.request import Request
 from lightserve.router.slo import CompletionLedger
-from lightserve.types import RequestClass, RequestKey, RowId
+from lightserve.types import BE, RT, RequestClass, RequestKey, RowId
 
 
 class Backlog(NamedTuple):
@@ -65,7 +65,7 @@ class WaitingQueue:
 
     def real_time(self) -> Iterator[Request]:
         """Iterate over real-time requests in the order in which they should start."""
-        yield from self._requeued[RequestClass.RT].values()
+        yield from self._requeued[RT].values()
         yield from self._due
         yield from self._real_time.noted()
         yield from self._late.values()
@@ -89,7 +89,7 @@ class WaitingQueue:
 
     def best_effort(self, resident: PrefixTree | None, context_len: float) -> Iterator[Request]:
         """Iterate over the best-effort requests that are worth asking (see `BEPool.candidates`)."""
-        yield from self._requeued[RequestClass.BE].values()
+        yield from self._requeued[BE].values()
         next(self._best_effort.noted(), None)  # notes how often the oldest was overtaken
         yield from self._best_effort.candidates(resident, context_len=context_len)
 
@@ -141,14 +141,14 @@ class WaitingQueue:
 
     def _fresh(self, request: Request) -> PriorityLanes | DeadlineQueue | BEPool:
         """Return where a request waits that never ran."""
-        if request.request_class is RequestClass.BE:
+        if request.request_class is BE:
             return self._best_effort
         return self._real_time if request.deadlines is None else self._due
 
     def _count(self, request: Request, sign: int) -> None:
         """Add or take off a request; while it waits, its known tokens do not change."""
         ledger = request.deadlines
-        if isinstance(ledger, CompletionLedger) and request.request_class is RequestClass.BE:
+        if isinstance(ledger, CompletionLedger) and request.request_class is BE:
             job = _Job(ledger.end_s, request.arrival_number, request)
             place = bisect.bisect_left(self._jobs, job)
             self._jobs[place : place + int(sign < 0)] = [job] if sign > 0 else []

@@ -49,6 +49,10 @@ class RequestState(Enum):
     """Finished, failed or aborted; keeps row and slots until no plan in flight names them."""
 
 
+WAITING, RUNNING, ENDED = RequestState.WAITING, RequestState.RUNNING, RequestState.ENDED
+"""For loops over requests, see `types.RT`."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request. Only `RouterCore` and the parts it owns write to it."""
@@ -83,7 +87,7 @@ class Request:
     num_overtaken: int = 0
     """Requests behind it in the queue that were admitted before it."""
     num_prompt_tokens: int = field(init=False)
-    state: RequestState = RequestState.WAITING
+    state: RequestState = WAITING
     output_token_ids: list[int] = field(default_factory=list)
     """Confirmed tokens; all of them have been sent to the frontend."""
     row: RowId | None = None
@@ -123,13 +127,13 @@ class Request:
     def pause(self) -> None:
         """Give up the row; nothing is in flight, and all KV stays."""
         assert self.num_inflight_steps == 0
-        self.state = RequestState.WAITING
+        self.state = WAITING
         self.num_requeues += 1
         self.num_paused_tokens = self.num_computed_tokens
 
     def lose_kv(self) -> None:
         """Wait as if it had never started: its known tokens are to be computed again."""
-        self.state = RequestState.WAITING
+        self.state = WAITING
         self.slots = self.lease = self.host = self.hit = None
         self.is_prompt_shared = False
         self.num_paused_tokens = self.num_pinned_by_start = self.num_loaded_by_start = 0
@@ -178,7 +182,7 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """Whether its next move is one token that yields one token."""
-        is_running = self.state is RequestState.RUNNING  # and not about to start all but there
+        is_running = self.state is RUNNING  # and not about to start all but there
         return (
             is_running
             and self.num_schedulable_tokens == 1
@@ -198,7 +202,7 @@ class Request:
     @property
     def is_paused(self) -> bool:
         """Whether it waits and keeps KV."""
-        return self.state is RequestState.WAITING and self.slots is not None
+        return self.state is WAITING and self.slots is not None
 
     @property
     def num_held_tokens(self) -> int:

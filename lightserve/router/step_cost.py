@@ -49,6 +49,10 @@ class StepKind(StrEnum):
     PREFILL = "prefill"
 
 
+DECODE, MIXED, PREFILL = StepKind.DECODE, StepKind.MIXED, StepKind.PREFILL
+"""For what is asked often, see `types.RT`."""
+
+
 @dataclass(slots=True)
 class _Ratio:
     """Running mean of observed over modelled time, and variance of observed over predicted."""
@@ -151,10 +155,10 @@ class StepCost:
             return 0.0
         kind = kind_of(shape)
         time_s = self._ratio(kind).mean * model.seconds(shape)
-        if kind is not StepKind.MIXED:
+        if kind is not MIXED:
             return time_s
-        decode_s = self._ratio(StepKind.DECODE).mean * model.seconds(shape.decodes)
-        prefill_s = self._ratio(StepKind.PREFILL).mean * model.seconds(shape.chunks)
+        decode_s = self._ratio(DECODE).mean * model.seconds_of_decodes(shape)
+        prefill_s = self._ratio(PREFILL).mean * model.seconds_of_chunks(shape)
         return max(time_s, decode_s, prefill_s)
 
     def work(self, shape: StepShape) -> float:
@@ -183,6 +187,8 @@ class StepCost:
         """
         if self._model is None:
             return most
+        if most > 1 and self.seconds(shape.plus(start, most)) <= limit_s:
+            return most  # as times only grow with each token of a chunk
         count = min(most, self._guess_within(shape, limit_s, start, most))
         while count > 1 and self.seconds(shape.plus(start, count)) > limit_s:
             count -= 1
@@ -196,12 +202,12 @@ class StepCost:
     def _guess_within(self, shape: StepShape, limit_s: float, start: int, most: int) -> int:
         """Return `tokens_within`, at least 1, but for rounding: one off at most."""
         assert self._model is not None
-        kind = StepKind.MIXED if shape.num_decodes else StepKind.PREFILL
+        kind = MIXED if shape.num_decodes else PREFILL
         count = self._model.chunk_within(shape, limit_s / self._ratio(kind).mean, start)
-        if kind is StepKind.MIXED:
-            prefill_s = limit_s / self._ratio(StepKind.PREFILL).mean
+        if kind is MIXED:
+            prefill_s = limit_s / self._ratio(PREFILL).mean
             count = min(count, self._model.chunk_within(shape.chunks, prefill_s, start))
-            decode_s = self._ratio(StepKind.DECODE).mean * self._model.seconds(shape.decodes)
+            decode_s = self._ratio(DECODE).mean * self._model.seconds_of_decodes(shape)
             if decode_s > limit_s:
                 return 1
         return max(1, int(min(count, most)))
@@ -250,8 +256,8 @@ class StepCost:
 def kind_of(shape: StepShape) -> StepKind:
     """Return the kind of a step that has rows."""
     if shape.num_chunks == 0:
-        return StepKind.DECODE
-    return StepKind.MIXED if shape.num_decodes else StepKind.PREFILL
+        return DECODE
+    return MIXED if shape.num_decodes else PREFILL
 
 
 def shape_of(allotments: Iterable[Allotment]) -> StepShape:

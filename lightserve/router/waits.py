@@ -28,9 +28,9 @@ from lightserve.router.kv.store import KVStore
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.policies.base import Allotment
 from lightserve.router.queues import Backlog, RowTable, WaitingQueue
-from lightserve.router.request import Request, RequestState
+from lightserve.router.request import RUNNING, Request
 from lightserve.router.step_cost import StepShape
-from lightserve.types import RequestClass
+from lightserve.types import BE, RT, RequestClass
 
 if TYPE_CHECKING:
     from lightserve.router.core_config import CoreConfig
@@ -166,7 +166,7 @@ class WaitForecast:
         known = self._of[request_class]
         output = self._output(known, backlog)
         context = backlog.num_tokens / backlog.num_requests + output.mean / 2
-        running = [r for r in self._rows if r.state is RequestState.RUNNING]
+        running = [r for r in self._rows if r.state is RUNNING]
         own = [r for r in running if r.request_class is request_class]
         num_free = self._num_free_places(request_class, running, kv, context)
         batch = _Batch(max(1, len(own) + num_free), context)
@@ -196,12 +196,12 @@ class WaitForecast:
         Real-time ones get those of best-effort ones where the policy knows classes.
         """
         num_available, num_rows = 0 if kv is None else kv.num_available, self._max_num_seqs
-        if self._is_class_aware and request_class is RequestClass.RT:
-            yielding = [r for r in running if r.request_class is RequestClass.BE]
+        if self._is_class_aware and request_class is RT:
+            yielding = [r for r in running if r.request_class is BE]
             num_available += sum(r.num_held_tokens for r in yielding)
             num_rows += len(yielding)
-        elif request_class is RequestClass.BE:
-            num_be = sum(r.request_class is RequestClass.BE for r in running)
+        elif request_class is BE:
+            num_be = sum(r.request_class is BE for r in running)
             num_rows = min(num_rows, self._max_be_seqs + len(running) - num_be)
         return max(0, min(int(num_available / num_slots), num_rows - len(running)))
 
@@ -275,7 +275,7 @@ def expected_output(limit: float) -> float:
 
 def work_of(allotments: Collection[Allotment], shape: StepShape) -> dict[RequestClass, Work]:
     """Return what a step of some shape computes for each class."""
-    best_effort = RequestClass.BE
+    best_effort = BE
     of_be = [
         num_tokens for request, num_tokens in allotments if request.request_class is best_effort
     ]
@@ -283,4 +283,4 @@ def work_of(allotments: Collection[Allotment], shape: StepShape) -> dict[Request
     be = Work(sum(of_be) - num_decodes, num_decodes)
     num_prompt = shape.num_new - shape.num_decodes
     rt = Work(num_prompt - be.num_prompt, shape.num_decodes - num_decodes)
-    return {RequestClass.RT: rt, RequestClass.BE: be}
+    return {RT: rt, BE: be}

@@ -97,6 +97,8 @@ class Simulation:
         self._sent: deque[StepPlan] = deque()
         self._is_busy = False
         self._free_since_s = 0.0
+        self._wake_s = -1.0
+        """When the core last wished to be asked: once is enough."""
         ready = WorkersReady(num_slots, num_host_slots, step_cost, overlaps_copies)
         core.on_message(ready, 0.0)
 
@@ -132,7 +134,8 @@ class Simulation:
         while isinstance(step := self.core.plan(self.now_s), PlannedStep):
             self._sent.append(self.core.commit(step, self.now_s))
             self._start_next()
-        if step.at_s is not None:
+        if step.at_s is not None and step.at_s != self._wake_s:
+            self._wake_s = step.at_s
             self._push(step.at_s, None)
 
     def _start_next(self) -> None:

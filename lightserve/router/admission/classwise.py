@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from lightserve.router.admission.base import AdmissionRound, AdmissionRule, PoolView
 from lightserve.router.request import Request
-from lightserve.types import RequestClass, StepId
+from lightserve.types import BE, RT, RequestClass, StepId
 
 
 class ClasswiseAdmission:
@@ -25,7 +25,7 @@ class ClasswiseAdmission:
     """That of the rule that admitted last: what real-time requests need, or everybody."""
 
     def __init__(self, rt_rule: AdmissionRule, be_rule: AdmissionRule) -> None:
-        self._rules = {RequestClass.RT: rt_rule, RequestClass.BE: be_rule}
+        self._rules = {RT: rt_rule, BE: be_rule}
 
     def begin(self, live: Collection[Request], pool: PoolView, step_id: StepId) -> ClasswiseRound:
         """Start a round; a class that nobody asks about costs nothing."""
@@ -58,8 +58,8 @@ class ClasswiseRound:
             return False
         self._counted.append(request)
         self._owner.forecast_peak = self._rules[request_class].forecast_peak
-        if request_class is RequestClass.RT:  # best-effort ones have to be forecast again
-            self._rounds.pop(RequestClass.BE, None)
+        if request_class is RT:  # best-effort ones have to be forecast again
+            self._rounds.pop(BE, None)
         return True
 
     def steps_refused(self, request: Request) -> int:
@@ -73,8 +73,8 @@ class ClasswiseRound:
 
     def _begin(self, request_class: RequestClass) -> AdmissionRound:
         counted, pool = self._counted, self._pool
-        if request_class is RequestClass.RT:
-            counted = [r for r in counted if r.request_class is RequestClass.RT]
+        if request_class is RT:
+            counted = [r for r in counted if r.request_class is RT]
         else:
             num_slots = max(0, pool.num_slots - pool.headroom)
             pool = replace(pool, num_slots=num_slots, headroom=0)

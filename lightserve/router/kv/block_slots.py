@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from lightserve.messages.common import Int32Array
 from lightserve.router.kv.block_end import BlockEnd
-from lightserve.types import RequestClass
+from lightserve.types import RT, RequestClass
 
 UInt16Array = npt.NDArray[np.uint16]
 
@@ -157,7 +157,7 @@ class BlockSlotPool:
     ) -> None:
         """Fill `slots`, share by share, in the order of search."""
         masks, full, empty, size = self._masks, self._full, self._empty, self.block_size
-        rt, be, real_time = self._rt, self._be, RequestClass.RT
+        rt, be, real_time = self._rt, self._be, RT
         places = slots.data  # faster than numpy for single slots
         start = 0
         for owner, request_class, count in shares:
@@ -194,7 +194,7 @@ class BlockSlotPool:
             blocks = np.flatnonzero(self._mask_array != self._full).astype(np.int32)
         everything = self._rt.take_all(blocks).tolist()
         rising, falling, places = iter(everything), reversed(everything), slots.data
-        start, real_time = 0, RequestClass.RT
+        start, real_time = 0, RT
         for _, request_class, count in shares:
             following = rising if request_class is real_time else falling
             if count == 1:
@@ -289,7 +289,7 @@ class BlockSlotPool:
         return distinct
 
     def _end(self, request_class: RequestClass) -> BlockEnd:
-        return self._rt if request_class is RequestClass.RT else self._be
+        return self._rt if request_class is RT else self._be
 
     def check_integrity(self) -> None:
         """Assert the invariants."""

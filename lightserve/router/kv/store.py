@@ -28,7 +28,7 @@ from lightserve.router.kv.options import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import PrefixNode
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.request import Request
-from lightserve.types import RequestClass
+from lightserve.types import RT
 
 PrefixKey = tuple[str]
 """The salt; an adapter and content ids may join it."""
@@ -177,7 +177,7 @@ class KVStore:
         """Hold what the tree has of the first `num_tokens` tokens; own copies of it are freed."""
         assert self._tree is not None and request.slots is not None
         before, num_held = request.lease, request.num_held_tokens
-        is_real_time = request.request_class is RequestClass.RT
+        is_real_time = request.request_class is RT
         tokens = request.known_token_ids()[:num_tokens]
         if request.sampling.num_prompt_logprobs is not None:
             tokens = tokens[: request.num_shared_tokens]
@@ -246,7 +246,7 @@ class KVStore:
         if self._tree is not None:
             total = sum([count for _, count in shares])
             if total > self._pool.num_free:
-                rt = sum([count for _, of, count in wanted if of is RequestClass.RT])
+                rt = sum([count for _, of, count in wanted if of is RT])
                 self._evict(rt - self._pool.num_free, 0)
                 self._evict(
                     total - self._pool.num_free, self.num_reserved_for_rt if rt < total else 0

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.demand import NO_OUTLOOK, Outlook
 from lightserve.router.reasons import Reason, Skips
-from lightserve.router.request import Request, RequestState
+from lightserve.router.request import WAITING, Request
 from lightserve.router.time_share import TimeShare
-from lightserve.types import RequestClass
+from lightserve.types import BE, RT, RequestClass
 
 if TYPE_CHECKING:
     from lightserve.router.step_cost import StepCost, StepGuard
@@ -121,7 +121,7 @@ def admissible(
             may_overtake -= num_passed > 0
         else:
             skips.note(request, Reason.KV_FUTURE)
-            if request.request_class is RequestClass.RT or num_passed == LOOK_AHEAD:
+            if request.request_class is RT or num_passed == LOOK_AHEAD:
                 skips.stop(request.request_class, Reason.KV_FUTURE)
                 return
             num_passed += 1
@@ -146,13 +146,13 @@ def within_be_limit(
     num_counted = 0
     seen: set[Request] = set()
     if num_left <= 0:
-        limits.skips.stop(RequestClass.BE, Reason.ROWS)
-    for request in waiting if num_left > 0 else waiting.of(RequestClass.RT):
+        limits.skips.stop(BE, Reason.ROWS)
+    for request in waiting if num_left > 0 else waiting.of(RT):
         num_left -= num_best_effort(r for r, _ in chosen[num_counted:] if _is_new(r))
         num_counted = len(chosen)
-        if request.request_class is RequestClass.BE and num_left <= 0:
-            limits.skips.stop(RequestClass.BE, Reason.ROWS)
-            yield from (r for r in waiting.of(RequestClass.RT) if r not in seen)
+        if request.request_class is BE and num_left <= 0:
+            limits.skips.stop(BE, Reason.ROWS)
+            yield from (r for r in waiting.of(RT) if r not in seen)
             return
         seen.add(request)
         yield request
@@ -160,11 +160,11 @@ def within_be_limit(
 
 def num_best_effort(requests: Iterable[Request]) -> int:
     """Return how many of these are best-effort."""
-    return sum(request.request_class is RequestClass.BE for request in requests)
+    return sum(request.request_class is BE for request in requests)
 
 
 def _is_new(request: Request) -> bool:
-    return request.state is RequestState.WAITING
+    return request.state is WAITING
 
 
 class Policy(Protocol):

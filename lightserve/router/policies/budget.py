@@ -11,7 +11,7 @@ from lightserve.router.policies.step_loads import StepLoads, num_loaded_by
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
 from lightserve.router.step_cost import shape_of
-from lightserve.types import RequestClass
+from lightserve.types import RT, RequestClass
 
 
 class BudgetedStep:
@@ -79,7 +79,7 @@ class BudgetedStep:
         return num_started
 
     def _loads_beside(self, request: Request) -> bool:
-        if num_loaded_by(request) == 0 or request.request_class is RequestClass.RT:
+        if num_loaded_by(request) == 0 or request.request_class is RT:
             return False
         step_s = self._seconds()
         can_go_beside = self._loads.can_go_beside(request, step_s)

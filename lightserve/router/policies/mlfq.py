@@ -31,8 +31,8 @@ from lightserve.router.policies.base import (
 )
 from lightserve.router.policies.budget import BudgetedStep
 from lightserve.router.reasons import Reason
-from lightserve.router.request import Request, RequestState
-from lightserve.types import RequestClass
+from lightserve.router.request import WAITING, Request
+from lightserve.types import BE, RequestClass
 
 SERVICE_LIMITS = (128, 384, 896, 1920)
 """Tokens at which a request leaves a queue for the next one."""
@@ -88,9 +88,9 @@ class _Rows:
 
     def refuse(self, request: Request) -> Reason | None:
         """Return why a request may not take part, None if it may: then it counts from here on."""
-        if request.state is not RequestState.WAITING:
+        if request.state is not WAITING:
             return None
-        is_best_effort = request.request_class is RequestClass.BE
+        is_best_effort = request.request_class is BE
         if self._is_over:
             return Reason.ORDER
         if self._num_left == 0 or (is_best_effort and self._num_be_left <= 0):
@@ -112,5 +112,5 @@ def queue_of(request: Request) -> int:
 
 def _rank(request: Request) -> tuple[int, int]:
     """Return a sort key; requests of equal rank stay in order."""
-    is_waiting = request.state is RequestState.WAITING
+    is_waiting = request.state is WAITING
     return queue_of(request), 2 if is_waiting else request.num_schedulable_tokens > 1

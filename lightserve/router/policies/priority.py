@@ -21,7 +21,7 @@ from lightserve.router.policies.base import Share, StepLimits, Waiting
 from lightserve.router.policies.budget import BudgetedStep
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
-from lightserve.types import RequestClass
+from lightserve.types import BE, RT
 
 
 class PriorityPolicy:
@@ -38,17 +38,17 @@ class PriorityPolicy:
         admission: AdmissionRound,
     ) -> Sequence[Share]:
         """See `Policy.select`."""
-        real_time = [r for r in running if r.request_class is RequestClass.RT]
-        best_effort = [r for r in running if r.request_class is RequestClass.BE]
+        real_time = [r for r in running if r.request_class is RT]
+        best_effort = [r for r in running if r.request_class is BE]
         step = BudgetedStep(limits)
         step.advance(real_time)
         num_rows = limits.num_free_rows + limits.num_yielding_rows
-        newcomers = waiting.of(RequestClass.RT)
-        num_started = step.start(newcomers, admission, num_rows, [RequestClass.RT])
+        newcomers = waiting.of(RT)
+        num_started = step.start(newcomers, admission, num_rows, [RT])
         if step.budget == 0 or _keeps_waiting(waiting, step.chosen):
             reason = Reason.TOKENS if step.budget == 0 else Reason.ORDER
             limits.skips.note_all(best_effort, reason)
-            limits.skips.stop(RequestClass.BE, reason)
+            limits.skips.stop(BE, reason)
             return step.chosen
         # Rows that are not free come from the best-effort requests that were admitted last.
         num_yielded = max(0, num_started - limits.num_free_rows)
@@ -56,7 +56,7 @@ class PriorityPolicy:
         step.advance(best_effort[:num_kept])
         limits.skips.note_all(best_effort[num_kept:], Reason.ROWS)
         num_rows = min(limits.num_free_rows - num_started, limits.max_be_seqs - len(best_effort))
-        step.start(waiting.of(RequestClass.BE), admission, num_rows, [RequestClass.BE])
+        step.start(waiting.of(BE), admission, num_rows, [BE])
         return step.chosen
 
 
@@ -64,6 +64,5 @@ def _keeps_waiting(waiting: Waiting, chosen: Sequence[Share]) -> bool:
     """Return whether a real-time request that could start is not among the chosen."""
     started = {request for request, _ in chosen}
     return any(
-        request not in started and request.num_schedulable_tokens > 0
-        for request in waiting.of(RequestClass.RT)
+        request not in started and request.num_schedulable_tokens > 0 for request in waiting.of(RT)
     )

@@ -14,7 +14,7 @@ from lightserve.router.policies.base import Share, StepLimits, Waiting, num_best
 from lightserve.router.policies.budget import BudgetedStep
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
-from lightserve.types import RequestClass
+from lightserve.types import BE, RT, RequestClass
 
 
 class RoundRobinPolicy:
@@ -31,13 +31,13 @@ class RoundRobinPolicy:
         admission: AdmissionRound,
     ) -> Sequence[Share]:
         """See `Policy.select`."""
-        turns = (RequestClass.RT, RequestClass.BE)
+        turns = (RT, BE)
         tried: list[RequestClass] = []
         for request_class in turns if limits.step_number % 2 == 0 else turns[::-1]:
             step = BudgetedStep(limits)
             step.advance([r for r in running if r.request_class is request_class])
             num_rows = limits.num_free_rows
-            if request_class is RequestClass.BE:
+            if request_class is BE:
                 num_rows = min(num_rows, limits.max_be_seqs - num_best_effort(running))
             step.start(waiting.of(request_class), admission, num_rows, [request_class])
             tried.append(request_class)

@@ -18,7 +18,7 @@ import bisect
 import math
 
 from lightserve.router.policies.base import LOOK_AHEAD, StepLimits
-from lightserve.router.request import Request, RequestState
+from lightserve.router.request import WAITING, Request
 
 LINK_SHARE = 0.9
 """Of the time of a step, as predicted: copies that take longer would hold up the next one."""
@@ -93,4 +93,4 @@ class StepLoads:
 
 def num_loaded_by(request: Request) -> int:
     """Return the tokens that a request brings back when it starts."""
-    return request.num_loaded_by_start if request.state is RequestState.WAITING else 0
+    return request.num_loaded_by_start if request.state is WAITING else 0

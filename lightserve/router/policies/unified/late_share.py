@@ -15,7 +15,7 @@ from typing import NamedTuple
 from lightserve.router.policies.base import StepLimits, Waiting
 from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import Request
-from lightserve.types import RequestClass
+from lightserve.types import RT
 
 LATE_POOL_SHARE = 0.8
 """Beyond their share of time late requests start while real-time ones hold less of the pool."""
@@ -49,20 +49,20 @@ def in_order(
     `real_time` are those that run.
     """
     if late_first and (late := next(iter(waiting.late()), None)) is not None:
-        others = (r for r in waiting.of(RequestClass.RT) if r is not late)
+        others = (r for r in waiting.of(RT) if r is not late)
         return itertools.chain([late], others)
     num_held = sum(request.num_held_tokens for request in real_time)
     if num_held < LATE_POOL_SHARE * limits.num_slots:
-        return waiting.of(RequestClass.RT)
+        return waiting.of(RT)
     return _until_late(waiting, limits.skips)
 
 
 def _until_late(waiting: Waiting, skips: Skips) -> Iterator[Request]:
     """Yield those who can be in time, or have started before; late ones, who come last, wait."""
     first_late = next(iter(waiting.late()), None)
-    for request in waiting.of(RequestClass.RT):
+    for request in waiting.of(RT):
         if request is first_late:
-            skips.stop(RequestClass.RT, Reason.ORDER)
+            skips.stop(RT, Reason.ORDER)
             return
         yield request
 

@@ -14,7 +14,7 @@ from lightserve.router.policies.base import LOOK_AHEAD
 from lightserve.router.policies.unified.timed_step import TimedStep
 from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import Request
-from lightserve.types import RequestClass
+from lightserve.types import RT
 
 
 def one_long_at_once(
@@ -47,5 +47,5 @@ def one_long_at_once(
         skips.note(request, Reason.ORDER)
         num_held += 1
         if num_held == LOOK_AHEAD:
-            skips.stop(RequestClass.RT, Reason.ORDER)
+            skips.stop(RT, Reason.ORDER)
             return

@@ -24,10 +24,9 @@ from lightserve.router.policies.unified.options import UnifiedOptions
 from lightserve.router.policies.unified.promotion import promote
 from lightserve.router.policies.unified.timed_step import TimedStep
 from lightserve.router.reasons import Reason, Skips
-from lightserve.router.request import Request, RequestState
-from lightserve.types import RequestClass
+from lightserve.router.request import WAITING, Request
+from lightserve.types import BE, RT
 
-RT, BE = RequestClass.RT, RequestClass.BE
 MAX_RESCUED = 4
 """Of those that wait, decodes may give way to one of so many."""
 MEMORY_REASONS = {Reason.KV_NOW, Reason.KV_FUTURE}
@@ -207,7 +206,7 @@ class _Filling:
 
     def _rows_left(self) -> int:
         """Return how many best-effort requests may start."""
-        new = (r for r, _ in self.step.chosen if r.state is RequestState.WAITING)
+        new = (r for r, _ in self.step.chosen if r.state is WAITING)
         num_rows = self._limits.num_free_rows - self.step.num_started
         return min(num_rows, self._num_be_rows - num_best_effort(new))
 

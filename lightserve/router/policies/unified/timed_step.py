@@ -12,9 +12,9 @@ from lightserve.router.policies.base import Allotment, Loading, Share, StepLimit
 from lightserve.router.policies.lending import lent_until_s
 from lightserve.router.policies.step_loads import StepLoads, num_loaded_by
 from lightserve.router.reasons import Reason
-from lightserve.router.request import Request, RequestState
+from lightserve.router.request import WAITING, Request
 from lightserve.router.step_cost import StepShape
-from lightserve.types import RequestClass
+from lightserve.types import RT, RequestClass
 
 MIN_CHUNK = 16
 """Fewer tokens of a prompt are not worth a row, unless they end it."""
@@ -281,7 +281,7 @@ class TimedStep:
                 return self._load_beside(request)
             self._skips.note(request, self.full_of)
             return False
-        if num_tokens == rest and request.request_class is RequestClass.RT:
+        if num_tokens == rest and request.request_class is RT:
             # It yields a token in this step, whose deadline counts if it can be met.
             residual_s = self.residual(request)
             shape = self._shape.plus(request.next_position, rest)
@@ -291,7 +291,7 @@ class TimedStep:
             elif residual_s >= self._cost.seconds(shape):
                 self._best_effort_limit_s = min(self._best_effort_limit_s, residual_s)
         self._add(request, num_tokens)
-        self.num_started += request.state is RequestState.WAITING
+        self.num_started += request.state is WAITING
         return num_tokens == rest
 
     def _load_beside(self, request: Request) -> bool:
