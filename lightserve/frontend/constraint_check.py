@@ -1,4 +1,7 @@
-"""Checks constraints before a request is taken: off the event loop, bounded, each one once."""
+"""Checks constraints before a request is taken: off the event loop, bounded, each one once.
+
+Requests with the same one wait for the same check, however many come before it has ended.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -18,9 +22,18 @@ if TYPE_CHECKING:
 
 NUM_THREADS = 2
 MAX_WAITING = 64
+"""Constraints, whoever waits for them."""
 MAX_KNOWN = 1024
 DEADLINE_S = 5.0
 """For waiting and compiling; compiling by itself is bounded by its work (see `structured`)."""
+
+
+@dataclass
+class _Check:
+    """One that has yet to end."""
+
+    work: asyncio.Future[str | None]
+    num_waiting: int = 0
 
 
 class ConstraintChecker:
@@ -32,7 +45,7 @@ class ConstraintChecker:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
-        self._num_waiting = 0
+        self._checks: dict[bytes, _Check] = {}
         self._known: OrderedDict[bytes, str | None] = OrderedDict()
         """By digest: what is wrong with a constraint, None if nothing is."""
 
@@ -45,7 +58,7 @@ class ConstraintChecker:
         """
         key = hashlib.blake2b(repr(constraint).encode(errors="replace"), digest_size=16).digest()
         if key not in self._known:
-            self._known[key] = await self._in_thread(constraint, param)
+            self._known[key] = await self._in_thread(key, constraint, param)
             if len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
@@ -58,15 +71,17 @@ class ConstraintChecker:
         """Let running work end; drop what waits."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _in_thread(self, constraint: Constraint, param: str) -> str | None:
-        if self._num_waiting >= MAX_WAITING:
-            raise overloaded()
-        self._num_waiting += 1
+    async def _in_thread(self, key: bytes, constraint: Constraint, param: str) -> str | None:
+        check = self._checks.get(key)
+        if check is None:
+            if len(self._checks) >= MAX_WAITING:
+                raise overloaded()
+            loop = asyncio.get_running_loop()
+            check = _Check(loop.run_in_executor(self._threads, self._complaint, constraint))
+            self._checks[key] = check
+        check.num_waiting += 1
         try:
-            work = asyncio.get_running_loop().run_in_executor(
-                self._threads, self._complaint, constraint
-            )
-            return await asyncio.wait_for(work, DEADLINE_S)
+            return await asyncio.wait_for(asyncio.shield(check.work), DEADLINE_S)
         except TimeoutError:
             raise InvalidRequest(
                 f"{param} takes more than {DEADLINE_S:g} s to compile",
@@ -74,7 +89,10 @@ class ConstraintChecker:
                 code="invalid_constraint",
             ) from None
         finally:
-            self._num_waiting -= 1
+            check.num_waiting -= 1
+            if check.num_waiting == 0:
+                check.work.cancel()  # nobody wants it any more, if it has not ended
+                del self._checks[key]
 
     # ------------------------------------------------------------------ in a thread
 

@@ -12,7 +12,8 @@ import pydantic
 from starlette.requests import ClientDisconnect, Request
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.failures import ClientGone, overloaded
+from lightserve.frontend.backlog import Backlog
+from lightserve.frontend.failures import ClientGone
 from lightserve.frontend.strict_json import parse_json
 
 BODY_READER_KEY = "lightserve.body_reader"
@@ -20,7 +21,6 @@ BODY_READER_KEY = "lightserve.body_reader"
 
 INLINE_BYTES = 16 * 1024
 """Bodies up to this take a few milliseconds at worst and are parsed where they are."""
-MAX_WAITING = 256
 _MAX_SHOWN_CHARS = 64
 
 ModelT = TypeVar("ModelT", bound=pydantic.BaseModel)
@@ -39,7 +39,7 @@ class BodyReader:
 
     def __init__(self, *, max_depth: int) -> None:
         self._max_depth = max_depth
-        self._num_waiting = 0
+        self._backlog = Backlog()
         # One: with more, they would only take the interpreter from the event loop more often.
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="json")
 
@@ -52,14 +52,9 @@ class BodyReader:
         """
         if len(body) <= INLINE_BYTES:
             return parse_model(body, model, max_depth=self._max_depth)
-        if self._num_waiting >= MAX_WAITING:
-            raise overloaded()
-        self._num_waiting += 1
-        try:
+        with self._backlog.admitted(len(body)):
             parse = functools.partial(parse_model, body, model, max_depth=self._max_depth)
             return await asyncio.get_running_loop().run_in_executor(self._threads, parse)
-        finally:
-            self._num_waiting -= 1
 
 
 async def read_model(request: Request, model: type[ModelT]) -> ModelT:

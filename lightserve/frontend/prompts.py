@@ -13,12 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.failures import overloaded
+from lightserve.frontend.backlog import Backlog
 from lightserve.tokenization.chat_template import ChatMessage, ChatTemplate
 from lightserve.tokenization.tokenizer import Span, Tokenizer
 
 NUM_THREADS = 2
-MAX_WAITING = 256
 INLINE_CHARS = 2048
 
 T = TypeVar("T")
@@ -34,15 +33,13 @@ class PromptEncoder:
         *,
         vocab_size: int,
         max_model_len: int,
-        max_waiting: int = MAX_WAITING,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._max_text_bytes = max_model_len * tokenizer.longest_piece_bytes
-        self._max_waiting = max_waiting
-        self._num_waiting = 0
+        self._backlog = Backlog()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="encode")
 
     async def encode_text(self, text: str, *, param: str) -> list[int]:
@@ -59,7 +56,9 @@ class PromptEncoder:
         if not text:
             raise InvalidRequest(f"{param} must not be empty", param=param)
         self._check_text(text, param)
-        token_ids = encode() if len(text) <= INLINE_CHARS else await self._in_thread(encode)
+        token_ids = (
+            encode() if len(text) <= INLINE_CHARS else await self._in_thread(encode, len(text))
+        )
         return self.check_ids(token_ids, param=param)
 
     async def spans(self, text: str, *, param: str, add_special_tokens: bool) -> list[Span]:
@@ -74,7 +73,7 @@ class PromptEncoder:
             return self._tokenizer.spans(text, add_special_tokens=add_special_tokens)
 
         self._check_text(text, param)
-        return split() if len(text) <= INLINE_CHARS else await self._in_thread(split)
+        return split() if len(text) <= INLINE_CHARS else await self._in_thread(split, len(text))
 
     async def encode_chat(
         self,
@@ -112,7 +111,8 @@ class PromptEncoder:
                 )
         for number, message in enumerate(messages):
             self._check_text(message.content, f"messages[{number}].content")
-        return self.check_ids(await self._in_thread(encode), param="messages")
+        size = sum(len(message.content) for message in messages)
+        return self.check_ids(await self._in_thread(encode, size), param="messages")
 
     def check_ids(self, token_ids: list[int], *, param: str) -> list[int]:
         """Return the ids if they can be a prompt.
@@ -157,11 +157,6 @@ class PromptEncoder:
                 code="context_length_exceeded",
             )
 
-    async def _in_thread(self, encode: Callable[[], T]) -> T:
-        if self._num_waiting >= self._max_waiting:
-            raise overloaded()
-        self._num_waiting += 1
-        try:
+    async def _in_thread(self, encode: Callable[[], T], num_chars: int) -> T:
+        with self._backlog.admitted(num_chars):
             return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
-        finally:
-            self._num_waiting -= 1

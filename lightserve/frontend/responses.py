@@ -171,20 +171,21 @@ class GenerationResponse(Response):
                     preparing.exception()  # there may be one, and nobody to tell it to
                 return None
             if not preparing.done():
-                raise self._timed_out_early()
+                assert self._terms.timeout_s is not None
+                raise timed_out(self._terms.timeout_s)
             return preparing.result()
+        except RequestFailed as failure:
+            self._count_early(failure)
+            raise
         finally:
             preparing.cancel()
 
-    def _timed_out_early(self) -> RequestFailed:
-        """Count and return the end of a request whose prompt took all its time."""
+    def _count_early(self, failure: RequestFailed) -> None:
+        """Count a request that ended before its prompt was there: refused, or out of time."""
         terms = self._terms
-        assert terms.timeout_s is not None
-        failure = timed_out(terms.timeout_s)
         self._service.observation.requests.request(
             terms.request_class, arrival_s=terms.arrival_s, num_prompt_tokens=0, slo=terms.slo
         ).on_failure(failure.code)
-        return failure
 
     async def _generate(
         self,

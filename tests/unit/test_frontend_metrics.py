@@ -17,6 +17,7 @@ from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull
 from lightserve.frontend import observation as observation_module
+from lightserve.frontend.backlog import Backlog
 from lightserve.frontend.observation import Scrapes
 from lightserve.frontend.terms import server_slo
 from lightserve.messages.common import PROTOCOL_VERSION
@@ -52,7 +53,11 @@ def test_requests_are_counted_by_their_ends() -> None:
             assert (await setup.post("/v1/completions", COMPLETION)).status_code == 429
             setup.router.is_full = True
             assert (await setup.post("/v1/completions", COMPLETION)).status_code == 429
+            setup.service.encoder._backlog = Backlog(max_items=0)
+            long = {**COMPLETION, "prompt": "x" * 3000, "service_tier": "flex"}
+            assert (await setup.post("/v1/completions", long)).status_code == 429
             found = counts(setup)
+            assert found["request_failure_total", "be", "overloaded"] == 1
             assert found["request_success_total", "rt", "stop"] == 2
             assert found["request_success_total", "rt", "length"] == 1
             assert found["request_success_total", "rt", "abort"] == 0
@@ -62,7 +67,7 @@ def test_requests_are_counted_by_their_ends() -> None:
             assert found["time_to_first_token_seconds", "rt"] == 3
             assert found["e2e_request_latency_seconds", "rt"] == 3
             assert found["http_responses_total", "POST", "/v1/completions", "200"] == 3
-            assert found["http_responses_total", "POST", "/v1/completions", "429"] == 2
+            assert found["http_responses_total", "POST", "/v1/completions", "429"] == 3
 
     asyncio.run(scenario())
 

@@ -12,6 +12,7 @@ import pytest
 from support.fake_router import Setup, frontend, router_status, says
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
+from lightserve.frontend.backlog import Backlog
 from lightserve.frontend.operations import MAX_SILENCE_S
 from lightserve.frontend.router_client import RouterClient
 from lightserve.messages.frontend_router import RouterWelcome, TokenDelta
@@ -92,7 +93,7 @@ def test_probes_tell_what_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_encoding_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with frontend(says([5, EOS])) as setup:
-            monkeypatch.setattr(setup.service.encoder, "_max_waiting", 0)
+            monkeypatch.setattr(setup.service.encoder, "_backlog", Backlog(max_items=0))
             response = await setup.post("/v1/chat/completions", CHAT)
             assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
             assert (await setup.post("/v1/completions", COMPLETION)).status_code == 200

@@ -12,6 +12,7 @@ from support.processes import PATIENCE_S
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.frontend import json_body
+from lightserve.frontend.backlog import Backlog
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta
 from lightserve.types import FinishReason
 
@@ -43,7 +44,7 @@ def test_a_full_queue_says_when_to_try_again(
 def test_long_bodies_wait_in_a_bounded_queue_off_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(json_body, "MAX_WAITING", 2)
+    monkeypatch.setattr(json_body, "Backlog", lambda: Backlog(max_items=2))
     may_go_on, threads, waiting = threading.Event(), [], []
     parse, enter = json_body.parse_model, json_body.BodyReader.parse
 
