@@ -37,11 +37,7 @@ def _prefill_kernel(
     WIDEN: tl.constexpr,
 ):
     # fmt: on
-    """Attend one block; with IS_CUT over one stretch of its context, which gives parts.
-
-    stretches int32 [num blocks, 4]: begin, end, part of the first token, parts of a token;
-    values float32 [num parts, Hq, D], lse float32 [num parts, Hq].
-    """
+    """Attend one block; with IS_CUT over one stretch of its context, see `CutWork`."""
     block = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     index = tl.load(block_rows_ptr + block)
@@ -73,28 +69,14 @@ def _prefill_kernel(
     if IS_CUT:
         begin = tl.load(stretches_ptr + block * 4)
         end = tl.load(stretches_ptr + block * 4 + 1)
+    # fmt: off
     acc, largest, total = walk(
-        q,
-        first_position + stacked // GROUP,
-        table_ptr + row * table_stride,
-        k_ptr + kv_head * kv_stride_h,
-        v_ptr + kv_head * kv_stride_h,
-        kv_stride_s,
-        begin,
-        end,
-        first_position + 1,
-        edge_end,
-        context_len - 1,
-        scale,
-        window,
-        HAS_WINDOW,
-        HEAD_DIM,
-        BLOCK_Q,
-        BLOCK_D,
-        BLOCK_N,
-        SUM_LATE=False,
-        WIDEN=WIDEN,
+        q, first_position + stacked // GROUP, table_ptr + row * table_stride,
+        k_ptr + kv_head * kv_stride_h, v_ptr + kv_head * kv_stride_h, kv_stride_s, begin, end,
+        first_position + 1, edge_end, context_len - 1, scale, window, HAS_WINDOW, HEAD_DIM,
+        BLOCK_Q, BLOCK_D, BLOCK_N, SUM_LATE=False, WIDEN=WIDEN,
     )
+    # fmt: on
     if IS_CUT:
         # A query sees nothing of a stretch that begins behind it.
         total = tl.where(total > 0.0, total, 1.0)
@@ -105,18 +87,17 @@ def _prefill_kernel(
     tokens = stacked // GROUP
     exists = (stacked < (first + TOKENS) * GROUP) & (tokens < q_len)
     heads = kv_head * GROUP + stacked % GROUP
+    mask = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
     if IS_CUT:
-        part = tl.load(stretches_ptr + block * 4 + 2)
-        part += (tokens - first) * tl.load(stretches_ptr + block * 4 + 3)
-        head_parts = part.to(tl.int64) * (tl.num_programs(1) * GROUP) + heads
+        parts = tl.load(stretches_ptr + block * 4 + 2)
+        parts += (tokens - first) * tl.load(stretches_ptr + block * 4 + 3)
+        head_parts = parts.to(tl.int64) * (tl.num_programs(1) * GROUP) + heads
         offsets = head_parts[:, None] * HEAD_DIM + offs_d[None, :]
-        mask = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
         tl.store(values_ptr + offsets, acc, mask=mask)
         tl.store(lse_ptr + head_parts, largest + tl.log2(total), mask=exists)
         return
     token_rows = (q_start + tokens).to(tl.int64)
     offsets = token_rows[:, None] * out_stride_t + heads[:, None] * out_stride_h + offs_d[None, :]
-    mask = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
     tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
