@@ -252,6 +252,8 @@ def profile_at_start(
     cached = load_profile(path, key) if tp.rank == 0 else None
     if _agreed(tp, is_true=cached is not None):
         return cached
+    if tp.rank == 0:
+        log.info("measuring step times for about %g s, once for this configuration", AUTO_SECONDS)
     profile = take_profile(runner, config, tp, seconds=AUTO_SECONDS, num_repeats=1)
     if tp.rank != 0:
         return None
