@@ -133,7 +133,7 @@ def test_a_missing_peer_is_a_startup_error(tmp_path: Path) -> None:
 
 
 COLLECTIVES = """
-import os, sys, torch
+import os, sys, time, torch
 from pathlib import Path
 from lightserve.worker.tensor_parallel import join_group
 
@@ -150,7 +150,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
 assert tp.broadcast(torch.tensor([rank + 5])).tolist() == [5]
 if rank == 1:
     while not is_past.exists():  # its peer has all of what went well
-        pass
+        time.sleep(0.01)
     os._exit(0)  # as if killed
 is_past.touch()
 try:
