@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -319,6 +320,7 @@ def test_what_watches_the_steps_ends_with_the_loop() -> None:
 
 def num_eventfds_when_idle() -> int:
     """Return how many this process has open when all that watched for a loop have ended."""
+    gc.collect()  # other tests' own, now and not between two counts
     for thread in threading.enumerate():
         if thread.name.startswith("marks"):
             thread.join(TIMEOUT_S)
