@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from lightserve.models.loader import load_model
 from lightserve.models.parallel import SingleRank, TensorParallel
 from lightserve.structured.vocabulary import model_vocabulary
 from lightserve.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
+from lightserve.worker.cgroups import usable_cores
 from lightserve.worker.constraints import RowConstraints
 from lightserve.worker.device import resolve_device
 from lightserve.worker.device_memory import DeviceMemory
@@ -130,5 +130,4 @@ def _row_constraints(
 
 def set_threads(config: ServeConfig) -> None:
     """Use --num-threads CPU threads in this process, or this rank's share of the cores."""
-    num_cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(config.num_threads or max(1, num_cores // config.tp))
+    torch.set_num_threads(config.num_threads or max(1, usable_cores() // config.tp))

@@ -6,13 +6,13 @@ has available.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from lightserve.config import ServeConfig
 from lightserve.config.fields import parse_memory
 from lightserve.errors import ConfigError, StartupError
 from lightserve.models.kv_layout import KVLayout
+from lightserve.worker.cgroups import group_folders, read_number
 
 AUTO_LIMIT_BYTES = 4 * 2**30
 AUTO_LOCKED_BYTES = 16 * 2**30
@@ -26,7 +26,9 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
 
     Page cache that the kernel would drop counts as free, above all memory-mapped weights.
     """
-    rests = [_cgroup_rest(*folder) for folder in _cgroup_folders(root)]
+    rests = [
+        _cgroup_rest(folder, _FILES[version]) for folder, version in group_folders("memory", root)
+    ]
     return min(
         [_mem_available(root / "proc/meminfo"), *(rest for rest in rests if rest is not None)]
     )
@@ -105,33 +107,17 @@ def num_host_slots(
     return budget // layout.bytes_per_token
 
 
-_V2 = ("memory.max", "memory.current", "inactive_file")
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-
-
-def _cgroup_folders(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Yield every control group this process is in, from its own up, and its files' names."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            base, names = root / "sys/fs/cgroup", _V2
-        elif "memory" in controllers.split(","):
-            base, names = root / "sys/fs/cgroup/memory", _V1
-        else:
-            continue
-        own = Path(path.lstrip("/"))
-        for folder in (own, *own.parents):
-            yield base / folder, names
+_FILES = {
+    2: ("memory.max", "memory.current", "inactive_file"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Of a control group, by version: limit, use, and what of it the kernel would drop."""
 
 
 def _cgroup_rest(folder: Path, names: tuple[str, str, str]) -> int | None:
     """Return what a group may still take; None if it has no limit."""
     limit_name, usage_name, cache_name = names
-    limit, usage = _read_number(folder / limit_name), _read_number(folder / usage_name)
+    limit, usage = read_number(folder / limit_name), read_number(folder / usage_name)
     if limit is None or usage is None:
         return None
     cache = 0
@@ -147,12 +133,3 @@ def _mem_available(path: Path) -> int:
         if name == "MemAvailable":
             return int(rest.split()[0]) * 1024
     raise StartupError(f"{path} has no MemAvailable")
-
-
-def _read_number(path: Path) -> int | None:
-    """Return the number in a file; None if there is no such file or it says `max`."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None

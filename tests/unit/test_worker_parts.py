@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
 from lightserve.models.kv_layout import KVGroup, KVLayout
 from lightserve.types import RowId, SamplingParams, StepId
+from lightserve.worker.cgroups import usable_cores
 from lightserve.worker.device_queue import HostQueue
 from lightserve.worker.kv_pool import KVPool
 from lightserve.worker.memory import free_memory_bytes, num_kv_slots
@@ -165,3 +167,41 @@ def test_a_container_limits_memory(
         (folder / names[1]).write_text(str(usage * MIB))
         (folder / "memory.stat").write_text(f"anon 1\n{names[2]} {cache * MIB}\n")
     assert free_memory_bytes(tmp_path) == free_mib * MIB
+
+
+@pytest.mark.parametrize(
+    ("groups", "cores"),
+    [
+        ({"": None}, 8),
+        ({"": 2.0}, 2),
+        ({"": 2.9}, 2),
+        ({"": 0.5}, 1),
+        ({"": 64.0}, 8),
+        ({"": None, "a.slice": 3.0, "a.slice/b.scope": 6.0}, 3),
+    ],
+)
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_container_limits_cores(
+    tmp_path: Path,
+    version: int,
+    groups: dict[str, float | None],
+    cores: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    (tmp_path / "proc/self").mkdir(parents=True)
+    own = max(groups, key=len)
+    line = f"0::/{own}\n" if version == 2 else f"4:memory:/x\n3:cpu,cpuacct:/{own}\n"
+    (tmp_path / "proc/self/cgroup").write_text(line)
+    for name, quota in groups.items():
+        folder = tmp_path / ("sys/fs/cgroup" if version == 2 else "sys/fs/cgroup/cpu") / name
+        folder.mkdir(parents=True, exist_ok=True)
+        if version == 2:
+            text = "max" if quota is None else str(int(quota * 100_000))
+            (folder / "cpu.max").write_text(f"{text} 100000\n")
+        else:
+            (folder / "cpu.cfs_quota_us").write_text(
+                "-1" if quota is None else str(int(quota * 100_000))
+            )
+            (folder / "cpu.cfs_period_us").write_text("100000\n")
+    assert usable_cores(tmp_path) == cores
