@@ -66,6 +66,7 @@ class StepBooking:
         for (request, num_tokens), samples in zip(step.allotments, step.num_samples, strict=True):
             request.num_inflight_samples += samples
             request.num_inflight_tokens += num_tokens
+            request.next_position += num_tokens
             request.num_inflight_steps += 1
         return plan
 

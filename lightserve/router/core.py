@@ -244,9 +244,8 @@ class RouterCore(CoreState):
             step.planned.allotments, step.planned.num_samples, step.plan.rows, strict=True
         ):
             request.num_inflight_samples -= samples
-            request.num_inflight_tokens -= num_tokens
+            request.num_inflight_tokens -= num_tokens  # computed from now on
             request.num_inflight_steps -= 1
-            request.num_computed_tokens += num_tokens
             row_result: RowResult | None = None
             if row.output:
                 row_result = next(rows, None)

@@ -65,6 +65,8 @@ class Placement:
         """Real-time newcomers that do not start, as what they found is being taken."""
         self._barren_rank = len(holders) + 1
         """Nobody finds anything to take whose juniors begin at this rank or behind it."""
+        self._barren_from: dict[int, int] = {}
+        """By where ranks end that are taken from: from which on nothing is left of them."""
 
     def pin(self, newcomers: Iterable[Request]) -> None:
         """Let nobody take what these found in the prefix tree."""
@@ -93,8 +95,9 @@ class Placement:
         real_time = [part for part in parts if part.request.request_class is RT]
         missing = self._kv.cost_of_all(real_time) - self._num_left
         if missing > 0:
-            best_effort = self._holders[self._first_best_effort :]
-            self._take_from(best_effort[::-1], missing, takes_less=True)
+            best_effort = range(self._first_best_effort, len(self._holders))
+            if not self._take_ends(best_effort, missing, takes_less=False):
+                self._take_rest(best_effort, missing, takes_less=True)
 
     def place_running(self, parts: Sequence[Allotment], refused: dict[Request, Reason]) -> None:
         """Add shares of requests that run, prompts perhaps shorter; say who does not fit."""
@@ -246,11 +249,22 @@ class Placement:
             return len(self._holders)
         return self._first_best_effort
 
-    def _juniors_among(self, ranks: range) -> Iterator[Request]:
-        """Iterate over the holders of these ranks that have something left, the last first."""
-        for rank in reversed(ranks):
-            if (holder := self._holders[rank]) not in self._drops:
-                yield holder
+    def _takeable_among(self, ranks: range) -> Iterator[tuple[Request, int, int]]:
+        """Iterate over the holders of these ranks who have something left to take, the last first.
+
+        With each come the tokens that are taken from it already, and those that are left.
+        """
+        stop = self._barren_from.get(ranks.stop, ranks.stop)
+        is_barren = True
+        for rank in range(stop - 1, ranks.start - 1, -1):
+            holder = self._holders[rank]
+            before = self._takes.get(holder, 0)
+            num_left = self._tails.takeable(holder, self._pinned) - before
+            if num_left > 0 and holder not in self._drops:
+                is_barren = False
+                yield holder, before, num_left
+            elif is_barren:
+                self._barren_from[ranks.stop] = rank
 
     def _groups_from(self, rank: int) -> Iterator[range]:
         """Iterate over the ranks of each class from a rank on, the junior one first."""
@@ -258,10 +272,8 @@ class Placement:
         if not self._is_class_aware:
             yield range(rank, num_holders)
             return
-        if max(rank, first_best_effort) < num_holders:
-            yield range(max(rank, first_best_effort), num_holders)
-        if rank < first_best_effort:
-            yield range(rank, first_best_effort)
+        yield range(max(rank, first_best_effort), num_holders)
+        yield range(rank, first_best_effort)
 
     def _take_row(self, request: Request) -> bool:
         """Pause a running junior for its row; whether there is one."""
@@ -285,10 +297,10 @@ class Placement:
             missing = enough - self._num_usable(request)
             if missing <= 0 or (runs(request) and self._num_usable(request) > 0):
                 return
-            if self._take_ends(self._juniors_among(group), missing, takes_less=False):
+            if self._take_ends(group, missing, takes_less=False):
                 return  # as a rule: that is enough, and nothing is to be restored
             before = before or self._save()
-            self._take_rest(list(self._juniors_among(group)), missing, takes_less=runs(request))
+            self._take_rest(group, missing, takes_less=runs(request))
         if self._num_usable(request) < (1 if runs(request) else enough):
             if before is not None:
                 self._restore(before)
@@ -299,16 +311,14 @@ class Placement:
         is_placed = request in self._placed or request in self._loads
         return self._num_slots_of[request] if is_placed else 0
 
-    def _take_from(self, juniors: Sequence[Request], missing: int, *, takes_less: bool) -> None:
-        """Take what is missing, or as much as there is."""
-        if not self._take_ends(juniors, missing, takes_less=False):
-            self._take_rest(juniors, missing, takes_less=takes_less)
-
-    def _take_rest(self, juniors: Sequence[Request], missing: int, *, takes_less: bool) -> None:
-        """Do that where the ends of their KV are not enough."""
+    def _take_rest(self, ranks: range, missing: int, *, takes_less: bool) -> None:
+        """Take what is missing, or as much as there is, where the ends of KV are not enough."""
+        juniors = [self._holders[rank] for rank in reversed(ranks)]
+        if self._drops:
+            juniors = [junior for junior in juniors if junior not in self._drops]
         if self._drop_whole(juniors, missing):
             return
-        if not (takes_less and self._take_ends(juniors, missing, takes_less=True)):
+        if not (takes_less and self._take_ends(ranks, missing, takes_less=True)):
             self._drop_whole(juniors, missing, takes_less=True)
 
     def _save(self) -> tuple[Any, ...]:
@@ -320,18 +330,15 @@ class Placement:
     def _restore(self, saved: tuple[Any, ...]) -> None:
         self._num_left, self._num_rows, self._pinned, *state = saved
         self._placed, self._loads, self._stops, self._takes, self._drops = state
+        self._barren_from.clear()
 
-    def _take_ends(self, juniors: Iterable[Request], missing: int, *, takes_less: bool) -> bool:
+    def _take_ends(self, ranks: range, missing: int, *, takes_less: bool) -> bool:
         """Take tokens from the ends of juniors' KV; whether there were (enough) to take."""
         wanted_slots = missing
         takes: list[Take] = []
-        for junior in juniors:
+        for junior, before, num_left in self._takeable_among(ranks):
             if missing <= 0:
                 break
-            before = self._takes.get(junior, 0)
-            num_left = self._tails.takeable(junior, self._pinned) - before
-            if num_left <= 0:
-                continue
             missing -= self._num_slots_placed(junior)
             wanted = num_left if self._kv.takes_all else max(0, min(num_left, missing))
             takes.append(Take(junior, before + wanted))

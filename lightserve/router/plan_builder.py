@@ -28,7 +28,7 @@ def nums_of_samples(allotments: Sequence[Allotment]) -> tuple[int, ...]:
     None before its last known token, one with it, and one more for each step that it runs on
     by itself (simulated workers only).
     """
-    ends = [r.num_computed_tokens + r.num_inflight_tokens + count for r, count in allotments]
+    ends = [r.next_position + count for r, count in allotments]
     known = [
         r.num_prompt_tokens + len(r.output_token_ids) + r.num_inflight_samples
         for r, _ in allotments

@@ -153,7 +153,7 @@ class StepPlanner:
             num_skipped: turns that are skipped, for policies that serve in turn.
         """
         kv, skips = attempt.kv, attempt.skips
-        num_yielding = sum(request.request_class is BE for request in running)
+        num_yielding = len([request for request in running if request.request_class is BE])
         limits = StepLimits(
             max_num_batched_tokens=self._pipeline.max_num_batched_tokens,
             num_free_rows=self._rows.num_free,
@@ -251,7 +251,7 @@ class _LookedUp:
 
     def _best_effort(self) -> Iterator[Request]:
         count = max(1, len(self._running))
-        context_len = sum(request.next_position for request in self._running) / count
+        context_len = sum([request.next_position for request in self._running]) / count
         is_shared = self._kv.tree is not None
         prefilling = [r for r in self._running if is_shared and not r.is_prompt_shared]
         for request in self._waiting.best_effort(self._kv.tree, context_len):

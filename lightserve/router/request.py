@@ -93,7 +93,8 @@ class Request:
     row: RowId | None = None
     slots: Int32Array | None = None
     """While it runs or is paused: int32 [max_kv_tokens], valid at 0 … num_held_tokens-1."""
-    num_computed_tokens: int = 0
+    next_position: int = 0
+    """First position that no plan has computed or is computing."""
     num_inflight_tokens: int = 0
     num_inflight_samples: int = 0
     num_inflight_steps: int = 0
@@ -137,7 +138,7 @@ class Request:
         self.slots = self.lease = self.host = self.hit = None
         self.is_prompt_shared = False
         self.num_paused_tokens = self.num_pinned_by_start = self.num_loaded_by_start = 0
-        self.num_computed_tokens = self.num_inflight_tokens = 0
+        self.next_position = self.num_inflight_tokens = 0
         self.num_inflight_samples = self.num_inflight_steps = 0
 
     def acknowledge(self, num_tokens: int) -> None:
@@ -151,9 +152,13 @@ class Request:
         return self.num_prompt_tokens + len(self.output_token_ids) + self.num_inflight_samples
 
     @property
-    def next_position(self) -> int:
-        """First position that no plan has computed or is computing."""
-        return self.num_computed_tokens + self.num_inflight_tokens
+    def num_computed_tokens(self) -> int:
+        """Leading positions that are computed, or will not have to be."""
+        return self.next_position - self.num_inflight_tokens
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, num_tokens: int) -> None:
+        self.next_position = num_tokens + self.num_inflight_tokens
 
     @property
     def num_schedulable_tokens(self) -> int:
@@ -167,8 +172,7 @@ class Request:
         acknowledged = self.num_acknowledged_tokens
         if acknowledged is not None and num_generated >= acknowledged + MAX_UNACKNOWLEDGED_TOKENS:
             return 0
-        num_known_tokens = self.num_prompt_tokens + num_generated
-        return num_known_tokens - self.num_computed_tokens - self.num_inflight_tokens
+        return self.num_prompt_tokens + num_generated - self.next_position
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -173,3 +173,4 @@ def _grow(requests: Iterable[Request], num_tokens: int) -> None:
     for request in requests:
         request.num_inflight_samples += num_tokens
         request.num_inflight_tokens += num_tokens
+        request.next_position += num_tokens

@@ -41,11 +41,15 @@ def num_generated(request: Request) -> int:
     return len(request.output_token_ids) + request.num_inflight_samples
 
 
+def list_generated(requests: Sequence[Request]) -> list[int]:
+    """Return that of each request."""
+    # Spelt out: a call for each is most of the time that a small forecast takes.
+    return [len(r.output_token_ids) + r.num_inflight_samples for r in requests]
+
+
 def nums_generated(requests: Sequence[Request]) -> IntArray:
     """Return that of each request, int64 [n]."""
-    # Spelt out: a call for each is most of the time that a small forecast takes.
-    counts = [len(r.output_token_ids) + r.num_inflight_samples for r in requests]
-    return np.array(counts, dtype=np.int64)
+    return np.array(list_generated(requests), dtype=np.int64)
 
 
 class PeakAdmission:

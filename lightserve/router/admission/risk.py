@@ -21,7 +21,12 @@ from statistics import NormalDist
 import numpy as np
 
 from lightserve.router.admission.base import PoolView
-from lightserve.router.admission.peak import PeakAdmission, PeakRound, num_generated, nums_generated
+from lightserve.router.admission.peak import (
+    PeakAdmission,
+    PeakRound,
+    list_generated,
+    nums_generated,
+)
 from lightserve.router.admission.roster import Roster
 from lightserve.router.future_memory import IntArray
 from lightserve.router.output_lengths import FloatArray, LengthArray, OutputLengths
@@ -80,7 +85,7 @@ class _Refusals:
         if not self._until:
             self._fall = 0
             return
-        self._counts = list(map(num_generated, live))
+        self._counts = list_generated(live)
         progress = list(map(int.__sub__, self._counts, counts))
         num_steps = max(progress, default=0)
         # Who stood still while others moved holds so much less at the old peak.
@@ -95,7 +100,7 @@ class _Refusals:
         if len(self._until) == MAX_REMEMBERED:
             self._until.clear()
         counted = [*self._live, *newcomers]
-        self._counts += map(num_generated, counted[len(self._counts) :])
+        self._counts += list_generated(counted[len(self._counts) :])
         self._live = counted
         self._until[request] = self._fall + excess
 

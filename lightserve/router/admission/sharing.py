@@ -99,7 +99,16 @@ class SharedPrefixes:
         if self._holders is None:
             self._holders = {}
             for index, request in enumerate(self._counted):
-                _note(self._holders, request, index)
+                if request.hit is not None or request.lease is None:
+                    _note(self._holders, request, index)
+                    continue
+                node = request.lease.node  # as `_note` does: most are such
+                while (parent := node.parent) is not None:
+                    if (known := self._holders.get(node)) is None:
+                        self._holders[node] = [index]
+                    else:
+                        known.append(index)
+                    node = parent
         return self._holders
 
 
