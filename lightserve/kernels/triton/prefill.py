@@ -80,6 +80,7 @@ def _prefill_kernel(
     if IS_CUT:
         # A query sees nothing of a stretch that begins behind it.
         total = tl.where(total > 0.0, total, 1.0)
+        largest += tl.log2(total)
     acc = acc / total[:, None]
     # Read again, so that the compiler does not keep the places of the queries in registers, where
     # the loop needs them all.
@@ -94,7 +95,7 @@ def _prefill_kernel(
         head_parts = parts.to(tl.int64) * (tl.num_programs(1) * GROUP) + heads
         offsets = head_parts[:, None] * HEAD_DIM + offs_d[None, :]
         tl.store(values_ptr + offsets, acc, mask=mask)
-        tl.store(lse_ptr + head_parts, largest + tl.log2(total), mask=exists)
+        tl.store(lse_ptr + head_parts, largest, mask=exists)
         return
     token_rows = (q_start + tokens).to(tl.int64)
     offsets = token_rows[:, None] * out_stride_t + heads[:, None] * out_stride_h + offs_d[None, :]
