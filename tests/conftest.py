@@ -7,6 +7,7 @@ import signal
 
 import torch
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 if not torch.cuda.is_available():
     # Triton's kernels run in its interpreter, which must be known before triton is imported.
@@ -22,4 +23,14 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 _ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", _ANY_SPEED, derandomize=True)
 settings.register_profile("random", _ANY_SPEED, derandomize=False)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "same")
+settings.load_profile(_PROFILE)
+if _PROFILE == "same":
+    # Hypothesis would draw constants of all code that is imported by then, too: other examples
+    # after any change of it, or in another order of tests.
+    providers.is_local_module_file = lambda path: False
+
+
+def pytest_runtest_setup() -> None:
+    """Have each test draw the same tensors, whatever ran before it."""
+    torch.manual_seed(0)
