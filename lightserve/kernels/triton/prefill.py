@@ -84,8 +84,11 @@ def _prefill_kernel(
     acc = acc / total[:, None]
     # Read again, so that the compiler does not keep the places of the queries in registers, where
     # the loop needs them all.
-    stacked = tl.arange(0, BLOCK_Q) + tl.load(block_starts_ptr + block, volatile=True) * GROUP
+    again = tl.load(block_starts_ptr + block, volatile=True)
+    stacked = tl.arange(0, BLOCK_Q) + again * GROUP
     tokens = stacked // GROUP
+    if IS_CUT and HAS_WINDOW:  # as the compiler needs it to spill nothing at 255 registers
+        first = again
     exists = (stacked < (first + TOKENS) * GROUP) & (tokens < q_len)
     heads = kv_head * GROUP + stacked % GROUP
     mask = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
