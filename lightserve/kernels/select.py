@@ -29,6 +29,13 @@ def make_kernels(
         ConfigError: a combination that does not exist on this machine.
     """
     is_cuda = device is not None and device.type == "cuda"
+    if (is_cuda or name == "triton") and importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            "a GPU needs the package triton (the extra gpu), whatever the --attention-backend:"
+            " tokens are drawn by its kernels"
+            if is_cuda
+            else "--attention-backend triton needs the package triton (the extra gpu)"
+        )
     match kernel_name(name, batch_invariant=batch_invariant, device=device):
         case InvariantKernels.name:
             if is_cuda:
@@ -51,11 +58,6 @@ def kernel_name(name: str, *, batch_invariant: bool, device: torch.device | None
 
 
 def _triton_kernels(*, is_cuda: bool) -> Kernels:
-    if importlib.util.find_spec("triton") is None:
-        raise ConfigError(
-            "--attention-backend triton, the default on a GPU, needs the package triton (the extra"
-            " gpu); torch is another"
-        )
     if not is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
             "--attention-backend triton needs a GPU, or TRITON_INTERPRET=1 to try its kernels"

@@ -26,7 +26,6 @@ Each place in the pool or on the host is so read and written in the order of the
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections import deque
 from collections.abc import Iterator
@@ -54,9 +53,7 @@ MAX_RUNS = 32
 """Of host slots that a part is copied as; each takes the host about 5 µs, and a kernel's launch
 five times that."""
 
-_NEEDS_TRITON = (
-    "copies of KV to the host need Triton: {reason}; --preemption recompute does without copies"
-)
+_NEEDS_TRITON = "Triton cannot compile the copies of KV to the host: {reason}"
 
 
 class StagedHostPool(HostPool):
@@ -314,8 +311,6 @@ def make_host_pool(
     """
     if pool.device.type != "cuda" or num_slots == 0:
         return DirectHostPool(num_slots, pool)
-    if importlib.util.find_spec("triton") is None:
-        raise StartupError(_NEEDS_TRITON.format(reason="the package is missing (the extra gpu)"))
     # An optional dependency, and slow to import: only where it is used.
     from lightserve.kernels.triton.copies import TritonCopies  # noqa: PLC0415
 

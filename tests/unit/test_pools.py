@@ -174,10 +174,7 @@ class NoCompiler(TorchCopies):
 def test_where_triton_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = as_on_a_gpu(monkeypatch)
     monkeypatch.setattr("lightserve.kernels.triton.copies.TritonCopies", NoCompiler)
-    with pytest.raises(StartupError, match=r"Failed to find C compiler\.; --preemption recompute"):
-        make_host_pool(11, pool, num_staged=4)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(StartupError, match=r"the package is missing .*; --preemption recompute"):
+    with pytest.raises(StartupError, match=r"Triton cannot compile .*: Failed to find C compiler"):
         make_host_pool(11, pool, num_staged=4)
 
 

@@ -1,7 +1,7 @@
 """`--attention-backend torch` on a GPU: no kernel of our own, gathers and torch's attention.
 
-For comparison, and where Triton is not at hand. Every row's keys and values are gathered in
-every layer, so that it is far from the Triton kernels' speed.
+For comparison, and where the Triton kernels are at fault. Every row's keys and values are gathered
+in every layer, so that it is far from their speed.
 """
 
 from __future__ import annotations
