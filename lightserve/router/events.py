@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from lightserve.messages.frontend_router import Abort, Acknowledge, Finish, Submit, TokenDelta
 from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.fit import Take
-from lightserve.router.policies.base import Allotment, Loading
 from lightserve.router.reasons import Skipped, Unseen
 from lightserve.router.request import Request
+from lightserve.router.shares import Allotment, Loading
 from lightserve.types import FrontendId, RequestClass, StepId
 
 

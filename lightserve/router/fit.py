@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from lightserve.router.kv.prefix_node import PrefixNode
 from lightserve.router.kv.store import KVStore
-from lightserve.router.policies.base import Allotment, Loading, Share
 from lightserve.router.reasons import Reason
 from lightserve.router.request import RUNNING, Request
+from lightserve.router.shares import Allotment, Loading, Share
 
 
 class Take(NamedTuple):

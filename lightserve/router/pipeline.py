@@ -14,8 +14,9 @@ from lightserve.errors import ProtocolError
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.copy_cost import CopyCost
 from lightserve.router.events import PlannedStep
-from lightserve.router.policies.base import NO_LIMIT, Allotment
-from lightserve.router.step_cost import StepCost, StepGuard, StepShape, shape_of
+from lightserve.router.policies.base import NO_LIMIT
+from lightserve.router.shares import Allotment, shape_of
+from lightserve.router.step_cost import StepCost, StepGuard, StepShape
 from lightserve.router.time_share import TimeShare
 from lightserve.types import StepId
 

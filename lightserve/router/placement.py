@@ -13,9 +13,9 @@ from typing import Any
 from lightserve.router.fit import Fit, Tails, Take, runs
 from lightserve.router.kv.prefix_node import PrefixNode, path_of
 from lightserve.router.kv.store import KVStore
-from lightserve.router.policies.base import Allotment, Loading, Share
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
+from lightserve.router.shares import Allotment, Loading, Share
 from lightserve.types import BE, RT
 
 

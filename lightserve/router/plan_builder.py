@@ -14,8 +14,8 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.router.events import PlannedStep
 from lightserve.router.kv.host import PlanCopies
-from lightserve.router.policies.base import Allotment
 from lightserve.router.request import Request
+from lightserve.router.shares import Allotment
 from lightserve.types import RowId
 
 _NONE, _SAMPLE = OutputKind.NONE, OutputKind.SAMPLE

@@ -21,9 +21,9 @@ from collections.abc import Iterable, Sequence
 from lightserve.router.fit import Fit, of_running
 from lightserve.router.kv.store import KVStore
 from lightserve.router.placement import Placement
-from lightserve.router.policies.base import Allotment, Share
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
+from lightserve.router.shares import Allotment, Share
 from lightserve.types import RT, RequestClass
 
 

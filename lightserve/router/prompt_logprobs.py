@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from lightserve.messages.common import TokenLogprob
 from lightserve.messages.router_worker import MAX_PROMPT_LOGPROB_POSITIONS
-from lightserve.router.policies.base import Allotment, Loading, Share
 from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import Request
+from lightserve.router.shares import Allotment, Loading, Share
 
 
 def cap_positions(shares: Sequence[Share], skips: Skips) -> list[Share]:

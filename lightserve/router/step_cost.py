@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from lightserve.cost.fit import StepSample, fit
 from lightserve.cost.model import StepModel
-from lightserve.cost.shape import StepShape, chunk_pairs
+from lightserve.cost.shape import StepShape
 from lightserve.messages.step_cost import StepCoefficients
-from lightserve.router.policies.base import Allotment
 
-__all__ = ["StepCost", "StepGuard", "StepKind", "StepShape", "shape_of"]
+__all__ = ["StepCost", "StepGuard", "StepKind", "StepShape"]
 
 SAMPLES_PER_SIZE = 48
 """Steps remembered of each size; sizes are powers of two of new tokens."""
@@ -258,19 +256,3 @@ def kind_of(shape: StepShape) -> StepKind:
     if shape.num_chunks == 0:
         return DECODE
     return MIXED if shape.num_decodes else PREFILL
-
-
-def shape_of(allotments: Iterable[Allotment]) -> StepShape:
-    """Return a step's shape, before its requests have moved."""
-    num_new = decode_context = chunk_context = pairs = num_decodes = num_chunks = 0
-    for request, num_tokens in allotments:
-        start = request.next_position
-        num_new += num_tokens
-        if num_tokens == 1:
-            decode_context += start
-            num_decodes += 1
-        else:
-            pairs += chunk_pairs(start, num_tokens)
-            chunk_context += start
-            num_chunks += 1
-    return StepShape(num_new, decode_context, pairs, num_decodes, num_chunks, chunk_context)

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lightserve.router.kv.store import KVStore
 from lightserve.router.pipeline import Pipeline
-from lightserve.router.policies.base import Allotment
 from lightserve.router.queues import Backlog, RowTable, WaitingQueue
 from lightserve.router.request import RUNNING, Request
+from lightserve.router.shares import Allotment
 from lightserve.router.step_cost import StepShape
 from lightserve.types import BE, RT, RequestClass
 

@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from lightserve.router.admission.base import AdmissionRound, AdmissionRule, PoolView
 from lightserve.router.future_memory import IntArray
-from lightserve.router.policies.base import Allotment, Policy, Share, StepLimits, Waiting
+from lightserve.router.policies.base import Policy, StepLimits, Waiting
 from lightserve.router.request import Request
+from lightserve.router.shares import Allotment, Share
 from lightserve.types import RequestClass, StepId
 
 OnAdmission = Callable[[Sequence[Request], IntArray | None], None]

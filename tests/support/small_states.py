@@ -20,14 +20,15 @@ from lightserve.router.kv.store import KVStore
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.planning import StepPlanner
-from lightserve.router.policies.base import Allotment, Policy
+from lightserve.router.policies.base import Policy
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.preemption import fit_into_memory
 from lightserve.router.queues import RowTable, WaitingQueue
 from lightserve.router.reasons import Skips
 from lightserve.router.request import Request, RequestState
+from lightserve.router.shares import Allotment, shape_of
 from lightserve.router.slo import TokenDeadlines
-from lightserve.router.step_cost import StepShape, shape_of
+from lightserve.router.step_cost import StepShape
 from lightserve.types import SLO, StepId
 from support.policy_scenes import BE, RT, make_request
 

@@ -40,18 +40,11 @@ from lightserve.router.intake import QueueLimits
 from lightserve.router.kv.options import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import least_recently_used, task_aware
 from lightserve.router.output_lengths import OutputLengths
-from lightserve.router.policies.base import (
-    MAX_OVERTAKEN,
-    NO_LIMIT,
-    Allotment,
-    Share,
-    StepLimits,
-    Waiting,
-)
+from lightserve.router.policies.base import MAX_OVERTAKEN, NO_LIMIT, StepLimits, Waiting
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.request import Request
+from lightserve.router.shares import Allotment, Share, shape_of
 from lightserve.router.slo import curve_clock, gap_clock
-from lightserve.router.step_cost import shape_of
 from lightserve.sim.simulation import Outcome
 from lightserve.sim.worker import SimulatedWorker
 from lightserve.types import SLO, FinishReason, FrontendId, RequestClass, RequestId, RequestKey

@@ -10,9 +10,9 @@ import pytest
 from lightserve.router.fit import Fit
 from lightserve.router.kv.options import KVOptions, Preemption
 from lightserve.router.kv.store import KVStore
-from lightserve.router.policies.base import Allotment
 from lightserve.router.preemption import fit_into_memory
 from lightserve.router.request import Request, RequestState
+from lightserve.router.shares import Allotment
 from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey, SamplingParams
 
 RT, BE = RequestClass.RT, RequestClass.BE

@@ -21,9 +21,9 @@ from lightserve.router.events import PlannedStep
 from lightserve.router.kv.host import PlanCopies
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.plan_builder import build_plan
-from lightserve.router.policies.base import Allotment
 from lightserve.router.queues import RowTable, WaitingQueue
 from lightserve.router.request import Request
+from lightserve.router.shares import Allotment
 from lightserve.types import (
     FrontendId,
     RequestClass,

@@ -14,11 +14,10 @@ from lightserve.router.kv.options import KVOptions
 from lightserve.router.kv.store import KVStore
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.pipeline import Pipeline
-from lightserve.router.policies.base import Allotment
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.queues import RowTable, WaitingQueue
 from lightserve.router.request import Request
-from lightserve.router.step_cost import shape_of
+from lightserve.router.shares import Allotment, shape_of
 from lightserve.router.waits import (
     MAX_RETRY_S,
     MIN_RETRY_S,

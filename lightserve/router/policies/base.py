@@ -4,39 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Protocol
 
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.demand import NO_OUTLOOK, Outlook
 from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import WAITING, Request
+from lightserve.router.shares import Share
+from lightserve.router.step_cost import StepCost, StepGuard
 from lightserve.router.time_share import TimeShare
 from lightserve.types import BE, RT, RequestClass
 
-if TYPE_CHECKING:
-    from lightserve.router.step_cost import StepCost, StepGuard
-
 NO_LIMIT = 1 << 30
-
-
-class Allotment(NamedTuple):
-    """One request's share of a step: its next `num_tokens` tokens."""
-
-    request: Request
-    num_tokens: int
-
-
-class Loading(NamedTuple):
-    """One request's share of the copies beside a step: so much more of its KV comes back.
-
-    It is paused and stays so; it runs in a later step.
-    """
-
-    request: Request
-    num_tokens: int
-
-
-Share = Allotment | Loading
 
 
 @dataclass(frozen=True)

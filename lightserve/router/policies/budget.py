@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable
 
 from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.policies.base import Allotment, Loading, Share, StepLimits, admissible
+from lightserve.router.policies.base import StepLimits, admissible
 from lightserve.router.policies.step_loads import StepLoads, num_loaded_by
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
-from lightserve.router.step_cost import shape_of
+from lightserve.router.shares import Allotment, Loading, Share, shape_of
 from lightserve.types import RT, RequestClass
 
 

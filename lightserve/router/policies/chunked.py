@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.policies.base import Share, StepLimits, Waiting, within_be_limit
+from lightserve.router.policies.base import StepLimits, Waiting, within_be_limit
 from lightserve.router.policies.budget import BudgetedStep
 from lightserve.router.request import Request
+from lightserve.router.shares import Share
 
 
 class ChunkedPolicy:

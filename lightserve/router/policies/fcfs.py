@@ -10,15 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.policies.base import (
-    Allotment,
-    StepLimits,
-    Waiting,
-    admissible,
-    within_be_limit,
-)
+from lightserve.router.policies.base import StepLimits, Waiting, admissible, within_be_limit
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
+from lightserve.router.shares import Allotment
 
 
 class FcfsPolicy:

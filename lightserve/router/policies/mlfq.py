@@ -22,16 +22,11 @@ from bisect import bisect_right
 from collections.abc import Collection, Sequence
 
 from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.policies.base import (
-    MAX_OVERTAKEN,
-    Share,
-    StepLimits,
-    Waiting,
-    num_best_effort,
-)
+from lightserve.router.policies.base import MAX_OVERTAKEN, StepLimits, Waiting, num_best_effort
 from lightserve.router.policies.budget import BudgetedStep
 from lightserve.router.reasons import Reason
 from lightserve.router.request import WAITING, Request
+from lightserve.router.shares import Share
 from lightserve.types import BE, RequestClass
 
 SERVICE_LIMITS = (128, 384, 896, 1920)

@@ -17,10 +17,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.policies.base import Share, StepLimits, Waiting
+from lightserve.router.policies.base import StepLimits, Waiting
 from lightserve.router.policies.budget import BudgetedStep
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
+from lightserve.router.shares import Share
 from lightserve.types import BE, RT
 
 

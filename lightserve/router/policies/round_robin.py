@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.policies.base import Share, StepLimits, Waiting, num_best_effort
+from lightserve.router.policies.base import StepLimits, Waiting, num_best_effort
 from lightserve.router.policies.budget import BudgetedStep
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
+from lightserve.router.shares import Share
 from lightserve.types import BE, RT, RequestClass
 
 

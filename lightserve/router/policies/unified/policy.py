@@ -10,7 +10,6 @@ from typing import NamedTuple
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.policies.base import (
     LOOK_AHEAD,
-    Share,
     StepLimits,
     Waiting,
     admissible,
@@ -25,6 +24,7 @@ from lightserve.router.policies.unified.promotion import promote
 from lightserve.router.policies.unified.timed_step import TimedStep
 from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import WAITING, Request
+from lightserve.router.shares import Share
 from lightserve.types import BE, RT
 
 MAX_RESCUED = 4

@@ -8,11 +8,12 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from lightserve.router.policies.base import Allotment, Loading, Share, StepLimits
+from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.lending import lent_until_s
 from lightserve.router.policies.step_loads import StepLoads, num_loaded_by
 from lightserve.router.reasons import Reason
 from lightserve.router.request import WAITING, Request
+from lightserve.router.shares import Allotment, Loading, Share
 from lightserve.router.step_cost import StepShape
 from lightserve.types import RT, RequestClass
 
