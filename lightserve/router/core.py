@@ -192,7 +192,10 @@ class RouterCore(CoreState):
     # ---------------------------------------------------------------- planning
 
     def plan(self, now_s: float) -> PlannedStep | WaitUntil:
-        """Return the step to send now, or when to ask again. Changes nothing."""
+        """Return the step to send now, or when to ask again.
+
+        Changes nothing, but remembers that there is no step before the next news.
+        """
         if self._kv is None or not self._requests or self._awaits_news:
             return WaitUntil(None)
         due_s = self._pipeline.next_plan_due_s()

@@ -36,6 +36,8 @@ OUTLIER_DEVIATIONS, LEAST_OUTLIER = 3.0, 0.3
 """A step that took longer than predicted by more than so many deviations, and by this share at
 least, says no more than that: it was stalled by something else, which no shorter step would have
 avoided. Where steps get longer for good the deviation grows by a third with each."""
+MAX_RATIO = 4.0
+"""The first step of a kind, which knows no deviation, says no more than that."""
 GUARD_CUT, GUARD_STEP, GUARD_FLOOR = 0.5, 0.05, 1 / 16
 
 
@@ -60,9 +62,10 @@ class _Ratio:
     num_observed: int = 0
 
     def observe(self, ratio: float) -> None:
-        off = ratio / self.mean - 1.0
+        most = MAX_RATIO - 1.0
         if self.num_observed > 0:
-            off = min(off, max(LEAST_OUTLIER, OUTLIER_DEVIATIONS * math.sqrt(self.variance)))
+            most = max(LEAST_OUTLIER, OUTLIER_DEVIATIONS * math.sqrt(self.variance))
+        off = min(ratio / self.mean - 1.0, most)
         self.num_observed += 1
         newest = 1.0 / self.num_observed
         self.mean *= 1.0 + max(RATIO_MEMORY, newest) * off

@@ -92,6 +92,18 @@ def test_a_stall_says_nothing_about_other_steps() -> None:
         assert np.median(errors(cost)) <= 0.08 or number < 9
 
 
+def test_a_first_step_that_was_stalled_is_soon_forgotten() -> None:
+    """It took a second in place of 10 ms."""
+    none = dict.fromkeys(StepCoefficients.__struct_fields__, 0.0)
+    cost = StepCost()
+    cost.use_profile(StepCoefficients(**none | {"floor_s": 0.01}))
+    shape = StepShape(num_new=1)
+    for seconds_taken in (1.0, *[0.01] * 12):
+        cost.observe(shape, seconds_taken)
+        assert cost.seconds(shape) < 0.045
+    assert cost.seconds(shape) < 0.013
+
+
 def test_much_slower_hardware_is_no_stall() -> None:
     """It is followed as soon as the deviation has grown."""
     cost, rng = StepCost(), np.random.default_rng(5)

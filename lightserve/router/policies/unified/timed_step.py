@@ -111,7 +111,7 @@ class TimedStep:
                 surely_s = min(surely_s, residual_s)
             else:
                 self.in_danger.append(request)
-            lent_s = self.lent_by(request)
+            lent_s = self._lent_by(request)
             if lent_s < least_s:
                 lent_s = self._residual_of_late(request)
             if lent_s >= least_s:
@@ -121,7 +121,7 @@ class TimedStep:
         if self._guard is not None and math.isfinite(surely_s):
             self._limit_s = self._guard.limit(base_s, surely_s)
 
-    def lent_by(self, request: Request) -> float:
+    def _lent_by(self, request: Request) -> float:
         """Return the part of the residual of a decode that best-effort requests may take."""
         deadlines = request.deadlines
         if deadlines is None or request in self.due_s:
@@ -222,7 +222,7 @@ class TimedStep:
 
     def decodes_due_after(self, residual_s: float, *, lent: bool = False) -> list[Request]:
         """Return decodes in it whose residual is longer, or `lent`, what of it is lent."""
-        due_s = self.lent_by if lent else self.residual
+        due_s = self._lent_by if lent else self.residual
         return [
             request
             for request, num_tokens in self.chosen
