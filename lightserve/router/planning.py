@@ -84,12 +84,10 @@ class StepPlanner:
             skipped: who was looked at and does not.
             stopped_by: what ended the search of those of a class that wait.
         """
-        waiting = WAITING  # looked up once: this is done for everybody in each step
-        newcomers = [request for request, _ in fit.allotments if request.state is waiting]
-        looked_at = [*newcomers, *[request for request, _ in skipped if request.state is waiting]]
-        real_time = RT
-        num_rt = len([request for request in looked_at if request.request_class is real_time])
-        num_seen = {real_time: num_rt, BE: len(looked_at) - num_rt}
+        newcomers = [request for request, _ in fit.allotments if request.state is WAITING]
+        looked_at = [*newcomers, *[request for request, _ in skipped if request.state is WAITING]]
+        num_rt = len([request for request in looked_at if request.request_class is RT])
+        num_seen = {RT: num_rt, BE: len(looked_at) - num_rt}
         unseen: dict[RequestClass, Unseen] = {}
         for request_class, count in num_seen.items():
             num_requests = self._waiting.backlog(request_class).num_requests - count

@@ -275,10 +275,7 @@ def expected_output(limit: float) -> float:
 
 def work_of(allotments: Collection[Allotment], shape: StepShape) -> dict[RequestClass, Work]:
     """Return what a step of some shape computes for each class."""
-    best_effort = BE
-    of_be = [
-        num_tokens for request, num_tokens in allotments if request.request_class is best_effort
-    ]
+    of_be = [num_tokens for request, num_tokens in allotments if request.request_class is BE]
     num_decodes = of_be.count(1)
     be = Work(sum(of_be) - num_decodes, num_decodes)
     num_prompt = shape.num_new - shape.num_decodes
