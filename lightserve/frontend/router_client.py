@@ -1,7 +1,8 @@
 """The frontend's table of live requests and its connection to the router: the one owner of both.
 
-A request is live from `submit` until its end has been read, or until it is aborted. News that
-nobody reads yet are merged into one pending delta per request, so a slow reader costs no more
+A request is live from `submit` until its end has come, or until it is aborted; one with stop
+strings, which the router keeps until it is told where the output ended, until that is said. News
+that are not read yet are merged into one pending delta per request, so a slow reader costs no more
 than its tokens. Everything runs on the event loop; nothing here waits except `next_delta`.
 
     starting ──attach──► connected, not ready ──RouterWelcome──► ready
@@ -102,9 +103,12 @@ class Delta:
 class LiveRequest:
     """A request's news; made by `RouterClient.submit`, read by one task."""
 
-    def __init__(self, request_id: RequestId, client: RouterClient) -> None:
+    def __init__(
+        self, request_id: RequestId, client: RouterClient, *, has_stop_strings: bool
+    ) -> None:
         self.request_id = request_id
         self._client = client
+        self._has_stop_strings = has_stop_strings
         self._pending = Delta()
         self._is_finished = False
         self._failure: InvalidRequest | RequestFailed | ClientGone | None = None
@@ -114,6 +118,11 @@ class LiveRequest:
     def is_over(self) -> bool:
         """Whether no more news will come."""
         return self._is_finished or self._failure is not None
+
+    @property
+    def is_kept_by_router(self) -> bool:
+        """Whether the router still has it: it waits for `finish` or `abort`."""
+        return self._failure is None and (self._has_stop_strings or not self._is_finished)
 
     async def next_delta(self) -> Delta:
         """Wait for news and take them all.
@@ -143,11 +152,14 @@ class LiveRequest:
         self._client.finish(self.request_id, num_tokens)
 
     def abort(self) -> None:
-        """End the request here and in the router; no effect once it is over."""
-        self.end(ClientGone())
+        """End the request here and in the router; no effect once both have its end."""
+        if self.is_over:
+            self._client.abort(self.request_id)
+        else:
+            self.end(ClientGone())
 
     def end(self, failure: RequestFailed | ClientGone) -> None:
-        """The same with a failure to be told."""
+        """The same with a failure to be told; no effect once it is over."""
         if not self.is_over:
             self.fail(failure)
             self._client.abort(self.request_id)
@@ -227,7 +239,7 @@ class RouterClient:
 
     @property
     def num_live(self) -> int:
-        """Requests whose end has not come from the router."""
+        """Requests that the router has."""
         return len(self._live)
 
     @property
@@ -308,7 +320,7 @@ class RouterClient:
         if request is None:
             return  # aborted while the news were on their way
         request.append(delta)
-        if request.is_over:
+        if not request.is_kept_by_router:
             del self._live[delta.request_id]
 
     # ------------------------------------------------------------------ requests
@@ -341,7 +353,7 @@ class RouterClient:
             connection.link.send(message)
         except ChannelFull:
             raise overloaded() from None
-        live = LiveRequest(request_id, self)
+        live = LiveRequest(request_id, self, has_stop_strings=message.needs_acknowledgement)
         self._live[request_id] = live
         return live
 
@@ -349,7 +361,8 @@ class RouterClient:
         """End every live request with a failure, here and (if it is there) in the router."""
         live, self._live = self._live, {}
         for request_id, request in live.items():
-            request.fail(failure)
+            if not request.is_over:
+                request.fail(failure)
             self._send_end(Abort(request_id=request_id))
 
     def abort(self, request_id: RequestId) -> None:

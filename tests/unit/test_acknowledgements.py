@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from support.fake_router import BOOT_ID, FakeRouter, router_status
+import pytest
+from support.fake_router import BOOT_ID, FakeRouter, frontend, router_status
 
+from lightserve.frontend.choices import Choices
 from lightserve.frontend.router_client import NewRequest, RouterClient
 from lightserve.messages.frontend_router import (
     Acknowledge,
@@ -116,6 +118,63 @@ def test_an_end_is_told_even_if_the_router_ended_it_itself() -> None:
         assert live.is_over
         live.finish(1)
         assert _said(router) == [Finish(request_id=live.request_id, num_tokens=1)]
+
+    _run(scenario())
+
+
+def test_an_unread_end_is_aborted_in_the_router() -> None:
+    async def scenario() -> None:
+        client, router = _connected()
+        live = client.submit(REQUEST)
+        news = RequestDelta(live.request_id, [7, 2], FinishReason.STOP)
+        client.on_message(TokenDelta(requests=[news]))
+        live.abort()  # the client left before the end was read
+        assert router.aborted_ids == [live.request_id]
+        live.abort()
+        assert router.aborted_ids == [live.request_id]
+        assert client.num_live == 0
+
+    _run(scenario())
+
+
+def test_an_unread_end_is_still_read_when_the_router_is_lost() -> None:
+    async def scenario() -> None:
+        client, _ = _connected()
+        live = client.submit(REQUEST)
+        news = RequestDelta(live.request_id, [7, 2], FinishReason.STOP)
+        client.on_message(TokenDelta(requests=[news]))
+        client.detach()
+        assert (await live.next_delta()).finish_reason is FinishReason.STOP
+        assert client.num_live == 0
+
+    _run(scenario())
+
+
+@pytest.mark.parametrize("num_read", range(9))
+def test_no_choice_stays_in_the_router_whenever_the_client_leaves(num_read: int) -> None:
+    """Eight choices end while nothing is read; then the client leaves."""
+
+    async def scenario() -> None:
+        async with frontend() as setup:
+            requests = [REQUEST] * 8
+            choices = Choices.start(setup.service, requests, per_prompt=8, by_token=False)
+            reading = asyncio.create_task(choices.next_news())
+            await asyncio.sleep(0)  # every choice is waited for
+            for submit in setup.router.submits:
+                for end in (None, FinishReason.STOP):
+                    news = RequestDelta(submit.request_id, [7], end)
+                    setup.service.router.on_message(TokenDelta(requests=[news]))
+                    await asyncio.sleep(0)
+            for _ in range(num_read):
+                await reading
+                reading = asyncio.create_task(choices.next_news())
+                await asyncio.sleep(0)
+            choices.abort()
+            await asyncio.gather(reading, return_exceptions=True)
+            finished = {m.request_id for m in setup.router.sent if isinstance(m, Finish)}
+            submitted = {submit.request_id for submit in setup.router.submits}
+            assert finished | set(setup.router.aborted_ids) == submitted
+            assert setup.service.router.num_live == 0
 
     _run(scenario())
 
