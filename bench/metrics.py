@@ -28,6 +28,7 @@ from lightserve.metrics.catalogue import INTER_TOKEN_LATENCY
 from lightserve.metrics.exposition import make_registry, render
 from lightserve.metrics.ledger import Ledger
 from lightserve.metrics.recording import Recorder
+from lightserve.metrics.turns import TurnClock
 from lightserve.types import FinishReason, RequestClass
 
 NUM_STREAMS = 64
@@ -49,6 +50,13 @@ def _observe(count: int) -> None:
     histogram = Recorder().histogram(INTER_TOKEN_LATENCY, "rt")
     for _ in range(count):
         histogram.observe(0.021)
+
+
+def _turns(count: int) -> None:
+    clock = TurnClock(Recorder(), "router-0")
+    for _ in range(count):
+        clock.begin()
+        clock.end()
 
 
 def _nothing(count: int) -> None:
@@ -115,6 +123,7 @@ def measure_pieces() -> dict[str, float]:
 
     return {
         "histogram.observe": cpu_s(_observe, 200_000) - loop_s,
+        "turn of a loop": cpu_s(_turns, 100_000) - loop_s,
         "delivery of a token": cpu_s(_tokens, 200_000) - loop_s,
         "event of a stream through RequestLog": cpu_s(lambda n: _events(logged, n), 100_000)
         - cpu_s(lambda n: _events(_stream, n), 100_000),

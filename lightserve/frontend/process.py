@@ -42,6 +42,7 @@ from lightserve.messages.supervision import (
     RouterUp,
     SupervisorMessage,
 )
+from lightserve.metrics.turns import TurnClock, TurnSelector
 from lightserve.tls import server_context
 from lightserve.types import FrontendId
 
@@ -64,12 +65,17 @@ def run(spec: ChildSpec, connect_control: Callable[[], Control]) -> int:
         ModelLoadError, ConfigError: the model's files cannot be used.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    return asyncio.run(_serve(spec, connect_control))
+    selector = TurnSelector()
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+        return runner.run(_serve(spec, connect_control, selector))
 
 
-async def _serve(spec: ChildSpec, connect_control: Callable[[], Control]) -> int:
+async def _serve(
+    spec: ChildSpec, connect_control: Callable[[], Control], selector: TurnSelector
+) -> int:
     router = RouterClient()
     service = load_service(spec.config, router)
+    selector.clock = TurnClock(service.observation.recorder, f"{spec.role}-{spec.index}")
     gc.collect()
     gc.freeze()  # what was loaded stays: full collections need not walk it in the middle of a step
     keys = KeyRing(spec.api_keys)

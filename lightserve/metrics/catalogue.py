@@ -19,6 +19,7 @@ from lightserve.metrics.families import (
     STEP_HEADROOM_BUCKETS_S,
     STEP_RATIO_BUCKETS,
     TOKEN_BUCKETS,
+    TURN_BUCKETS_S,
     Family,
     Origin,
     counter,
@@ -334,6 +335,21 @@ IPC_REJECTED = counter(
     Origin.ALL,
     "Frames from other processes of this server that did not decode, by who received them.",
     ("role",),
+)
+LOOP_TURN_TIME = histogram(
+    "loop_turn_seconds",
+    Origin.ALL,
+    "Turns of the loops of frontends and router, from one wait for events to the next, in which"
+    " nothing else is served: by the CPU time of the loop's own thread (cpu), and by the time that"
+    " passed (wall), in which other threads and programs may have had the processor.",
+    TURN_BUCKETS_S,
+    ("role", "clock"),
+)
+LOOP_TURN_MAX = gauge(
+    "loop_turn_max_seconds",
+    Origin.ALL,
+    "The longest of these turns since the process began to serve.",
+    ("process", "clock"),
 )
 PROCESS_RESTARTS = counter(
     "process_restarts_total",

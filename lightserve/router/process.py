@@ -50,6 +50,7 @@ from lightserve.messages.supervision import (
     WorkersStalled,
 )
 from lightserve.metrics.recording import Recorder
+from lightserve.metrics.turns import TurnClock
 from lightserve.models.config import load_model_config, resolve_context_len
 from lightserve.router.collector import Collector
 from lightserve.router.core import RouterCore
@@ -152,6 +153,7 @@ class RouterProcess:
         self._next_status_s = 0.0
         self._num_rejected = 0
         self._metrics = RouterMetrics(Recorder())
+        self._turns = TurnClock(self._metrics.recorder, f"{spec.role}-{spec.index}")
 
     def serve(self) -> None:
         """Run for ever."""
@@ -161,7 +163,9 @@ class RouterProcess:
             if now_s >= self._next_status_s:
                 self._send_status(now_s)
             timeout_s = max(0.0, min(wake_s, self._next_status_s) - time.monotonic())
+            self._turns.end()
             wait_readable(self._sources, timeout_s)
+            self._turns.begin()
             self.receive_all()
 
     def plan(self) -> float:

@@ -85,6 +85,9 @@ def test_a_servers_work_is_counted_once_and_never_lost(watched: LiveServer) -> N
     assert _total(lines, "kv_slots") > 0
     assert _total(lines, "process_resident_memory_bytes", process="worker-0") > 2**24
     assert _total(lines, "process_cpu_seconds_total", process="router-0") > 0
+    for process in ("frontend-0", "frontend-1", "router-0"):
+        turn_s = _total(lines, "loop_turn_max_seconds", process=process, clock="cpu")
+        assert 0 < turn_s <= _total(lines, "loop_turn_max_seconds", process=process, clock="wall")
     names = {name for name, _ in lines}
     quiet = {"lightserve_request_failure_total", "lightserve_http_rejections_total"}
     for family in all_families():

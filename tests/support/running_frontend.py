@@ -33,6 +33,7 @@ from lightserve.messages.supervision import (
     RouterUp,
     SupervisorMessage,
 )
+from lightserve.metrics.turns import TurnSelector
 from support.fake_router import Answer, eventually, router_status
 from support.processes import PATIENCE_S
 
@@ -217,7 +218,7 @@ async def running_frontend(
         listen_fd=listener.detach(),
     )
     connect: Callable[[], FakeControl] = lambda: control  # noqa: E731
-    task = asyncio.create_task(_serve(spec, connect))
+    task = asyncio.create_task(_serve(spec, connect, TurnSelector()))
     running = Running(port, control, task, run_dir)
     try:
         await eventually(lambda: ChildReady() in control.sent or task.done())
