@@ -36,8 +36,9 @@ from lightserve.config import ServeConfig
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
 from lightserve.types import RowId, SamplingParams, StepId
-from lightserve.worker.engine import build_runner, set_threads
+from lightserve.worker.engine import build_runner
 from lightserve.worker.model_runner import ModelRunner
+from lightserve.worker.threads import set_threads
 
 LAYERS, HIDDEN, INTERMEDIATE, VOCAB = 12, 768, 3072, 32_000
 HEADS, KV_HEADS, HEAD_DIM = 12, 4, 64

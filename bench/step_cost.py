@@ -35,7 +35,7 @@ from lightserve.config import ServeConfig  # noqa: E402
 from lightserve.cost.fit import FitError, StepSample, fit, least_squares  # noqa: E402
 from lightserve.cost.model import StepModel  # noqa: E402
 from lightserve.cost.shape import StepShape  # noqa: E402
-from lightserve.worker.engine import build_runner, set_threads  # noqa: E402
+from lightserve.worker.engine import build_runner  # noqa: E402
 from lightserve.worker.profiling import (  # noqa: E402
     Row,
     StepTimer,
@@ -43,6 +43,7 @@ from lightserve.worker.profiling import (  # noqa: E402
     random_steps,
     shape_of_rows,
 )
+from lightserve.worker.threads import set_threads  # noqa: E402
 
 Predictor = Callable[[StepShape], float]
 PUBLISHED = {

@@ -9,9 +9,11 @@ import dataclasses
 from typing import Any, get_type_hints
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
-from lightserve.cli.options import limits_text
+from lightserve.cli.options import limits_text, shown_default
 from lightserve.config import ServeConfig
 from lightserve.config.fields import flag_name
+
+_TYPES = {str: "string", int: "integer", float: "number", bool: "true or false"}
 
 _HEAD = """\
 # Configuration
@@ -51,8 +53,8 @@ def _row(spec: dataclasses.Field[Any], kind: type) -> str:
     choices: tuple[str, ...] = spec.metadata["choices"]
     cells = (
         f"`{flag_name(spec.name)}`",
-        {str: "string", int: "integer", float: "number", bool: "true or false"}[kind],
-        _default(spec.default),
+        _TYPES[kind] + (f" or {zero_word}" if (zero_word := spec.metadata["zero_word"]) else ""),
+        _default(shown_default(spec)),
         ", ".join(f"`{choice}`" for choice in choices) or limits_text(spec),
         spec.metadata["help"],
     )

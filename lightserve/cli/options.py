@@ -25,6 +25,24 @@ class FiniteRange(click.FloatRange):
         return number
 
 
+class WordOrNumber(click.ParamType[int]):
+    """An integer, or the word that stands for 0."""
+
+    name = "integer"
+
+    def __init__(self, zero_word: str) -> None:
+        self._zero_word = zero_word
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number; fails with a message that has both otherwise."""
+        if value == self._zero_word:
+            return 0
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither {self._zero_word} nor an integer.", param, ctx)
+
+
 def config_options(
     config_type: type[Any], names: Collection[str] | None = None
 ) -> Callable[[FunctionT], FunctionT]:
@@ -48,15 +66,17 @@ def config_options(
 
 def _option(spec: dataclasses.Field[Any], kind: type) -> Callable[[FunctionT], FunctionT]:
     choices: tuple[str, ...] = spec.metadata["choices"]
+    zero_word: str = spec.metadata["zero_word"]
     flag = flag_name(spec.name)
+    number = WordOrNumber(zero_word) if zero_word else kind
     return click.option(
         # The second form is for the command line to stand over a file that says true.
         f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
         spec.name,
-        type=None if kind is bool else kind,
+        type=None if kind is bool else number,
         is_flag=kind is bool,
         default=spec.default,
-        metavar=f"[{'|'.join(choices)}]" if choices else None,
+        metavar=f"[{'|'.join(choices)}]" if choices else f"[{zero_word}|N]" if zero_word else None,
         help=_help_text(spec, kind),
     )
 
@@ -66,10 +86,19 @@ def _help_text(spec: dataclasses.Field[Any], kind: type) -> str:
     notes = []
     # Where a default needs explaining, the help text itself does it.
     if kind is not bool and spec.default != "" and "Default:" not in text:
-        notes.append(f"default: {spec.default}")
+        notes.append(f"default: {shown_default(spec)}")
     if limits := limits_text(spec):
         notes.append(limits)
     return text + (f" [{'; '.join(notes)}]" if notes else "")
+
+
+def shown_default(spec: dataclasses.Field[Any]) -> Any:
+    """Return a field's default as people would write it."""
+    return (
+        spec.metadata["zero_word"]
+        if spec.default == 0 and spec.metadata["zero_word"]
+        else spec.default
+    )
 
 
 def limits_text(spec: dataclasses.Field[Any]) -> str:

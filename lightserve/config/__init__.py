@@ -61,7 +61,11 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
         " (float32 only; slower).",
     )
     num_threads: int = option(
-        0, "CPU threads per worker; 0 divides the cores among the ranks.", low=0
+        0,
+        "CPU threads per worker: a number, or auto: a rank's share of the cores, as far as the"
+        " model is large enough, and fewer while other processes keep cores busy.",
+        low=0,
+        zero_word="auto",
     )
     profile: str = option(
         "auto",

@@ -30,9 +30,19 @@ def option(
     low: float | None = None,
     high: float | None = None,
     choices: tuple[str, ...] = (),
+    zero_word: str = "",
 ) -> Any:
-    """Declare one configuration field: default, help text and inclusive limits."""
-    metadata = {"help": help_text, "low": low, "high": high, "choices": choices}
+    """Declare one configuration field: default, help text and inclusive limits.
+
+    `zero_word` is what may be written for 0, and is shown for it.
+    """
+    metadata = {
+        "help": help_text,
+        "low": low,
+        "high": high,
+        "choices": choices,
+        "zero_word": zero_word,
+    }
     return field(default=default, metadata=metadata)
 
 

@@ -94,7 +94,7 @@ def read_config_file(path: Path, config_type: type[Any]) -> dict[str, Any]:
                 raise ConfigError(f"{where}: no such option {key!r}")
             if name in options:
                 raise ConfigError(f"{where}: {key!r} is given twice")
-            options[name] = _value(loader, node, types[name], f"{where}: {key}")
+            options[name] = _value(loader, node, types[name], f"{where}: {key}", specs[name])
             try:
                 check_limits(specs[name], options[name])
             except ConfigError as error:
@@ -148,15 +148,25 @@ def _kind(node: yaml.Node) -> str:
     return type(node).__name__.removesuffix("Node").lower()
 
 
-def _value(loader: yaml.SafeLoader, node: yaml.ScalarNode, kind: type, where: str) -> Any:
+def _value(
+    loader: yaml.SafeLoader,
+    node: yaml.ScalarNode,
+    kind: type,
+    where: str,
+    spec: dataclasses.Field[Any],
+) -> Any:
     """Return a value if it has the type `kind`; an integer is a number as well."""
     value: object = loader.construct_object(node)
+    zero_word: str = spec.metadata["zero_word"]
+    if zero_word and value == zero_word:
+        return 0
     if type(value) is int:
         value = _decimal(node.value)
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
-        raise ConfigError(f"{where} must be {_TYPE_NAMES[kind]}, got {node.value[:80]!r}")
+        words = _TYPE_NAMES[kind] + (f" or {zero_word}" if zero_word else "")
+        raise ConfigError(f"{where} must be {words}, got {node.value[:80]!r}")
     return value
 
 

@@ -21,7 +21,6 @@ from lightserve.models.loader import load_model
 from lightserve.models.parallel import SingleRank, TensorParallel
 from lightserve.structured.vocabulary import model_vocabulary
 from lightserve.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
-from lightserve.worker.cgroups import usable_cores
 from lightserve.worker.constraints import RowConstraints
 from lightserve.worker.device import resolve_device
 from lightserve.worker.device_memory import DeviceMemory
@@ -126,8 +125,3 @@ def _row_constraints(
         return None  # an output could never end where its grammar does
     vocabulary = model_vocabulary(tokenizer, vocab_size)
     return RowConstraints(vocabulary, unpack=device.type == "cpu")
-
-
-def set_threads(config: ServeConfig) -> None:
-    """Use --num-threads CPU threads in this process, or this rank's share of the cores."""
-    torch.set_num_threads(config.num_threads or max(1, usable_cores() // config.tp))

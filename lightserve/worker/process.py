@@ -16,10 +16,11 @@ from lightserve.messages.router_worker import RouterToWorker, WorkerHello, Worke
 from lightserve.messages.supervision import ChildMessage, ChildReady, ChildSpec, SupervisorMessage
 from lightserve.worker.device import resolve_device
 from lightserve.worker.device_facts import facts_of
-from lightserve.worker.engine import build_runner, set_threads
+from lightserve.worker.engine import build_runner
 from lightserve.worker.profiling import profile_at_start
 from lightserve.worker.step_loop import serve
 from lightserve.worker.tensor_parallel import join_group
+from lightserve.worker.threads import adapted_threads, set_threads
 
 
 def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
@@ -63,5 +64,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
         )
     )
     control.send(ChildReady())
-    serve(runner, link, is_first_rank=spec.index == 0)
+    is_first_rank = spec.index == 0
+    threads = adapted_threads(spec.config, runner.device, is_first_rank=is_first_rank)
+    serve(runner, link, is_first_rank=is_first_rank, threads=threads)
     return 0

@@ -16,9 +16,10 @@ from lightserve.cost.job import ProfileJob, ProfileNews
 from lightserve.errors import LightserveError
 from lightserve.logs import one_line, setup_logging
 from lightserve.worker.device import resolve_device
-from lightserve.worker.engine import build_runner, set_threads
+from lightserve.worker.engine import build_runner
 from lightserve.worker.profiling import take_profile
 from lightserve.worker.tensor_parallel import join_group
+from lightserve.worker.threads import set_threads
 
 
 def main() -> NoReturn:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from lightserve.messages.router_worker import RouterToWorker, StepPlan, StepResu
 from lightserve.types import StepId
 from lightserve.worker.device_queue import Mark
 from lightserve.worker.pending import Pending
+from lightserve.worker.threads import Threads
 
 WorkerLink = Link[WorkerToRouter, RouterToWorker]
 
@@ -46,8 +48,12 @@ class Runner(Protocol):
         """Make copies that nobody in the step waits for, before the next one is launched."""
 
 
-def serve(runner: Runner, link: WorkerLink, *, is_first_rank: bool) -> NoReturn:
+def serve(
+    runner: Runner, link: WorkerLink, *, is_first_rank: bool, threads: Threads | None = None
+) -> NoReturn:
     """Execute plans in order, for ever; the first rank alone answers.
+
+    `threads` are adapted to the machine's load between steps; None: there is nothing to adapt.
 
     Raises:
         ProtocolError: a plan was lost or repeated.
@@ -55,7 +61,10 @@ def serve(runner: Runner, link: WorkerLink, *, is_first_rank: bool) -> NoReturn:
     """
     with contextlib.closing(StepLoop(runner, link, is_first_rank=is_first_rank)) as steps:
         while True:
-            steps.launch(steps.next_plan())
+            plan = steps.next_plan()
+            if threads is not None:
+                threads.adapt(time.monotonic())
+            steps.launch(plan)
 
 
 class StepLoop:

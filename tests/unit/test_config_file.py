@@ -52,6 +52,8 @@ def test_every_field_can_be_set_by_both_spellings(tmp_path: Path) -> None:
         ("max_body_bytes: 4_194_304", {"max_body_bytes": 4_194_304}),
         ("batch_invariant: true", {"batch_invariant": True}),
         ("model: '123'", {"model": "123"}),
+        ("num_threads: auto", {"num_threads": 0}),
+        ("num_threads: 3", {"num_threads": 3}),
     ],
 )
 def test_values_keep_their_types(tmp_path: Path, text: str, expected: dict[str, Any]) -> None:
@@ -74,6 +76,8 @@ def test_values_keep_their_types(tmp_path: Path, text: str, expected: dict[str, 
         ("config: other.yaml", "line 1: no such option 'config'"),
         ("port: 1\nport: 1", "line 2: 'port' is given twice"),
         ("max-model-len: 5\nmax_model_len: 5", "line 2: 'max_model_len' is given twice"),
+        ("num_threads: all", "line 1: num_threads must be an integer or auto, got 'all'"),
+        ("port: auto", "line 1: port must be an integer, got 'auto'"),
         ("port: '80'", "line 1: port must be an integer, got '80'"),
         ("port: 80.0", "line 1: port must be an integer, got '80.0'"),
         ("port: true", "line 1: port must be an integer, got 'true'"),
@@ -145,6 +149,8 @@ def test_flags_stand_over_the_file_and_the_file_over_defaults() -> None:
     ("arguments", "expected"),
     [
         ([], {"port": 9001, "batch_invariant": True}),
+        (["--num-threads", "auto"], {"port": 9001, "batch_invariant": True, "num_threads": 0}),
+        (["--num-threads", "2"], {"port": 9001, "batch_invariant": True, "num_threads": 2}),
         (["--port", "9002"], {"port": 9002, "batch_invariant": True}),
         # A flag that repeats the default stands over the file as well.
         (["--port", "8000", "--no-batch-invariant"], {"port": 8000, "batch_invariant": False}),

@@ -28,6 +28,7 @@ from lightserve.types import RowId, StepId
 from lightserve.worker.device_queue import Mark
 from lightserve.worker.pending import Drawn, Pending, StepMarks
 from lightserve.worker.step_loop import serve
+from lightserve.worker.threads import Cores, CpuTimes, Threads
 
 TIMEOUT_S = 20.0
 """For what happens at once unless something is broken."""
@@ -160,14 +161,16 @@ class Loop:
 
 
 @contextmanager
-def running(runner: ScriptedRunner, *, is_first_rank: bool = True) -> Iterator[Loop]:
+def running(
+    runner: ScriptedRunner, *, is_first_rank: bool = True, threads: Threads | None = None
+) -> Iterator[Loop]:
     hub = bind_hub(send_type=RouterToWorker, recv_type=WorkerToRouter)
     link = hub.connect_link("worker")
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            serve(runner, link, is_first_rank=is_first_rank)
+            serve(runner, link, is_first_rank=is_first_rank, threads=threads)
         except (LightserveError, RuntimeError) as error:
             errors.append(error)
 
@@ -182,6 +185,21 @@ def running(runner: ScriptedRunner, *, is_first_rank: bool = True) -> Iterator[L
     assert loop.error() is not None
     link.close()
     hub.close()
+
+
+def test_threads_are_adapted_between_steps() -> None:
+    readings = [CpuTimes(0.0, 0.0, 0.0, 0.0), CpuTimes(1.0, 2.0, 0.0, 0.5)]
+    used: SimpleQueue[int] = SimpleQueue()
+    threads = Threads(
+        2, Cores(2, 2, 1), is_logged=False, read=lambda: readings.pop(0), use=used.put, window_s=0.0
+    )
+    with running(ScriptedRunner(ends_at_once=True), threads=threads) as loop:
+        loop.send(plan(1))
+        assert loop.result() == 1
+        assert used.empty()
+        loop.send(plan(2))
+        assert loop.result() == 2
+        assert used.get(timeout=TIMEOUT_S) == 1
 
 
 def test_a_plan_is_launched_behind_the_step_that_runs() -> None:

@@ -1,0 +1,224 @@
+"""How many CPU threads a rank computes with: by the model's size at the start, by the machine's
+other load while it serves.
+
+OpenMP's threads wait for each other at the end of every operation, so the slowest sets the pace:
+one that shares its core with another process makes all of them several times as slow. A small
+model gains little from a second thread, as each of its operations is over too soon.
+
+With `--num-threads N` nothing is chosen. With `auto`, each rank begins with its share of the cores
+or with what its weights are worth, whichever is less; between steps, about once a second, it asks
+how many cores other processes kept busy and takes no more threads than they leave. Ranks do so
+each for itself, in the belief that the others use as much as they.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from lightserve.config import ServeConfig
+from lightserve.models.config import load_model_config
+from lightserve.models.weight_files import expected_tensors
+from lightserve.worker.cgroups import usable_cores
+
+WEIGHTS_PER_THREAD = 8_000_000
+"""Parameters that are worth a thread: with fewer, a step of decodes gains about a tenth."""
+WINDOW_S = 1.0
+"""The load is measured over so long …"""
+STALE_S = 5.0
+"""… and not over much longer: what was before a time without requests does not count."""
+NUM_QUIET_WINDOWS = 3
+"""So many in a row must leave room before threads are added; one is enough to take them away."""
+LOG_INTERVAL_S = 60.0
+_KEEPS = 0.3
+"""Part of a core that may be missing for a thread that there is: routers and frontends' work …"""
+_ADDS = 0.15
+"""… and for one that there is not yet."""
+
+log = logging.getLogger(__name__)
+
+
+class CpuTimes(NamedTuple):
+    """Readings of clocks that only go forward, in seconds."""
+
+    at_s: float
+    busy_s: float
+    """Of all processes, on the cores that this one may use; with what the hypervisor took."""
+    idle_s: float
+    own_s: float
+    """This process's."""
+
+
+@dataclass(frozen=True)
+class Cores:
+    """What this machine has, and for how many ranks."""
+
+    num_allowed: int
+    """Cores that this process may run on."""
+    num_usable: int
+    """As many of them as its container may keep busy."""
+    num_ranks: int
+
+
+def read_cpu_times(root: Path = Path("/")) -> CpuTimes:
+    """Read the clocks now. Raises OSError, ValueError, IndexError where the system has none."""
+    allowed = os.sched_getaffinity(0)
+    tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
+    busy = idle = 0
+    for line in (root / "proc/stat").read_text().splitlines():
+        name, _, numbers = line.partition(" ")
+        if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in allowed:
+            user, nice, system, idling, iowait, irq, softirq, steal = map(int, numbers.split()[:8])
+            busy += user + nice + system + irq + softirq + steal
+            idle += idling + iowait
+    return CpuTimes(time.monotonic(), busy * tick_s, idle * tick_s, time.process_time())
+
+
+def cores_left(before: CpuTimes, after: CpuTimes, cores: Cores) -> float | None:
+    """Return how many cores others left to each rank between two readings; None: unknown."""
+    seconds = after.at_s - before.at_s
+    busy_s = after.busy_s - before.busy_s
+    if seconds <= 0 or busy_s + after.idle_s - before.idle_s <= 0:
+        return None
+    ranks_s = cores.num_ranks * (after.own_s - before.own_s)
+    others = max(0.0, busy_s - ranks_s) / seconds
+    return max(0.0, min(cores.num_usable, cores.num_allowed - others)) / cores.num_ranks
+
+
+def threads_for(num_weights: int, cores: Cores) -> int:
+    """Return how many threads a rank with so many parameters takes on a quiet machine."""
+    share = cores.num_usable // cores.num_ranks
+    return max(1, min(share, num_weights // WEIGHTS_PER_THREAD))
+
+
+def next_threads(now: int, left: Sequence[float], most: int) -> int:
+    """Return how many threads to go on with.
+
+    Args:
+        now: threads there are.
+        left: cores that others left to this rank in the last windows, the newest last.
+        most: threads on a quiet machine.
+    """
+    if left[-1] < now - _KEEPS:
+        return max(1, min(most, math.floor(left[-1] + _KEEPS)))
+    if len(left) >= NUM_QUIET_WINDOWS:
+        lasting = min(left[-NUM_QUIET_WINDOWS:])
+        return max(now, min(most, math.floor(lasting + _ADDS)))
+    return now
+
+
+class Threads:
+    """The threads of this rank, adapted between steps."""
+
+    def __init__(
+        self,
+        most: int,
+        cores: Cores,
+        *,
+        is_logged: bool,
+        read: Callable[[], CpuTimes] = read_cpu_times,
+        use: Callable[[int], None] = torch.set_num_threads,
+        window_s: float = WINDOW_S,
+    ) -> None:
+        self._most = self._now = most
+        self._cores = cores
+        self._is_logged = is_logged
+        self._read = read
+        self._use = use
+        self._window_s = window_s
+        self._left: list[float] = []
+        self._last: CpuTimes | None = None
+        self._due_s = 0.0
+        self._logged_s = -math.inf
+
+    def adapt(self, now_s: float) -> None:
+        """Take as many threads as there is room for, if it is time to look; call between steps."""
+        if now_s < self._due_s or self._most == 1:
+            return
+        try:
+            times = self._read()
+        except (OSError, ValueError, IndexError):
+            self._give_up()
+            return
+        last, self._last, self._due_s = self._last, times, now_s + self._window_s
+        if last is None or times.at_s - last.at_s > STALE_S:
+            self._left = []
+            return
+        left = cores_left(last, times, self._cores)
+        if left is None:
+            self._give_up()
+            return
+        self._left = [*self._left, left][-NUM_QUIET_WINDOWS:]
+        wanted = next_threads(self._now, self._left, self._most)
+        if wanted != self._now:
+            self._tell(wanted, left, now_s)
+            self._now = wanted
+            self._left = []
+            self._use(wanted)
+
+    def _tell(self, wanted: int, left: float, now_s: float) -> None:
+        """Log a change, at most one a minute where people look."""
+        if not self._is_logged:
+            return
+        is_shown = now_s - self._logged_s >= LOG_INTERVAL_S
+        if is_shown:
+            self._logged_s = now_s
+        log.log(
+            logging.INFO if is_shown else logging.DEBUG,
+            "other processes leave %.1f of %d cores to each worker: %d CPU threads instead of %d",
+            *(left, self._cores.num_usable, wanted, self._now),
+        )
+
+    def _give_up(self) -> None:
+        self._due_s = math.inf
+        if self._is_logged:
+            log.warning("the machine's load cannot be read: CPU threads stay at %d", self._now)
+
+
+def set_threads(config: ServeConfig) -> None:
+    """Give this process the threads that --num-threads says, or those of a quiet machine."""
+    torch.set_num_threads(config.num_threads or _at_rest(config, _cores(config)))
+
+
+def adapted_threads(
+    config: ServeConfig, device: torch.device, *, is_first_rank: bool
+) -> Threads | None:
+    """Return what adapts this rank's threads, and log what it begins with; None: they are fixed.
+
+    They are where the option says how many, beside a GPU, and with --batch-invariant: another
+    number of threads may add up in another order.
+    """
+    if is_first_rank and device.type == "cpu":
+        log.info("%s", _beginning(config))
+    if config.num_threads or config.batch_invariant or device.type != "cpu":
+        return None
+    return Threads(torch.get_num_threads(), _cores(config), is_logged=is_first_rank)
+
+
+def _beginning(config: ServeConfig) -> str:
+    number, cores = torch.get_num_threads(), _cores(config)
+    words = f"CPU threads of each worker: {number}"
+    if config.num_threads:
+        return f"{words}, by --num-threads"
+    if number < cores.num_usable // cores.num_ranks:
+        return f"{words}: the model is too small for more of the {cores.num_usable} cores"
+    if config.batch_invariant:
+        return f"{words}, which --batch-invariant keeps"
+    return f"{words}; fewer while other processes need the cores" if number > 1 else words
+
+
+def _at_rest(config: ServeConfig, cores: Cores) -> int:
+    shapes = expected_tensors(load_model_config(Path(config.model))).values()
+    return threads_for(sum(math.prod(shape) for shape in shapes) // config.tp, cores)
+
+
+def _cores(config: ServeConfig) -> Cores:
+    return Cores(len(os.sched_getaffinity(0)), usable_cores(), config.tp)
