@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import httpx
 import psutil
@@ -43,11 +44,18 @@ class Server:
 
 
 @contextmanager
-def running_server(args: Sequence[str] = ()) -> Iterator[Server]:
-    """Start a server with the bundled model on a free port; end it with SIGTERM."""
+def running_server(
+    args: Sequence[str] = (), *, prefix: Sequence[str] = (), log: IO[str] | None = None
+) -> Iterator[Server]:
+    """Start a server with the bundled model on a free port; end it with SIGTERM.
+
+    `prefix` is a command that becomes the server, such as `prlimit`; `log` gets its stderr.
+    """
     ports = ["--port", "0", "--metrics-port", "0"]
-    command = [sys.executable, "-m", "lightserve.cli.main", "serve", *ports, *args]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ.copy())
+    command = [*prefix, sys.executable, "-m", "lightserve.cli.main", "serve", *ports, *args]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ.copy()
+    )
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -60,7 +68,12 @@ def running_server(args: Sequence[str] = ()) -> Iterator[Server]:
         raise SystemExit(f"the server did not start: exit code {process.wait()}")
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(timeout=60)
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
 
 
 def loaded_libraries(process: psutil.Process) -> set[str]:

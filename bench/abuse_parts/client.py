@@ -67,17 +67,22 @@ class Answer:
         return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
 
 
-def post(path: str, body: bytes | dict[str, Any]) -> bytes:
+def post(path: str, body: bytes | dict[str, Any], *, key: str = "") -> bytes:
     """Return a request that closes its connection."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+    head += f"content-type: application/json\r\n{_authorization(key)}"
     return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
-def get(path: str, *, close: bool = True) -> bytes:
+def get(path: str, *, close: bool = True, key: str = "") -> bytes:
     """Return a request without a body."""
-    connection = "connection: close\r\n" if close else ""
-    return f"GET {path} HTTP/1.1\r\nhost: localhost\r\n{connection}\r\n".encode()
+    head = f"GET {path} HTTP/1.1\r\nhost: localhost\r\n{_authorization(key)}"
+    return f"{head}{'connection: close' if close else 'connection: keep-alive'}\r\n\r\n".encode()
+
+
+def _authorization(key: str) -> str:
+    return f"authorization: Bearer {key}\r\n" if key else ""
 
 
 async def ask(address: Address, request: bytes, *, start_s: float | None = None) -> Answer:
