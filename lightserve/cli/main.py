@@ -12,7 +12,7 @@ import click
 
 import lightserve
 from lightserve.errors import ConfigError, LightserveError
-from lightserve.logs import one_line
+from lightserve.logs import one_line, say_last
 
 SUBCOMMANDS: Mapping[str, str] = {
     "serve": "Serve a model over HTTP.",
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _fail(message: str, exit_code: int) -> NoReturn:
-    print(f"lightserve: error: {' '.join(message.split())}", file=sys.stderr)
+    say_last(f"lightserve: error: {' '.join(message.split())}")
     sys.exit(exit_code)
 
 

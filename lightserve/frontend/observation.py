@@ -8,11 +8,13 @@ from collections.abc import Callable
 
 from lightserve.errors import ChannelFull
 from lightserve.frontend.failures import RequestFailed
+from lightserve.logs import num_dropped_lines
 from lightserve.messages.metrics import MetricsRequest, MetricsSnapshot, MetricsText
 from lightserve.metrics.catalogue import (
     HTTP_REJECTIONS,
     HTTP_RESPONSES,
     IPC_REJECTED,
+    LOG_LINES_DROPPED,
     REQUESTS_IN_FLIGHT,
 )
 from lightserve.metrics.recording import Recorder
@@ -89,4 +91,5 @@ class Observation:
             recorder.counter(HTTP_REJECTIONS, code).value = count
         recorder.gauge(REQUESTS_IN_FLIGHT).value = num_in_flight
         recorder.counter(IPC_REJECTED, "frontend").value = num_rejected_frames
+        recorder.counter(LOG_LINES_DROPPED, "frontend").value = num_dropped_lines()
         return MetricsSnapshot(samples=recorder.snapshot())

@@ -351,6 +351,13 @@ LOOP_TURN_MAX = gauge(
     "The longest of these turns since the process began to serve.",
     ("process", "clock"),
 )
+LOG_LINES_DROPPED = counter(
+    "log_lines_dropped_total",
+    Origin.ALL,
+    "Log lines that could not be written, as standard error was not read or its disk was full;"
+    " those of workers are told of in the log alone.",
+    ("role",),
+)
 PROCESS_RESTARTS = counter(
     "process_restarts_total",
     Origin.SUPERVISOR,

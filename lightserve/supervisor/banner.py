@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 
 from lightserve.config import ServeConfig
+from lightserve.logs import LineWriter
 
 READY_PREFIX = "lightserve: ready on "
 
@@ -13,9 +15,10 @@ _PROMPT = "Tell me a story about Mira and the brass lantern."
 
 
 def print_banner(config: ServeConfig, port: int) -> None:
-    """Print URL, curl line and OpenAI-client snippet to standard output."""
+    """Print URL, curl line and OpenAI-client snippet to standard output; never waits."""
     url = base_url(config.host, port, scheme="https" if config.ssl_certfile else "http")
-    print(banner(config.model_name, url, needs_key=bool(config.api_key_file)), flush=True)
+    text = banner(config.model_name, url, needs_key=bool(config.api_key_file))
+    LineWriter(sys.stdout.fileno()).write(text)
 
 
 def base_url(host: str, port: int, *, scheme: str = "http") -> str:

@@ -17,6 +17,7 @@ from prometheus_client import make_wsgi_app
 import lightserve
 from lightserve.config import ServeConfig
 from lightserve.errors import StartupError
+from lightserve.logs import num_dropped_lines
 from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.metrics import MetricSample, MetricsRequest, MetricsText
 from lightserve.messages.supervision import Role
@@ -24,6 +25,7 @@ from lightserve.metrics.catalogue import (
     BUILD_INFO,
     CONFIG_INFO,
     IPC_REJECTED,
+    LOG_LINES_DROPPED,
     PROCESS_CPU,
     PROCESS_MEMORY,
     PROCESS_RESTARTS,
@@ -78,6 +80,7 @@ class ServerMetrics:
             self._sample_process(child.control_name, child.name, child.pid)
         self._sample_process(_OWN, _OWN, os.getpid())
         self._recorder.counter(IPC_REJECTED, _OWN).value = num_rejected
+        self._recorder.counter(LOG_LINES_DROPPED, _OWN).value = num_dropped_lines()
         self._ledger.update(_OWN, self._recorder.snapshot())
 
     def answer(self, request: MetricsRequest) -> MetricsText:

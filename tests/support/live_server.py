@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -39,6 +40,8 @@ class LiveServer:
     ) -> None:
         self._verify = verify
         self.run_parent = run_parent
+        self._may_read = threading.Event()
+        self._may_read.set()
         self._out: list[str] = []
         self._err: list[str] = []
         self.process = subprocess.Popen(
@@ -64,6 +67,16 @@ class LiveServer:
     def stderr(self) -> str:
         """What has been logged so far."""
         return "".join(self._err)
+
+    def stop_reading_log(self) -> None:
+        """Leave what is logged from now on in its pipe, which becomes as small as can be."""
+        assert self.process.stderr is not None
+        self._may_read.clear()
+        fcntl.fcntl(self.process.stderr, fcntl.F_SETPIPE_SZ, 4096)
+
+    def go_on_reading_log(self) -> None:
+        """Read again."""
+        self._may_read.set()
 
     @property
     def url(self) -> str:
@@ -169,10 +182,11 @@ class LiveServer:
             reader.join(PATIENCE_S)
             assert not reader.is_alive(), "somebody has the server's output open"
 
-    @staticmethod
-    def _read(stream: Iterable[str], lines: list[str]) -> None:
+    def _read(self, stream: Iterable[str], lines: list[str]) -> None:
         for line in stream:  # not extend: others look at the lines meanwhile
             lines.append(line)
+            if lines is self._err:
+                self._may_read.wait()
 
 
 @contextmanager
@@ -192,6 +206,7 @@ def live_server(
     finally:
         pids = server.pids() if server.process.poll() is None else []
         server.process.kill()
+        server.go_on_reading_log()
         server.process.wait(PATIENCE_S)
         wait_gone(pids)
         server.close()

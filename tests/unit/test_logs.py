@@ -6,16 +6,23 @@ import asyncio
 import io
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.fake_router import Setup, frontend, says
+from support.processes import wait_for
 
 from lightserve import logs
 from lightserve.bundled import BUNDLED_MODEL_NAME
+from lightserve.frontend.observation import Observation
 from lightserve.messages.frontend_router import TokenDelta
+from lightserve.metrics.catalogue import LOG_LINES_DROPPED
 
 SECRET = "xyzzy-plugh"
 KEY = "sk-hollow-voice"
@@ -23,19 +30,22 @@ EOS = 2
 
 
 @contextmanager
-def logged(monkeypatch: pytest.MonkeyPatch, log_format: str) -> Iterator[list[str]]:
+def logged(monkeypatch: pytest.MonkeyPatch, log_format: str, file: Path) -> Iterator[list[str]]:
     """Have this process log as a server does at debug level; yields the lines at the end."""
-    stream, lines = io.StringIO(), list[str]()
+    lines = list[str]()
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
-    monkeypatch.setattr("sys.stderr", stream)
-    logs.setup_logging("frontend-0", "debug", log_format)
-    try:
-        yield lines
-    finally:
-        root.handlers = handlers
-        root.setLevel(level)
-        lines.extend(stream.getvalue().splitlines())
+    with file.open("w+") as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        logs.setup_logging("frontend-0", "debug", log_format)
+        (handler,) = root.handlers
+        try:
+            yield lines
+        finally:
+            root.handlers = handlers
+            root.setLevel(level)
+            handler.flush()
+            lines.extend(file.read_text().splitlines())
 
 
 async def _talk(setup: Setup, number: int, *, stream: bool, path: str) -> None:
@@ -71,9 +81,9 @@ async def _scenario() -> None:
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_each_line_of_a_request_has_its_id_and_none_has_its_words(
-    monkeypatch: pytest.MonkeyPatch, log_format: str
+    monkeypatch: pytest.MonkeyPatch, log_format: str, tmp_path: Path
 ) -> None:
-    with logged(monkeypatch, log_format) as lines:
+    with logged(monkeypatch, log_format, tmp_path / "log") as lines:
         asyncio.run(_scenario())
     ours = [line for line in lines if "lightserve.frontend" in line]
     for number, count in ((0, 3), (1, 3), (2, 3), (3, 1), (4, 1)):
@@ -180,3 +190,106 @@ def test_two_requests_of_one_task_have_their_own_ids() -> None:
             setup.service.router.on_message(TokenDelta(requests=[]))
 
     asyncio.run(scenario())
+
+
+@contextmanager
+def _log_to(fd: int) -> Iterator[logging.Logger]:
+    """Yield a logger of its own whose lines go to a descriptor as a server's do."""
+    handler = logs.QueuedHandler(fd)
+    handler.setFormatter(logs.TextFormatter("router-0"))
+    log = logging.Logger("some.module")
+    log.addHandler(handler)
+    yield log
+
+
+def _handler(log: logging.Logger) -> logs.QueuedHandler:
+    (handler,) = log.handlers
+    assert isinstance(handler, logs.QueuedHandler)
+    return handler
+
+
+def test_a_pipe_that_is_not_read_holds_up_nothing_and_what_is_lost_is_told() -> None:
+    read_fd, write_fd = os.pipe()
+    count = 2 * logs.MAX_QUEUED_BYTES // 1000
+    with _log_to(write_fd) as log:
+        for number in range(count):
+            log.info("line %d %s", number, "x" * 1000)  # would block from the 60th on
+        num_dropped = _handler(log).num_dropped
+        assert 0.3 * count < num_dropped < 0.7 * count
+
+        got = b""
+        while b"could not be written" not in got:
+            got += os.read(read_fd, 1 << 20)
+        *kept, told = got.decode().splitlines()
+        assert [line.split()[6] for line in kept] == [str(n) for n in range(count - num_dropped)]
+        assert f"WARNING router-0 lightserve.logs: {num_dropped} log lines" in told
+
+        log.info("after")
+        _handler(log).flush()
+        assert os.read(read_fd, 1 << 20).endswith(b"after\n")
+        assert _handler(log).num_dropped == num_dropped
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+def test_a_pipe_that_does_not_block_loses_nothing() -> None:
+    """Another process that shares standard error may have made it so."""
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    with _log_to(write_fd) as log:
+        for number in range(200):
+            log.info("line %d %s", number, "x" * 1000)
+        got = b""
+        while b"line 199" not in got:
+            got += os.read(read_fd, 1 << 20)
+        assert _handler(log).num_dropped == 0
+    assert [line.split()[6] for line in got.decode().splitlines()] == [str(n) for n in range(200)]
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+def test_a_full_disk_holds_up_nothing_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("w") as full, _log_to(full.fileno()) as log:
+        for number in range(100):
+            log.info("line %d", number)
+        wait_for(lambda: _handler(log).num_dropped == 100, "the count")
+        monkeypatch.setattr(logging.getLogger(), "handlers", log.handlers)
+        snapshot = Observation().snapshot(num_in_flight=0, num_rejected_frames=0)
+        (dropped,) = [s for s in snapshot.samples if s.family == LOG_LINES_DROPPED.name]
+        assert (dropped.labels, dropped.values) == (["frontend"], [100])
+
+
+_LAST_LINES = """
+import logging, os, sys
+from lightserve import logs
+logs.setup_logging("router-0", "info", "text")
+logs.FLUSH_S = 0.2
+for number in range(500):
+    logging.info("line %d %s", number, "x" * 1000)
+if sys.argv[1] == "child":
+    logging.shutdown()
+    os._exit(1)
+logs.say_last("lightserve: error: the last one")
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("how", ["child", "command"])
+def test_the_last_lines_of_a_process_come_out(how: str) -> None:
+    command = [sys.executable, "-c", _LAST_LINES, how]
+    process = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=300)
+    assert process.returncode == 1
+    lines = process.stderr.splitlines()
+    assert "line 499" in lines[-1 if how == "child" else -2]
+    assert how == "child" or lines[-1] == "lightserve: error: the last one"
+    assert len(lines) == 500 + (how == "command")
+
+
+@pytest.mark.parametrize("how", ["child", "command"])
+def test_a_process_ends_though_its_lines_are_not_read(how: str) -> None:
+    read_fd, write_fd = os.pipe()
+    command = [sys.executable, "-c", _LAST_LINES, how]
+    process = subprocess.run(command, stderr=write_fd, check=False, timeout=300)
+    assert process.returncode == 1
+    os.close(read_fd)
+    os.close(write_fd)

@@ -6,15 +6,23 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from lightserve import logs, progress
 
 
-class Terminal(io.StringIO):
+class Output(io.TextIOWrapper):
+    """Standard error as a file, which may say that it is a terminal."""
+
+    def __init__(self, path: Path, *, is_terminal: bool = False) -> None:
+        super().__init__(path.open("w+b"), line_buffering=True)
+        self.path = path
+        self._is_terminal = is_terminal
+
     def isatty(self) -> bool:
-        return True
+        return self._is_terminal
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +36,7 @@ def _own_logging() -> Iterator[None]:
 
 def shown(
     monkeypatch: pytest.MonkeyPatch,
-    stream: io.StringIO,
+    stream: Output,
     *,
     level: str = "info",
     log_format: str = "text",
@@ -43,11 +51,16 @@ def shown(
     with progress.progress("weights", 4 * unit, is_shown=is_shown, in_bytes=in_bytes) as advance:
         advance(unit)
         advance(3 * unit)
-    return stream.getvalue()
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    stream.close()
+    return stream.path.read_bytes().decode()
 
 
-def test_a_terminal_gets_a_bar_that_ends_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    output = shown(monkeypatch, Terminal(), in_bytes=True)
+def test_a_terminal_gets_a_bar_that_ends_full(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    output = shown(monkeypatch, Output(tmp_path / "terminal", is_terminal=True), in_bytes=True)
     assert "\r" in output
     assert " 25%" in output and "1.00 GiB of 4.00 GiB" in output
     last = output.replace("\x1b[?25h", "").rstrip().splitlines()[-1]
@@ -55,22 +68,28 @@ def test_a_terminal_gets_a_bar_that_ends_full(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("interval_s", [0.0, 10.0])
-def test_a_file_gets_lines(monkeypatch: pytest.MonkeyPatch, interval_s: float) -> None:
-    lines = shown(monkeypatch, io.StringIO(), interval_s=interval_s).splitlines()
+def test_a_file_gets_lines(
+    monkeypatch: pytest.MonkeyPatch, interval_s: float, tmp_path: Path
+) -> None:
+    lines = shown(monkeypatch, Output(tmp_path / "file"), interval_s=interval_s).splitlines()
     told = [line.split("progress: ")[1] for line in lines]
     between = ["weights: 1 of 4"] if interval_s == 0.0 else []
     assert told[:-1] == ["weights: 4", *between]
     assert told[-1].startswith("weights: done in ")
 
 
-def test_a_json_log_stays_json_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = shown(monkeypatch, Terminal(), log_format="json").splitlines()
+def test_a_json_log_stays_json_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines = shown(
+        monkeypatch, Output(tmp_path / "terminal", is_terminal=True), log_format="json"
+    ).splitlines()
     assert [json.loads(line)["level"] for line in lines] == ["info", "info"]
 
 
 @pytest.mark.parametrize(("level", "is_shown"), [("warning", True), ("info", False)])
 def test_who_asked_for_silence_gets_it(
-    monkeypatch: pytest.MonkeyPatch, level: str, is_shown: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, level: str, is_shown: bool
 ) -> None:
-    for stream in (Terminal(), io.StringIO()):
+    for stream in (Output(tmp_path / "terminal", is_terminal=True), Output(tmp_path / "file")):
         assert shown(monkeypatch, stream, level=level, is_shown=is_shown) == ""
