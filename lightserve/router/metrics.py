@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from lightserve.logs import num_dropped_lines
 from lightserve.messages.device import DeviceFacts
 from lightserve.messages.frontend_router import RouterStatus
 from lightserve.messages.router_worker import StepResult
@@ -27,7 +26,6 @@ from lightserve.metrics.catalogue import (
     KV_TOKENS_SAVED,
     KV_TOKENS_SAVED_AHEAD,
     KV_TOKENS_TAKEN,
-    LOG_LINES_DROPPED,
     NUM_PREEMPTIONS,
     NUM_REQUESTS_RUNNING,
     NUM_REQUESTS_WAITING,
@@ -166,7 +164,6 @@ class RouterMetrics:
         recorder.counter(WORKER_IDLE).value = status.worker_idle_s
         recorder.gauge(STALLED).value = status.stalled_s
         recorder.counter(IPC_REJECTED, "router").value = num_rejected
-        recorder.counter(LOG_LINES_DROPPED, "router").value = num_dropped_lines()
 
     def _count_pauses(self, core: RouterCore) -> None:
         for request_class, counters in core.counters.items():

@@ -21,6 +21,7 @@ from lightserve.decisions.log_file import DecisionLogFile
 from lightserve.decisions.recording import CoreCalls, RecordedCore
 from lightserve.decisions.records import header_of
 from lightserve.errors import ChannelFull, ConfigError, ProtocolError
+from lightserve.logs import num_dropped_lines
 from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.frontend_router import (
     Abort,
@@ -49,6 +50,7 @@ from lightserve.messages.supervision import (
     WorkersLost,
     WorkersStalled,
 )
+from lightserve.metrics.catalogue import LOG_LINES_DROPPED
 from lightserve.metrics.recording import Recorder
 from lightserve.metrics.turns import TurnClock
 from lightserve.models.config import load_model_config, resolve_context_len
@@ -341,6 +343,8 @@ class RouterProcess:
             log.warning("%d frames did not decode", num_rejected - self._num_rejected)
             self._num_rejected = num_rejected
         self._metrics.collect(self.core, status, num_rejected)
+        dropped = self._metrics.recorder.counter(LOG_LINES_DROPPED, "router")
+        dropped.value = num_dropped_lines()
         with contextlib.suppress(ChannelFull):  # a supervisor that is stopped counts again later
             self._control.send(Heartbeat())
             self._control.send(MetricsSnapshot(samples=self._metrics.recorder.snapshot()))
