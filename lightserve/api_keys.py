@@ -96,6 +96,8 @@ def _parse(line: str, where: str) -> ApiKey:
         if match is None:
             raise ConfigError(f"{where}: sha256: must be followed by 64 hexadecimal digits")
         digest = bytes.fromhex(match[1])
+        if digest == digest_of(b""):
+            raise ConfigError(f"{where}: this is the digest of an empty key")
     elif len(secret) < MIN_KEY_CHARS or _KEY.fullmatch(secret) is None:
         raise ConfigError(f"{where}: a key is {MIN_KEY_CHARS} to 512 printable ASCII characters")
     else:

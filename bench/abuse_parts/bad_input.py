@@ -81,6 +81,7 @@ def cases(model: str) -> dict[str, bytes]:
 
 def _chunked(path: str, num_bytes: int) -> bytes:
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+    head += "content-type: application/json\r\n"
     chunk = b"%x\r\n" % num_bytes + b"x" * num_bytes + b"\r\n0\r\n\r\n"
     return f"{head}transfer-encoding: chunked\r\n\r\n".encode() + chunk
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config.fields import option
 from lightserve.errors import ConfigError
+
+_ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
 
 METRICS_HOST = "127.0.0.1"
 """Where metrics are served unless told otherwise."""
@@ -60,6 +63,11 @@ class FrontendOptions:
         "Names, separated by commas, that the Host header may have besides loopback ones while"
         " there are no API keys.",
     )
+    allowed_origins: str = option(
+        "",
+        "Origins, separated by commas, whose web pages may use the server (CORS), such as"
+        " https://chat.example; * is any, which needs API keys.",
+    )
     ssl_certfile: str = option("", "PEM file of a certificate chain: serves https.")
     ssl_keyfile: str = option(
         "", "PEM file of its key. Default: the key is in --ssl-certfile as well."
@@ -103,11 +111,17 @@ class FrontendOptions:
         except ValueError:
             return False
 
+    @property
+    def origins(self) -> frozenset[str]:
+        """What `allowed_origins` names."""
+        return frozenset(split_names(self.allowed_origins))
+
     def check_access(self) -> None:
         """Refuse an open door, and options that would have no effect."""
         for flag, names in (
             ("--served-model-name", self.served_model_name),
             ("--allowed-hosts", self.allowed_hosts),
+            ("--allowed-origins", self.allowed_origins),
         ):
             if names and not split_names(names):
                 raise ConfigError(f"{flag} must have at least one name, got {names!r}")
@@ -120,6 +134,14 @@ class FrontendOptions:
             )
         if self.allowed_hosts and (self.api_key_file or not self.is_loopback):
             raise ConfigError("--allowed-hosts needs a loopback --host and no --api-key-file")
+        for origin in sorted(self.origins - {"*"}):
+            if _ORIGIN.fullmatch(origin) is None:
+                raise ConfigError(
+                    "--allowed-origins must have origins such as https://chat.example or"
+                    f" http://localhost:3000, in small letters and without a path, got {origin!r}"
+                )
+        if "*" in self.origins and not self.api_key_file:
+            raise ConfigError("--allowed-origins '*' needs --api-key-file")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile")
         if self.metrics_port == -1 and self.metrics_host != METRICS_HOST:

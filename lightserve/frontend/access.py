@@ -1,33 +1,65 @@
-"""Who may ask what: API keys on every path and method, and the Host header where there are none.
+"""Who may ask what: API keys on every path and method, Host and Origin where there are none.
 
 Pure ASGI, around the whole application: a request that does not pass never reaches a route, so
 paths that do not exist and methods that are not taken answer strangers like all others.
 
-With keys, GET /livez, /readyz and /health are open; operators' routes want a key marked `admin`;
-everything else wants any key. Without keys on a loopback address, the Host header must name one,
-or a page on the internet could use a visitor's browser to reach the server (DNS rebinding).
+What a key opens is decided by the route that will answer, never by the path's text, which a route
+may match in more than one spelling; a route that `ROUTE_ACCESS` does not name is for operators.
+
+Without keys on a loopback address, the Host header must name one, or a page on the internet could
+use a visitor's browser to reach the server (DNS rebinding); and a request that a browser sends for
+a page of another origin is refused, as a page may send what it may not read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import ipaddress
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from enum import Enum
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightserve.api_keys import ApiKey, find_key
 from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.failures import respond_with_error
+from lightserve.metrics.families import OTHER
 
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health"})
-"""Open to GET without a key."""
-ADMIN_PATHS = frozenset({"/metrics", "/load", "/dashboard", "/debug/kv"})
-"""They show what all clients together do."""
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
+
+class Access(Enum):
+    """Who may ask a route, where keys are needed."""
+
+    OPEN = "open"
+    """By GET and HEAD, without a key."""
+    CLIENT = "client"
+    """Any key."""
+    OPERATOR = "operator"
+    """A key marked `admin`: it shows what all clients together do."""
+
+
+ROUTE_ACCESS: Mapping[str, Access] = {
+    **dict.fromkeys(("/livez", "/readyz", "/health"), Access.OPEN),
+    **dict.fromkeys(
+        (
+            *("/", "/version", "/openapi.json", "/docs", "/docs/oauth2-redirect"),
+            *("/v1/completions", "/v1/chat/completions", "/v1/models"),
+            *("/v1/models/{model_id:path}", "/generate", "/generate_stream"),
+            *("/tokenize", "/detokenize"),
+        ),
+        Access.CLIENT,
+    ),
+    **dict.fromkeys(("/metrics", "/load", "/debug/kv"), Access.OPERATOR),
+    OTHER: Access.CLIENT,  # there is nothing, which is all that it says
+}
+
+ROUTE_KEY = "lightserve.route"
+"""Key in the ASGI scope: the template of the route that will answer, OTHER if there is none."""
 CALLER_KEY = "lightserve.caller"
 """Key in the ASGI scope: the `Caller`."""
 
@@ -68,25 +100,35 @@ class KeyRing:
         self.keys = tuple(keys)
 
 
+def access_to(template: str) -> Access:
+    """Return who may ask a route."""
+    return ROUTE_ACCESS.get(template, Access.OPERATOR)
+
+
 class AccessGate:
-    """The outermost part of the application; see the module."""
+    """The outermost part of the application but for the log; see the module."""
 
     def __init__(
         self, app: ASGIApp, config: ServeConfig, keys: KeyRing, rejects: Counter[str]
     ) -> None:
         self._app = app
         self._keys = keys if config.api_key_file else None
-        self._checks_host = config.is_loopback and self._keys is None
+        self._checks_origin = config.is_loopback and self._keys is None
         names = [config.host, "localhost", *config.allowed_hosts.split(",")]
         self._hosts = {name.strip().lower() for name in names} - {""}
+        self._origins = config.origins
         self._rejects = rejects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it."""
         try:
-            if self._checks_host:
-                self._check_host(_values(scope, b"host"))
+            if self._checks_origin:
+                host = _only(_values(scope, b"host"))
+                check_host(host, self._hosts)
+                self._check_origin(scope, host)
             scope[CALLER_KEY] = ANYBODY if self._keys is None else self._caller(scope, self._keys)
+            if _CONTROL_CHARACTERS.search(scope["path"]):
+                raise InvalidRequest("a path must not have control characters", code="invalid_path")
         except InvalidRequest as refusal:
             self._rejects[refusal.code] += 1
             await respond_with_error(refusal, scope, receive, send)
@@ -94,42 +136,116 @@ class AccessGate:
         await self._app(scope, receive, send)
 
     def _caller(self, scope: Scope, ring: KeyRing) -> Caller:
-        path = scope["path"]
-        if scope["method"] == "GET" and path in OPEN_PATHS:
-            given = _values(scope, b"authorization")
-            key = find_key(ring.keys, _bearer(given)) if given else None
+        access = access_to(scope[ROUTE_KEY])
+        given = bearer(_values(scope, b"authorization"))
+        key = find_key(ring.keys, given) if given else None
+        if access is Access.OPEN and scope["method"] in ("GET", "HEAD"):
             return _PROBE if key is None else Caller(key.name, key.is_admin)
-        key = find_key(ring.keys, _bearer(_values(scope, b"authorization")))
         if key is None:
             raise InvalidRequest(
                 "a valid API key is needed: Authorization: Bearer KEY",
                 code="invalid_api_key",
                 status=401,
             )
-        if path in ADMIN_PATHS and not key.is_admin:
+        if access is Access.OPERATOR and not key.is_admin:
             raise InvalidRequest(
                 "this path needs the key of an operator", code="admin_key_required", status=403
             )
         return Caller(key.name, key.is_admin)
 
-    def _check_host(self, values: list[bytes]) -> None:
-        host = values[0].decode("latin-1").lower() if len(values) == 1 else ""
-        name, colon, port = host.rpartition(":")
-        if not colon or not port.isdecimal():
-            name = host
-        if name not in self._hosts and not _is_loopback_address(name):
+    def _check_origin(self, scope: Scope, host: bytes) -> None:
+        """Refuse what a browser sends for a page of another origin."""
+        origins = _values(scope, b"origin")
+        if len(origins) == 1:
+            origin = origins[0].decode("latin-1")
+            if origin in self._origins:
+                return
+            is_foreign = origin.partition("://")[2].lower() != host.decode("latin-1").lower()
+        else:
+            is_foreign = bool(origins)
+        site = _values(scope, b"sec-fetch-site")
+        if is_foreign or any(value not in (b"same-origin", b"none") for value in site):
             raise InvalidRequest(
-                "the Host header must name this machine", code="invalid_host", status=421
+                "web pages of other origins may not use this server; --allowed-origins names"
+                " those that may",
+                code="foreign_origin",
+                status=403,
             )
+
+
+class CrossOrigin:
+    """Tells browsers which origins' pages may read answers (CORS): those of --allowed-origins.
+
+    Browsers ask first, without a key (a preflight), so this stands before the gate. It admits
+    no request: what a page then sends needs a key like any other.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
+        self._app = app
+        self._origins = config.origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a preflight, add headers to other answers."""
+        origin = _only(_values(scope, b"origin"))
+        is_allowed = "*" in self._origins or origin.decode("latin-1") in self._origins
+        headers = [(b"vary", b"Origin")]
+        if origin and is_allowed:
+            headers += [
+                (b"access-control-allow-origin", origin),
+                (b"access-control-expose-headers", b"x-request-id, retry-after"),
+            ]
+            if scope["method"] == "OPTIONS" and _values(scope, b"access-control-request-method"):
+                await self._answer_preflight(scope, headers, send)
+                return
+
+        async def adding_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *headers]}
+            await send(message)
+
+        await self._app(scope, receive, adding_send)
+
+    @staticmethod
+    async def _answer_preflight(
+        scope: Scope, headers: list[tuple[bytes, bytes]], send: Send
+    ) -> None:
+        headers += [
+            (b"access-control-allow-methods", b"GET, HEAD, POST"),
+            (b"access-control-max-age", b"600"),
+        ]
+        if wanted := _only(_values(scope, b"access-control-request-headers")):
+            headers.append((b"access-control-allow-headers", wanted))
+        await send({"type": "http.response.start", "status": 204, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def check_host(host: bytes, names: Set[str]) -> None:
+    """Check that a Host header has one of the names, or a loopback address. Raises InvalidRequest.
+
+    An empty one stands for a header that is not there exactly once.
+    """
+    given = host.decode("latin-1").lower()
+    name, colon, port = given.rpartition(":")
+    if not colon or not port.isdecimal():
+        name = given
+    if name not in names and not _is_loopback_address(name):
+        raise InvalidRequest(
+            "the Host header must name this machine", code="invalid_host", status=421
+        )
 
 
 def _values(scope: Scope, name: bytes) -> list[bytes]:
     return [value for key, value in scope["headers"] if key == name]
 
 
-def _bearer(values: list[bytes]) -> bytes:
+def _only(values: list[bytes]) -> bytes:
+    """Return the one value; nothing if there is not exactly one."""
+    return values[0] if len(values) == 1 else b""
+
+
+def bearer(values: list[bytes]) -> bytes:
     """Return the key in the Authorization header; nothing if there is not exactly one."""
-    scheme, _, key = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
+    scheme, _, key = _only(values).partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else b""
 
 

@@ -1,6 +1,6 @@
 """The ASGI application: routes, what stands before them, and exceptions that become responses.
 
-    RequestLog ─ AccessGate ─ RequestLimits ─ RequestStamp ─ routes
+    RequestLog ─ (CrossOrigin) ─ AccessGate ─ RequestLimits ─ RequestStamp ─ HeadAsGet ─ routes
 
 All pure ASGI: the base class of starlette's function middleware delays the news of a client that
 has left by seconds.
@@ -9,19 +9,20 @@ has left by seconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import lightserve
 from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.access import AccessGate, KeyRing
+from lightserve.frontend.access import AccessGate, CrossOrigin, KeyRing
 from lightserve.frontend.debug import debug_router
-from lightserve.frontend.failures import ClientGone, RequestFailed, error_response
+from lightserve.frontend.failures import REFUSAL_KEY, ClientGone, RequestFailed, error_response
 from lightserve.frontend.json_body import BODY_READER_KEY, BodyReader
 from lightserve.frontend.limits import RequestLimits
 from lightserve.frontend.native import native_router
@@ -34,6 +35,7 @@ from lightserve.frontend.request_log import RequestLog
 from lightserve.frontend.responses import ARRIVAL_KEY
 from lightserve.frontend.service import Service
 from lightserve.frontend.tokens import tokens_router
+from lightserve.metrics.families import OTHER
 
 OPENAPI_PATH = "/openapi.json"
 
@@ -61,11 +63,14 @@ def create_app(service: Service, keys: KeyRing | None = None) -> ASGIApp:
     keys = KeyRing([]) if keys is None else keys
     rejects = service.observation.rejects
     routers = _routers(service)
-    app: ASGIApp = _routes(service, routers)
+    routes = _routes(service, routers)
+    app: ASGIApp = HeadAsGet(routes)
     app = RequestStamp(app, config)
     app = RequestLimits(app, config, rejects)
     app = AccessGate(app, config, keys, rejects)
-    return RequestLog(app, service.observation, _fixed_paths(routers))
+    if config.origins:
+        app = CrossOrigin(app, config)
+    return RequestLog(app, service.observation, _template_of([*routers, routes]))
 
 
 def _routers(service: Service) -> list[APIRouter]:
@@ -80,10 +85,36 @@ def _routers(service: Service) -> list[APIRouter]:
     ]
 
 
-def _fixed_paths(routers: Sequence[APIRouter]) -> frozenset[str]:
-    """Return the paths of all routes without parameters."""
-    paths = {route.path for router in routers for route in router.routes if hasattr(route, "path")}
-    return frozenset(path for path in paths if "{" not in path) | {OPENAPI_PATH}
+def _template_of(routers: Sequence[APIRouter | FastAPI]) -> Callable[[Scope], str]:
+    """Return what finds the template of the route that a request will reach."""
+    routes = [route for router in routers for route in router.routes if isinstance(route, Route)]
+
+    def find(scope: Scope) -> str:
+        for route in routes:
+            if route.matches(scope)[0] is not Match.NONE:
+                return route.path
+        return OTHER
+
+    return find
+
+
+class HeadAsGet:
+    """Answers HEAD as GET; the connection leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on."""
+        if scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        asked = {**scope, "method": "GET"}
+        try:
+            await self._app(asked, receive, send)
+        finally:
+            if REFUSAL_KEY in asked:
+                scope[REFUSAL_KEY] = asked[REFUSAL_KEY]
 
 
 def _routes(service: Service, routers: Sequence[APIRouter]) -> FastAPI:

@@ -61,10 +61,12 @@ async def read_model(request: Request, model: type[ModelT]) -> ModelT:
     """Return the request's body as a `model`.
 
     Raises:
-        InvalidRequest: too large (413), not strict JSON, or not what the model wants.
+        InvalidRequest: too large (413), of another type (415), not strict JSON, or not what the
+            model wants.
         RequestFailed: too many bodies are waiting.
         ClientGone: the client hung up while sending.
     """
+    _check_content_type(request.headers.getlist("content-type"))
     body = bytearray()
     try:
         async for chunk in request.stream():  # its size is limited: see `limits`
@@ -73,6 +75,18 @@ async def read_model(request: Request, model: type[ModelT]) -> ModelT:
         raise ClientGone from error
     reader: BodyReader = request.scope[BODY_READER_KEY]
     return await reader.parse(bytes(body), model)
+
+
+def _check_content_type(given: list[str]) -> None:
+    """Refuse a body that does not say that it is JSON: any web page can have a browser send it."""
+    if len(given) != 1 or given[0].partition(";")[0].strip().lower() != "application/json":
+        shown = show(", ".join(given)) if given else "none"
+        raise InvalidRequest(
+            f"the body must come with the header Content-Type: application/json, got {shown}"
+            " (curl: -H 'Content-Type: application/json')",
+            code="unsupported_media_type",
+            status=415,
+        )
 
 
 def parse_model(body: bytes, model: type[ModelT], *, max_depth: int) -> ModelT:

@@ -16,7 +16,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
-from lightserve.frontend.access import ADMIN_PATHS, OPEN_PATHS
+from lightserve.frontend.access import Access, access_to
 from lightserve.frontend.debug_schemas import KVMapObject
 from lightserve.frontend.native import GenerateRequest
 from lightserve.frontend.native_schemas import GenerateAnswer
@@ -87,6 +87,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("post", "/detokenize"): Operation(
         request=DetokenizeRequest, answers=DetokenizeResponse, errors=_BODY_ERRORS
     ),
+    ("get", "/"): Operation(),
     ("get", "/livez"): _HEALTH,
     ("get", "/readyz"): _HEALTH,
     ("get", "/health"): _HEALTH,
@@ -99,11 +100,11 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
 _STATUSES = {
     400: "The request cannot be served as it is; the error names the field.",
     401: "A valid API key is needed.",
-    403: "The key is not an operator's.",
+    403: "The key is not an operator's; without keys: a web page of another origin asks.",
     404: "There is no model of this name.",
     408: "The request was not sent in time, or not done after its own timeout.",
     413: "The body is too large.",
-    415: "The body is compressed, which is not supported.",
+    415: "The Content-Type is not application/json, or the body is compressed.",
     421: "The Host header names another machine.",
     429: "Too many requests are waiting; Retry-After says when to try again.",
     431: "The headers are too many or too large.",
@@ -133,7 +134,7 @@ def _build(app: FastAPI, *, needs_keys: bool) -> dict[str, Any]:
             operation = OPERATIONS[method, path.replace(":path}", "}")]
             errors = _errors(path, operation, needs_keys)
             described.update(models.describe(operation, errors=errors))
-            if needs_keys and path not in OPEN_PATHS:
+            if needs_keys and access_to(path) is not Access.OPEN:
                 described["security"] = [{"key": []}]
     schema["components"] = {"schemas": models.definitions}
     if needs_keys:
@@ -143,8 +144,11 @@ def _build(app: FastAPI, *, needs_keys: bool) -> dict[str, Any]:
 
 def _errors(path: str, operation: Operation, needs_keys: bool) -> set[int]:
     statuses = {*_ANYWHERE, *operation.errors}
-    if needs_keys and path not in OPEN_PATHS:
-        statuses |= {401, 403} if path in ADMIN_PATHS else {401}
+    access = access_to(path)
+    if needs_keys and access is not Access.OPEN:
+        statuses |= {401, 403} if access is Access.OPERATOR else {401}
+    if not needs_keys:
+        statuses.add(403)
     return statuses
 
 

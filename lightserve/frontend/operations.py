@@ -1,4 +1,4 @@
-"""Routes for operators: /livez, /readyz and /health (what is observed, never constants), /load,
+"""Routes for operators: /, /livez, /readyz and /health (what is observed, never constants), /load,
 /metrics and /version.
 
 Live: the event loop turns (it answers), and the router is heard of and makes progress; while
@@ -83,6 +83,22 @@ def current_load(service: Service) -> dict[str, Any]:
 def operations_router(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter()
+
+    @router.get("/")
+    async def root() -> JSONResponse:
+        """Say what this is, and where its description is."""
+        docs = {"docs": "/docs"} if service.config.enable_docs else {}
+        return JSONResponse(
+            {
+                "server": "lightserve",
+                "version": lightserve.__version__,
+                "model": service.model.names[0],
+                "api": "OpenAI's (/v1/chat/completions, /v1/completions, /v1/models) and TGI's"
+                " (/generate, /generate_stream); docs/api.md describes them",
+                "openapi": "/openapi.json",
+                **docs,
+            }
+        )
 
     @router.get("/livez")
     async def livez() -> JSONResponse:

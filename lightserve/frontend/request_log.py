@@ -11,9 +11,11 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lightserve.frontend.access import ROUTE_KEY
 from lightserve.frontend.failures import REFUSAL_KEY
 from lightserve.frontend.json_body import UNKNOWN_PARAMETER
 from lightserve.frontend.observation import Observation
@@ -43,15 +45,18 @@ def request_id_of(scope: Scope) -> str:
 class RequestLog:
     """See the module."""
 
-    def __init__(self, app: ASGIApp, observation: Observation, paths: frozenset[str]) -> None:
-        """`paths` are those of routes without parameters: known even where no route was asked."""
+    def __init__(
+        self, app: ASGIApp, observation: Observation, template_of: Callable[[Scope], str]
+    ) -> None:
+        """`template_of` finds the route that will answer, OTHER if there is none."""
         self._app = app
         self._observation = observation
-        self._paths = paths
+        self._template_of = template_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, then count and log."""
         start_s = time.monotonic()
+        scope[ROUTE_KEY] = self._template_of(scope)
         current = _choose_id(scope)
         scope[REQUEST_ID_KEY] = current
         token = request_id.set(current)
@@ -73,7 +78,7 @@ class RequestLog:
 
     def _note(self, scope: Scope, status: int, duration_s: float) -> None:
         method = scope["method"] if scope["method"] in _METHODS else OTHER
-        route = self._template(scope)
+        route = scope[ROUTE_KEY]
         self._observation.on_response(method, route, status)
         duration_ms = round(duration_s * 1e3, 1)
         level = logging.DEBUG if route in QUIET_ROUTES else logging.INFO
@@ -84,13 +89,6 @@ class RequestLog:
             duration_ms,
             extra={"fields": fields | why},
         )
-
-    def _template(self, scope: Scope) -> str:
-        """Return the template of the route that was asked, OTHER if there is none."""
-        if (route := scope.get("route")) is not None:
-            return str(route.path)
-        path: str = scope["path"]
-        return path if path in self._paths else OTHER
 
 
 def _why(scope: Scope) -> dict[str, str]:

@@ -22,7 +22,7 @@ from lightserve.messages.frontend_router import TokenDelta
 from lightserve.messages.supervision import NewApiKeys
 
 COMPLETION = {"model": BUNDLED_MODEL_NAME, "prompt": "hi", "max_tokens": 5}
-HEAD = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+HEAD = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 def _serve(tmp_path: Path, scenario: Callable[[Running], Awaitable[None]], **flags: Any) -> None:

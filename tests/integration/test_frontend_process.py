@@ -29,6 +29,7 @@ from lightserve.messages.supervision import Heartbeat
 from lightserve.types import FinishReason, RequestId
 
 CHAT = {"model": BUNDLED_MODEL_NAME, "messages": [{"role": "user", "content": "hi"}]}
+HEAD = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 COMPLETION = {"model": BUNDLED_MODEL_NAME, "prompt": "hi", "max_tokens": 4000}
 PATHS = {
     "completion": ("/v1/completions", COMPLETION),
@@ -84,13 +85,10 @@ def test_a_client_that_leaves_is_aborted_in_every_state(
 def test_half_a_body_and_pipelined_requests_do_no_harm(tmp_path: Path) -> None:
     async def scenario(running: Running) -> None:
         hub = await running.router_up(says([50, 2]))
-        client = await running.send(
-            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{"
-        )
+        client = await running.send(f"{HEAD}content-length: 100\r\n\r\n{{")
         client.hang_up()
         body = json.dumps(COMPLETION)
-        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
-        request = f"{head}content-length: {len(body)}\r\n\r\n{body}"
+        request = f"{HEAD}content-length: {len(body)}\r\n\r\n{body}"
         client = await running.send(request + request)
         await client.until(b'"usage"', 2)
         client.hang_up()

@@ -202,7 +202,10 @@ async def frontend(
         client.on_message(router_status())
     app = create_app(service)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    headers = {"content-type": "application/json"}  # bodies are often made by hand
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://localhost", headers=headers
+    ) as http:
         try:
             yield Setup(service, router, app, http)
         finally:

@@ -164,7 +164,7 @@ class Running:
         connection = "connection: close\r\n" if close else ""
         return await self.send(
             f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{connection}"
-            f"content-length: {len(body.encode())}\r\n\r\n{body}",
+            f"content-type: application/json\r\ncontent-length: {len(body.encode())}\r\n\r\n{body}",
             receive_buffer_bytes=receive_buffer_bytes,
         )
 

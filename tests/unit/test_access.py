@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,8 +17,17 @@ from support.fake_router import Setup, eventually, frontend, says
 
 from lightserve.api_keys import ApiKey, digest_of
 from lightserve.bundled import BUNDLED_MODEL_NAME
-from lightserve.frontend.access import ADMIN_PATHS, OPEN_PATHS, Caller, KeyRing
+from lightserve.config import ServeConfig
+from lightserve.errors import ConfigError
+from lightserve.frontend.access import (
+    ROUTE_ACCESS,
+    Access,
+    Caller,
+    KeyRing,
+    access_to,
+)
 from lightserve.frontend.app import _routers, _routes, create_app
+from lightserve.metrics.families import OTHER
 
 ALICE, OPERATOR = "alice-secret-key", "operator-secret-key"
 KEYS = [
@@ -24,6 +35,8 @@ KEYS = [
     ApiKey("ops", digest_of(OPERATOR.encode()), is_admin=True),
 ]
 COMPLETION: dict[str, Any] = {"model": BUNDLED_MODEL_NAME, "prompt": [5], "max_tokens": 2}
+OPEN_PATHS = [path for path, access in ROUTE_ACCESS.items() if access is Access.OPEN]
+ADMIN_PATHS = [path for path, access in ROUTE_ACCESS.items() if access is Access.OPERATOR]
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "BREW"]
 
 
@@ -54,21 +67,26 @@ def test_everything_wants_a_key() -> None:
             }
             assert {"/v1/completions", "/openapi.json", "/docs", "/livez"} <= paths
             paths |= {"/", "/nothing", "/v1", "/livez/", "//livez", "/LIVEZ", "*", *ADMIN_PATHS}
-            paths |= {path + "/" for path in paths}
-            num_open = 0
+            paths |= {path + "/" for path in paths} | {path + "%0A" for path in paths}
+            num_open = num_bad = 0
             for path in paths:
                 for method in METHODS:
                     response = await setup.http.request(method, path.replace("{", "%7B"))
-                    if method == "GET" and path in OPEN_PATHS:
-                        assert response.status_code == 200
+                    if method in ("GET", "HEAD") and path.removesuffix("%0A") in OPEN_PATHS:
+                        is_plain = path in OPEN_PATHS
+                        assert response.status_code == (200 if is_plain else 400)
+                        num_bad += not is_plain
                         num_open += 1
                         continue
                     assert response.status_code == 401, (method, path)
                     assert response.headers["www-authenticate"] == "Bearer"
                     if method != "HEAD":
                         assert response.json()["error"]["code"] == "invalid_api_key"
-            assert num_open == len(OPEN_PATHS) == 3
-            assert rejects == {"invalid_api_key": len(paths) * len(METHODS) - num_open}
+            assert num_open == 12 and num_bad == 6 and len(OPEN_PATHS) == 3
+            assert rejects == {
+                "invalid_api_key": len(paths) * len(METHODS) - num_open,
+                "invalid_path": num_bad,
+            }
 
     asyncio.run(scenario())
 
@@ -124,6 +142,55 @@ def test_keys_open_routes_and_change_at_once() -> None:
             for key, status in ((ALICE, 401), ("bob-secret-key", 200)):
                 response = await setup.http.get("/v1/models", headers=_bearer(key))
                 assert response.status_code == status
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/load", "/debug/kv"])
+@pytest.mark.parametrize("more", ["%0A", "%0a", "%0D", "%00", "%7F", "%C2%85", "%0A%0A"])
+def test_another_spelling_of_a_path_opens_nothing(path: str, more: str) -> None:
+    """A route's pattern may match more than its own path: the route decides, not the text."""
+
+    async def scenario() -> None:
+        async with guarded() as (setup, _, rejects):
+            for key in (ALICE, OPERATOR):
+                response = await setup.http.get(path + more, headers=_bearer(key))
+                assert response.status_code in (400, 403)
+            assert rejects["invalid_path"] >= 1
+            plain = await setup.http.get("/v1/models%0A", headers=_bearer(ALICE))
+            assert (plain.status_code, plain.json()["error"]["code"]) == (400, "invalid_path")
+        async with frontend(says([5, 2])) as setup:
+            assert (await setup.http.get(path + more)).status_code == 400
+
+    asyncio.run(scenario())
+
+
+def test_a_route_that_is_not_declared_is_for_operators() -> None:
+    assert access_to("/new") is Access.OPERATOR
+
+
+def test_every_route_is_declared() -> None:
+    async def scenario() -> set[str]:
+        async with frontend(enable_docs=True) as setup:
+            return {
+                route.path
+                for route in _flat(_routes(setup.service, _routers(setup.service)).routes)
+            }
+
+    assert asyncio.run(scenario()) | {OTHER} == set(ROUTE_ACCESS)
+
+
+def test_head_is_get_without_a_body() -> None:
+    async def scenario() -> None:
+        async with guarded() as (setup, _, _):
+            for path in ("/livez", "/v1/models", "/openapi.json", "/", "/load"):
+                found = await setup.http.head(path, headers=_bearer(OPERATOR))
+                same = await setup.http.get(path, headers=_bearer(OPERATOR))
+                assert found.status_code == same.status_code == 200
+                assert found.headers["content-length"] == same.headers["content-length"]
+            for path, status in (("/none", 404), ("/v1/completions", 405)):
+                found = await setup.http.head(path, headers=_bearer(OPERATOR))
+                assert found.status_code == status
 
     asyncio.run(scenario())
 
@@ -190,15 +257,173 @@ def test_hosts_without_keys(flags: dict[str, Any], good: list[str], bad: list[st
     asyncio.run(scenario())
 
 
-def test_no_cors_and_no_server_name() -> None:
+PAGES: list[tuple[dict[str, str], bool]] = [
+    ({"origin": "http://evil.example"}, False),
+    ({"origin": "null"}, False),
+    ({"origin": ""}, False),
+    ({"origin": "http://localhost:3000"}, False),
+    ({"origin": "http://localhost"}, True),
+    ({"sec-fetch-site": "cross-site"}, False),
+    ({"sec-fetch-site": "same-site"}, False),
+    ({"sec-fetch-site": "same-origin", "origin": "http://localhost"}, True),
+    ({"sec-fetch-site": "none"}, True),
+    ({"sec-fetch-site": "cross-site", "origin": "https://chat.example"}, False),
+    ({}, True),
+]
+
+
+def test_pages_of_other_origins_are_refused_where_there_are_no_keys() -> None:
     async def scenario() -> None:
         async with frontend(says([5, 2])) as setup:
+            for headers, passes in PAGES:
+                for method, path in (("POST", "/v1/completions"), ("GET", "/livez")):
+                    response = await setup.http.request(
+                        method, path, headers=headers, json=COMPLETION
+                    )
+                    assert response.status_code == (200 if passes else 403), headers
+                    if not passes:
+                        assert response.json()["error"]["code"] == "foreign_origin"
+            assert len(setup.router.submits) == sum(passes for _, passes in PAGES)
+            both = [("origin", "http://localhost")] * 2
+            assert (await setup.http.get("/livez", headers=both)).status_code == 403
+        async with guarded() as (setup, _, _):  # a key is what a page does not have
+            for headers, _ in PAGES:
+                response = await setup.http.get("/v1/models", headers=headers | _bearer(ALICE))
+                assert response.status_code == 200
+
+    asyncio.run(scenario())
+
+
+PREFLIGHT = {
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization, content-type",
+}
+
+
+def test_allowed_origins_may_ask_and_read() -> None:
+    origin = "https://chat.example"
+
+    async def scenario(http: httpx.AsyncClient, headers: dict[str, str]) -> None:
+        asked = await http.options("/v1/completions", headers={"origin": origin} | PREFLIGHT)
+        assert (asked.status_code, asked.content) == (204, b"")
+        assert asked.headers["access-control-allow-origin"] == origin
+        assert "POST" in asked.headers["access-control-allow-methods"]
+        wanted = PREFLIGHT["access-control-request-headers"]
+        assert asked.headers["access-control-allow-headers"] == wanted
+        page = {"origin": origin, "sec-fetch-site": "cross-site"}
+        for path, status in (("/v1/models", 200), ("/none", 404)):
+            answer = await http.get(path, headers=page | headers)
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == origin
+            assert "x-request-id" in answer.headers["access-control-expose-headers"]
+            assert answer.headers["vary"] == "Origin"
+        for other in ("https://evil.example", "https://chat.example.evil", "null"):
+            for more in ({}, PREFLIGHT):
+                answer = await http.options("/v1/completions", headers={"origin": other} | more)
+                assert answer.status_code in (401, 403)
+                assert "access-control-allow-origin" not in answer.headers
+
+    async def with_and_without_keys() -> None:
+        async with frontend(allowed_origins=f"http://a.example, {origin}") as setup:
+            await scenario(setup.http, {})
+        async with guarded(allowed_origins=origin) as (setup, _, _):
+            await scenario(setup.http, _bearer(ALICE))
+            answer = await setup.http.get("/v1/models", headers={"origin": origin})
+            assert answer.status_code == 401  # and the page may read why
+            assert answer.headers["access-control-allow-origin"] == origin
+        async with guarded(allowed_origins="*") as (setup, _, _):
+            answer = await setup.http.options(
+                "/generate", headers={"origin": "http://any.example"} | PREFLIGHT
+            )
+            assert answer.headers["access-control-allow-origin"] == "http://any.example"
+
+    asyncio.run(with_and_without_keys())
+
+
+@pytest.mark.parametrize(
+    ("origins", "complaint"),
+    [
+        ("*", "needs --api-key-file"),
+        (",", "at least one name"),
+        ("chat.example", "got 'chat.example'"),
+        ("https://chat.example/", "without a path"),
+        ("HTTPS://chat.example", "small letters"),
+        ("null", "got 'null'"),
+    ],
+)
+def test_what_is_no_origin(origins: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(complaint)):
+        ServeConfig(allowed_origins=origins)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        "",
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data",
+        "application/jsonx",
+        "application/json, text/plain",
+    ],
+)
+def test_a_body_says_that_it_is_json(given: str | None) -> None:
+    """A page may have a browser send any of these to another origin without asking first."""
+    bodies = {
+        "/v1/completions": COMPLETION,
+        "/v1/chat/completions": {},
+        "/generate": {"inputs": "hi"},
+        "/generate_stream": {"inputs": "hi"},
+        "/tokenize": {"inputs": "hi"},
+        "/detokenize": {"tokens": [5]},
+    }
+
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            setup.http.headers.pop("content-type")
+            headers = {} if given is None else {"content-type": given}
+            for path, body in bodies.items():
+                content = json.dumps(body).encode()
+                response = await setup.http.post(path, content=content, headers=headers)
+                error = response.json()["error"]
+                assert (response.status_code, error["code"]) == (415, "unsupported_media_type")
+                assert "Content-Type: application/json" in error["message"]
+            assert not setup.router.submits
+            for good in ("application/json", "Application/JSON; charset=utf-8"):
+                content = json.dumps(COMPLETION).encode()
+                response = await setup.http.post(
+                    "/v1/completions", content=content, headers={"content-type": good}
+                )
+                assert response.status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_no_cors_and_no_server_name() -> None:
+    async def scenario() -> None:
+        async with guarded() as (setup, _, _):
             headers = {"origin": "http://evil.example", "access-control-request-method": "POST"}
             for method in ("OPTIONS", "GET", "POST"):
                 response = await setup.http.request(method, "/v1/models", headers=headers)
                 names = set(response.headers)
                 assert not {name for name in names if name.startswith("access-control")}
                 assert not {"server", "x-powered-by"} & names
+
+    asyncio.run(scenario())
+
+
+def test_the_root_says_what_this_is() -> None:
+    async def scenario() -> None:
+        for flags in ({}, {"enable_docs": True}):
+            async with frontend(**flags) as setup:
+                answer = (await setup.http.get("/")).json()
+                assert answer["server"] == "lightserve"
+                assert answer["model"] == BUNDLED_MODEL_NAME
+                for name in ("openapi", "docs"):
+                    if name in answer:
+                        assert (await setup.http.get(answer[name])).status_code == 200
+                assert ("docs" in answer) == bool(flags)
 
     asyncio.run(scenario())
 

@@ -40,6 +40,7 @@ def test_every_form_of_a_line(tmp_path: Path) -> None:
         (f"alice sha256:{DIGEST}0".encode(), "64 hexadecimal digits"),
         (f"alice {KEY}\nbob {KEY}".encode(), "the same key twice"),
         (f"alice {KEY}\nbob sha256:{DIGEST}".encode(), "the same key twice"),
+        (f"eve sha256:{hashlib.sha256(b'').hexdigest()} admin".encode(), "of an empty key"),
         (b"\xff", "not valid UTF-8"),
         (b"#" * (MAX_FILE_BYTES + 1), "larger than"),
         (b"".join(b"u%d %016d\n" % (n, n) for n in range(1025)), "got 1025"),

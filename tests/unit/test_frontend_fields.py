@@ -632,7 +632,7 @@ def test_a_wrong_model_is_not_found() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "/none", 404),
         ("GET", "/docs", 404),
         ("POST", "/v1/completions/", 404),
         ("GET", "/v1/completions", 405),

@@ -63,6 +63,7 @@ ANSWERS: list[tuple[str, Any]] = [
     ("/tokenize", {"inputs": "hi"}),
     ("/detokenize", {"tokens": [5, 6]}),
     ("/v1/models", None),
+    ("/", None),
     ("/version", None),
     ("/load", None),
     ("/health", None),
