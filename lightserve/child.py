@@ -45,6 +45,7 @@ _MAX_SPEC_BYTES = 1024 * 1024
 _STDIN_FD = 0
 _LAST_WORDS_S = 5.0
 """A process that fails may wait so long until its reason is on its way; it takes milliseconds."""
+_MAX_REASON_CHARS = 4096
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
@@ -116,7 +117,7 @@ def _run(spec: ChildSpec, runner: Runner) -> int:
 def _report_failure(spec: ChildSpec, reason: str) -> None:
     """Tell the supervisor why, over a link of its own: the role's may be in any state."""
     control = connect_control(spec, linger_s=_LAST_WORDS_S)
-    control.send(ChildFailed(reason=reason))
+    control.send(ChildFailed(reason=reason[:_MAX_REASON_CHARS]))
     control.close()
 
 

@@ -11,6 +11,7 @@
     ├── KVMapError         `lightserve kv-map` got or wrote no picture: exit code 1 and one line
     ├── DecisionLogError   a decision log that cannot be read or was changed: exit code 1, one line
     ├── ProtocolError      a peer process sent what this version does not understand
+    │   └── FrameTooLarge  a message that no peer would accept
     └── ChannelFull        a bounded queue to a peer is full
 
 `assert` is kept for invariants; internal text never reaches a client.
@@ -79,6 +80,15 @@ class GrammarError(LightserveError):
 
 class ProtocolError(LightserveError):
     """A message with an unknown tag, a wrong type or another protocol version."""
+
+
+class FrameTooLarge(ProtocolError):
+    """A message that is larger than any peer accepts; it was not sent."""
+
+    def __init__(self, name: str, num_bytes: int, max_bytes: int) -> None:
+        super().__init__(f"{name} of {num_bytes} bytes exceeds {max_bytes}")
+        self.num_bytes = num_bytes
+        self.max_bytes = max_bytes
 
 
 class ChannelFull(LightserveError):

@@ -4,7 +4,7 @@ A *hub* is the bound end with many peers; a *link* is one peer's end. Both are t
 msgspec messages of one link module, msgpack on the wire. A frame that does not decode, or is
 too large, is dropped and counted in `num_rejected`, never raised to the loop. Sending never
 blocks: a full queue raises `ChannelFull`. Bugs are raised at the sender: TypeError for a message
-of another channel, ProtocolError for one above MAX_FRAME_BYTES. Order is kept per peer. One
+of another channel, FrameTooLarge for one above its `MAX_BYTES`. Order is kept per peer. One
 thread uses a channel at a time.
 """
 

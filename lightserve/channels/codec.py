@@ -2,18 +2,18 @@
 
 Both channel implementations use this codec, so what the tests show for one holds for the other.
 Decoding is typed: unknown tags, unknown fields, wrong types, other versions and frames above
-`MAX_FRAME_BYTES` are refused with `ProtocolError`.
+the `MAX_BYTES` of all messages of the channel are refused with `ProtocolError`.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 
-from lightserve.errors import ProtocolError
-from lightserve.messages.common import MAX_FRAME_BYTES, PROTOCOL_VERSION
+from lightserve.errors import FrameTooLarge, ProtocolError
+from lightserve.messages.common import PROTOCOL_VERSION, Message
 
 SendT = TypeVar("SendT")
 RecvT = TypeVar("RecvT")
@@ -29,21 +29,22 @@ class Codec(Generic[SendT, RecvT]):
         self._send_type = send_type
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(recv_type)
+        recv_types: tuple[type[Message], ...] = get_args(recv_type) or (recv_type,)
+        self.max_recv_bytes = max(kind.MAX_BYTES for kind in recv_types)
+        """Of any message that is accepted."""
 
     def encode(self, message: SendT) -> bytes:
         """Return the frame of `message`.
 
         Raises:
             TypeError: the message is not of this channel's type.
-            ProtocolError: the frame would be larger than any peer accepts.
+            FrameTooLarge: no peer would accept it.
         """
         if not isinstance(message, self._send_type):
             raise TypeError(f"{type(message).__name__} does not belong on this channel")
         frame = VERSION_BYTE + self._encoder.encode(message)
-        if len(frame) > MAX_FRAME_BYTES:
-            raise ProtocolError(
-                f"{type(message).__name__} of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}"
-            )
+        if len(frame) > message.MAX_BYTES:
+            raise FrameTooLarge(type(message).__name__, len(frame), message.MAX_BYTES)
         return frame
 
     def decode(self, frame: bytes) -> RecvT:
@@ -52,8 +53,8 @@ class Codec(Generic[SendT, RecvT]):
         Raises:
             ProtocolError: whatever is wrong with it.
         """
-        if len(frame) > MAX_FRAME_BYTES:
-            raise ProtocolError(f"frame of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
+        if len(frame) > self.max_recv_bytes:
+            raise FrameTooLarge("frame", len(frame), self.max_recv_bytes)
         if frame[:1] != VERSION_BYTE:
             raise ProtocolError(f"frame of another protocol version: {frame[:1]!r}")
         try:

@@ -3,7 +3,7 @@
 Addresses lie in a private directory (0700), which is what keeps other users out; the socket
 files themselves are 0600. Every channel has its own ZeroMQ context, so that `close` can wait,
 for a moment and no longer, until what was queued has left. Frames that are moderately too large
-are refused and counted like any other bad frame; from `_ZMQ_LIMIT_BYTES` on ZeroMQ cuts the
+are refused and counted like any other bad frame; from `_ZMQ_SPARE_BYTES` more on ZeroMQ cuts the
 peer's connection before the memory is spent.
 """
 
@@ -20,7 +20,6 @@ import zmq
 from lightserve.channels.codec import Codec, RecvT, SendT, check_peer_name, parse_peer_name
 from lightserve.channels.wait import wait_readable
 from lightserve.errors import ChannelFull, ProtocolError
-from lightserve.messages.common import MAX_FRAME_BYTES
 
 __all__ = [
     "ZmqAsyncLink",
@@ -36,7 +35,7 @@ DEFAULT_MAX_QUEUED = 4096
 """Messages that may wait on each side of a link."""
 
 LINGER_S = 0.25
-_ZMQ_LIMIT_BYTES = MAX_FRAME_BYTES + 64 * 1024
+_ZMQ_SPARE_BYTES = 64 * 1024
 
 
 def bind_hub(
@@ -73,13 +72,13 @@ def connect_async_link(
 class _Socket:
     """A ZeroMQ socket with its own context and every limit set."""
 
-    def __init__(self, kind: int, max_queued: int, linger_s: float) -> None:
+    def __init__(self, kind: int, max_queued: int, linger_s: float, max_recv_bytes: int) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.raw = self._context.socket(kind)
         self.raw.setsockopt(zmq.LINGER, round(1e3 * linger_s))
         self.raw.setsockopt(zmq.SNDHWM, max_queued)
         self.raw.setsockopt(zmq.RCVHWM, max_queued)
-        self.raw.setsockopt(zmq.MAXMSGSIZE, _ZMQ_LIMIT_BYTES)
+        self.raw.setsockopt(zmq.MAXMSGSIZE, max_recv_bytes + _ZMQ_SPARE_BYTES)
 
     def open(self, bind_or_connect: Callable[[str], object], address: str) -> None:
         """Bind or connect; a socket that cannot is closed again, and its error raised."""
@@ -113,7 +112,7 @@ class _Channel(Generic[SendT, RecvT]):
     def __init__(
         self, kind: int, codec: Codec[SendT, RecvT], max_queued: int, linger_s: float = LINGER_S
     ) -> None:
-        self._socket = _Socket(kind, max_queued, linger_s)
+        self._socket = _Socket(kind, max_queued, linger_s, codec.max_recv_bytes)
         self._codec = codec
         self.num_rejected = 0
 

@@ -65,6 +65,7 @@ class SchedulingOptions:
         "Most new tokens in one step: the budget that prefill chunks fill. 0 takes 512 on a CPU and"
         " 8192 on a GPU, and no less than --max-num-seqs.",
         low=0,
+        high=1_048_576,
     )
     max_be_seqs: int = option(
         0, "Most best-effort sequences that run at once; 0 sets no limit of their own.", low=0

@@ -170,6 +170,7 @@ def _described(message: Submit | Finish | Abort) -> str:
 _MEANINGS = {
     Reason.TIME: "no time (time)",
     Reason.TOKENS: "the token budget is used up (tokens)",
+    Reason.BYTES: "the plan has as much of newcomers as it may hold (bytes)",
     Reason.ROWS: "no row is free (rows)",
     Reason.KV_NOW: "no memory for this step (kv_now)",
     Reason.KV_FUTURE: "memory is expected to run out (kv_future)",

@@ -115,6 +115,16 @@ def from_router(error: ErrorCode, retry_after_s: float = 0.0) -> InvalidRequest 
             )
 
 
+def too_large_to_submit(num_bytes: int, max_bytes: int) -> InvalidRequest:
+    """Return the refusal of a request that does not fit into a message to the router."""
+    return InvalidRequest(
+        "prompt, constraint and sampling parameters together must be at most"
+        f" {max_bytes} bytes as the server holds them, got {num_bytes}",
+        code="request_too_large",
+        status=413,
+    )
+
+
 class ErrorDetail(msgspec.Struct, frozen=True):
     """OpenAI's error object."""
 

@@ -86,7 +86,12 @@ class Generation:
 
     @classmethod
     def start(cls, service: Service, request: NewRequest, *, by_token: bool) -> Generation:
-        """Submit a request; `by_token` asks for the pieces too. Raises RequestFailed."""
+        """Submit a request; `by_token` asks for the pieces too.
+
+        Raises:
+            InvalidRequest: the router cannot take it.
+            RequestFailed: nor can it now.
+        """
         metrics = service.observation.requests.request(
             request.request_class,
             arrival_s=request.arrival_s,
@@ -95,7 +100,7 @@ class Generation:
         )
         try:
             live = service.router.submit(request)
-        except RequestFailed as failure:
+        except (InvalidRequest, RequestFailed) as failure:
             metrics.on_failure(failure.code)
             raise
         log.debug("is request %d of this frontend to the router", live.request_id)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightserve.channels.base import AsyncLink
-from lightserve.errors import ChannelFull, InvalidRequest
+from lightserve.errors import ChannelFull, FrameTooLarge, InvalidRequest
 from lightserve.frontend.failures import (
     ClientGone,
     RequestFailed,
@@ -27,6 +27,7 @@ from lightserve.frontend.failures import (
     not_ready,
     overloaded,
     router_lost,
+    too_large_to_submit,
 )
 from lightserve.frontend.kv_query import KVQuery
 from lightserve.messages.common import Constraint, TokenLogprob, TokenSegment, pack_int32
@@ -329,6 +330,7 @@ class RouterClient:
         """Send a request to the router.
 
         Raises:
+            InvalidRequest: it is larger than the router takes.
             RequestFailed: there is no ready router, or its queue is full.
         """
         connection = self._ready_connection()
@@ -353,6 +355,8 @@ class RouterClient:
             connection.link.send(message)
         except ChannelFull:
             raise overloaded() from None
+        except FrameTooLarge as error:
+            raise too_large_to_submit(error.num_bytes, error.max_bytes) from None
         live = LiveRequest(request_id, self, has_stop_strings=message.needs_acknowledgement)
         self._live[request_id] = live
         return live

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -12,7 +13,7 @@ PROTOCOL_VERSION = 5
 """Raised by one whenever a message changes; the hello of every link carries it."""
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
-"""Largest frame any link accepts."""
+"""Largest frame of a message, unless it has a limit of its own."""
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -33,6 +34,9 @@ def unpack_int32(data: bytes) -> Int32Array:
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Base of all messages: frozen, tagged with the class name, unknown fields refused."""
+
+    MAX_BYTES: ClassVar[int] = MAX_FRAME_BYTES
+    """Largest frame of it; no link accepts a larger one than the largest of its messages."""
 
 
 class TokenSegment(Message, frozen=True, tag="tokens"):

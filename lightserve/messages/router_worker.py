@@ -15,6 +15,7 @@ decode never needs its input token from the router, and a row is simply overwrit
 from __future__ import annotations
 
 from enum import IntEnum, IntFlag
+from typing import ClassVar
 
 import msgspec
 
@@ -106,6 +107,11 @@ class KVCopies(msgspec.Struct, frozen=True, array_like=True):
 NO_COPIES = KVCopies()
 
 
+MAX_PLAN_BYTES = 128 * 1024 * 1024
+"""Largest `StepPlan`: one sequence with all that may have to be done for it has to fit. Plans of
+many are kept far smaller (`lightserve.router.plan_bytes`)."""
+
+
 class StepPlan(Message, frozen=True):
     """One step: tables (`sequences`, then `slot_ranges`), `saves`, `loads`, one forward pass.
 
@@ -119,6 +125,8 @@ class StepPlan(Message, frozen=True):
                               └─ ahead_saves, ahead_loads ──┐
         plan i+1                                            └ saves  loads  forward pass …
     """
+
+    MAX_BYTES: ClassVar[int] = MAX_PLAN_BYTES
 
     step_id: StepId
     sequences: list[AddSequence]
@@ -165,6 +173,9 @@ class RowResult(msgspec.Struct, frozen=True, array_like=True):
 
 class StepResult(Message, frozen=True):
     """What a step gave, sent by rank 0 the moment its tokens are on the host."""
+
+    MAX_BYTES: ClassVar[int] = 32 * 1024 * 1024
+    """Holds 65,536 rows with twenty log-probabilities each, and as many of prompts as may be."""
 
     step_id: StepId
     generation: int

@@ -42,6 +42,7 @@ from lightserve.router.events import (
 from lightserve.router.intake import request_of
 from lightserve.router.kv.store import KVStore
 from lightserve.router.plan_builder import nums_of_samples
+from lightserve.router.plan_bytes import fits_into_plans
 from lightserve.router.prompt_logprobs import take_news
 from lightserve.router.reasons import Skips
 from lightserve.router.request import ENDED, RUNNING, WAITING, Request
@@ -138,7 +139,10 @@ class RouterCore(CoreState):
             self._end(request)
 
     def _can_ever_fit(self, request: Request) -> bool:
-        if request.num_prompt_tokens + request.max_tokens > self._config.max_model_len:
+        max_model_len = self._config.max_model_len
+        if request.num_prompt_tokens + request.max_tokens > max_model_len:
+            return False
+        if not fits_into_plans(request, max_model_len):
             return False
         return self._kv is None or request.max_kv_tokens <= self._kv.num_slots
 

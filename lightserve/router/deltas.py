@@ -10,6 +10,9 @@ from lightserve.router.events import Outgoing
 from lightserve.router.request import Request
 from lightserve.types import FinishReason, FrontendId
 
+MAX_DELTAS = 8192
+"""In one message: with twenty log-probabilities each, and a step's of prompts, 3 MB."""
+
 
 class DeltaBatch:
     """News by frontend, in the order in which it was added."""
@@ -59,8 +62,9 @@ class DeltaBatch:
         self._by_frontend[request.key.frontend_id].append(delta)
 
     def outgoing(self) -> list[Outgoing]:
-        """Return one message per frontend that has news."""
+        """Return one message per frontend that has news, several only if there are very many."""
         return [
-            Outgoing(frontend_id, TokenDelta(requests=requests))
+            Outgoing(frontend_id, TokenDelta(requests=requests[start : start + MAX_DELTAS]))
             for frontend_id, requests in self._by_frontend.items()
+            for start in range(0, len(requests), MAX_DELTAS)
         ]

@@ -9,6 +9,7 @@ import numpy as np
 from lightserve.errors import ProtocolError
 from lightserve.messages.common import Int32Array, unpack_int32
 from lightserve.messages.frontend_router import Submit
+from lightserve.router.plan_bytes import parameter_bytes
 from lightserve.router.queues import Backlog
 from lightserve.router.request import Request
 from lightserve.types import FrontendId, RequestKey
@@ -62,6 +63,9 @@ def request_of(
         prediction_key=(submit.request_class, submit.prediction_key),
         constraint=submit.constraint,
         prefix_salt=submit.prefix_salt,
+        num_parameter_bytes=parameter_bytes(
+            submit.sampling, submit.eos_token_ids, submit.constraint
+        ),
         num_acknowledged_tokens=0 if submit.needs_acknowledgement else None,
         admission_limit=min(submit.max_tokens, admission_limit or submit.max_tokens),
     )

@@ -13,6 +13,7 @@ from typing import Any
 from lightserve.router.fit import Fit, Tails, Take, runs
 from lightserve.router.kv.prefix_node import PrefixNode, path_of
 from lightserve.router.kv.store import KVStore
+from lightserve.router.plan_bytes import MAX_NEWCOMER_BYTES, newcomer_bytes
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
 from lightserve.router.shares import Allotment, Loading, Share
@@ -49,6 +50,8 @@ class Placement:
         self._num_rows = num_rows
         self._is_class_aware = is_class_aware
         self._num_left = kv.num_available
+        self._newcomer_bytes = 0
+        """What those who begin or load take in the plan."""
         self._placed: dict[Request, int] = {}
         """Tokens that each computes."""
         self._num_slots_of: dict[Request, int] = {}
@@ -137,6 +140,9 @@ class Placement:
         request = part.request
         if self._has_stopped(request) or request in self._takes:
             return Reason.KV_NOW
+        num_bytes = newcomer_bytes(request)
+        if self._newcomer_bytes and self._newcomer_bytes + num_bytes > MAX_NEWCOMER_BYTES:
+            return Reason.BYTES
         before = self._save()
         if isinstance(part, Loading):
             reason = self._place_newcomer(Allotment(request, 1))  # is there room for all of it?
@@ -147,6 +153,8 @@ class Placement:
             reason = self._place_newcomer(part)
         if reason is not None:
             self._restore(before)
+        else:
+            self._newcomer_bytes += num_bytes
         return reason
 
     def _place_loading(self, part: Loading) -> Reason | None:
@@ -325,10 +333,11 @@ class Placement:
         """Return what `_restore` needs to take everything back that happens from here on."""
         state: tuple[dict[Request, Any], ...]
         state = (self._placed, self._loads, self._stops, self._takes, self._drops)
-        return (self._num_left, self._num_rows, self._pinned, *(dict(part) for part in state))
+        numbers = self._num_left, self._num_rows, self._newcomer_bytes
+        return (*numbers, self._pinned, *(dict(part) for part in state))
 
     def _restore(self, saved: tuple[Any, ...]) -> None:
-        self._num_left, self._num_rows, self._pinned, *state = saved
+        self._num_left, self._num_rows, self._newcomer_bytes, self._pinned, *state = saved
         self._placed, self._loads, self._stops, self._takes, self._drops = state
         self._barren_from.clear()
 
@@ -389,11 +398,14 @@ class Placement:
         """Take back a share that was placed; whoever runs is paused."""
         if request in self._loads:
             self._num_left += self._num_slots_placed(request)
+            self._newcomer_bytes -= newcomer_bytes(request)
             del self._loads[request]
         if request in self._placed:
             self._num_left += self._num_slots_placed(request)
             del self._placed[request]
-            self._num_rows += not runs(request)
+            if not runs(request):
+                self._num_rows += 1
+                self._newcomer_bytes -= newcomer_bytes(request)
         if runs(request) and request not in self._stops:
             self._stops[request] = reason
             self._num_rows += 1

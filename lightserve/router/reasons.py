@@ -24,6 +24,8 @@ class Reason(StrEnum):
     """The step would take longer than its limit."""
     TOKENS = "tokens"
     """The token budget of the step is used up."""
+    BYTES = "bytes"
+    """The plan already holds as much of newcomers' tokens and parameters as it may."""
     ROWS = "rows"
     """No row is free, or as many best-effort requests run as may."""
     KV_NOW = "kv_now"

@@ -79,6 +79,8 @@ class Request:
     prefix_salt: str = ""
     deadlines: DeadlineTracker | None = None
     """When its next token is due; None under policies that do not ask."""
+    num_parameter_bytes: int = 0
+    """What its parameters take in a plan."""
     num_acknowledged_tokens: int | None = None
     """Output tokens that the frontend found free of stop strings; None: it has none to look for."""
 

@@ -79,11 +79,13 @@ def make_core(
     kv: KVOptions | None = None,
     slo_clock: SLOClock = curve_clock,
     burst_headroom_s: float = 0.0,
+    max_model_len: int = MAX_LEN,
+    max_num_seqs: int = MAX_SEQS,
 ) -> RouterCore:
     return RouterCore(
         CoreConfig(
-            max_model_len=MAX_LEN,
-            max_num_seqs=MAX_SEQS,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             queue_limits=dict.fromkeys(RequestClass, QueueLimits(max_waiting, 1 << 30)),
             policy=POLICIES[policy](),

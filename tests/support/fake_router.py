@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
+from lightserve.channels.codec import Codec
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull
 from lightserve.frontend.app import create_app
@@ -35,6 +36,7 @@ from lightserve.messages.kv_map import ClassSlots, DescribeKV, KVMap, KVPool, Pa
 from lightserve.types import FinishReason, RequestClass
 
 BOOT_ID = "boot"
+CODEC: Codec[Any, Any] = Codec(send_type=FrontendMessage, recv_type=RouterMessage)
 Answer = Callable[[Submit], list[RequestDelta]]
 
 
@@ -124,6 +126,7 @@ class FakeRouter:
     def send(self, message: FrontendMessage) -> None:
         if self.is_full:
             raise ChannelFull("full")
+        CODEC.encode(message)  # as a link does, and perhaps refuses
         self.sent.append(message)
         if isinstance(message, Submit) and self.answer is not None:
             task = asyncio.get_running_loop().create_task(self._play(self.answer(message)))

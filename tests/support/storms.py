@@ -13,6 +13,7 @@ import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 from lightserve.messages.frontend_router import (
     Abort,
@@ -387,7 +388,14 @@ def _targets(rng: random.Random, of: RequestClass) -> SLO:
 
 def storm(seed: int, num_events: int = 40) -> Storm:
     """Return a storm that is over."""
-    world = Storm(seed)
+    return play(Storm(seed), num_events)
+
+
+WorldT = TypeVar("WorldT", bound=Storm)
+
+
+def play(world: WorldT, num_events: int = 40) -> WorldT:
+    """Let a storm's events happen; return it when it is over."""
     rng = world.rng
     actions = [
         (world.arrive, 30),

@@ -1,0 +1,205 @@
+"""Plans stay small on the wire, and what they take is known before they are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.core_scenes import make_core
+from support.storms import Storm, play
+
+from lightserve.channels.codec import Codec
+from lightserve.errors import FrameTooLarge
+from lightserve.messages.common import JsonSchemaConstraint, TokenSegment, pack_int32
+from lightserve.messages.frontend_router import ErrorCode, Submit
+from lightserve.messages.router_worker import (
+    MAX_PLAN_BYTES,
+    KVCopies,
+    RouterToWorker,
+    RowResult,
+    StepPlan,
+    StepResult,
+    WorkerToRouter,
+)
+from lightserve.router import placement, plan_bytes
+from lightserve.router.core import RouterCore
+from lightserve.router.events import FromFrontend, PlannedStep, WorkersReady
+from lightserve.router.kv.prefix_node import least_recently_used
+from lightserve.router.plan_bytes import COPY_BYTES, ROW_BYTES, SLOT_BYTES, newcomer_bytes
+from lightserve.router.request import WAITING
+from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
+
+FRONTEND = FrontendId(0)
+SHARED_LEN = 24_000
+PROMPT = pack_int32(range(SHARED_LEN))
+
+
+def _encoded(plan: StepPlan) -> int:
+    codec: Codec[Any, Any] = Codec(send_type=RouterToWorker, recv_type=WorkerToRouter)
+    return len(codec.encode(plan))
+
+
+def _submit(number: int, **changes: Any) -> FromFrontend:
+    values: dict[str, Any] = {
+        "request_id": RequestId(number),
+        "prompt": [TokenSegment(token_ids=PROMPT)],
+        "max_tokens": 8,
+        "eos_token_ids": [2],
+        "sampling": SamplingParams(),
+        "request_class": RequestClass.RT,
+        "age_s": 0.0,
+    }
+    return FromFrontend(FRONTEND, Submit(**values | changes))
+
+
+def _finish(core: RouterCore, plan: StepPlan, now_s: float) -> None:
+    rows = [RowResult(row.row, [7]) for row in plan.rows if row.output]
+    result = StepResult(step_id=plan.step_id, generation=0, rows=rows, exec_s=0.01, idle_s=0.0)
+    core.on_result(result, now_s)
+
+
+def _large_core() -> RouterCore:
+    core = make_core(
+        "unified",
+        8192,
+        cache_order=least_recently_used,
+        max_model_len=65_536,
+        max_num_seqs=256,
+    )
+    core.on_message(WorkersReady(2_000_000), 0.0)
+    return core
+
+
+def _next_plan(core: RouterCore, now_s: float) -> tuple[PlannedStep, StepPlan]:
+    step = core.plan(now_s)
+    assert isinstance(step, PlannedStep)
+    return step, core.commit(step, now_s)
+
+
+def test_many_newcomers_on_one_cached_prefix_join_in_several_steps() -> None:
+    """128 of them carry 24 MB; each computes one token, so that no token budget bounds them."""
+    core = _large_core()
+    core.on_message(_submit(0, max_tokens=1), 0.0)
+    now_s = 0.0
+    while core.running or core.status(now_s).load[RequestClass.RT].num_waiting:
+        now_s += 1.0
+        _finish(core, _next_plan(core, now_s)[1], now_s)
+    for number in range(1, 129):
+        core.on_message(_submit(number), now_s)
+    nums_joined = []
+    while core.status(now_s).load[RequestClass.RT].num_waiting:
+        now_s += 1.0
+        _, plan = _next_plan(core, now_s)
+        nums_joined.append(len(plan.sequences))
+        assert _encoded(plan) <= plan_bytes.MAX_NEWCOMER_BYTES + 300 * 64
+        _finish(core, plan, now_s)
+        now_s += 1.0
+    assert sum(nums_joined) == 128
+    assert 3 <= len(nums_joined) <= 4, "as many join as the plan holds"
+    core.check_integrity()
+
+
+def test_a_newcomer_above_the_budget_begins_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "MAX_NEWCOMER_BYTES", 20_000)
+    core = _large_core()
+    for number in range(2):  # 32 kB each; the token budget has room for both
+        prompt = [TokenSegment(token_ids=pack_int32([number] * 4000))]
+        core.on_message(_submit(number, prompt=prompt), 0.0)
+    for now_s in (1.0, 5.0):
+        _, plan = _next_plan(core, now_s)
+        assert len(plan.sequences) == 1
+        _finish(core, plan, now_s)
+
+
+def test_what_no_plan_can_hold_is_refused_by_name() -> None:
+    core = make_core("unified", max_model_len=1 << 23)
+    (news,) = core.on_message(_submit(1, max_tokens=(1 << 23) - SHARED_LEN), 0.0)
+    (delta,) = news.message.requests
+    assert delta.error is ErrorCode.TOO_LARGE
+    assert core.on_message(_submit(2, max_tokens=1 << 20), 0.0) == []
+
+
+def test_the_largest_plan_passes_and_a_larger_one_does_not() -> None:
+    plan = StepPlan(step_id=0, sequences=[], slot_ranges=[], rows=[])  # type: ignore[arg-type]
+    room = MAX_PLAN_BYTES - _encoded(plan) - 3  # its length takes five bytes, not two
+    largest = msgspec.structs.replace(plan, saves=KVCopies(bytes(room), b""))
+    assert _encoded(largest) == MAX_PLAN_BYTES
+    codec: Codec[Any, Any] = Codec(send_type=WorkerToRouter, recv_type=RouterToWorker)
+    sender: Codec[Any, Any] = Codec(send_type=RouterToWorker, recv_type=WorkerToRouter)
+    assert codec.decode(sender.encode(largest)) == largest
+    with pytest.raises(FrameTooLarge):
+        _encoded(msgspec.structs.replace(plan, saves=KVCopies(bytes(room + 1), b"")))
+
+
+IDS = st.integers(0, 2**31 - 1)
+PARAMETERS = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 2),
+    top_k=IDS,
+    seed=st.integers(-(2**63), 2**63 - 1),
+    choice=st.integers(0, 15),
+    logit_bias=st.lists(st.tuples(IDS, st.floats(-100, 100)), max_size=20).map(tuple),
+    allowed_token_ids=st.lists(IDS, max_size=300).map(tuple),
+    min_tokens=IDS,
+    num_logprobs=st.none() | st.integers(0, 20),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sampling=PARAMETERS,
+    eos=st.lists(IDS, max_size=80),
+    schema=st.none() | st.text(max_size=300),
+    num_prompt=st.integers(1, 60),
+)
+def test_a_newcomer_takes_no_more_than_was_said(
+    sampling: SamplingParams, eos: list[int], schema: str | None, num_prompt: int
+) -> None:
+    core = make_core("fcfs", 64)
+    core.on_message(WorkersReady(120), 0.0)
+    constraint = None if schema is None else JsonSchemaConstraint(schema=schema)
+    prompt = [TokenSegment(token_ids=pack_int32([2**31 - 1] * num_prompt))]
+    changes = {"sampling": sampling, "eos_token_ids": eos, "constraint": constraint}
+    core.on_message(_submit(2**62, prompt=prompt, max_tokens=1, **changes), 0.0)
+    step = core.plan(0.0)
+    assert isinstance(step, PlannedStep)
+    said = newcomer_bytes(step.allotments[0][0])
+    plan = core.commit(step, 0.0)
+    assert said - 128 <= len(msgspec.msgpack.encode(plan.sequences + plan.slot_ranges)) <= said
+
+
+class _Weighed(Storm):
+    """A storm in which every plan is weighed."""
+
+    num_refused = 0
+
+    def _check(self, step: PlannedStep) -> None:
+        super()._check(step)
+        newcomers = [request for request, _ in step.allotments if request.state is WAITING]
+        sizes = [newcomer_bytes(r) for r in [*newcomers, *[r for r, _ in step.loads]]]
+        assert len(sizes) <= 1 or sum(sizes) <= placement.MAX_NEWCOMER_BYTES
+        self.num_refused += any(reason == "bytes" for _, reason in step.skipped)
+        self._said = sum(sizes) + sum(
+            ROW_BYTES + SLOT_BYTES * count for _, count in step.allotments
+        )
+        commit = self.core.commit
+
+        def weigh(step: PlannedStep, now_s: float) -> StepPlan:
+            plan = commit(step, now_s)
+            copied = len(plan.saves.slots) + len(plan.ahead_saves.slots)
+            most = self._said + copied // SLOT_BYTES * COPY_BYTES
+            assert len(msgspec.msgpack.encode(plan)) <= most + 128
+            return plan
+
+        self.core.commit = weigh  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("max_bytes", [1, 900])
+def test_a_budget_of_bytes_leaves_every_request_its_tokens(
+    max_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "MAX_NEWCOMER_BYTES", max_bytes)
+    assert sum(play(_Weighed(seed)).num_refused for seed in range(4)) > 0
