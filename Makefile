@@ -1,12 +1,17 @@
-# One command each: `make serve`, `make test`. Everything is installed into a virtual environment
-# of its own (VENV); nothing else on the machine changes.
+# One command each: `make serve`, `make test`, `make chat`. Everything is installed into virtual
+# environments in this directory (VENV, CLIENTS). Outside it only caches change: pip's, the step
+# times and kernel choices in lightserve/ under XDG_CACHE_HOME or ~/.cache (`make clean-cache`
+# removes these), and Hugging Face's where a --model is downloaded.
 
 PYTHON ?= python3
 VENV   ?= .venv
+# What only talks to servers, here or elsewhere: small, without torch.
+CLIENTS ?= .venv-clients
 # Installed first, so that it decides which build of torch is used: any pip requirement or wheel.
 TORCH  ?= torch==2.13.0
 PORT   ?= 8000
-# Further flags of `lightserve serve`, for instance ARGS="--model path --tp 2".
+# Further flags of `lightserve serve`, for instance ARGS="--model path --tp 2"; of `lightserve chat`
+# for `make chat`, of bench/load_test.py for `make bench-client`.
 ARGS   ?=
 # For a GPU machine without internet: a directory of wheels, the Python they are for, and where
 # gpu-check leaves its report.
@@ -15,18 +20,30 @@ WHEELS_FOR ?= 3.12
 GPU_OUT    ?= build/gpu-check
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python $(PIP_INSTALL)
+CLIENTS_PIP := $(CLIENTS)/bin/python $(PIP_INSTALL)
+CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	|| { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 1; }
 TORCH_KEY := $(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 HAS_VENV  := $(VENV)/.has-venv
 HAS_TORCH := $(VENV)/.has-torch-$(TORCH_KEY)
 HAS_SERVE := $(VENV)/.has-serve
 HAS_TEST  := $(VENV)/.has-test
+HAS_CLIENTS := $(CLIENTS)/.has-clients
+LIGHTSERVE_CACHE = $${XDG_CACHE_HOME:-$$HOME/.cache}/lightserve
 SOURCES := lightserve tests bench
 
-.PHONY: serve test check fmt bench gpu-check gpu-wheels clean
+.PHONY: serve chat bench-client test check fmt bench gpu-check gpu-wheels clean clean-cache
 
 serve: $(HAS_SERVE)
 	@exec $(BIN)/lightserve serve --port $(PORT) $(ARGS)
+
+chat: $(HAS_CLIENTS)
+	@exec $(CLIENTS)/bin/lightserve chat $(ARGS)
+
+bench-client: $(HAS_CLIENTS)
+	@exec $(CLIENTS)/bin/python bench/load_test.py $(or $(ARGS),--help)
 
 test: $(HAS_TEST)
 	$(BIN)/pytest
@@ -68,15 +85,20 @@ gpu-wheels:
 		--dest $(or $(WHEELS),.whl) --requirement bench/gpu_wheels.txt
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@echo "Measured step times stay in $(LIGHTSERVE_CACHE); make clean-cache removes them."
+
+clean-cache:
+	rm -rf "$(LIGHTSERVE_CACHE)"
 
 $(HAS_VENV):
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
 $(HAS_TORCH): $(HAS_VENV)
+	@echo "Installing '$(TORCH)' and what lightserve needs into $(VENV), once: on disk about 1 GB"
+	@echo "with a build of torch for CPUs, several GB with one for GPUs (README.md says how to choose)."
 	$(PIP) '$(TORCH)'
 	@rm -f $(VENV)/.has-torch-*
 	@touch $@
@@ -88,3 +110,12 @@ $(HAS_SERVE): $(HAS_TORCH) pyproject.toml
 $(HAS_TEST): $(HAS_TORCH) pyproject.toml
 	$(PIP) -e '.[test]'
 	@touch $@ $(HAS_SERVE)
+
+$(HAS_CLIENTS): pyproject.toml docker/bench_requirements.py
+	@$(CHECK_PYTHON)
+	@echo "Installing what chat, the load client and kv-map need into $(CLIENTS), once: about 0.3 GB."
+	$(PYTHON) -m venv $(CLIENTS)
+	$(PYTHON) docker/bench_requirements.py pyproject.toml bench chat plots > $(CLIENTS)/requirements.txt
+	$(CLIENTS_PIP) --requirement $(CLIENTS)/requirements.txt
+	$(CLIENTS_PIP) --no-deps -e .
+	@touch $@

@@ -1,7 +1,9 @@
-"""Print what bench/load_test.py needs, as pyproject.toml declares it: one requirement per line.
+"""Print what clients need, as pyproject.toml declares it: one requirement per line.
 
-That is the extra `bench` and, of the server's own dependencies, the few that the load client
-shares; installing the package itself would bring torch.
+    python docker/bench_requirements.py pyproject.toml [EXTRA ...]
+
+That is what the extras name (by default `bench`, for bench/load_test.py) and, of the server's own
+dependencies, the few that clients share; installing the package itself would bring torch.
 """
 
 from __future__ import annotations
@@ -9,21 +11,23 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 SHARED = {"click", "msgspec", "numpy"}
 
 
-def requirements(pyproject: str) -> list[str]:
-    """Return the requirements in a text of pyproject.toml."""
+def requirements(pyproject: str, extras: Sequence[str] = ("bench",)) -> list[str]:
+    """Return the requirements in a text of pyproject.toml, each once."""
     project = tomllib.loads(pyproject)["project"]
     shared = [
         requirement
         for requirement in project["dependencies"]
         if re.split(r"[^A-Za-z0-9_.-]", requirement)[0] in SHARED
     ]
-    return [*shared, *project["optional-dependencies"]["bench"]]
+    of_extras = [line for extra in extras for line in project["optional-dependencies"][extra]]
+    return list(dict.fromkeys([*shared, *of_extras]))
 
 
 if __name__ == "__main__":
-    print("\n".join(requirements(Path(sys.argv[1]).read_text())))
+    print("\n".join(requirements(Path(sys.argv[1]).read_text(), sys.argv[2:] or ("bench",))))

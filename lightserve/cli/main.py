@@ -67,6 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _fail(error.format_message(), error.exit_code)
     except click.Abort:
         sys.exit(130)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "lightserve"):
+            raise
+        _fail(
+            f"{package} is missing: this command needs what the server needs. In a checkout,"
+            " make serve installs that into .venv; pip install -e . does so here, with torch",
+            1,
+        )
     except LightserveError as error:
         logging.getLogger(__name__).debug("failed", exc_info=True)
         _fail(one_line(error), 2 if isinstance(error, ConfigError) else 1)

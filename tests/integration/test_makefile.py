@@ -1,10 +1,15 @@
-"""The Makefile's stamps, with commands that only print."""
+"""The Makefile's stamps, with commands that only print; clients without the server's packages."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
+
+import pytest
 
 import lightserve
 
@@ -58,3 +63,105 @@ def test_wheels_for_the_gpu_check_are_downloaded_for_its_python() -> None:
     commands = _dry_run("gpu-wheels", "WHEELS_FOR=3.13")
     assert "pip download" in commands and "--python-version 3.13" in commands
     assert "--dest .whl --requirement bench/gpu_wheels.txt" in commands
+
+
+CLIENT_EXTRAS = ("bench", "chat", "plots")
+
+
+def _client_requirements() -> list[str]:
+    command = [sys.executable, "docker/bench_requirements.py", "pyproject.toml", *CLIENT_EXTRAS]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True
+    )
+    return [re.split(r"[^A-Za-z0-9_.-]", line)[0] for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("target", "program"),
+    [
+        ("chat", "bin/lightserve chat --more"),
+        ("bench-client", "bin/python bench/load_test.py --more"),
+    ],
+)
+def test_clients_get_an_environment_without_torch(
+    target: str, program: str, tmp_path: Path
+) -> None:
+    clients = tmp_path / "clients"
+    commands = _dry_run(target, f"CLIENTS={clients}", "ARGS=--more", "VENV=not-this-one")
+    assert commands.rstrip().endswith(f"{clients}/{program}")
+    assert (
+        "--no-deps -e ." in commands and f"pyproject.toml {' '.join(CLIENT_EXTRAS)} >" in commands
+    )
+    assert "not-this-one" not in commands and "torch==" not in commands
+    assert "torch" not in _client_requirements()
+
+
+def _without_the_server(*arguments: str, question: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a program where of the project's packages only those of clients can be imported."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[^A-Za-z0-9_.-]", line)[0] for line in project["dependencies"]}
+    modules = {"pyzmq": "zmq", "pyyaml": "yaml"}
+    hidden = {modules.get(name, name) for name in names - set(_client_requirements())}
+    assert {"torch", "fastapi", "zmq"} <= hidden and not hidden & {"httpx", "click", "aiohttp"}
+    script = (
+        f"import runpy, sys\nsys.modules.update(dict.fromkeys({sorted(hidden)}))\n"
+        "sys.argv = sys.argv[1:]\n"
+        "import os; sys.path.insert(0, os.path.dirname(sys.argv[0]) or '.')\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__') if sys.argv[0].endswith('.py') else "
+        "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=ROOT,
+        input=question,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("lightserve", "chat", "--url", "http://127.0.0.1:1"), "lightserve: error: "),
+        (("lightserve", "kv-map", "http://127.0.0.1:1", "-o", "kv.png"), "lightserve: error: "),
+        (("bench/load_test.py", "--url", "http://127.0.0.1:1", "--rate", "1"), "127.0.0.1:1"),
+    ],
+    ids=lambda value: str(value)[:32],
+)
+def test_clients_run_without_the_servers_packages(
+    arguments: tuple[str, ...], expected: str
+) -> None:
+    done = _without_the_server(*arguments, question="Hello")
+    assert done.returncode == 1, done.stderr
+    assert expected in done.stderr and "is missing" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_server_without_its_packages_says_how_to_get_them() -> None:
+    done = _without_the_server("lightserve", "serve")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "is missing: this command needs what the server needs" in done.stderr
+    assert "pip install -e ." in done.stderr
+
+
+def test_the_first_install_says_how_large_it_is() -> None:
+    commands = _dry_run("serve", "VENV=none-there", "TORCH=some-torch")
+    echo, install = (commands.index(words) for words in ("about 1 GB", "pip install"))
+    assert echo < install and "some-torch" in commands[echo - 200 : echo]
+
+
+def test_the_cache_outside_is_named_and_removed_on_demand(tmp_path: Path) -> None:
+    assert "XDG_CACHE_HOME" in _dry_run("clean") and "clean-cache" in _dry_run("clean")
+    (tmp_path / "lightserve" / "profiles").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    subprocess.run(
+        ["make", "clean-cache"],
+        cwd=ROOT,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        timeout=600,
+        check=True,
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]

@@ -33,7 +33,7 @@ TWO = Cores(num_allowed=2, num_usable=2, num_ranks=1)
 @pytest.mark.parametrize(
     ("num_weights", "cores", "expected"),
     [
-        (7_900_000, TWO, 1),  # the bundled model
+        (3_737_856, TWO, 1),  # the bundled model
         (15_000_000, Cores(64, 64, 1), 1),
         (153_000_000, TWO, 2),
         (153_000_000, Cores(64, 64, 1), 19),
