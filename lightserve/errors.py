@@ -3,7 +3,6 @@
     LightserveError
     ├── InvalidRequest     a client's mistake: becomes a 4xx in OpenAI's error shape
     ├── ConfigError        an operator's mistake: exit code 2 and one line on stderr
-    │   └── MissingExtra   a package of an extra is not installed
     ├── ModelLoadError     model files that cannot be served: exit code 1 and one line
     ├── StartupError       anything else that keeps the server from starting: exit code 1
     ├── DeviceError        a worker's GPU failed in a step: the group of workers is replaced
@@ -19,10 +18,6 @@
 """
 
 from __future__ import annotations
-
-import importlib.metadata
-import shlex
-import sys
 
 
 class LightserveError(Exception):
@@ -53,30 +48,6 @@ class InvalidRequest(LightserveError):
 
 class ConfigError(LightserveError):
     """A flag or configuration value outside its limits; the text names flag, limit and value."""
-
-
-class MissingExtra(ConfigError):
-    """A package that comes with an extra is not installed; the text is a command that works.
-
-    It names the packages themselves: lightserve is on no index, and installing it again without
-    `-e` would put a copy in the place of a checkout.
-    """
-
-    def __init__(self, package: str, extra: str) -> None:
-        try:
-            declared = importlib.metadata.requires("lightserve") or []
-        except importlib.metadata.PackageNotFoundError:
-            declared = []  # run from its directory alone
-        wanted = f"extra == '{extra}'"
-        packages = [
-            line.partition(";")[0].strip()
-            for line in declared
-            if line.partition(";")[2].strip().replace('"', "'") == wanted
-        ]
-        names = " ".join(shlex.quote(name) for name in packages or [package])
-        super().__init__(
-            f"{package} is missing: {shlex.quote(sys.executable)} -m pip install {names}"
-        )
 
 
 class ModelLoadError(LightserveError):

@@ -9,7 +9,8 @@ import click
 
 from lightserve.cli.api_key import api_key_options, read_api_key
 from lightserve.cli.options import FiniteRange
-from lightserve.errors import ConfigError, MissingExtra
+from lightserve.errors import ConfigError
+from lightserve.extras import missing_extra
 
 if TYPE_CHECKING:
     from lightserve.chat.client import Piece
@@ -44,7 +45,7 @@ def command(**values: Any) -> int:
         from lightserve.chat.client import ChatClient  # noqa: PLC0415 - an extra
         from lightserve.chat.session import Session  # noqa: PLC0415
     except ModuleNotFoundError as error:
-        raise MissingExtra((error.name or "").partition(".")[0], "chat") from error
+        raise missing_extra((error.name or "").partition(".")[0], "chat") from error
     api_key = read_api_key(api_key_env=values["api_key_env"], api_key_file=values["api_key_file"])
     client = ChatClient(values["url"], api_key=api_key, timeout_s=values["timeout_s"])
     try:

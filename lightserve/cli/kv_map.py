@@ -9,7 +9,8 @@ import click
 
 from lightserve.cli.api_key import api_key_options, read_api_key
 from lightserve.cli.options import FiniteRange
-from lightserve.errors import ConfigError, MissingExtra
+from lightserve.errors import ConfigError
+from lightserve.extras import missing_extra
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -47,6 +48,6 @@ def command(url: str, output: Path, timeout_s: float, **key: Any) -> int:
         from lightserve.kv_map.picture import draw_map  # noqa: PLC0415
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
-        raise MissingExtra(name, "plots") from error
+        raise missing_extra(name, "plots") from error
     draw_map(fetch_map(url, api_key=api_key, timeout_s=timeout_s), output)
     return 0

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lightserve.errors import ConfigError, MissingExtra
+from lightserve.errors import ConfigError
+from lightserve.extras import missing_extra
 from lightserve.sim.report import TIMELINE_QUANTILE, TimelinePoint
 
 
@@ -25,7 +26,7 @@ def draw_timeline(points: Sequence[TimelinePoint], capacity_tokens: int, path: P
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
-        raise MissingExtra("matplotlib", "plots") from error
+        raise missing_extra("matplotlib", "plots") from error
     figure = Figure(figsize=(12, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

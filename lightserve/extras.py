@@ -1,0 +1,30 @@
+"""What to say when a package is missing that comes with an extra: a command that works.
+
+It names the packages themselves: lightserve is on no index, and installing it once more without
+`-e` would put a copy in the place of a checkout.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shlex
+import sys
+
+from lightserve.errors import ConfigError
+
+
+def missing_extra(package: str, extra: str) -> ConfigError:
+    """Return the error that names a package and installs all those of its extra."""
+    try:
+        declared = importlib.metadata.requires("lightserve") or []
+    except importlib.metadata.PackageNotFoundError:
+        declared = []  # run from its directory alone
+    packages = []
+    for line in declared:
+        requirement, _, marker = line.partition(";")
+        if marker.strip().replace('"', "'") == f"extra == '{extra}'":
+            packages.append(requirement.strip())
+    names = " ".join(shlex.quote(name) for name in packages or [package])
+    return ConfigError(
+        f"{package} is missing: {shlex.quote(sys.executable)} -m pip install {names}"
+    )
