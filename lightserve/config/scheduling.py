@@ -131,6 +131,12 @@ class SchedulingOptions:
     be_max_waiting_tokens: int = option(
         67_108_864, "Prompt tokens of waiting best-effort requests; more get a 429.", low=1
     )
+    max_parameter_bytes: int = option(
+        67_108_864,
+        "Memory in the router for allowed token ids, biases and constraints of all requests of a"
+        " class, kept once for all choices of one; more get a 429.",
+        low=1,
+    )
     burst_headroom_s: float = option(
         0.0,
         "KV memory that best-effort requests leave free: what real-time ones bring within this"

@@ -75,6 +75,7 @@ class RouterCore(CoreState):
                 for request in [*self._requests.values(), *self._unfinished.values()]:
                     if request.key.frontend_id == frontend_id:
                         self._forget(request)
+                self._parameters.forget(frontend_id)
             case WorkersReady() as ready:
                 self._start_workers(ready, deltas)
             case WorkersGone():
@@ -87,6 +88,7 @@ class RouterCore(CoreState):
         request = request_of(
             frontend_id,
             submit,
+            self._parameters.share(frontend_id, submit),
             now_s=now_s,
             arrival_number=self._num_arrivals,
             admission_limit=self._config.admission_limit,
@@ -98,11 +100,15 @@ class RouterCore(CoreState):
         limits = self._config.queue_limits[request.request_class]
         if not self._can_ever_fit(request):
             deltas.fail(request, ErrorCode.TOO_LARGE)
-        elif not limits.has_room(backlog, request.num_prompt_tokens):
+        elif not (
+            limits.has_room(backlog, request.num_prompt_tokens)
+            and self._parameters.has_room(request)
+        ):
             retry_after_s = self._waits.retry_after_s(request.request_class, self._kv)
             deltas.fail(request, ErrorCode.QUEUE_FULL, retry_after_s=retry_after_s)
         else:
             self._requests[request.key] = request
+            self._parameters.hold(request)
             self._targets.apply(request, self._kv)
             self._waiting.append(request)
             if request.request_class is RT:
@@ -134,8 +140,9 @@ class RouterCore(CoreState):
 
     def _forget(self, request: Request) -> None:
         """Drop a request in whatever state it is."""
-        self._unfinished.pop(request.key, None)
-        if request.key in self._requests:
+        if self._unfinished.pop(request.key, None) is not None:
+            self._parameters.release(request)
+        else:
             self._end(request)
 
     def _can_ever_fit(self, request: Request) -> bool:
@@ -181,6 +188,7 @@ class RouterCore(CoreState):
                 deltas.fail(request, ErrorCode.WORKER_LOST)
                 request.state = ENDED
                 del self._requests[request.key]
+                self._parameters.release(request)
                 continue
             request.num_replays += was_in_flight
             request.num_requeues += 1
@@ -316,6 +324,8 @@ class RouterCore(CoreState):
     def _end(self, request: Request) -> None:
         """Forget a request, whatever state it is in; its slots wait for plans in flight."""
         del self._requests[request.key]
+        if request.key not in self._unfinished:
+            self._parameters.release(request)
         self._clear(request)
         if request.request_class is RT:
             self._demand.note_end(len(request.output_token_ids))

@@ -29,6 +29,8 @@ class CoreConfig:
     """What real-time requests bring in this time stays free of best-effort ones; 0: nothing."""
     queue_limits: Mapping[RequestClass, QueueLimits]
     """Of every class."""
+    max_parameter_bytes: int = NO_LIMIT
+    """Memory of the parameters of all requests of a class, prompts aside."""
     policy: Policy
     slo_clock: SLOClock = curve_clock
     """Which deadlines targets mean, for policies that look at them."""

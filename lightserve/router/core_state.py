@@ -11,6 +11,7 @@ from lightserve.router.burst import BurstHeadroom
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.counters import KVCounters, SkipCounters
 from lightserve.router.demand import RealTimeDemand
+from lightserve.router.intake import HeldParameters
 from lightserve.router.integrity import check_integrity
 from lightserve.router.kv.description import describe_kv
 from lightserve.router.kv.store import KVStore
@@ -39,6 +40,7 @@ class CoreState:
         )
         self._waits = WaitForecast(config, self._waiting, self._rows, self._pipeline)
         self._targets = SchedulingTargets(config, self._pipeline, self._waits)
+        self._parameters = HeldParameters(config.max_parameter_bytes)
         self._unfinished: dict[RequestKey, Request] = {}
         """Requests whose last token was sent, but whose frontend still looks for a stop string."""
         self._demand = RealTimeDemand(config.lengths.prior)
@@ -122,6 +124,11 @@ class CoreState:
         return 0 if self._kv is None else self._kv.checkpoints.num_used
 
     @property
+    def parameter_bytes(self) -> Mapping[RequestClass, int]:
+        """Memory of what requests have besides their prompts."""
+        return self._parameters.num_bytes
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that have ended here, but whose frontend has not said at which token."""
         return len(self._unfinished)
@@ -137,3 +144,7 @@ class CoreState:
     def check_integrity(self) -> None:
         """Assert what must hold between any two calls (architecture 6, invariant 1)."""
         check_integrity(self._requests, self._waiting, self._rows, self._kv)
+        held = [*self._requests.values(), *self._unfinished.values()]
+        for request_class, num_bytes in self._parameters.num_bytes.items():
+            kept = {r.parameters for r in held if r.request_class is request_class}
+            assert num_bytes == sum(parameters.num_bytes for parameters in kept)

@@ -48,6 +48,7 @@ def make_core_config(config: ServeConfig, *, max_model_len: int, seed: int = 0) 
                 config.be_max_waiting_requests, config.be_max_waiting_tokens
             ),
         },
+        max_parameter_bytes=config.max_parameter_bytes,
         policy=policy,
         slo_clock=SLO_CLOCKS[config.slo_clock],
         admission=make_admission(config, lengths, seed, is_class_aware=policy.is_class_aware),

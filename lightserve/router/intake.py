@@ -1,18 +1,33 @@
-"""What may enter the queues: requests from messages, and bounds per class."""
+"""What may enter the queues: requests from messages, and bounds per class.
+
+Prompts are bounded as tokens; everything else of a request that may be large is bounded as memory,
+from its arrival to its end, and kept once for all choices.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from lightserve.errors import ProtocolError
-from lightserve.messages.common import Int32Array, unpack_int32
+from lightserve.messages.common import Constraint, Int32Array, unpack_int32
 from lightserve.messages.frontend_router import Submit
-from lightserve.router.plan_bytes import parameter_bytes
 from lightserve.router.queues import Backlog
-from lightserve.router.request import Request
-from lightserve.types import FrontendId, RequestKey
+from lightserve.router.request import Parameters, Request
+from lightserve.types import FrontendId, RequestClass, RequestKey
+
+ID_BYTES = 40
+"""Memory of a token id in a tuple."""
+BIAS_BYTES = 128
+"""Of an id and its bias in one."""
+EOS_BYTES = 104
+"""Of an id in a set."""
+CHARACTER_BYTES = 8
+"""Of a text that is not ASCII, with what Python keeps of it in UTF-8."""
+
+_encoder = msgspec.msgpack.Encoder()
 
 
 @dataclass(frozen=True)
@@ -33,15 +48,96 @@ class QueueLimits:
         )
 
 
+class HeldParameters:
+    """The parameters of all requests that the router has, and the memory that they take.
+
+    Choices come one after the other, as do often requests of one client: parameters that are equal
+    to those before them are the same object.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes` of each class; what a request has for itself may be larger."""
+        self._max_bytes = max_bytes
+        self._last: dict[tuple[FrontendId, RequestClass], Parameters] = {}
+        self.num_bytes = dict.fromkeys(RequestClass, 0)
+
+    def share(self, frontend_id: FrontendId, submit: Submit) -> Parameters:
+        """Return the parameters of a request that arrives."""
+        key = frontend_id, submit.request_class
+        last = self._last.get(key)
+        if last is None or not _is_equal(last, submit):
+            last = self._last[key] = _parameters_of(submit)
+        return last
+
+    def has_room(self, request: Request) -> bool:
+        """Whether a request's parameters may be held."""
+        num_held = self.num_bytes[request.request_class]
+        num_more = 0 if request.parameters.num_holders else request.parameters.num_bytes
+        return num_more == 0 or num_held == 0 or num_held + num_more <= self._max_bytes
+
+    def hold(self, request: Request) -> None:
+        """Count what a request has that was let in."""
+        if request.parameters.num_holders == 0:
+            self.num_bytes[request.request_class] += request.parameters.num_bytes
+        request.parameters.num_holders += 1
+
+    def release(self, request: Request) -> None:
+        """Count it no longer."""
+        request.parameters.num_holders -= 1
+        if request.parameters.num_holders == 0:
+            self.num_bytes[request.request_class] -= request.parameters.num_bytes
+
+    def forget(self, frontend_id: FrontendId) -> None:
+        """Keep nothing of a frontend that is gone for requests to come."""
+        for request_class in RequestClass:
+            self._last.pop((frontend_id, request_class), None)
+
+
+def _is_equal(parameters: Parameters, submit: Submit) -> bool:
+    return (
+        parameters.allowed_token_ids == submit.sampling.allowed_token_ids
+        and parameters.logit_bias == submit.sampling.logit_bias
+        and parameters.constraint == submit.constraint
+        and parameters.eos_token_ids == frozenset(submit.eos_token_ids)
+    )
+
+
+def _parameters_of(submit: Submit) -> Parameters:
+    sampling = submit.sampling
+    eos_token_ids = frozenset(submit.eos_token_ids)
+    lists = sampling.allowed_token_ids, sampling.logit_bias, list(eos_token_ids), submit.constraint
+    return Parameters(
+        sampling.allowed_token_ids,
+        sampling.logit_bias,
+        eos_token_ids,
+        submit.constraint,
+        num_bytes=(
+            ID_BYTES * len(sampling.allowed_token_ids)
+            + BIAS_BYTES * len(sampling.logit_bias)
+            + EOS_BYTES * len(eos_token_ids)
+            + _text_bytes(submit.constraint)
+        ),
+        num_plan_bytes=len(_encoder.encode(lists)),
+    )
+
+
+def _text_bytes(constraint: Constraint | None) -> int:
+    if constraint is None:
+        return 0
+    texts: tuple[str, ...] = msgspec.structs.astuple(constraint)
+    return sum(len(text) if text.isascii() else CHARACTER_BYTES * len(text) for text in texts)
+
+
 def request_of(
     frontend_id: FrontendId,
     submit: Submit,
+    parameters: Parameters,
     *,
     now_s: float,
     arrival_number: int,
     admission_limit: int | None,
 ) -> Request:
-    """Return what the router keeps of a message.
+    """Return what the router keeps of a message; `parameters` are equal to its own.
 
     Raises:
         ProtocolError: it has no prompt or nothing to generate.
@@ -53,19 +149,21 @@ def request_of(
         key=RequestKey(frontend_id, submit.request_id),
         prompt_token_ids=prompt,
         max_tokens=submit.max_tokens,
-        eos_token_ids=frozenset(submit.eos_token_ids),
-        sampling=submit.sampling,
+        eos_token_ids=parameters.eos_token_ids,
+        sampling=msgspec.structs.replace(
+            submit.sampling,
+            allowed_token_ids=parameters.allowed_token_ids,
+            logit_bias=parameters.logit_bias,
+        ),
         request_class=submit.request_class,
         arrival_s=now_s - submit.age_s,
         arrival_number=arrival_number,
         priority=submit.priority,
         slo=submit.slo,
         prediction_key=(submit.request_class, submit.prediction_key),
-        constraint=submit.constraint,
+        constraint=parameters.constraint,
         prefix_salt=submit.prefix_salt,
-        num_parameter_bytes=parameter_bytes(
-            submit.sampling, submit.eos_token_ids, submit.constraint
-        ),
+        parameters=parameters,
         num_acknowledged_tokens=0 if submit.needs_acknowledgement else None,
         admission_limit=min(submit.max_tokens, admission_limit or submit.max_tokens),
     )

@@ -9,35 +9,22 @@ What is taken for newcomers is at most a token for each of theirs, and one victi
 
 from __future__ import annotations
 
-import msgspec
-
-from lightserve.messages.common import Constraint
 from lightserve.messages.router_worker import MAX_PLAN_BYTES
 from lightserve.router.request import Request
-from lightserve.types import SamplingParams
 
 MAX_NEWCOMER_BYTES = 8 * 1024 * 1024
 """Of those that begin in one step, unless there is only one: also a bound on the time that the
 router and the workers spend on them between two steps."""
 ROW_BYTES = 40
 """A `PlanRow` and the `SlotRange` of its new tokens, without these."""
-SEQUENCE_BYTES = 128
-"""The same of a newcomer, with its `AddSequence` and its second range."""
+SEQUENCE_BYTES = 256
+"""The same of a newcomer, with its `AddSequence` and its second range, and all parameters of one
+number each."""
 SLOT_BYTES = TOKEN_BYTES = 4
 COPY_BYTES = 8
 """A token that is copied: its slot in the pool, and that on the host."""
 REST_BYTES = 32 * 1024 * 1024
 """`ROW_BYTES` for 65,536 rows, slots and copies of 1,048,576 new tokens, copies ahead."""
-
-_encoder = msgspec.msgpack.Encoder()
-
-
-def parameter_bytes(
-    sampling: SamplingParams, eos_token_ids: list[int], constraint: Constraint | None
-) -> int:
-    """Return what the parameters of a request take in a plan."""
-    parts = (sampling, eos_token_ids, constraint)
-    return sum(len(_encoder.encode(part)) for part in parts)
 
 
 def newcomer_bytes(request: Request) -> int:
@@ -48,7 +35,7 @@ def newcomer_bytes(request: Request) -> int:
     num_known = request.num_known_tokens
     return (
         SEQUENCE_BYTES
-        + request.num_parameter_bytes
+        + request.parameters.num_plan_bytes
         + (TOKEN_BYTES + SLOT_BYTES) * num_known
         + COPY_BYTES * request.num_loaded_by_start
     )
@@ -60,6 +47,6 @@ def fits_into_plans(request: Request, max_model_len: int) -> bool:
     With all its KV on the host, room made for all of it, and a victim that loses all.
     """
     num_tokens = request.num_prompt_tokens + request.max_tokens
-    most = SEQUENCE_BYTES + request.num_parameter_bytes
+    most = SEQUENCE_BYTES + request.parameters.num_plan_bytes
     most += (TOKEN_BYTES + SLOT_BYTES + 2 * COPY_BYTES) * num_tokens
     return most + COPY_BYTES * max_model_len <= MAX_PLAN_BYTES - REST_BYTES

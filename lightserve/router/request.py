@@ -54,6 +54,22 @@ WAITING, RUNNING, ENDED = RequestState.WAITING, RequestState.RUNNING, RequestSta
 
 
 @dataclass(slots=True, eq=False)
+class Parameters:
+    """What may be large of a request besides its prompt; its choices have it in common."""
+
+    allowed_token_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    eos_token_ids: frozenset[int] = frozenset()
+    constraint: Constraint | None = None
+    num_bytes: int = 0
+    """Memory that it takes."""
+    num_plan_bytes: int = 0
+    """What it takes in a plan."""
+    num_holders: int = 0
+    """Requests of the router that have it."""
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """One request. Only `RouterCore` and the parts it owns write to it."""
 
@@ -79,8 +95,8 @@ class Request:
     prefix_salt: str = ""
     deadlines: DeadlineTracker | None = None
     """When its next token is due; None under policies that do not ask."""
-    num_parameter_bytes: int = 0
-    """What its parameters take in a plan."""
+    parameters: Parameters = field(default_factory=Parameters)
+    """Where its large parameters are counted."""
     num_acknowledged_tokens: int | None = None
     """Output tokens that the frontend found free of stop strings; None: it has none to look for."""
 

@@ -168,7 +168,7 @@ def test_a_newcomer_takes_no_more_than_was_said(
     assert isinstance(step, PlannedStep)
     said = newcomer_bytes(step.allotments[0][0])
     plan = core.commit(step, 0.0)
-    assert said - 128 <= len(msgspec.msgpack.encode(plan.sequences + plan.slot_ranges)) <= said
+    assert said - 256 <= len(msgspec.msgpack.encode(plan.sequences + plan.slot_ranges)) <= said
 
 
 class _Weighed(Storm):

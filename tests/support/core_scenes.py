@@ -81,6 +81,7 @@ def make_core(
     burst_headroom_s: float = 0.0,
     max_model_len: int = MAX_LEN,
     max_num_seqs: int = MAX_SEQS,
+    max_parameter_bytes: int = 1 << 30,
 ) -> RouterCore:
     return RouterCore(
         CoreConfig(
@@ -88,6 +89,7 @@ def make_core(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             queue_limits=dict.fromkeys(RequestClass, QueueLimits(max_waiting, 1 << 30)),
+            max_parameter_bytes=max_parameter_bytes,
             policy=POLICIES[policy](),
             slo_clock=slo_clock,
             burst_headroom_s=burst_headroom_s,

@@ -1,16 +1,37 @@
-"""Queues bounded per class, in requests and tokens."""
+"""Queues bounded per class, in requests and tokens; what requests have besides, as memory."""
 
 from __future__ import annotations
+
+import tracemalloc
+from typing import Any
 
 import pytest
 from support.core_scenes import Arrival, make_core, submit
 
-from lightserve.messages.frontend_router import ClassLoad, ErrorCode, RequestDelta
-from lightserve.router.events import FromFrontend
+from lightserve.channels.codec import Codec
+from lightserve.messages.common import Constraint, JsonSchemaConstraint
+from lightserve.messages.frontend_router import (
+    Abort,
+    ClassLoad,
+    ErrorCode,
+    Finish,
+    FrontendMessage,
+    RequestDelta,
+    RouterMessage,
+)
+from lightserve.messages.router_worker import RowResult, StepResult
+from lightserve.router.core import RouterCore
+from lightserve.router.events import (
+    FromFrontend,
+    FrontendGone,
+    PlannedStep,
+    WorkersGone,
+    WorkersReady,
+)
 from lightserve.router.intake import QueueLimits
 from lightserve.router.queues import Backlog
 from lightserve.router.waits import MIN_RETRY_S
-from lightserve.types import FrontendId, RequestClass
+from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
 
 FRONTEND = FrontendId(0)
 
@@ -47,3 +68,102 @@ def test_one_class_does_not_fill_the_queue_of_the_other() -> None:
         RequestClass.BE: ClassLoad(2, 16, 0),
         RequestClass.RT: ClassLoad(1, 8, 0),
     }
+
+
+RT, BE = RequestClass.RT, RequestClass.BE
+ARRIVAL = Arrival(0.0, 8, 4, 4)
+
+
+def _ids(number: int, count: int) -> tuple[int, ...]:
+    return tuple(range(300 + number, 300 + number + count))
+
+
+def _sent(core: RouterCore, number: int, **fields: Any) -> list[RequestDelta]:
+    """Submit as over a link: nothing that arrives is the same object as anything else."""
+    frontend_id = fields.pop("frontend_id", FRONTEND)
+    arrival = Arrival(0.0, 8, 4, 4, request_class=fields.pop("request_class", RT))
+    codec: Codec[Any, Any] = Codec(send_type=FrontendMessage, recv_type=RouterMessage)
+    other: Codec[Any, Any] = Codec(send_type=RouterMessage, recv_type=FrontendMessage)
+    message = other.decode(codec.encode(submit(number, arrival, **fields)))
+    news = core.on_message(FromFrontend(frontend_id, message), 1.0)
+    core.check_integrity()
+    return [delta for outgoing in news for delta in outgoing.message.requests]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "constraint"),
+    [
+        (SamplingParams(allowed_token_ids=_ids(0, 60_000)), None),
+        (SamplingParams(logit_bias=tuple((300 + n, 0.1 * n) for n in range(1024))), None),
+        (SamplingParams(), JsonSchemaConstraint(schema="a" * 100_000)),
+        (SamplingParams(), JsonSchemaConstraint(schema="\U0001f600" * 50_000)),
+    ],
+)
+def test_parameters_take_no_more_memory_than_is_counted(
+    sampling: SamplingParams, constraint: Constraint | None
+) -> None:
+    core = make_core("chunked")
+    _sent(core, 0, sampling=sampling, constraint=constraint)  # Python keeps what it encodes
+    core.on_message(FrontendGone(FRONTEND), 1.0)
+    tracemalloc.start()
+    _sent(core, 1, sampling=sampling, constraint=constraint)
+    first, _ = tracemalloc.get_traced_memory()
+    for number in range(2, 17):  # its other choices
+        _sent(core, number, sampling=sampling, constraint=constraint)
+    all_of_them, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    counted = core.parameter_bytes[RT]
+    assert first < counted + 20_000
+    assert all_of_them < counted + 100_000, "the choices share them"
+    assert counted < 3 * first
+
+
+def test_parameters_of_a_class_are_bounded_as_memory() -> None:
+    core = make_core("chunked", max_parameter_bytes=100_000)
+    for number, size in enumerate([1000, 1000]):
+        assert (
+            _sent(core, number, sampling=SamplingParams(allowed_token_ids=_ids(number, size))) == []
+        )
+    more = SamplingParams(allowed_token_ids=_ids(7, 1000))
+    (refusal,) = _sent(core, 2, sampling=more)
+    assert refusal.error is ErrorCode.QUEUE_FULL
+    assert _sent(core, 3) == [], "what has none waits as before"
+    same = SamplingParams(allowed_token_ids=_ids(1, 1000), choice=1)
+    assert _sent(core, 4, sampling=same) != [], "others came between"
+    assert _sent(core, 5, sampling=more, request_class=BE) == [], "the other class has its own"
+    core.on_message(FromFrontend(FRONTEND, Abort(request_id=RequestId(0))), 1.0)
+    assert _sent(core, 6, sampling=more) == []
+
+
+def test_one_request_may_have_more_for_itself_and_its_choices() -> None:
+    core = make_core("chunked", max_parameter_bytes=1000)
+    for choice in range(4):
+        large = SamplingParams(allowed_token_ids=_ids(0, 1000), choice=choice)
+        assert _sent(core, choice, sampling=large) == []
+    (refusal,) = _sent(core, 9, sampling=SamplingParams(allowed_token_ids=_ids(1, 10)))
+    assert refusal.error is ErrorCode.QUEUE_FULL
+
+
+def test_parameters_are_counted_until_the_last_choice_has_ended() -> None:
+    core = make_core("chunked")
+    core.on_message(WorkersReady(120), 0.0)
+    counts = []
+    large = SamplingParams(allowed_token_ids=_ids(0, 1000))
+    for number, is_looked_at in enumerate([False, True, False]):
+        _sent(core, number, sampling=large, needs_acknowledgement=is_looked_at)
+    while isinstance(step := core.plan(5.0), PlannedStep):
+        plan = core.commit(step, 5.0)
+        rows = [RowResult(row.row, [1]) for row in plan.rows if row.output]  # EOS
+        result = StepResult(step_id=plan.step_id, generation=0, rows=rows, exec_s=0.01, idle_s=0.0)
+        core.on_result(result, 5.0)
+        core.check_integrity()
+        counts.append(core.parameter_bytes[RT])
+    assert counts[-1] == 1000 * 40 + 104, "its frontend may yet shorten one of them"
+    core.on_message(FromFrontend(FRONTEND, Finish(request_id=RequestId(1), num_tokens=1)), 6.0)
+    assert core.parameter_bytes[RT] == 0
+    _sent(core, 5, sampling=large)
+    core.on_message(WorkersGone(), 7.0)
+    core.check_integrity()
+    core.on_message(FrontendGone(FRONTEND), 7.0)
+    core.check_integrity()
+    assert core.parameter_bytes[RT] == 0

@@ -15,7 +15,7 @@ from lightserve.router.intake import request_of
 from lightserve.router.lanes import PriorityLanes
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.queues import WaitingQueue
-from lightserve.router.request import Request
+from lightserve.router.request import Parameters, Request
 from lightserve.sim.simulation import TimedEvent
 from lightserve.types import SLO, FrontendId, RequestClass, RequestKey
 
@@ -105,5 +105,10 @@ def test_under_every_policy_lower_numbers_start_first(
 def test_the_router_keeps_what_a_message_says() -> None:
     slo = SLO(ttft_ms=5.0, mtpot_ms=7.0)
     message = submit(3, Arrival(0.0, 8, 4, 4), priority=-7, slo=slo)
-    request = request_of(FrontendId(0), message, now_s=1.0, arrival_number=0, admission_limit=None)
+    request = request_of(
+        *(FrontendId(0), message, Parameters()),
+        now_s=1.0,
+        arrival_number=0,
+        admission_limit=None,
+    )
     assert (request.priority, request.slo) == (-7, slo)
