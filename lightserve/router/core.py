@@ -255,12 +255,15 @@ class RouterCore(CoreState):
         step = self._pipeline.pop(result, now_s)
         deltas = DeltaBatch()
         rows = iter(result.rows)
+        decoded: list[int] = []
         for (request, num_tokens), samples, row in zip(
             step.planned.allotments, step.planned.num_samples, step.plan.rows, strict=True
         ):
             request.num_inflight_samples -= samples
             request.num_inflight_tokens -= num_tokens  # computed from now on
             request.num_inflight_steps -= 1
+            if num_tokens == 1 and request.request_class is RT:
+                decoded.append(request.num_computed_tokens)
             row_result: RowResult | None = None
             if row.output:
                 row_result = next(rows, None)
@@ -271,6 +274,7 @@ class RouterCore(CoreState):
             elif row_result is not None:
                 self._advance(request, row, row_result, deltas, now_s)
         self._waits.note_step(step.planned.allotments, step.shape)
+        self._demand.note_decodes(decoded)
         self._sink_late(now_s)
         self._pipeline.note_work(bool(self._requests))
         return deltas.outgoing()
@@ -328,7 +332,7 @@ class RouterCore(CoreState):
             self._parameters.release(request)
         self._clear(request)
         if request.request_class is RT:
-            self._demand.note_end(len(request.output_token_ids))
+            self._demand.note_end(request.num_prompt_tokens, len(request.output_token_ids))
         if request.state is WAITING:
             self._waiting.remove(request)
             if self._kv is not None and request.is_paused:

@@ -43,7 +43,7 @@ class CoreState:
         self._parameters = HeldParameters(config.max_parameter_bytes)
         self._unfinished: dict[RequestKey, Request] = {}
         """Requests whose last token was sent, but whose frontend still looks for a stop string."""
-        self._demand = RealTimeDemand(config.lengths.prior)
+        self._demand = RealTimeDemand()
         self._planner = StepPlanner(config, self._waiting, self._rows, self._pipeline, self._demand)
         self._booking = StepBooking(self._waiting, self._rows, self._pipeline, self._waits)
         self._burst = BurstHeadroom(config.burst_headroom_s)

@@ -1,14 +1,20 @@
 """What real-time requests ask for, as a rate: how much of the time, and of memory per step time.
 
-The core tells of arrivals and ends. From the rate of arrivals (an exponential average over
-MEMORY_S) and the mean length of prompts and outputs follow the tokens of an average life, and
+The core tells of arrivals, of the decodes that were done for them, and of ends. From the rate of
+arrivals (an exponential average over MEMORY_S), the mean length of prompts and the decodes of an
+average life follow
 
     load             time that all of it takes in large steps, per second: 1 is all there is
     kv_per_step_s    KV slots held per second of step time, by Little's law: whoever needs n steps
                      stays for n step times, so that memory grows with the time of a step
 
 Arrivals say it at once; steps and memory themselves would only show it when it is too late.
-Among the first to end are the shortest, so that history begins with pseudo-lengths.
+
+How much an average life decodes is measured, from the first second on. Among the first to end are
+the shortest, so that what those that go on have had counts as well, for as many as have ended: at
+first the mean is rather too long, which is the safe side, as near capacity memory that was lent too
+much is never free again; after some hundred ends it is that of the last ones. It begins with
+NUM_PRIOR lives of a length that is assumed, which soon weigh nothing.
 
 Arrivals also say how soon the next ones may have to be answered, hence how long a step may be at
 most while nothing else limits it: whoever comes waits for the rest of it.
@@ -17,22 +23,20 @@ most while nothing else limits it: whoever comes waits for the rest of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from lightserve.cost.shape import StepShape
-from lightserve.router.output_lengths import IntArray
+from lightserve.router.output_lengths import PRIOR_MOST, expected_output
 
 MEMORY_S = 15.0
 """Time constant of the rate of arrivals."""
 MIN_SEEN_S = 0.5
 """A shorter time says nothing about a rate."""
-NUM_PRIOR_ENDS = 100
-"""Ends that the pseudo-lengths stand for."""
+NUM_PRIOR = 4
+"""Lives that an assumed length stands for."""
 NEWEST_WEIGHT = 0.01
-"""Least weight of the newest length in a mean."""
+"""Least weight of the newest in a mean."""
 WINDOW_S = 30.0
 """The tightest target is that of this time at least, and of twice as much at most."""
 IDLE_LIMIT_S = 0.1
@@ -66,16 +70,20 @@ NO_OUTLOOK = Outlook()
 class RealTimeDemand:
     """Pure; O(1) per call."""
 
-    def __init__(self, prior: IntArray) -> None:
-        """`prior`: equally likely lengths of outputs before any has been seen, int64 [n]."""
-        lengths = prior.astype(np.float64)
-        self._output = float(lengths.mean())
-        self._output_squared = float((lengths * lengths).mean())
-        self._num_ends = NUM_PRIOR_ENDS
+    def __init__(self) -> None:
+        self._output = 0.0
+        """Mean of those that have ended."""
+        self._held = 0.0
+        """Likewise, of slots times steps."""
+        self._num_ends = 0
+        self._assumed_share = 1.0
+        """Of the lives that both stand for, those that are assumed."""
+        self._going_on = 0.0
+        """Decodes of requests that have not ended."""
+        self._held_going_on = 0.0
         self._prompt = 0.0
         self._prompt_squared = 0.0
         self._max_output = 0.0
-        self._max_output_squared = 0.0
         self._num_arrivals = 0
         self._recent = 0.0
         """Arrivals, each weighted by how long ago it was."""
@@ -111,14 +119,23 @@ class RealTimeDemand:
         self._prompt += weight * (num_prompt_tokens - self._prompt)
         self._prompt_squared += weight * (num_prompt_tokens**2 - self._prompt_squared)
         self._max_output += weight * (max_output_tokens - self._max_output)
-        self._max_output_squared += weight * (max_output_tokens**2 - self._max_output_squared)
 
-    def note_end(self, num_output_tokens: int) -> None:
-        """Learn how long the output of a request was, ended by whatever."""
+    def note_decodes(self, contexts: Sequence[int]) -> None:
+        """Learn which decodes a step has done, each by the tokens that it read."""
+        self._going_on += len(contexts)
+        self._held_going_on += sum(contexts)
+
+    def note_end(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Learn that a request has ended, by whatever."""
+        count = max(0, num_output_tokens - 1)  # the first token is its prompt's
+        held = count * (num_prompt_tokens + 0.5 * num_output_tokens)
+        self._going_on = max(0.0, self._going_on - count)
+        self._held_going_on = max(0.0, self._held_going_on - held)
         self._num_ends += 1
-        weight = max(1.0 / self._num_ends, NEWEST_WEIGHT)
-        self._output += weight * (num_output_tokens - self._output)
-        self._output_squared += weight * (num_output_tokens**2 - self._output_squared)
+        weight = max(1.0 / (NUM_PRIOR + self._num_ends), NEWEST_WEIGHT)
+        self._assumed_share *= 1.0 - weight
+        self._output += weight * (count - self._output)
+        self._held += weight * (held - self._held)
 
     def outlook(self, work_s: Callable[[StepShape], float], now_s: float) -> Outlook:
         """Return what is being asked for now; zeros while little is known. Changes nothing.
@@ -130,10 +147,12 @@ class RealTimeDemand:
         if seen_s < MIN_SEEN_S:
             return Outlook(ttft_s=ttft_s)
         rate = recent / seen_s
-        # Pseudo-lengths go up to the model's longest: nobody may have asked for so much.
-        output = min(self._output, self._max_output)
-        output_squared = min(self._output_squared, self._max_output_squared)
-        held = output * self._prompt + 0.5 * output_squared
+        assumed = expected_output(min(self._max_output, PRIOR_MOST))
+        output = self._assumed_share * assumed + self._output
+        held = self._assumed_share * assumed * (self._prompt + assumed) + self._held
+        num_lives = NUM_PRIOR + self._num_ends
+        output += self._going_on / num_lives
+        held += self._held_going_on / num_lives
         life = StepShape(
             num_new=round(self._prompt + output),
             decode_context=round(held),

@@ -10,6 +10,7 @@ maximum; and uniform numbers that come from outside, so that a caller can use co
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ FloatArray = npt.NDArray[np.float64]
 LengthArray = npt.NDArray[np.int32]
 
 DEFAULT_WINDOW = 1000
+PRIOR_MOST = 1024
+"""Longest output that is assumed on average where clients set no larger limit."""
 NUM_PRIOR_LENGTHS = 20
 """Pseudo-lengths that stand beside the finished ones until the window is full."""
 SHRINKAGE = 50.0
@@ -213,6 +216,16 @@ class OutputLengths:
             self._with_prior_at = self._pooled.num_added
             self._with_prior = np.sort(np.concatenate([self._pooled.sorted, self.prior]))
         return self._with_prior
+
+
+def expected_output(limit: float) -> float:
+    """Return what is assumed of an output of at most `limit` >= 1 tokens while none was seen.
+
+    The mean of a length that is log-uniform in 1 … PRIOR_MOST, or the limit if that is more, and
+    cut at the limit.
+    """
+    whole = math.log(max(PRIOR_MOST, limit))
+    return (limit - 1) / whole + limit * (1 - math.log(limit) / whole)
 
 
 def _empty_rows(first: int, count: int) -> IntArray:

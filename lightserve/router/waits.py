@@ -25,6 +25,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightserve.router.kv.store import KVStore
+from lightserve.router.output_lengths import expected_output
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.queues import Backlog, RowTable, WaitingQueue
 from lightserve.router.request import RUNNING, Request
@@ -46,8 +47,6 @@ AVERAGE_WEIGHT = 0.005
 NUM_PRIOR = 4
 """What is assumed of outputs counts as much as so many that were seen: after a burst the first
 to end are the short ones."""
-PRIOR_MOST = 1024
-"""Longest output that is assumed where clients set no larger limit."""
 FULL_SHARE = 0.9
 """A step with less of its token budget left over had no room for more of a prompt."""
 
@@ -261,16 +260,6 @@ class _Batch(NamedTuple):
     num_requests: int
     context: float
     """Tokens of each, on average."""
-
-
-def expected_output(limit: float) -> float:
-    """Return what is assumed of an output of at most `limit` >= 1 tokens while none was seen.
-
-    The mean of a length that is log-uniform in 1 … PRIOR_MOST, or the limit if that is more, and
-    cut at the limit.
-    """
-    whole = math.log(max(PRIOR_MOST, limit))
-    return (limit - 1) / whole + limit * (1 - math.log(limit) / whole)
 
 
 def work_of(allotments: Collection[Allotment], shape: StepShape) -> dict[RequestClass, Work]:

@@ -140,7 +140,7 @@ class State:
             admission=WholePrompts(self.kv, sum(r.num_held_tokens for r in best_effort)),
             lengths=OutputLengths(max_output_tokens=1 << 16),
         )
-        demand = RealTimeDemand(np.array([100]))
+        demand = RealTimeDemand()
         return StepPlanner(config, self.waiting, self.rows, self.pipeline, demand)
 
     def planned(self, policy: Policy | None = None) -> tuple[Allotment, ...]:

@@ -20,9 +20,9 @@ from lightserve.router.demand import (
     Outlook,
     RealTimeDemand,
 )
+from lightserve.router.output_lengths import PRIOR_MOST, expected_output
 from lightserve.router.policies.lending import IDLE_FLOORS, lent_until_s
 
-PRIOR = np.array([100], dtype=np.int64)
 shares = st.floats(0.0, 1.0)
 outlooks = st.builds(
     Outlook, st.floats(0.0, 2.0), st.floats(0.0, 1e7), st.floats(0.01, 10.0) | st.just(math.inf)
@@ -34,15 +34,16 @@ def _tokens(shape: StepShape) -> float:
 
 
 def _steady(rate: float, duration_s: float, *, prompt: int, output: int) -> RealTimeDemand:
-    demand = RealTimeDemand(PRIOR)
+    demand = RealTimeDemand()
     for number in range(round(rate * duration_s)):
         demand.note_arrival(number / rate, prompt, max_output_tokens=1000)
-        demand.note_end(output)
+        demand.note_decodes(range(prompt + 1, prompt + output + 1))
+        demand.note_end(prompt, output + 1)
     return demand
 
 
 def test_nothing_is_asked_for_at_first() -> None:
-    demand = RealTimeDemand(PRIOR)
+    demand = RealTimeDemand()
     assert demand.outlook(_tokens, 0.0) == NO_OUTLOOK
     demand.note_arrival(0.0, 10, max_output_tokens=1000)
     assert demand.outlook(_tokens, 0.4) == NO_OUTLOOK
@@ -55,14 +56,34 @@ def test_a_steady_stream_is_known() -> None:
     assert outlook.kv_per_step_s == pytest.approx(4 * 40 * 80, rel=0.05)
 
 
-def test_the_pseudo_lengths_hold_until_many_have_ended() -> None:
-    demand = RealTimeDemand(PRIOR)
-    for number in range(40):
-        demand.note_arrival(0.1 * number, 1, max_output_tokens=1000)
-    before = demand.outlook(_tokens, 4.0)
-    demand.note_end(1)
-    after = demand.outlook(_tokens, 4.0)
-    assert 0.97 * before.load < after.load < before.load
+def test_what_is_assumed_soon_weighs_nothing() -> None:
+    """Of 148 tokens that are assumed of four lives, 7 are left per life after 80 that had one."""
+    demand = RealTimeDemand()
+    for number in range(80):
+        demand.note_arrival(0.1 * number, 1, max_output_tokens=1 << 17)
+    assert expected_output(PRIOR_MOST) < 150
+    before = demand.outlook(_tokens, 8.0).load
+    assert before == pytest.approx(10 * (1 + expected_output(PRIOR_MOST)) * 1e-3, rel=0.05)
+    for _ in range(80):
+        demand.note_decodes([2])
+        demand.note_end(1, 2)
+    after = demand.outlook(_tokens, 8.0).load
+    assert after == pytest.approx(10 * (2 + expected_output(PRIOR_MOST) * 4 / 84) * 1e-3, rel=0.1)
+
+
+@given(st.floats(50.0, 500.0), st.integers(0, 1000))
+def test_those_that_go_on_count_by_what_they_have_had(mean: float, seed: int) -> None:
+    """Half of many are still running: the mean of those that ended would be a third of it."""
+    lengths = np.random.default_rng(seed).geometric(1 / mean, 400)
+    demand = RealTimeDemand()
+    for number in range(len(lengths)):
+        demand.note_arrival(0.01 * number, 1, max_output_tokens=100)
+    for age in range(int(np.median(lengths))):
+        demand.note_decodes([2 + age] * int((lengths > age).sum()))
+        for _ in range(int((lengths == age + 1).sum())):
+            demand.note_end(1, age + 2)
+    load = demand.outlook(_tokens, 4.0).load
+    assert load / 0.1 - 1 == pytest.approx(mean, rel=0.3)
 
 
 def test_what_stopped_is_forgotten() -> None:
@@ -118,7 +139,7 @@ def test_an_idle_server_lends_all() -> None:
 
 def test_the_limit_of_an_idle_server_follows_the_tightest_target() -> None:
     """A quarter of it, as far as no step is longer than half a second; of the last half minute."""
-    demand = RealTimeDemand(np.array([10], dtype=np.int64))
+    demand = RealTimeDemand()
 
     def limit_after(now_s: float, ttft_s: float) -> float:
         demand.note_arrival(now_s, 100, max_output_tokens=20, ttft_s=ttft_s)
@@ -140,9 +161,11 @@ def test_a_slow_machine_is_not_left_with_one_row_a_step() -> None:
 
 
 def test_no_output_is_expected_beyond_what_may_be() -> None:
-    demand = RealTimeDemand(np.array([10_000], dtype=np.int64))
+    demand = RealTimeDemand()
     for number in range(40):
         demand.note_arrival(0.1 * number, 1, max_output_tokens=20)
     outlook = demand.outlook(_tokens, 4.0)
-    assert outlook.load == pytest.approx(10 * 21 * 1e-3, rel=0.05)
-    assert outlook.kv_per_step_s == pytest.approx(10 * (20 + 0.5 * 20**2), rel=0.05)
+    length = expected_output(20)
+    assert length < 20
+    assert outlook.load == pytest.approx(10 * (1 + length) * 1e-3, rel=0.05)
+    assert outlook.kv_per_step_s == pytest.approx(10 * length * (1 + length), rel=0.05)

@@ -12,7 +12,7 @@ from lightserve.router.core_config import CoreConfig
 from lightserve.router.intake import QueueLimits
 from lightserve.router.kv.options import KVOptions
 from lightserve.router.kv.store import KVStore
-from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.output_lengths import PRIOR_MOST, OutputLengths, expected_output
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.queues import RowTable, WaitingQueue
@@ -21,10 +21,8 @@ from lightserve.router.shares import Allotment, shape_of
 from lightserve.router.waits import (
     MAX_RETRY_S,
     MIN_RETRY_S,
-    PRIOR_MOST,
     WaitForecast,
     Work,
-    expected_output,
 )
 from lightserve.types import RequestClass
 
