@@ -84,11 +84,14 @@ class FrontendOptions:
     header_timeout_s: float = option(
         10.0, "Time for the head of a request to arrive; connections that miss it end.", low=0.1
     )
-    body_timeout_s: float = option(
-        60.0, "Time for a body to arrive; slower ones need --min-body-bytes-per-s.", low=0.1
-    )
+    body_timeout_s: float = option(120.0, "Time for a body to arrive.", low=0.1)
     min_body_bytes_per_s: int = option(
-        1024, "Least average rate of bodies that take longer than --body-timeout-s.", low=1
+        1024, "Least rate of a body, over each 10 seconds in which it arrives.", low=1
+    )
+    max_pending_body_bytes: int = option(
+        67_108_864,
+        "All bodies together that are arriving at a frontend; beyond it the oldest is refused.",
+        low=1024,
     )
     max_connections: int = option(
         8192, "Open connections per frontend; a new one then ends the longest idle one.", low=1
@@ -142,6 +145,11 @@ class FrontendOptions:
                 )
         if "*" in self.origins and not self.api_key_file:
             raise ConfigError("--allowed-origins '*' needs --api-key-file")
+        if self.max_pending_body_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"--max-pending-body-bytes must be at least --max-body-bytes,"
+                f" {self.max_body_bytes}, got {self.max_pending_body_bytes}"
+            )
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile")
         if self.metrics_port == -1 and self.metrics_host != METRICS_HOST:

@@ -3,19 +3,29 @@
 A connection is idle while no request is in progress on it: before the first, between two, and
 while a head is still arriving. Holding many open is free for an attacker, so a full table never
 keeps a newcomer (a health probe, perhaps) out while an idle one can go: the one idle for longest.
+
+So with bodies that have not come to their end: they are held in memory, there is a limit on all of
+them together, and where it is reached the one that began first makes room.
 """
 
 from __future__ import annotations
 
+import logging
 import resource
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from lightserve.config import ServeConfig
 
+ACCEPT_BURST = 32
+"""Connections taken from the kernel at a time: as many may be open before the table knows them."""
 _RESERVED_FDS = 64
-"""For everything that is no client: libraries, links, the listener."""
+"""For what is still to be opened and is no client: links, queries, what libraries read."""
+
+
+log = logging.getLogger(__name__)
 
 
 class Evictable(Protocol):
@@ -23,6 +33,9 @@ class Evictable(Protocol):
 
     def evict(self) -> None:
         """Close it: it is idle, and its place is needed."""
+
+    def refuse_body(self) -> None:
+        """End the request whose body is arriving: its memory is needed."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,7 @@ class ConnectionLimits:
     header_timeout_s: float
     body_timeout_s: float
     min_body_bytes_per_s: int
+    max_pending_body_bytes: int
 
     @classmethod
     def of(cls, config: ServeConfig) -> ConnectionLimits:
@@ -42,6 +56,7 @@ class ConnectionLimits:
             header_timeout_s=config.header_timeout_s,
             body_timeout_s=config.body_timeout_s,
             min_body_bytes_per_s=config.min_body_bytes_per_s,
+            max_pending_body_bytes=config.max_pending_body_bytes,
         )
 
 
@@ -63,6 +78,10 @@ class ConnectionTable:
         self._ips: dict[Evictable, str] = {}
         self._num_per_ip: Counter[str] = Counter()
         self._idle: OrderedDict[Evictable, None] = OrderedDict()
+        self._bodies: OrderedDict[Evictable, int] = OrderedDict()
+        """Bytes of the bodies that have not come to their end, the oldest first."""
+        self.num_pending_body_bytes = 0
+        """Their sum."""
 
     @property
     def num_open(self) -> int:
@@ -104,6 +123,30 @@ class ConnectionTable:
         if connection in self._ips:
             self._idle[connection] = None
 
+    def hold_body(self, connection: Evictable, num_bytes: int) -> None:
+        """Note that an unfinished body now has so many bytes; the oldest may have to go."""
+        self.num_pending_body_bytes += num_bytes - self._bodies.get(connection, 0)
+        self._bodies[connection] = num_bytes
+        while self.num_pending_body_bytes > self.limits.max_pending_body_bytes:
+            oldest = next(iter(self._bodies))
+            self.release_body(oldest)
+            self._count("pending_body_evicted")
+            oldest.refuse_body()
+
+    def release_body(self, connection: Evictable) -> None:
+        """Note that a body is complete, or no longer held; no effect if none was."""
+        self.num_pending_body_bytes -= self._bodies.pop(connection, 0)
+
+    def on_no_files(self) -> None:
+        """Count a connection that the kernel has no file for; make room, and say so once."""
+        if not self.rejects["no_open_files"]:
+            log.error("no more files can be opened: see ulimit -n; connections have to wait")
+        self._count("no_open_files")
+        if self._idle:
+            oldest = next(iter(self._idle))
+            self.remove(oldest)
+            oldest.evict()
+
     def _count(self, reason: str) -> str:
         self.rejects[reason] += 1
         return reason
@@ -115,14 +158,15 @@ def connection_table(config: ServeConfig, rejects: Counter[str]) -> ConnectionTa
     The process's limit of open files is raised as far as it goes; where that is not far enough,
     fewer connections are kept, as the kernel would refuse the rest without a word.
     """
+    reserved = sum(1 for _ in Path("/proc/self/fd").iterdir()) + ACCEPT_BURST + _RESERVED_FDS
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = config.max_connections + _RESERVED_FDS
+    wanted = config.max_connections + reserved
     soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     soft = max(soft, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return ConnectionTable(
         ConnectionLimits.of(config),
-        max_connections=max(1, min(config.max_connections, soft - _RESERVED_FDS)),
+        max_connections=max(1, min(config.max_connections, soft - reserved)),
         max_connections_per_ip=config.max_connections_per_ip,
         rejects=rejects,
     )

@@ -8,7 +8,8 @@ learns of a client that is gone, which frees its slots.
 Reading: uvicorn waits for ever. Here one timer follows what is awaited:
 
     head      from the connection's start, or the first byte after a request, to the whole head
-    body      from the head to the body's end
+    body      from the head to the body's end; it also has to come at a least rate, looked at every
+              `RATE_WINDOW_S`, and what has come counts in the frontend's sum (`connections`)
     rest      an answer (a refusal) has gone out before the body was there: what still comes is
               thrown away for a moment, as closing at once would destroy the answer on its way
 """
@@ -32,6 +33,8 @@ from lightserve.frontend.responses import CONNECTION_KEY
 WRITE_DEADLINE_S = 30.0
 REST_TIMEOUT_S = 5.0
 """A client on a slow line needs about as long to notice that it was answered."""
+RATE_WINDOW_S = 10.0
+"""The rate of a body is that over so many last seconds: what came before does not excuse it."""
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 429: b"Too Many Requests"}
 
@@ -50,6 +53,7 @@ class HttpProtocol(H11Protocol):
 
     write_deadline_s = WRITE_DEADLINE_S
     rest_timeout_s = REST_TIMEOUT_S
+    rate_window_s = RATE_WINDOW_S
 
     def __init__(self, table: ConnectionTable, **options: Any) -> None:
         super().__init__(**options)
@@ -59,6 +63,7 @@ class HttpProtocol(H11Protocol):
         self._awaited = _Awaited.NOTHING
         self._awaited_since_s = 0.0
         self._num_body_bytes = 0
+        self._num_window_bytes = 0
         self._read_deadline: asyncio.TimerHandle | None = None
         app = self.app
 
@@ -94,6 +99,14 @@ class HttpProtocol(H11Protocol):
         """Close an idle connection whose place is needed."""
         self.transport.abort()
 
+    def refuse_body(self) -> None:
+        """End the request whose body is arriving: its memory is needed."""
+        self._end(
+            RequestFailed(
+                "too many request bodies are arriving; try again", code="overloaded", status=429
+            )
+        )
+
     # ------------------------------------------------------------------ reading
 
     def data_received(self, data: bytes) -> None:
@@ -102,16 +115,15 @@ class HttpProtocol(H11Protocol):
             return
         if self._awaited is _Awaited.NOTHING and self.conn.their_state is h11.IDLE:
             self._await(_Awaited.HEAD)
-        self._num_body_bytes += len(data)
         super().data_received(data)
-        self._look()
+        self._look(len(data))
 
     def on_response_complete(self) -> None:
         """Go on after an answer, which may have come before the end of the body."""
         super().on_response_complete()
         self._look()
 
-    def _look(self) -> None:
+    def _look(self, num_new_bytes: int = 0) -> None:
         """Follow the state of the client's side."""
         if self.transport.is_closing():
             self._await(_Awaited.NOTHING)
@@ -123,8 +135,15 @@ class HttpProtocol(H11Protocol):
             wanted = _Awaited.REST if is_answered else _Awaited.BODY
             if awaited is not wanted:
                 self._await(wanted)
+            self._num_body_bytes += num_new_bytes
+            self._num_window_bytes += num_new_bytes
+            if wanted is _Awaited.BODY:
+                self._table.hold_body(self, self._num_body_bytes)
         elif state is h11.IDLE:
-            if awaited in (_Awaited.BODY, _Awaited.REST):
+            if self.conn.trailing_data[0]:  # half a head that came behind a request
+                if awaited is not _Awaited.HEAD:
+                    self._await(_Awaited.HEAD)
+            elif awaited in (_Awaited.BODY, _Awaited.REST):
                 self._await(_Awaited.NOTHING)
             self._table.mark_idle(self)
         else:
@@ -132,39 +151,54 @@ class HttpProtocol(H11Protocol):
             self._await(_Awaited.NOTHING)
 
     def _await(self, awaited: _Awaited) -> None:
+        self._table.release_body(self)
         self._awaited = awaited
         self._awaited_since_s = self.loop.time()
         self._num_body_bytes = 0
         if self._read_deadline is not None:
             self._read_deadline.cancel()
             self._read_deadline = None
-        if awaited is not _Awaited.NOTHING:
-            self._read_deadline = self.loop.call_later(self._allowed_s(), self._on_read_deadline)
+        if awaited is _Awaited.HEAD:
+            self._wait(self._table.limits.header_timeout_s)
+        elif awaited is _Awaited.REST:
+            self._wait(self.rest_timeout_s)
+        elif awaited is _Awaited.BODY:
+            self._wait(min(self.rate_window_s, self._table.limits.body_timeout_s))
 
-    def _allowed_s(self) -> float:
-        """Return how long what is awaited may take, as things are."""
-        limits = self._table.limits
-        if self._awaited is _Awaited.HEAD:
-            return limits.header_timeout_s
-        if self._awaited is _Awaited.REST:
-            return self.rest_timeout_s
-        return max(limits.body_timeout_s, self._num_body_bytes / limits.min_body_bytes_per_s)
+    def _wait(self, seconds: float) -> None:
+        """Have the deadline so far away; of a body it is the end of a window perhaps."""
+        self._num_window_bytes = 0
+        self._read_deadline = self.loop.call_later(seconds, self._on_read_deadline)
 
     def _on_read_deadline(self) -> None:
-        late_s = self.loop.time() - self._awaited_since_s - self._allowed_s()
-        if late_s < 0:  # a body that has come fast enough so far
-            self._read_deadline = self.loop.call_later(-late_s + 0.01, self._on_read_deadline)
-            return
-        awaited = self._awaited
+        awaited, limits = self._awaited, self._table.limits
+        if awaited is _Awaited.BODY:
+            left_s = self._awaited_since_s + limits.body_timeout_s - self.loop.time()
+            least = limits.min_body_bytes_per_s * self.rate_window_s
+            if left_s > 0.001 and self._num_window_bytes >= least:
+                self._wait(min(self.rate_window_s, left_s))
+                return
         self._table.rejects[f"slow_{awaited.value}"] += 1
-        self._await(_Awaited.NOTHING)
         if awaited is _Awaited.HEAD and self.conn.trailing_data[0] == b"":
+            self._await(_Awaited.NOTHING)
             self.transport.close()  # nothing was asked
-        elif awaited is not _Awaited.HEAD and self.cycle.response_started:
+            return
+        message = f"the {awaited.value} of the request did not arrive in time"
+        self._end(InvalidRequest(message, code="request_timeout", status=408))
+
+    def _end(self, failure: InvalidRequest | RequestFailed) -> None:
+        """End the request that is arriving: answer it if it can be, and let go of its body."""
+        awaited = self._awaited
+        self._await(_Awaited.NOTHING)
+        if awaited is _Awaited.HEAD:
+            self._answer(failure)
+            return
+        if self.cycle.response_started:
             self.transport.abort()
         else:
-            message = f"the {awaited.value} of the request did not arrive in time"
-            self._answer(InvalidRequest(message, code="request_timeout", status=408))
+            self._answer(failure)
+        self.cycle.disconnected = True  # its reader need not wait for the connection to be gone
+        self.cycle.message_event.set()
 
     # ------------------------------------------------------------------ writing
 

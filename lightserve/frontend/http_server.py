@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import socket
 import ssl
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from lightserve.frontend.connections import ConnectionTable
+from lightserve.frontend.connections import ACCEPT_BURST, ConnectionTable
 from lightserve.frontend.http_protocol import HttpProtocol
 
 BACKLOG = 1024
@@ -66,19 +68,33 @@ class HttpServer(uvicorn.Server):
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
+        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         timeout_s = self._table.limits.header_timeout_s if self._tls is not None else None
         self.servers = [
             await asyncio.get_running_loop().create_server(
                 make_protocol,
                 sock=listener,
                 ssl=self._tls,
-                backlog=BACKLOG,
+                backlog=ACCEPT_BURST,
                 ssl_handshake_timeout=timeout_s,
             )
             for listener in sockets or []
         ]
+        for listener in sockets or []:
+            listener.listen(BACKLOG)  # asyncio has one number for both
         self.started = True
         self.listening.set()
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Count what the kernel refuses; asyncio would log a traceback for each, and tries again.
+
+        The table keeps so far from the limit of open files that this should not happen.
+        """
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            self._table.on_no_files()
+        else:
+            loop.default_exception_handler(context)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ BODY_READER_KEY = "lightserve.body_reader"
 
 INLINE_BYTES = 16 * 1024
 """Bodies up to this take a few milliseconds at worst and are parsed where they are."""
+_PIECE_BYTES = 64 * 1024
 _MAX_SHOWN_CHARS = 64
 
 ModelT = TypeVar("ModelT", bound=pydantic.BaseModel)
@@ -67,14 +68,17 @@ async def read_model(request: Request, model: type[ModelT]) -> ModelT:
         ClientGone: the client hung up while sending.
     """
     _check_content_type(request.headers.getlist("content-type"))
-    body = bytearray()
+    # Joined at the end: bodies that grow side by side in one piece would take twice the memory.
+    pieces: list[bytearray] = []
     try:
         async for chunk in request.stream():  # its size is limited: see `limits`
-            body += chunk
+            if not pieces or len(pieces[-1]) >= _PIECE_BYTES:
+                pieces.append(bytearray())
+            pieces[-1] += chunk
     except ClientDisconnect as error:
         raise ClientGone from error
     reader: BodyReader = request.scope[BODY_READER_KEY]
-    return await reader.parse(bytes(body), model)
+    return await reader.parse(b"".join(pieces), model)
 
 
 def _check_content_type(given: list[str]) -> None:

@@ -8,7 +8,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.failures import respond_with_error
+from lightserve.frontend.failures import error_response
+
+_AMBIGUOUS_LENGTH = "ambiguous_length"
 
 
 class RequestLimits:
@@ -39,7 +41,10 @@ class RequestLimits:
             self._check_head(scope)
         except InvalidRequest as refusal:
             self._rejects[refusal.code] += 1
-            await respond_with_error(refusal, scope, receive, send)
+            response = error_response(refusal, scope)
+            if refusal.code == _AMBIGUOUS_LENGTH:
+                response.headers["connection"] = "close"
+            await response(scope, receive, send)
             return
         await self._app(scope, limited_receive, send)
 
@@ -59,6 +64,13 @@ class RequestLimits:
                 f" got {num_bytes}",
                 code="headers_too_large",
                 status=431,
+            )
+        names = {name for name, _ in headers}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            # RFC 9112, 6.1: two servers may see different ends, and so different next requests.
+            raise InvalidRequest(
+                "a request must not have both Content-Length and Transfer-Encoding",
+                code=_AMBIGUOUS_LENGTH,
             )
         for name, value in headers:
             if name == b"content-length" and value.isdigit():

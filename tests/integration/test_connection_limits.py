@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import ssl
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from support.running_frontend import Client, Running, running_frontend
 
 from lightserve.api_keys import ApiKey, digest_of
 from lightserve.bundled import BUNDLED_MODEL_NAME
+from lightserve.frontend.connections import ConnectionTable, connection_table
 from lightserve.frontend.http_protocol import HttpProtocol
 from lightserve.messages.frontend_router import TokenDelta
 from lightserve.messages.supervision import NewApiKeys
@@ -90,19 +94,104 @@ def test_bodies_that_do_not_come(tmp_path: Path) -> None:
     _serve(tmp_path, scenario, body_timeout_s=0.2)
 
 
-def test_a_body_that_comes_fast_enough_may_take_longer(tmp_path: Path) -> None:
+def test_a_body_needs_a_rate_all_the_time_and_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has come does not excuse a client that stops; nor does a trickle go on for ever."""
+    monkeypatch.setattr(HttpProtocol, "rate_window_s", 0.2)
+
     async def scenario(running: Running) -> None:
         await running.router_up(says([50, 2]))
         body = (json.dumps(COMPLETION) + " " * 4000).encode()
-        client = await running.send(
-            f"{HEAD}connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
-        )
-        for start in range(0, len(body), 1000):
+        head = f"{HEAD}connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        client = await running.send(head)
+        for start in range(0, len(body), 1000):  # four windows or so, each with more than enough
             client.writer.write(body[start : start + 1000])
             await asyncio.sleep(0.15)
         assert (await client.rest())[0] == 200
 
-    _serve(tmp_path, scenario, body_timeout_s=0.3, min_body_bytes_per_s=1000)
+        stopped = await running.send(f"{HEAD}content-length: 4000000\r\n\r\n{' ' * 3_000_000}")
+        assert await _error(stopped, 408) == "request_timeout"
+
+        trickle = await running.send(f"{HEAD}content-length: 4000000\r\n\r\n")
+        answer = asyncio.create_task(_error(trickle, 408))
+        num_sent = 0
+        while not answer.done():
+            trickle.writer.write(b" " * 200)
+            num_sent += 200
+            await asyncio.sleep(0.02)
+        assert await answer == "request_timeout"
+        assert num_sent > 3_000  # it was fast enough until its time was over
+
+    _serve(tmp_path, scenario, body_timeout_s=1.5, min_body_bytes_per_s=1000)
+
+
+def test_unfinished_bodies_are_bounded_in_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that began first makes room, and its memory is given back; others are served."""
+    num_bytes, num_clients, num_left = 200_000, 30, 4
+    tables: list[ConnectionTable] = []
+
+    def make_table(*args: Any) -> ConnectionTable:
+        tables.append(connection_table(*args))
+        return tables[-1]
+
+    monkeypatch.setattr("lightserve.frontend.process.connection_table", make_table)
+
+    async def scenario(running: Running) -> None:
+        await running.router_up(says([50, 2]))
+        half = f"{HEAD}content-length: {2 * num_bytes}\r\n\r\n{' ' * num_bytes}"
+        (table,) = tables
+        clients = []
+        for number in range(num_clients):
+            clients.append(await running.send(half))
+            num_held = min(number + 1, num_left) * num_bytes
+            await eventually(lambda wanted=num_held: table.num_pending_body_bytes > wanted)
+            assert table.num_pending_body_bytes <= 1_000_000
+            if number >= num_left:
+                assert await _error(clients[number - num_left], 429) == "overloaded"
+        answer = await running.post("/v1/completions", json.dumps(COMPLETION), close=True)
+        assert (await answer.rest())[0] == 200
+        for client in clients[-num_left:]:
+            client.hang_up()
+        await eventually(lambda: table.num_pending_body_bytes == 0)
+
+    _serve(tmp_path, scenario, max_body_bytes=500_000, max_pending_body_bytes=1_000_000)
+
+
+def test_two_lengths_of_one_body_are_refused(tmp_path: Path) -> None:
+    """Somebody in between may see another end, and so another next request."""
+
+    async def scenario(running: Running) -> None:
+        for lengths in (
+            "content-length: 5\r\ntransfer-encoding: chunked\r\n",
+            "transfer-encoding: chunked\r\ncontent-length: 5\r\n",
+        ):
+            client = await running.send(
+                f"{HEAD}{lengths}\r\n0\r\n\r\nGET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
+            )
+            assert await _error(client, 400) == "ambiguous_length"
+            assert client.data.count(b"HTTP/1.1") == 1  # nothing behind it was answered
+            assert b"connection: close" in client.data
+
+    _serve(tmp_path, scenario)
+
+
+def test_half_a_head_behind_a_request_is_a_head(tmp_path: Path) -> None:
+    """It has a head's time, not that of a connection between two requests."""
+
+    async def scenario(running: Running) -> None:
+        await running.router_up(says([50, 2]))
+        body = json.dumps(COMPLETION)
+        for first in (
+            "GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n",
+            f"{HEAD}content-length: {len(body)}\r\n\r\n{body}",
+        ):
+            client = await running.send(first + "GET /livez HTTP/1.1\r\nhost: lo")
+            assert b" 408 " in await _rest(client)
+
+    _serve(tmp_path, scenario, header_timeout_s=0.3)
 
 
 def test_a_streaming_answer_has_no_deadline_for_reading(tmp_path: Path) -> None:
@@ -221,6 +310,44 @@ def test_a_table_full_of_work_refuses(tmp_path: Path) -> None:
         served[1].hang_up()
 
     _serve(tmp_path, scenario, max_connections=2)
+
+
+CROWD = """
+import resource, socket, sys
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+crowd = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(400)]
+last = crowd[-1]
+last.settimeout(60)
+last.sendall(b"GET /livez HTTP/1.1\\r\\nhost: localhost\\r\\nconnection: close\\r\\n\\r\\n")
+print(last.recv(100).split()[1].decode())
+"""
+
+
+def test_a_crowd_beyond_the_limit_of_open_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The table keeps away from the limit, however fast connections come: no accept fails."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fake = SimpleNamespace(**vars(resource))
+    fake.getrlimit, fake.setrlimit = lambda _: (256, 256), lambda *_: None
+    monkeypatch.setattr("lightserve.frontend.connections.resource", fake)
+
+    async def scenario(running: Running) -> None:
+        crowd = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", CROWD, str(running.port)), stdout=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(60):
+            output, _ = await crowd.communicate()
+        assert output.split() == [b"200"]
+
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+        with caplog.at_level("ERROR"):
+            _serve(tmp_path, scenario)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not caplog.records
 
 
 def test_one_address_has_its_own_cap(tmp_path: Path) -> None:
