@@ -7,7 +7,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 # What only talks to servers, here or elsewhere: small, without torch.
 CLIENTS ?= .venv-clients
-# Installed first, so that it decides which build of torch is used: any pip requirement or wheel.
+# Which build of torch is used: any pip requirement, URL (with #sha256=... it is checked) or wheel.
+# Everything else comes as requirements/*.txt say, by version and hash.
 TORCH  ?= torch==2.13.0
 PORT   ?= 8000
 # Further flags of `lightserve serve`, for instance ARGS="--model path --tp 2"; of `lightserve chat`
@@ -25,16 +26,21 @@ PIP := $(BIN)/python $(PIP_INSTALL)
 CLIENTS_PIP := $(CLIENTS)/bin/python $(PIP_INSTALL)
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 1; }
+LOCKED := --require-hashes --requirement
+ALONE := --no-deps --no-build-isolation
+SUPPLY := $(VENV)/supply
 TORCH_KEY := $(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 HAS_VENV  := $(VENV)/.has-venv
 HAS_TORCH := $(VENV)/.has-torch-$(TORCH_KEY)
 HAS_SERVE := $(VENV)/.has-serve
 HAS_TEST  := $(VENV)/.has-test
 HAS_CLIENTS := $(CLIENTS)/.has-clients
+HAS_SUPPLY := $(SUPPLY)/.has-supply
 LIGHTSERVE_CACHE = $${XDG_CACHE_HOME:-$$HOME/.cache}/lightserve
 SOURCES := lightserve tests bench
 
-.PHONY: serve chat bench-client test check fmt bench gpu-check gpu-wheels clean clean-cache
+.PHONY: serve chat bench-client test check fmt bench gpu-check gpu-wheels lock audit sbom clean \
+	clean-cache
 
 serve: $(HAS_SERVE)
 	@exec $(BIN)/lightserve serve --port $(PORT) $(ARGS)
@@ -84,6 +90,34 @@ gpu-wheels:
 		$(foreach n,17 24 26 28 31 34,--platform manylinux_2_$(n)_x86_64) \
 		--dest $(or $(WHEELS),.whl) --requirement bench/gpu_wheels.txt
 
+# The versions and hashes of requirements/*.txt anew, from what pyproject.toml asks for. Versions stay
+# where they can; ARGS=--upgrade takes the newest, ARGS="--upgrade-package NAME" that of one package.
+COMPILE = $(SUPPLY)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+	--no-annotate --no-header --no-emit-index-url $(ARGS)
+OF_SERVER := --excludes requirements/not_locked.in pyproject.toml requirements/build.in \
+	requirements/beside_torch.in
+lock: $(HAS_SUPPLY)
+	$(COMPILE) $(OF_SERVER) --output-file requirements/serve.txt
+	$(COMPILE) $(OF_SERVER) --extra test --constraint requirements/serve.txt \
+		--output-file requirements/test.txt
+	$(PYTHON) docker/bench_requirements.py pyproject.toml bench chat plots > $(SUPPLY)/clients.in
+	$(COMPILE) $(SUPPLY)/clients.in requirements/build.in --constraint requirements/test.txt \
+		--output-file requirements/clients.txt
+	$(COMPILE) requirements/triton.in --output-file requirements/triton.txt
+	$(COMPILE) requirements/supply.in --constraint requirements/test.txt \
+		--output-file requirements/supply.txt
+
+# Known vulnerabilities of what is installed in VENV: fails if there are some, and if not all of it
+# could be looked up.
+audit: $(HAS_SERVE) $(HAS_SUPPLY)
+	@$(BIN)/python requirements/audit.py $(SUPPLY)/bin/pip-audit $(ARGS)
+
+# What is installed in VENV, as CycloneDX.
+sbom: $(HAS_SERVE) $(HAS_SUPPLY)
+	@mkdir -p build
+	$(SUPPLY)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+		--output-file build/sbom.cdx.json $(BIN)/python
+
 clean:
 	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@echo "Measured step times stay in $(LIGHTSERVE_CACHE); make clean-cache removes them."
@@ -96,26 +130,34 @@ $(HAS_VENV):
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(HAS_TORCH): $(HAS_VENV)
+$(HAS_TORCH): $(HAS_VENV) requirements/serve.txt
 	@echo "Installing '$(TORCH)' and what lightserve needs into $(VENV), once: on disk about 1 GB"
 	@echo "with a build of torch for CPUs, several GB with one for GPUs (README.md says how to choose)."
+	$(PIP) $(LOCKED) requirements/serve.txt
 	$(PIP) '$(TORCH)'
 	@rm -f $(VENV)/.has-torch-*
 	@touch $@
 
 $(HAS_SERVE): $(HAS_TORCH) pyproject.toml
-	$(PIP) -e .
+	$(PIP) $(ALONE) -e .
 	@touch $@
 
-$(HAS_TEST): $(HAS_TORCH) pyproject.toml
-	$(PIP) -e '.[test]'
+# Builds of torch for a GPU have brought their own triton.
+$(HAS_TEST): $(HAS_TORCH) pyproject.toml requirements/test.txt requirements/triton.txt
+	$(PIP) $(LOCKED) requirements/test.txt
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(LOCKED) requirements/triton.txt
+	$(PIP) $(ALONE) -e .
 	@touch $@ $(HAS_SERVE)
 
-$(HAS_CLIENTS): pyproject.toml docker/bench_requirements.py
+$(HAS_CLIENTS): pyproject.toml requirements/clients.txt
 	@$(CHECK_PYTHON)
 	@echo "Installing what chat, the load client and kv-map need into $(CLIENTS), once: about 0.3 GB."
 	$(PYTHON) -m venv $(CLIENTS)
-	$(PYTHON) docker/bench_requirements.py pyproject.toml bench chat plots > $(CLIENTS)/requirements.txt
-	$(CLIENTS_PIP) --requirement $(CLIENTS)/requirements.txt
-	$(CLIENTS_PIP) --no-deps -e .
+	$(CLIENTS_PIP) $(LOCKED) requirements/clients.txt
+	$(CLIENTS_PIP) $(ALONE) -e .
+	@touch $@
+
+$(HAS_SUPPLY): $(HAS_VENV) requirements/supply.txt
+	$(PYTHON) -m venv $(SUPPLY)
+	$(SUPPLY)/bin/python $(PIP_INSTALL) $(LOCKED) requirements/supply.txt
 	@touch $@

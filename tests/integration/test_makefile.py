@@ -18,6 +18,10 @@ OF_OUTER_MAKE = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}
 """What `make test` would hand on."""
 
 
+ALONE = "--no-deps --no-build-isolation"
+"""Of the package itself: what it needs is there, by hashes, its build backend included."""
+
+
 def _install(venv: Path, torch: str) -> list[str]:
     """Have everything for `make serve` installed; returns what pip would have been given."""
     settings = [f"VENV={venv}", f"TORCH={torch}", "PYTHON=true", "PIP=@echo install"]
@@ -35,7 +39,8 @@ def _install(venv: Path, torch: str) -> list[str]:
 
 def test_each_change_of_torch_installs_it_and_no_other_time_does(tmp_path: Path) -> None:
     first = [_install(tmp_path, torch) for torch in ("torch==2", "torch==1", "torch==2")]
-    assert first == [["torch==2", "-e ."], ["torch==1", "-e ."], ["torch==2", "-e ."]]
+    locked, package = "--require-hashes --requirement requirements/serve.txt", f"{ALONE} -e ."
+    assert first == [[locked, f"torch=={version}", package] for version in (2, 1, 2)]
     assert _install(tmp_path, "torch==2") == []
 
 
@@ -50,6 +55,17 @@ def _dry_run(*arguments: str) -> str:
         check=True,
     )
     return done.stdout
+
+
+def test_the_tests_install_nothing_without_a_hash_but_torch() -> None:
+    commands = _dry_run("VENV=new", "new/.has-test", "new/supply/.has-supply", "TORCH=some-torch")
+    installs = [line for line in commands.splitlines() if "pip install" in line]
+    assert [line for line in installs if "--require-hashes" not in line and ALONE not in line] == [
+        "new/bin/python -m pip install --quiet --disable-pip-version-check 'some-torch'"
+    ]
+    # torch after what it needs, so that nothing of that is taken from elsewhere.
+    assert ["serve.txt" in line for line in installs][:2] == [True, False]
+    assert "some-torch" in installs[1]
 
 
 def test_the_gpu_check_with_wheels_fetches_nothing() -> None:
@@ -89,9 +105,9 @@ def test_clients_get_an_environment_without_torch(
     clients = tmp_path / "clients"
     commands = _dry_run(target, f"CLIENTS={clients}", "ARGS=--more", "VENV=not-this-one")
     assert commands.rstrip().endswith(f"{clients}/{program}")
-    assert (
-        "--no-deps -e ." in commands and f"pyproject.toml {' '.join(CLIENT_EXTRAS)} >" in commands
-    )
+    assert f"{ALONE} -e ." in commands
+    assert "--require-hashes --requirement requirements/clients.txt" in commands
+    assert f"pyproject.toml {' '.join(CLIENT_EXTRAS)} >" in _dry_run("lock")
     assert "not-this-one" not in commands and "torch==" not in commands
     assert "torch" not in _client_requirements()
 

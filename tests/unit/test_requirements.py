@@ -1,0 +1,164 @@
+"""The lock fits pyproject.toml, has a hash for everything, and names no place to get it from."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "requirements"
+LOCKS = sorted(FOLDER.glob("*.txt"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYTHONS = ("3.11.0", "3.12.0", "3.13.0", "3.14.0")
+AUDIT = runpy.run_path(str(FOLDER / "audit.py"))
+
+
+def locked(lock: str) -> list[Requirement]:
+    """Return what a lock pins, without the hashes."""
+    text = (FOLDER / lock).read_text().replace("\\\n", " ")
+    return [Requirement(line.split(" --hash")[0]) for line in text.splitlines() if line]
+
+
+def not_locked() -> set[str]:
+    lines = (FOLDER / "not_locked.in").read_text().splitlines()
+    return {line for line in lines if not line.startswith("#")}
+
+
+def wanted_by_clients() -> list[str]:
+    script = runpy.run_path(str(ROOT / "docker" / "bench_requirements.py"))
+    text = (ROOT / "pyproject.toml").read_text()
+    wanted: list[str] = script["requirements"](text, ["bench", "chat", "plots"])
+    return wanted
+
+
+def lines_of(file: str) -> list[str]:
+    return [x for x in (FOLDER / file).read_text().splitlines() if not x.startswith("#")]
+
+
+EXTRAS = PROJECT["optional-dependencies"]
+OF_SERVER = PROJECT["dependencies"] + lines_of("build.in") + lines_of("beside_torch.in")
+WANTED = {
+    "serve.txt": OF_SERVER,
+    "test.txt": OF_SERVER + EXTRAS["test"],
+    "clients.txt": wanted_by_clients() + lines_of("build.in"),
+    "triton.txt": lines_of("triton.in"),
+    "supply.txt": lines_of("supply.in"),
+}
+
+
+@pytest.mark.parametrize("lock", WANTED)
+def test_a_lock_has_a_version_of_everything_that_is_asked_for(lock: str) -> None:
+    assert {path.name for path in LOCKS} == set(WANTED)
+    pins = locked(lock)
+    for python in PYTHONS:
+        environment = {"python_full_version": python, "python_version": python[:4]}
+        environment |= {"sys_platform": "linux", "platform_machine": "x86_64"}
+        versions = {
+            canonicalize_name(pin.name): str(pin.specifier).removeprefix("==")
+            for pin in pins
+            if pin.marker is None or pin.marker.evaluate(environment)
+        }
+        for line in WANTED[lock]:
+            wanted = Requirement(line)
+            if wanted.name in not_locked() and lock != "triton.txt":
+                assert wanted.name not in versions
+                continue
+            version = versions.get(canonicalize_name(wanted.name), "missing")
+            assert version != "missing" and wanted.specifier.contains(version), (
+                f"{lock}: {line} is {version} for Python {python}: `make lock`"
+            )
+
+
+@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
+def test_each_line_is_a_version_or_a_hash(path: Path) -> None:
+    pins = path.read_text().replace("\\\n", " ").splitlines()
+    assert pins
+    for pin in pins:
+        name, *hashes = pin.split(" --hash=")
+        assert re.fullmatch(r"[a-z0-9-]+==[^ ]+( ; .*)?", name.strip()), name
+        assert hashes, f"{name} has no hash"
+        assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", value.strip()) for value in hashes)
+    assert "://" not in path.read_text()
+
+
+def test_what_all_installs_share_is_one_version() -> None:
+    of_test = {(pin.name, str(pin.marker)): pin.specifier for pin in locked("test.txt")}
+    for lock in ("serve.txt", "clients.txt"):
+        for pin in locked(lock):
+            assert of_test.get((pin.name, str(pin.marker)), pin.specifier) == pin.specifier
+
+
+# ------------------------------------------------------------------ the audit
+
+PACKAGES = {"jinja2": "3.1.6", "torch": "2.13.0"}
+CLEAN = [{"name": name, "version": version, "vulns": []} for name, version in PACKAGES.items()]
+BAD = {"name": "jinja2", "version": "3.1.6", "vulns": [{"id": "CVE-1", "fix_versions": ["3.1.7"]}]}
+SKIPPED = {"name": "torch", "skip_reason": "not found"}
+
+
+def report(*entries: dict[str, Any]) -> str:
+    return json.dumps({"dependencies": entries})
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        (report(*CLEAN), 0, "audited: 2 packages, no known vulnerability"),
+        (report(BAD, CLEAN[1]), 1, "jinja2 3.1.6: CVE-1, fixed in 3.1.7"),
+        (report(BAD, SKIPPED), 1, "jinja2 3.1.6: CVE-1, fixed in 3.1.7"),
+        (report(CLEAN[0], SKIPPED), 3, "NOT AUDITED: 1 of 2 packages were not looked up"),
+        # What pip-audit ends well with where its service knows nothing at all.
+        (
+            report({"name": "jinja2", "skip_reason": "x"}, SKIPPED),
+            3,
+            "no advisory service answered: nothing is known about any of them",
+        ),
+        (report(), 3, "NOT AUDITED: 2 of 2 packages were not looked up"),
+        ("", 3, "NOT AUDITED: 2 of 2 packages were not looked up"),
+        ("no JSON", 3, "NOT AUDITED: 2 of 2 packages were not looked up"),
+    ],
+)
+def test_only_what_was_looked_up_counts_as_audited(text: str, code: int, said: str) -> None:
+    given, lines = AUDIT["judge"](PACKAGES, text)
+    assert given == code
+    assert said in lines
+
+
+def test_all_that_is_installed_is_looked_up_by_its_public_version(tmp_path: Path) -> None:
+    packages = AUDIT["installed"]()
+    assert "pytest" in packages and "lightserve" not in packages
+    assert "+" not in packages["torch"]
+    fake = tmp_path / "pip-audit"
+    fake.write_text(
+        f"#!{sys.executable}\n"
+        "import json, sys\n"
+        "wanted = open(sys.argv[-1]).read().split()\n"
+        "entries = [dict(name=w.split('==')[0], vulns=[]) for w in wanted]\n"
+        "print(json.dumps(dict(dependencies=entries)))\n"
+    )
+    fake.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "audit.py"), str(fake)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"audited: {len(packages)} packages, no known vulnerability\n"
+
+
+def test_the_report_of_a_vulnerability_has_a_private_way_and_a_time() -> None:
+    text = (ROOT / "SECURITY.md").read_text()
+    assert "private security advisory" in text
+    assert re.search(r"\d+ working days", text)
