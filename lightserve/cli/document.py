@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.cli.options import limits_text, shown_default
-from lightserve.config import ServeConfig
+from lightserve.config import SECTIONS, ServeConfig
 from lightserve.config.fields import flag_name
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "true or false"}
@@ -35,7 +35,11 @@ unknown or repeated names, other types (`"80"` is no integer) and values outside
 errors that name the line, with exit code 2. Paths in it are relative to the working directory.
 API keys are never options: `--api-key-file` names a file of them.
 
-At its start the server logs every effective value with its origin: flag, file or default.
+At its start the server logs every value that a flag or the file gave, and with `--log-level debug`
+the defaults as well.
+"""
+_SECTION = """
+## {title}
 
 | option | type | default | limits | meaning |
 | --- | --- | --- | --- | --- |
@@ -45,8 +49,12 @@ At its start the server logs every effective value with its origin: flag, file o
 def document() -> str:
     """Return the page."""
     types = get_type_hints(ServeConfig)
-    rows = [_row(spec, types[spec.name]) for spec in dataclasses.fields(ServeConfig)]
-    return _HEAD + "".join(rows)
+    parts = [_HEAD]
+    for spec in dataclasses.fields(ServeConfig):
+        if spec.name in SECTIONS:
+            parts.append(_SECTION.format(title=SECTIONS[spec.name]))
+        parts.append(_row(spec, types[spec.name]))
+    return "".join(parts)
 
 
 def _row(spec: dataclasses.Field[Any], kind: type) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, get_type_hints
 
 import click
@@ -23,6 +23,25 @@ class FiniteRange(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{number} is not a finite number.", param, ctx)
         return number
+
+
+class SectionCommand(click.Command):
+    """A command whose --help has sections, each of which begins with the option it is keyed by."""
+
+    def __init__(self, *args: Any, sections: Mapping[str, str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sections = sections
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, a section after the other, in the order of declaration."""
+        title, rows = "Options", dict[str, list[tuple[str, str]]]()
+        for param in self.get_params(ctx):
+            title = self._sections.get(param.name or "", title)
+            if (record := param.get_help_record(ctx)) is not None:
+                rows.setdefault(title, []).append(record)
+        for heading, records in rows.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
 
 
 class WordOrNumber(click.ParamType[int]):

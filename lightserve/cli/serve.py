@@ -8,12 +8,12 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from lightserve.cli.options import config_options
-from lightserve.config import ServeConfig
+from lightserve.cli.options import SectionCommand, config_options
+from lightserve.config import SECTIONS, ServeConfig
 from lightserve.config.file import merge, read_config_file
 
 
-@click.command("serve")
+@click.command("serve", cls=SectionCommand, sections=SECTIONS)
 @config_options(ServeConfig)
 @click.option(
     "--config",

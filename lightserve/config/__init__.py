@@ -23,6 +23,23 @@ from lightserve.errors import ConfigError
 DEFAULT_DECISION_LOG_SIZE = "4GiB"
 MIN_DECISION_LOG_BYTES = 1024 * 1024
 
+SECTIONS = {
+    "model": "Model and its names",
+    "host": "Addresses, keys and TLS",
+    "max_body_bytes": "Limits on what clients send and hold",
+    "metrics_host": "Metrics",
+    "ttft_slo_ms": "Targets",
+    "max_num_seqs": "Steps and policy",
+    "admission": "Admission and queues",
+    "cache_policy": "KV memory",
+    "cuda_graphs": "CUDA graphs",
+    "tp": "Workers",
+    "chat_template": "Templates and parsers",
+    "start_timeout_s": "Starts, ends and restarts",
+    "run_dir": "Files and logs",
+}
+"""Titles of the parts of help and documentation; each begins with the field that it is keyed by."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOptions):

@@ -58,7 +58,7 @@ def merge(
 
 
 def log_configuration(log: logging.Logger, config: Any, origins: Mapping[str, Origin]) -> None:
-    """Log every field of a configuration, one record per origin, flags first.
+    """Log every field of a configuration, one record per origin, flags first; defaults for debug.
 
     Keys and certificates are paths in a configuration, never their contents.
     """
@@ -72,7 +72,8 @@ def log_configuration(log: logging.Logger, config: Any, origins: Mapping[str, Or
         if values:
             words = " ".join(f"{name}={value!r}" for name, value in values.items())
             fields = {"origin": str(origin), "configuration": values}
-            log.info("configuration by %s: %s", origin, words, extra={"fields": fields})
+            level = logging.DEBUG if origin is Origin.DEFAULT else logging.INFO
+            log.log(level, "configuration by %s: %s", origin, words, extra={"fields": fields})
 
 
 def read_config_file(path: Path, config_type: type[Any]) -> dict[str, Any]:

@@ -41,12 +41,6 @@ class FrontendOptions:
         " recommends (auto), or temperature 1 and no truncation (none).",
         choices=("auto", "none"),
     )
-    sse_keepalive_s: float = option(
-        15.0, "A stream that has had nothing to say for this time sends a comment.", low=0.05
-    )
-    max_completions: int = option(
-        128, "Most completions of one request, prompts times n.", low=1, high=4096
-    )
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8000, "Port to listen on; 0 takes a free one.", low=0, high=65535)
     http_workers: int = option(1, "Number of frontend processes.", low=1, high=64)
@@ -98,6 +92,12 @@ class FrontendOptions:
     )
     max_connections_per_ip: int = option(
         4096, "Open connections of one client address per frontend; more are refused.", low=1
+    )
+    sse_keepalive_s: float = option(
+        15.0, "A stream that has had nothing to say for this time sends a comment.", low=0.05
+    )
+    max_completions: int = option(
+        128, "Most completions of one request, prompts times n.", low=1, high=4096
     )
     metrics_host: str = option(METRICS_HOST, "Address on which metrics are served without a key.")
     metrics_port: int = option(

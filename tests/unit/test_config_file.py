@@ -193,9 +193,11 @@ def test_a_wrong_file_ends_with_code_2_and_one_line(
 def test_every_value_is_logged_once_with_its_origin(caplog: pytest.LogCaptureFixture) -> None:
     config = ServeConfig(port=9001, host="localhost")
     origins = {"port": Origin.FLAG, "host": Origin.FILE}
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         log_configuration(logging.getLogger("test"), config, origins)
     flag, file, default = caplog.messages
+    levels = [record.levelno for record in caplog.records]
+    assert levels == [logging.INFO, logging.INFO, logging.DEBUG]
     assert flag == "configuration by flag: port=9001"
     assert file == "configuration by file: host='localhost'"
     assert default.startswith("configuration by default: model=")

@@ -1,0 +1,68 @@
+"""What a newcomer copies from README, the ready message and the help: that it works as printed."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import lightserve
+from lightserve.bundled import BUNDLED_MODEL_DIR
+from lightserve.bundled.corpus import topics_of
+from lightserve.cli import serve as cli_serve
+from lightserve.config import SECTIONS, ServeConfig
+from lightserve.config.fields import flag_name
+from lightserve.supervisor.banner import BUNDLED_PROMPT, PROMPT, ready_message
+
+ROOT = Path(lightserve.__file__).parents[1]
+
+
+def _prompts(text: str) -> list[str]:
+    asked = re.findall(r'"content": "([^"]+)"', text)
+    return asked + re.findall(r'echo "([^"]+)" \| lightserve chat', text)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/api.md", "docs/access.md", "docker/README.md"])
+def test_examples_ask_what_the_bundled_model_has_learnt(page: str) -> None:
+    asked = _prompts((ROOT / page).read_text())
+    assert len(asked) >= 3 or page != "README.md"
+    assert [prompt for prompt in asked if not any(topics_of(prompt))] == []
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"), [(str(BUNDLED_MODEL_DIR), BUNDLED_PROMPT), ("/models/qwen", PROMPT)]
+)
+def test_the_ready_message_asks_what_the_model_can_answer(model: str, expected: str) -> None:
+    printed = ready_message(ServeConfig(model=model), 8000)
+    other = PROMPT if expected is BUNDLED_PROMPT else BUNDLED_PROMPT
+    assert printed.count(expected) == 2 and other not in printed
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("::1", "http://[::1]:8000"),
+        ("192.0.2.7", "http://192.0.2.7:8000"),
+    ],
+)
+def test_the_ready_message_has_an_address_to_connect_to(host: str, url: str) -> None:
+    lines = ready_message(ServeConfig(host=host, insecure_no_auth=True), 8000).splitlines()
+    assert lines[0] == f"lightserve: ready on {url} (model lightserve-tiny)"
+    assert lines[2].startswith(f"curl -N {url}/v1/")
+
+
+def test_the_help_has_every_option_in_one_section() -> None:
+    text = CliRunner().invoke(cli_serve.command, ["--help"], terminal_width=1000).output
+    heads = re.findall(r"^(\S.*):$", text, re.MULTILINE)
+    assert heads == list(SECTIONS.values())
+    flags = re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE)
+    fields = [flag_name(spec.name) for spec in dataclasses.fields(ServeConfig)]
+    assert flags == [*fields, "--config", "--help"]
+    sizes = [part.count("\n  --") for part in re.split(r"^\S.*:$", text, flags=re.MULTILINE)[1:]]
+    assert min(sizes) >= 2 and max(sizes) <= 14
