@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from lightserve.errors import GrammarError, InvalidRequest
 from lightserve.frontend.failures import overloaded
 from lightserve.messages.common import Constraint
+from lightserve.structured.limits import yield_to_others
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -24,14 +25,18 @@ NUM_THREADS = 2
 MAX_WAITING = 64
 """Constraints, whoever waits for them."""
 MAX_KNOWN = 1024
-DEADLINE_S = 5.0
-"""For waiting and compiling; compiling by itself is bounded by its work (see `structured`)."""
+START_TIMEOUT_S = 5.0
+"""For a thread to begin: later is too much load, which says nothing about the constraint."""
+COMPILE_TIMEOUT_S = 5.0
+"""From then on; compiling by itself is bounded by its work (see `structured`)."""
 
 
 @dataclass
 class _Check:
     """One that has yet to end."""
 
+    begun: asyncio.Event
+    """A thread works on it."""
     work: asyncio.Future[str | None]
     num_waiting: int = 0
 
@@ -44,7 +49,9 @@ class ConstraintChecker:
     """
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._threads = ThreadPoolExecutor(
+            NUM_THREADS, thread_name_prefix="grammar", initializer=yield_to_others
+        )
         self._checks: dict[bytes, _Check] = {}
         self._known: OrderedDict[bytes, str | None] = OrderedDict()
         """By digest: what is wrong with a constraint, None if nothing is."""
@@ -76,23 +83,25 @@ class ConstraintChecker:
         if check is None:
             if len(self._checks) >= MAX_WAITING:
                 raise overloaded()
-            loop = asyncio.get_running_loop()
-            check = _Check(loop.run_in_executor(self._threads, self._complaint, constraint))
-            self._checks[key] = check
+            self._checks[key] = check = self._begin(constraint)
         check.num_waiting += 1
         try:
-            return await asyncio.wait_for(asyncio.shield(check.work), DEADLINE_S)
-        except TimeoutError:
-            raise InvalidRequest(
-                f"{param} takes more than {DEADLINE_S:g} s to compile",
-                param=param,
-                code="invalid_constraint",
-            ) from None
+            return await _result(check, param)
         finally:
             check.num_waiting -= 1
             if check.num_waiting == 0:
                 check.work.cancel()  # nobody wants it any more, if it has not ended
                 del self._checks[key]
+
+    def _begin(self, constraint: Constraint) -> _Check:
+        """Hand a constraint to a thread."""
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+        def work() -> str | None:
+            loop.call_soon_threadsafe(begun.set)
+            return self._complaint(constraint)
+
+        return _Check(begun, loop.run_in_executor(self._threads, work))
 
     # ------------------------------------------------------------------ in a thread
 
@@ -112,3 +121,19 @@ class ConstraintChecker:
         except GrammarError as error:
             return str(error)
         return None
+
+
+async def _result(check: _Check, param: str) -> str | None:
+    """Return what is wrong with a constraint. Raises what `ConstraintChecker.check` does."""
+    try:
+        await asyncio.wait_for(check.begun.wait(), START_TIMEOUT_S)
+    except TimeoutError:
+        raise overloaded() from None
+    try:
+        return await asyncio.wait_for(asyncio.shield(check.work), COMPILE_TIMEOUT_S)
+    except TimeoutError:
+        raise InvalidRequest(
+            f"{param} takes more than {COMPILE_TIMEOUT_S:g} s to compile",
+            param=param,
+            code="invalid_constraint",
+        ) from None

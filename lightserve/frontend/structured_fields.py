@@ -159,8 +159,9 @@ async def resolve_constraint(
 
 
 def _one_of(choices: list[str]) -> GrammarConstraint:
-    # A JSON string is a string of this grammar language, too.
-    return GrammarConstraint(grammar="start: " + " | ".join(map(_quoted, choices)))
+    # A JSON string is a string of this grammar language, too. One terminal: as alternatives of a
+    # rule each would be an item of the parser, which has a limit of its own.
+    return GrammarConstraint(grammar="start: ONE\nONE: " + " | ".join(map(_quoted, choices)))
 
 
 def _quoted(text: str) -> str:

@@ -163,7 +163,8 @@ class RowResult(msgspec.Struct, frozen=True, array_like=True):
 
     row: RowId
     token_ids: list[int]
-    """0 … k tokens."""
+    """0 … k tokens. None though one was asked for, without an error: the grammar of the row's
+    constraint is not compiled yet, ask again."""
     error: RowError | None = None
     logprobs: list[TokenLogprob] = []
     """One for each of `token_ids`, if the sequence's `num_logprobs` is not None."""

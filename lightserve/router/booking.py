@@ -80,6 +80,7 @@ class StepBooking:
         computed_anew = max(0, request.num_kept_tokens - request.num_computed_tokens)
         self.counters[request.request_class].lost_tokens += computed_anew
         kv.start(request)
+        request.awaits_grammar = request.constraint is not None
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed_tokens
 

@@ -24,7 +24,7 @@ from lightserve.messages.frontend_router import (
     Finish,
     Submit,
 )
-from lightserve.messages.router_worker import PlanRow, RowResult, StepPlan, StepResult
+from lightserve.messages.router_worker import OutputKind, PlanRow, RowResult, StepPlan, StepResult
 from lightserve.router.burst import expected_kv_tokens
 from lightserve.router.core_state import CoreState
 from lightserve.router.deltas import DeltaBatch
@@ -301,6 +301,7 @@ class RouterCore(CoreState):
         if result.token_ids:
             if self._suspects:
                 self._clear(request)
+            request.awaits_grammar = False
             if not request.is_prompt_shared:
                 self._kv.learn_prompt(request)  # all of it has been computed by now
             token_ids, reason = until_end(request, result.token_ids)
@@ -310,6 +311,8 @@ class RouterCore(CoreState):
                 request.deadlines.on_tokens(len(token_ids), now_s)
             if reason is not None:
                 self._complete(request)
+        elif request.awaits_grammar and row.output & OutputKind.SAMPLE:
+            self._kv.step_back(request)
 
     def _complete(self, request: Request) -> None:
         """End a request that has all its tokens; a frontend that looks for stop strings may yet

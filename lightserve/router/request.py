@@ -92,6 +92,8 @@ class Request:
     prediction_key: Hashable = None
     """Requests with equal keys are expected to have outputs of like length."""
     constraint: Constraint | None = None
+    awaits_grammar: bool = False
+    """Whether the workers may still be compiling its constraint: no token since it (re)started."""
     prefix_salt: str = ""
     deadlines: DeadlineTracker | None = None
     """When its next token is due; None under policies that do not ask."""
@@ -187,6 +189,8 @@ class Request:
         num_generated = len(self.output_token_ids) + self.num_inflight_samples
         if num_generated >= self.max_tokens:
             return 0
+        if self.awaits_grammar and self.num_inflight_samples:
+            return 0  # the sample in flight may give no token
         acknowledged = self.num_acknowledged_tokens
         if acknowledged is not None and num_generated >= acknowledged + MAX_UNACKNOWLEDGED_TOKENS:
             return 0

@@ -1,15 +1,16 @@
 """Rank 0's side of structured output: which tokens each constrained row may draw next.
 
-All of it happens in one thread, in the order in which it was asked for, beside the forward pass:
-llguidance lets other threads run. A grammar is compiled when its first sequence is added, which
-is during its prefill; the masks of a step are computed while its forward pass runs.
+Two threads do it beside the forward pass: llguidance lets other threads run. One compiles, at low
+priority and one grammar after the other, from when a sequence is added, which is during its
+prefill. The other computes a step's masks while its forward pass runs. No step waits for a
+grammar: a row whose own is not ready yields no token, and the router asks again.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,13 +22,16 @@ from torch import Tensor
 from lightserve.errors import GrammarError
 from lightserve.messages.common import Constraint, unpack_int32
 from lightserve.messages.router_worker import AddSequence
-from lightserve.structured.grammars import compile_matcher
+from lightserve.structured.grammars import compile_matcher, kept_bytes
+from lightserve.structured.limits import yield_to_others
 from lightserve.types import RowId
 from lightserve.worker.sampling.interface import RowMasks
 from lightserve.worker.sampling.table import Upload
 
-MAX_GRAMMARS = 128
-"""Compiled grammars that are kept."""
+MAX_KEPT_BYTES = 64 * 1024
+"""Of the texts of compiled grammars that are kept for sequences to come, see `kept_bytes`."""
+PATIENCE_S = 0.02
+"""What a step waits that has nothing to do but ask for tokens whose grammars are not ready."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +47,8 @@ class StepMasks:
     """bool [len(indices), vocab], the same; where the CPU samples."""
     failed: frozenset[int]
     """Those of `indices` whose grammar failed; they may draw nothing."""
+    unready: frozenset[int]
+    """Those of `indices` whose grammar is not compiled yet; what they draw means nothing."""
 
     def upload(self, num_rows: int, upload: Upload) -> RowMasks:
         """Return them beside the logits of the `num_rows` rows that the step samples."""
@@ -50,6 +56,15 @@ class StepMasks:
         rows[self.indices] = np.arange(len(self.indices))
         row_bits, bits = upload([rows, self.bits.view(np.int32)])
         return RowMasks(row_bits, bits, self.indices, self.allowed)
+
+
+_Matcher = Future[LLMatcher | None]
+"""A row's; None: the grammar failed."""
+
+
+def _matcher_of(work: _Matcher) -> LLMatcher | None:
+    """Return what a compilation that is over gave; one that broke down has failed as well."""
+    return None if work.exception() is not None else work.result()
 
 
 class RowConstraints:
@@ -60,26 +75,28 @@ class RowConstraints:
         self._vocabulary = vocabulary
         self._unpack = unpack
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="constraints")
-        self._rows: set[RowId] = set()
-        """Rows with a constraint; what follows belongs to the thread."""
-        self._matchers: dict[RowId, LLMatcher | None] = {}
-        """None: the grammar failed."""
+        self._compiler = ThreadPoolExecutor(
+            1, thread_name_prefix="grammars", initializer=yield_to_others
+        )
+        self._rows: dict[RowId, _Matcher] = {}
+        """Rows with a constraint. A matcher belongs to the compiler until it is done, then to the
+        thread of the masks."""
         self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
+        """The compiler's, as is …"""
+        self._num_kept_bytes = 0
 
     def update(self, sequences: Sequence[AddSequence]) -> None:
         """Take in new sequences; output that they bring was drawn under the same constraint."""
         for sequence in sequences:
-            constraint = sequence.constraint
-            if constraint is not None:
-                self._rows.add(sequence.row)
-                self._thread.submit(self._add, sequence, constraint)
-            elif sequence.row in self._rows:
-                self._rows.remove(sequence.row)
-                self._thread.submit(self._matchers.pop, sequence.row)
+            if (before := self._rows.pop(sequence.row, None)) is not None:
+                before.cancel()
+            if (constraint := sequence.constraint) is not None:
+                matcher = self._compiler.submit(self._matcher, sequence, constraint)
+                self._rows[sequence.row] = matcher
 
     def among(self, rows: Sequence[RowId]) -> frozenset[RowId]:
         """Return those of `rows` that are constrained."""
-        return frozenset(self._rows.intersection(rows))
+        return frozenset(self._rows.keys() & rows)
 
     def begin(self, rows: Sequence[RowId]) -> Callable[[], StepMasks] | None:
         """Start on the masks of a step that samples these rows, and return how to wait for them.
@@ -90,45 +107,63 @@ class RowConstraints:
         if not indices:
             return None
         masks: Future[StepMasks] = self._thread.submit(
-            self._masks, indices, [rows[index] for index in indices]
+            self._masks, indices, [self._rows[rows[index]] for index in indices]
         )
         return masks.result
 
-    def advance(self, rows: Sequence[RowId], token_ids: Sequence[int]) -> None:
-        """Take in what the rows of a step drew."""
-        drawn = [(row, t) for row, t in zip(rows, token_ids, strict=True) if row in self._rows]
+    def advance(
+        self, rows: Sequence[RowId], token_ids: Sequence[int], unready: frozenset[int]
+    ) -> None:
+        """Take in what the rows of a step drew; `unready` as its masks had it."""
+        drawn = [
+            (self._rows[row], token_id)
+            for index, (row, token_id) in enumerate(zip(rows, token_ids, strict=True))
+            if row in self._rows and index not in unready
+        ]
         if drawn:
             self._thread.submit(self._consume, drawn)
 
-    # ------------------------------------------------------------------ in the thread
+    def wait_for_any(self, rows: Sequence[RowId]) -> None:
+        """Wait a moment for the grammar of one of these rows."""
+        wait([self._rows[row] for row in rows], PATIENCE_S, FIRST_COMPLETED)
 
-    def _add(self, sequence: AddSequence, constraint: Constraint) -> None:
-        self._matchers[sequence.row] = None
+    # ------------------------------------------------------------------ in the compiler's thread
+
+    def _matcher(self, sequence: AddSequence, constraint: Constraint) -> LLMatcher | None:
         try:
             matcher = self._compile(constraint).deep_copy()
         except GrammarError:
-            return
+            return None
         tokens = np.concatenate([unpack_int32(part.token_ids) for part in sequence.segments])
         matcher.consume_tokens(tokens[sequence.num_prompt_tokens :].tolist())
-        self._matchers[sequence.row] = matcher
+        return matcher
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
         known = self._compiled.get(constraint)
         if known is None:
             known = compile_matcher(constraint, self._vocabulary)
             self._compiled[constraint] = known
-            if len(self._compiled) > MAX_GRAMMARS:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(constraint)
+            self._num_kept_bytes += kept_bytes(constraint)
+            while self._num_kept_bytes > MAX_KEPT_BYTES:
+                oldest, _ = self._compiled.popitem(last=False)
+                self._num_kept_bytes -= kept_bytes(oldest)
+        else:
+            self._compiled.move_to_end(constraint)
         return known
 
-    def _masks(self, indices: list[int], rows: list[RowId]) -> StepMasks:
+    # ------------------------------------------------------------------ in the masks' thread
+
+    def _masks(self, indices: list[int], matchers: list[_Matcher]) -> StepMasks:
         vocab_size = self._vocabulary.vocab_size
-        bits = np.zeros((len(rows), -(-vocab_size // 32) * 4), dtype=np.uint8)
-        failed = set()
-        for number, (index, row) in enumerate(zip(indices, rows, strict=True)):
+        bits = np.zeros((len(matchers), -(-vocab_size // 32) * 4), dtype=np.uint8)
+        failed, unready = set[int](), set[int]()
+        for number, (index, work) in enumerate(zip(indices, matchers, strict=True)):
+            if not work.done():
+                unready.add(index)
+                bits[number] = 255
+                continue
             mask = b""
-            if (matcher := self._matchers[row]) is not None:
+            if (matcher := _matcher_of(work)) is not None:
                 mask = matcher.compute_bitmask()
             if matcher is None or matcher.is_error():
                 failed.add(index)
@@ -141,9 +176,9 @@ class RowConstraints:
         if self._unpack:
             unpacked = np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little")
             allowed = torch.from_numpy(unpacked.view(np.bool_))
-        return StepMasks(indices, bits, allowed, frozenset(failed))
+        return StepMasks(indices, bits, allowed, frozenset(failed), frozenset(unready))
 
-    def _consume(self, drawn: list[tuple[RowId, int]]) -> None:
-        for row, token_id in drawn:
-            if (matcher := self._matchers[row]) is not None:
+    def _consume(self, drawn: list[tuple[_Matcher, int]]) -> None:
+        for work, token_id in drawn:
+            if (matcher := _matcher_of(work)) is not None:
                 matcher.consume_token(token_id)  # if it does not fit, the next mask says so

@@ -193,7 +193,9 @@ class ModelRunner:
         rows = pending.row_results()
         if self._constraints is not None and pending.constrained_rows:
             drawn = pending.drawn
-            self._constraints.advance(drawn.rows, drawn.token_ids.tolist())
+            self._constraints.advance(drawn.rows, drawn.token_ids.tolist(), drawn.unready)
+            if len(drawn.unready) == len(pending.plan.rows):
+                self._constraints.wait_for_any(drawn.rows)
         marks = pending.marks
         return StepResult(
             step_id=pending.plan.step_id,
@@ -267,6 +269,7 @@ class ModelRunner:
             fetched[0],
             is_finite=fetched[1],
             failed=frozenset() if allowed is None else allowed.failed,
+            unready=frozenset() if allowed is None else allowed.unready,
             logprobs=None if sampled.logprobs is None else LogprobTensors._make(fetched[2:]),
             logprob_indices=params.logprob_indices,
             num_logprobs=params.num_logprobs,

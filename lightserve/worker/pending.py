@@ -43,6 +43,8 @@ class Drawn:
     """bool [len(rows)]; rank 0 alone has it."""
     failed: frozenset[int] = frozenset()
     """Indices of rows whose grammar failed."""
+    unready: frozenset[int] = frozenset()
+    """Indices of rows whose grammar is not compiled yet: they have drawn nothing."""
     logprobs: LogprobTensors | None = None
     """Of those of `rows` that want any: `logprob_indices`, …"""
     logprob_indices: Sequence[int] = ()
@@ -51,7 +53,7 @@ class Drawn:
 
     def plain_token_ids(self) -> list[int] | None:
         """Return the tokens if there is nothing else to say of any row; most steps are so."""
-        if self.logprobs is not None:
+        if self.logprobs is not None or self.unready:
             return None
         if self.is_finite is not None and not bool(self.is_finite.all()):
             return None
@@ -73,6 +75,7 @@ class Drawn:
                 logprobs.get(index),
             )
             for index, row in enumerate(self.rows)
+            if index not in self.unready
         }
 
     def _error(self, index: int) -> RowError:

@@ -11,6 +11,8 @@ import jsonschema
 import msgspec
 import pytest
 import torch
+from llguidance import LLMatcher, LLTokenizer
+from support.processes import wait_for
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config import ServeConfig
@@ -23,7 +25,7 @@ from lightserve.messages.common import (
     pack_int32,
 )
 from lightserve.messages.frontend_router import ErrorCode, Submit
-from lightserve.messages.router_worker import StepPlan, StepResult
+from lightserve.messages.router_worker import AddSequence, StepPlan, StepResult
 from lightserve.router.admission.conservative import ConservativeAdmission
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
@@ -33,15 +35,19 @@ from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.request import Request
 from lightserve.sim.simulation import Simulation, TimedEvent
+from lightserve.structured.grammars import compile_matcher, kept_bytes
+from lightserve.structured.vocabulary import model_vocabulary
 from lightserve.tokenization.tokenizer import Tokenizer
 from lightserve.types import (
     FinishReason,
     FrontendId,
     RequestClass,
     RequestId,
+    RowId,
     SamplingParams,
     StepId,
 )
+from lightserve.worker import constraints
 from lightserve.worker.engine import build_runner
 from lightserve.worker.model_runner import ModelRunner
 
@@ -190,6 +196,80 @@ def test_the_end_is_allowed_exactly_where_the_grammar_ends(
         (outcome,) = simulation.outcomes.values()
         assert outcome.finish_reason is FinishReason.STOP
         assert re.fullmatch("[a-z]{7}", tokenizer.decode(outcome.token_ids))
+
+
+@pytest.mark.parametrize("num_slots", [NUM_SLOTS, 100])
+def test_steps_go_on_while_grammars_are_compiled(
+    runner: ModelRunner, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, num_slots: int
+) -> None:
+    """The same tokens come, only later; the unconstrained do not notice."""
+    patterns = [f"[a-z]{{100,{num_slots // 10 + number}}}" for number in range(100, 104)]
+    slow = [
+        make_request(i, RegexConstraint(pattern=pattern), tokenizer)
+        for i, pattern in enumerate(patterns)
+    ]
+    short = [msgspec.structs.replace(request, max_tokens=9) for request in slow]
+    free = [
+        msgspec.structs.replace(make_request(len(slow) + i, None, tokenizer), max_tokens=50)
+        for i in range(2)
+    ]
+    steps: list[StepResult] = []
+    num_compiled_at: list[int] = []
+
+    def compile_late(constraint: Constraint, vocabulary: LLTokenizer) -> LLMatcher:
+        wait_for(lambda: len(steps) >= 20, "twenty steps")
+        num_compiled_at.append(len(steps))
+        return compile_matcher(constraint, vocabulary)
+
+    def execute(plan: StepPlan) -> StepResult:
+        steps.append(real_execute(plan))
+        return steps[-1]
+
+    real_execute = runner.execute
+    with monkeypatch.context() as patch:
+        patch.setattr(constraints, "compile_matcher", compile_late)
+        patch.setattr(runner, "execute", execute)
+        late, _ = run(runner, short + free, num_slots=num_slots)
+    assert len(num_compiled_at) >= len(slow) and min(num_compiled_at) >= 20
+    at_once, core = run(runner, short + free, num_slots=num_slots)
+    for key, outcome in at_once.outcomes.items():
+        assert late.outcomes[key].token_ids == outcome.token_ids
+        assert len(outcome.token_ids) >= 9
+    assert (core.num_preemptions > 0) == (num_slots < NUM_SLOTS)
+    unready = [row for step in steps[:20] for row in step.rows if not row.token_ids]
+    assert len(unready) > len(slow) and all(row.error is None for row in unready)
+
+
+def test_what_is_kept_of_grammars_is_bounded_by_their_size(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    compiled: list[Constraint] = []
+
+    def noting(constraint: Constraint, vocabulary: LLTokenizer) -> LLMatcher:
+        compiled.append(constraint)
+        return compile_matcher(constraint, vocabulary)
+
+    monkeypatch.setattr(constraints, "compile_matcher", noting)
+    enforcer = constraints.RowConstraints(model_vocabulary(tokenizer, 4096))
+    large = [RegexConstraint(pattern=letter * 8000) for letter in "abcdefghijklmnop"]
+    small = [RegexConstraint(pattern=f"small {number}") for number in range(60)]
+    for constraint in (*large, *small, large[-1], large[0], small[-1]):
+        sequence = AddSequence(
+            RowId(0),
+            [TokenSegment(token_ids=pack_int32([1]))],
+            SamplingParams(),
+            num_prompt_tokens=1,
+            eos_token_ids=[2],
+            constraint=constraint,
+        )
+        enforcer.update([sequence])
+        masks = enforcer.begin([RowId(0)])
+        while masks is not None and masks().unready:
+            enforcer.wait_for_any([RowId(0)])
+            masks = enforcer.begin([RowId(0)])
+        kept = sum(map(kept_bytes, enforcer._compiled))
+        assert kept == enforcer._num_kept_bytes <= constraints.MAX_KEPT_BYTES
+    assert compiled[len(large) + len(small) :] == [large[0]]  # the others were kept
 
 
 def test_a_grammar_that_fails_ends_its_own_row_alone(

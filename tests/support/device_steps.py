@@ -145,7 +145,9 @@ class KnownMasks:
     def begin(self, rows: Sequence[RowId]) -> Callable[[], StepMasks] | None:
         indices = [index for index, row in enumerate(rows) if row in self._rows]
         bits = np.full((len(indices), 28), 255, dtype=np.uint8)
-        return (lambda: StepMasks(indices, bits, None, frozenset())) if indices else None
+        return (
+            (lambda: StepMasks(indices, bits, None, frozenset(), frozenset())) if indices else None
+        )
 
 
 @dataclass(frozen=True)

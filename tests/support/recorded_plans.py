@@ -83,9 +83,12 @@ class ThirdsOnly:
         allowed = np.stack([self._ids % 3 == (self._last[row] + 1) % 3 for row in asked])
         padded = np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 32)))
         bits = np.packbits(padded, axis=1, bitorder="little")
-        return lambda: StepMasks(indices, bits, torch.from_numpy(allowed), frozenset())
+        return lambda: StepMasks(indices, bits, torch.from_numpy(allowed), frozenset(), frozenset())
 
-    def advance(self, rows: Sequence[RowId], token_ids: Sequence[int]) -> None:
+    def advance(
+        self, rows: Sequence[RowId], token_ids: Sequence[int], unready: frozenset[int]
+    ) -> None:
+        assert not unready
         for row, token_id in zip(rows, token_ids, strict=True):
             if row in self._last:
                 self._last[row] = token_id

@@ -11,6 +11,7 @@ import pytest
 from support.fake_router import eventually, frontend, says
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
+from lightserve.errors import InvalidRequest
 from lightserve.frontend import constraint_check
 from lightserve.frontend.backlog import MAX_ITEMS, Backlog
 from lightserve.frontend.constraint_check import ConstraintChecker
@@ -46,6 +47,40 @@ def test_a_burst_of_chats_is_for_the_router_to_refuse() -> None:
             }
             posts = [setup.post("/v1/chat/completions", body) for _ in range(300)]
             assert {answer.status_code for answer in await asyncio.gather(*posts)} == {200}
+
+    asyncio.run(scenario())
+
+
+def test_waiting_for_a_check_is_no_fault_of_the_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes time only from when a thread has it; before that, being too many is the reason."""
+    monkeypatch.setattr(constraint_check, "NUM_THREADS", 1)
+    monkeypatch.setattr(constraint_check, "START_TIMEOUT_S", 0.05)
+    may_go_on, checked = threading.Event(), []
+
+    def slow(checker: ConstraintChecker, constraint: Constraint) -> str | None:
+        checked.append(constraint)
+        assert may_go_on.wait(PATIENCE_S)
+        return None
+
+    monkeypatch.setattr(ConstraintChecker, "_complaint", slow)
+
+    async def scenario() -> None:
+        checker = ConstraintChecker()
+        first = asyncio.create_task(checker.check(RegexConstraint(pattern="a"), param="x"))
+        await eventually(lambda: len(checked) == 1)
+        with pytest.raises(RequestFailed) as refused:
+            await checker.check(RegexConstraint(pattern="b"), param="x")
+        assert refused.value.status == 429
+        assert not first.done()
+        may_go_on.set()
+        await first
+        await checker.check(RegexConstraint(pattern="b"), param="x")
+        may_go_on.clear()
+        monkeypatch.setattr(constraint_check, "COMPILE_TIMEOUT_S", 0.05)
+        with pytest.raises(InvalidRequest, match=r"x takes more than 0.05 s to compile"):
+            await checker.check(RegexConstraint(pattern="c"), param="x")
+        may_go_on.set()
+        checker.close()
 
     asyncio.run(scenario())
 

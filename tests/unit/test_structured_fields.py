@@ -11,7 +11,15 @@ import pytest
 from support.fake_router import Setup, frontend, says
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
-from lightserve.messages.common import GrammarConstraint, JsonSchemaConstraint, RegexConstraint
+from lightserve.frontend.structured_fields import MAX_CHOICES
+from lightserve.messages.common import (
+    Constraint,
+    GrammarConstraint,
+    JsonSchemaConstraint,
+    RegexConstraint,
+)
+from lightserve.structured.grammars import compile_matcher
+from lightserve.structured.vocabulary import byte_vocabulary
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 BODIES: dict[str, dict[str, Any]] = {
@@ -51,7 +59,7 @@ ACCEPTED: list[tuple[dict[str, Any], Any]] = [
     (outputs(grammar='start: "a" | "b"'), GrammarConstraint(grammar='start: "a" | "b"')),
     (
         outputs(choice=["yes", 'n"\n\\o', "é☃"]),
-        GrammarConstraint(grammar='start: "yes" | "n\\"\\n\\\\o" | "é☃"'),
+        GrammarConstraint(grammar='start: ONE\nONE: "yes" | "n\\"\\n\\\\o" | "é☃"'),
     ),
 ]
 
@@ -132,6 +140,25 @@ def test_what_cannot_be_enforced_is_refused(path: str) -> None:
             assert not setup.router.submits
 
     asyncio.run(scenario())
+
+
+def test_as_many_choices_as_are_promised_can_be_enforced() -> None:
+    words = [f"choice number {number:04}" for number in range(MAX_CHOICES)]
+
+    async def scenario() -> Constraint | None:
+        async with frontend(says([5, 2])) as setup:
+            body = {**BODIES["/v1/completions"], **outputs(choice=words)}
+            response = await setup.post("/v1/completions", body)
+            assert response.status_code == 200, response.text
+            return setup.router.submits[-1].constraint
+
+    constraint = asyncio.run(scenario())
+    assert constraint is not None
+    matcher = compile_matcher(constraint, byte_vocabulary())
+    for text, is_one in (*((word, True) for word in words[::200]), ("choice number 9999", False)):
+        asked = matcher.deep_copy()
+        assert asked.consume_tokens(list(text.encode())) == is_one
+        assert asked.is_accepting() == is_one
 
 
 HUGE: dict[str, dict[str, Any]] = {
