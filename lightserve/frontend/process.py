@@ -23,7 +23,6 @@ from lightserve.frontend.app import create_app
 from lightserve.frontend.connections import connection_table
 from lightserve.frontend.failures import draining
 from lightserve.frontend.http_server import HttpServer
-from lightserve.frontend.operations import MAX_SILENCE_S
 from lightserve.frontend.router_client import RouterClient, RouterLink
 from lightserve.frontend.service import Service, load_service
 from lightserve.messages.common import PROTOCOL_VERSION
@@ -31,6 +30,7 @@ from lightserve.messages.frontend_router import FrontendHello, FrontendMessage, 
 from lightserve.messages.metrics import MetricsSnapshot, MetricsText
 from lightserve.messages.supervision import (
     HEARTBEAT_INTERVAL_S,
+    LATE_TIMEOUT_S,
     ChildMessage,
     ChildReady,
     ChildSpec,
@@ -235,10 +235,10 @@ class Frontend:
             link.close()
 
     async def _listen(self, link: RouterLink) -> None:
-        """Pass messages on until none has come for MAX_SILENCE_S."""
+        """Pass messages on until none has come for so long that the router cannot be only late."""
         with contextlib.suppress(TimeoutError):
             while True:
-                async with asyncio.timeout(2 * MAX_SILENCE_S):
+                async with asyncio.timeout(LATE_TIMEOUT_S):
                     message = await link.receive()
                 client = self._service.router
                 was_ready = client.is_ready

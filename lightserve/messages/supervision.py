@@ -51,6 +51,8 @@ class Heartbeat(Message, frozen=True):
 
 
 HEARTBEAT_INTERVAL_S = 1.0
+LATE_TIMEOUT_S = 60.0
+"""A process that is silent but busy is late, not dead, for so long."""
 
 ChildMessage = (
     ChildReady

@@ -87,10 +87,6 @@ class BEPool:
         if not trees:
             del self._trees[bucket]
 
-    def reference_count(self, salt: str, tokens: Int32Array) -> int:
-        """Return how many waiting prompts begin with `tokens`, int32 [n], under a salt."""
-        return sum(trees[salt].count(tokens) for trees in self._trees.values() if salt in trees)
-
     def candidates(
         self, resident: PrefixTree | None, *, context_len: float, limit: int = MAX_CANDIDATES
     ) -> list[Request]:

@@ -70,6 +70,8 @@ from lightserve.router.metrics import RouterMetrics
 from lightserve.types import FrontendId
 
 STATUS_INTERVAL_S = 1.0
+MAX_TURN_S = 0.02
+"""CPU time after which what else frontends say waits for the next turn of the loop."""
 
 log = logging.getLogger(__name__)
 
@@ -184,15 +186,19 @@ class RouterProcess:
         """Take in what has arrived.
 
         Deaths come first: what a successor says must not be taken for its predecessor's. Then
-        results, each followed by the plan it makes possible, before anything else.
+        results, each followed by the plan it makes possible, before anything else. Of what
+        frontends say no more than about `MAX_TURN_S` takes; steps and heartbeats go on meanwhile.
         """
         while (order := self._control.receive()) is not None:
             self._on_supervisor(order)
         while (received := self._workers.receive()) is not None:
             self._on_worker(*received)
             self.plan()
+        end_s = time.thread_time() + MAX_TURN_S
         while (from_frontend := self._frontends.receive()) is not None:
             self._on_frontend(*from_frontend)
+            if time.thread_time() > end_s:
+                break
 
     # ---------------------------------------------------------------- workers
 

@@ -32,6 +32,7 @@ import numpy as np
 from lightserve.messages.common import Constraint, Int32Array
 from lightserve.messages.frontend_router import MAX_UNACKNOWLEDGED_TOKENS
 from lightserve.router.kv.host import HostRange
+from lightserve.router.kv.prefix_node import PrefixNode
 from lightserve.router.kv.prefix_tree import Hit, Lease
 from lightserve.router.slo import DeadlineTracker
 from lightserve.types import NO_SLO, SLO, RequestClass, RequestKey, RowId, SamplingParams
@@ -138,6 +139,8 @@ class Request:
     """While it waits: cached slots that starting it would keep from being evicted."""
     hit: Hit | None = None
     """While it waits: what of it is in the prefix tree, if that is more than it holds itself."""
+    expected: PrefixNode | None = None
+    """While it waits and has no KV: where the prefix tree counts it as a future user."""
     num_loaded_by_start: int = 0
     """While it waits: tokens that starting it would load from the host."""
 
@@ -155,7 +158,7 @@ class Request:
     def lose_kv(self) -> None:
         """Wait as if it had never started: its known tokens are to be computed again."""
         self.state = WAITING
-        self.slots = self.lease = self.host = self.hit = None
+        self.slots = self.lease = self.host = self.hit = self.expected = None
         self.is_prompt_shared = False
         self.num_paused_tokens = self.num_pinned_by_start = self.num_loaded_by_start = 0
         self.next_position = self.num_inflight_tokens = 0

@@ -11,8 +11,9 @@ Rules while serving (architecture 9):
 Each of these costs one restart from the budget. While starting, any death is the end; while
 draining, nothing is restarted.
 
-A ready router or frontend that has said nothing for `SILENCE_TIMEOUT_S` hangs: it is killed, and
-its death is treated as any other. Workers have no heartbeat: a long step is no fault, and the
+A ready router or frontend that has said nothing for `SILENCE_TIMEOUT_S` hangs, unless it is busy:
+then it is late, and may be for `LATE_TIMEOUT_S`. One that hangs is killed, and its death is treated
+as any other. Workers have no heartbeat: a long step is no fault, and the
 router tells when they stall. The loop alone calls these methods.
 """
 
@@ -27,6 +28,7 @@ from lightserve.api_keys import ApiKey
 from lightserve.errors import ProtocolError, StartupError
 from lightserve.messages.metrics import MetricSample, MetricsRequest, MetricsSnapshot
 from lightserve.messages.supervision import (
+    LATE_TIMEOUT_S,
     ChildFailed,
     ChildMessage,
     ChildReady,
@@ -52,6 +54,8 @@ DRAIN_GRACE_S = 2.0
 """What frontends get beyond --shutdown-timeout-s before they are killed."""
 SILENCE_TIMEOUT_S = 10.0
 """Heartbeats come every second; above the pauses of a busy machine, below a client's patience."""
+LATE_CHECK_S = 1.0
+"""How often it is asked whether what is late still works."""
 MAX_LATENESS_S = 1.0
 """A supervisor later than this was stopped itself (Ctrl-Z, a frozen container), and perhaps its
 children with it: their silence proves nothing."""
@@ -86,6 +90,7 @@ class Fleet:
         *,
         api_keys: Sequence[ApiKey] = (),
         silence_timeout_s: float = SILENCE_TIMEOUT_S,
+        late_timeout_s: float = LATE_TIMEOUT_S,
     ) -> None:
         config = specs.config
         self.phase = Phase.STARTING
@@ -96,6 +101,7 @@ class Fleet:
         self._budget = RestartBudget(config.max_restarts, config.restart_window_s)
         self._start_timeout_s = config.start_timeout_s
         self._silence_timeout_s = silence_timeout_s
+        self._late_timeout_s = late_timeout_s
         self._boot = specs.boot(0)
         self._generation = 0
         self._router: Child | None = None
@@ -167,7 +173,7 @@ class Fleet:
         if child is None:
             return
         if child.is_ready:
-            child.due_s = self._silence_due_s(child)
+            self._on_sign_of_life(child)
         match message:
             case ChildReady():
                 self._on_ready(child)
@@ -232,7 +238,12 @@ class Fleet:
                     "--start-timeout-s",
                 )
             elif was_stopped:
-                child.due_s = self._silence_due_s(child)
+                self._on_sign_of_life(child)
+            elif now_s >= child.late_due_s:
+                self._give_up(child, f"{child.name} was busy for {self._late_timeout_s:g} s")
+            elif child.is_busy():
+                log.warning("%s is late: silent, but busy", child.name)
+                child.due_s = min(now_s + LATE_CHECK_S, child.late_due_s)
             else:
                 self._give_up(child, f"{child.name} was silent for {self._silence_timeout_s:g} s")
         if now_s >= self._whole_due_s:
@@ -267,7 +278,7 @@ class Fleet:
 
     def _on_ready(self, child: Child) -> None:
         child.mark_ready()
-        child.due_s = self._silence_due_s(child)
+        self._on_sign_of_life(child)
         log.debug("%s is ready", child.name)
         if child is self._router:
             for frontend in self._frontends.values():
@@ -380,11 +391,15 @@ class Fleet:
             self._metrics.on_restart(spec.role)
         return self._spawner.spawn(spec, due_s=due_s)
 
-    def _silence_due_s(self, child: Child) -> float:
-        """Return when a ready child that speaks now has to be heard of again."""
+    def _on_sign_of_life(self, child: Child) -> None:
+        """Set when a ready child that speaks now has to be heard of again."""
         if child.spec.role is Role.WORKER:
-            return float("inf")
-        return time.monotonic() + self._silence_timeout_s
+            child.due_s = float("inf")
+            return
+        now_s = time.monotonic()
+        child.due_s = now_s + self._silence_timeout_s
+        child.late_due_s = now_s + self._late_timeout_s
+        child.is_busy()  # what it does from now on counts
 
     def _remove(self, child: Child) -> None:
         if child is self._router:

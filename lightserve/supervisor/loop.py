@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,7 +18,7 @@ from lightserve.config import ServeConfig
 from lightserve.config.file import Origin, log_configuration
 from lightserve.errors import ConfigError
 from lightserve.logs import one_line, setup_logging
-from lightserve.messages.supervision import ChildMessage, SupervisorMessage
+from lightserve.messages.supervision import LATE_TIMEOUT_S, ChildMessage, SupervisorMessage
 from lightserve.supervisor.banner import print_banner
 from lightserve.supervisor.fleet import SILENCE_TIMEOUT_S, Fleet, Phase
 from lightserve.supervisor.metrics import MetricsListener, ServerMetrics
@@ -40,11 +41,13 @@ def serve(
     origins: Mapping[str, Origin] = MappingProxyType({}),
     command: Sequence[str] = CHILD_COMMAND,
     silence_timeout_s: float = SILENCE_TIMEOUT_S,
+    late_timeout_s: float = LATE_TIMEOUT_S,
 ) -> int:
     """Run a server until a signal ends it; returns the exit code.
 
     `origins` says, for the log, where values of `config` come from. `command` starts a child
-    process (see `spawn`), which hangs when it is silent for `silence_timeout_s` (see `fleet`).
+    process (see `spawn`), which hangs when it is silent for `silence_timeout_s`, if it is busy for
+    `late_timeout_s` (see `fleet`).
     Call from the main thread.
 
     Raises:
@@ -53,7 +56,10 @@ def serve(
     setup_logging("supervisor", config.log_level, config.log_format)
     with StopSignals(reloads=bool(config.api_key_file)) as signals:
         try:
-            return _serve(config, origins, command, silence_timeout_s, signals)
+            new_fleet = partial(
+                Fleet, silence_timeout_s=silence_timeout_s, late_timeout_s=late_timeout_s
+            )
+            return _serve(config, origins, command, new_fleet, signals)
         except Stopped as stop:
             return _exit_code_before_ready(stop.signum)
 
@@ -62,7 +68,7 @@ def _serve(
     config: ServeConfig,
     origins: Mapping[str, Origin],
     command: Sequence[str],
-    silence_timeout_s: float,
+    new_fleet: Callable[..., Fleet],
     signals: StopSignals,
 ) -> int:
     api_keys = read_api_keys(Path(config.api_key_file)) if config.api_key_file else []
@@ -88,13 +94,7 @@ def _serve(
         if metrics_listener is not None:
             metrics_listener.start(metrics)
             log.info("metrics on %s", metrics_listener.url)
-        fleet = Fleet(
-            specs,
-            Spawner(hub, command),
-            metrics,
-            api_keys=api_keys,
-            silence_timeout_s=silence_timeout_s,
-        )
+        fleet = new_fleet(specs, Spawner(hub, command), metrics, api_keys=api_keys)
         stack.callback(fleet.kill_all)
         fleet.start()
         port = listener.getsockname()[1]

@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -16,6 +18,10 @@ from lightserve.channels.base import Hub
 from lightserve.child import SPEC_HEADER, control_name
 from lightserve.errors import ChannelFull
 from lightserve.messages.supervision import ChildMessage, ChildSpec, Role, SupervisorMessage
+
+_BUSY_SHARE = 0.1
+"""Of the time; a loop that only wakes to look at its clock takes far less."""
+_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 CHILD_COMMAND = (sys.executable, "-P", "-m", "lightserve.child")
 """-P: whatever lies in the working directory must not be imported."""
@@ -39,6 +45,8 @@ class Child:
         self.is_ready = False
         self.due_s = due_s
         """When (monotonic) it has to be ready, and later to be heard of; infinite for never."""
+        self.late_due_s = float("inf")
+        """When (monotonic) it has to be heard of, however busy it is."""
         self.is_serving = False
         """Frontend: whether its router has welcomed it since the last loss of router or workers."""
         self.failure = ""
@@ -48,12 +56,28 @@ class Child:
         self._process = process
         self._hub = hub
         self._outbox: list[SupervisorMessage] = []
+        self._cpu_s = self._asked_s = 0.0
 
     @property
     def has_reported_failure(self) -> bool:
         """Whether it has ended by itself with the code of a child that said ChildFailed."""
         ended = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return ended is not None and ended.si_code == os.CLD_EXITED and ended.si_status == 1
+
+    def is_busy(self) -> bool:
+        """Whether its main thread has worked since this was asked last, or would if it could.
+
+        One that is stopped, or waits for what never comes, is not busy.
+        """
+        try:
+            stat = Path(f"/proc/{self.pid}/task/{self.pid}/stat").read_text()
+        except OSError:  # gone, as its pidfd reports
+            return False
+        fields = stat.rpartition(")")[2].split()
+        cpu_s, now_s = _TICK_S * (int(fields[11]) + int(fields[12])), time.monotonic()
+        has_run = cpu_s - self._cpu_s >= _BUSY_SHARE * (now_s - self._asked_s)
+        self._cpu_s, self._asked_s = cpu_s, now_s
+        return has_run or fields[0] in ("R", "D")
 
     def send(self, message: SupervisorMessage) -> None:
         """Send a message, as soon as the child is ready; one that stopped reading is killed."""

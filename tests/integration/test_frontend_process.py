@@ -282,7 +282,7 @@ def test_drain_ends_late_requests_with_an_error(tmp_path: Path) -> None:
 def test_a_router_that_forgot_this_frontend_gets_a_new_hello(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightserve.frontend.process.MAX_SILENCE_S", 0.1)
+    monkeypatch.setattr("lightserve.frontend.process.LATE_TIMEOUT_S", 0.2)
 
     async def scenario(running: Running) -> None:
         hub = await running.router_up()
@@ -321,8 +321,8 @@ def test_a_silent_router_stays_dead_until_it_speaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new hello is no sign of life: /livez must not flap (H3)."""
-    for module in ("process", "operations"):
-        monkeypatch.setattr(f"lightserve.frontend.{module}.MAX_SILENCE_S", 0.2)
+    monkeypatch.setattr("lightserve.frontend.operations.MAX_SILENCE_S", 0.2)
+    monkeypatch.setattr("lightserve.frontend.process.LATE_TIMEOUT_S", 0.4)
 
     async def scenario(running: Running) -> None:
         hub = await running.router_up()

@@ -303,3 +303,20 @@ def test_a_hello_of_another_boot_is_refused() -> None:
     link.send(submit())
     scene.turn()
     assert received(link) == []
+
+
+def test_a_turn_ends_though_frontends_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps and heartbeats leave between the messages of a frontend that has much to say."""
+    monkeypatch.setattr("lightserve.router.process.MAX_TURN_S", -1.0)
+    scene = make_scene()
+    frontend, worker = scene.frontend(), scene.worker()
+    worker.send(scene.hello())
+    scene.turn()
+    for number in range(1, 4):
+        frontend.send(submit(number))
+    for expected in (1, 2, 3):
+        scene.turn()
+        load = scene.process.core.status(0.0).load[RequestClass.RT]
+        assert load.num_running + load.num_waiting == expected
+        if expected == 1:
+            assert isinstance(worker.receive(0.0), StepPlan)

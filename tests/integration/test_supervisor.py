@@ -380,6 +380,28 @@ def test_a_silent_router_or_frontend_is_replaced(start: StartServer, name: str) 
     assert [len(server.journal("start", other)) for other in others] == [1, 1]
 
 
+def test_a_busy_router_is_late_not_dead(start: StartServer) -> None:
+    """Its loop does not turn, but it works; then it goes on as if nothing had been."""
+    server = start({"router-0": "compute 3"}, silence_timeout_s=1.0, late_timeout_s=300.0)
+    server.wait_banner()
+    (server.folder / "compute").touch()
+    server.wait_event("computed", "router-0")
+    exit_code, stderr = server.finish(signal.SIGTERM)
+    assert exit_code == 0
+    assert "router-0 is late: silent, but busy" in stderr and "killed" not in stderr
+    assert len(server.journal("start", "router-0")) == 1
+
+
+def test_a_router_that_is_busy_for_ever_is_replaced(start: StartServer) -> None:
+    server = start({"router-0/0": "compute inf"}, silence_timeout_s=1.0, late_timeout_s=3.0)
+    server.wait_banner()
+    (server.folder / "compute").touch()
+    server.wait_event("ready", "router-0", 1)
+    exit_code, stderr = server.finish(signal.SIGTERM)
+    assert exit_code == 0
+    assert "router-0 was busy for 3 s: killed" in stderr
+
+
 def test_silence_while_everything_was_stopped_proves_nothing(start: StartServer) -> None:
     server = start(None, silence_timeout_s=5.0)
     server.wait_banner()

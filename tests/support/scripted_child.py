@@ -147,6 +147,15 @@ def _serve(
     behaviour: str,
 ) -> None:
     """Follow the supervisor until drained."""
+    if behaviour.startswith("compute"):
+        folder = Path(os.environ["SCRIPT_DIR"])
+        while not (folder / "compute").exists():
+            control.send(Heartbeat())
+            time.sleep(BEAT_S)
+        end_s = time.thread_time() + float(behaviour.removeprefix("compute "))
+        while time.thread_time() < end_s:
+            pass
+        journal.add("computed")
     while True:
         message = control.receive(BEAT_S)
         if spec.role is not Role.WORKER and behaviour != "fall-silent":

@@ -18,9 +18,10 @@ from lightserve.router.be_pool import (
     _descend,
     prefix_in_flight,
 )
-from lightserve.router.kv.prefix_node import PrefixNode
+from lightserve.router.kv.prefix_node import MAX_DEPTH, PrefixNode
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.policies.base import MAX_OVERTAKEN
+from lightserve.router.prompt_tree import PromptNode, PromptTree
 from lightserve.router.queues import WaitingQueue
 from lightserve.router.request import Request
 from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey, SamplingParams
@@ -82,14 +83,6 @@ class PoolMachine(RuleBasedStateMachine):
     def evict(self, count: int) -> None:
         self.tree.evict(count)
 
-    @rule(tokens=prompts, salt=st.sampled_from(SALTS))
-    def reference_counts(self, tokens: list[int], salt: str) -> None:
-        expected = sum(
-            r.prefix_salt == salt and r.prompt_token_ids[: len(tokens)].tolist() == tokens
-            for r in self.model
-        )
-        assert self.pool.reference_count(salt, np.array(tokens, dtype=np.int32)) == expected
-
     def num_shared(self, request: Request) -> int:
         return self.tree.look_up((request.prefix_salt,), request.prompt_token_ids).num_tokens
 
@@ -111,8 +104,24 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def keeps_order(self) -> None:
-        if hasattr(self, "pool"):
-            assert list(self.pool) == self.model and len(self.pool) == len(self.model)
+        if not hasattr(self, "pool"):
+            return
+        assert list(self.pool) == self.model and len(self.pool) == len(self.model)
+        trees = [tree for trees in self.pool._trees.values() for tree in trees.values()]
+        found = [request for tree in trees for request in tree.root.requests()]
+        assert sorted(found, key=lambda r: r.arrival_number) == self.model
+        for tree in trees:
+            check_prompts(tree.root, [])
+
+
+def check_prompts(node: PromptNode, before: list[int]) -> None:
+    """Everything below a node begins like it; none is there for nothing."""
+    before = before + node.tokens.tolist()
+    assert all(r.prompt_token_ids[: len(before)].tolist() == before for r in node.requests())
+    assert node.parent is None or node.members or len(node.children) > 1
+    for token, child in node.children.items():
+        assert child.parent is node and child.tokens[0] == token
+        check_prompts(child, before)
 
 
 TestPool = PoolMachine.TestCase
@@ -167,6 +176,23 @@ def test_an_answer_looks_at_few_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     found = pool.candidates(tree, context_len=30.0, limit=8)
     assert num_visits == MAX_VISITS
     assert found[0].num_prompt_tokens == 31, "the longest of the bucket nearest to the context"
+
+
+def test_a_waiting_prompt_is_followed_for_a_few_nodes() -> None:
+    """However many others end on its way, before or after it came."""
+    tree = PromptTree()
+    requests = [make_request(n, list(range(1, length))) for n, length in enumerate(range(2, 200))]
+    requests += [make_request(1000 + n, list(range(1, n))) for n in range(400, 200, -1)]
+    for request in requests:
+        tree.insert(request)
+        node, depth = tree._ends[request], 0
+        while node.parent is not None:
+            node, depth = node.parent, depth + 1
+        assert depth <= MAX_DEPTH
+    assert set(tree.root.requests()) == set(requests)
+    for request in requests:
+        tree.remove(request)
+    assert not tree.root.children and not tree.root.members
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterable
 
@@ -13,7 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lightserve.messages.common import Int32Array
-from lightserve.router.kv.prefix_node import EvictionOrder, least_recently_used, task_aware
+from lightserve.router.kv.prefix_node import (
+    MAX_DEPTH,
+    EvictionOrder,
+    PrefixNode,
+    least_recently_used,
+    path_of,
+    task_aware,
+)
 from lightserve.router.kv.prefix_tree import Lease, PrefixTree
 
 Prefix = tuple[int, ...]
@@ -32,7 +40,7 @@ class TreeMachine(RuleBasedStateMachine):
         super().__init__()
         self.model: dict[tuple[str, Prefix], int] = {}
         self.leases: list[tuple[str, Prefix, Lease]] = []
-        self.waiting: list[tuple[str, Prefix]] = []
+        self.waiting: list[tuple[str, Prefix, PrefixNode]] = []
         self.slots = itertools.count()
 
     @initialize(order=st.sampled_from([task_aware, least_recently_used]))
@@ -79,14 +87,13 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS), tokens=prompts)
     def expect(self, key: str, tokens: list[int]) -> None:
-        self.tree.expect(key, array(tokens))
-        self.waiting.append((key, tuple(tokens)))
+        self.waiting.append((key, tuple(tokens), self.tree.expect(key, array(tokens))))
 
     @rule(index=st.integers(0, 30))
     def forget(self, index: int) -> None:
         if self.waiting:
-            key, tokens = self.waiting.pop(index % len(self.waiting))
-            self.tree.forget(key, array(tokens))
+            _, _, end = self.waiting.pop(index % len(self.waiting))
+            self.tree.forget(end)
 
     @rule(count=st.integers(1, 12))
     def evict(self, count: int) -> None:
@@ -146,7 +153,7 @@ class TreeMachine(RuleBasedStateMachine):
         free = [place for place in self.model if not self.num_users(*place)]
         assert self.tree.num_evictable == len(free)
         expected = Counter(
-            (key, tokens[: i + 1]) for key, tokens in self.waiting for i in range(len(tokens))
+            (key, tokens[: i + 1]) for key, tokens, _ in self.waiting for i in range(len(tokens))
         )
         seen: set[tuple[str, Prefix]] = set()
         for key, prefix, node in self.places():
@@ -156,6 +163,7 @@ class TreeMachine(RuleBasedStateMachine):
         assert seen >= set(expected) and seen >= set(self.model)
         if not (self.model or self.waiting or self.leases):
             assert not seen, "nodes that stand for nothing"
+        check_structure(self.tree)
 
     def places(self) -> Iterable[tuple[str, Prefix, object]]:
         for key, root in self.tree._roots.items():
@@ -168,8 +176,107 @@ class TreeMachine(RuleBasedStateMachine):
                 stack.extend((prefix, child) for child in node.children.values())
 
 
+def check_structure(tree: PrefixTree) -> None:
+    """What nodes note of each other is true, and arrays keep nothing else in memory."""
+    roots = list(tree._roots.values())
+    nodes = list(tree.nodes())
+    assert tree._num_nodes == len(nodes)
+    for node in [*roots, *nodes]:
+        heights = Counter(child.height for child in node.children.values())
+        assert node.heights == heights and node.height == 1 + max(heights, default=0)
+        assert node.residents == {
+            token: child for token, child in node.children.items() if child.slots is not None
+        }
+        for array_ in (node.tokens, node.slots):
+            if array_ is not None and array_.base is not None:
+                assert array_.base.nbytes <= 2 * array_.nbytes
+
+
+def depth_of(tree: PrefixTree) -> int:
+    return max((root.height - 1 for root in tree._roots.values()), default=0)
+
+
 TestTree = TreeMachine.TestCase
 TestTree.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+class DeepMachine(RuleBasedStateMachine):
+    """A tree that may hardly become deep, with prompts that want it to: nothing gets lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree = PrefixTree(max_depth=3)
+        self.leases: list[tuple[Prefix, Lease]] = []
+        self.waiting: list[PrefixNode] = []
+        self.in_tree: set[int] = set()
+        self.slots = itertools.count()
+
+    @rule(tokens=prompts)
+    def serve(self, tokens: list[int]) -> None:
+        """A request begins; all of its tokens that are not found are computed, and learned."""
+        found = self.tree.look_up("", array(tokens)).num_tokens
+        lease, slots = self.tree.acquire("", array(tokens[:found]), is_real_time=True)
+        assert len(slots) == len(set(slots.tolist())) == found == lease.num_tokens
+        if self.tree.look_up("", array(tokens)).num_tokens == found:
+            new = [next(self.slots) for _ in tokens[found:]]
+            left = self.tree.extend(lease, array(tokens[found:]), array(new)).tolist()
+            assert left == new[lease.num_tokens - found :], "two times the same tokens"
+            self.in_tree.update(new[: lease.num_tokens - found])
+        self.leases.append((tuple(tokens[: lease.num_tokens]), lease))
+
+    @rule(index=st.integers(0, 30))
+    def release(self, index: int) -> None:
+        if self.leases:
+            self.tree.release(self.leases.pop(index % len(self.leases))[1])
+
+    @rule(tokens=prompts)
+    def expect(self, tokens: list[int]) -> None:
+        self.waiting.append(self.tree.expect("", array(tokens)))
+
+    @rule(index=st.integers(0, 30))
+    def forget(self, index: int) -> None:
+        if self.waiting:
+            self.tree.forget(self.waiting.pop(index % len(self.waiting)))
+
+    @rule(count=st.integers(1, 6))
+    def evict(self, count: int) -> None:
+        self.in_tree -= set(self.tree.evict(count).tolist())
+
+    @rule(index=st.integers(0, 30))
+    def take_tail(self, index: int) -> None:
+        if not self.leases:
+            return
+        index %= len(self.leases)
+        prefix, lease = self.leases[index]
+        count = min(2, self.tree.exclusive_tail(lease))
+        self.in_tree -= set(self.tree.take_tail(lease, count).tolist())
+        self.leases[index] = (prefix[: len(prefix) - count], lease)
+
+    @invariant()
+    def agrees(self) -> None:
+        check_structure(self.tree)
+        assert depth_of(self.tree) <= 3 + 1, "beyond it, only where the end of KV was taken"
+        held = [node.slots.tolist() for node in self.tree.nodes() if node.slots is not None]
+        assert sorted(itertools.chain(*held)) == sorted(self.in_tree)
+        for prefix, lease in self.leases:
+            path = [part.tokens.tolist() for part in path_of(lease.node)]
+            assert tuple(itertools.chain(*path[::-1])) == prefix
+        users = Counter(part for _, lease in self.leases for part in path_of(lease.node))
+        expected = Counter(part for end in self.waiting for part in path_of(end))
+        for node in self.tree.nodes():
+            assert (node.num_users, node.num_expected) == (users[node], expected[node])
+
+    def teardown(self) -> None:
+        for _, lease in self.leases:
+            self.tree.release(lease)
+        for end in self.waiting:
+            self.tree.forget(end)
+        self.tree.evict(self.tree.num_evictable)
+        assert not list(self.tree.nodes()) and not self.tree._roots
+
+
+TestDeepTree = DeepMachine.TestCase
+TestDeepTree.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
 def finished(tree: PrefixTree, tokens: list[int], *, is_real_time: bool) -> None:
@@ -220,3 +327,61 @@ def test_salts_keep_apart(other: str) -> None:
     tree = PrefixTree()
     finished(tree, [1, 2, 3], is_real_time=True)
     assert tree.look_up(other, array([1, 2, 3])).num_tokens == (3 if other == "" else 0)
+
+
+def test_ends_that_nothing_tells_apart_go() -> None:
+    """A client that sends every prefix of a prompt leaves one node, whichever way it goes."""
+    prompt = list(range(1, 300))
+    for lengths in (range(1, 300), range(299, 0, -1)):
+        tree = PrefixTree()
+        for length in lengths:
+            finished(tree, prompt[:length], is_real_time=True)
+        finished(tree, prompt, is_real_time=True)
+        assert [len(node.tokens) for node in tree.nodes()] == [299]
+        assert len(tree.evict(10)) == 10 and tree.look_up("", array(prompt)).num_tokens == 289
+
+
+def test_waiting_ends_go_with_those_who_wait() -> None:
+    tree = PrefixTree()
+    ends = [tree.expect("", array(range(length))) for length in range(1, 50)]
+    assert depth_of(tree) == 49
+    whole = tree.expect("", array(range(100)))
+    for end in ends:
+        tree.forget(end)
+    assert [len(node.tokens) for node in tree.nodes()] == [100]
+    tree.forget(whole)
+    assert not tree._roots
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_path_does_not_get_deep(step: int) -> None:
+    """A client branches off after every token: each request looks at a few nodes, whatever was."""
+    prompt = list(range(1, 400))
+    tree = PrefixTree()
+    for length in list(range(1, 400))[::step]:
+        own = [*prompt[:length], 1000 + length]
+        found = tree.look_up("", array(own)).num_tokens
+        lease, _ = tree.acquire("", array(own[:found]), is_real_time=True)
+        tree.extend(
+            lease, array(own[found:]), array(range(1000 * length, 1000 * length + len(own) - found))
+        )
+        tree.release(lease)
+        assert depth_of(tree) <= MAX_DEPTH
+    check_structure(tree)
+    assert tree.look_up("", array(prompt)).num_tokens >= MAX_DEPTH - 2
+
+
+def test_a_short_end_does_not_keep_a_long_prompt() -> None:
+    """Memory per cached token, with prompts that share all but a few tokens."""
+    tree = PrefixTree()
+    shared = list(range(8000))
+    finished(tree, shared, is_real_time=True)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(200):
+            finished(tree, [*shared, 9000 + number, 1, 2], is_real_time=True)
+        per_node = (tracemalloc.get_traced_memory()[0] - before) / 200
+    finally:
+        tracemalloc.stop()
+    assert per_node < 2500

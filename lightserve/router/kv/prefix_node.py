@@ -14,6 +14,12 @@ PrefixKey = Hashable
 
 NO_TOKENS: Int32Array = np.empty(0, dtype=np.int32)
 
+MAX_DEPTH = 64
+"""Nodes on a path that are looked at: bounds the work for a request, whatever others sent before.
+
+Where a path is so deep, prefixes are found up to the end of a node, and nothing is added below.
+"""
+
 
 @dataclass(slots=True, eq=False)
 class PrefixNode:
@@ -27,6 +33,10 @@ class PrefixNode:
     """By their first token."""
     residents: dict[int, PrefixNode] = field(default_factory=dict)
     """Those of the children that are resident."""
+    height: int = 1
+    """Nodes on the longest path from here down."""
+    heights: dict[int, int] = field(default_factory=dict)
+    """How many children have which height."""
     num_users: int = 0
     num_expected: int = 0
     last_use: int = 0
@@ -35,6 +45,25 @@ class PrefixNode:
     """Whether its last user was a real-time request."""
     version: int = 0
     """Raised whenever its place in the order of eviction may have changed."""
+
+    @property
+    def first_token(self) -> int:
+        """By which its parent knows it."""
+        return int(self.tokens[0])
+
+    def is_like(self, below: PrefixNode) -> bool:
+        """Whether nothing tells this node from its child but where they end."""
+        return (
+            self.parent is not None
+            and len(self.children) == 1
+            and self.num_users == below.num_users
+            and self.num_expected == below.num_expected
+            and (self.slots is None) == (below.slots is None)
+            and (
+                self.slots is None
+                or (self.last_use == below.last_use and self.was_real_time == below.was_real_time)
+            )
+        )
 
     @property
     def is_takeable(self) -> bool:
@@ -70,6 +99,29 @@ def path_of(node: PrefixNode) -> Iterator[PrefixNode]:
     while at is not None:
         yield at
         at = at.parent
+
+
+def change_height(parent: PrefixNode | None, before: int, after: int) -> None:
+    """Note that a child of a node has another height; 0: it is, or was, not there."""
+    while parent is not None and before != after:
+        if after:
+            parent.heights[after] = parent.heights.get(after, 0) + 1
+        if before:
+            parent.heights[before] -= 1
+            if not parent.heights[before]:
+                del parent.heights[before]
+        before, after = parent.height, 1 + max(parent.heights, default=0)
+        parent.height = after
+        parent = parent.parent
+
+
+def part_of(whole: Int32Array, start: int, end: int) -> Int32Array:
+    """Return a part of an array that does not keep much more than itself in memory."""
+    part = whole[start:end]
+    base = part.base
+    if isinstance(base, np.ndarray) and base.nbytes <= 2 * part.nbytes:
+        return part
+    return part.copy()
 
 
 def common_len(first: Int32Array, second: Int32Array) -> int:

@@ -9,7 +9,14 @@ slots; they hold a `Lease`. *Expected* are requests that wait and whose prompt r
 whole node: Echo's reference count of future users (E7), exact because a waiting prompt is
 itself inserted, without slots. A user or an expected request of a node is one of its parent too.
 
-Token arrays are kept as views; callers must not change them.
+What a client sends may end or branch off after each token, so that paths could become as deep as
+prompts are long, and all that is done for a request costs time for each node of its path. Two
+rules bound that. A node and its only child become one once nothing tells them apart: the requests
+whose ends parted them are gone, and both were used last by the same one. And no path gets much
+deeper than `MAX_DEPTH`: where a node would have to be split for that, its tokens are not found.
+
+Callers must not change token arrays, which may be kept as views; of an array of which a node
+needs less than half it keeps a copy.
 """
 
 from __future__ import annotations
@@ -25,11 +32,14 @@ import numpy as np
 
 from lightserve.messages.common import Int32Array
 from lightserve.router.kv.prefix_node import (
+    MAX_DEPTH,
     NO_TOKENS,
     EvictionOrder,
     PrefixKey,
     PrefixNode,
+    change_height,
     common_len,
+    part_of,
     path_of,
     task_aware,
 )
@@ -58,8 +68,9 @@ class Lease:
 class PrefixTree:
     """See the module. Slots that it holds are neither free nor a request's own."""
 
-    def __init__(self, order: EvictionOrder = task_aware) -> None:
+    def __init__(self, order: EvictionOrder = task_aware, *, max_depth: int = MAX_DEPTH) -> None:
         self._order = order
+        self._max_depth = max_depth
         self._roots: dict[PrefixKey, PrefixNode] = {}
         self._keys: dict[int, PrefixKey] = {}
         """Of each root, by its id."""
@@ -82,16 +93,19 @@ class PrefixTree:
     # ---------------------------------------------------------------- reading
 
     def look_up(self, key: PrefixKey, tokens: Int32Array) -> Hit:
-        """Return what `acquire` would hold. Changes nothing."""
+        """Return how much of a prefix `acquire` can hold. Changes nothing."""
         node = self._roots.get(key)
         last: PrefixNode | None = None
-        num_matched = num_evictable = 0
-        while node is not None and num_matched < len(tokens):
+        num_matched = num_evictable = depth = 0
+        while node is not None and num_matched < len(tokens) and depth < self._max_depth:
             node = node.residents.get(int(tokens[num_matched]))
             if node is None or node.slots is None:
                 break
-            last = node
+            depth += 1
             common = common_len(node.tokens, tokens[num_matched:])
+            if common < len(node.tokens) and not self._can_split(node, depth):
+                break
+            last = node
             num_matched += common
             num_evictable += common if node.num_users == 0 else 0
             if common < len(node.tokens):
@@ -129,7 +143,8 @@ class PrefixTree:
     ) -> tuple[Lease, Int32Array]:
         """Hold the longest resident prefix of `tokens`; return it with its slots, int32 [matched].
 
-        Nobody takes these slots before `release`.
+        Nobody takes these slots before `release`. Ask for no more than `look_up` found: here
+        nothing is too deep.
         """
         node = self._root(key)
         slots: list[Int32Array] = []
@@ -159,30 +174,33 @@ class PrefixTree:
             slots: int32 [n], where their KV is; the tree takes them.
 
         Returns:
-            Those of `slots` whose tokens were here already, int32: they stay the caller's.
+            Those of `slots` that stay the caller's, int32: their tokens were here already, or would
+            lie too deep; the lease ends before the latter.
         """
         self._clock += 1
         node, done = lease.node, 0
-        duplicates: list[Int32Array] = []
+        depth = sum(1 for _ in path_of(node)) - 1
+        left: list[Int32Array] = []
         while done < len(tokens):
-            child = node.children.get(int(tokens[done]))
+            depth += 1
+            child = self._child_for(node, tokens[done:], depth)
             if child is None:
-                child = self._add_child(node, tokens[done:])
-            common = common_len(child.tokens, tokens[done:])
-            child = self._split(child, common)
+                left.append(slots[done:])
+                break
+            end = done + len(child.tokens)
             if child.slots is None:
-                child.slots = slots[done : done + common]
-                node.residents[int(child.tokens[0])] = child
-                self.num_resident += common
+                child.slots = part_of(slots, done, end)
+                node.residents[child.first_token] = child
+                self.num_resident += len(child.tokens)
                 self._count_evictable(child, 1)  # until it has its user, below
             else:
-                duplicates.append(slots[done : done + common])
-            done += common
+                left.append(slots[done:end])
+            done = end
             self._pin(child, lease)
             node = child
         lease.node = node
         lease.num_tokens += done
-        return np.concatenate(duplicates) if duplicates else NO_TOKENS
+        return np.concatenate(left) if left else NO_TOKENS
 
     def release(self, lease: Lease) -> None:
         """End a hold; what nobody else holds can be evicted from now on."""
@@ -193,7 +211,9 @@ class PrefixTree:
             if node.num_users == 0 and node.slots is not None:
                 self._count_evictable(node, 1)
             self._offer(node)
-        self._prune(lease.node)
+        at = self._prune(lease.node)
+        while at is not None:
+            at = self._merge(at)
 
     def _pin(self, node: PrefixNode, lease: Lease) -> None:
         if node.num_users == 0 and node.slots is not None:
@@ -211,26 +231,32 @@ class PrefixTree:
 
     # ---------------------------------------------------------------- waiting requests
 
-    def expect(self, key: PrefixKey, prompt: Int32Array) -> None:
-        """Count a waiting request as a future user of its prompt's prefixes."""
-        node, done = self._root(key), 0
-        while done < len(prompt):
-            child = node.children.get(int(prompt[done])) or self._add_child(node, prompt[done:])
-            child = self._split(child, common_len(child.tokens, prompt[done:]))
-            child.num_expected += 1
-            self._offer(child)
-            done += len(child.tokens)
-            node = child
+    def expect(self, key: PrefixKey, prompt: Int32Array) -> PrefixNode:
+        """Count a waiting request as a future user of its prompt's prefixes.
 
-    def forget(self, key: PrefixKey, prompt: Int32Array) -> None:
-        """Take back one `expect` of the same prompt."""
-        node, done = self._roots[key], 0
+        Returns where they end, for `forget`: perhaps early, so as not to lie too deep.
+        """
+        node, done, depth = self._root(key), 0, 1
         while done < len(prompt):
-            node = node.children[int(prompt[done])]
-            done += len(node.tokens)
+            child = self._child_for(node, prompt[done:], depth)
+            if child is None:
+                break
+            done += len(child.tokens)
+            depth += 1
+            node = child
+        for part in path_of(node):
+            part.num_expected += 1
+            self._offer(part)
+        return node
+
+    def forget(self, end: PrefixNode) -> None:
+        """Take back the `expect` that returned this."""
+        for node in path_of(end):
             node.num_expected -= 1
             self._offer(node)
-        self._prune(node)
+        at = self._prune(end)
+        while at is not None:
+            at = self._merge(at)
 
     # ---------------------------------------------------------------- eviction
 
@@ -303,9 +329,10 @@ class PrefixTree:
         assert node.slots is not None and node.parent is not None
         self.num_resident -= len(node.slots)
         node.slots = None
-        del node.parent.residents[int(node.tokens[0])]
+        del node.parent.residents[node.first_token]
         self._offer(node.parent)
-        self._prune(node)
+        if (at := self._prune(node)) is not None:
+            self._merge(at)
 
     def _next_victim(self) -> PrefixNode | None:
         while self._heap:
@@ -334,9 +361,23 @@ class PrefixTree:
             self._keys[id(root)] = key
         return root
 
+    def _child_for(self, parent: PrefixNode, tokens: Int32Array, depth: int) -> PrefixNode | None:
+        """Return a child whose tokens begin `tokens`, made for that; None: it would lie too deep.
+
+        `depth` is that of the child, 1 below the root.
+        """
+        child = parent.children.get(int(tokens[0]))
+        if child is None:
+            return self._add_child(parent, tokens) if depth <= self._max_depth else None
+        common = common_len(child.tokens, tokens)
+        if common < len(child.tokens) and not self._can_split(child, depth):
+            return None
+        return self._split(child, common)
+
     def _add_child(self, parent: PrefixNode, tokens: Int32Array) -> PrefixNode:
-        child = PrefixNode(tokens, parent)
-        parent.children[int(tokens[0])] = child
+        child = PrefixNode(part_of(tokens, 0, len(tokens)), parent)
+        parent.children[child.first_token] = child
+        change_height(parent, 0, child.height)
         self._num_nodes += 1
         return child
 
@@ -347,34 +388,80 @@ class PrefixTree:
         """
         if length == len(node.tokens):
             return node
-        assert node.parent is not None
+        parent, tokens, slots = node.parent, node.tokens, node.slots
+        assert parent is not None
         first = PrefixNode(
-            node.tokens[:length],
-            node.parent,
-            None if node.slots is None else node.slots[:length],
+            part_of(tokens, 0, length),
+            parent,
+            None if slots is None else part_of(slots, 0, length),
+            height=node.height + 1,
+            heights={node.height: 1},
             num_users=node.num_users,
             num_expected=node.num_expected,
             last_use=node.last_use,
             was_real_time=node.was_real_time,
         )
-        node.parent.children[int(first.tokens[0])] = first
-        if node.slots is not None:
-            node.parent.residents[int(first.tokens[0])] = first
-            first.residents[int(node.tokens[length])] = node
+        parent.children[first.first_token] = first
+        change_height(parent, node.height, first.height)
         node.parent = first
-        node.tokens = node.tokens[length:]
-        node.slots = None if node.slots is None else node.slots[length:]
-        first.children[int(node.tokens[0])] = node
+        node.tokens = part_of(tokens, length, len(tokens))
+        first.children[node.first_token] = node
+        if slots is not None:
+            node.slots = part_of(slots, length, len(slots))
+            parent.residents[first.first_token] = first
+            first.residents[node.first_token] = node
         self._num_nodes += 1
         self._offer(node)
         return first
 
-    def _prune(self, node: PrefixNode) -> None:
-        """Drop a node that stands for nothing any more, and parents that stood for it alone."""
+    def _can_split(self, node: PrefixNode, depth: int) -> bool:
+        """Whether the paths through a node that lies so deep may become longer by one."""
+        return depth + node.height <= self._max_depth
+
+    def _merge(self, node: PrefixNode) -> PrefixNode | None:
+        """Make one of a node, its only child, and those above it, as far as they are alike.
+
+        Returns the next one above; None: there is none. Leases and expected requests that end in
+        one of them end in the last, which stays.
+        """
+        if len(node.children) == 1:
+            (below,) = node.children.values()
+            if node.is_like(below):
+                node = below
+        above: list[PrefixNode] = []
+        at = node.parent
+        while at is not None and at.is_like(node):
+            above.append(at)
+            at = at.parent
+        if at is None or not above:
+            return at
+        first = above[-1]
+        parts = [*above[::-1], node]
+        node.tokens = np.concatenate([part.tokens for part in parts])
+        at.children[first.first_token] = node
+        if node.slots is not None:
+            node.slots = np.concatenate([part.slots for part in parts if part.slots is not None])
+            at.residents[first.first_token] = node
+        change_height(at, first.height, node.height)
+        node.parent = at
+        for part in above:  # the order of eviction may yet name them; what dies is no cycle
+            part.slots = None
+            part.children.clear()
+            part.residents.clear()
+        self._num_nodes -= len(above)
+        return at
+
+    def _prune(self, node: PrefixNode) -> PrefixNode | None:
+        """Drop a node that stands for nothing any more, and parents that stood for it alone.
+
+        Returns the lowest one that stays; None: not even the root does.
+        """
         while node.slots is None and not (node.children or node.num_users or node.num_expected):
             if node.parent is None:
                 del self._roots[self._keys.pop(id(node))]
-                return
-            del node.parent.children[int(node.tokens[0])]
+                return None
+            del node.parent.children[node.first_token]
+            change_height(node.parent, node.height, 0)
             self._num_nodes -= 1
             node = node.parent
+        return node

@@ -178,9 +178,8 @@ class KVStore:
         assert self._tree is not None and request.slots is not None
         before, num_held = request.lease, request.num_held_tokens
         is_real_time = request.request_class is RT
-        tokens = request.known_token_ids()[:num_tokens]
-        if request.sampling.num_prompt_logprobs is not None:
-            tokens = tokens[: request.num_shared_tokens]
+        num_found = request.num_shared_tokens if request.hit is None else request.hit.num_tokens
+        tokens = request.known_token_ids()[: min(num_tokens, num_found)]
         lease, slots = self._tree.acquire(_key(request), tokens, is_real_time=is_real_time)
         assert len(slots) >= num_tokens or num_held >= num_tokens, "something changed since"
         num_shared = request.num_shared_tokens
@@ -210,12 +209,13 @@ class KVStore:
     def expect(self, request: Request) -> None:
         """Count a request that begins to wait as a future user of its tokens' KV (E7)."""
         if self._tree is not None:
-            self._tree.expect(_key(request), request.known_token_ids())
+            request.expected = self._tree.expect(_key(request), request.known_token_ids())
 
     def forget(self, request: Request) -> None:
-        """Take `expect` back: the request waits no longer, its tokens are the same."""
-        if self._tree is not None:
-            self._tree.forget(_key(request), request.known_token_ids())
+        """Take `expect` back: the request waits no longer."""
+        if self._tree is not None and request.expected is not None:
+            self._tree.forget(request.expected)
+            request.expected = None
 
     # ---------------------------------------------------------------- slots
 
