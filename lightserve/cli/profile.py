@@ -21,11 +21,13 @@ from lightserve.cli.options import FiniteRange, config_options
 from lightserve.config import ServeConfig
 from lightserve.cost.job import ProfileJob, ProfileNews
 from lightserve.cost.profile import (
-    MAX_MEDIAN_ERROR,
     StepProfile,
     cache_dir,
     cached_path,
+    is_worse,
+    load_profile,
     save_profile,
+    slowness,
 )
 from lightserve.errors import StartupError
 from lightserve.supervisor.startup import resolve_model
@@ -72,14 +74,25 @@ _BAR_LENGTH = 1000
     type=click.Path(dir_okay=False, path_type=Path),
     help="File to write instead, for --profile of lightserve serve.",
 )
+@click.option(
+    "--replace",
+    is_flag=True,
+    help="Keep what was measured even where the cached profile's steps are faster.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
 def command(
-    seconds: float, profile_dir: Path | None, output: Path | None, as_json: bool, **values: Any
+    seconds: float,
+    profile_dir: Path | None,
+    output: Path | None,
+    replace: bool,
+    as_json: bool,
+    **values: Any,
 ) -> int:
     """Measure how long steps take on this machine, and keep it for the server.
 
     Runs the model in processes of its own, no server; best on a machine that does nothing else.
-    What was measured amid too much other work is not kept, but for --output.
+    What was measured amid too much other work is not kept, but for --output; nor is it if the
+    cached profile has faster steps, but for --replace.
     """
     config = resolve_model(ServeConfig(**values))
     directory = output.parent if output else profile_dir or cache_dir()
@@ -91,27 +104,42 @@ def command(
         ) from error
     with click.progressbar(length=_BAR_LENGTH, label="profiling", file=sys.stderr) as bar:
         profile = measure(config, seconds, lambda share: _advance(bar, share))
-    noise = ""
-    if profile.median_error > MAX_MEDIAN_ERROR:
-        noise = (
-            f"too much else runs here: the profile is off by {profile.median_error:.0%} in the"
-            f" median, {MAX_MEDIAN_ERROR:.0%} is the most to plan with"
-        )
+    noise = profile.noise
     if noise and output is None:
         raise StartupError(f"{noise}; nothing was written")
     path = output or cached_path(profile.key, profile_dir)
-    try:
-        save_profile(profile, path)
-    except OSError as error:
-        raise StartupError(f"the profile cannot be written to {path}: {error}") from error
+    kept = None if output or replace else _better_cached(profile, path)
+    if kept is None:
+        _save(profile, path)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(profile)).decode())
     else:
         click.echo(table(profile))
     if noise:
         click.echo(f"lightserve: warning: {noise}", err=True)
-    click.echo(f"written to {path}", err=True)
+    if kept is None:
+        click.echo(f"written to {path}", err=True)
+    else:
+        click.echo(
+            f"not written: steps take {slowness(profile, kept):.2f} times as long as in {path},"
+            " which is kept: other work never makes steps faster. If this machine is slower than it"
+            " was: --replace",
+            err=True,
+        )
     return 0
+
+
+def _better_cached(profile: StepProfile, path: Path) -> StepProfile | None:
+    """Return the cached profile if it is the better one."""
+    cached = load_profile(path, profile.key)
+    return cached if cached is not None and is_worse(profile, cached) else None
+
+
+def _save(profile: StepProfile, path: Path) -> None:
+    try:
+        save_profile(profile, path)
+    except OSError as error:
+        raise StartupError(f"the profile cannot be written to {path}: {error}") from error
 
 
 def _advance(bar: Any, share: float) -> None:
@@ -203,6 +231,7 @@ def table(profile: StepProfile) -> str:
         ("type, kernels", f"{key.dtype}, {key.kernels}"),
         ("device", f"{key.device}, TP {key.tp}, CPU threads: {key.num_threads}"),
         ("shapes measured", f"{profile.num_samples}"),
+        ("other processes", f"{profile.crowding:.0%} of the cores measured"),
         ("error, not fitted", f"{profile.median_error:.1%} median, {profile.p95_error:.1%} p95"),
         ("floor", f"{1e3 * c.floor_s:.3f} ms"),
         ("pivot", f"{c.knee:.0f} new tokens"),

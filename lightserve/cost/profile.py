@@ -15,12 +15,30 @@ from pathlib import Path
 
 import msgspec
 
+from lightserve.cost.model import StepModel
+from lightserve.cost.shape import StepShape
 from lightserve.messages.step_cost import StepCoefficients
 
 SCHEMA_VERSION = 2
 MAX_MEDIAN_ERROR = 0.35
 """A profile that is further off than this in the median, on shapes that it was not fitted to, was
 measured amid other work: the router had better learn while it serves."""
+MAX_CROWDING = 0.25
+"""Of the cores that the measured threads needed, other processes may have had this share."""
+SLOWER = 1.1
+"""A profile whose steps take this many times as long as a cached one's was measured amid other
+work: that never makes steps faster."""
+_GOOD_ERROR = 0.15
+"""A cached profile that is off by more may be too fast by chance: a better fit takes its place."""
+_REFERENCE_STEPS = (
+    [(200, 1)],
+    [(200, 1)] * 8,
+    [(200, 1)] * 32,
+    [(0, 64)],
+    [(0, 512)],
+    [(200, 1)] * 8 + [(512, 256)],
+)
+"""By which two profiles are compared: first position and number of tokens of each row."""
 _MAX_BYTES = 1 << 20
 
 log = logging.getLogger(__name__)
@@ -58,6 +76,23 @@ class StepProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     median_error: float
     """Relative, of shapes that were not fitted."""
     p95_error: float
+    crowding: float = 0.0
+    """Share of the cores needed that other processes had meanwhile, 0 where that is unknown."""
+
+    @property
+    def noise(self) -> str:
+        """Why it is not to be planned with, or nothing."""
+        if self.median_error > MAX_MEDIAN_ERROR:
+            return (
+                f"too much else runs here: the profile is off by {self.median_error:.0%} in the"
+                f" median, {MAX_MEDIAN_ERROR:.0%} is the most to plan with"
+            )
+        if self.crowding > MAX_CROWDING:
+            return (
+                f"too much else runs here: other processes had {self.crowding:.0%} of the cores"
+                f" that were measured, {MAX_CROWDING:.0%} is the most to plan with"
+            )
+        return ""
 
 
 class _Versioned(msgspec.Struct, frozen=True):
@@ -109,6 +144,25 @@ def read_profile(path: Path) -> StepProfile:
     if not all(math.isfinite(value) and value >= 0 for value in values) or sum(values) == 0:
         raise ValueError("coefficients that no worker has")
     return profile
+
+
+def slowness(profile: StepProfile, than: StepProfile) -> float:
+    """Return how many times as long a profile says that steps take, the geometric mean of some."""
+    new, old = StepModel(profile.coefficients), StepModel(than.coefficients)
+    ratios = []
+    for rows in _REFERENCE_STEPS:
+        shape = StepShape()
+        for start, num_tokens in rows:
+            shape = shape.plus(start, num_tokens)
+        ratios.append(math.log(max(1e-9, new.seconds(shape)) / max(1e-9, old.seconds(shape))))
+    return math.exp(sum(ratios) / len(ratios))
+
+
+def is_worse(profile: StepProfile, than: StepProfile) -> bool:
+    """Whether a cached profile of the same key is to be kept rather than this new one."""
+    is_trusted = than.median_error <= max(_GOOD_ERROR, profile.median_error)
+    same_code = profile.lightserve_version == than.lightserve_version
+    return same_code and is_trusted and slowness(profile, than) > SLOWER
 
 
 def save_profile(profile: StepProfile, path: Path) -> None:

@@ -21,7 +21,6 @@ import lightserve
 from lightserve.config import ServeConfig
 from lightserve.cost.fit import StepSample, fit, held_out_errors
 from lightserve.cost.profile import (
-    MAX_MEDIAN_ERROR,
     SCHEMA_VERSION,
     ProfileKey,
     StepProfile,
@@ -46,6 +45,7 @@ from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.device import resolve_device
 from lightserve.worker.device_facts import facts_of
 from lightserve.worker.model_runner import ModelRunner
+from lightserve.worker.threads import LoadWatch
 
 AUTO_SECONDS = 3.0
 """Of the profile at a server's start, which runs each shape once: more shapes say more than
@@ -205,7 +205,7 @@ def take_profile(
     steps = random_steps(limits, seed=0)
     saved_s, loaded_s = timer.copy_seconds(min(num_slots, _smallest(tp, runner.num_host_slots)))
     samples: list[StepSample] = []
-    start_s = time.perf_counter()
+    start_s, load = time.perf_counter(), LoadWatch(config)
     while _agreed(tp, is_true=_goes_on(len(samples), time.perf_counter() - start_s, seconds)):
         samples.append(timer.measure(next(steps), num_repeats))
         if progress is not None:
@@ -224,6 +224,7 @@ def take_profile(
         num_samples=len(samples),
         median_error=held_out.median,
         p95_error=held_out.p95,
+        crowding=load.crowding(),
     )
 
 
@@ -263,8 +264,8 @@ def profile_at_start(
         100 * profile.median_error,
         profile.coefficients.knee,
     )
-    if profile.median_error > MAX_MEDIAN_ERROR:
-        log.warning("too much else runs here for a profile: step times are learnt while serving")
+    if profile.noise:
+        log.warning("%s: step times are learnt while serving", profile.noise)
         return None
     try:
         save_profile(profile, path)

@@ -183,6 +183,30 @@ class Threads:
             log.warning("the machine's load cannot be read: CPU threads stay at %d", self._now)
 
 
+class LoadWatch:
+    """What other processes took of the cores that this rank's threads needed, from now on."""
+
+    def __init__(self, config: ServeConfig, read: Callable[[], CpuTimes] = read_cpu_times) -> None:
+        self._cores = _cores(config)
+        self._read = read
+        self._before = self._now()
+
+    def crowding(self) -> float:
+        """Return the share that was missing, 0 where the system does not tell its load."""
+        after = self._now()
+        if self._before is None or after is None:
+            return 0.0
+        left = cores_left(self._before, after, self._cores)
+        needed = torch.get_num_threads()
+        return 0.0 if left is None else max(0.0, 1.0 - left / needed)
+
+    def _now(self) -> CpuTimes | None:
+        try:
+            return self._read()
+        except (OSError, ValueError, IndexError):
+            return None
+
+
 def set_threads(config: ServeConfig) -> None:
     """Give this process the threads that --num-threads says, or those of a quiet machine."""
     torch.set_num_threads(config.num_threads or _at_rest(config, _cores(config)))

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from support.tiny_models import TINY_MODELS, write_tiny_model
 from torch import Tensor
 
@@ -65,7 +65,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(profiling, "AUTO_SECONDS", 0.01)
     monkeypatch.setattr(profiling, "PATIENCE", 1000.0)
-    monkeypatch.setattr(profiling, "MAX_MEDIAN_ERROR", 1e9)
+    monkeypatch.setattr("lightserve.cost.profile.MAX_MEDIAN_ERROR", 1e9)
+    monkeypatch.setattr("lightserve.cost.profile.MAX_CROWDING", 1e9)
     return tmp_path / "lightserve" / "profiles"
 
 
@@ -183,11 +184,19 @@ def test_a_damaged_cache_is_measured_anew(
     assert profile is not None and load_profile(path, profile.key) == profile
 
 
+@pytest.mark.parametrize("limit", ["MAX_MEDIAN_ERROR", "MAX_CROWDING"])
 def test_a_profile_that_is_mostly_noise_is_not_used(
-    runner: ModelRunner, config: ServeConfig, cache: Path, monkeypatch: pytest.MonkeyPatch
+    limit: str,
+    runner: ModelRunner,
+    config: ServeConfig,
+    cache: Path,
+    *,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(profiling, "MAX_MEDIAN_ERROR", -1.0)
+    monkeypatch.setattr(f"lightserve.cost.profile.{limit}", -1.0)
     assert profile_at_start(runner, config, SingleRank()) is None
+    assert "too much else runs here" in caplog.text
     assert not cache.exists()
 
 
@@ -232,11 +241,50 @@ def test_the_command_measures_in_processes_of_its_own(
     assert f"written to {output}" in result.stderr
 
 
+def test_a_busy_machine_does_not_spoil_a_good_profile(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured beside other work, its steps take twice as long, however well it fits."""
+    monkeypatch.setattr("lightserve.cost.profile.MAX_CROWDING", 0.25)
+    key = ProfileKey("hash", "float32", "cpu", 1, 1, "torch")
+    good, slow = (
+        StepProfile(
+            SCHEMA_VERSION,
+            "0",
+            "name",
+            key,
+            StepCoefficients(factor * 5e-3, 64.0, factor * 6e-5, 0.0, 0.0, 0.0, 0.0, 0.0),
+            *(1, 30, 0.05, 0.1),
+        )
+        for factor in (1.0, 2.0)
+    )
+
+    def run(found: StepProfile, *arguments: str) -> Result:
+        monkeypatch.setattr(profile_command, "measure", lambda *_: found)
+        return CliRunner().invoke(command, [*arguments])
+
+    path = cached_path(key)
+    assert f"written to {path}" in run(good).stderr
+    result = run(slow)
+    assert result.exit_code == 0 and f"2.00 times as long as in {path}, which" in result.stderr
+    assert load_profile(path, key) == good
+    assert "written to" in run(slow, "--replace").stderr
+    assert load_profile(path, key) == slow
+    assert "written to" in run(good).stderr  # a faster one takes its place
+    assert load_profile(path, key) == good
+    crowded = run(msgspec.structs.replace(good, crowding=0.5))
+    assert isinstance(crowded.exception, StartupError) and "50% of the cores" in str(
+        crowded.exception
+    )
+    assert load_profile(path, key) == good
+
+
 @pytest.mark.parametrize("has_output", [False, True])
 def test_the_command_does_not_keep_noise(
     has_output: bool, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would be what servers plan with from then on."""
+    monkeypatch.setattr("lightserve.cost.profile.MAX_MEDIAN_ERROR", 0.35)
     key = ProfileKey("hash", "float32", "cpu", 1, 1, "torch")
     coefficients = StepCoefficients(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     noisy = StepProfile(SCHEMA_VERSION, "0", "name", key, coefficients, 1, 9, 0.8, 5.0)

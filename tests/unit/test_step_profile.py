@@ -19,8 +19,10 @@ from lightserve.cost.profile import (
     StepProfile,
     cache_dir,
     cached_path,
+    is_worse,
     load_profile,
     save_profile,
+    slowness,
 )
 from lightserve.cost.shape import StepShape
 from lightserve.messages.step_cost import StepCoefficients
@@ -196,6 +198,33 @@ def test_a_profile_comes_back_from_its_file(
     save_profile(PROFILE, path)
     assert load_profile(path, KEY) == PROFILE
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("factor", "error", "cached_error", "version", "expected"),
+    [
+        (2.0, 0.05, 0.03, "0.1.0", True),
+        (2.0, 0.03, 0.05, "0.1.0", True),  # a steady load: it fits well and is wrong
+        (1.05, 0.05, 0.03, "0.1.0", False),  # as fast, and newer
+        (0.5, 0.05, 0.03, "0.1.0", False),
+        (2.0, 0.05, 0.3, "0.1.0", False),  # the cached one was a guess
+        (2.0, 0.3, 0.3, "0.1.0", True),
+        (2.0, 0.05, 0.03, "0.0.9", False),  # of other code
+    ],
+)
+def test_the_better_profile_is_kept(
+    factor: float, error: float, cached_error: float, version: str, expected: bool
+) -> None:
+    slower = {
+        name: value if name == "knee" else factor * value
+        for name, value in msgspec.structs.asdict(COEFFICIENTS).items()
+    }
+    new = msgspec.structs.replace(
+        PROFILE, coefficients=StepCoefficients(**slower), median_error=error
+    )
+    cached = msgspec.structs.replace(PROFILE, median_error=cached_error, lightserve_version=version)
+    assert slowness(new, cached) == pytest.approx(factor)
+    assert is_worse(new, cached) is expected
 
 
 def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

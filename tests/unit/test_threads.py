@@ -18,6 +18,7 @@ from lightserve.worker.threads import (
     WEIGHTS_PER_THREAD,
     Cores,
     CpuTimes,
+    LoadWatch,
     Threads,
     adapted_threads,
     cores_left,
@@ -210,6 +211,21 @@ def test_the_clocks_of_the_allowed_cores_are_read(tmp_path: Path) -> None:
 
 def test_this_machine_tells_its_load() -> None:
     assert read_cpu_times().at_s <= read_cpu_times().at_s
+
+
+@pytest.mark.parametrize(("num_threads", "expected"), [(1, 0.6), (2, 0.8)])
+def test_what_a_measurement_was_short_of(
+    num_threads: int, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightserve.worker.threads._cores", lambda config: TWO)
+    readings = [_times(0.0, busy_s=0.0, own_s=0.0), _times(10.0, busy_s=20.0, own_s=4.0)]
+    watch = LoadWatch(ServeConfig(), lambda: readings.pop(0))
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        assert watch.crowding() == pytest.approx(expected)
+    finally:
+        torch.set_num_threads(before)
 
 
 def _lines(config: ServeConfig, caplog: pytest.LogCaptureFixture) -> list[str]:
