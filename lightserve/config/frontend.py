@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from dataclasses import dataclass
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config.fields import option
 from lightserve.errors import ConfigError
+from lightserve.http_headers import is_loopback
 
 _ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
 
@@ -99,7 +99,11 @@ class FrontendOptions:
     max_completions: int = option(
         128, "Most completions of one request, prompts times n.", low=1, high=4096
     )
-    metrics_host: str = option(METRICS_HOST, "Address on which metrics are served without a key.")
+    metrics_host: str = option(
+        METRICS_HOST,
+        "Address on which metrics are served; one that other machines reach wants the key of an"
+        " operator.",
+    )
     metrics_port: int = option(
         8001, "Port of GET /metrics; 0 takes a free one, -1 opens none.", low=-1, high=65535
     )
@@ -107,12 +111,12 @@ class FrontendOptions:
     @property
     def is_loopback(self) -> bool:
         """Whether `host` can be reached from this machine only."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
+
+    @property
+    def metrics_need_key(self) -> bool:
+        """Whether the metrics port wants an operator's key: where other machines reach it."""
+        return bool(self.api_key_file) and not is_loopback(self.metrics_host)
 
     @property
     def origins(self) -> frozenset[str]:
@@ -134,6 +138,13 @@ class FrontendOptions:
             raise ConfigError(
                 f"--host {self.host!r} can be reached from other machines: give --api-key-file,"
                 " or --insecure-no-auth to serve everybody"
+            )
+        if self.metrics_port >= 0 and not (
+            is_loopback(self.metrics_host) or self.api_key_file or self.insecure_no_auth
+        ):
+            raise ConfigError(
+                f"--metrics-host {self.metrics_host!r} can be reached from other machines: give"
+                " --api-key-file, or --insecure-no-auth to serve everybody"
             )
         if self.allowed_hosts and (self.api_key_file or not self.is_loopback):
             raise ConfigError("--allowed-hosts needs a loopback --host and no --api-key-file")

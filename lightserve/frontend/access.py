@@ -14,10 +14,9 @@ a page of another origin is refused, as a page may send what it may not read.
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -27,6 +26,7 @@ from lightserve.api_keys import ApiKey, find_key
 from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.failures import respond_with_error
+from lightserve.http_headers import bearer_key, names_machine
 from lightserve.metrics.families import OTHER
 
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -114,7 +114,7 @@ class AccessGate:
         self._app = app
         self._keys = keys if config.api_key_file else None
         self._checks_origin = config.is_loopback and self._keys is None
-        names = [config.host, "localhost", *config.allowed_hosts.split(",")]
+        names = [config.host, *config.allowed_hosts.split(",")]
         self._hosts = {name.strip().lower() for name in names} - {""}
         self._origins = config.origins
         self._rejects = rejects
@@ -124,7 +124,7 @@ class AccessGate:
         try:
             if self._checks_origin:
                 host = _only(_values(scope, b"host"))
-                check_host(host, self._hosts)
+                self._check_host(host)
                 self._check_origin(scope, host)
             scope[CALLER_KEY] = ANYBODY if self._keys is None else self._caller(scope, self._keys)
             if _CONTROL_CHARACTERS.search(scope["path"]):
@@ -137,7 +137,7 @@ class AccessGate:
 
     def _caller(self, scope: Scope, ring: KeyRing) -> Caller:
         access = access_to(scope[ROUTE_KEY])
-        given = bearer(_values(scope, b"authorization"))
+        given = bearer_key(_only(_values(scope, b"authorization")))
         key = find_key(ring.keys, given) if given else None
         if access is Access.OPEN and scope["method"] in ("GET", "HEAD"):
             return _PROBE if key is None else Caller(key.name, key.is_admin)
@@ -152,6 +152,12 @@ class AccessGate:
                 "this path needs the key of an operator", code="admin_key_required", status=403
             )
         return Caller(key.name, key.is_admin)
+
+    def _check_host(self, host: bytes) -> None:
+        if not names_machine(host, self._hosts):
+            raise InvalidRequest(
+                "the Host header must name this machine", code="invalid_host", status=421
+            )
 
     def _check_origin(self, scope: Scope, host: bytes) -> None:
         """Refuse what a browser sends for a page of another origin."""
@@ -219,21 +225,6 @@ class CrossOrigin:
         await send({"type": "http.response.body", "body": b""})
 
 
-def check_host(host: bytes, names: Set[str]) -> None:
-    """Check that a Host header has one of the names, or a loopback address. Raises InvalidRequest.
-
-    An empty one stands for a header that is not there exactly once.
-    """
-    given = host.decode("latin-1").lower()
-    name, colon, port = given.rpartition(":")
-    if not colon or not port.isdecimal():
-        name = given
-    if name not in names and not _is_loopback_address(name):
-        raise InvalidRequest(
-            "the Host header must name this machine", code="invalid_host", status=421
-        )
-
-
 def _values(scope: Scope, name: bytes) -> list[bytes]:
     return [value for key, value in scope["headers"] if key == name]
 
@@ -241,16 +232,3 @@ def _values(scope: Scope, name: bytes) -> list[bytes]:
 def _only(values: list[bytes]) -> bytes:
     """Return the one value; nothing if there is not exactly one."""
     return values[0] if len(values) == 1 else b""
-
-
-def bearer(values: list[bytes]) -> bytes:
-    """Return the key in the Authorization header; nothing if there is not exactly one."""
-    scheme, _, key = _only(values).partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else b""
-
-
-def _is_loopback_address(name: str) -> bool:
-    try:
-        return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
-    except ValueError:
-        return False

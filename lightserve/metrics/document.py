@@ -21,8 +21,9 @@ This page is written by `python -m lightserve.metrics.document > docs/metrics.md
 
 `GET /metrics` on `--metrics-host` and `--metrics-port` (127.0.0.1:8001 unless told otherwise; a
 port of 0 takes a free one, which the log names, and -1 opens none) has them in Prometheus's text
-format, for all processes together and without a key. `GET /metrics` on the server's main port has
-the same, with an operator's key where there are keys.
+format, for all processes together: without a key on a loopback address, with an operator's key on
+any other. `GET /metrics` on the server's main port has the same, with an operator's key where there
+are keys.
 
 Each process reports once a second, so values are up to about a second old. Counters and
 histograms never fall while the server runs, whichever of its processes are replaced; what a

@@ -29,6 +29,8 @@ class Ledger:
         self._lock = threading.Lock()
         self._live: dict[str, dict[SeriesKey, list[float]]] = {}
         self._retired: dict[SeriesKey, list[float]] = {}
+        self.version = 0
+        """Grows with every change."""
 
     def update(self, source: str, samples: Sequence[MetricSample]) -> None:
         """Replace what is known of a process. Raises ProtocolError for what is no snapshot."""
@@ -37,10 +39,12 @@ class Ledger:
             raise ProtocolError(f"{len(snapshot)} series")
         with self._lock:
             self._live[source] = snapshot
+            self.version += 1
 
     def retire(self, source: str) -> None:
         """Keep what an ended process has counted; no effect if it never said anything."""
         with self._lock:
+            self.version += 1
             for key, values in self._live.pop(source, {}).items():
                 family = family_named(key[0])
                 if family is not None and family.kind is not Kind.GAUGE:

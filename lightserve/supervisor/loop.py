@@ -90,7 +90,7 @@ def _serve(
         listen(listener, config)
         log_configuration(log, config, origins)
         specs = SpecWriter(config, run_dir, control_address, listener.fileno())
-        metrics = ServerMetrics(config)
+        metrics = ServerMetrics(config, api_keys)
         if metrics_listener is not None:
             metrics_listener.start(metrics)
             log.info("metrics on %s", metrics_listener.url)
@@ -162,6 +162,7 @@ class _Loop:
             return
         log.info("%d API keys read again", len(keys))
         self._fleet.set_api_keys(keys)
+        self._metrics.keys = tuple(keys)
 
     def _wait(self) -> list[int]:
         """Sleep until something happens; returns the descriptors that are readable."""

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import platform
 import socket
-import socketserver
+import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
-
-from prometheus_client import make_wsgi_app
+from collections.abc import Iterable, Mapping, Sequence
+from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 import lightserve
+from lightserve.api_keys import ApiKey, find_key
 from lightserve.config import ServeConfig
 from lightserve.errors import StartupError
+from lightserve.http_headers import bearer_key, is_loopback, names_machine
 from lightserve.logs import num_dropped_lines
 from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.metrics import MetricSample, MetricsRequest, MetricsText
@@ -35,14 +37,17 @@ from lightserve.metrics.exposition import CONTENT_TYPE, make_registry, render
 from lightserve.metrics.ledger import Ledger
 from lightserve.metrics.processes import read_usage
 from lightserve.metrics.recording import Recorder
+from lightserve.supervisor.banner import base_url
+from lightserve.tls import server_context
 
 if TYPE_CHECKING:
     from lightserve.supervisor.spawn import Child
 
 SAMPLE_INTERVAL_S = 1.0
-MAX_SCRAPES = 8
-"""Scrapes answered at once; more connections are closed."""
+MAX_SCRAPES = 32
+"""Connections to the metrics port that are open at once."""
 SCRAPE_TIMEOUT_S = 5.0
+_MAX_HEAD_BYTES = 16 * 1024
 
 _OWN = "supervisor"
 
@@ -50,11 +55,15 @@ _OWN = "supervisor"
 class ServerMetrics:
     """What the whole server counts. One thread writes, several may read."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, keys: Sequence[ApiKey] = ()) -> None:
+        self.keys = tuple(keys)
+        """Of them, operators' open the metrics port where it wants one."""
         self._ledger = Ledger()
         self._recorder = Recorder()
         self._next_sample_s = 0.0
-        self.registry = make_registry(self._ledger, config.model_name)
+        self._registry = make_registry(self._ledger, config.model_name)
+        self._rendered = (-1, b"")
+        """What was rendered last, and of which version of the ledger."""
         self._describe(config)
 
     def on_snapshot(self, source: str, samples: Sequence[MetricSample]) -> None:
@@ -85,8 +94,16 @@ class ServerMetrics:
 
     def answer(self, request: MetricsRequest) -> MetricsText:
         """Return all metrics in the text format."""
-        text = render(self.registry)
-        return MetricsText(number=request.number, text=text, content_type=CONTENT_TYPE)
+        return MetricsText(number=request.number, text=self.text(), content_type=CONTENT_TYPE)
+
+    def text(self) -> bytes:
+        """Return all metrics in the text format, written anew only if something has changed."""
+        version, text = self._rendered
+        if version != self._ledger.version:
+            version = self._ledger.version
+            text = render(self._registry)
+            self._rendered = version, text
+        return text
 
     def _sample_process(self, source: str, name: str, pid: int) -> None:
         if (usage := read_usage(pid)) is None:
@@ -115,40 +132,129 @@ def _process_source(source: str) -> str:
 
 
 class MetricsListener:
-    """GET /metrics on --metrics-host and --metrics-port, by threads of its own."""
+    """GET /metrics on --metrics-host and --metrics-port, in a thread of its own.
+
+    On a loopback address the Host header must name it; on others an operator's key is needed,
+    unless the server has none. A scrape has SCRAPE_TIMEOUT_S, from the connection to its last byte,
+    and where MAX_SCRAPES are open the oldest makes room, so that slow clients hold up no other.
+    """
 
     def __init__(self, config: ServeConfig) -> None:
         """Take the port, without answering yet. Raises StartupError, naming flag and value."""
         self._config = config
+        self._tls: ssl.SSLContext | None = None
+        if config.ssl_certfile and not is_loopback(config.metrics_host):  # no key in the open
+            self._tls = server_context(config.ssl_certfile, config.ssl_keyfile)
+        self._open: dict[asyncio.StreamWriter, None] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         try:
-            self._server = _Server(config.metrics_host, config.metrics_port)
+            self._socket = _bound_socket(config.metrics_host, config.metrics_port)
         except (OSError, UnicodeError) as error:
             raise self._port_error(error) from error
 
     @property
     def url(self) -> str:
         """Where metrics are."""
-        host, port = self._server.server_address[:2]
-        shown = f"[{host!s}]" if ":" in str(host) else str(host)
-        return f"http://{shown}:{port}/metrics"
+        host, port = self._socket.getsockname()[:2]
+        scheme = "http" if self._tls is None else "https"
+        return f"{base_url(str(host), port, scheme=scheme)}/metrics"
 
     def start(self, metrics: ServerMetrics) -> None:
-        """Begin to answer. Raises StartupError when another server was faster."""
-        self._server.set_app(_only_metrics(make_wsgi_app(metrics.registry)))
+        """Begin to answer. Raises StartupError: another server was faster, or no thread is left."""
+        self._metrics = metrics
         try:
-            self._server.server_activate()
+            self._socket.listen()
         except OSError as error:
             raise self._port_error(error) from error
-        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
-        self._server.is_serving = True
+        started = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=[started], name="metrics")
+        self._thread.daemon = True
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise StartupError(f"metrics: {error} (see ulimit -u and the pids limit)") from error
+        started.wait()
 
     def close(self) -> None:
         """Give the port back."""
-        if self._server.is_serving:
-            # The loop wakes up at once instead of at its next look around.
-            self._server.socket.shutdown(socket.SHUT_RDWR)
-            self._server.shutdown()
-        self._server.server_close()
+        if self._loop is not None and self._thread is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+        self._socket.close()
+
+    def _run(self, started: threading.Event) -> None:
+        try:
+            asyncio.run(self._serve(started))
+        finally:
+            started.set()
+
+    async def _serve(self, started: threading.Event) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        server = await asyncio.start_server(
+            self._answer,
+            sock=self._socket,
+            ssl=self._tls,
+            limit=_MAX_HEAD_BYTES,
+            backlog=MAX_SCRAPES,
+        )
+        started.set()
+        await self._stop.wait()
+        server.close()
+        for writer in list(self._open):
+            writer.transport.abort()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one request of a connection."""
+        if len(self._open) >= MAX_SCRAPES:
+            next(iter(self._open)).transport.abort()
+        self._open[writer] = None
+        try:
+            async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+                writer.write(self._respond(await reader.readuntil(b"\r\n\r\n")))
+                await writer.drain()
+                writer.write_eof() if writer.can_write_eof() else writer.close()
+                await reader.read(1)  # until the client has read it; closing could destroy it
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass  # a client that is slow, or gone
+        finally:
+            self._open.pop(writer, None)
+            writer.transport.abort()
+
+    def _respond(self, head: bytes) -> bytes:
+        """Return the whole answer to the head of a request."""
+        line, *lines = head.split(b"\r\n")
+        method, _, rest = line.partition(b" ")
+        path = rest.partition(b" ")[0].partition(b"?")[0]
+        headers: dict[bytes, list[bytes]] = {}
+        for header in lines:
+            name, _, value = header.partition(b":")
+            headers.setdefault(name.strip().lower(), []).append(value.strip())
+        status, why = self._judge(headers)
+        if status != 200:
+            return _message(status, f"{why}\n".encode(), method)
+        if path != b"/metrics":
+            return _message(404, b"metrics are at /metrics\n", method)
+        if method not in (b"GET", b"HEAD"):
+            return _message(405, b"GET and HEAD are answered\n", method)
+        return _message(200, self._metrics.text(), method, CONTENT_TYPE)
+
+    def _judge(self, headers: Mapping[bytes, list[bytes]]) -> tuple[int, str]:
+        """Return status and reason of a refusal, status 200 if there is none."""
+        config = self._config
+        if config.metrics_need_key:
+            (given,) = values if len(values := headers.get(b"authorization", [])) == 1 else [b""]
+            key = find_key(self._metrics.keys, bearer_key(given))
+            if key is None:
+                return 401, "a valid API key is needed: Authorization: Bearer KEY"
+            if not key.is_admin:
+                return 403, "metrics need the key of an operator"
+        elif is_loopback(config.metrics_host):
+            (host,) = values if len(values := headers.get(b"host", [])) == 1 else [b""]
+            if not names_machine(host, {config.metrics_host.lower()}):
+                return 421, "the Host header must name this machine"
+        return 200, ""
 
     def _port_error(self, error: OSError | UnicodeError) -> StartupError:
         reason = error.strerror if isinstance(error, OSError) else None
@@ -158,61 +264,27 @@ class MetricsListener:
         )
 
 
-class _Handler(WSGIRequestHandler):
-    timeout = SCRAPE_TIMEOUT_S
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
-        """Say nothing: scrapes come every few seconds."""
-
-
-class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """At most MAX_SCRAPES threads; binding asks no name server and shares the port with nobody."""
-
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_port = False
-    is_serving = False
-
-    def __init__(self, host: str, port: int) -> None:
-        info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = info[0]
-        self.address_family = family
-        self._free = threading.Semaphore(MAX_SCRAPES)
-        super().__init__((str(address[0]), port), _Handler, bind_and_activate=False)
-        try:
-            self.server_bind()
-        except OSError:
-            self.server_close()
-            raise
-
-    def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = "", self.server_address[1]
-        self.setup_environ()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore scrapers that leave."""
+def _bound_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that has the port and shares it with no other."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
-def _only_metrics(app: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `app` at /metrics, 404 everywhere else."""
-
-    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
-        if environ["PATH_INFO"] != "/metrics":
-            start_response("404 Not Found", [("Content-Type", "text/plain")])
-            return [b"metrics are at /metrics\n"]
-        return app(environ, start_response)
-
-    return answer
+def _message(status: int, body: bytes, method: bytes, kind: str = "text/plain") -> bytes:
+    """Return a response after which the connection ends."""
+    head = (
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: {kind}\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n"
+    )
+    if status == 401:
+        head += "www-authenticate: Bearer\r\n"
+    return f"{head}\r\n".encode() + (b"" if method == b"HEAD" else body)

@@ -125,3 +125,13 @@ def test_nothing_falls_when_a_process_dies(watched: LiveServer, role: str) -> No
     assert not {key for key, value in kept.items() if after.get(key, 0.0) < value}
     _complete(watched, 1)
     _wait_total(watched, num_done + 2, "request_success_total")
+
+
+def test_metrics_are_answered_while_the_router_stands_still(watched: LiveServer) -> None:
+    router = watched.tree()["router-0"]
+    router.suspend()
+    try:
+        assert "lightserve_steps_total" in watched.metrics()
+        assert "lightserve_steps_total" in httpx.get(watched.metrics_url, timeout=300.0).text
+    finally:
+        router.resume()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from typing import Any
 
 import httpx
 import pytest
 
+from lightserve.api_keys import ApiKey, digest_of
 from lightserve.config import ServeConfig
-from lightserve.errors import StartupError
+from lightserve.errors import ConfigError, StartupError
 from lightserve.messages.metrics import MetricSample, MetricsRequest
 from lightserve.messages.supervision import Role
 from lightserve.metrics.catalogue import STEPS
+from lightserve.metrics.exposition import render
 from lightserve.supervisor.metrics import MAX_SCRAPES, MetricsListener, ServerMetrics
 
 
@@ -55,22 +59,113 @@ def test_the_config_has_no_paths() -> None:
     assert 'policy="unified"' in info
 
 
-def test_clients_that_say_nothing_are_bounded_and_delay_nobody() -> None:
+def test_slow_clients_hold_up_no_other() -> None:
+    """However many there are: where all places are taken, the oldest makes room."""
     with listening() as (url, _):
         parsed = httpx.URL(url)
         assert parsed.port is not None
-        silent = [socket.create_connection((parsed.host, parsed.port)) for _ in range(4)]
+        slow = []
         try:
+            for number in range(2 * MAX_SCRAPES):
+                slow.append(socket.create_connection((parsed.host, parsed.port)))
+                slow[-1].sendall(b"GET /metrics HTTP/1.1\r\nhost: local")
+                if number % 25 == 0:
+                    assert httpx.get(url, timeout=60.0).status_code == 200
             assert httpx.get(url, timeout=60.0).status_code == 200
-            silent += [
-                socket.create_connection((parsed.host, parsed.port)) for _ in range(MAX_SCRAPES)
-            ]
-            # The last ones found no place: they are closed at once, not kept waiting.
-            silent[-1].settimeout(60.0)
-            assert silent[-1].recv(1) == b""
+            slow[0].settimeout(60.0)
+            with suppress(ConnectionResetError):
+                assert slow[0].recv(1) == b""
         finally:
-            for connection in silent:
+            for connection in slow:
                 connection.close()
+
+
+def test_a_scrape_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the connection to the last byte, not from one byte to the next."""
+    monkeypatch.setattr("lightserve.supervisor.metrics.SCRAPE_TIMEOUT_S", 0.3)
+    with listening() as (url, _):
+        parsed = httpx.URL(url)
+        assert parsed.port is not None
+        with socket.create_connection((parsed.host, parsed.port)) as slow:
+            slow.settimeout(0.02)
+            deadline_s = time.monotonic() + 60.0
+            with pytest.raises(ConnectionError):
+                while time.monotonic() < deadline_s:
+                    slow.sendall(b"x")
+                    with suppress(TimeoutError):
+                        if slow.recv(1) == b"":
+                            raise ConnectionResetError
+
+
+@pytest.mark.parametrize("host", ["evil.example", "", "10.0.0.1", "127.0.0.1.evil.example"])
+def test_a_foreign_host_is_refused(host: str) -> None:
+    with listening() as (url, _):
+        answer = httpx.get(url, headers={"host": host}, timeout=60.0)
+        assert (answer.status_code, answer.text[:15]) == (421, "the Host header")
+        assert httpx.get(url, headers={"host": "localhost:9"}, timeout=60.0).status_code == 200
+
+
+def test_what_else_is_asked() -> None:
+    with listening() as (url, _):
+        whole = httpx.get(url, timeout=60.0)
+        head = httpx.head(url, timeout=60.0)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == str(len(whole.content))
+        assert not {"server", "date"} & set(whole.headers)
+        assert httpx.post(url, timeout=60.0).status_code == 405
+        assert httpx.get(url + "?x=1", timeout=60.0).status_code == 200
+        parsed = httpx.URL(url)
+        assert parsed.port is not None
+        for data in (b"\r\n\r\n", b"\xff\xfe\r\n\r\n", b"GET\r\n:\r\n\r\n", b"x" * 100_000):
+            with socket.create_connection((parsed.host, parsed.port)) as client:
+                client.settimeout(60.0)
+                with suppress(ConnectionError):
+                    client.sendall(data)
+                    assert b" 200 " not in client.recv(4096)
+        assert httpx.get(url, timeout=60.0).status_code == 200
+
+
+def test_an_address_that_others_reach_wants_an_operators_key() -> None:
+    keys = [ApiKey("alice", digest_of(b"alices-key")), ApiKey("ops", digest_of(b"ops-key"), True)]
+    config = ServeConfig(metrics_host="0.0.0.0", metrics_port=0, api_key_file="keys")
+    metrics = ServerMetrics(config, keys)
+    with closing(MetricsListener(config)) as listener:
+        listener.start(metrics)
+        url = listener.url.replace("0.0.0.0", "127.0.0.1")
+        for key, status in (("", 401), ("wrong", 401), ("alices-key", 403), ("ops-key", 200)):
+            headers = {"authorization": f"Bearer {key}", "host": "any.name"} if key else {}
+            answer = httpx.get(url, headers=headers, timeout=60.0)
+            assert answer.status_code == status, key
+            assert ("lightserve_build_info" in answer.text) == (status == 200)
+        metrics.keys = (ApiKey("new", digest_of(b"new-key"), is_admin=True),)
+        for key, status in (("ops-key", 401), ("new-key", 200)):
+            headers = {"authorization": f"Bearer {key}"}
+            assert httpx.get(url, headers=headers, timeout=60.0).status_code == status
+
+
+def test_an_address_that_others_reach_is_refused_without_keys() -> None:
+    with pytest.raises(ConfigError, match=r"--metrics-host '0\.0\.0\.0' can be reached"):
+        ServeConfig(metrics_host="0.0.0.0")
+    ServeConfig(metrics_host="0.0.0.0", metrics_port=8001, insecure_no_auth=True)
+
+
+def test_a_storm_of_scrapes_renders_no_more_than_there_is_news(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rendered: list[bytes] = []
+
+    def counting(registry: Any) -> bytes:
+        rendered.append(render(registry))
+        return rendered[-1]
+
+    monkeypatch.setattr("lightserve.supervisor.metrics.render", counting)
+    with listening() as (url, metrics), httpx.Client(timeout=60.0) as client:
+        for news in range(3):
+            metrics.on_snapshot("router", [MetricSample(STEPS.name, [], [float(news)])])
+            for _ in range(20):
+                assert f"{float(news)}" in client.get(url).text
+                assert metrics.answer(MetricsRequest(number=1)).text == rendered[-1]
+        assert len(rendered) == 3
 
 
 def test_a_taken_port_is_refused_in_words_and_a_closed_one_is_free_again() -> None:
@@ -99,4 +194,4 @@ def test_two_that_start_at_the_same_moment_do_not_share_a_port() -> None:
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.1"])
 def test_an_address_that_is_not_ours_is_named(host: str) -> None:
     with pytest.raises(StartupError, match=f"--metrics-host {host}"):
-        MetricsListener(ServeConfig(metrics_host=host, metrics_port=0))
+        MetricsListener(ServeConfig(metrics_host=host, metrics_port=0, insecure_no_auth=True))
