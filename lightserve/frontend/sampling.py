@@ -30,8 +30,9 @@ Seed = Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)]
 MaxTokens = Annotated[int, Field(ge=1)]
 MinP = Annotated[float, Field(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
-MAX_REPETITION_PENALTY = 10.0
-RepetitionPenalty = Annotated[float, Field(gt=0.0, le=MAX_REPETITION_PENALTY)]
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 10.0
+"""Logits are divided by it: far below the least of these they would be infinite."""
+RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 LogitBias = Annotated[dict[str, Bias], Field(max_length=1024)]
 TokenIds = Annotated[list[int], Field(min_length=1, max_length=65536, fail_fast=True)]
@@ -167,10 +168,9 @@ def _repetition_penalty(fields: JsonFields) -> float:
     if not fields.has("repetition_penalty"):
         return 1.0
     penalty = fields.number("repetition_penalty")
-    if penalty > MAX_REPETITION_PENALTY:
-        raise fields.error(
-            "repetition_penalty", f"must be at most {MAX_REPETITION_PENALTY}, got {penalty}"
-        )
+    if not MIN_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY:
+        limits = f"from {MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}"
+        raise fields.error("repetition_penalty", f"must be {limits}, got {penalty}")
     return penalty
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support.sampled_rows import History, make_batch
+from support.sampled_rows import History, barred_tokens, extreme_rows, make_batch
 from torch import Tensor
 
 from lightserve.kernels.triton import sampling, sampling_adjust, sampling_scan, sampling_search
@@ -327,3 +327,16 @@ def test_logprobs_are_those_of_the_cpu(kind: str, num_top: int) -> None:
     assert torch.equal(found.top_token_ids[rows], expected.top_token_ids[rows])
     torch.testing.assert_close(found.token[rows], expected.token[rows], atol=1e-5, rtol=1e-6)
     torch.testing.assert_close(found.top[rows], expected.top[rows], atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("_small_blocks")
+@pytest.mark.parametrize("scale", [0.0, 3e4])
+def test_every_legal_extreme_gives_a_token_that_is_allowed(scale: float) -> None:
+    params, histories = zip(*extreme_rows(16, 257, num_known=20), strict=True)
+    torch.manual_seed(1)
+    logits = torch.randn(len(params), 257) * scale
+    drawn = sample_on_device(logits, make_batch(params, [0] * len(params), histories))
+    assert drawn.is_finite.all()
+    for row, token_id in enumerate(drawn.token_ids.tolist()):
+        barred = barred_tokens(params[row], histories[row], 257)
+        assert 0 <= token_id < 257 and token_id not in barred, params[row]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +10,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import TypeAdapter
 
+from lightserve.frontend.sampling import (
+    LogitBias,
+    MinP,
+    MinTokens,
+    Penalty,
+    RepetitionPenalty,
+    SamplingDefaults,
+    SamplingRequest,
+    Seed,
+    Temperature,
+    TokenIds,
+    TopK,
+    TopP,
+)
 from lightserve.messages.common import RegexConstraint
 from lightserve.messages.router_worker import AddSequence
 from lightserve.types import RowId, SamplingParams
@@ -26,6 +42,54 @@ class History:
     token_ids: Sequence[int]
     num_prompt_tokens: int
     eos_token_ids: Sequence[int] = ()
+
+
+_LEAST = 5e-324
+"""The smallest number above 0."""
+EXTREMES: dict[str, tuple[Any, list[Any]]] = {
+    "temperature": (Temperature, [0, _LEAST, 1e-300, 1e-30, 1.0, 2.0]),
+    "top_p": (TopP, [_LEAST, 1e-30, 0.5, 1.0]),
+    "top_k": (TopK, [-1, 0, 1, 2, "vocabulary"]),
+    "min_p": (MinP, [0, _LEAST, 0.5, 1.0]),
+    "seed": (Seed, [-(2**63), 0, 2**63 - 1]),
+    "frequency_penalty": (Penalty, [-2.0, 0, _LEAST, 2.0]),
+    "presence_penalty": (Penalty, [-2.0, 0, _LEAST, 2.0]),
+    "repetition_penalty": (RepetitionPenalty, [0.01, 1.0, 10.0]),
+    "logit_bias": (LogitBias, [{}, {"0": 100.0}, {"0": -100.0, "1": -100.0, "2": _LEAST}]),
+    "allowed_token_ids": (TokenIds, [None, [0, 1], [1, 2, 3], "vocabulary"]),
+    "min_tokens": (MinTokens, [0, 1, 2**62]),
+}
+"""Of each field its type in requests, and the ends of what it may be."""
+
+
+def extreme_rows(
+    count: int, vocab_size: int, *, num_known: int
+) -> list[tuple[SamplingParams, History]]:
+    """Return rows that clients can have, with all fields at their ends, in chance combinations.
+
+    Tokens 0 and 2 end the output. Known are one token, or `num_known` times the same one or two.
+    """
+    choose = random.Random(count)
+    rows = []
+    for number in range(count):
+        fields: dict[str, Any] = {}
+        for name, (kind, values) in EXTREMES.items():
+            value = choose.choice(values)
+            if value == "vocabulary":
+                value = vocab_size if name == "top_k" else list(range(vocab_size))
+            fields[name] = None if value is None else TypeAdapter(kind).validate_python(value)
+        params = SamplingRequest(**fields).resolve(SamplingDefaults(), vocab_size=vocab_size)
+        known = [[1], [0, 1] * (num_known // 2), [vocab_size - 1] * num_known][number % 3]
+        rows.append((params, History(known, 1, eos_token_ids=(0, 2))))
+    return rows
+
+
+def barred_tokens(params: SamplingParams, history: History, vocab_size: int) -> set[int]:
+    """Return the tokens that a row may not draw."""
+    barred = set(range(vocab_size)).difference(params.allowed_token_ids or range(vocab_size))
+    if len(history.token_ids) - history.num_prompt_tokens < params.min_tokens:
+        barred.update(history.eos_token_ids)
+    return barred
 
 
 def upload(arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
@@ -73,7 +137,7 @@ def make_batch(
         return batch
     bits = np.packbits(allowed.numpy(), axis=1, bitorder="little")
     padded = np.pad(bits, ((0, 0), (0, -bits.shape[1] % 4)))
-    masks = StepMasks(list(range(num_rows)), padded, allowed, frozenset())
+    masks = StepMasks(list(range(num_rows)), padded, allowed, frozenset(), frozenset())
     return replace(batch, masks=masks.upload(num_rows, upload))
 
 

@@ -47,7 +47,10 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
         ["frequency_penalty", "presence_penalty"],
         ([-2, -2.0, 0, 2, None], [-2.001, 2.001, 2**63, *WRONG_TYPES]),
     ),
-    "repetition_penalty": ([0.001, 1, 10, None], [0, -1, 10.001, 2**63, *WRONG_TYPES]),
+    "repetition_penalty": (
+        [0.01, 1, 10, None],
+        [0, -1, 0.0099, 1e-300, 10.001, 2**63, *WRONG_TYPES],
+    ),
     "min_p": ([0, 0.5, 1, None], [-0.001, 1.001, 2**63, *WRONG_TYPES]),
     "min_tokens": ([0, 1, 8, None], [-1, SLOTS, 2**63, *NOT_INT]),
     "n": ([1, 16, None], [0, -1, 17, 2**63, *NOT_INT]),
@@ -465,6 +468,25 @@ def test_what_ends_an_output_is_submitted(path: str) -> None:
             ]:
                 submit = await _submit(setup, path, changes)
                 assert (submit.eos_token_ids, submit.needs_acknowledgement) == (ids, needs), changes
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_some_token_must_be_left_to_draw(path: str) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            (eos,) = setup.service.model.tokenizer.eos_token_ids
+            allowed: dict[str, Any] = {"allowed_token_ids": [eos, 9], "stop_token_ids": [8, 9]}
+            for changes in ({}, {"min_tokens": 1, "allowed_token_ids": [eos, 9, 5]}):
+                await _submit(setup, path, {**allowed, **changes})
+            await _submit(setup, path, {**allowed, "min_tokens": 1, "stop_token_ids": [8]})
+            for changes in (allowed, {"allowed_token_ids": [eos]}):
+                body = {**BODIES[path], **changes, "min_tokens": 1}
+                response = await setup.post(path, body)
+                assert response.status_code == 400
+                assert response.json()["error"]["param"] == "allowed_token_ids"
+                assert "min_tokens is 1" in response.json()["error"]["message"]
 
     asyncio.run(scenario())
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sampled_rows import draw
+from support.sampled_rows import barred_tokens, draw, extreme_rows
 
 from lightserve.types import SamplingParams
 from lightserve.worker.sampling.random_draw import sequence_state, uniform, uniform_at
@@ -159,3 +159,15 @@ def test_a_row_without_finite_logits_is_alone(value: float) -> None:
     sampled = draw(logits, params, [1, 2, 3])
     assert sampled.is_finite.tolist() == [True, False, True]
     assert sampled.token_ids.tolist() == [int(clean[0]), 0, int(clean[2])]
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 3e4])
+def test_every_legal_extreme_gives_a_token_that_is_allowed(scale: float) -> None:
+    params, histories = zip(*extreme_rows(200, 257, num_known=1000), strict=True)
+    torch.manual_seed(1)
+    logits = torch.randn(len(params), 257) * scale
+    drawn = draw(logits, params, [0] * len(params), histories)
+    assert drawn.is_finite.all()
+    for row, token_id in enumerate(drawn.token_ids.tolist()):
+        barred = barred_tokens(params[row], histories[row], 257)
+        assert 0 <= token_id < 257 and token_id not in barred, params[row]

@@ -214,7 +214,8 @@ class CommonFields(NoEffectModel):
         """Yield one request per completion; `prompts` are token ids and how many may follow.
 
         Raises:
-            InvalidRequest: a token id beyond the vocabulary, or min_tokens above the limit.
+            InvalidRequest: a token id beyond the vocabulary, min_tokens above the limit, or nothing
+                left to draw.
         """
         model = service.model
         params = sampling.resolve(model.sampling_defaults, vocab_size=model.vocab_size)
@@ -222,6 +223,7 @@ class CommonFields(NoEffectModel):
             self.stop_token_ids or (), vocab_size=model.vocab_size, param="stop_token_ids"
         )
         eos_ids = () if self.ignore_eos else model.tokenizer.eos_token_ids
+        _check_any_allowed(params, {*eos_ids, *stop_ids})
         for prompt_token_ids, max_tokens in prompts:
             self._check_min_tokens(params, max_tokens)
             for choice in range(self.num_choices):
@@ -248,3 +250,17 @@ class CommonFields(NoEffectModel):
                 f" {show(params.min_tokens)}",
                 param="min_tokens",
             )
+
+
+def _check_any_allowed(params: SamplingParams, end_ids: set[int]) -> None:
+    """Raise InvalidRequest if no token could be drawn before the output may end."""
+    if (
+        params.min_tokens
+        and params.allowed_token_ids
+        and end_ids.issuperset(params.allowed_token_ids)
+    ):
+        raise InvalidRequest(
+            "allowed_token_ids must hold a token that does not end the output, as min_tokens is"
+            f" {show(params.min_tokens)}",
+            param="allowed_token_ids",
+        )
