@@ -68,6 +68,11 @@ class FrontendOptions:
     )
     enable_docs: bool = option(False, "Show the API's description as a page at /docs.")
     max_body_bytes: int = option(4_194_304, "Largest body of a request.", low=1024)
+    max_held_body_bytes: int = option(
+        268_435_456,
+        "Bytes of the bodies of all requests that one frontend has in flight; more get a 429.",
+        low=1,
+    )
     max_json_depth: int = option(
         64, "Most objects and lists inside each other in a body.", low=4, high=256
     )

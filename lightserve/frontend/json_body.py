@@ -19,6 +19,9 @@ from lightserve.frontend.strict_json import parse_json
 BODY_READER_KEY = "lightserve.body_reader"
 """Key in the ASGI scope: the `BodyReader`."""
 
+BODY_BYTES_KEY = "lightserve.body_bytes"
+"""Key in the ASGI scope: the size of a body that was read as a whole."""
+
 INLINE_BYTES = 16 * 1024
 """Bodies up to this take a few milliseconds at worst and are parsed where they are."""
 _PIECE_BYTES = 64 * 1024
@@ -77,6 +80,7 @@ async def read_model(request: Request, model: type[ModelT]) -> ModelT:
             pieces[-1] += chunk
     except ClientDisconnect as error:
         raise ClientGone from error
+    request.scope[BODY_BYTES_KEY] = sum(map(len, pieces))
     reader: BodyReader = request.scope[BODY_READER_KEY]
     return await reader.parse(b"".join(pieces), model)
 

@@ -8,6 +8,7 @@ bounded queue. `Tokenizer.encode` lets other threads run while it works.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -42,7 +43,7 @@ class PromptEncoder:
         self._backlog = Backlog()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="encode")
 
-    async def encode_text(self, text: str, *, param: str) -> list[int]:
+    async def encode_text(self, text: str, *, param: str) -> Sequence[int]:
         """Return the ids of a text, with the model's BOS.
 
         Raises:
@@ -80,10 +81,13 @@ class PromptEncoder:
         messages: list[ChatMessage],
         tools: Sequence[dict[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
-    ) -> list[int]:
+        *,
+        size: int,
+    ) -> Sequence[int]:
         """Return the ids of a conversation up to where the assistant begins.
 
-        `options` are values of the template's variables, `chat_template_kwargs`.
+        `options` are values of the template's variables, `chat_template_kwargs`; `size` is that of
+        everything that the template is given, in bytes.
 
         Raises:
             InvalidRequest: the model has no chat template, the template refuses or has no such
@@ -111,11 +115,10 @@ class PromptEncoder:
                 )
         for number, message in enumerate(messages):
             self._check_text(message.content, f"messages[{number}].content")
-        size = sum(len(message.content) for message in messages)
         return self.check_ids(await self._in_thread(encode, size), param="messages")
 
-    def check_ids(self, token_ids: list[int], *, param: str) -> list[int]:
-        """Return the ids if they can be a prompt.
+    def check_ids(self, token_ids: list[int], *, param: str) -> Sequence[int]:
+        """Return the ids, four bytes each, if they can be a prompt.
 
         Raises:
             InvalidRequest: none, too many for any output to follow, or outside the vocabulary.
@@ -136,7 +139,7 @@ class PromptEncoder:
                 f" got {low if low < 0 else str(high)[:64]}",
                 param=param,
             )
-        return token_ids
+        return array("i", token_ids)
 
     def close(self) -> None:
         """Let running work end; drop what waits."""

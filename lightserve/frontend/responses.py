@@ -27,6 +27,7 @@ from lightserve.frontend.access import ANYBODY, Caller, caller_of
 from lightserve.frontend.choices import Choices
 from lightserve.frontend.failures import ClientGone, RequestFailed, error_body, timed_out
 from lightserve.frontend.generation import TextDelta
+from lightserve.frontend.json_body import BODY_BYTES_KEY
 from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.service import Service
 from lightserve.frontend.terms import Terms
@@ -140,7 +141,7 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Encode, submit, send; abort when the client leaves or this task is cancelled."""
-        with self._service.in_flight.admitted():
+        with self._service.in_flight.admitted(scope.get(BODY_BYTES_KEY, 0)):
             self._service.router.check_ready()  # before anything is spent on the prompt
             client_gone = asyncio.create_task(_client_leaves(receive))
             try:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lightserve.channels.base import AsyncLink
@@ -62,7 +62,7 @@ RouterLink = AsyncLink[FrontendMessage, RouterMessage]
 class NewRequest:
     """A validated request."""
 
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
     max_tokens: int
     eos_token_ids: tuple[int, ...]
     sampling: SamplingParams

@@ -12,7 +12,7 @@ from pathlib import Path
 from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.constraint_check import ConstraintChecker
-from lightserve.frontend.failures import draining
+from lightserve.frontend.failures import draining, overloaded
 from lightserve.frontend.json_body import show
 from lightserve.frontend.observation import Observation
 from lightserve.frontend.prompts import PromptEncoder
@@ -39,24 +39,38 @@ class ServedModel:
 
 
 class InFlight:
-    """Counts requests between admission and their last byte; knows whether to take more."""
+    """Counts requests between admission and their last byte; knows whether to take more.
 
-    def __init__(self) -> None:
+    Each keeps what its body said until then, so that the bodies are bounded in sum.
+    """
+
+    def __init__(self, *, max_bytes: int) -> None:
+        """`max_bytes` of bodies; a request that is alone may have a larger one."""
         self.is_draining = False
         self.count = 0
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
         self._idle = asyncio.Event()
         self._idle.set()
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Count one request. Raises RequestFailed while draining."""
+    def admitted(self, num_bytes: int) -> Iterator[None]:
+        """Count one request with a body of this size.
+
+        Raises:
+            RequestFailed: draining, or too much is in flight.
+        """
         if self.is_draining:
             raise draining()
+        if self.count > 0 and self.num_bytes + num_bytes > self._max_bytes:
+            raise overloaded()
+        self.num_bytes += num_bytes
         self.count += 1
         self._idle.clear()
         try:
             yield
         finally:
+            self.num_bytes -= num_bytes
             self.count -= 1
             if self.count == 0:
                 self._idle.set()
@@ -161,6 +175,6 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
         encoder=encoder,
         constraints=ConstraintChecker(),
         router=router,
-        in_flight=InFlight(),
+        in_flight=InFlight(max_bytes=config.max_held_body_bytes),
         observation=Observation(),
     )

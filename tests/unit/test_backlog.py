@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from lightserve.frontend.backlog import MAX_ITEMS, Backlog
 from lightserve.frontend.constraint_check import ConstraintChecker
 from lightserve.frontend.failures import RequestFailed
 from lightserve.messages.common import Constraint, RegexConstraint
+from lightserve.messages.frontend_router import RequestDelta, TokenDelta
+from lightserve.types import FinishReason
 
 PATIENCE_S = 60.0
 EOS = 2
@@ -115,5 +118,75 @@ def test_requests_with_one_constraint_share_its_check(monkeypatch: pytest.Monkey
         await asks("a")
         assert len(checked) == 2
         checker.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_chat_waits_with_all_that_its_template_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    admitted = Backlog.admitted
+
+    def noting(backlog: Backlog, size: int) -> AbstractContextManager[None]:
+        sizes.append(size)
+        return admitted(backlog, size)
+
+    monkeypatch.setattr(Backlog, "admitted", noting)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "x" * 3000}}
+    tool = {"type": "function", "function": {"name": "f", "description": "y" * 3000}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "z"},
+        {"role": "user", "content": "and?"},
+    ]
+
+    async def scenario() -> None:
+        async with frontend(says([5, EOS]), tool_call_parser="hermes") as setup:
+            body = {"model": BUNDLED_MODEL_NAME, "messages": messages, "tools": [tool]}
+            await setup.post("/v1/chat/completions", {**body, "max_tokens": 2})
+            assert sizes and sizes[-1] > 6000
+
+    asyncio.run(scenario())
+
+
+def test_bodies_in_flight_are_bounded_in_sum() -> None:
+    def body(num_biases: int) -> dict[str, Any]:
+        biases = {str(number): 1.0 for number in range(300, 300 + num_biases)}
+        return {
+            "model": BUNDLED_MODEL_NAME,
+            "prompt": [5],
+            "max_tokens": 2,
+            "logit_bias": biases,
+        }
+
+    async def scenario() -> None:
+        async with frontend(max_held_body_bytes=14_000) as setup:
+            waiting = [asyncio.create_task(setup.post("/v1/completions", body(500)))]
+            await setup.router.submitted(1)
+            waiting.append(asyncio.create_task(setup.post("/v1/completions", body(500))))
+            await setup.router.submitted(2)
+            refused = await setup.post("/v1/completions", body(500))
+            assert refused.status_code == 429 and "retry-after" in refused.headers
+            waiting.append(asyncio.create_task(setup.post("/v1/completions", body(3))))
+            await setup.router.submitted(3)
+            for submit in setup.router.submits:
+                end = RequestDelta(submit.request_id, [EOS], FinishReason.STOP)
+                setup.service.router.on_message(TokenDelta(requests=[end]))
+            answers = await asyncio.gather(*waiting)
+            assert [answer.status_code for answer in answers] == [200] * 3
+            assert (setup.service.in_flight.num_bytes, setup.service.in_flight.count) == (0, 0)
+            setup.router.answer = says([EOS])
+            alone = await setup.post("/v1/completions", body(1024))
+            assert alone.status_code == 200, "it may be larger"
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+
+
+def test_a_prompt_that_waits_takes_four_bytes_a_token() -> None:
+    async def scenario() -> None:
+        async with frontend() as setup:
+            text = "word and another, " * 500
+            token_ids = await setup.service.encoder.encode_text(text, param="prompt")
+            assert sys.getsizeof(token_ids) <= 4 * len(token_ids) + 128
 
     asyncio.run(scenario())

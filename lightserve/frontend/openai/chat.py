@@ -13,7 +13,7 @@ from starlette.responses import Response
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.choices import Choices
 from lightserve.frontend.generation import TextDelta
-from lightserve.frontend.json_body import StrictModel, read_model, show
+from lightserve.frontend.json_body import BODY_BYTES_KEY, StrictModel, read_model, show
 from lightserve.frontend.openai.chunks import ChunkWriter, whole_answer
 from lightserve.frontend.openai.fields import CommonFields
 from lightserve.frontend.openai.logprobs import chat_logprobs
@@ -279,7 +279,8 @@ def chat_router(service: Service) -> APIRouter:
         tools = body.tool_use(service)
 
         async def prepare() -> list[NewRequest]:
-            requests = await _prepare(service, body, tools, terms)
+            size: int = request.scope[BODY_BYTES_KEY]
+            requests = await _prepare(service, body, tools, terms, size)
             shape.parser_options = _parser_options(service, tools, requests[0])
             return requests
 
@@ -309,12 +310,12 @@ def _parser_options(service: Service, tools: ToolUse, request: NewRequest) -> Pa
 
 
 async def _prepare(
-    service: Service, body: ChatRequest, tools: ToolUse, terms: Terms
+    service: Service, body: ChatRequest, tools: ToolUse, terms: Terms, size: int
 ) -> list[NewRequest]:
-    """Render, encode, resolve. Raises InvalidRequest, RequestFailed."""
+    """Render, encode, resolve a body of this size. Raises InvalidRequest, RequestFailed."""
     messages = [message.rendered() for message in body.messages]
     prompt_token_ids = await service.encoder.encode_chat(
-        messages, tools.descriptions, body.chat_template_kwargs
+        messages, tools.descriptions, body.chat_template_kwargs, size=size
     )
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     max_tokens = service.resolve_max_tokens(

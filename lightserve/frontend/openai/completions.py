@@ -191,7 +191,7 @@ def completions_router(service: Service) -> APIRouter:
     return router
 
 
-async def _encode(service: Service, prompts: Sequence[Prompt]) -> list[list[int]]:
+async def _encode(service: Service, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
     """Return each prompt's ids. Raises InvalidRequest, RequestFailed."""
     encoder = service.encoder
     return [
@@ -208,7 +208,7 @@ def _texts(service: Service, prompts: Sequence[Prompt]) -> list[str]:
 
 
 async def _requests(
-    service: Service, body: CompletionRequest, prompts: Sequence[list[int]], terms: Terms
+    service: Service, body: CompletionRequest, prompts: Sequence[Sequence[int]], terms: Terms
 ) -> list[NewRequest]:
     """Resolve all parameters. Raises InvalidRequest, RequestFailed."""
     asked = 1 if body.only_echoes else body.max_tokens

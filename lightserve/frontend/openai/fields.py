@@ -206,7 +206,7 @@ class CommonFields(NoEffectModel):
     def new_requests(
         self,
         service: Service,
-        prompts: Sequence[tuple[list[int], int]],
+        prompts: Sequence[tuple[Sequence[int], int]],
         sampling: SamplingRequest,
         terms: Terms,
         constraint: Constraint | None = None,
