@@ -35,6 +35,11 @@ class FrontendOptions:
         "Names clients use for the model, separated by commas; the first one is its own."
         " Default: the last part of --model.",
     )
+    model_sha256: str = option(
+        "",
+        "JSON file of SHA-256 digests, by name of file in the model directory: checked before the"
+        " server listens. Every file of weights must be in it.",
+    )
     generation_config: str = option(
         "auto",
         "Sampling where a request says nothing: what the model's generation_config.json"

@@ -6,6 +6,8 @@ file by the same `find_weights`. Only `*.safetensors` and their index are ever o
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -21,6 +23,7 @@ INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 """Stored types that can be served, in safetensors' words."""
 
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 
@@ -128,6 +131,38 @@ def check_weights(path: Path, config: ModelConfig) -> WeightFiles:
     for file, shapes in in_file.items():
         _check_shard(file, shapes)
     return files
+
+
+def check_digests(path: Path, files: WeightFiles, manifest: Path) -> None:
+    """Check the SHA-256 of files of a model, all of its weights among them.
+
+    Args:
+        path: the model's directory.
+        files: where its tensors are.
+        manifest: JSON, names of files in the directory to digests in hexadecimal.
+
+    Raises:
+        ModelLoadError: a file has another digest, is missing, or is not in the manifest.
+    """
+    fields = JsonFields(manifest, read_json_object(manifest))
+    digests = {name: fields.string(name).lower() for name, _ in fields.items()}
+    for file in sorted(set(files.file_of.values())):
+        name = file.relative_to(path).as_posix()
+        if name not in digests:
+            raise ModelLoadError(f"{manifest}: {name!r} is missing, which holds weights")
+    for name, digest in digests.items():
+        if _DIGEST.fullmatch(digest) is None:
+            raise fields.error(name, "must be a SHA-256 digest, 64 hexadecimal digits")
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise fields.error(name, "must name a file in the model directory")
+        file = path / name
+        if not file.is_file():
+            raise fields.error(name, f"names {file}, which is no file")
+        _check_confined(path, file)
+        with file.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        if found != digest:
+            raise ModelLoadError(f"{file}: its SHA-256 is {found}, not {digest} as in {manifest}")
 
 
 def open_shard(path: Path, *, framework: str) -> safe_open:

@@ -12,7 +12,7 @@ from lightserve.cost.profile import read_profile
 from lightserve.errors import ConfigError, ModelLoadError, StartupError
 from lightserve.logs import one_line
 from lightserve.models.config import check_tp, load_model_config, resolve_context_len
-from lightserve.models.weight_files import check_weights
+from lightserve.models.weight_files import check_digests, check_weights
 
 _TOKENIZER_FILE = "tokenizer.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -70,15 +70,15 @@ def resolve_model(config: ServeConfig) -> ServeConfig:
 
 
 def check_model(config: ServeConfig) -> None:
-    """Check the files of a resolved model, quickly and without torch.
+    """Check the files of a resolved model without torch; quickly, but with --model-sha256.
 
     The tokeniser's contents are left to the frontends: a large one takes seconds and more
     memory than the whole supervisor.
 
     Raises:
         ModelLoadError: naming file and key.
-        ConfigError: --max-model-len is above the model's, --chat-template or --profile cannot be
-            read.
+        ConfigError: --max-model-len is above the model's, --chat-template, --model-sha256 or
+            --profile cannot be read.
     """
     path = Path(config.model)
     model = load_model_config(path)
@@ -88,7 +88,11 @@ def check_model(config: ServeConfig) -> None:
     if config.profile not in ("auto", "off"):
         _check_profile(Path(config.profile))
     check_tp(model, config.tp)
-    check_weights(path, model)
+    files = check_weights(path, model)
+    if config.model_sha256:
+        if not Path(config.model_sha256).is_file():
+            raise ConfigError(f"--model-sha256 {config.model_sha256}: no such file")
+        check_digests(path, files, Path(config.model_sha256))
     if not (path / _TOKENIZER_FILE).is_file():
         raise ModelLoadError(f"{path / _TOKENIZER_FILE}: no such file")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import os
 import socket
@@ -17,7 +19,7 @@ import torch
 from support.model_files import CONFIG, write_model_files
 
 from lightserve.config import ServeConfig
-from lightserve.supervisor.startup import resolve_model
+from lightserve.supervisor.startup import check_model, resolve_model
 
 
 def _serve(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -93,6 +95,30 @@ def test_bad_model_directories_name_file_and_key(case: str, tmp_path: Path) -> N
     _assert_one_line(_serve("--port", "0", "--model", str(model)), *expected)
 
 
+def _flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 16  # within the last tensor: the file is whole, and its numbers are finite
+    file.write_bytes(data)
+
+
+def test_a_flipped_bit_is_found_before_listening(tmp_path: Path) -> None:
+    model = write_model_files(tmp_path / "model")
+    weights = model / "model.safetensors"
+    manifest = tmp_path / "manifest.json"
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    manifest.write_text(json.dumps({weights.name: digest}))
+    config = ServeConfig(model=str(model), model_sha256=str(manifest))
+    check_model(config)
+    _flip_a_bit(weights)
+    check_model(dataclasses.replace(config, model_sha256=""))  # which cannot see it
+    result = _serve("--port", "0", "--model", str(model), "--model-sha256", str(manifest))
+    _assert_one_line(result, str(weights), digest, str(manifest))
+
+
+def test_an_empty_directory(tmp_path: Path) -> None:
+    _assert_one_line(_serve("--port", "0", "--model", str(tmp_path)), "config.json")
+
+
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
     _assert_one_line(_serve("--port", "0", "--model", missing), "--model", missing)
@@ -104,6 +130,7 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
         ("--profile", None, "no such file"),
         ("--profile", "{}", "is no profile"),
         ("--chat-template", None, "no such file"),
+        ("--model-sha256", None, "no such file"),
     ],
 )
 def test_files_that_are_no_use_are_found_before_the_weights_are_loaded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -20,7 +21,13 @@ from lightserve.kernels.reference import ReferenceKernels
 from lightserve.models.config import check_tp, load_model_config
 from lightserve.models.loader import load_model
 from lightserve.models.parallel import SingleRank
-from lightserve.models.weight_files import INDEX_FILE, SINGLE_FILE, check_weights
+from lightserve.models.weight_files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    check_digests,
+    check_weights,
+    find_weights,
+)
 
 NORM = "model.norm.weight"
 Damage = Callable[[Path], None]
@@ -323,3 +330,33 @@ def test_kv_heads_that_neither_divide_nor_replicate(sharded: Path) -> None:
     check_tp(config, 12)
     with pytest.raises(ModelLoadError, match=r"'num_key_value_heads' is 3, which neither.*--tp 2"):
         check_tp(config, 2)
+
+
+BAD_MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a shard left out": ({"SHARD": ...}, "manifest.json: 'SHARD' is missing, which holds weights"),
+    "no digest": ({"SHARD": "abc"}, "manifest.json: key 'SHARD' must be a SHA-256 digest"),
+    "no text": ({"SHARD": 7}, "manifest.json: key 'SHARD' must be a string"),
+    "other weights": ({"SHARD": "0" * 64}, "model/SHARD: its SHA-256 is "),
+    "another config": ({"config.json": "0" * 64}, "model/config.json: its SHA-256 is "),
+    "a file too many": ({"other": "0" * 64}, "key 'other' names "),
+    "a file elsewhere": ({"../manifest.json": "0" * 64}, "must name a file in the model directory"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MANIFESTS)
+def test_files_are_those_of_the_manifest(case: str, sharded_copy: Path, tmp_path: Path) -> None:
+    files = find_weights(sharded_copy)
+    shards = sorted(set(files.file_of.values()))
+    listed = [*shards, sharded_copy / "config.json"]
+    digests: dict[str, Any] = {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest().upper() for file in listed
+    }
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(json.dumps(digests))
+    check_digests(sharded_copy, files, manifest)
+    changes, complaint = BAD_MANIFESTS[case]
+    shard = shards[1].name
+    edit_json(manifest, **{name.replace("SHARD", shard): value for name, value in changes.items()})
+    with pytest.raises(ModelLoadError) as caught:
+        check_digests(sharded_copy, files, manifest)
+    assert complaint.replace("SHARD", shard) in str(caught.value)
