@@ -109,6 +109,12 @@ class FrontendOptions:
     max_completions: int = option(
         128, "Most completions of one request, prompts times n.", low=1, high=4096
     )
+    max_answer_items: int = option(
+        2_000_000,
+        "Most tokens and log-probabilities of one answer: prompts times n times (prompt if echoed"
+        " + max_tokens) times (1 + log-probabilities).",
+        low=1,
+    )
     metrics_host: str = option(
         METRICS_HOST,
         "Address on which metrics are served; one that other machines reach wants the key of an"

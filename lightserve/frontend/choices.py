@@ -10,6 +10,8 @@ from lightserve.frontend.generation import Generation, TextDelta, Usage
 from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.service import Service
 
+LONG_PROMPT_TOKENS = 4096
+
 _News = tuple[int, TextDelta] | BaseException
 
 
@@ -20,11 +22,12 @@ class Choices:
         self.generations = tuple(generations)
         self._per_prompt = per_prompt
         self._num_open = len(generations)
+        self._is_aborted = False
         self._pumps: list[asyncio.Task[None]] = []
         self._news: asyncio.Queue[_News] = asyncio.Queue(maxsize=len(generations))
 
     @classmethod
-    def start(
+    async def start(
         cls, service: Service, requests: Sequence[NewRequest], *, per_prompt: int, by_token: bool
     ) -> Choices:
         """Submit all or none; `per_prompt` of them share a prompt. Raises RequestFailed."""
@@ -32,6 +35,8 @@ class Choices:
         try:
             for request in requests:
                 started.append(Generation.start(service, request, by_token=by_token))
+                if len(request.prompt_token_ids) > LONG_PROMPT_TOKENS:
+                    await asyncio.sleep(0)  # each is copied: others have their turn
         except BaseException:
             for generation in started:
                 generation.abort()
@@ -78,8 +83,14 @@ class Choices:
         self._num_open -= delta.finish_reason is not None
         return index, delta
 
+    def check_wanted(self) -> None:
+        """Raise ClientGone if they were aborted."""
+        if self._is_aborted:
+            raise ClientGone
+
     def abort(self) -> None:
         """End all of them, and whoever waits for news; no effect on those that are over."""
+        self._is_aborted = True
         for generation in self.generations:
             generation.abort()
         for pump in self._pumps:

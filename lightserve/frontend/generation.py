@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightserve.errors import InvalidRequest
+from lightserve.frontend.columns import LogprobColumns, Piece
 from lightserve.frontend.failures import RequestFailed
 from lightserve.frontend.router_client import Delta, LiveRequest, NewRequest
 from lightserve.frontend.service import Service
-from lightserve.messages.common import TokenLogprob
 from lightserve.metrics.requests import RequestMetrics
 from lightserve.tokenization.stop_strings import StopMatcher, Stopped
 from lightserve.types import SLO, FinishReason
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One token and the text that became certain with it, before stop strings are looked for."""
-
-    token_id: int
-    text: str
-    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,7 @@ class Generation:
         self._metrics = metrics
         self._num_cached_tokens = 0
         self.num_tokens = 0
-        self.prompt_logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs = LogprobColumns()
         """Of the prompt's tokens 1 …; complete with the first text, if asked for."""
         self.first_token_s: float | None = None
         """Monotonic."""
@@ -133,7 +126,8 @@ class Generation:
         assert self.finish_reason is None, "it is over"
         while True:
             news = await self._next_news()
-            self.prompt_logprobs.extend(news.prompt_logprobs)
+            if news.prompt_logprobs is not None:
+                self.prompt_logprobs.extend(news.prompt_logprobs)
             self._num_cached_tokens += news.num_cached_tokens
             self.scheduled_slo = news.scheduled_slo or self.scheduled_slo
             now_s = time.monotonic()
@@ -167,7 +161,7 @@ class Generation:
             return TextDelta(text + self._tail(), (), self.finish_reason)
         return self._take_by_token(news)
 
-    def _visible(self, token_ids: list[int]) -> list[int]:
+    def _visible(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Return the tokens without the one that only ends the text."""
         ends = self.finish_reason is FinishReason.STOP and token_ids
         return token_ids[:-1] if ends and token_ids[-1] in self._eos_token_ids else token_ids
@@ -176,13 +170,13 @@ class Generation:
         """The same token by token, so that a stop string is found wherever deltas are cut."""
         texts: list[str] = []
         pieces: list[Piece] = []
-        for index, token_id in enumerate(news.token_ids):
+        logprobs = itertools.repeat(None) if news.logprobs is None else iter(news.logprobs)
+        for index, (token_id, logprob) in enumerate(zip(news.token_ids, logprobs, strict=False)):
             self.num_tokens += 1
             is_last = index == len(news.token_ids) - 1
             self.finish_reason = news.finish_reason if is_last else None
             text = self._detokenizer.push(self._visible([token_id])) + self._tail()
             if self._by_token:
-                logprob = news.logprobs[index] if news.logprobs else None
                 pieces.append(Piece(token_id, text, logprob))
             texts.append(self._look_for_stops(text))
             if self.stop_string is not None:

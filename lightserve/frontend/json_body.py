@@ -201,7 +201,7 @@ def show(value: Any) -> str:
     if isinstance(value, list):
         return "a list"
     try:
-        text = json.dumps(value)
+        text = json.dumps(value[: _MAX_SHOWN_CHARS + 1] if isinstance(value, str) else value)
     except ValueError:  # an integer of thousands of digits
         return "a very long number"
     if len(text) <= _MAX_SHOWN_CHARS:

@@ -6,7 +6,8 @@ model's own generation_config is not consulted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -16,7 +17,16 @@ from starlette.responses import Response
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.choices import Choices
-from lightserve.frontend.generation import Generation, Piece, TextDelta
+from lightserve.frontend.columns import (
+    ITEMS_PER_PIECE,
+    Piece,
+    PieceColumns,
+    TextBuffer,
+    json_list,
+    json_object,
+    json_text,
+)
+from lightserve.frontend.generation import Generation, TextDelta
 from lightserve.frontend.json_body import StrictModel, read_model
 from lightserve.frontend.openai.logprobs import LOWEST, token_text
 from lightserve.frontend.raised_targets import raised_slo
@@ -41,7 +51,7 @@ from lightserve.frontend.sampling import (
     TopK,
     TopP,
 )
-from lightserve.frontend.service import Service
+from lightserve.frontend.service import AnswerSize, Service
 from lightserve.frontend.structured_fields import (
     NativeGrammar,
     resolve_constraint,
@@ -133,19 +143,20 @@ class GenerateShape:
         self._prefix = request.inputs if self._parameters.return_full_text else ""
         self._tokenizer = service.model.tokenizer
         self._num_sent = 0
-        self._text: list[str] = [self._prefix]
+        self._text = TextBuffer(self._prefix)
+        self._pieces = PieceColumns()
+        """Of an answer as a whole."""
         self._pending: dict[str, Any] | None = None
 
     def opening(self) -> bytes:
         """Return nothing: the first event is the first token's."""
         return b""
 
-    def delta(self, index: int, delta: TextDelta, choices: Choices) -> bytes:
-        """Return one event per token; the last token's waits for `closing`."""
-        events: list[bytes] = []
+    def delta(self, index: int, delta: TextDelta, choices: Choices) -> Iterator[bytes]:
+        """Yield one event per token; the last token's waits for `closing`."""
         self._text.append(delta.text)
         for piece in delta.pieces:
-            events.append(self._flush())
+            yield self._flush()
             self._num_sent += 1
             self._pending = {
                 "index": self._num_sent,
@@ -158,37 +169,40 @@ class GenerateShape:
             if self._parameters.top_n_tokens:
                 self._pending["top_tokens"] = self._top_tokens(piece)
         if delta.finish_reason is None:
-            events.append(self._flush())
-        return b"".join(events)
+            yield self._flush()
 
     def closing(self, choices: Choices) -> bytes:
         """Return the last token's event, which has the whole text."""
         assert self._pending is not None, "a generation has at least one token"
         generation = choices.first
-        self._pending["generated_text"] = "".join(self._text)
+        self._pending["generated_text"] = str(self._text)
         if self._parameters.details:
             input_length = generation.usage.prompt_tokens
             self._pending["details"] = {**_details(generation), "input_length": input_length}
         return self._flush()
 
-    def whole(self, deltas: Sequence[Sequence[TextDelta]], choices: Choices) -> bytes:
-        """Return the response."""
-        (own,) = deltas
-        generation = choices.first
-        text = self._prefix + "".join(delta.text for delta in own)
-        answer: dict[str, Any] = {"generated_text": text}
+    def keep(self, index: int, delta: TextDelta) -> None:
+        """Take in some news for `whole`."""
+        self._text.append(delta.text)
+        if self._parameters.details:
+            self._pieces.extend(delta.pieces)
+
+    def whole(self, choices: Choices) -> Iterator[bytes]:
+        """Yield the response."""
+        answer: dict[str, Any] = {"generated_text": json_text(self._text.parts())}
         if (slo := raised_slo(choices.generations)) is not None:
             answer["slo"] = slo
         if self._parameters.details:
-            pieces = [piece for delta in own for piece in delta.pieces]
-            answer["details"] = {
-                **_details(generation),
-                "prefill": self._prefill(generation),
-                "tokens": [self._token(piece) for piece in pieces],
+            per_piece = self._pieces.logprobs.tokens_per_piece
+            details = {
+                **_details(choices.first),
+                "prefill": json_list(self._prefill(choices.first), ITEMS_PER_PIECE),
+                "tokens": json_list(map(self._token, self._pieces), ITEMS_PER_PIECE),
             }
             if self._parameters.top_n_tokens:
-                answer["details"]["top_tokens"] = [self._top_tokens(piece) for piece in pieces]
-        return msgspec.json.encode(answer)
+                details["top_tokens"] = json_list(map(self._top_tokens, self._pieces), per_piece)
+            answer["details"] = json_object(details)
+        return json_object(answer)
 
     def _flush(self) -> bytes:
         pending, self._pending = self._pending, None
@@ -209,14 +223,13 @@ class GenerateShape:
         pairs = zip(piece.logprob.top_token_ids, piece.logprob.top_logprobs, strict=True)
         return [self._named(token_id, logprob) for token_id, logprob in pairs]
 
-    def _prefill(self, generation: Generation) -> list[dict[str, Any]]:
+    def _prefill(self, generation: Generation) -> Iterator[dict[str, Any]]:
         if not self._parameters.decoder_input_details:
-            return []
-        known = [None, *(logprob.logprob for logprob in generation.prompt_logprobs)]
-        return [
-            {"id": token_id, "text": token_text(self._tokenizer, token_id), "logprob": logprob}
-            for token_id, logprob in zip(generation.request.prompt_token_ids, known, strict=True)
-        ]
+            return
+        known = itertools.chain([None], generation.prompt_logprobs.own)
+        for token_id, logprob in zip(generation.request.prompt_token_ids, known, strict=True):
+            text = token_text(self._tokenizer, token_id)
+            yield {"id": token_id, "text": text, "logprob": logprob}
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
@@ -271,11 +284,16 @@ async def _prepare(service: Service, body: GenerateRequest, terms: Terms) -> lis
     parameters = body.parameters or GenerateParameters()
     sampling, defaults = parameters.sampling()
     prompt_token_ids = await service.encoder.encode_text(body.inputs, param="inputs")
-    max_tokens = service.resolve_max_tokens(
-        len(prompt_token_ids),
+    size = AnswerSize(
+        num_logprobs=parameters.top_n_tokens or 0,
+        echoes=bool(parameters.decoder_input_details),
+    )
+    (max_tokens,) = service.resolve_max_tokens(
+        [len(prompt_token_ids)],
         parameters.max_new_tokens,
         default=DEFAULT_MAX_NEW_TOKENS,
         param="parameters.max_new_tokens",
+        size=size,
     )
     eos_token_ids = service.model.tokenizer.eos_token_ids
     constraint = await resolve_constraint(

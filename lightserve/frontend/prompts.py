@@ -8,6 +8,7 @@ bounded queue. `Tokenizer.encode` lets other threads run while it works.
 from __future__ import annotations
 
 import asyncio
+import functools
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,11 @@ from typing import Any, TypeVar
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.backlog import Backlog
 from lightserve.tokenization.chat_template import ChatMessage, ChatTemplate
-from lightserve.tokenization.tokenizer import Span, Tokenizer
+from lightserve.tokenization.tokenizer import Spans, Tokenizer
 
 NUM_THREADS = 2
-INLINE_CHARS = 2048
+INLINE_SIZE = 2048
+"""Characters, or tokens."""
 
 T = TypeVar("T")
 
@@ -43,7 +45,7 @@ class PromptEncoder:
         self._backlog = Backlog()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="encode")
 
-    async def encode_text(self, text: str, *, param: str) -> Sequence[int]:
+    async def encode_text(self, text: str, *, param: str) -> array[int]:
         """Return the ids of a text, with the model's BOS.
 
         Raises:
@@ -51,18 +53,25 @@ class PromptEncoder:
             RequestFailed: too many texts are waiting.
         """
 
-        def encode() -> list[int]:
-            return self._tokenizer.encode(text, add_special_tokens=True)
+        def encode() -> array[int]:
+            token_ids = self._tokenizer.encode(text, add_special_tokens=True)
+            return self.check_ids(token_ids, param=param)
 
         if not text:
             raise InvalidRequest(f"{param} must not be empty", param=param)
         self._check_text(text, param)
-        token_ids = (
-            encode() if len(text) <= INLINE_CHARS else await self._in_thread(encode, len(text))
-        )
-        return self.check_ids(token_ids, param=param)
+        return await self.run(encode, size=len(text))
 
-    async def spans(self, text: str, *, param: str, add_special_tokens: bool) -> list[Span]:
+    async def encode_ids(self, token_ids: Sequence[int], *, param: str) -> array[int]:
+        """Return the ids if they can be a prompt; raises as `check_ids`, and RequestFailed."""
+        check = functools.partial(self.check_ids, token_ids, param=param)
+        return await self.run(check, size=len(token_ids))
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ids. Raises RequestFailed: too many texts are waiting."""
+        return await self.run(lambda: self._tokenizer.decode(token_ids), size=len(token_ids))
+
+    async def spans(self, text: str, *, param: str, add_special_tokens: bool) -> Spans:
         """Return the tokens of any text, also an empty one, with their places in it.
 
         Raises:
@@ -70,28 +79,28 @@ class PromptEncoder:
             RequestFailed: too many texts are waiting.
         """
 
-        def split() -> list[Span]:
+        def split() -> Spans:
             return self._tokenizer.spans(text, add_special_tokens=add_special_tokens)
 
         self._check_text(text, param)
-        return split() if len(text) <= INLINE_CHARS else await self._in_thread(split, len(text))
+        return await self.run(split, size=len(text))
 
     async def encode_chat(
         self,
-        messages: list[ChatMessage],
+        messages: Callable[[], list[ChatMessage]],
         tools: Sequence[dict[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
         *,
         size: int,
-    ) -> Sequence[int]:
+    ) -> array[int]:
         """Return the ids of a conversation up to where the assistant begins.
 
-        `options` are values of the template's variables, `chat_template_kwargs`; `size` is that of
-        everything that the template is given, in bytes.
+        `messages` is called in a thread; `options` are values of the template's variables,
+        `chat_template_kwargs`; `size` is that of everything that the template is given, in bytes.
 
         Raises:
             InvalidRequest: the model has no chat template, the template refuses or has no such
-                variable, or the text is too long.
+                variable, the text is too long, or whatever `messages` finds.
             RequestFailed: too many texts are waiting.
         """
         template = self._template
@@ -102,10 +111,14 @@ class PromptEncoder:
                 code="no_chat_template",
             )
 
-        def encode() -> list[int]:
-            text = template.render(messages, tools, options)
+        def encode() -> array[int]:
+            conversation = messages()
+            for number, message in enumerate(conversation):
+                self._check_text(message.content, f"messages[{number}].content")
+            text = template.render(conversation, tools, options)
             self._check_text(text, "messages")
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+            return self.check_ids(token_ids, param="messages")
 
         for name in options or ():
             if name not in template.option_names:
@@ -113,12 +126,10 @@ class PromptEncoder:
                     f"chat_template_kwargs.{name[:64]} is no variable of the model's chat template",
                     param="chat_template_kwargs",
                 )
-        for number, message in enumerate(messages):
-            self._check_text(message.content, f"messages[{number}].content")
-        return self.check_ids(await self._in_thread(encode, size), param="messages")
+        return await self._in_thread(encode, size)
 
-    def check_ids(self, token_ids: list[int], *, param: str) -> Sequence[int]:
-        """Return the ids, four bytes each, if they can be a prompt.
+    def check_ids(self, token_ids: Sequence[int], *, param: str) -> array[int]:
+        """Return the ids, in little memory, if they can be a prompt.
 
         Raises:
             InvalidRequest: none, too many for any output to follow, or outside the vocabulary.
@@ -160,6 +171,16 @@ class PromptEncoder:
                 code="context_length_exceeded",
             )
 
-    async def _in_thread(self, encode: Callable[[], T], num_chars: int) -> T:
-        with self._backlog.admitted(num_chars):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+    async def run(self, work: Callable[[], T], *, size: int) -> T:
+        """Do work on so many characters or tokens, much of it in a thread.
+
+        Raises:
+            RequestFailed: too much is waiting.
+        """
+        if size <= INLINE_SIZE:
+            return work()
+        return await self._in_thread(work, size)
+
+    async def _in_thread(self, work: Callable[[], T], size: int) -> T:
+        with self._backlog.admitted(size):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)

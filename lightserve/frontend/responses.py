@@ -16,7 +16,7 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from starlette.responses import Response
@@ -41,6 +41,9 @@ CONNECTION_KEY = "lightserve.connection"
 """Key in the ASGI scope: the `Connection`, where there is one."""
 
 _SSE_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+BYTES_PER_WRITE = 65_536
+"""Of long answers."""
+TURN_S = 0.005
 KEEP_ALIVE = b": keep-alive\n\n"
 _JSON_HEADERS = [(b"content-type", b"application/json")]
 
@@ -64,14 +67,17 @@ class Shape(Protocol):
     def opening(self) -> bytes:
         """Return the events before the first text."""
 
-    def delta(self, index: int, delta: TextDelta, choices: Choices) -> bytes:
+    def delta(self, index: int, delta: TextDelta, choices: Choices) -> Iterable[bytes]:
         """Return the events of some news of a completion, the finish included."""
 
     def closing(self, choices: Choices) -> bytes:
         """Return the events after the last news."""
 
-    def whole(self, deltas: Sequence[Sequence[TextDelta]], choices: Choices) -> bytes:
-        """Return the JSON body of the answer as a whole, from all news of each completion."""
+    def keep(self, index: int, delta: TextDelta) -> None:
+        """Take in some news of a completion for the answer as a whole."""
+
+    def whole(self, choices: Choices) -> Iterator[bytes]:
+        """Yield the JSON body of the answer as a whole, from all that was kept."""
 
 
 Prepare = Callable[[], Awaitable[Sequence[NewRequest]]]
@@ -86,6 +92,19 @@ def sse_event(data: bytes) -> bytes:
 def new_request_id(prefix: str) -> str:
     """Return a fresh id such as `cmpl-…`."""
     return f"{prefix}-{uuid.uuid4().hex}"
+
+
+class Turn:
+    """Lets the event loop turn now and then while a long answer is written."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+
+    async def pause_if_long(self) -> None:
+        """Let others have their turn if this one has taken a while."""
+        if time.monotonic() - self._began_s > TURN_S:
+            await asyncio.sleep(0)
+            self._began_s = time.monotonic()
 
 
 class EventWriter:
@@ -195,7 +214,7 @@ class GenerationResponse(Response):
         send: Send,
         connection: Connection | None,
     ) -> None:
-        choices = Choices.start(
+        choices = await Choices.start(
             self._service,
             requests,
             per_prompt=self._per_prompt,
@@ -233,27 +252,39 @@ class GenerationResponse(Response):
         return asyncio.get_running_loop().call_later(left_s, choices.end, failure)
 
     async def _send_whole(self, choices: Choices, send: Send) -> None:
-        deltas: list[list[TextDelta]] = [[] for _ in choices.generations]
         while not choices.is_over:
             index, delta = await choices.next_news()
-            deltas[index].append(delta)
-        body = self._shape.whole(deltas, choices)
+            self._shape.keep(index, delta)
         self._has_begun = True
         await send(_start(_JSON_HEADERS))
-        await send(_body(body, more=False))
+        body, turn = bytearray(), Turn()
+        for piece in self._shape.whole(choices):
+            body += piece
+            if len(body) >= BYTES_PER_WRITE:
+                await send(_body(bytes(body), more=True))
+                body.clear()
+            await turn.pause_if_long()
+            choices.check_wanted()
+        await send(_body(bytes(body), more=False))
 
     async def _send_stream(self, choices: Choices, send: Send) -> None:
         """Send one event per news; the status waits for the first, as they may be a failure,
         but no longer than for the first comment."""
         writer = EventWriter(send, self._service.config.sse_keepalive_s)
         keeping_alive = asyncio.create_task(writer.keep_alive())
-        is_first = True
+        is_first, turn = True, Turn()
         try:
             while not choices.is_over:
                 index, delta = await choices.next_news()
-                data = self._shape.delta(index, delta, choices)
-                if is_first:
-                    is_first, data = False, self._shape.opening() + data
+                data = self._shape.opening() if is_first else b""
+                is_first = False
+                for events in self._shape.delta(index, delta, choices):
+                    data += events
+                    if len(data) >= BYTES_PER_WRITE:
+                        await writer.write(data)
+                        data = b""
+                        await turn.pause_if_long()
+                        choices.check_wanted()
                 if choices.is_over:
                     keeping_alive.cancel()
                     data += self._shape.closing(choices)

@@ -15,11 +15,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lightserve.channels.base import AsyncLink
 from lightserve.errors import ChannelFull, FrameTooLarge, InvalidRequest
+from lightserve.frontend.columns import LogprobColumns
 from lightserve.frontend.failures import (
     ClientGone,
     RequestFailed,
@@ -57,6 +59,9 @@ from lightserve.types import (
 
 RouterLink = AsyncLink[FrontendMessage, RouterMessage]
 
+MAX_TOKENS_PER_TURN = 128
+"""Of one completion: even 128 completions at a time keep the event loop for some 50 ms only."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class NewRequest:
@@ -90,15 +95,41 @@ class NewRequest:
 class Delta:
     """News of a request since the last time it was asked."""
 
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
     finish_reason: FinishReason | None = None
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: LogprobColumns | None = None
     """One for each of `token_ids`, if asked for."""
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: LogprobColumns | None = None
     """The next ones of the prompt's tokens 1 …"""
     num_cached_tokens: int = 0
     scheduled_slo: SLO | None = None
     """As in `RequestDelta`."""
+    num_read: int = 0
+    """Of the tokens, by `next_part`."""
+
+    def next_part(self) -> Delta:
+        """Return what can be worked on in one turn of the event loop, at best all of it."""
+        start, num_tokens = self.num_read, len(self.token_ids)
+        most = MAX_TOKENS_PER_TURN
+        if self.logprobs is not None:
+            most = min(most, max(4, self.logprobs.tokens_per_piece // 8))
+        self.num_read = stop = min(start + most, num_tokens)
+        if stop - start == num_tokens:
+            return self
+        is_first, is_last = start == 0, stop == num_tokens
+        return Delta(
+            self.token_ids[start:stop],
+            self.finish_reason if is_last else None,
+            None if self.logprobs is None else self.logprobs.part(start, stop),
+            self.prompt_logprobs if is_first else None,
+            self.num_cached_tokens if is_first else 0,
+            self.scheduled_slo if is_first else None,
+        )
+
+    @property
+    def is_read(self) -> bool:
+        """Whether there are no further parts."""
+        return self.num_read == len(self.token_ids)
 
 
 class LiveRequest:
@@ -111,6 +142,8 @@ class LiveRequest:
         self._client = client
         self._has_stop_strings = has_stop_strings
         self._pending = Delta()
+        self._reading: Delta | None = None
+        """News that have been read in part."""
         self._is_finished = False
         self._failure: InvalidRequest | RequestFailed | ClientGone | None = None
         self._news = asyncio.Event()
@@ -126,16 +159,22 @@ class LiveRequest:
         return self._failure is None and (self._has_stop_strings or not self._is_finished)
 
     async def next_delta(self) -> Delta:
-        """Wait for news and take them all.
+        """Wait for news and take them, a long backlog in parts.
 
         Raises:
             InvalidRequest, RequestFailed: the request ended without the rest of its answer;
                 tokens that came before are delivered first.
             ClientGone: it was aborted.
         """
-        await self._news.wait()
-        self._news.clear()
-        news, self._pending = self._pending, Delta()
+        if self._reading is None:
+            await self._news.wait()
+            self._news.clear()
+            self._reading, self._pending = self._pending, Delta()
+        else:
+            await asyncio.sleep(0)  # between the parts, others have their turn
+        news = self._reading.next_part()
+        if self._reading.is_read:
+            self._reading = None
         if self._failure is None:
             return news
         if news.token_ids and not isinstance(self._failure, ClientGone):
@@ -174,8 +213,10 @@ class LiveRequest:
         """Merge news from the router."""
         pending = self._pending
         pending.token_ids.extend(delta.token_ids)
-        pending.logprobs.extend(delta.logprobs)
-        pending.prompt_logprobs.extend(delta.prompt_logprobs)
+        if delta.logprobs:
+            pending.logprobs = _with(pending.logprobs, delta.logprobs)
+        if delta.prompt_logprobs:
+            pending.prompt_logprobs = _with(pending.prompt_logprobs, delta.prompt_logprobs)
         pending.num_cached_tokens += delta.num_cached_tokens
         pending.scheduled_slo = delta.scheduled_slo or pending.scheduled_slo
         if delta.error is not None:
@@ -184,6 +225,13 @@ class LiveRequest:
             pending.finish_reason = delta.finish_reason
             self._is_finished = delta.finish_reason is not None
         self._news.set()
+
+
+def _with(columns: LogprobColumns | None, logprobs: Sequence[TokenLogprob]) -> LogprobColumns:
+    columns = columns or LogprobColumns()
+    for logprob in logprobs:
+        columns.append(logprob)
+    return columns
 
 
 @dataclass

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightserve.config import ServeConfig
+from lightserve.config.fields import flag_name
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.constraint_check import ConstraintChecker
 from lightserve.frontend.failures import draining, overloaded
@@ -81,6 +82,41 @@ class InFlight:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AnswerSize:
+    """What the size of an answer depends on besides the tokens of its prompts."""
+
+    num_choices: int = 1
+    """Of each prompt."""
+    num_logprobs: int = 0
+    """Of each token, besides its own."""
+    echoes: bool = False
+    """Whether it begins with the prompt."""
+
+    @property
+    def _items_per_token(self) -> int:
+        return self.num_choices * (1 + self.num_logprobs)
+
+    def most_tokens(self, max_items: int, num_echoed: int, num_prompts: int) -> int:
+        """Return how many tokens every completion may have, at least one."""
+        num_tokens = max_items // self._items_per_token - num_echoed
+        return max(1, num_tokens // num_prompts)
+
+    def check(self, max_items: int, num_echoed: int, limits: Sequence[int], param: str) -> None:
+        """Raise InvalidRequest if an answer of this size has too many items."""
+        num_tokens = num_echoed + sum(limits)
+        if (num_items := num_tokens * self._items_per_token) <= max_items:
+            return
+        raise InvalidRequest(
+            f"the answer must have at most {max_items} tokens and log-probabilities"
+            f" ({flag_name('max_answer_items')}), got {num_items}: {num_tokens} tokens of"
+            f" {len(limits)} prompts ({num_echoed} echoed, {sum(limits)} by {param}) times n"
+            f" {self.num_choices} times (1 + {self.num_logprobs} log-probabilities)",
+            param=param,
+            code="answer_too_large",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Service:
     """The frontend's parts, handed to the routes."""
 
@@ -115,16 +151,34 @@ class Service:
         return min(longest, self.router.num_kv_slots) if self.router.is_ready else longest
 
     def resolve_max_tokens(
-        self, num_prompt_tokens: int, asked: int | None, *, default: int | None, param: str
-    ) -> int:
-        """Return how many tokens may be generated.
+        self,
+        prompt_lens: Sequence[int],
+        asked: int | None,
+        *,
+        default: int | None,
+        param: str,
+        size: AnswerSize,
+    ) -> list[int]:
+        """Return how many tokens may be generated for each prompt.
 
         `default` None: as many as fit; a default is cut to what fits, a wish is not.
 
         Raises:
-            InvalidRequest: the prompt leaves no room, or not as much as asked for.
+            InvalidRequest: a prompt leaves no room, or not as much as asked for, or the answer
+                would have too many items.
             RequestFailed: no router is ready, so the KV pool's size is not known.
         """
+        num_echoed = sum(prompt_lens) if size.echoes else 0
+        most = size.most_tokens(self.config.max_answer_items, num_echoed, len(prompt_lens))
+        limits = []
+        for num_prompt_tokens in prompt_lens:
+            room = self._room(num_prompt_tokens, asked, param)
+            limits.append(min(default or room, room, most) if asked is None else asked)
+        size.check(self.config.max_answer_items, num_echoed, limits, param)
+        return limits
+
+    def _room(self, num_prompt_tokens: int, asked: int | None, param: str) -> int:
+        """Return how many tokens the context has room for. Raises as `resolve_max_tokens`."""
         limit = min(self.model.max_model_len, self.router.num_kv_slots)
         room = limit - num_prompt_tokens
         if room < 1 or (asked is not None and asked > room):
@@ -135,9 +189,7 @@ class Service:
                 param=param,
                 code="context_length_exceeded",
             )
-        if asked is not None:
-            return asked
-        return room if default is None else min(default, room)
+        return room
 
 
 def load_service(config: ServeConfig, router: RouterClient) -> Service:

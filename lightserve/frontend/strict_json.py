@@ -6,9 +6,11 @@ thousands of digits, duplicate keys, deep nesting, more objects and lists than a
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from lightserve.errors import InvalidRequest
@@ -18,10 +20,13 @@ MAX_CONTAINERS = 65_536
 MAX_STRINGS = 262_144
 MAX_KEYS = 4096
 """Of one object. Each unknown one costs the validation of models a complaint."""
+MAX_VALUES = 65_536
+"""Of JSON that is handed on, to be written down again in one go: schemas, tools, arguments."""
 _MAX_DIGITS = 4000
 
 # A string, though its end may be missing, or a bracket. Possessive: linear whatever comes.
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{\]}]', re.DOTALL)
+_MARK = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{,]', re.DOTALL)
 _OPEN, _CLOSE = frozenset((b"[", b"{")), frozenset((b"]", b"}"))
 
 
@@ -69,6 +74,28 @@ def _check_shape(body: bytes, max_depth: int) -> None:
             num_strings += 1
             if num_strings > MAX_STRINGS:
                 raise _StrictJsonError(f"it has more than {MAX_STRINGS} strings")
+
+
+def count_values_in_texts(texts: Sequence[str]) -> int:
+    """Return about how many values there are in JSON texts; beyond MAX_VALUES not all."""
+    num_values = sum(1 + text.count(",") + text.count("[") + text.count("{") for text in texts)
+    if num_values <= MAX_VALUES:
+        return num_values
+    # Many commas may well be those of strings.
+    marks = (match.group()[0] for text in texts for match in _MARK.finditer(text))
+    values = itertools.islice((mark for mark in marks if mark != '"'), MAX_VALUES + 1)
+    return len(texts) + sum(1 for _ in values)
+
+
+def count_values(value: Any) -> int:
+    """Return how many values there are in parsed JSON, with itself; beyond MAX_VALUES not all."""
+    num_values, waiting = 1, [value]
+    while waiting and num_values <= MAX_VALUES:
+        inner = waiting.pop()
+        if isinstance(inner, dict | list):
+            num_values += len(inner)
+            waiting.extend(inner.values() if isinstance(inner, dict) else inner)
+    return num_values
 
 
 def _refuse_constant(name: str) -> float:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import AfterValidator, Field, Tag
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.constraint_check import ConstraintChecker
 from lightserve.frontend.json_body import AN_OBJECT, BY_KIND, OTHERWISE, StrictModel
+from lightserve.frontend.strict_json import MAX_VALUES, count_values
 from lightserve.messages.common import (
     Constraint,
     GrammarConstraint,
@@ -23,7 +24,20 @@ from lightserve.messages.common import (
 
 MAX_CHOICES = 1024
 Choice = Annotated[str, Field(min_length=1, max_length=1024)]
-Schema = dict[str, Any]
+
+
+def check_num_values(value: Any) -> None:
+    """Raise ValueError for JSON with too many values to be handed on."""
+    if count_values(value) > MAX_VALUES:
+        raise ValueError(f"must have at most {MAX_VALUES} values, with those inside of them")
+
+
+def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
+    check_num_values(schema)
+    return schema
+
+
+Schema = Annotated[dict[str, Any], AfterValidator(_bounded)]
 SchemaOrText = Annotated[
     Annotated[Schema, Tag(AN_OBJECT)] | Annotated[str, Tag(OTHERWISE)], BY_KIND
 ]

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Annotated
 
+import msgspec
 from fastapi import APIRouter, Request
 from pydantic import FailFast
-from starlette.responses import JSONResponse
+from starlette.responses import Response, StreamingResponse
 
 from lightserve.errors import InvalidRequest
+from lightserve.frontend.columns import ITEMS_PER_PIECE, json_list
 from lightserve.frontend.json_body import StrictModel, read_model
 from lightserve.frontend.sampling import check_token_range
 from lightserve.frontend.service import Service
+from lightserve.tokenization.tokenizer import Spans, Tokenizer
+
+_JSON = "application/json"
 
 
 class TokenizeRequest(StrictModel):
@@ -49,7 +56,7 @@ def tokens_router(service: Service) -> APIRouter:
     tokenizer = service.model.tokenizer
 
     @router.post("/tokenize")
-    async def tokenize(request: Request) -> JSONResponse:
+    async def tokenize(request: Request) -> StreamingResponse:
         """Split a text into tokens."""
         body = await read_model(request, TokenizeRequest)
         spans = await service.encoder.spans(
@@ -57,10 +64,10 @@ def tokens_router(service: Service) -> APIRouter:
             param="inputs",
             add_special_tokens=body.add_special_tokens is not False,
         )
-        return JSONResponse([span._asdict() for span in spans])
+        return StreamingResponse(_pieces(tokenizer, body.inputs, spans), media_type=_JSON)
 
     @router.post("/detokenize")
-    async def detokenize(request: Request) -> JSONResponse:
+    async def detokenize(request: Request) -> Response:
         """Join tokens to a text."""
         body = await read_model(request, DetokenizeRequest)
         limit = service.model.max_model_len
@@ -70,7 +77,22 @@ def tokens_router(service: Service) -> APIRouter:
                 f" {len(body.tokens)}",
                 param="tokens",
             )
-        check_token_range(body.tokens, vocab_size=service.model.vocab_size, param="tokens")
-        return JSONResponse({"text": tokenizer.decode(body.tokens)})
+
+        def decode() -> bytes:
+            check_token_range(body.tokens, vocab_size=service.model.vocab_size, param="tokens")
+            return msgspec.json.encode({"text": tokenizer.decode(body.tokens)})
+
+        return Response(await service.encoder.run(decode, size=len(body.tokens)), media_type=_JSON)
 
     return router
+
+
+async def _pieces(tokenizer: Tokenizer, text: str, spans: Spans) -> AsyncIterator[bytes]:
+    """Write a list of `TokenSpan` piece by piece: other requests have their turn in between."""
+    tokens = (
+        {"id": i, "text": text[start:stop] or tokenizer.name_of(i), "start": start, "stop": stop}
+        for i, start, stop in zip(*spans, strict=True)
+    )
+    for piece in json_list(tokens, ITEMS_PER_PIECE):
+        yield piece
+        await asyncio.sleep(0)

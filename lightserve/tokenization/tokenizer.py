@@ -7,6 +7,7 @@ config.json and tokenizer_config.json. The ids that end a sequence are the union
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +27,15 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-class Span(NamedTuple):
-    """A token and the characters `text[start:stop]` that it stands for, perhaps in part."""
+class Spans(NamedTuple):
+    """The tokens of a text and the characters `[start:stop]` that they stand for, perhaps in part.
 
-    id: int
-    text: str
-    """Its name if it is not in the text."""
-    start: int
-    stop: int
+    Those that are not in the text have none.
+    """
+
+    token_ids: array[int]
+    starts: array[int]
+    stops: array[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,21 +102,23 @@ class Tokenizer:
             raise InvalidRequest("the text cannot be tokenised by this model") from error
         return self._with_one_bos(token_ids, add_special_tokens=add_special_tokens)
 
-    def spans(self, text: str, *, add_special_tokens: bool) -> list[Span]:
+    def spans(self, text: str, *, add_special_tokens: bool) -> Spans:
         """Return the tokens of `encode` with their places. Raises InvalidRequest, as it does."""
         try:
             batch = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         except Exception as error:  # the Rust library raises bare Exceptions of its own
             raise InvalidRequest("the text cannot be tokenised by this model") from error
-        token_ids: list[int] = batch[0].ids
-        offsets: list[tuple[int, int]] = batch[0].offsets
+        encoding = batch[0]
+        token_ids: list[int] = encoding.ids
         kept = self._with_one_bos(token_ids, add_special_tokens=add_special_tokens)
-        if (num_dropped := len(token_ids) - len(kept)) < 0:  # only BOS comes or goes, in front
-            offsets = [(0, 0), *offsets]
-        return [
-            Span(token_id, text[start:stop] or self.name_of(token_id), start, stop)
-            for token_id, (start, stop) in zip(kept, offsets[max(0, num_dropped) :], strict=True)
-        ]
+        num_dropped = len(token_ids) - len(kept)  # only BOS comes or goes, in front
+        starts, stops = array("i"), array("i")
+        for number in range(num_dropped, len(token_ids)):
+            # One by one: the list of all keeps other threads from running for too long.
+            start, stop = (encoding.token_to_chars(number) if number >= 0 else None) or (0, 0)
+            starts.append(start)
+            stops.append(stop)
+        return Spans(array("i", kept), starts, stops)
 
     def name_of(self, token_id: int) -> str:
         """Return a token's name in the vocabulary; empty for an unknown id."""
@@ -127,7 +131,11 @@ class Tokenizer:
 
     def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
         """Return the detokeniser of what follows this prompt."""
-        continues = any(map(self._pieces.has_text, prompt_token_ids))
+        # Most prompts have text at once; the ids of one that has none are looked at once each.
+        has_text = self._pieces.has_text
+        continues = any(map(has_text, prompt_token_ids[:16])) or any(
+            map(has_text, set(prompt_token_ids))
+        )
         return Detokenizer(self._pieces, continues=continues)
 
     def bytes_of(self, token_id: int) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -17,6 +18,7 @@ from support.running_frontend import Running, running_frontend
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.frontend.http_protocol import HttpProtocol
+from lightserve.frontend.router_client import MAX_TOKENS_PER_TURN
 from lightserve.messages.common import TokenLogprob
 from lightserve.messages.frontend_router import (
     Abort,
@@ -181,7 +183,8 @@ def test_a_slow_client_that_keeps_reading_gets_everything(
         for num_seen in range(1, 4):
             hub.say(TokenDelta(requests=[said(request_id, [50] * 40_000)]))
             await asyncio.sleep(0.05)
-            await client.until(b"\n\n", num_seen)  # the whole of it
+            num_events = num_seen * math.ceil(40_000 / MAX_TOKENS_PER_TURN)
+            await client.until(b"\n\n", num_events)  # the whole of it
         await asyncio.sleep(0.8)
         hub.say(TokenDelta(requests=[said(request_id, [2], FinishReason.STOP)]))
         await client.until(b"[DONE]")

@@ -157,7 +157,7 @@ def test_no_choice_stays_in_the_router_whenever_the_client_leaves(num_read: int)
     async def scenario() -> None:
         async with frontend() as setup:
             requests = [REQUEST] * 8
-            choices = Choices.start(setup.service, requests, per_prompt=8, by_token=False)
+            choices = await Choices.start(setup.service, requests, per_prompt=8, by_token=False)
             reading = asyncio.create_task(choices.next_news())
             await asyncio.sleep(0)  # every choice is waited for
             for submit in setup.router.submits:

@@ -14,7 +14,7 @@ from lightserve.messages.frontend_router import RequestDelta, TokenDelta
 from lightserve.types import RequestClass, SamplingParams
 
 
-def _start(setup: Setup, count: int) -> Choices:
+async def _start(setup: Setup, count: int) -> Choices:
     request = NewRequest(
         prompt_token_ids=[5],
         max_tokens=9,
@@ -23,7 +23,7 @@ def _start(setup: Setup, count: int) -> Choices:
         request_class=RequestClass.RT,
         arrival_s=0.0,
     )
-    return Choices.start(setup.service, [request] * count, per_prompt=count, by_token=False)
+    return await Choices.start(setup.service, [request] * count, per_prompt=count, by_token=False)
 
 
 async def _deliver(setup: Setup) -> None:
@@ -37,7 +37,7 @@ async def _deliver(setup: Setup) -> None:
 def test_an_abort_wakes_whoever_waits(count: int) -> None:
     async def scenario() -> None:
         async with frontend() as setup:
-            choices = _start(setup, count)
+            choices = await _start(setup, count)
             waiting = asyncio.create_task(choices.next_news())
             await asyncio.sleep(0)
             choices.abort()
@@ -52,7 +52,7 @@ def test_an_abort_wakes_whoever_waits(count: int) -> None:
 def test_an_abort_comes_through_news_that_nobody_reads(count: int) -> None:
     async def scenario() -> None:
         async with frontend() as setup:
-            choices = _start(setup, count)
+            choices = await _start(setup, count)
             waiting = asyncio.create_task(choices.next_news())
             for _ in range(4):
                 await _deliver(setup)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightserve.frontend.openai.output_parser import OutputParser, ParserOptions, message_of
+from lightserve.frontend.columns import json_object
+from lightserve.frontend.openai.output_parser import MessageBuffer, OutputParser, ParserOptions
 
 NAMES = frozenset({"weather", "add"})
 HERMES = ParserOptions(tool_format="hermes", tool_names=NAMES)
@@ -22,7 +23,9 @@ BOTH = HERMES._replace(reasoning="think")
 def parse(options: ParserOptions, *pieces: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     parser = OutputParser(options)
     deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
-    return deltas, message_of(deltas)
+    message = MessageBuffer()
+    message.extend(deltas)
+    return deltas, json.loads(b"".join(json_object(message.fields())))
 
 
 def simple(message: dict[str, Any]) -> tuple[Any, Any, list[tuple[str, str]]]:

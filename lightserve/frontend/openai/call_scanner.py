@@ -8,6 +8,7 @@ call of a known tool is told as such, whole: it was ordinary text.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Collection
 from enum import Enum, auto
@@ -39,7 +40,9 @@ class _Value:
     """Where a JSON value ends, found by brackets and quotes alone."""
 
     def __init__(self) -> None:
-        self.text: list[str] = []
+        self.first = ""
+        """Its first character."""
+        self._text = io.StringIO()
         self._depth = 0
         self._in_string = False
         self._is_escaped = False
@@ -51,7 +54,7 @@ class _Value:
             return False
         if self._in_string:
             self._take_in_string(char)
-        elif self._depth == 0 and self.text and (char in '"{[}],:' or char in _BLANKS):
+        elif self._depth == 0 and self.first and (char in '"{[}],:' or char in _BLANKS):
             return False  # the end of a number or a word
         elif char == '"':
             self._in_string = True
@@ -60,8 +63,18 @@ class _Value:
         elif char in "}]":
             self._depth -= 1
             self._is_whole = self._depth == 0
-        self.text.append(char)
+        self.first = self.first or char
+        self._text.write(char)
         return True
+
+    def forget(self) -> None:
+        """Keep no text so far but the first character: it has been told."""
+        self._text = io.StringIO()
+
+    @property
+    def text(self) -> str:
+        """All of it, unless it was forgotten."""
+        return self._text.getvalue()
 
     def _take_in_string(self, char: str) -> None:
         if self._is_escaped:
@@ -75,17 +88,17 @@ class _Value:
     def loads(self) -> object:
         """Return the value, None if it is not valid JSON."""
         try:
-            return json.loads("".join(self.text))
+            return json.loads(self.text)
         except ValueError:
             return None
 
 
 class CallScanner:
-    """See the module. `raw` is all that was pushed."""
+    """See the module."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
-        self._raw: list[str] = []
+        self._raw = io.StringIO()
         self._expects = "{"
         self._key = ""
         self._value: _Value | None = None
@@ -96,8 +109,8 @@ class CallScanner:
 
     @property
     def raw(self) -> str:
-        """All characters pushed."""
-        return "".join(self._raw)
+        """All characters pushed, as long as it is no call."""
+        return self._raw.getvalue()
 
     @property
     def is_call(self) -> bool:
@@ -106,7 +119,8 @@ class CallScanner:
 
     def push(self, char: str) -> CallNews:
         """Take in a character while OPEN."""
-        self._raw.append(char)
+        if not self._name:
+            self._raw.write(char)
         if self._value is not None:
             if self._value.takes(char):
                 return self._stream(char)
@@ -146,8 +160,9 @@ class CallScanner:
     def _stream(self, char: str) -> CallNews:
         """Tell a character of the arguments if they are an object and the name is known."""
         value = self._value
-        if value is None or not self._is_arguments() or not self._name or value.text[0] != "{":
+        if value is None or not self._is_arguments() or not self._name or value.first != "{":
             return CallNews()
+        value.forget()
         return CallNews(arguments=char)
 
     def _end_of_value(self, value: _Value) -> CallNews:
@@ -163,10 +178,10 @@ class CallScanner:
             news = CallNews(name, self._held_arguments or "")
         elif self._is_arguments():
             self._has_arguments = True
-            if not (self._name and value.text[0] == "{"):
+            if not (self._name and value.first == "{"):
                 loaded = value.loads()
                 # Some models write the arguments as a string that holds JSON.
-                text = loaded if isinstance(loaded, str) else "".join(value.text)
+                text = loaded if isinstance(loaded, str) else value.text
                 if self._name:
                     news = CallNews(arguments=text)
                 else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -12,13 +13,14 @@ from starlette.responses import Response
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.choices import Choices
-from lightserve.frontend.generation import TextDelta
+from lightserve.frontend.columns import PieceColumns, json_object
+from lightserve.frontend.generation import Generation, TextDelta
 from lightserve.frontend.json_body import BODY_BYTES_KEY, StrictModel, read_model, show
 from lightserve.frontend.openai.chunks import ChunkWriter, whole_answer
 from lightserve.frontend.openai.fields import CommonFields
-from lightserve.frontend.openai.logprobs import chat_logprobs
+from lightserve.frontend.openai.logprobs import chat_logprobs, chat_logprobs_json
 from lightserve.frontend.openai.no_effect import CHAT_NO_EFFECT, MESSAGE_NO_EFFECT, NoEffectModel
-from lightserve.frontend.openai.output_parser import OutputParser, ParserOptions, message_of
+from lightserve.frontend.openai.output_parser import MessageBuffer, OutputParser, ParserOptions
 from lightserve.frontend.openai.reasoning import THINK
 from lightserve.frontend.openai.tool_fields import (
     MAX_TOOLS,
@@ -32,7 +34,8 @@ from lightserve.frontend.raised_targets import raised_slo
 from lightserve.frontend.responses import GenerationResponse, new_request_id
 from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.sampling import MaxTokens, NumLogprobs
-from lightserve.frontend.service import Service
+from lightserve.frontend.service import AnswerSize, Service
+from lightserve.frontend.strict_json import MAX_VALUES, count_values_in_texts
 from lightserve.frontend.terms import Terms
 from lightserve.tokenization.chat_template import ChatMessage
 from lightserve.types import FinishReason
@@ -95,7 +98,7 @@ class Message(NoEffectModel):
     content: Annotated[
         str | None, BeforeValidator(_text_of, json_schema_input_type=_Content | None)
     ] = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     reasoning_content: str | None = None
 
@@ -126,7 +129,7 @@ class ChatRequest(CommonFields):
     """The body."""
 
     no_effect = CHAT_NO_EFFECT
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
@@ -153,6 +156,21 @@ class ChatRequest(CommonFields):
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
         if self.parallel_tool_calls is not None and not self.tools:
             raise InvalidRequest("parallel_tool_calls needs tools", param="parallel_tool_calls")
+
+    def rendered(self) -> list[ChatMessage]:
+        """Return the messages as chat templates know them. Raises InvalidRequest."""
+        if count_values_in_texts(self._arguments) > MAX_VALUES:
+            raise InvalidRequest(
+                f"messages must have at most {MAX_VALUES} values in the arguments of their"
+                " tool_calls together",
+                param="messages",
+            )
+        return [message.rendered() for message in self.messages]
+
+    @property
+    def _arguments(self) -> list[str]:
+        calls = (call for message in self.messages for call in message.tool_calls or ())
+        return [call.function.arguments for call in calls]
 
     def tool_use(self, service: Service) -> ToolUse:
         """Return what is to be done with the tools. Raises InvalidRequest."""
@@ -184,57 +202,65 @@ class ChatShape:
         """What to look for in the output; set before it begins."""
         self._parsers: dict[int, OutputParser] = {}
         """Of the choices that have begun."""
+        self._messages: defaultdict[int, MessageBuffer] = defaultdict(MessageBuffer)
+        self._pieces: defaultdict[int, PieceColumns] = defaultdict(PieceColumns)
+        """Of the choices of an answer as a whole."""
 
     def opening(self) -> bytes:
         """Return nothing: each choice names its role when it begins."""
         return b""
 
-    def delta(self, index: int, delta: TextDelta, choices: Choices) -> bytes:
-        """Return chunks with the parts of the text, if any, and one with the finish reason."""
-        data = b""
+    def delta(self, index: int, delta: TextDelta, choices: Choices) -> Iterator[bytes]:
+        """Yield chunks with the parts of the text, if any, and one with the finish reason."""
         if index not in self._parsers:
             slo = raised_slo(choices.generations[index : index + 1])
-            data = self._chunk(index, _ROLE, slo=slo)
-        parts = self._parts(index, [delta])
+            yield self._chunk(index, _ROLE, slo=slo)
+        parts = self._parts(index, delta)
         if not parts and delta.pieces:
             parts = [{"content": ""}]
-        logprobs = self._logprobs([delta])
+        logprobs = chat_logprobs(self._tokenizer, delta.pieces) if self.wants_pieces else None
         for part in parts:
-            data += self._chunk(index, part, logprobs=logprobs)
+            yield self._chunk(index, part, logprobs=logprobs)
             logprobs = None
         if delta.finish_reason is not None:
-            data += self._chunk(index, {}, finish_reason=self._reason(index, delta.finish_reason))
-        return data
+            yield self._chunk(index, {}, finish_reason=self._reason(index, delta.finish_reason))
 
     def closing(self, choices: Choices) -> bytes:
         """Return usage, if wanted, and the end."""
         return self._writer.closing(choices.usage)
 
-    def whole(self, deltas: Sequence[Sequence[TextDelta]], choices: Choices) -> bytes:
-        """Return the chat completion object."""
-        objects = []
-        for index, (own, generation) in enumerate(zip(deltas, choices.generations, strict=True)):
-            message = message_of(self._parts(index, own))
-            objects.append(
-                {
-                    "index": index,
-                    "message": {"role": "assistant", "refusal": None, **message},
-                    "logprobs": self._logprobs(own),
-                    "finish_reason": self._reason(index, generation.finish_reason),
-                }
-            )
+    def keep(self, index: int, delta: TextDelta) -> None:
+        """Take in some news for `whole`."""
+        self._messages[index].extend(self._parts(index, delta))
+        self._pieces[index].extend(delta.pieces)
+
+    def whole(self, choices: Choices) -> Iterator[bytes]:
+        """Yield the chat completion object."""
+        objects = (self._object(*numbered) for numbered in enumerate(choices.generations))
         return whole_answer(self._envelope, objects, choices)
 
-    def _parts(self, index: int, deltas: Sequence[TextDelta]) -> list[dict[str, Any]]:
+    def _object(self, index: int, generation: Generation) -> Iterator[bytes]:
+        message = {"role": "assistant", "refusal": None, **self._messages[index].fields()}
+        logprobs = None
+        if self.wants_pieces:
+            logprobs = chat_logprobs_json(self._tokenizer, self._pieces[index])
+        return json_object(
+            {
+                "index": index,
+                "message": json_object(message),
+                "logprobs": logprobs,
+                "finish_reason": self._reason(index, generation.finish_reason),
+            }
+        )
+
+    def _parts(self, index: int, delta: TextDelta) -> list[dict[str, Any]]:
         """Return the parts of a choice's message that some news complete."""
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = OutputParser(self.parser_options)
-        parts: list[dict[str, Any]] = []
-        for delta in deltas:
-            parts += parser.push(delta.text)
-            if delta.finish_reason is not None:
-                parts += parser.finish()
+        parts = parser.push(delta.text)
+        if delta.finish_reason is not None:
+            parts += parser.finish()
         return parts
 
     def _reason(self, index: int, reason: FinishReason | None) -> str | None:
@@ -258,11 +284,6 @@ class ChatShape:
             "finish_reason": finish_reason,
         }
         return self._writer.chunk(choice, slo=slo)
-
-    def _logprobs(self, deltas: Sequence[TextDelta]) -> dict[str, Any] | None:
-        if not self.wants_pieces:
-            return None
-        return chat_logprobs(self._tokenizer, (p for delta in deltas for p in delta.pieces))
 
 
 def chat_router(service: Service) -> APIRouter:
@@ -313,17 +334,19 @@ async def _prepare(
     service: Service, body: ChatRequest, tools: ToolUse, terms: Terms, size: int
 ) -> list[NewRequest]:
     """Render, encode, resolve a body of this size. Raises InvalidRequest, RequestFailed."""
-    messages = [message.rendered() for message in body.messages]
     prompt_token_ids = await service.encoder.encode_chat(
-        messages, tools.descriptions, body.chat_template_kwargs, size=size
+        body.rendered, tools.descriptions, body.chat_template_kwargs, size=size
     )
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    max_tokens = service.resolve_max_tokens(
-        len(prompt_token_ids), asked, default=None, param=body.limit_param
+    num_logprobs = body.top_logprobs or 0
+    (max_tokens,) = service.resolve_max_tokens(
+        [len(prompt_token_ids)],
+        asked,
+        default=None,
+        param=body.limit_param,
+        size=AnswerSize(num_choices=body.num_choices, num_logprobs=num_logprobs),
     )
-    sampling = body.sampling_request(
-        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None
-    )
+    sampling = body.sampling_request(num_logprobs=num_logprobs if body.logprobs else None)
     constraint = await body.resolve_constraint(service, tools.wish(service.config.tool_call_parser))
     if tools.offered and constraint is not None and not tools.required:
         raise InvalidRequest(

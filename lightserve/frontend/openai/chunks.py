@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from msgspec.json import encode
 
 from lightserve.frontend.choices import Choices
+from lightserve.frontend.columns import json_array, json_object
 from lightserve.frontend.generation import Usage
 from lightserve.frontend.raised_targets import raised_slo
 from lightserve.frontend.responses import sse_event
@@ -25,13 +27,14 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def whole_answer(
-    envelope: dict[str, Any], objects: list[dict[str, Any]], choices: Choices
-) -> bytes:
-    """Return the body of an answer that is not streamed."""
-    answer = {**envelope, "choices": objects, "usage": usage_object(choices.usage)}
+    envelope: dict[str, Any], objects: Iterable[Iterator[bytes]], choices: Choices
+) -> Iterator[bytes]:
+    """Yield the body of an answer that is not streamed."""
+    usage = usage_object(choices.usage)
+    answer = {**envelope, "choices": json_array(objects), "usage": usage}
     if (slo := raised_slo(choices.generations)) is not None:
         answer["slo"] = slo
-    return encode(answer)
+    return json_object(answer)
 
 
 class ChunkWriter:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -13,21 +16,36 @@ from starlette.responses import Response
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.choices import Choices
+from lightserve.frontend.columns import (
+    Piece,
+    PieceColumns,
+    TextBuffer,
+    batches,
+    json_object,
+    json_text,
+    text_parts,
+)
 from lightserve.frontend.generation import Generation, TextDelta
 from lightserve.frontend.json_body import read_model, show
 from lightserve.frontend.openai.chunks import ChunkWriter, whole_answer
 from lightserve.frontend.openai.fields import CommonFields
-from lightserve.frontend.openai.logprobs import CompletionLogprobs, join_completion_logprobs
+from lightserve.frontend.openai.logprobs import (
+    CompletionLogprobs,
+    completion_logprobs_json,
+    prompt_pieces,
+)
 from lightserve.frontend.openai.no_effect import COMPLETION_NO_EFFECT
 from lightserve.frontend.raised_targets import raised_slo
 from lightserve.frontend.responses import GenerationResponse, new_request_id
 from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.sampling import NumChoices, NumLogprobs
-from lightserve.frontend.service import Service
+from lightserve.frontend.service import AnswerSize, Service
 from lightserve.frontend.terms import Terms
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 64
+TOKENS_PER_CHUNK = 64
+"""Of an echoed prompt with log-probabilities in a stream."""
 
 Prompt = str | list[int]
 
@@ -109,55 +127,68 @@ class CompletionShape:
         }
         self._writer = ChunkWriter(self._envelope, includes_usage=request.includes_usage)
         self._logprobs: dict[int, CompletionLogprobs] = {}
-        """Of the completions that have begun."""
+        """Of the completions that have begun, in a stream."""
+        self._texts: defaultdict[int, TextBuffer] = defaultdict(TextBuffer)
+        self._pieces: defaultdict[int, PieceColumns] = defaultdict(PieceColumns)
+        """Of the completions of an answer as a whole."""
 
     def opening(self) -> bytes:
         """Return nothing: completions have no first chunk of their own."""
         return b""
 
-    def delta(self, index: int, delta: TextDelta, choices: Choices) -> bytes:
-        """Return one chunk."""
-        is_first = index not in self._logprobs
-        text, logprobs = self._content(index, delta, choices.generations[index])
-        slo = raised_slo(choices.generations[index : index + 1]) if is_first else None
-        return self._writer.chunk(_choice(index, text, logprobs, delta.finish_reason), slo=slo)
+    def delta(self, index: int, delta: TextDelta, choices: Choices) -> Iterator[bytes]:
+        """Yield one chunk; after those of an echoed prompt, if it is long."""
+        pieces: Iterable[Piece] = delta.pieces
+        text, slo = delta.text, None
+        if (builder := self._logprobs.get(index)) is None:
+            builder = self._logprobs[index] = CompletionLogprobs(self._tokenizer)
+            slo = raised_slo(choices.generations[index : index + 1])
+            text = self._prompt_text(index) + text
+            if self.prompt_texts and self.wants_pieces:
+                generation = choices.generations[index]
+                own, known = generation.request.prompt_token_ids, generation.prompt_logprobs
+                pieces = itertools.chain(prompt_pieces(self._tokenizer, own, known), pieces)
+        if not self.wants_pieces:
+            yield self._writer.chunk(_choice(index, text, None, delta.finish_reason), slo=slo)
+            return
+        parts = batches(pieces, TOKENS_PER_CHUNK)
+        part = next(parts, [])
+        for following in parts:
+            yield self._writer.chunk(_choice(index, text, builder.of_pieces(part), None), slo=slo)
+            part, text, slo = following, "", None
+        last = _choice(index, text, builder.of_pieces(part), delta.finish_reason)
+        yield self._writer.chunk(last, slo=slo)
 
     def closing(self, choices: Choices) -> bytes:
         """Return usage, if wanted, and the end."""
         return self._writer.closing(choices.usage)
 
-    def whole(self, deltas: Sequence[Sequence[TextDelta]], choices: Choices) -> bytes:
-        """Return the completion object."""
-        objects = []
-        for index, (own, generation) in enumerate(zip(deltas, choices.generations, strict=True)):
-            contents = [self._content(index, delta, generation) for delta in own]
-            parts = [logprobs for _, logprobs in contents if logprobs is not None]
-            logprobs = join_completion_logprobs(parts) if parts else None
-            text = "".join(text for text, _ in contents)
-            objects.append(_choice(index, text, logprobs, generation.finish_reason))
+    def keep(self, index: int, delta: TextDelta) -> None:
+        """Take in some news for `whole`."""
+        self._texts[index].append(delta.text)
+        self._pieces[index].extend(delta.pieces)
+
+    def whole(self, choices: Choices) -> Iterator[bytes]:
+        """Yield the completion object."""
+        objects = (self._object(*numbered) for numbered in enumerate(choices.generations))
         return whole_answer(self._envelope, objects, choices)
 
-    def _content(
-        self, index: int, delta: TextDelta, generation: Generation
-    ) -> tuple[str, dict[str, Any] | None]:
-        """Return the text and log-probabilities of some news, after those of an echoed prompt."""
-        is_first = index not in self._logprobs
-        builder = self._logprobs.setdefault(index, CompletionLogprobs(self._tokenizer))
-        text = delta.text
-        parts: list[dict[str, Any]] = []
-        if is_first and self.prompt_texts:
-            text = self.prompt_texts[index // self._request.num_choices] + text
-            if self.wants_pieces:
-                prompt = generation.request.prompt_token_ids
-                parts.append(builder.of_prompt(prompt, generation.prompt_logprobs))
+    def _object(self, index: int, generation: Generation) -> Iterator[bytes]:
+        text = itertools.chain(text_parts(self._prompt_text(index)), self._texts[index].parts())
+        logprobs = None
         if self.wants_pieces:
-            parts.append(builder.of_pieces(delta.pieces))
-        return text, join_completion_logprobs(parts) if parts else None
+            prompt = generation.request.prompt_token_ids, generation.prompt_logprobs
+            logprobs = completion_logprobs_json(
+                self._tokenizer, prompt if self.prompt_texts else None, self._pieces[index]
+            )
+        return json_object(_choice(index, json_text(text), logprobs, generation.finish_reason))
+
+    def _prompt_text(self, index: int) -> str:
+        """Return what of the prompt stands in front of a completion."""
+        return self.prompt_texts[index // self._request.num_choices] if self.prompt_texts else ""
 
 
-def _choice(
-    index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
-) -> dict[str, Any]:
+def _choice(index: int, text: Any, logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
@@ -176,7 +207,7 @@ def completions_router(service: Service) -> APIRouter:
         async def prepare() -> list[NewRequest]:
             prompts = await _encode(service, body.prompt)
             if body.echo:
-                shape.prompt_texts = _texts(service, body.prompt)
+                shape.prompt_texts = await _texts(service, body.prompt)
             return await _requests(service, body, prompts, terms)
 
         return GenerationResponse(
@@ -191,33 +222,38 @@ def completions_router(service: Service) -> APIRouter:
     return router
 
 
-async def _encode(service: Service, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
+async def _encode(service: Service, prompts: Sequence[Prompt]) -> list[array[int]]:
     """Return each prompt's ids. Raises InvalidRequest, RequestFailed."""
     encoder = service.encoder
     return [
         await encoder.encode_text(prompt, param="prompt")
         if isinstance(prompt, str)
-        else encoder.check_ids(prompt, param="prompt")
+        else await encoder.encode_ids(prompt, param="prompt")
         for prompt in prompts
     ]
 
 
-def _texts(service: Service, prompts: Sequence[Prompt]) -> list[str]:
-    decode = service.model.tokenizer.decode
-    return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
+async def _texts(service: Service, prompts: Sequence[Prompt]) -> list[str]:
+    decode = service.encoder.decode
+    return [prompt if isinstance(prompt, str) else await decode(prompt) for prompt in prompts]
 
 
 async def _requests(
-    service: Service, body: CompletionRequest, prompts: Sequence[Sequence[int]], terms: Terms
+    service: Service, body: CompletionRequest, prompts: Sequence[array[int]], terms: Terms
 ) -> list[NewRequest]:
     """Resolve all parameters. Raises InvalidRequest, RequestFailed."""
     asked = 1 if body.only_echoes else body.max_tokens
-    limits = [
-        service.resolve_max_tokens(
-            len(prompt), asked, default=DEFAULT_MAX_TOKENS, param="max_tokens"
-        )
-        for prompt in prompts
-    ]
+    limits = service.resolve_max_tokens(
+        [len(prompt) for prompt in prompts],
+        asked,
+        default=DEFAULT_MAX_TOKENS,
+        param="max_tokens",
+        size=AnswerSize(
+            num_choices=body.num_choices,
+            num_logprobs=body.logprobs or 0,
+            echoes=bool(body.echo),
+        ),
+    )
     sampling = body.sampling_request(
         num_logprobs=body.logprobs, num_prompt_logprobs=body.logprobs if body.echo else None
     )

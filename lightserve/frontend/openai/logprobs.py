@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from lightserve.frontend.generation import Piece
+from lightserve.frontend.columns import (
+    ITEMS_PER_PIECE,
+    LogprobColumns,
+    Piece,
+    PieceColumns,
+    json_list,
+    json_object,
+)
 from lightserve.messages.common import TokenLogprob
 from lightserve.tokenization.tokenizer import Tokenizer
 
@@ -24,17 +32,23 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 def chat_logprobs(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> dict[str, Any]:
     """Return the `logprobs` object of a chat choice; all pieces have theirs."""
-    content = []
-    for piece in pieces:
-        assert piece.logprob is not None
-        top = zip(piece.logprob.top_token_ids, piece.logprob.top_logprobs, strict=True)
-        content.append(
-            {
-                **_chat_token(tokenizer, piece.token_id, piece.logprob.logprob),
-                "top_logprobs": [_chat_token(tokenizer, *pair) for pair in top],
-            }
-        )
-    return {"content": content, "refusal": None}
+    return {"content": [_of_chat(tokenizer, piece) for piece in pieces], "refusal": None}
+
+
+def chat_logprobs_json(tokenizer: Tokenizer, pieces: PieceColumns) -> Iterator[bytes]:
+    """Yield the same as JSON."""
+    content = (_of_chat(tokenizer, piece) for piece in pieces)
+    per_piece = pieces.logprobs.tokens_per_piece
+    return json_object({"content": json_list(content, per_piece), "refusal": None})
+
+
+def _of_chat(tokenizer: Tokenizer, piece: Piece) -> dict[str, Any]:
+    assert piece.logprob is not None
+    top = zip(piece.logprob.top_token_ids, piece.logprob.top_logprobs, strict=True)
+    return {
+        **_chat_token(tokenizer, piece.token_id, piece.logprob.logprob),
+        "top_logprobs": [_chat_token(tokenizer, *pair) for pair in top],
+    }
 
 
 def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
@@ -56,46 +70,73 @@ class CompletionLogprobs:
         self._tokenizer = tokenizer
         self._offset = 0
 
-    def of_prompt(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
-    ) -> dict[str, Any]:
-        """Return the object of an echoed prompt: its first token has no log-probability."""
-        text = self._tokenizer.detokenizer(())
-        known = [None, *logprobs]
-        parts = [(i, text.push((i,)), logprob) for i, logprob in zip(token_ids, known, strict=True)]
-        return self._object(parts)
-
     def of_pieces(self, pieces: Iterable[Piece]) -> dict[str, Any]:
-        """Return the object of some tokens of the output."""
-        return self._object([(piece.token_id, piece.text, piece.logprob) for piece in pieces])
-
-    def _object(self, parts: Sequence[tuple[int, str, TokenLogprob | None]]) -> dict[str, Any]:
+        """Return the object of some tokens, of the prompt or the output."""
+        parts = list(pieces)
         offsets = []
-        for _, text, _ in parts:
+        for piece in parts:
             offsets.append(self._offset)
-            self._offset += len(text)
+            self._offset += len(piece.text)
         return {
-            "tokens": [token_text(self._tokenizer, token_id) for token_id, _, _ in parts],
+            "tokens": [token_text(self._tokenizer, piece.token_id) for piece in parts],
             "token_logprobs": [
-                None if logprob is None else max(logprob.logprob, LOWEST) for _, _, logprob in parts
+                None if piece.logprob is None else max(piece.logprob.logprob, LOWEST)
+                for piece in parts
             ],
-            "top_logprobs": [None if lp is None else self._top(i, lp) for i, _, lp in parts],
+            "top_logprobs": [
+                _top(self._tokenizer, piece.token_id, piece.logprob) for piece in parts
+            ],
             "text_offset": offsets,
         }
 
-    def _top(self, token_id: int, logprob: TokenLogprob) -> dict[str, float]:
-        """Return the most probable tokens, and the token itself."""
-        pairs = [
-            *zip(logprob.top_token_ids, logprob.top_logprobs, strict=True),
-            (token_id, logprob.logprob),
-        ]
-        return {token_text(self._tokenizer, i): max(value, LOWEST) for i, value in pairs}
+
+def prompt_pieces(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: LogprobColumns
+) -> Iterator[Piece]:
+    """Yield the tokens of an echoed prompt; its first one has no log-probability."""
+    detokenizer = tokenizer.detokenizer(())
+    known = itertools.chain([None], logprobs)
+    for token_id, logprob in zip(token_ids, known, strict=True):
+        yield Piece(token_id, detokenizer.push((token_id,)), logprob)
 
 
-def join_completion_logprobs(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return one object for a whole completion."""
-    joined: dict[str, Any] = {}
-    for part in parts:
-        for key, values in part.items():
-            joined.setdefault(key, []).extend(values)
-    return joined
+def completion_logprobs_json(
+    tokenizer: Tokenizer,
+    prompt: tuple[Sequence[int], LogprobColumns] | None,
+    output: PieceColumns,
+) -> Iterator[bytes]:
+    """Yield the `logprobs` object of a whole completion as JSON, an echoed prompt's in front."""
+    own_ids, known = prompt or ((), LogprobColumns())
+
+    def token_ids() -> Iterator[int]:
+        return itertools.chain(own_ids, output.token_ids)
+
+    first: Sequence[None] = [None] if own_ids else []
+    detokenizer = tokenizer.detokenizer(())
+    own = (max(value, LOWEST) for value in itertools.chain(known.own, output.logprobs.own))
+    texts = itertools.chain((detokenizer.push((i,)) for i in own_ids), output.texts())
+    offsets = itertools.accumulate(map(len, texts), initial=0)
+    logprobs = itertools.chain(first, known, output.logprobs)
+    top = (_top(tokenizer, *pair) for pair in zip(token_ids(), logprobs, strict=True))
+    num_tokens = len(own_ids) + len(output)
+    per_piece = min(known.tokens_per_piece, output.logprobs.tokens_per_piece)
+    return json_object(
+        {
+            "tokens": json_list((token_text(tokenizer, i) for i in token_ids()), ITEMS_PER_PIECE),
+            "token_logprobs": json_list(itertools.chain(first, own), ITEMS_PER_PIECE),
+            "top_logprobs": json_list(top, per_piece),
+            "text_offset": json_list(itertools.islice(offsets, num_tokens), ITEMS_PER_PIECE),
+        }
+    )
+
+
+def _top(
+    tokenizer: Tokenizer, token_id: int, logprob: TokenLogprob | None
+) -> dict[str, float] | None:
+    """Return the most probable tokens, and the token itself."""
+    if logprob is None:
+        return None
+    pairs = zip(logprob.top_token_ids, logprob.top_logprobs, strict=True)
+    top = {token_text(tokenizer, i): max(value, LOWEST) for i, value in pairs}
+    top[token_text(tokenizer, token_id)] = max(logprob.logprob, LOWEST)
+    return top

@@ -6,10 +6,12 @@ of a stream are those of the whole text. A whole message is made of the same par
 
 from __future__ import annotations
 
+import itertools
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from lightserve.frontend.columns import TextBuffer, json_array, json_object, json_text
 from lightserve.frontend.openai.call_scanner import CallNews
 from lightserve.frontend.openai.reasoning import ThinkText
 from lightserve.frontend.openai.tool_texts import HermesText, JsonText
@@ -99,24 +101,35 @@ class OutputParser:
         return bool(self._deltas) and "tool_calls" in self._deltas[-1]
 
 
-def message_of(deltas: Iterable[Delta]) -> dict[str, Any]:
-    """Return the message that deltas add up to, without its role."""
-    message: dict[str, Any] = {"content": None}
-    for delta in deltas:
-        for key in delta.keys() - {"tool_calls"}:
-            message[key] = (message.get(key) or "") + delta[key]
-        for piece in delta.get("tool_calls", ()):
-            calls = message.setdefault("tool_calls", [])
-            if "id" in piece:
-                calls.append(
-                    {
-                        "id": piece["id"],
-                        "type": "function",
-                        "function": dict(piece["function"]),
-                    }
-                )
-            else:
-                calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
-    if message["content"] is None and "tool_calls" not in message:
-        message["content"] = ""
-    return message
+class MessageBuffer:
+    """The message that deltas add up to, without its role."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, TextBuffer] = {}
+        """By field."""
+        self._calls: list[tuple[str, str, TextBuffer]] = []
+        """Id, name and arguments of each."""
+
+    def extend(self, deltas: Iterable[Delta]) -> None:
+        """Add the next ones."""
+        for delta in deltas:
+            for key in delta.keys() - {"tool_calls"}:
+                self._texts.setdefault(key, TextBuffer()).append(delta[key])
+            for piece in delta.get("tool_calls", ()):
+                function = piece["function"]
+                if "id" in piece:
+                    self._calls.append((piece["id"], function["name"], TextBuffer()))
+                self._calls[-1][2].append(function["arguments"])
+
+    def fields(self) -> dict[str, Any]:
+        """Return its fields, as `json_object` takes them."""
+        fields: dict[str, Any] = {"content": None if self._calls else ""}
+        fields |= {key: json_text(text.parts()) for key, text in self._texts.items()}
+        if self._calls:
+            fields["tool_calls"] = json_array(itertools.starmap(_call_json, self._calls))
+        return fields
+
+
+def _call_json(call_id: str, name: str, arguments: TextBuffer) -> Iterator[bytes]:
+    function = json_object({"name": name, "arguments": json_text(arguments.parts())})
+    return json_object({"id": call_id, "type": "function", "function": function})

@@ -7,12 +7,12 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, Tag
+from pydantic import AfterValidator, Field, Tag
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.json_body import AN_OBJECT, BY_KIND, OTHERWISE, StrictModel, show
 from lightserve.frontend.openai.tool_texts import END_OF_TOOL_CALL, TOOL_CALL
-from lightserve.frontend.structured_fields import Wish
+from lightserve.frontend.structured_fields import Wish, check_num_values
 from lightserve.messages.common import GrammarConstraint
 from lightserve.structured.limits import WHITESPACE
 
@@ -36,6 +36,12 @@ class Tool(StrictModel):
 
     type: Literal["function"]
     function: ToolFunction
+
+    def described(self) -> dict[str, Any]:
+        """Return it as chat templates know it."""
+        fields = {name: getattr(self.function, name) for name in ToolFunction.model_fields}
+        function = {name: value for name, value in fields.items() if value is not None}
+        return {"type": self.type, "function": function}
 
 
 class NamedFunction(StrictModel):
@@ -75,7 +81,16 @@ class ToolCall(StrictModel):
         return {"id": self.id, "type": self.type, "function": function}
 
 
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+def _bounded(tools: list[Tool]) -> list[Tool]:
+    check_num_values([tool.function.parameters for tool in tools])
+    return tools
+
+
+Tools = Annotated[
+    list[Tool],
+    Field(max_length=MAX_TOOLS, fail_fast=True),
+    AfterValidator(_bounded),
+]
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag(OTHERWISE)]
     | Annotated[NamedTool, Tag(AN_OBJECT)],
@@ -100,7 +115,7 @@ class ToolUse(NamedTuple):
     @property
     def descriptions(self) -> list[dict[str, Any]] | None:
         """The tools as chat templates know them."""
-        return [tool.model_dump(exclude_none=True) for tool in self.offered] or None
+        return [tool.described() for tool in self.offered] or None
 
     def wish(self, tool_format: str) -> Wish | None:
         """Return the grammar of the calls that are required."""
