@@ -100,7 +100,7 @@ lock: $(HAS_SUPPLY)
 	$(COMPILE) $(OF_SERVER) --output-file requirements/serve.txt
 	$(COMPILE) $(OF_SERVER) --extra test --constraint requirements/serve.txt \
 		--output-file requirements/test.txt
-	$(PYTHON) docker/bench_requirements.py pyproject.toml bench chat plots > $(SUPPLY)/clients.in
+	$(PYTHON) requirements/clients.py pyproject.toml bench chat plots > $(SUPPLY)/clients.in
 	$(COMPILE) $(SUPPLY)/clients.in requirements/build.in --constraint requirements/test.txt \
 		--output-file requirements/clients.txt
 	$(COMPILE) requirements/triton.in --output-file requirements/triton.txt

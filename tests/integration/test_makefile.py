@@ -85,7 +85,7 @@ CLIENT_EXTRAS = ("bench", "chat", "plots")
 
 
 def _client_requirements() -> list[str]:
-    command = [sys.executable, "docker/bench_requirements.py", "pyproject.toml", *CLIENT_EXTRAS]
+    command = [sys.executable, "requirements/clients.py", "pyproject.toml", *CLIENT_EXTRAS]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True
     )

@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -66,13 +67,12 @@ def test_the_compose_file_follows_the_specification() -> None:
             compose_spec.PyCompose.from_json(_as_an_engine_reads_it(text.replace(right, wrong)))
 
 
-def test_the_gpu_file_changes_what_a_gpu_needs(compose: dict[str, Any]) -> None:
+def test_the_gpu_file_changes_what_a_gpu_needs() -> None:
     compose_spec = pytest.importorskip("compose_spec")
     text = (DOCKER / "docker-compose.gpu.yml").read_text()
     changes = json.loads(_as_an_engine_reads_it(text))
-    merged = _merged(
-        json.loads(_as_an_engine_reads_it((DOCKER / "docker-compose.yml").read_text())), changes
-    )
+    base = json.loads(_as_an_engine_reads_it((DOCKER / "docker-compose.yml").read_text()))
+    merged = _merged(base, changes)
     assert compose_spec.PyCompose.from_json(json.dumps(merged)).service_names() == [*SERVICES]
     server = merged["services"]["server"]
     (gpu,) = server["deploy"]["resources"]["reservations"]["devices"]
@@ -80,14 +80,11 @@ def test_the_gpu_file_changes_what_a_gpu_needs(compose: dict[str, Any]) -> None:
     # As many GPUs as ranks, whatever their number.
     assert text.count("${LIGHTSERVE_TP:-1}") == 2
     # What is hardened stays so; all that is written outlives the container, beside /tmp.
-    for key in ("user", "read_only", "cap_drop", "security_opt", "ipc", "tmpfs", "secrets"):
-        assert server[key] == compose["services"]["server"][key]
-    assert server["volumes"] == ["cache:/cache"]
-    assert "--owner=10001 --group=10001 /cache" in _dockerfile()
-    assert server["environment"]["TRITON_CACHE_DIR"].startswith("/cache/")
+    kept = ("user", "read_only", "cap_drop", "security_opt", "ipc", "tmpfs", "secrets", "volumes")
+    for key in (*kept, "healthcheck", "ports"):
+        assert server[key] == base["services"]["server"][key]
     args = server["build"]["args"]
     assert set(args) <= set(re.findall(r"^ARG (\w+)", _dockerfile(), re.MULTILINE))
-    assert args["EXTRAS"] == "[gpu]"
     assert not args["TORCH_INDEX_URL"]
 
 
@@ -96,13 +93,19 @@ def test_the_gpu_command_is_one_that_the_server_takes(monkeypatch: pytest.Monkey
     monkeypatch.setattr(loop, "serve", lambda config, **_: served.append(config) or 0)
     text = (DOCKER / "docker-compose.gpu.yml").read_text()
     for tp in (1, 2):
-        spec = yaml.safe_load(text.replace("${LIGHTSERVE_TP:-1}", str(tp)))
-        command = spec["services"]["server"]["command"]
+        command = _command(text, LIGHTSERVE_TP=str(tp), LIGHTSERVE_FLAGS="--max-num-seqs 5")
         assert command[0] == "serve"
         result = CliRunner().invoke(cli_serve.command, command[1:], catch_exceptions=False)
         assert result.exit_code == 0, result.output
         assert (served[-1].device, served[-1].tp) == ("cuda", tp)
+        assert served[-1].max_num_seqs == 5
         assert served[-1].api_key_file == "/run/secrets/api_keys"
+
+
+def _command(text: str, **variables: str) -> list[str]:
+    """Return the server's command: a string, which an engine splits as a shell does."""
+    filled = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda m: variables.get(m[1], m[2]), text)
+    return shlex.split(yaml.safe_load(filled)["services"]["server"]["command"])
 
 
 def _merged(base: Any, changes: Any) -> Any:
@@ -129,8 +132,29 @@ def test_each_service_is_hardened(compose: dict[str, Any], service: str) -> None
     assert 0 < spec["pids_limit"] <= 512
     assert spec["mem_limit"]
     assert any(mount.startswith("/tmp:") and "size=" in mount for mount in spec["tmpfs"])
-    for loose in ("privileged", "cap_add", "network_mode", "pid", "devices", "volumes"):
+    for loose in ("privileged", "cap_add", "network_mode", "pid", "devices"):
         assert loose not in spec
+    # What lies elsewhere is the cache, and models that cannot be changed.
+    writable = [mount for mount in spec.get("volumes", []) if not mount.endswith(":ro")]
+    assert writable == (["cache:/cache"] if service == "server" else [])
+
+
+def test_what_is_learned_outlives_a_container(compose: dict[str, Any]) -> None:
+    assert "cache" in compose["volumes"]
+    assert "--owner=10001 --group=10001 /cache" in _dockerfile()
+    assert re.search(r"^ +XDG_CACHE_HOME=/cache TRITON_CACHE_DIR=/cache/", _dockerfile(), re.M)
+
+
+def test_the_compose_file_has_the_images_health_check(compose: dict[str, Any]) -> None:
+    check = compose["services"]["server"]["healthcheck"]
+    found = re.search(r"^HEALTHCHECK (.*) \\\n +CMD (\[.*\])$", _dockerfile(), re.MULTILINE)
+    assert found is not None
+    assert check["test"] == ["CMD", *json.loads(found[2])]
+    of_image = dict(word.removeprefix("--").split("=") for word in found[1].split())
+    assert {key.replace("_", "-"): str(value) for key, value in check.items()} == {
+        **of_image,
+        "test": str(check["test"]),
+    }
 
 
 def test_the_server_is_private_to_its_container(compose: dict[str, Any]) -> None:
@@ -168,11 +192,14 @@ def test_both_commands_are_ones_that_the_server_takes(
     monkeypatch.setattr(loop, "serve", lambda config, **_: served.append(config) or 0)
     of_image = re.search(r"^CMD (\[\"serve\".*\])$", _dockerfile(), re.MULTILINE)
     assert of_image is not None
-    for command in (compose["services"]["server"]["command"], yaml.safe_load(of_image[1])):
+    text = (DOCKER / "docker-compose.yml").read_text()
+    more = _command(text, LIGHTSERVE_FLAGS="--max-num-seqs 5 --policy 'priority'")
+    for command in (_command(text), yaml.safe_load(of_image[1]), more):
         assert command[0] == "serve"
         result = CliRunner().invoke(cli_serve.command, command[1:], catch_exceptions=False)
         assert result.exit_code == 0, result.output
     assert served[0] == served[1]
+    assert (served[2].max_num_seqs, served[2].policy) == (5, "priority")
     assert served[0].host == "0.0.0.0"
     assert served[0].api_key_file == "/run/secrets/api_keys"
 
@@ -235,7 +262,7 @@ def test_the_health_check_asks_readyz(status: int | None, expected: int) -> None
 
 def test_the_load_clients_requirements_are_the_projects() -> None:
     printed = subprocess.run(
-        [sys.executable, str(DOCKER / "bench_requirements.py"), str(ROOT / "pyproject.toml")],
+        [sys.executable, str(ROOT / "requirements" / "clients.py"), str(ROOT / "pyproject.toml")],
         capture_output=True,
         text=True,
         timeout=600,

@@ -35,7 +35,7 @@ def not_locked() -> set[str]:
 
 
 def wanted_by_clients() -> list[str]:
-    script = runpy.run_path(str(ROOT / "docker" / "bench_requirements.py"))
+    script = runpy.run_path(str(FOLDER / "clients.py"))
     text = (ROOT / "pyproject.toml").read_text()
     wanted: list[str] = script["requirements"](text, ["bench", "chat", "plots"])
     return wanted

@@ -1,6 +1,6 @@
 """Print what clients need, as pyproject.toml declares it: one requirement per line.
 
-    python docker/bench_requirements.py pyproject.toml [EXTRA ...]
+    python requirements/clients.py pyproject.toml [EXTRA ...]
 
 That is what the extras name (by default `bench`, for bench/load_test.py) and, of the server's own
 dependencies, the few that clients share; installing the package itself would bring torch.
