@@ -1,4 +1,4 @@
-"""What the prefix cache brings: `python bench/prefix_sharing.py policies|live`.
+"""What the prefix cache brings: `python bench/prefix_sharing.py policies|documents|live`.
 
 policies: `--cache-policy` and the order of best-effort requests, on mooncake's block ids. The real
 router core on virtual hardware (A100, Llama-2-7B): of each trace, rows of at most
@@ -7,6 +7,9 @@ stretched; the others are a backlog of best-effort requests that is known from t
 reference counts, E7, need that). The pool is far smaller than all that could be cached. Hit rate:
 prompt tokens that were not computed when a request first started, of all prompt tokens of those
 that have begun to answer.
+
+documents: questions about long documents, shuffled, under the unified policy, beside a few
+real-time requests; by arrival and by what is shared.
 
 live: 50 requests that begin with the same 2,000 tokens, through HTTP, with the bundled model.
 """
@@ -18,26 +21,25 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import httpx
 import numpy as np
 from server import running_server
 
 from lightserve.config import ServeConfig
-from lightserve.router.be_pool import BEPool
 from lightserve.router.events import FromFrontend
 from lightserve.router.factory import make_core_config
+from lightserve.sim.fitted_profile import fitted_profile
 from lightserve.sim.hardware import A100_LLAMA2_7B
 from lightserve.sim.simulation import Outcome, Simulation, TimedEvent
 from lightserve.sim.timed_core import TimedCore
-from lightserve.sim.traffic import Job, TraceTraffic, parse_block_ids
+from lightserve.sim.traffic import Job, TraceTraffic, parse_block_ids, parse_traffic
 from lightserve.sim.virtual_worker import LengthWorker, VirtualWorker
 from lightserve.sim.workload import Trace, read_trace
-from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey
+from lightserve.types import SLO, FrontendId, RequestClass, RequestId, RequestKey
 
 TRACES = ("mooncake_conversation", "mooncake_synthetic")
 ARMS = (
@@ -59,6 +61,12 @@ PEAK_SHARE = 0.1
 """RT peaks: of all stretches of PEAK_S, those with the most real-time prompt tokens."""
 MAX_NUM_SEQS = 256
 BUDGET_TOKENS = 2048
+
+NUM_DOCUMENTS, QUESTIONS_EACH = 60, 20
+DOCUMENTS_CAPACITY = 60_000
+DOCUMENTS_RT_RPS = 4.0
+DOCUMENTS_S = 240.0
+DOCUMENTS_SLO = SLO(ttft_ms=400.0, tpot_ms=200.0, mtpot_ms=200.0)
 
 NUM_SHARED_TOKENS = 2000
 NUM_OWN_TOKENS = 20
@@ -146,6 +154,7 @@ def run(cell: Cell) -> Answer:
         "policy": "priority",
         "max_be_seqs": cell.max_be_seqs,
         "cache_policy": cell.cache_policy,
+        "be_order": cell.be_order,
         "max_num_batched_tokens": BUDGET_TOKENS,
         "max_num_seqs": MAX_NUM_SEQS,
         "be_max_waiting_requests": len(sent),
@@ -168,10 +177,7 @@ def run(cell: Cell) -> Answer:
         num_host_slots=cell.capacity_tokens // 2,
     )
     end_s = max(event.time_s for _, event, _ in sent)
-    with ExitStack() as stack:
-        if cell.be_order == "arrival":
-            stack.enter_context(patch.object(BEPool, "_sharing", return_value=[]))
-        simulation.run([event for _, event, _ in sent], until_s=end_s)
+    simulation.run([event for _, event, _ in sent], until_s=end_s)
     seen = [
         Sent(request_class, event.time_s, len(job.prompt_token_ids), outcome)
         for number, (request_class, event, job) in enumerate(sent)
@@ -241,6 +247,119 @@ def compare_policies(args: argparse.Namespace) -> None:
             )
 
 
+def compare_orders(args: argparse.Namespace) -> None:
+    """Print the table of the documents."""
+    cells = [
+        Cell("documents", policy, DOCUMENTS_CAPACITY, order, 0, 0, args.seed)
+        for policy, order in product(("lru", "task-aware"), ("arrival", "sharing"))
+    ]
+    print("| cache policy | BE order | hit BE | RT in time | BE ended/s | x arrival | max wait s |")
+    print("|---" * 7 + "|")
+    with ProcessPoolExecutor(args.processes) as pool:
+        by_arrival = 0.0
+        for cell, got in zip(cells, pool.map(ask_about_documents, cells), strict=True):
+            if cell.be_order == "arrival":
+                by_arrival = got.be_ended_per_s
+            ratio = got.be_ended_per_s / by_arrival
+            print(
+                f"| {cell.cache_policy} | {cell.be_order} | {got.hit_be:.1%} |"
+                f" {got.rt_in_time:.1%} | {got.be_ended_per_s:.2f} | {ratio:.2f} |"
+                f" {got.longest_wait_s:.0f} |",
+                flush=True,
+            )
+
+
+class Asked(NamedTuple):
+    """What a run of the documents came to."""
+
+    hit_be: float
+    rt_in_time: float
+    """Share of real-time requests whose first token came within DOCUMENTS_SLO."""
+    be_ended_per_s: float
+    longest_wait_s: float
+    """Of best-effort requests that have begun, until their first token."""
+
+
+def questions(rng: np.random.Generator) -> list[Job]:
+    """Return questions about documents, shuffled."""
+    jobs = []
+    for document in range(NUM_DOCUMENTS):
+        length = int(rng.integers(6000, 10_001))
+        text = rng.integers(1000 * document, 1000 * document + 1000, length)
+        for _ in range(QUESTIONS_EACH):
+            own = rng.integers(100_000, 200_000, int(rng.integers(20, 61)))
+            num_output = int(rng.integers(32, 129))
+            prompt = np.concatenate([text, own]).astype(np.int32)
+            jobs.append(Job(prompt, num_output, 128))
+    return [jobs[number] for number in rng.permutation(len(jobs))]
+
+
+def ask_about_documents(cell: Cell) -> Asked:
+    """Run one cell until all questions are answered, or DOCUMENTS_S have passed."""
+    rng = np.random.default_rng(cell.seed)
+    asked = questions(rng)
+    lengths = str(Path(__file__).parent / "traces/sharegpt_lengths.csv.gz")
+    real_time = parse_traffic(
+        f"poisson:{DOCUMENTS_RT_RPS}", lengths, request_class=RequestClass.RT, max_tokens=2048
+    )
+    arrivals = takewhile(lambda timed: timed[0] < DOCUMENTS_S, real_time.jobs(rng))
+    events = [
+        TimedEvent(0.0, FromFrontend(FrontendId(1), job.submit(number, RequestClass.BE)))
+        for number, job in enumerate(asked)
+    ] + [
+        TimedEvent(
+            time_s,
+            FromFrontend(FrontendId(0), job.submit(number, RequestClass.RT, DOCUMENTS_SLO)),
+        )
+        for number, (time_s, job) in enumerate(arrivals)
+    ]
+    longest = 16_384
+    options: dict[str, Any] = {"cache_policy": cell.cache_policy, "be_order": cell.be_order}
+    config = make_core_config(
+        ServeConfig(max_num_batched_tokens=512, **options), max_model_len=longest, seed=cell.seed
+    )
+    worker = VirtualWorker(
+        A100_LLAMA2_7B,
+        LengthWorker(max_num_seqs=config.max_num_seqs, max_model_len=longest),
+        noise=0.05,
+        rng=rng,
+    )
+    simulation = Simulation(
+        TimedCore(config),
+        worker,
+        worker.seconds,
+        num_slots=cell.capacity_tokens,
+        num_host_slots=cell.capacity_tokens // 2,
+        step_cost=fitted_profile(A100_LLAMA2_7B, noise=0.05, rng=rng),
+        overlaps_copies=A100_LLAMA2_7B.overlaps_copies,
+    )
+    now_s = 0.0
+    outcomes = simulation.outcomes
+    while now_s < DOCUMENTS_S:
+        now_s += 5.0
+        simulation.run(events, until_s=now_s)
+        events = []
+        best_effort = [o for key, o in outcomes.items() if key.frontend_id == 1]
+        if all(outcome.finish_reason is not None for outcome in best_effort):
+            break
+    ended_s = [o.token_times_s[-1] for o in best_effort if o.finish_reason is not None]
+    if len(ended_s) == len(asked):
+        now_s = max(ended_s)
+    seen = [
+        Sent(RequestClass.BE, 0.0, len(job.prompt_token_ids), outcome)
+        for number, job in enumerate(asked)
+        if (outcome := outcomes.get(RequestKey(FrontendId(1), RequestId(number))))
+    ]
+    assert DOCUMENTS_SLO.ttft_ms is not None
+    in_time = [
+        bool(o.token_times_s) and o.token_times_s[0] - o.arrival_s <= DOCUMENTS_SLO.ttft_ms / 1e3
+        for key, o in outcomes.items()
+        if key.frontend_id == 0 and o.arrival_s < now_s - 1.0
+    ]
+    waits_s = [o.token_times_s[0] for o in best_effort if o.token_times_s]
+    return Asked(hit_rate(seen), float(np.mean(in_time)), len(ended_s) / now_s, max(waits_s))
+
+
 def measure_live(args: argparse.Namespace) -> None:
     """Print TTFT over requests that share their first tokens, with and without the cache.
 
@@ -293,7 +412,7 @@ def _draw(rng: np.random.Generator, count: int) -> list[int]:
 def main() -> None:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("policies", "live"))
+    parser.add_argument("what", choices=("policies", "documents", "live"))
     parser.add_argument("--rows", type=int, default=1500)
     parser.add_argument("--capacity", type=int, default=120_000)
     parser.add_argument("--max-be-seqs", type=int, nargs="+", default=[8, 0])
@@ -301,7 +420,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--serve", nargs="*", default=[], help="further options of the servers")
     args = parser.parse_args()
-    compare_policies(args) if args.what == "policies" else measure_live(args)
+    what = {"policies": compare_policies, "documents": compare_orders, "live": measure_live}
+    what[args.what](args)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ _SERVE_FIELDS = (
     "rt_cache_min_tokens",
     "burst_headroom_s",
     "max_be_seqs",
+    "be_order",
     "slo_clock",
     "late_min_share",
     "be_min_share",

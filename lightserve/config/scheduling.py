@@ -18,7 +18,7 @@ ADMISSION_OF_OPTION = {
 }
 """Options that belong to one admission rule."""
 POLICIES_OF_OPTION = {
-    "burst_headroom_s": ("priority", "unified"),
+    "burst_headroom_s": ("priority", "sjf", "unified"),
     "slo_clock": ("unified",),
     "late_min_share": ("unified",),
     "be_min_share": ("unified",),
@@ -73,10 +73,18 @@ class SchedulingOptions:
     policy: str = option(
         "unified",
         "Who advances in a step: unified (real-time tokens by their deadlines, best-effort ones in"
-        " the time that is left), priority (real-time before best-effort), round-robin (the classes"
-        " in turn), and three that know no classes: chunked (decodes, then chunks of prompts in"
-        " order of arrival), fcfs (whole prompts, else decodes), mlfq (those who got least).",
-        choices=("chunked", "fcfs", "mlfq", "priority", "round-robin", "unified"),
+        " the time that is left), priority (real-time before best-effort), sjf (the same, shortest"
+        " prompts first), round-robin (the classes in turn), and three that know no classes:"
+        " chunked (decodes, then chunks of prompts in order of arrival), fcfs (whole prompts, else"
+        " decodes), mlfq (those who got least).",
+        choices=("chunked", "fcfs", "mlfq", "priority", "round-robin", "sjf", "unified"),
+    )
+    be_order: str = option(
+        "auto",
+        "In which order best-effort requests start: arrival, or sharing (first those whose prompts"
+        " begin like what is cached, every sixteenth the oldest); auto: sharing with --policy"
+        " unified, arrival with all others.",
+        choices=("auto", "arrival", "sharing"),
     )
     late_min_share: float = option(
         0.1,
@@ -144,6 +152,12 @@ class SchedulingOptions:
         low=0.0,
         high=3600.0,
     )
+
+    @property
+    def be_by_sharing(self) -> bool:
+        """Whether best-effort requests start by what is cached of them."""
+        by_default = "sharing" if self.policy == "unified" else "arrival"
+        return (by_default if self.be_order == "auto" else self.be_order) == "sharing"
 
     def max_tokens_of_step(self, device_type: str) -> int:
         """Return the token budget of a step where workers compute on "cpu" or "cuda".

@@ -5,7 +5,7 @@ whose prompts share most with KV that is resident, and among these the ones abou
 runs. The pool keeps buckets of prompts of like length, in each a radix tree per prefix key, and
 the order of arrival over all. Nothing here scans all requests that wait.
 
-The oldest request ages: it can be overtaken MAX_OVERTAKEN times, then it comes first, alone.
+Who is old has a turn all the same, see `turns`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from lightserve.messages.common import Int32Array
 from lightserve.router.kv.prefix_node import PrefixNode, common_len
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.lanes import PriorityLanes
-from lightserve.router.policies.base import MAX_OVERTAKEN
 from lightserve.router.prompt_tree import PromptNode, PromptTree
 from lightserve.router.request import Request
+from lightserve.router.turns import OLDEST_EVERY
 
 MAX_CANDIDATES = 64
 MAX_VISITS = 512
@@ -101,13 +101,9 @@ class BEPool:
         oldest = next(iter(self), None)
         if oldest is None:
             return []
-        num_before_oldest = MAX_OVERTAKEN - oldest.num_overtaken
-        if num_before_oldest <= 0:
-            return [oldest]
         sharing = self._sharing(resident, context_len, limit) if resident is not None else []
         equals = [request for request in sharing if request.priority == oldest.priority]
-        first = equals[: max(1, num_before_oldest // 2)]
-        chosen = dict.fromkeys([*first, oldest])
+        chosen = dict.fromkeys([*equals[: OLDEST_EVERY - 1], oldest])
         for request in itertools.islice(self, limit):
             chosen.setdefault(request)
         return sorted(list(chosen)[:limit], key=lambda request: request.priority)

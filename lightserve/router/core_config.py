@@ -32,6 +32,8 @@ class CoreConfig:
     max_parameter_bytes: int = NO_LIMIT
     """Memory of the parameters of all requests of a class, prompts aside."""
     policy: Policy
+    be_by_sharing: bool = True
+    """Whether best-effort requests start by what is cached of them; otherwise as they came."""
     slo_clock: SLOClock = curve_clock
     """Which deadlines targets mean, for policies that look at them."""
     admission: AdmissionRule

@@ -22,6 +22,7 @@ from lightserve.router.prompt_logprobs import cap_positions
 from lightserve.router.queues import RowTable, WaitingQueue
 from lightserve.router.reasons import Reason, Skipped, Skips, Unseen
 from lightserve.router.request import RUNNING, WAITING, Request
+from lightserve.router.turns import Turn
 from lightserve.types import BE, RT, RequestClass
 
 
@@ -71,7 +72,9 @@ class StepPlanner:
             skips.stop_all(Reason.ORDER)
             return fit
         running = self.running()
-        everybody = _LookedUp(self._waiting, kv, running, skips)
+        everybody = _LookedUp(
+            self._waiting, kv, running, skips, by_sharing=self._config.be_by_sharing
+        )
         return self._first_fit(attempt, running, everybody) or self._senior_alone(attempt)
 
     def unseen(
@@ -169,6 +172,7 @@ class StepPlanner:
             overlaps_copies=self._pipeline.overlaps_copies,
             outlook=self._demand.outlook(self._pipeline.cost.work, attempt.start_s),
             num_yielding_rows=num_yielding if self._is_class_aware else 0,
+            turn=self._waiting.turn() if isinstance(waiting, _LookedUp) else Turn(),
             skips=skips,
         )
         admission = self._config.admission.begin(
@@ -219,12 +223,20 @@ class _LookedUp:
     """The waiting, each with notes on what starting it takes; see `policies.base.Waiting`."""
 
     def __init__(
-        self, waiting: WaitingQueue, kv: KVStore, running: Sequence[Request], skips: Skips
+        self,
+        waiting: WaitingQueue,
+        kv: KVStore,
+        running: Sequence[Request],
+        skips: Skips,
+        *,
+        by_sharing: bool,
     ) -> None:
+        """`by_sharing`: best-effort requests come by what is cached of them, not by arrival."""
         self._waiting = waiting
         self._kv = kv
         self._running = running
         self._skips = skips
+        self._tree = kv.tree if by_sharing else None
 
     def __iter__(self) -> Iterator[Request]:
         return map(self._kv.look_up, self._waiting)
@@ -232,8 +244,8 @@ class _LookedUp:
     def of(self, request_class: RequestClass) -> Iterator[Request]:
         """Iterate over one class.
 
-        A best-effort request whose prefix is just being computed by another waits for it; a
-        real-time one does not (architecture 6).
+        A best-effort request whose prefix is just being computed by another waits for it where
+        these come by what they share; a real-time one does not (architecture 6).
         """
         if request_class is RT:
             return map(self._kv.look_up, self._waiting.real_time())
@@ -250,9 +262,10 @@ class _LookedUp:
     def _best_effort(self) -> Iterator[Request]:
         count = max(1, len(self._running))
         context_len = sum([request.next_position for request in self._running]) / count
-        is_shared = self._kv.tree is not None
+        is_shared = self._tree is not None
         prefilling = [r for r in self._running if is_shared and not r.is_prompt_shared]
-        for request in self._waiting.best_effort(self._kv.tree, context_len):
+        turn = self._waiting.turn()
+        for request in self._waiting.best_effort(turn, self._tree, context_len):
             self._kv.look_up(request)
             if is_shared and prefix_in_flight(request, prefilling):
                 self._skips.note(request, Reason.BLOCKED)

@@ -14,6 +14,7 @@ from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.lanes import PriorityLanes
 from lightserve.router.request import Request
 from lightserve.router.slo import CompletionLedger
+from lightserve.router.turns import Turn
 from lightserve.types import BE, RT, RequestClass, RequestKey, RowId
 
 
@@ -47,6 +48,8 @@ class WaitingQueue:
         self._late: OrderedDict[RequestKey, Request] = OrderedDict()
         """Real-time ones that never ran, and whose first token is late."""
         self._best_effort = BEPool()
+        self.num_since_oldest = 0
+        """Best-effort requests that have started since the oldest of them did."""
         self._jobs: list[_Job] = []
         """Best-effort requests with a completion time, those that are to end first before others;
         they wait where all of their class do as well."""
@@ -57,11 +60,15 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Request]:
         """Iterate from the head; those that never ran, of all classes, by priority and arrival."""
-        for requeued in self._requeued.values():
-            yield from requeued.values()
+        turn = self.turn()
+        oldest = turn.oldest if turn.is_of_oldest else None
+        yield from self._requeued[RT].values()
+        if oldest is not None:
+            yield oldest
+        yield from (r for r in self._requeued[BE].values() if r is not oldest)
         yield from self._late.values()
         fresh = self._real_time.noted(), self._best_effort.noted(), sorted(self._due, key=_place)
-        yield from heapq.merge(*fresh, key=_place)
+        yield from (r for r in heapq.merge(*fresh, key=_place) if r is not oldest)
 
     def real_time(self) -> Iterator[Request]:
         """Iterate over real-time requests in the order in which they should start."""
@@ -87,11 +94,28 @@ class WaitingQueue:
             self._due.remove(head)
             self._late[head.key] = head
 
-    def best_effort(self, resident: PrefixTree | None, context_len: float) -> Iterator[Request]:
-        """Iterate over the best-effort requests that are worth asking (see `BEPool.candidates`)."""
-        yield from self._requeued[BE].values()
-        next(self._best_effort.noted(), None)  # notes how often the oldest was overtaken
-        yield from self._best_effort.candidates(resident, context_len=context_len)
+    def best_effort(
+        self, turn: Turn, resident: PrefixTree | None, context_len: float
+    ) -> Iterator[Request]:
+        """Iterate over the best-effort requests that are worth asking (see `BEPool.candidates`).
+
+        The first is the oldest where it is its turn.
+        """
+        oldest = turn.oldest if turn.is_of_oldest else None
+        if oldest is not None:
+            yield oldest
+        yield from (r for r in self._requeued[BE].values() if r is not oldest)
+        next(self._best_effort.noted(), None)  # notes how often the first was overtaken
+        candidates = self._best_effort.candidates(resident, context_len=context_len)
+        yield from (r for r in candidates if r is not oldest)
+
+    def turn(self) -> Turn:
+        """Return whose turn it is among best-effort requests."""
+        return Turn(self._oldest_first(), self.num_since_oldest)
+
+    def _oldest_first(self) -> Iterator[Request]:
+        requeued = sorted(self._requeued[BE].values(), key=_place)
+        yield from heapq.merge(requeued, self._best_effort, key=_place)
 
     def jobs(self) -> Iterator[Request]:
         """Iterate over the best-effort requests with a completion time, the earliest first."""
@@ -120,6 +144,9 @@ class WaitingQueue:
 
     def admit(self, request: Request) -> None:
         """Take a request out to run it; those of its class that were before it are overtaken."""
+        if request.request_class is BE:
+            is_oldest = request is self.turn().oldest
+            self.num_since_oldest = 0 if is_oldest else self.num_since_oldest + 1
         if request in (fresh := self._fresh(request)):
             fresh.admit(request)
             self._count(request, -1)

@@ -29,9 +29,9 @@ from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, WorkersReady
 from lightserve.router.kv.options import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import least_recently_used, task_aware
-from lightserve.router.policies.base import MAX_OVERTAKEN
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
+from lightserve.router.turns import OLDEST_EVERY
 from lightserve.sim.simulation import Outcome
 from lightserve.sim.worker import SimulatedWorker
 from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey
@@ -218,8 +218,7 @@ class KVMachine(RuleBasedStateMachine):
         if not hasattr(self, "core"):
             return
         self.core.check_integrity()
-        for request in self.core._waiting:
-            assert request.num_overtaken <= MAX_OVERTAKEN
+        assert self.core._waiting.num_since_oldest < OLDEST_EVERY
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):

@@ -41,11 +41,12 @@ from lightserve.router.intake import QueueLimits
 from lightserve.router.kv.options import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import least_recently_used, task_aware
 from lightserve.router.output_lengths import OutputLengths
-from lightserve.router.policies.base import MAX_OVERTAKEN, NO_LIMIT, StepLimits, Waiting
+from lightserve.router.policies.base import NO_LIMIT, StepLimits, Waiting
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.request import Request
 from lightserve.router.shares import Allotment, Share, shape_of
 from lightserve.router.slo import curve_clock, gap_clock
+from lightserve.router.turns import OLDEST_EVERY
 from lightserve.sim.simulation import Outcome
 from lightserve.sim.worker import SimulatedWorker
 from lightserve.types import SLO, FinishReason, FrontendId, RequestClass, RequestId, RequestKey
@@ -335,8 +336,7 @@ class Storm:
         assert not (step.stops and (self.sent or self._is_busy)), "paused on a guess"
         if any(request.request_class is RT for request in losers):
             self._check_last_resort(step)
-        for request in self.core._waiting:
-            assert request.num_overtaken <= MAX_OVERTAKEN
+        assert self.core._waiting.num_since_oldest < OLDEST_EVERY
 
     def _check_last_resort(self, step: PlannedStep) -> None:
         """Real-time requests lose to a senior of their class, once best-effort has nothing."""

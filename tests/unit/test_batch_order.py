@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import pytest
 from support.policy_scenes import BE, make_request
 
-from lightserve.router.policies.base import MAX_OVERTAKEN, StepLimits
+from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.unified.batch_order import WINDOW, BatchOrder
 from lightserve.router.policies.unified.timed_step import TimedStep
 from lightserve.router.queues import WaitingQueue
 from lightserve.router.request import Request
 from lightserve.router.step_cost import StepCost, StepShape
+from lightserve.router.turns import OLDEST_EVERY, Turn
 
 
 @pytest.fixture(scope="module")
@@ -104,12 +105,28 @@ def test_only_the_next_few_are_looked_at(cost: StepCost) -> None:
     assert first.arrival_number == WINDOW - 1 and num_seen == WINDOW
 
 
-@pytest.mark.parametrize("already", [0, MAX_OVERTAKEN - 2, MAX_OVERTAKEN])
-def test_nobody_is_overtaken_more_often_than_others_allow(cost: StepCost, already: int) -> None:
+def test_the_oldest_comes_first_when_it_is_its_turn(cost: StepCost) -> None:
     old = waiting(0, rest=200)
-    old.num_overtaken = already
-    better = [waiting(1 + number, rest=200, there=200) for number in range(100)]
-    assert order(cost, [old, *better]).index(0) == MAX_OVERTAKEN - already
+    better = [waiting(1 + number, rest=200, there=200) for number in range(20)]
+    for since, place in ((0, 20), (OLDEST_EVERY - 1, 0)):
+        turn = Turn([old, *better], since)
+        limits = StepLimits(1000, num_free_rows=8, num_slots=10_000, cost=cost, turn=turn)
+        found = list(BatchOrder(TimedStep(limits), limits).best_first([old, *better]))
+        assert found.index(old) == place
+
+
+def test_slots_that_the_step_takes_are_free_no_more(cost: StepCost) -> None:
+    """Two that share as much: what is lost from the cache for a newcomer counts as it is now."""
+    limits = StepLimits(1000, num_free_rows=8, num_slots=1000, num_free_slots=300, cost=cost)
+    step = TimedStep(limits)
+    order = BatchOrder(step, limits)
+    request = waiting(0, rest=200, there=100)
+    before = order.score(request)
+    assert step.add_chunk(waiting(1, rest=250))
+    gained = 100 + 200 - (200 - 50)
+    added_s = step.seconds_added(request, 200)
+    assert order.score(request) == pytest.approx(gained / added_s)
+    assert order.score(request) < before
 
 
 def test_overtaking_among_those_that_resume_is_counted() -> None:

@@ -20,10 +20,10 @@ from lightserve.router.be_pool import (
 )
 from lightserve.router.kv.prefix_node import MAX_DEPTH, PrefixNode
 from lightserve.router.kv.prefix_tree import PrefixTree
-from lightserve.router.policies.base import MAX_OVERTAKEN
 from lightserve.router.prompt_tree import PromptNode, PromptTree
 from lightserve.router.queues import WaitingQueue
 from lightserve.router.request import Request
+from lightserve.router.turns import OLDEST_EVERY
 from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey, SamplingParams
 
 SALTS = ("", "s")
@@ -142,7 +142,7 @@ def test_prompts_as_long_as_what_runs_go_first() -> None:
     assert by_context == {8.0: 1, 44.0: 2, 404.0: 3}
 
 
-def test_the_oldest_is_overtaken_64_times_at_most() -> None:
+def test_every_sixteenth_is_the_oldest() -> None:
     """A stream of requests that all share what is resident, and one that shares nothing."""
     queue, tree = WaitingQueue(), PrefixTree()
     resident(tree, [7] * 8)
@@ -151,10 +151,10 @@ def test_the_oldest_is_overtaken_64_times_at_most() -> None:
     order: list[int] = []
     for _ in range(200):
         queue.append(make_request(next(numbers), [7] * 8 + [9]))
-        request = next(queue.best_effort(tree, 8.0))
+        request = next(queue.best_effort(queue.turn(), tree, 8.0))
         queue.admit(request)
         order.append(request.arrival_number)
-    assert order.index(0) <= MAX_OVERTAKEN
+    assert order.index(0) == OLDEST_EVERY - 1
     assert order[0] == 1, "sharing goes first"
 
 

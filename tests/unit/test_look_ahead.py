@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 
-import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_admission import make_request
 
-from lightserve.router.policies.base import LOOK_AHEAD, MAX_OVERTAKEN, admissible
+from lightserve.router.policies.base import LOOK_AHEAD, StepLimits, admissible
 from lightserve.router.queues import WaitingQueue
-from lightserve.router.reasons import Skips
 from lightserve.router.request import Request
+from lightserve.router.turns import OLDEST_EVERY, Turn
 from lightserve.types import RequestClass
+
+LIMITS = StepLimits(1000, num_free_rows=1000)
 
 
 class SmallOnly:
@@ -19,6 +22,9 @@ class SmallOnly:
 
     def admit(self, request: Request) -> bool:
         return request.num_prompt_tokens <= 10
+
+    def steps_refused(self, request: Request) -> int:
+        return 0
 
 
 def small(number: int) -> Request:
@@ -30,7 +36,7 @@ def large(number: int, request_class: RequestClass = RequestClass.BE) -> Request
 
 
 def admitted(queue: list[Request]) -> list[int]:
-    return [request.key.request_id for request in admissible(queue, SmallOnly(), Skips())]
+    return [request.key.request_id for request in admissible(queue, SmallOnly(), LIMITS)]
 
 
 def test_passes_over_best_effort_only() -> None:
@@ -44,15 +50,23 @@ def test_looks_only_so_far() -> None:
     assert admitted([*passed, large(99), small(100)]) == []
 
 
-@pytest.mark.parametrize("already", [0, MAX_OVERTAKEN - 3, MAX_OVERTAKEN - 1, MAX_OVERTAKEN])
-def test_one_step_never_overtakes_too_often(already: int) -> None:
-    head = large(0)
-    head.num_overtaken = already
-    assert len(admitted([head, *(small(i) for i in range(1, 200))])) == MAX_OVERTAKEN - already
+def test_one_step_never_passes_the_turn_of_the_oldest() -> None:
+    queue = [large(0), *(small(i) for i in range(1, 200))]
+    for since in (0, 3, OLDEST_EVERY - 1):
+        limits = StepLimits(1000, num_free_rows=1000, turn=Turn(queue, since))
+        started = list(admissible(queue, SmallOnly(), limits))
+        assert len(started) == OLDEST_EVERY - 1 - since
 
 
-def test_no_request_is_overtaken_more_than_64_times() -> None:
-    """A stream of small requests behind a large one: at last it holds up the queue."""
+def test_an_oldest_that_starts_gives_the_turn_to_the_next() -> None:
+    """In order of arrival nobody is ever held up."""
+    queue = [small(i) for i in range(200)]
+    limits = StepLimits(1000, num_free_rows=1000, turn=Turn(queue, OLDEST_EVERY - 1))
+    assert list(admissible(queue, SmallOnly(), limits)) == queue
+
+
+def test_a_large_one_holds_up_the_others_at_last() -> None:
+    """A stream of small requests behind it: it is admitted once there is room."""
     queue = WaitingQueue()
     head = large(0)
     queue.append(head)
@@ -61,7 +75,44 @@ def test_no_request_is_overtaken_more_than_64_times() -> None:
     for _ in range(100):
         for _ in range(5):
             queue.append(stream.popleft())
-        for request in list(admissible(queue, SmallOnly(), Skips())):
+        limits = StepLimits(1000, num_free_rows=1000, turn=queue.turn())
+        for request in list(admissible(queue, SmallOnly(), limits)):
             queue.admit(request)
             num_admitted += 1
-    assert head.num_overtaken == num_admitted == MAX_OVERTAKEN
+    assert head.num_overtaken == num_admitted == OLDEST_EVERY - 1
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data())
+def test_nobody_waits_for_ever(data: st.DataObject) -> None:
+    """Whoever is chosen, with newcomers all the while and some that are put back.
+
+    One that has n before it starts within OLDEST_EVERY * (n + 1) starts.
+    """
+    queue = WaitingQueue()
+    number = 0
+    due: dict[Request, int] = {}
+    put_back: set[Request] = set()
+    num_starts = 0
+    for _ in range(80):
+        for _ in range(data.draw(st.integers(0, 3))):
+            request = small(number)
+            number += 1
+            queue.append(request)
+            due[request] = num_starts + OLDEST_EVERY * (len(due) + 1)
+        turn = queue.turn()
+        waiting = list(queue.best_effort(turn, None, 0.0))
+        allowed = [request for request in waiting if turn.allows(request)]
+        assert bool(allowed) == bool(waiting)
+        if not allowed:
+            continue
+        request = allowed[data.draw(st.integers(0, len(allowed) - 1))]
+        queue.admit(request)
+        num_starts += 1
+        if request in due:
+            assert num_starts <= due.pop(request)
+        if request not in put_back and data.draw(st.booleans()):
+            put_back.add(request)
+            request.num_requeues += 1
+            queue.requeue([request])
+            due = {other: last + OLDEST_EVERY for other, last in due.items()}

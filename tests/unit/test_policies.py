@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from lightserve.router.policies.base import MAX_OVERTAKEN
 from lightserve.router.policies.chunked import ChunkedPolicy
 from lightserve.router.policies.fcfs import FcfsPolicy
-from lightserve.router.policies.mlfq import MAX_CANDIDATES, MlfqPolicy, queue_of
+from lightserve.router.policies.mlfq import MAX_CANDIDATES, MAX_OVERTAKEN, MlfqPolicy, queue_of
 from lightserve.router.policies.priority import PriorityPolicy
 from lightserve.router.policies.round_robin import RoundRobinPolicy
 from lightserve.router.request import Request

@@ -72,7 +72,7 @@ def test_priority_orders_what_never_ran() -> None:
     queue.requeue(put_back)
     numbers = [9, 2, 0, 3, 1, 4]
     assert [request.arrival_number for request in queue.real_time()] == numbers
-    best_effort = queue.best_effort(None, 0.0)
+    best_effort = queue.best_effort(queue.turn(), None, 0.0)
     assert [request.arrival_number for request in best_effort] == numbers
     both = [request.arrival_number for request in queue]
     assert both == [9, 9, 2, 2, 0, 0, 3, 3, 1, 1, 4, 4]

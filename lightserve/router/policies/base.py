@@ -13,6 +13,7 @@ from lightserve.router.request import WAITING, Request
 from lightserve.router.shares import Share
 from lightserve.router.step_cost import StepCost, StepGuard
 from lightserve.router.time_share import TimeShare
+from lightserve.router.turns import Turn
 from lightserve.types import BE, RT, RequestClass
 
 NO_LIMIT = 1 << 30
@@ -52,6 +53,8 @@ class StepLimits:
     """Whether these are made beside it; otherwise they follow it."""
     outlook: Outlook = NO_OUTLOOK
     """What real-time requests ask for."""
+    turn: Turn = field(default_factory=Turn)
+    """Whose turn it is among best-effort requests that wait."""
     skips: Skips = field(default_factory=Skips)
     """Where the policy says whom it leaves out, and why."""
 
@@ -77,37 +80,39 @@ class Waiting(Protocol):
 
 LOOK_AHEAD = 8
 """Best-effort requests that may be passed over in one step."""
-MAX_OVERTAKEN = 64
-"""A best-effort request that was overtaken this often holds up the queue (ageing)."""
 
 
 def admissible(
-    waiting: Iterable[Request], admission: AdmissionRound, skips: Skips
+    waiting: Iterable[Request], admission: AdmissionRound, limits: StepLimits
 ) -> Iterator[Request]:
     """Yield waiting requests that may start, in order, each already counted by `admission`.
 
     A real-time request that may not start ends the search. A best-effort one may be passed
-    over: the order of batch work is free, and a smaller one behind it may fit now. `skips` is
-    told of those who are passed, and what ended the search of the class that it ended with.
+    over: the order of batch work is free, and a smaller one behind it may fit now; but where it is
+    the turn of the oldest, it is that one or none. `limits.skips` is told of those who are passed,
+    and what ended the search of the class that it ended with.
     """
-    num_passed, may_overtake = 0, MAX_OVERTAKEN
+    skips, turn = limits.skips, limits.turn
+    num_passed = 0
     for request in waiting:
         if request.num_schedulable_tokens == 0:
             skips.note(request, Reason.BLOCKED)
             continue  # preempted, and its frontend has not caught up with it yet
-        if admission.admit(request):
-            yield request
-            may_overtake -= num_passed > 0
-        else:
-            skips.note(request, Reason.KV_FUTURE)
-            if request.request_class is RT or num_passed == LOOK_AHEAD:
-                skips.stop(request.request_class, Reason.KV_FUTURE)
-                return
-            num_passed += 1
-            may_overtake = min(may_overtake, MAX_OVERTAKEN - request.num_overtaken)
-        if may_overtake <= 0:
-            skips.stop(request.request_class, Reason.ORDER)
+        is_best_effort = request.request_class is BE
+        if is_best_effort and not turn.allows(request):
+            skips.note(request, Reason.ORDER)
+            skips.stop(BE, Reason.ORDER)
             return
+        if admission.admit(request):
+            if is_best_effort:
+                turn.note(request)
+            yield request
+            continue
+        skips.note(request, Reason.KV_FUTURE)
+        if not is_best_effort or num_passed == LOOK_AHEAD:
+            skips.stop(request.request_class, Reason.KV_FUTURE)
+            return
+        num_passed += 1
 
 
 def within_be_limit(

@@ -20,6 +20,7 @@ class BudgetedStep:
     def __init__(self, limits: StepLimits) -> None:
         self.budget = limits.max_num_batched_tokens
         self.chosen: list[Share] = []
+        self._limits = limits
         self._skips = limits.skips
         self._cost = limits.cost
         self._loads = StepLoads(limits)
@@ -61,7 +62,7 @@ class BudgetedStep:
         `classes` are those that may be among them: none of theirs is looked for elsewhere.
         """
         num_started = 0
-        newcomers = admissible(waiting, admission, self._skips)
+        newcomers = admissible(waiting, admission, self._limits)
         while self.budget > 0 and num_started < num_rows and (request := next(newcomers, None)):
             if not self._loads_beside(request):
                 self.add(request, request.num_schedulable_tokens)

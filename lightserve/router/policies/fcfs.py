@@ -43,7 +43,7 @@ def _prompts(
 ) -> list[Allotment]:
     chosen: list[Allotment] = []
     candidates = within_be_limit(waiting, running, limits, chosen)
-    for request in admissible(_within(candidates, limits, chosen), admission, limits.skips):
+    for request in admissible(_within(candidates, limits, chosen), admission, limits):
         chosen.append(Allotment(request, request.num_schedulable_tokens))
     limits.skips.stop_all(Reason.ORDER)  # if nothing else: it ended with one that may not be passed
     return chosen

@@ -22,7 +22,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Sequence
 
 from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.policies.base import MAX_OVERTAKEN, StepLimits, Waiting, num_best_effort
+from lightserve.router.policies.base import StepLimits, Waiting, num_best_effort
 from lightserve.router.policies.budget import BudgetedStep
 from lightserve.router.reasons import Reason
 from lightserve.router.request import WAITING, Request
@@ -31,6 +31,8 @@ from lightserve.types import BE, RequestClass
 
 SERVICE_LIMITS = (128, 384, 896, 1920)
 """Tokens at which a request leaves a queue for the next one."""
+MAX_OVERTAKEN = 64
+"""Who was overtaken this often joins the top queue."""
 MAX_CANDIDATES = 32
 """Waiting requests of each class that are looked at, from the head of its queue."""
 

@@ -14,7 +14,7 @@ baseline* of every target about both classes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.policies.base import StepLimits, Waiting
@@ -44,8 +44,7 @@ class PriorityPolicy:
         step = BudgetedStep(limits)
         step.advance(real_time)
         num_rows = limits.num_free_rows + limits.num_yielding_rows
-        newcomers = waiting.of(RT)
-        num_started = step.start(newcomers, admission, num_rows, [RT])
+        num_started = step.start(self.newcomers(waiting), admission, num_rows, [RT])
         if step.budget == 0 or _keeps_waiting(waiting, step.chosen):
             reason = Reason.TOKENS if step.budget == 0 else Reason.ORDER
             limits.skips.note_all(best_effort, reason)
@@ -59,6 +58,10 @@ class PriorityPolicy:
         num_rows = min(limits.num_free_rows - num_started, limits.max_be_seqs - len(best_effort))
         step.start(waiting.of(BE), admission, num_rows, [BE])
         return step.chosen
+
+    def newcomers(self, waiting: Waiting) -> Iterable[Request]:
+        """Return real-time requests that wait, in the order in which they start."""
+        return waiting.of(RT)
 
 
 def _keeps_waiting(waiting: Waiting, chosen: Sequence[Share]) -> bool:

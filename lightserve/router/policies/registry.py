@@ -11,6 +11,7 @@ from lightserve.router.policies.fcfs import FcfsPolicy
 from lightserve.router.policies.mlfq import MlfqPolicy
 from lightserve.router.policies.priority import PriorityPolicy
 from lightserve.router.policies.round_robin import RoundRobinPolicy
+from lightserve.router.policies.sjf import SjfPolicy
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -20,6 +21,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "priority": PriorityPolicy,
     "unified": UnifiedPolicy,
     "round-robin": RoundRobinPolicy,
+    "sjf": SjfPolicy,
 }
 """Factories of the choices of --policy, with what they take unless told otherwise."""
 
@@ -31,6 +33,7 @@ def make_policy(config: ServeConfig) -> Policy:
             UnifiedOptions(
                 late_min_share=config.late_min_share,
                 be_min_share=config.be_min_share,
+                best_first=config.be_by_sharing,
                 long_prompt_tokens=config.long_prompt_tokens,
             )
         )

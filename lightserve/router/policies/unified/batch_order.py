@@ -1,7 +1,7 @@
 """Which best-effort request starts next (mechanisms E1, E5, A9, C8).
 
-The queue gives those that were paused, then the few newcomers that are worth asking, in an order
-that bounds how often each is overtaken. Among the next of either kind the best goes first:
+The queue gives those that were paused, then the few newcomers that are worth asking; before all of
+them the oldest where it is its turn (`turns`). Among the next of either kind the best goes first:
 
     those that resume    who brings the least back: loads and recomputed tokens, in seconds
     newcomers            tokens gained, cached ones included, less those that leave the cache for
@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 
-from lightserve.router.policies.base import MAX_OVERTAKEN, StepLimits
+from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.unified.timed_step import TimedStep
 from lightserve.router.request import Request
 
@@ -33,7 +33,8 @@ class BatchOrder:
     def __init__(self, step: TimedStep, limits: StepLimits) -> None:
         self._step = step
         self._max_tokens = limits.max_num_batched_tokens
-        self._num_free = limits.num_free_slots
+        self._turn = limits.turn
+        self._num_free_at_first = limits.num_free_slots
         self._num_slots = max(1, limits.num_slots)
         self._scores: dict[Request, float] = {}
         self._distances: dict[Request, float] = {}
@@ -45,14 +46,17 @@ class BatchOrder:
 
         `waiting` come in the order of the queue: those that were paused, then by priority.
         """
+        waiting = iter(waiting)
+        if self._turn.is_of_oldest and (oldest := next(waiting, None)) is not None:
+            yield oldest
         for _, group in itertools.groupby(waiting, key=_rank):
-            window: list[_Candidate] = []
+            window: list[Request] = []
             for request in group:
-                window.append(_Candidate(request))
+                window.append(request)
                 if len(window) == WINDOW:
-                    yield self._take_best(window)
+                    yield window.pop(self._index_of_best(window))
             while window:
-                yield self._take_best(window)
+                yield window.pop(self._index_of_best(window))
 
     def score(self, request: Request) -> float:
         """Return the tokens that a newcomer's chunk gains per second."""
@@ -62,14 +66,10 @@ class BatchOrder:
         num_gained = request.next_position + num_new - num_lost
         return num_gained / added_s if added_s > 0 else math.inf
 
-    def _take_best(self, window: list[_Candidate]) -> Request:
-        """Take the best out of a window; those before it are overtaken."""
-        index = next((i for i, candidate in enumerate(window) if candidate.is_old), None)
-        if index is None:
-            index = self._index_of_best([candidate.request for candidate in window])
-        for candidate in window[:index]:
-            candidate.num_overtaken += 1
-        return window.pop(index).request
+    @property
+    def _num_free(self) -> int:
+        """Slots that hold nothing, and that nobody in the step takes."""
+        return max(0, self._num_free_at_first - self._step.num_tokens)
 
     def _index_of_best(self, requests: list[Request]) -> int:
         if len(requests) == 1:
@@ -106,19 +106,6 @@ class BatchOrder:
         num_left = self._step.num_tokens_in_time(request, self._max_tokens)
         compute = (num_rest - num_left) / self._max_tokens
         return math.hypot(compute, (num_rest - self._num_free) / self._num_slots)
-
-
-class _Candidate:
-    """A request in the window, and how often it was overtaken there."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.num_overtaken = 0
-
-    @property
-    def is_old(self) -> bool:
-        """Whether nobody may overtake it any more."""
-        return self.request.num_overtaken + self.num_overtaken >= MAX_OVERTAKEN
 
 
 def _rank(request: Request) -> tuple[bool, int]:

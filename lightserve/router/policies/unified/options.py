@@ -11,5 +11,7 @@ class UnifiedOptions:
 
     late_min_share: float = 0.1
     be_min_share: float = 0.0
+    best_first: bool = True
+    """Whether best-effort requests start by what they gain; otherwise as the queue has them."""
     long_prompt_tokens: int = 4096
     """AccelGen's bound of long prompts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from lightserve.router.admission.base import AdmissionRound
@@ -25,6 +26,7 @@ from lightserve.router.policies.unified.timed_step import TimedStep
 from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import WAITING, Request
 from lightserve.router.shares import Share
+from lightserve.router.turns import Turn
 from lightserve.types import BE, RT
 
 MAX_RESCUED = 4
@@ -142,12 +144,16 @@ class _Filling:
         newcomers = one_long_at_once(
             newcomers, in_time, long_tokens=options.long_prompt_tokens, step=step, skips=skips
         )
-        newcomers = admissible(newcomers, self._admission, skips)
+        newcomers = admissible(newcomers, self._admission, limits)
         num_rows = limits.num_free_rows + limits.num_yielding_rows - step.num_started
         newcomers = step.while_rows(newcomers, num_rows, RT)
         started = self._started()
         jobs = step.while_rows(
-            admissible((r for r in self._jobs if r not in started), self._admission, skips),
+            admissible(
+                (r for r in self._jobs if r not in started),
+                self._admission,
+                replace(limits, turn=Turn()) if self._jobs else limits,
+            ),
             self._rows_left(),
             BE,
         )
@@ -187,9 +193,10 @@ class _Filling:
         skips.note_all(running[num_kept:], Reason.ROWS)
         decodes, prompts = _sort_out(running[:num_kept], skips)
         is_all = step.add_while_in_time(decodes)
-        others = (r for r in self._waiting.of(BE) if r not in started)
-        best_first = BatchOrder(step, self._limits).best_first(others)
-        newcomers = admissible(best_first, self._admission, skips)
+        others: Iterator[Request] = (r for r in self._waiting.of(BE) if r not in started)
+        if self._options.best_first:
+            others = BatchOrder(step, self._limits).best_first(others)
+        newcomers = admissible(others, self._admission, self._limits)
         newcomers = step.while_rows(newcomers, self._rows_left(), BE)
         if _waits_for_memory(skips):
             skips.stop(BE, Reason.ORDER)

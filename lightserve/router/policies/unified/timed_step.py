@@ -62,6 +62,11 @@ class TimedStep:
         return self._budget <= 0
 
     @property
+    def num_tokens(self) -> int:
+        """New tokens in it, each of which takes a slot."""
+        return self._shape.num_new
+
+    @property
     def full_of(self) -> Reason:
         """What there is no more of once somebody did not fit: tokens or time."""
         return Reason.TOKENS if self.is_full else Reason.TIME
