@@ -14,7 +14,7 @@ import msgspec
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
 from lightserve.config.fields import check_limits, option, parse_memory
-from lightserve.config.frontend import FrontendOptions, split_names
+from lightserve.config.frontend import ANY_NAME, FrontendOptions, split_names
 from lightserve.config.graphs import GraphOptions
 from lightserve.config.memory import MemoryOptions
 from lightserve.config.scheduling import SchedulingOptions
@@ -188,14 +188,22 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """All names that clients may use, the model's own first."""
-        return split_names(self.served_model_name) or (self.model_name,)
+        """All names that clients are told, the model's own first."""
+        names = tuple(name for name in split_names(self.served_model_name) if name != ANY_NAME)
+        return names or (self._default_name,)
+
+    @property
+    def takes_any_model_name(self) -> bool:
+        """Whether clients may call the model as they like."""
+        return ANY_NAME in split_names(self.served_model_name)
 
     @property
     def model_name(self) -> str:
         """The model's own name."""
-        if self.served_model_name:
-            return self.model_names[0]
+        return self.model_names[0]
+
+    @property
+    def _default_name(self) -> str:
         if self.model == str(BUNDLED_MODEL_DIR):
             return BUNDLED_MODEL_NAME
         return self.model.rstrip("/").rsplit("/", 1)[-1]

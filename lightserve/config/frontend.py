@@ -16,6 +16,10 @@ METRICS_HOST = "127.0.0.1"
 """Where metrics are served unless told otherwise."""
 
 
+ANY_NAME = "*"
+"""Among the names of a model: clients may use any."""
+
+
 def split_names(text: str) -> tuple[str, ...]:
     """Return the names in a list that commas separate, each once."""
     names = (name.strip() for name in text.split(","))
@@ -32,8 +36,8 @@ class FrontendOptions:
     )
     served_model_name: str = option(
         "",
-        "Names clients use for the model, separated by commas; the first one is its own."
-        " Default: the last part of --model.",
+        "Names clients use for the model, separated by commas; the first one is its own. With *"
+        " among them any name is accepted. Default: the last part of --model.",
     )
     model_sha256: str = option(
         "",

@@ -24,6 +24,9 @@ from lightserve.tokenization.chat_template import ChatTemplate, find_chat_templa
 from lightserve.tokenization.tokenizer import Tokenizer
 from lightserve.tokenization.vocabulary import check_vocabulary
 
+MAX_NAME_CHARS = 256
+"""Of a model's name where any is accepted."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
@@ -135,7 +138,14 @@ class Service:
 
     def check_model(self, name: str) -> None:
         """Check that a request names the served model. Raises InvalidRequest (404)."""
-        if name not in self.model.names:
+        if self.config.takes_any_model_name:
+            # It stands in every event of a stream.
+            if not 1 <= len(name) <= MAX_NAME_CHARS:
+                raise InvalidRequest(
+                    f"model must have 1 to {MAX_NAME_CHARS} characters, got {len(name)}",
+                    param="model",
+                )
+        elif name not in self.model.names:
             known = " and ".join(map(show, self.model.names))
             raise InvalidRequest(
                 f"the model {show(name)} does not exist; this server has {known}",

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 from lightserve.config import ServeConfig
+from lightserve.config.frontend import ANY_NAME
 from lightserve.cost.profile import read_profile
 from lightserve.errors import ConfigError, ModelLoadError, StartupError
 from lightserve.logs import one_line
@@ -64,9 +65,8 @@ def resolve_model(config: ServeConfig) -> ServeConfig:
         if path.exists() or _HUB_ID.fullmatch(config.model) is None:
             raise ModelLoadError(f"--model: {config.model!r} is no directory and no hub id")
         path = _fetch(config.model)
-    return dataclasses.replace(
-        config, model=str(path.resolve()), served_model_name=config.model_name
-    )
+    names = [*config.model_names, *([ANY_NAME] if config.takes_any_model_name else [])]
+    return dataclasses.replace(config, model=str(path.resolve()), served_model_name=",".join(names))
 
 
 def check_model(config: ServeConfig) -> None:

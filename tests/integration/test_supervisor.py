@@ -187,13 +187,14 @@ def start(tmp_path: Path, model: Path) -> Iterator[StartServer]:
 
 def test_a_whole_life(start: StartServer) -> None:
     """Specifications, readiness, the banner, RouterUp, Drain, exit code 0, nothing left."""
-    server = start(None, "--http-workers", "2", "--tp", "2", "--served-model-name", "Tom's")
+    names = ("--served-model-name", "Tom's, other,*")
+    server = start(None, "--http-workers", "2", "--tp", "2", *names)
     assert server.wait_banner().endswith("(model Tom's)\n")
     specs = {entry["name"]: entry["spec"] for entry in server.journal("start")}
     assert sorted(specs) == ["frontend-0", "frontend-1", "router-0", "worker-0", "worker-1"]
     router = specs["router-0"]
     for name, spec in specs.items():
-        assert spec["config"]["served_model_name"] == "Tom's", name
+        assert spec["config"]["served_model_name"] == "Tom's,other,*", name
     for rank in (0, 1):
         worker = specs[f"worker-{rank}"]
         assert worker["workers_address"] == router["workers_address"]

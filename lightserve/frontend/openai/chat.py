@@ -14,7 +14,7 @@ from starlette.responses import Response
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.choices import Choices
 from lightserve.frontend.columns import PieceColumns, json_object
-from lightserve.frontend.generation import Generation, TextDelta
+from lightserve.frontend.generation import Generation, TextDelta, Usage
 from lightserve.frontend.json_body import BODY_BYTES_KEY, StrictModel, read_model, show
 from lightserve.frontend.openai.chunks import ChunkWriter, whole_answer
 from lightserve.frontend.openai.fields import CommonFields
@@ -197,7 +197,7 @@ class ChatShape:
             "service_tier": request.used_tier,
         }
         chunk_envelope = self._envelope | {"object": "chat.completion.chunk"}
-        self._writer = ChunkWriter(chunk_envelope, includes_usage=request.includes_usage)
+        self._writer = ChunkWriter(chunk_envelope, usage=request.usage_chunks)
         self.parser_options = ParserOptions()
         """What to look for in the output; set before it begins."""
         self._parsers: dict[int, OutputParser] = {}
@@ -212,18 +212,20 @@ class ChatShape:
 
     def delta(self, index: int, delta: TextDelta, choices: Choices) -> Iterator[bytes]:
         """Yield chunks with the parts of the text, if any, and one with the finish reason."""
+        usage = choices.generations[index].usage
         if index not in self._parsers:
             slo = raised_slo(choices.generations[index : index + 1])
-            yield self._chunk(index, _ROLE, slo=slo)
+            yield self._chunk(index, _ROLE, usage, slo=slo)
         parts = self._parts(index, delta)
         if not parts and delta.pieces:
             parts = [{"content": ""}]
         logprobs = chat_logprobs(self._tokenizer, delta.pieces) if self.wants_pieces else None
         for part in parts:
-            yield self._chunk(index, part, logprobs=logprobs)
+            yield self._chunk(index, part, usage, logprobs=logprobs)
             logprobs = None
         if delta.finish_reason is not None:
-            yield self._chunk(index, {}, finish_reason=self._reason(index, delta.finish_reason))
+            reason = self._reason(index, delta.finish_reason)
+            yield self._chunk(index, {}, usage, finish_reason=reason)
 
     def closing(self, choices: Choices) -> bytes:
         """Return usage, if wanted, and the end."""
@@ -272,6 +274,7 @@ class ChatShape:
         self,
         index: int,
         delta: dict[str, Any],
+        usage: Usage,
         *,
         logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
@@ -283,7 +286,7 @@ class ChatShape:
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
-        return self._writer.chunk(choice, slo=slo)
+        return self._writer.chunk(choice, usage, slo=slo)
 
 
 def chat_router(service: Service) -> APIRouter:

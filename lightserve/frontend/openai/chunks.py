@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from enum import Enum, auto
 from typing import Any
 
 from msgspec.json import encode
@@ -14,6 +15,16 @@ from lightserve.frontend.raised_targets import raised_slo
 from lightserve.frontend.responses import sse_event
 
 DONE = sse_event(b"[DONE]")
+
+
+class UsageChunks(Enum):
+    """Which chunks of a stream have the usage."""
+
+    NONE = auto()
+    LAST = auto()
+    """One of its own, after all others."""
+    ALL = auto()
+    """That, and every other, for what its choice has used so far."""
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -40,20 +51,28 @@ def whole_answer(
 class ChunkWriter:
     """Writes chunks of one stream; what never changes within it is encoded once."""
 
-    def __init__(self, envelope: dict[str, Any], *, includes_usage: bool) -> None:
+    def __init__(self, envelope: dict[str, Any], *, usage: UsageChunks) -> None:
         """`envelope`: id, object, created, model, service_tier."""
         self._prefix = b"data: " + encode(envelope)[:-1]
-        self._includes_usage = includes_usage
-        self._suffix = b',"usage":null}\n\n' if includes_usage else b"}\n\n"
+        self._usage = usage
+        self._suffix = b"}\n\n" if usage is UsageChunks.NONE else b',"usage":null}\n\n'
 
-    def chunk(self, choice: dict[str, Any], *, slo: dict[str, Any] | None = None) -> bytes:
-        """Return one chunk with this choice, and what there is to say of raised targets."""
+    def chunk(
+        self, choice: dict[str, Any], usage: Usage, *, slo: dict[str, Any] | None = None
+    ) -> bytes:
+        """Return one chunk with this choice, and what there is to say of raised targets.
+
+        `usage` is the choice's so far.
+        """
         prefix = self._prefix if slo is None else self._prefix + b',"slo":' + encode(slo)
-        return prefix + b',"choices":[' + encode(choice) + b"]" + self._suffix
+        suffix = self._suffix
+        if self._usage is UsageChunks.ALL:
+            suffix = b',"usage":' + encode(usage_object(usage)) + b"}\n\n"
+        return prefix + b',"choices":[' + encode(choice) + b"]" + suffix
 
     def closing(self, usage: Usage) -> bytes:
         """Return the usage chunk, if wanted, and the mark of the end."""
-        if not self._includes_usage:
+        if self._usage is UsageChunks.NONE:
             return DONE
         encoded = encode(usage_object(usage))
         return self._prefix + b',"choices":[],"usage":' + encoded + b"}\n\n" + DONE

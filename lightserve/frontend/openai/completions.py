@@ -125,7 +125,7 @@ class CompletionShape:
             "model": request.model,
             "service_tier": request.used_tier,
         }
-        self._writer = ChunkWriter(self._envelope, includes_usage=request.includes_usage)
+        self._writer = ChunkWriter(self._envelope, usage=request.usage_chunks)
         self._logprobs: dict[int, CompletionLogprobs] = {}
         """Of the completions that have begun, in a stream."""
         self._texts: defaultdict[int, TextBuffer] = defaultdict(TextBuffer)
@@ -139,25 +139,27 @@ class CompletionShape:
     def delta(self, index: int, delta: TextDelta, choices: Choices) -> Iterator[bytes]:
         """Yield one chunk; after those of an echoed prompt, if it is long."""
         pieces: Iterable[Piece] = delta.pieces
+        generation = choices.generations[index]
         text, slo = delta.text, None
         if (builder := self._logprobs.get(index)) is None:
             builder = self._logprobs[index] = CompletionLogprobs(self._tokenizer)
-            slo = raised_slo(choices.generations[index : index + 1])
+            slo = raised_slo([generation])
             text = self._prompt_text(index) + text
             if self.prompt_texts and self.wants_pieces:
-                generation = choices.generations[index]
                 own, known = generation.request.prompt_token_ids, generation.prompt_logprobs
                 pieces = itertools.chain(prompt_pieces(self._tokenizer, own, known), pieces)
         if not self.wants_pieces:
-            yield self._writer.chunk(_choice(index, text, None, delta.finish_reason), slo=slo)
+            last = _choice(index, text, None, delta.finish_reason)
+            yield self._writer.chunk(last, generation.usage, slo=slo)
             return
         parts = batches(pieces, TOKENS_PER_CHUNK)
         part = next(parts, [])
         for following in parts:
-            yield self._writer.chunk(_choice(index, text, builder.of_pieces(part), None), slo=slo)
+            choice = _choice(index, text, builder.of_pieces(part), None)
+            yield self._writer.chunk(choice, generation.usage, slo=slo)
             part, text, slo = following, "", None
         last = _choice(index, text, builder.of_pieces(part), delta.finish_reason)
-        yield self._writer.chunk(last, slo=slo)
+        yield self._writer.chunk(last, generation.usage, slo=slo)
 
     def closing(self, choices: Choices) -> bytes:
         """Return usage, if wanted, and the end."""

@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.json_body import StrictModel, show
+from lightserve.frontend.openai.chunks import UsageChunks
 from lightserve.frontend.openai.no_effect import NoEffectModel
 from lightserve.frontend.responses import ARRIVAL_KEY
 from lightserve.frontend.router_client import NewRequest
@@ -52,6 +53,9 @@ class StreamOptions(StrictModel):
     """`stream_options`."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+    """Chunks are never padded."""
 
 
 MAX_KEY_CHARS = 512
@@ -143,15 +147,24 @@ class CommonFields(NoEffectModel):
         return fields.resolve(request.headers, service.config, arrival_s=arrival_s)
 
     @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with a chunk that has the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    def usage_chunks(self) -> UsageChunks:
+        """Which chunks of a stream have the usage."""
+        options = self.stream_options or StreamOptions()
+        if options.include_usage:
+            return UsageChunks.ALL if options.continuous_usage_stats else UsageChunks.LAST
+        return UsageChunks.NONE
 
     def check(self, service: Service) -> None:
         """Check what types cannot. Raises InvalidRequest."""
         service.check_model(self.model)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+        options = self.stream_options
+        if options is not None and options.continuous_usage_stats and not options.include_usage:
+            raise InvalidRequest(
+                "stream_options.continuous_usage_stats needs include_usage to be true",
+                param="stream_options.continuous_usage_stats",
+            )
         if self.include_stop_str_in_output and not self.stop:
             raise InvalidRequest(
                 "include_stop_str_in_output needs stop strings", param="include_stop_str_in_output"
