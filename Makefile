@@ -11,6 +11,7 @@ CLIENTS ?= .venv-clients
 # Everything else comes as requirements/*.txt say, by version and hash.
 TORCH  ?= torch==2.13.0
 PORT   ?= 8000
+SOAK_MINUTES ?= 120
 # Further flags of `lightserve serve`, for instance ARGS="--model path --tp 2"; of `lightserve chat`
 # for `make chat`, of bench/load_test.py for `make bench-client`.
 ARGS   ?=
@@ -39,7 +40,7 @@ HAS_SUPPLY := $(SUPPLY)/.has-supply
 LIGHTSERVE_CACHE = $${XDG_CACHE_HOME:-$$HOME/.cache}/lightserve
 SOURCES := lightserve tests bench
 
-.PHONY: serve chat bench-client test check fmt bench gpu-check gpu-wheels lock audit sbom clean \
+.PHONY: serve chat bench-client test test-long check fmt bench gpu-check gpu-wheels lock audit sbom clean \
 	clean-cache
 
 serve: $(HAS_SERVE)
@@ -53,6 +54,11 @@ bench-client: $(HAS_CLIENTS)
 
 test: $(HAS_TEST)
 	$(BIN)/pytest
+
+# What takes too long for `make test`: a soak of SOAK_MINUTES under mixed load, and 20,000 requests
+# that share prefixes.
+test-long: $(HAS_TEST)
+	SOAK_MINUTES=$(SOAK_MINUTES) $(BIN)/pytest -m long -s
 
 check: $(HAS_TEST)
 	$(BIN)/ruff format --check $(SOURCES)

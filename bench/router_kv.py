@@ -6,6 +6,8 @@ followed by an arrival. The pool is so small that the cache of about 100,000 tok
 every step evicts. What is measured is all that the core asks of the `KVStore` in a step (slots for
 256 decodes and a chunk of a prompt, look-ups of the waiting that the step considers, starts, ends,
 prompts learned, evictions, tails copied ahead, arrivals counted), in CPU time of the thread.
+
+Then what the prefix tree takes in memory for each token that it holds, by what prompts share.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import functools
 import gc
 import time
+import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -33,6 +36,7 @@ from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend, PlannedStep, WorkersReady
 from lightserve.router.factory import make_core_config
 from lightserve.router.intake import QueueLimits
+from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.kv.store import KVStore
 from lightserve.router.request import Request
 from lightserve.sim.workload import load_workload
@@ -243,6 +247,48 @@ def measure(setting: Setting, num_steps: int) -> Figures:
     return Figures(p50, p99, live, cached, in_tree, by_method)
 
 
+MEMORY_TOKENS = 30_000
+"""Of the tree, when its memory is measured."""
+
+
+def bytes_per_token(num_shared: int, num_own: int) -> tuple[float, int]:
+    """Return the tree's memory per token it holds, and its nodes.
+
+    The tree is filled by requests of `num_own` tokens behind one text of `num_shared`; twice as
+    many come, so that half were evicted again.
+    """
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, VOCABULARY, num_shared, dtype=np.int32)
+    tree, num_done = PrefixTree(), 0
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        while num_done < 2 * MEMORY_TOKENS:
+            own = rng.integers(0, VOCABULARY, num_own, dtype=np.int32)
+            prompt = np.concatenate([shared, own])
+            lease, held = tree.acquire("", prompt, is_real_time=True)
+            rest = prompt[len(held) :]
+            tree.extend(lease, rest, np.arange(len(rest), dtype=np.int32))
+            tree.release(lease)
+            del prompt, rest, held, lease
+            num_done += num_own
+            tree.evict(max(0, tree.num_resident - MEMORY_TOKENS))
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    return grown / tree.num_resident, sum(1 for _ in tree.nodes())
+
+
+def print_memory() -> None:
+    """Print a table of `bytes_per_token`."""
+    print(f"\nMemory of the tree at {MEMORY_TOKENS:,} tokens, 8 bytes of which are needed:\n")
+    print("| shared, own tokens of a prompt | nodes | bytes per token |")
+    print("| --- | --- | --- |")
+    for num_shared, num_own in ((0, 1000), (8000, 100), (8000, 10), (8000, 3), (8000, 1)):
+        size, num_nodes = bytes_per_token(num_shared, num_own)
+        print(f"| {num_shared:,}, {num_own:,} | {num_nodes:,} | {size:.0f} |")
+
+
 def main() -> None:
     """Print p50 and p99 of the best of several runs, for both classes and two block sizes."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -268,6 +314,7 @@ def main() -> None:
         costs = ", ".join(f"{method} {us:.0f}" for method, us in longest if us >= 1)
         parts.append(f"{name}: {costs}; cached and not in use {best.num_cached:,.0f}")
     print("\nCPU us per step, mean. " + "\n".join(parts))
+    print_memory()
     print(f"\n{time.perf_counter() - start_s:.0f} s, best of {args.runs} runs")
 
 

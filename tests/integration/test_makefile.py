@@ -68,6 +68,14 @@ def test_the_tests_install_nothing_without_a_hash_but_torch() -> None:
     assert "some-torch" in installs[1]
 
 
+def test_long_tests_run_only_where_they_are_asked_for() -> None:
+    assert "SOAK_MINUTES=10 " in (long := _dry_run("test-long", "SOAK_MINUTES=10"))
+    assert "pytest -m long" in long and "-m long" not in _dry_run("test")
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        pytest_options = tomllib.load(file)["tool"]["pytest"]["ini_options"]
+    assert "-m 'not long'" in pytest_options["addopts"]
+
+
 def test_the_gpu_check_with_wheels_fetches_nothing() -> None:
     commands = _dry_run("gpu-check", "WHEELS=some-wheels", "GPU_OUT=there", "ARGS=ceilings")
     assert "python-of-it -m pip install" in commands and "some-wheels/*.whl" in commands

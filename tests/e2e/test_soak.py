@@ -1,0 +1,24 @@
+"""A server over hours, as `make test-long` runs it: see bench/soak.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightserve
+
+SOAK = Path(lightserve.__file__).parents[1] / "bench" / "soak.py"
+MINUTES = os.environ.get("SOAK_MINUTES", "120")
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(0)]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["mixed", "--minutes", MINUTES], ["shared"]], ids=["mixed", "shared"]
+)
+def test_nothing_grows(arguments: list[str]) -> None:
+    subprocess.run([sys.executable, str(SOAK), *arguments], check=True)
