@@ -161,6 +161,7 @@ class Frontend:
         self._classes: list[RequestClass] = []
         """Of all requests, by number."""
         hello = FrontendHello(
+            session=1,
             protocol_version=PROTOCOL_VERSION,
             boot_id=BOOT_ID,
             config_hash=spec.config.digest,

@@ -107,6 +107,10 @@ def from_router(error: ErrorCode, retry_after_s: float = 0.0) -> InvalidRequest 
                 "the schema, pattern or grammar became too complex in the middle of the output",
                 code=error.value,
             )
+        case ErrorCode.INVALID:
+            return RequestFailed(
+                "the server could not process this request", code="internal_error", status=500
+            )
         case ErrorCode.TOO_LARGE:
             return InvalidRequest(
                 "prompt and max_tokens together are more than the server can hold",

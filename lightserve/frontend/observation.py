@@ -14,6 +14,7 @@ from lightserve.metrics.catalogue import (
     HTTP_REJECTIONS,
     HTTP_RESPONSES,
     IPC_REJECTED,
+    IPC_SESSIONS_LOST,
     LOG_LINES_DROPPED,
     REQUESTS_IN_FLIGHT,
 )
@@ -84,12 +85,15 @@ class Observation:
         """Count an HTTP response."""
         self.recorder.counter(HTTP_RESPONSES, method, route, str(status)).value += 1
 
-    def snapshot(self, *, num_in_flight: int, num_rejected_frames: int) -> MetricsSnapshot:
+    def snapshot(
+        self, *, num_in_flight: int, num_rejected_frames: int, num_sessions_lost: int = 0
+    ) -> MetricsSnapshot:
         """Return everything as it stands."""
         recorder = self.recorder
         for code, count in self.rejects.items():
             recorder.counter(HTTP_REJECTIONS, code).value = count
         recorder.gauge(REQUESTS_IN_FLIGHT).value = num_in_flight
         recorder.counter(IPC_REJECTED, "frontend").value = num_rejected_frames
+        recorder.counter(IPC_SESSIONS_LOST).value = num_sessions_lost
         recorder.counter(LOG_LINES_DROPPED, "frontend").value = num_dropped_lines()
         return MetricsSnapshot(samples=recorder.snapshot())

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import secrets
 import socket
 import sys
 from collections.abc import Callable
@@ -115,6 +116,7 @@ class Frontend:
         self._router_link: RouterLink | None = None
         self._num_rejected = 0
         """Frames that did not decode, on links to earlier routers."""
+        self._num_sessions_lost = 0
         self._router_task: asyncio.Task[None] | None = None
         self._drain_task: asyncio.Task[None] | None = None
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -171,7 +173,9 @@ class Frontend:
         if self._router_link is not None:
             num_rejected += self._router_link.num_rejected
         return self._service.observation.snapshot(
-            num_in_flight=self._service.in_flight.count, num_rejected_frames=num_rejected
+            num_in_flight=self._service.in_flight.count,
+            num_rejected_frames=num_rejected,
+            num_sessions_lost=self._num_sessions_lost,
         )
 
     async def _drain(self, timeout_s: float) -> None:
@@ -213,6 +217,7 @@ class Frontend:
         client = self._service.router
         try:
             while True:
+                session = secrets.randbits(62)
                 link.send(
                     FrontendHello(
                         protocol_version=PROTOCOL_VERSION,
@@ -220,13 +225,17 @@ class Frontend:
                         config_hash=self._spec.config.digest,
                         frontend_id=FrontendId(self._spec.index),
                         generation=self._spec.generation,
+                        session=session,
                     )
                 )
-                client.attach(link, router.boot_id)
+                client.attach(link, router.boot_id, session)
                 await self._listen(link)
                 # A router that dropped this frontend says nothing more; a new hello, which
-                # makes it forget the old requests, brings both back together.
-                log.error("the router is silent; %d requests failed", client.num_live)
+                # makes it forget the old requests, brings both back together. So it does where
+                # messages were lost, or another process had this frontend's name for a while.
+                what = "out of step" if client.is_out_of_step else "silent"
+                self._num_sessions_lost += 1
+                log.error("the router is %s; %d requests failed", what, client.num_live)
                 client.detach()
         finally:
             client.detach()
@@ -235,7 +244,10 @@ class Frontend:
             link.close()
 
     async def _listen(self, link: RouterLink) -> None:
-        """Pass messages on until none has come for so long that the router cannot be only late."""
+        """Pass messages on until the two ends have lost each other.
+
+        Then none has come for so long that the router cannot be only late, or some did not come.
+        """
         with contextlib.suppress(TimeoutError):
             while True:
                 async with asyncio.timeout(LATE_TIMEOUT_S):
@@ -243,6 +255,8 @@ class Frontend:
                 client = self._service.router
                 was_ready = client.is_ready
                 client.on_message(message)
+                if client.is_out_of_step:
+                    return
                 if client.is_ready and not was_ready:
                     self._control.send(FrontendServing())
 

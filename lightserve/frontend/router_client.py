@@ -62,6 +62,9 @@ RouterLink = AsyncLink[FrontendMessage, RouterMessage]
 MAX_TOKENS_PER_TURN = 128
 """Of one completion: even 128 completions at a time keep the event loop for some 50 ms only."""
 
+MAX_FOREIGN = 3
+"""Statuses of another session, about a second apart, after which this one is given up."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class NewRequest:
@@ -245,11 +248,33 @@ class _Connection:
     num_kv_slots: int = 0
     device: DeviceFacts | None = None
     workers_ready: bool = False
+    session: int = 0
+    """Of the hello that was said to it."""
+    num_foreign: int = 0
+    """Statuses in a row that were for another session."""
+    num_deltas: int | None = None
+    """That have come in this session; None: before its first status."""
+    is_out_of_step: bool = False
     status: RouterStatus | None = None
     unsent: list[Abort | Finish] = field(default_factory=list)
     """Ends that found the queue full; sent again with the next message that arrives."""
     progress: dict[RequestId, int] = field(default_factory=dict)
     """Acknowledgements to be sent with the next turn of the loop, or the next message."""
+
+
+def _on_status(connection: _Connection, status: RouterStatus) -> None:
+    """Take in a status: it says all that matters anew, so that a lost welcome does no harm."""
+    if status.session != connection.session:
+        connection.num_foreign += 1  # as a rule it left before this session's hello came
+        connection.is_out_of_step |= connection.num_foreign >= MAX_FOREIGN
+        return
+    connection.num_foreign = 0
+    if connection.num_deltas is None:
+        connection.num_deltas = status.num_deltas
+    connection.is_out_of_step |= connection.num_deltas != status.num_deltas
+    connection.status = status
+    connection.num_kv_slots = status.num_kv_slots or connection.num_kv_slots
+    connection.workers_ready = status.workers_ready and connection.num_kv_slots > 0
 
 
 class RouterClient:
@@ -321,8 +346,16 @@ class RouterClient:
 
     # ------------------------------------------------------------------ the link
 
-    def attach(self, link: RouterLink, boot_id: str) -> None:
-        """Use this link from now on; requests are taken once its router says welcome.
+    @property
+    def is_out_of_step(self) -> bool:
+        """Whether messages of the router are lost, or it takes another process for this one.
+
+        A new hello, after `detach`, brings both back together.
+        """
+        return self._connection is not None and self._connection.is_out_of_step
+
+    def attach(self, link: RouterLink, boot_id: str, session: int = 0) -> None:
+        """Use this link from now on; requests are taken once its router says that it is ready.
 
         A router attached again is as silent as before: only what it says shows that it lives.
         """
@@ -330,7 +363,7 @@ class RouterClient:
         heard_s = self._clock()
         if self._last_heard is not None and self._last_heard[0] == boot_id:
             heard_s = self._last_heard[1]
-        self._connection = _Connection(link, boot_id, heard_s=heard_s)
+        self._connection = _Connection(link, boot_id, heard_s, session=session)
 
     def detach(self) -> None:
         """Forget the router: all live requests fail. No effect while there is none."""
@@ -348,11 +381,12 @@ class RouterClient:
             return
         connection.heard_s = self._clock()
         if isinstance(message, TokenDelta):
+            if connection.num_deltas is not None:
+                connection.num_deltas += 1
             for delta in message.requests:
                 self._on_delta(delta)
         elif isinstance(message, RouterStatus):
-            connection.status = message
-            connection.workers_ready = message.workers_ready and connection.num_kv_slots > 0
+            _on_status(connection, message)
         elif isinstance(message, RouterWelcome) and message.boot_id == connection.boot_id:
             connection.num_kv_slots = message.num_kv_slots
             connection.device = message.device

@@ -45,6 +45,8 @@ class FrontendHello(Message, frozen=True):
     frontend_id: FrontendId
     generation: int
     """How often this frontend has been started, from 0 (`ChildSpec.generation`)."""
+    session: int
+    """A number that no other hello has; the router's status repeats it."""
 
 
 class Submit(Message, frozen=True):
@@ -117,6 +119,8 @@ class ErrorCode(StrEnum):
     TOO_LARGE = "too_large"
     """Prompt plus max_tokens can never fit into the KV pool or the context."""
     QUEUE_FULL = "queue_full"
+    INVALID = "invalid"
+    """Its message says what no frontend may say."""
 
 
 class RouterWelcome(Message, frozen=True):
@@ -182,6 +186,10 @@ class RouterStatus(Message, frozen=True):
     """Cumulative execution time of rank 0."""
     worker_idle_s: float
     """Cumulative time rank 0 waited for a plan although requests could have advanced."""
+    session: int = 0
+    """Of the hello that the router heard last under this frontend's name."""
+    num_deltas: int = 0
+    """`TokenDelta`s sent since. With another number than arrived, some are lost."""
 
 
 RouterMessage = RouterWelcome | TokenDelta | RouterStatus | KVMap

@@ -336,6 +336,11 @@ IPC_REJECTED = counter(
     "Frames from other processes of this server that did not decode, by who received them.",
     ("role",),
 )
+IPC_SESSIONS_LOST = counter(
+    "ipc_sessions_lost_total",
+    Origin.FRONTEND,
+    "Times that a frontend began anew with a router that was silent, or whose messages were lost.",
+)
 LOOP_TURN_TIME = histogram(
     "loop_turn_seconds",
     Origin.ALL,

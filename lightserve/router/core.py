@@ -94,7 +94,7 @@ class RouterCore(CoreState):
             admission_limit=self._config.admission_limit,
         )
         self._num_arrivals += 1
-        if request.key in self._requests:
+        if request.key in self._requests or request.key in self._unfinished:
             raise ProtocolError(f"request {request.key} is a duplicate")
         backlog = self._waiting.backlog(request.request_class)
         limits = self._config.queue_limits[request.request_class]
@@ -135,7 +135,8 @@ class RouterCore(CoreState):
         request = self._requests.get(key) or self._unfinished.get(key)
         if request is None:
             return
-        self._learn_length(request, finish.num_tokens)
+        if 1 <= finish.num_tokens <= len(request.output_token_ids):
+            self._learn_length(request, finish.num_tokens)
         self._forget(request)
 
     def _forget(self, request: Request) -> None:

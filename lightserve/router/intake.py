@@ -6,10 +6,12 @@ from its arrival to its end, and kept once for all choices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+from msgspec.structs import astuple
 
 from lightserve.errors import ProtocolError
 from lightserve.messages.common import Constraint, Int32Array, unpack_int32
@@ -26,6 +28,12 @@ EOS_BYTES = 104
 """Of an id in a set."""
 CHARACTER_BYTES = 8
 """Of a text that is not ASCII, with what Python keeps of it in UTF-8."""
+
+MAX_INT32 = 2**31 - 1
+MAX_SECONDS = 1e9
+MAX_ADDED = 100.0
+"""Largest bias or penalty."""
+MAX_LOGPROBS = 20
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -46,6 +54,52 @@ class QueueLimits:
             backlog.num_requests < self.max_requests
             and backlog.num_tokens + num_prompt_tokens <= self.max_tokens
         )
+
+
+def check_submit(submit: Submit, vocab_size: int) -> None:
+    """Check what the workers rely on, and what decisions are calculated with.
+
+    Frontends check requests for their clients, in words for them; this is for frontends that do
+    not: a token id beyond the vocabulary would take the workers along.
+
+    Raises:
+        ProtocolError: something is outside its limits; the text names it.
+    """
+    sampling, slo = submit.sampling, submit.slo
+    prompt = _prompt_of(submit)
+    ids: dict[str, Sequence[int]] = {
+        "prompt": [int(prompt.min()), int(prompt.max())] if len(prompt) else [],
+        "eos_token_ids": submit.eos_token_ids,
+        "allowed_token_ids": sampling.allowed_token_ids,
+        "logit_bias": [token_id for token_id, _ in sampling.logit_bias],
+    }
+    for name, token_ids in ids.items():
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            raise ProtocolError(f"request {submit.request_id}: {name} beyond the vocabulary")
+    ranges = {
+        "length of the prompt": (len(prompt), 1, MAX_INT32),
+        "max_tokens": (submit.max_tokens, 1, MAX_INT32),
+        "priority": (submit.priority, -MAX_INT32, MAX_INT32),
+        "age_s": (submit.age_s, 0.0, MAX_SECONDS),
+        "temperature": (sampling.temperature, 0.0, MAX_INT32),
+        "top_p": (sampling.top_p, 0.0, 1.0),
+        "top_k": (sampling.top_k, 0, vocab_size),
+        "seed": (sampling.seed, -(2**63), 2**63 - 1),
+        "choice": (sampling.choice, 0, MAX_INT32),
+        "min_p": (sampling.min_p, 0.0, 1.0),
+        "frequency_penalty": (sampling.frequency_penalty, -MAX_ADDED, MAX_ADDED),
+        "presence_penalty": (sampling.presence_penalty, -MAX_ADDED, MAX_ADDED),
+        "repetition_penalty": (sampling.repetition_penalty, 1 / MAX_ADDED, MAX_ADDED),
+        "min_tokens": (sampling.min_tokens, 0, submit.max_tokens),
+        "num_logprobs": (sampling.num_logprobs or 0, 0, MAX_LOGPROBS),
+        "num_prompt_logprobs": (sampling.num_prompt_logprobs or 0, 0, MAX_LOGPROBS),
+    }
+    checks = [(name, *limits) for name, limits in ranges.items()]
+    checks += [("slo", t, 0.0, MAX_SECONDS) for t in astuple(slo) if t is not None]
+    checks += [("logit_bias", b, -MAX_ADDED, MAX_ADDED) for _, b in sampling.logit_bias]
+    for name, value, low, high in checks:
+        if not low <= value <= high:  # nor if it is not a number
+            raise ProtocolError(f"request {submit.request_id}: {name} must be {low} to {high}")
 
 
 class HeldParameters:

@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from lightserve.channels.base import Hub, Link
 from lightserve.channels.wait import Waitable, wait_readable
 from lightserve.channels.zmq import bind_hub
@@ -25,12 +27,15 @@ from lightserve.logs import num_dropped_lines
 from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.frontend_router import (
     Abort,
+    ErrorCode,
     Finish,
     FrontendHello,
     FrontendMessage,
+    RequestDelta,
     RouterMessage,
     RouterWelcome,
     Submit,
+    TokenDelta,
 )
 from lightserve.messages.kv_map import DescribeKV, KVMap
 from lightserve.messages.metrics import MetricsSnapshot
@@ -66,8 +71,9 @@ from lightserve.router.events import (
     WorkersReady,
 )
 from lightserve.router.factory import make_core
+from lightserve.router.intake import MAX_INT32, check_submit
 from lightserve.router.metrics import RouterMetrics
-from lightserve.types import FrontendId
+from lightserve.types import FinishReason, FrontendId
 
 STATUS_INTERVAL_S = 1.0
 MAX_TURN_S = 0.02
@@ -91,7 +97,10 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
     collector = Collector()
     control.send(ChildReady())
     RouterProcess(
-        spec, core, frontends, workers, control, collector=collector, decision_log=decision_log
+        *(spec, core, frontends, workers, control),
+        collector=collector,
+        decision_log=decision_log,
+        vocab_size=model.vocab_size,
     ).serve()
     return 0
 
@@ -124,6 +133,15 @@ class _WorkerGroup:
     hellos: dict[int, WorkerHello] = field(default_factory=dict)
 
 
+@dataclass
+class _Session:
+    """What follows a hello of a frontend."""
+
+    generation: int
+    number: int
+    num_deltas: int = 0
+
+
 class RouterProcess:
     """The loop. `core` decides; this object only knows who is connected."""
 
@@ -137,8 +155,10 @@ class RouterProcess:
         *,
         collector: Collector | None = None,
         decision_log: DecisionLogFile | None = None,
+        vocab_size: int = MAX_INT32,
     ) -> None:
         """Without a `collector` garbage is collected as Python does by itself."""
+        self._vocab_size = vocab_size
         self._spec = spec
         self._collector = collector
         self.core = core
@@ -150,8 +170,8 @@ class RouterProcess:
         self._workers = workers
         self._control = control
         self._sources: list[Waitable] = [workers, frontends, control]
-        self._connected: dict[FrontendId, int] = {}
-        """Frontends that have said hello, and their generation."""
+        self._connected: dict[FrontendId, _Session] = {}
+        """Frontends that have said hello."""
         self._group = _WorkerGroup()
         self._welcome: RouterWelcome | None = None
         self._next_status_s = 0.0
@@ -283,11 +303,24 @@ class RouterProcess:
             answer = KVMap(query_id=message.query_id, pool=self.core.kv_map())
             self._send(frontend_id, answer)
             return
+        if isinstance(message, Submit) and not self._is_legal(peer, frontend_id, message):
+            return
         try:
             _log_wish(frontend_id, message)
             self._dispatch(FromFrontend(frontend_id, message))
         except ProtocolError as error:
             log.error("dropped a message of %s: %s", peer, error)
+
+    def _is_legal(self, peer: str, frontend_id: FrontendId, submit: Submit) -> bool:
+        """Whether a request says nothing that no frontend may say; it is told if not."""
+        try:
+            check_submit(submit, self._vocab_size)
+        except ProtocolError as error:
+            log.error("refused a request of %s: %s", peer, error)
+            failure = RequestDelta(submit.request_id, [], FinishReason.ERROR, ErrorCode.INVALID)
+            self._deliver([Outgoing(frontend_id, TokenDelta(requests=[failure]))])
+            return False
+        return True
 
     def _on_frontend_hello(self, peer: str, hello: FrontendHello) -> None:
         ours = (PROTOCOL_VERSION, self._spec.boot_id, self._spec.config.digest, peer)
@@ -297,7 +330,7 @@ class RouterProcess:
             return
         if hello.frontend_id in self._connected:
             self._forget(hello.frontend_id)
-        self._connected[hello.frontend_id] = hello.generation
+        self._connected[hello.frontend_id] = _Session(hello.generation, hello.session)
         if self._welcome is not None:
             self._send(hello.frontend_id, self._welcome)
         self._next_status_s = 0.0
@@ -307,6 +340,8 @@ class RouterProcess:
         for outgoing in news:
             if is_verbose:
                 _log_ends(outgoing)
+            if (session := self._connected.get(outgoing.frontend_id)) is not None:
+                session.num_deltas += 1
             self._send(outgoing.frontend_id, outgoing.message)
 
     def _send(self, frontend_id: FrontendId, message: RouterMessage) -> None:
@@ -325,7 +360,8 @@ class RouterProcess:
     def _on_supervisor(self, message: SupervisorMessage) -> None:
         if isinstance(message, FrontendLost):
             # A successor may have said hello already.
-            if self._connected.get(message.frontend_id) == message.generation:
+            session = self._connected.get(message.frontend_id)
+            if session is not None and session.generation == message.generation:
                 self._forget(message.frontend_id)
         elif isinstance(message, WorkersLost) and message.generation == self._group.generation:
             self._lose_workers(next_generation=message.generation + 1)
@@ -338,8 +374,9 @@ class RouterProcess:
         if self._decision_log is not None:
             self._decision_log.flush()
         status = self.core.status(now_s)
-        for frontend_id in list(self._connected):
-            self._send(frontend_id, status)
+        for frontend_id, session in list(self._connected.items()):
+            numbers = {"session": session.number, "num_deltas": session.num_deltas}
+            self._send(frontend_id, msgspec.structs.replace(status, **numbers))
         if status.stalled_s > self._spec.config.step_timeout_s:
             self._ask_for_new_workers(status.stalled_s)
         num_rejected = sum(

@@ -27,7 +27,7 @@ from lightserve.messages.frontend_router import (
     Submit,
     TokenDelta,
 )
-from lightserve.messages.supervision import Heartbeat
+from lightserve.messages.supervision import Heartbeat, RouterUp
 from lightserve.types import FinishReason, RequestId
 
 CHAT = {"model": BUNDLED_MODEL_NAME, "messages": [{"role": "user", "content": "hi"}]}
@@ -402,3 +402,73 @@ def test_the_process_is_light() -> None:
     heavy, rss_mb = done.stdout.rsplit(maxsplit=1)
     assert heavy == "[]"
     assert int(rss_mb) <= 150
+
+
+def test_lost_tokens_end_their_requests_and_no_others_follow(tmp_path: Path) -> None:
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up()
+        body = json.dumps(COMPLETION | {"stream": True})
+        client = await running.post("/v1/completions", body, close=True)
+        await eventually(lambda: len(hub.of(Submit)) == 1)
+        request_id = hub.of(Submit)[0].request_id
+        hub.say(router_status(num_kv_slots=1000))
+        hub.say(TokenDelta(requests=[said(request_id, [50])]))
+        await client.until(b"data: ")
+        hub.num_to_lose = 1
+        hub.say(TokenDelta(requests=[said(request_id, [51])]))
+        hub.say(router_status(num_kv_slots=1000))
+        _, answer = await client.rest()
+        assert b"router_lost" in answer, "its answer would have a hole"
+        await eventually(lambda: len(hub.of(FrontendHello)) == 2)
+        await running.until_status("/readyz", 200)
+        hub.say(router_status(num_kv_slots=1000))
+        hub.answer = says([50, 2])
+        client = await running.post("/v1/completions", json.dumps(COMPLETION), close=True)
+        assert (await client.rest())[0] == 200
+        assert len(hub.of(FrontendHello)) == 2
+        sessions = {hello.session for hello in hub.of(FrontendHello)}
+        assert len(sessions) == 2
+
+    _serve(tmp_path, scenario)
+
+
+def test_a_welcome_that_is_lost_leaves_no_frontend_unready(tmp_path: Path) -> None:
+    """Another process had this frontend's name when the router said welcome."""
+
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up(says([50, 2]))
+        await running.router_down()
+        await running.until_status("/readyz", 503)
+        hub.loses_welcomes = True
+        up = RouterUp(address=hub.address, boot_id=hub.boot_id)
+        await running.control.orders.put(up)
+        await eventually(lambda: len(hub.of(FrontendHello)) == 2)
+        hub.say(router_status(num_kv_slots=1000))
+        await running.until_status("/readyz", 200)
+        client = await running.post("/v1/completions", json.dumps(COMPLETION | {"max_tokens": 2}))
+        await client.until(b'"usage"')
+        client.hang_up()
+
+    _serve(tmp_path, scenario)
+
+
+def test_a_name_that_was_taken_over_is_claimed_again(tmp_path: Path) -> None:
+    """The router heard the hello of another process with this frontend's name."""
+
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up()
+        client = await running.post("/v1/completions", json.dumps(COMPLETION), close=True)
+        await eventually(lambda: len(hub.of(Submit)) == 1)
+        foreign, own = router_status(session=77), router_status(num_kv_slots=1000)
+        for status in (foreign, foreign, own):  # may have left before a hello came
+            hub.say(status)
+        assert (await running.get("/readyz"))[0] == 200
+        for _ in range(3):
+            hub.say(foreign)
+        code, _ = await client.rest()  # the router has forgotten it
+        assert code == 503
+        await eventually(lambda: len(hub.of(FrontendHello)) == 2)
+        hub.say(own)
+        await running.until_status("/readyz", 200)
+
+    _serve(tmp_path, scenario)

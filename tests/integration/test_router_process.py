@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import pytest
 
 from lightserve.channels.memory import MemoryHub, MemoryLink, bind_hub
 from lightserve.config import ServeConfig
 from lightserve.messages.common import PROTOCOL_VERSION, TokenSegment, pack_int32
 from lightserve.messages.frontend_router import (
+    Abort,
+    Acknowledge,
     ErrorCode,
+    Finish,
     FrontendHello,
     FrontendMessage,
+    Progress,
+    RequestDelta,
     RouterMessage,
     RouterStatus,
     RouterWelcome,
@@ -39,9 +47,19 @@ from lightserve.messages.supervision import (
 )
 from lightserve.router.factory import make_core
 from lightserve.router.process import RouterProcess
-from lightserve.types import FrontendId, RequestClass, RequestId, RowId, SamplingParams, StepId
+from lightserve.types import (
+    SLO,
+    FinishReason,
+    FrontendId,
+    RequestClass,
+    RequestId,
+    RowId,
+    SamplingParams,
+    StepId,
+)
 
 BOOT = "boot"
+VOCAB_SIZE = 512
 
 
 @dataclass
@@ -84,6 +102,7 @@ class Scene:
                 config_hash=self.config.digest,
                 frontend_id=FrontendId(0),
                 generation=generation,
+                session=generation + 1,
             )
         )
         return link
@@ -107,6 +126,7 @@ def make_scene(**options: object) -> Scene:
         frontends,
         workers,
         supervisor.connect_link("router-0"),
+        vocab_size=VOCAB_SIZE,
     )
     return Scene(config, process, frontends, workers, supervisor)
 
@@ -272,7 +292,7 @@ def test_a_frame_that_is_no_prompt_hurts_nobody(prompt: list[TokenSegment]) -> N
     frontend.send(submit(2, max_tokens=1000))
     scene.turn()
     news = [m for m in received(frontend) if isinstance(m, TokenDelta)]
-    assert [d.request_id for m in news for d in m.requests] == [2]
+    assert [d.request_id for m in news for d in m.requests] == [1, 2]
 
 
 def test_requests_before_hello_are_dropped() -> None:
@@ -298,6 +318,7 @@ def test_a_hello_of_another_boot_is_refused() -> None:
         config_hash=scene.config.digest,
         frontend_id=FrontendId(0),
         generation=0,
+        session=1,
     )
     link.send(hello)
     link.send(submit())
@@ -320,3 +341,174 @@ def test_a_turn_ends_though_frontends_go_on(monkeypatch: pytest.MonkeyPatch) -> 
         assert load.num_running + load.num_waiting == expected
         if expected == 1:
             assert isinstance(worker.receive(0.0), StepPlan)
+
+
+SAMPLING = SamplingParams()
+
+
+def _sampling(**changes: Any) -> dict[str, object]:
+    return {"sampling": msgspec.structs.replace(SAMPLING, **changes)}
+
+
+def _prompt(*token_ids: int) -> dict[str, object]:
+    return {"prompt": [TokenSegment(token_ids=pack_int32(token_ids))]}
+
+
+ILLEGAL: list[dict[str, object]] = [
+    _prompt(5, VOCAB_SIZE),
+    _prompt(-1),
+    _prompt(),
+    {"prompt": []},
+    {"prompt": [TokenSegment(token_ids=b"12345")]},
+    {"max_tokens": 0},
+    {"max_tokens": 2**40},
+    {"eos_token_ids": [VOCAB_SIZE]},
+    {"age_s": math.nan},
+    {"age_s": -math.inf},
+    {"slo": SLO(ttft_ms=math.nan)},
+    {"priority": 2**63},
+    *(
+        _sampling(**changes)
+        for changes in [
+            {"allowed_token_ids": (VOCAB_SIZE,)},
+            {"allowed_token_ids": (-1,)},
+            {"logit_bias": ((VOCAB_SIZE, 1.0),)},
+            {"logit_bias": ((1, math.nan),)},
+            {"logit_bias": ((1, 1e300), (2, 0.0))},
+            {"temperature": math.nan},
+            {"top_p": -1.0},
+            {"top_k": VOCAB_SIZE + 1},
+            {"seed": 2**63},
+            {"choice": -1},
+            {"repetition_penalty": 0.0},
+            {"repetition_penalty": 1e-300},
+            {"frequency_penalty": math.inf},
+            {"min_tokens": 3},
+            {"num_logprobs": 10**9},
+            {"num_prompt_logprobs": -1},
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize("changes", ILLEGAL, ids=str)
+def test_an_illegal_request_fails_alone_and_never_reaches_a_worker(
+    changes: dict[str, object],
+) -> None:
+    scene = make_scene()
+    frontend, worker = scene.frontend(), scene.worker()
+    worker.send(scene.hello())
+    scene.turn()
+    received(frontend)
+    frontend.send(submit(1, **changes))
+    scene.turn()
+    (news,) = received(frontend)
+    failure = RequestDelta(RequestId(1), [], FinishReason.ERROR, ErrorCode.INVALID)
+    assert news == TokenDelta(requests=[failure])
+    assert worker.receive(0.0) is None
+    frontend.send(submit(2))
+    scene.turn()
+    assert worker.receive(0.0) is not None
+
+
+def test_what_is_said_of_requests_that_are_not_there_changes_nothing() -> None:
+    scene = make_scene()
+    frontend, worker = scene.frontend(), scene.worker()
+    worker.send(scene.hello())
+    frontend.send(submit(1, needs_acknowledgement=True))
+    scene.turn()
+    for message in (
+        Abort(request_id=RequestId(9)),
+        Finish(request_id=RequestId(9), num_tokens=1),
+        Acknowledge(progress=[Progress(RequestId(9), 5), Progress(RequestId(1), -(2**63))]),
+        submit(1),  # its double
+    ):
+        frontend.send(message)
+    scene.turn()
+    scene.process.core.check_integrity()
+    worker.send(result(0, 7))
+    scene.turn()
+    (tokens,) = [m for m in received(frontend) if isinstance(m, TokenDelta)]
+    assert tokens.requests[0].token_ids == [7]
+    for _ in range(2):  # an end with a length that cannot be, twice
+        frontend.send(Finish(request_id=RequestId(1), num_tokens=2**62))
+    scene.turn()
+    assert scene.process.core.num_unfinished == 0
+    assert scene.process.core._config.lengths.average < 1000
+
+
+@pytest.mark.parametrize("step_id", [1, 7], ids=["lost", "far"])
+def test_a_result_that_is_not_the_next_one_replaces_the_workers(step_id: int) -> None:
+    scene = make_scene()
+    frontend, worker = scene.frontend(), scene.worker()
+    worker.send(scene.hello())
+    frontend.send(submit())
+    scene.turn()
+    while scene.supervisor.receive(0.0) is not None:
+        pass
+    worker.send(result(step_id, 7))
+    scene.turn()
+    said = []
+    while (item := scene.supervisor.receive(0.0)) is not None:
+        said.append(item[1])
+    assert any(isinstance(message, WorkersStalled) for message in said)
+
+
+def test_a_result_that_comes_twice_replaces_the_workers() -> None:
+    scene = make_scene()
+    frontend, worker = scene.frontend(), scene.worker()
+    worker.send(scene.hello())
+    frontend.send(submit(max_tokens=9))
+    scene.turn()
+    for _ in range(2):
+        worker.send(result(0, 7))
+    scene.turn()
+    said = []
+    while (item := scene.supervisor.receive(0.0)) is not None:
+        said.append(item[1])
+    assert any(isinstance(message, WorkersStalled) for message in said)
+    tokens = [d for m in received(frontend) if isinstance(m, TokenDelta) for d in m.requests]
+    assert [d.token_ids for d in tokens] == [[7]], "no token twice"
+
+
+def test_statuses_say_for_whom_they_are_and_what_was_sent_before() -> None:
+    scene = make_scene()
+    frontend, worker = scene.frontend(generation=4), scene.worker()
+    worker.send(scene.hello())
+    frontend.send(submit())
+    scene.turn()
+    worker.send(result(0, 7))
+    scene.turn()
+    scene.process._send_status(0.0)
+    statuses = []
+    while (message := frontend.receive(0.0)) is not None:
+        if isinstance(message, RouterStatus):
+            statuses.append((message.session, message.num_deltas))
+    assert statuses[-1] == (5, 1)
+
+
+def test_a_frontend_that_does_not_read_loses_its_requests_alone() -> None:
+    scene = make_scene()
+    full, worker = scene.frontend(), scene.worker()
+    other = scene.frontends.connect_link("frontend-1")
+    other.send(
+        FrontendHello(
+            protocol_version=PROTOCOL_VERSION,
+            boot_id=BOOT,
+            config_hash=scene.config.digest,
+            frontend_id=FrontendId(1),
+            generation=0,
+            session=9,
+        )
+    )
+    worker.send(scene.hello())
+    full.send(submit(1, max_tokens=50))
+    other.send(submit(1))
+    scene.turn()
+    for _ in range(5000):  # its queue holds 4096
+        scene.process._send(FrontendId(0), RouterWelcome(boot_id=BOOT, num_kv_slots=1))
+    scene.turn()
+    assert FrontendId(0) not in scene.process._connected
+    keys = set(scene.process.core._requests)
+    assert keys == {(1, 1)}
+    scene.process.core.check_integrity()

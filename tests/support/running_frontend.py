@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from lightserve.channels.zmq import bind_hub
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull
@@ -19,6 +21,7 @@ from lightserve.messages.frontend_router import (
     FrontendHello,
     FrontendMessage,
     RouterMessage,
+    RouterStatus,
     RouterWelcome,
     Submit,
     TokenDelta,
@@ -73,6 +76,10 @@ class ScriptedHub:
         self.received: list[FrontendMessage] = []
         self._outbox: list[RouterMessage] = []
         self._is_stopping = False
+        self._session = self._num_deltas = 0
+        self.num_to_lose = 0
+        """So many of the next messages with tokens never arrive."""
+        self.loses_welcomes = False
         self._hub = bind_hub(self.address, send_type=RouterMessage, recv_type=FrontendMessage)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -89,20 +96,36 @@ class ScriptedHub:
         assert not self._thread.is_alive()
         self._hub.close()
 
+    def _send(self, peer: str, message: RouterMessage) -> None:
+        """Send, numbered as a router does."""
+        if isinstance(message, TokenDelta):
+            self._num_deltas += 1
+            if self.num_to_lose > 0:
+                self.num_to_lose -= 1
+                return
+        elif isinstance(message, RouterWelcome) and self.loses_welcomes:
+            return
+        elif isinstance(message, RouterStatus):
+            session = message.session or self._session
+            numbers = {"session": session, "num_deltas": self._num_deltas}
+            message = msgspec.structs.replace(message, **numbers)
+        self._hub.send(peer, message)
+
     def _run(self) -> None:
         while not self._is_stopping:
             while self._outbox:
-                self._hub.send("frontend-0", self._outbox.pop(0))
+                self._send("frontend-0", self._outbox.pop(0))
             received = self._hub.receive(timeout_s=0.002)
             if received is None:
                 continue
             peer, message = received
             if isinstance(message, FrontendHello) and not self.is_silent:
-                self._hub.send(peer, router_status())
-                self._hub.send(peer, RouterWelcome(boot_id=self.boot_id, num_kv_slots=10_000_000))
+                self._session, self._num_deltas = message.session, 0
+                self._send(peer, router_status())
+                self._send(peer, RouterWelcome(boot_id=self.boot_id, num_kv_slots=10_000_000))
             if isinstance(message, Submit) and self.answer is not None:
                 for delta in self.answer(message):
-                    self._hub.send(peer, TokenDelta(requests=[delta]))
+                    self._send(peer, TokenDelta(requests=[delta]))
             self.received.append(message)
 
 
