@@ -29,7 +29,7 @@ from lightserve.frontend.failures import ClientGone, RequestFailed, error_body, 
 from lightserve.frontend.generation import TextDelta
 from lightserve.frontend.json_body import BODY_BYTES_KEY
 from lightserve.frontend.router_client import NewRequest
-from lightserve.frontend.service import Service
+from lightserve.frontend.service import Service, Turns
 from lightserve.frontend.terms import Terms
 
 log = logging.getLogger(__name__)
@@ -97,13 +97,14 @@ def new_request_id(prefix: str) -> str:
 class Turn:
     """Lets the event loop turn now and then while a long answer is written."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
         self._began_s = time.monotonic()
 
     async def pause_if_long(self) -> None:
         """Let others have their turn if this one has taken a while."""
         if time.monotonic() - self._began_s > TURN_S:
-            await asyncio.sleep(0)
+            await self._turns.next()
             self._began_s = time.monotonic()
 
 
@@ -257,7 +258,7 @@ class GenerationResponse(Response):
             self._shape.keep(index, delta)
         self._has_begun = True
         await send(_start(_JSON_HEADERS))
-        body, turn = bytearray(), Turn()
+        body, turn = bytearray(), Turn(self._service.turns)
         for piece in self._shape.whole(choices):
             body += piece
             if len(body) >= BYTES_PER_WRITE:
@@ -272,7 +273,7 @@ class GenerationResponse(Response):
         but no longer than for the first comment."""
         writer = EventWriter(send, self._service.config.sse_keepalive_s)
         keeping_alive = asyncio.create_task(writer.keep_alive())
-        is_first, turn = True, Turn()
+        is_first, turn = True, Turn(self._service.turns)
         try:
             while not choices.is_over:
                 index, delta = await choices.next_news()

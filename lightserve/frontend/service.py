@@ -42,6 +42,18 @@ class ServedModel:
     sampling_defaults: SamplingDefaults
 
 
+class Turns:
+    """Lets long answers be written in turns: in one turn of the event loop, one of them goes on."""
+
+    def __init__(self) -> None:
+        self._gate = asyncio.Lock()
+
+    async def next(self) -> None:
+        """Wait for the next turn; others have theirs before."""
+        async with self._gate:
+            await asyncio.sleep(0)
+
+
 class InFlight:
     """Counts requests between admission and their last byte; knows whether to take more.
 
@@ -129,6 +141,7 @@ class Service:
     constraints: ConstraintChecker
     router: RouterClient
     in_flight: InFlight
+    turns: Turns
     observation: Observation
 
     def close(self) -> None:
@@ -238,5 +251,6 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
         constraints=ConstraintChecker(),
         router=router,
         in_flight=InFlight(max_bytes=config.max_held_body_bytes),
+        turns=Turns(),
         observation=Observation(),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated
 
@@ -16,7 +15,7 @@ from lightserve.frontend.columns import ITEMS_PER_PIECE, json_list
 from lightserve.frontend.json_body import StrictModel, read_model
 from lightserve.frontend.sampling import check_token_range
 from lightserve.frontend.service import Service
-from lightserve.tokenization.tokenizer import Spans, Tokenizer
+from lightserve.tokenization.tokenizer import Spans
 
 _JSON = "application/json"
 
@@ -64,7 +63,7 @@ def tokens_router(service: Service) -> APIRouter:
             param="inputs",
             add_special_tokens=body.add_special_tokens is not False,
         )
-        return StreamingResponse(_pieces(tokenizer, body.inputs, spans), media_type=_JSON)
+        return StreamingResponse(_pieces(service, body.inputs, spans), media_type=_JSON)
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
@@ -87,12 +86,13 @@ def tokens_router(service: Service) -> APIRouter:
     return router
 
 
-async def _pieces(tokenizer: Tokenizer, text: str, spans: Spans) -> AsyncIterator[bytes]:
+async def _pieces(service: Service, text: str, spans: Spans) -> AsyncIterator[bytes]:
     """Write a list of `TokenSpan` piece by piece: other requests have their turn in between."""
+    name_of = service.model.tokenizer.name_of
     tokens = (
-        {"id": i, "text": text[start:stop] or tokenizer.name_of(i), "start": start, "stop": stop}
+        {"id": i, "text": text[start:stop] or name_of(i), "start": start, "stop": stop}
         for i, start, stop in zip(*spans, strict=True)
     )
     for piece in json_list(tokens, ITEMS_PER_PIECE):
         yield piece
-        await asyncio.sleep(0)
+        await service.turns.next()

@@ -17,6 +17,7 @@ from support.fake_router import Setup, copy_bundled_model, frontend, made_logpro
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.frontend.router_client import MAX_TOKENS_PER_TURN, Delta, NewRequest
+from lightserve.frontend.service import Turns
 from lightserve.messages.common import unpack_int32
 from lightserve.messages.frontend_router import RequestDelta, Submit, TokenDelta
 from lightserve.types import FinishReason, RequestClass, SamplingParams
@@ -323,3 +324,25 @@ def test_a_backlog_is_taken_in_parts() -> None:
     assert [logprob for delta in deltas for logprob in delta.logprobs or ()] == known
     assert max(len(delta.token_ids) for delta in deltas) <= MAX_TOKENS_PER_TURN
     assert sum(delta.num_cached_tokens for delta in deltas) == 1
+
+
+def test_long_answers_are_written_in_turns() -> None:
+    """However many there are, one turn of the event loop is for one of them."""
+
+    async def scenario() -> list[int]:
+        turns, worked = Turns(), [0]
+
+        async def write() -> None:
+            for _ in range(5):
+                await turns.next()
+                worked[-1] += 1
+
+        writing = [asyncio.create_task(write()) for _ in range(50)]
+        while not all(task.done() for task in writing):
+            worked.append(0)
+            await asyncio.sleep(0)
+        return worked
+
+    worked = asyncio.run(scenario())
+    assert sum(worked) == 250
+    assert max(worked) == 1
