@@ -336,6 +336,18 @@ IPC_REJECTED = counter(
     "Frames from other processes of this server that did not decode, by who received them.",
     ("role",),
 )
+REQUEST_PARAMETER_BYTES = gauge(
+    "request_parameter_bytes",
+    Origin.ROUTER,
+    "Memory in the router for allowed token ids, biases and constraints of requests.",
+    CLASS,
+)
+REQUESTS_UNFINISHED = gauge(
+    "requests_unfinished",
+    Origin.ROUTER,
+    "Requests with stop strings that have all their tokens, and of which the router waits to hear"
+    " where they ended.",
+)
 IPC_SESSIONS_LOST = counter(
     "ipc_sessions_lost_total",
     Origin.FRONTEND,

@@ -37,8 +37,10 @@ from lightserve.metrics.catalogue import (
     PREFIX_CACHE_HITS,
     PREFIX_CACHE_QUERIES,
     RAISED_TARGETS,
+    REQUEST_PARAMETER_BYTES,
     REQUEST_QUEUE_TIME,
     REQUESTS_SKIPPED,
+    REQUESTS_UNFINISHED,
     REQUESTS_UNSEEN,
     STALLED,
     STEP_BATCH_SIZE,
@@ -154,6 +156,9 @@ class RouterMetrics:
         self._count_skips(core)
         self._count_raised(core)
         self._count_computed(core)
+        for request_class, num_bytes in core.parameter_bytes.items():
+            recorder.gauge(REQUEST_PARAMETER_BYTES, request_class.value).value = num_bytes
+        recorder.gauge(REQUESTS_UNFINISHED).value = core.num_unfinished
         recorder.gauge(BURST_HEADROOM).value = core.burst_headroom_tokens
         recorder.gauge(KV_HOST_SLOTS).value = core.num_host_slots
         recorder.gauge(KV_HOST_SLOTS_USED).value = core.num_used_host_slots
