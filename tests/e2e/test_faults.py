@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -14,6 +15,11 @@ import httpx
 import psutil
 import pytest
 from support.live_server import LiveServer, live_server
+from support.memory_limits import (
+    MemoryLimit,
+    in_a_small_control_group,
+    with_no_more_addresses,
+)
 from support.processes import PATIENCE_S, is_running, wait_for, wait_gone
 
 from bench.streams import Outcome, StreamLoad, StreamResult, stream_once
@@ -64,6 +70,34 @@ def test_clients_learn_of_a_dead_worker_or_router(sturdy: LiveServer, role: str)
     assert stream_once(sturdy.url, _body(sturdy)).outcome is Outcome.WHOLE
     assert sorted(sturdy.tree()) == roles
     assert [sturdy.tree()[f"frontend-{index}"].pid for index in (0, 1)] == frontends
+
+
+@pytest.mark.parametrize("take_memory", [in_a_small_control_group, with_no_more_addresses])
+def test_a_worker_without_memory_is_replaced_and_nothing_else(
+    sturdy: LiveServer, take_memory: MemoryLimit
+) -> None:
+    before = {role: process.pid for role, process in sturdy.tree().items()}
+    with sturdy.healing(), StreamLoad(sturdy.url, _body(sturdy), NUM_STREAMS) as load:
+        load.wait_all_streaming()
+        limited_s = time.monotonic()
+        with take_memory(sturdy.tree()["worker-0"]):
+            wait_for(lambda: _is_gone_after_a_prompt(sturdy, before["worker-0"]), "its end")
+        load.stop()
+    for result in load.fates_of(limited_s):
+        assert result.outcome in (Outcome.WHOLE, Outcome.ERROR_EVENT, Outcome.STATUS), result
+        if result.outcome is Outcome.STATUS:
+            assert result.detail.startswith("503"), result
+    assert stream_once(sturdy.url, _body(sturdy)).outcome is Outcome.WHOLE
+    after = {role: process.pid for role, process in sturdy.tree().items()}
+    assert {role for role in before if before[role] != after[role]} == {"worker-0"}
+
+
+def _is_gone_after_a_prompt(server: LiveServer, pid: int) -> bool:
+    """Have a long prompt computed that is new to the cache, which takes memory."""
+    prompt = [random.randrange(300, 2000) for _ in range(1500)]
+    body = {"model": server.model, "prompt": prompt, "max_tokens": 1}
+    httpx.post(f"{server.url}/v1/completions", json=body, timeout=300.0)
+    return not is_running(pid)
 
 
 def test_a_dead_frontend_breaks_its_own_connections_only(sturdy: LiveServer) -> None:
