@@ -93,6 +93,11 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
     chat_template: str = option(
         "", "File with a Jinja chat template to use instead of the model's own."
     )
+    closed_schemas: bool = option(
+        False,
+        "Objects of JSON schemas that name properties and say nothing of additionalProperties have"
+        " no others. Otherwise they may, as JSON Schema has it.",
+    )
     tool_call_parser: str = option(
         "none",
         "How the model writes tool calls: <tool_call> tags (hermes, Qwen), JSON (llama3_json).",

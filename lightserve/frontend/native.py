@@ -301,6 +301,7 @@ async def _prepare(service: Service, body: GenerateRequest, terms: Terms) -> lis
         service.constraints,
         can_end=bool(eos_token_ids),
         barred=[],
+        closes=service.config.closed_schemas,
     )
     return [
         NewRequest(

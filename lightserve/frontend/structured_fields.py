@@ -21,6 +21,8 @@ from lightserve.messages.common import (
     JsonSchemaConstraint,
     RegexConstraint,
 )
+from lightserve.structured.closing import closed
+from lightserve.structured.limits import MAX_SCHEMA_BYTES
 
 MAX_CHOICES = 1024
 Choice = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -138,7 +140,12 @@ def wish_of_grammar(grammar: NativeGrammar | None) -> Wish | None:
 
 
 async def resolve_constraint(
-    wishes: list[Wish | None], checker: ConstraintChecker, *, can_end: bool, barred: list[str]
+    wishes: list[Wish | None],
+    checker: ConstraintChecker,
+    *,
+    can_end: bool,
+    barred: list[str],
+    closes: bool,
 ) -> Constraint | None:
     """Return the one constraint of a request, checked.
 
@@ -147,6 +154,7 @@ async def resolve_constraint(
         checker: the process's.
         can_end: whether the model has a token that ends an output.
         barred: fields of the request that keep the grammar from deciding over tokens or the end.
+        closes: whether objects of JSON schemas are closed, see `closed`.
 
     Raises:
         InvalidRequest: more than one, one that cannot be enforced, or a barred field beside it.
@@ -168,8 +176,20 @@ async def resolve_constraint(
             f"{param} needs a model with an end-of-sequence token, which this one has not",
             param=param,
         )
+    if closes and isinstance(constraint, JsonSchemaConstraint):
+        constraint = _closed_constraint(constraint)
     await checker.check(constraint, param=param)
     return constraint
+
+
+def _closed_constraint(constraint: JsonSchemaConstraint) -> JsonSchemaConstraint:
+    """Return it closed; what is too long or no JSON stays as it is, to be refused."""
+    if len(constraint.schema) > MAX_SCHEMA_BYTES:
+        return constraint
+    try:
+        return json_constraint(closed(json.loads(constraint.schema)))
+    except (ValueError, RecursionError):
+        return constraint
 
 
 def _one_of(choices: list[str]) -> GrammarConstraint:

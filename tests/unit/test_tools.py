@@ -150,7 +150,13 @@ NOW_CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
             [ONE, NOW_CALL],
             [f"{ONE}\n{NOW_CALL}"],
         ),
-        ("hermes", {"tool_choice": NAMED}, [ONE], [NOW_CALL]),
+        ("hermes", {"tool_choice": NAMED}, [ONE], [NOW_CALL, f"{ONE}\n{ONE}"]),
+        (
+            "llama3_json",
+            {"tool_choice": NAMED, "parallel_tool_calls": True},
+            [JSON_ONE],
+            [f"{JSON_ONE}; {JSON_ONE}"],
+        ),
         (
             "llama3_json",
             {"tool_choice": "required"},

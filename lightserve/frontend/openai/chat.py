@@ -350,7 +350,7 @@ async def _prepare(
         size=AnswerSize(num_choices=body.num_choices, num_logprobs=num_logprobs),
     )
     sampling = body.sampling_request(num_logprobs=num_logprobs if body.logprobs else None)
-    constraint = await body.resolve_constraint(service, tools.wish(service.config.tool_call_parser))
+    constraint = await body.resolve_constraint(service, tools.wish(service.config))
     if tools.offered and constraint is not None and not tools.required:
         raise InvalidRequest(
             "tools cannot be combined with other structured output unless tool_choice is none",

@@ -194,6 +194,7 @@ class CommonFields(NoEffectModel):
             service.constraints,
             can_end=bool(service.model.tokenizer.eos_token_ids),
             barred=[name for name in deciding if getattr(self, name)],
+            closes=service.config.closed_schemas,
         )
 
     def sampling_request(

@@ -9,11 +9,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, Tag
 
+from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.json_body import AN_OBJECT, BY_KIND, OTHERWISE, StrictModel, show
 from lightserve.frontend.openai.tool_texts import END_OF_TOOL_CALL, TOOL_CALL
 from lightserve.frontend.structured_fields import Wish, check_num_values
 from lightserve.messages.common import GrammarConstraint
+from lightserve.structured.closing import closed
 from lightserve.structured.limits import WHITESPACE
 
 MAX_TOOLS = 128
@@ -117,12 +119,17 @@ class ToolUse(NamedTuple):
         """The tools as chat templates know them."""
         return [tool.described() for tool in self.offered] or None
 
-    def wish(self, tool_format: str) -> Wish | None:
+    def wish(self, config: ServeConfig) -> Wish | None:
         """Return the grammar of the calls that are required."""
         if not self.required:
             return None
+        schemas = [_object_schema(tool) for tool in self.required]
+        if config.closed_schemas:
+            schemas = [closed(schema) for schema in schemas]
         most = MAX_CALLS if self.is_parallel else 1
-        return _grammar_of_calls(self.required, tool_format, most), "tools"
+        names = [tool.function.name for tool in self.required]
+        calls = list(zip(names, schemas, strict=True))
+        return _grammar_of_calls(calls, config.tool_call_parser, most), "tools"
 
 
 def resolve_tools(
@@ -159,23 +166,28 @@ def resolve_tools(
             code="unsupported_value",
         )
     required = tools if choice == "required" else [t for t in tools if t.function.name == chosen]
-    return ToolUse(tools, required, is_parallel)
+    # A tool that is named is called once.
+    return ToolUse(tools, required, is_parallel and chosen is None)
 
 
-def _grammar_of_calls(tools: Sequence[Tool], tool_format: str, most: int) -> GrammarConstraint:
-    """Return the grammar of 1 to `most` calls. Each schema is the root of its own: $ref works."""
+def _grammar_of_calls(
+    calls: Sequence[tuple[str, dict[str, Any]]], tool_format: str, most: int
+) -> GrammarConstraint:
+    """Return the grammar of 1 to `most` calls of functions with these names and schemas.
+
+    Each schema is the root of its own: $ref works.
+    """
     is_hermes = tool_format == "hermes"
     opening, closing = (f"{TOOL_CALL}\n", f"\n{END_OF_TOOL_CALL}") if is_hermes else ("", "")
     key, separator = ("arguments", "\n") if is_hermes else ("parameters", "; ")
     lines = [
         f"start: call ({_quoted(separator)} call){{0,{most - 1}}}" if most > 1 else "start: call"
     ]
-    lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
-    for number, tool in enumerate(tools):
-        name = json.dumps(tool.function.name)
-        before = _quoted(f'{opening}{{"name": {name}, "{key}": ')
+    lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(calls))))
+    for number, (name, schema) in enumerate(calls):
+        before = _quoted(f'{opening}{{"name": {json.dumps(name)}, "{key}": ')
         lines.append(f"call_{number}: {before} arguments_{number} {_quoted('}' + closing)}")
-        lines.append(f"arguments_{number}: %json {json.dumps(_object_schema(tool))}")
+        lines.append(f"arguments_{number}: %json {json.dumps(schema)}")
     return GrammarConstraint(grammar="\n".join(lines))
 
 
