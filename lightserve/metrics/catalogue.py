@@ -333,7 +333,8 @@ STALLED = gauge(
 IPC_REJECTED = counter(
     "ipc_rejected_total",
     Origin.ALL,
-    "Frames from other processes of this server that did not decode, by who received them.",
+    "Frames from other processes of this server that did not decode or say what may not be said, by"
+    " who received them.",
     ("role",),
 )
 REQUEST_PARAMETER_BYTES = gauge(

@@ -96,7 +96,9 @@ def check_submit(submit: Submit, vocab_size: int) -> None:
     }
     checks = [(name, *limits) for name, limits in ranges.items()]
     checks += [("slo", t, 0.0, MAX_SECONDS) for t in astuple(slo) if t is not None]
-    checks += [("logit_bias", b, -MAX_ADDED, MAX_ADDED) for _, b in sampling.logit_bias]
+    if biases := [bias for _, bias in sampling.logit_bias]:
+        extremes = min(biases), max(biases), sum(biases) / len(biases)  # one that is no number
+        checks += [("logit_bias", value, -MAX_ADDED, MAX_ADDED) for value in extremes]
     for name, value, low, high in checks:
         if not low <= value <= high:  # nor if it is not a number
             raise ProtocolError(f"request {submit.request_id}: {name} must be {low} to {high}")

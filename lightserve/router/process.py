@@ -176,6 +176,8 @@ class RouterProcess:
         self._welcome: RouterWelcome | None = None
         self._next_status_s = 0.0
         self._num_rejected = 0
+        self._num_refused = 0
+        """Messages that were read, but must not be followed."""
         self._metrics = RouterMetrics(Recorder())
         self._turns = TurnClock(self._metrics.recorder, f"{spec.role}-{spec.index}")
 
@@ -226,6 +228,7 @@ class RouterProcess:
         if isinstance(message, WorkerHello):
             self._on_worker_hello(peer, message)
         elif peer != _worker_name(0) or message.generation != self._group.generation:
+            self._num_refused += 1
             log.warning("dropped a result of %s, generation %d", peer, message.generation)
         else:
             self._on_result(message)
@@ -235,6 +238,7 @@ class RouterProcess:
         try:
             self._deliver(self._calls.on_result(result, time.monotonic()))
         except ProtocolError as error:
+            self._num_refused += 1
             log.error("the workers are out of step: %s", error)
             self._ask_for_new_workers(0.0)
 
@@ -243,6 +247,7 @@ class RouterProcess:
         theirs = (hello.protocol_version, hello.boot_id, hello.config_hash)
         is_rank = peer == _worker_name(hello.rank) and 0 <= hello.rank < self._spec.config.tp
         if theirs != ours or not is_rank or hello.generation < self._group.generation:
+            self._num_refused += 1
             log.error("refused %s: not a rank of this boot's workers", peer)
             return
         if hello.generation > self._group.generation:
@@ -297,6 +302,7 @@ class RouterProcess:
             return
         frontend_id = _frontend_id(peer)
         if frontend_id not in self._connected:
+            self._num_refused += 1
             log.warning("dropped a message of %s, which has not said hello", peer)
             return
         if isinstance(message, DescribeKV):
@@ -309,6 +315,7 @@ class RouterProcess:
             _log_wish(frontend_id, message)
             self._dispatch(FromFrontend(frontend_id, message))
         except ProtocolError as error:
+            self._num_refused += 1
             log.error("dropped a message of %s: %s", peer, error)
 
     def _is_legal(self, peer: str, frontend_id: FrontendId, submit: Submit) -> bool:
@@ -316,6 +323,7 @@ class RouterProcess:
         try:
             check_submit(submit, self._vocab_size)
         except ProtocolError as error:
+            self._num_refused += 1
             log.error("refused a request of %s: %s", peer, error)
             failure = RequestDelta(submit.request_id, [], FinishReason.ERROR, ErrorCode.INVALID)
             self._deliver([Outgoing(frontend_id, TokenDelta(requests=[failure]))])
@@ -326,6 +334,7 @@ class RouterProcess:
         ours = (PROTOCOL_VERSION, self._spec.boot_id, self._spec.config.digest, peer)
         theirs = (hello.protocol_version, hello.boot_id, hello.config_hash)
         if (*theirs, _frontend_name(hello.frontend_id)) != ours:
+            self._num_refused += 1
             log.error("refused %s: another version, boot or configuration", peer)
             return
         if hello.frontend_id in self._connected:
@@ -385,7 +394,7 @@ class RouterProcess:
         if num_rejected != self._num_rejected:
             log.warning("%d frames did not decode", num_rejected - self._num_rejected)
             self._num_rejected = num_rejected
-        self._metrics.collect(self.core, status, num_rejected)
+        self._metrics.collect(self.core, status, num_rejected + self._num_refused)
         dropped = self._metrics.recorder.counter(LOG_LINES_DROPPED, "router")
         dropped.value = num_dropped_lines()
         with contextlib.suppress(ChannelFull):  # a supervisor that is stopped counts again later

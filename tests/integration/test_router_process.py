@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -512,3 +513,70 @@ def test_a_frontend_that_does_not_read_loses_its_requests_alone() -> None:
     keys = set(scene.process.core._requests)
     assert keys == {(1, 1)}
     scene.process.core.check_integrity()
+
+
+STALE: list[dict[str, object]] = [
+    {"boot_id": "before"},
+    {"protocol_version": PROTOCOL_VERSION - 1},
+    {"config_hash": "other"},
+    {"rank": 1},
+    {"rank": -1},
+]
+
+
+@pytest.mark.parametrize("changes", STALE, ids=str)
+def test_a_worker_of_another_boot_is_refused_and_counted(changes: dict[str, object]) -> None:
+    scene = make_scene()
+    worker = scene.worker()
+    worker.send(scene.hello(**changes))
+    worker.send(result(0, 7, generation=3))
+    scene.turn()
+    assert not scene.is_ready
+    scene.process._send_status(0.0)
+    samples = scene.process._metrics.recorder.snapshot()
+    (rejected,) = [s.values for s in samples if s.family.endswith("ipc_rejected_total")]
+    assert rejected == [2.0]
+    worker.send(scene.hello())
+    scene.turn()
+    assert scene.is_ready
+
+
+def test_messages_in_any_order_any_number_of_times_leave_the_books_whole() -> None:
+    """Whatever a link may do to what a frontend says: nothing hangs, nothing leaks."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        scene = make_scene()
+        frontend, worker = scene.frontend(), scene.worker()
+        worker.send(scene.hello())
+        scene.turn()
+        messages: list[FrontendMessage] = []
+        for number in range(8):
+            messages.append(submit(number, max_tokens=4, needs_acknowledgement=rng.random() < 0.5))
+            messages.append(Acknowledge(progress=[Progress(RequestId(number), rng.randint(-1, 9))]))
+            end = Abort(request_id=RequestId(number))
+            messages.append(end)
+            messages.append(Finish(request_id=RequestId(number), num_tokens=rng.randint(-1, 9)))
+        rng.shuffle(messages)
+        said = [message for message in messages for _ in range(rng.choice([0, 1, 1, 2]))]
+        step_id = 0
+        for message in said:
+            frontend.send(message)
+            scene.turn()
+            while isinstance(plan := worker.receive(0.0), StepPlan):
+                rows = [RowResult(row.row, [7]) for row in plan.rows if row.output]
+                worker.send(msgspec.structs.replace(result(step_id), rows=rows))
+                step_id += 1
+            scene.process.core.check_integrity()
+        for number in range(8):
+            frontend.send(Abort(request_id=RequestId(number)))
+        while True:
+            scene.turn()
+            if not isinstance(plan := worker.receive(0.0), StepPlan):
+                break
+            rows = [RowResult(row.row, [7]) for row in plan.rows if row.output]
+            worker.send(msgspec.structs.replace(result(step_id), rows=rows))
+            step_id += 1
+        scene.process.core.check_integrity()
+        core = scene.process.core
+        assert not core._requests and not core.num_unfinished
+        assert core.num_used_slots == 0 and set(core.parameter_bytes.values()) == {0}
