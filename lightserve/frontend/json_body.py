@@ -6,7 +6,7 @@ import asyncio
 import functools
 import json
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 from starlette.requests import ClientDisconnect, Request
@@ -36,6 +36,15 @@ class StrictModel(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(
         extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, protected_namespaces=()
     )
+
+
+def _whole(value: Any) -> Any:
+    """Return a number without a fraction as an integer, as which JSON Schema knows it."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, pydantic.BeforeValidator(_whole)]
+"""An integer, also one that is written as 2.0."""
 
 
 class BodyReader:

@@ -138,8 +138,9 @@ class PromptEncoder:
             raise InvalidRequest(f"{param} must have at least one token, got 0", param=param)
         if len(token_ids) >= self._max_model_len:
             raise InvalidRequest(
-                f"{param} must have at most {self._max_model_len - 1} tokens, one less than this"
-                f" model's context, got {len(token_ids)}",
+                f"This model's maximum context length is {self._max_model_len} tokens, one of them"
+                f" for the output: {param} must have at most {self._max_model_len - 1}, got"
+                f" {len(token_ids)}",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -165,8 +166,8 @@ class PromptEncoder:
             ) from None
         if num_bytes > self._max_text_bytes:
             raise InvalidRequest(
-                f"{param} must be at most {self._max_text_bytes} bytes long, more than"
-                f" {self._max_model_len} tokens can hold, got {num_bytes}",
+                f"This model's maximum context length is {self._max_model_len} tokens, which hold"
+                f" at most {self._max_text_bytes} bytes: {param} has {num_bytes}",
                 param=param,
                 code="context_length_exceeded",
             )

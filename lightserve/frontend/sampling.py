@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.json_body import show
+from lightserve.frontend.json_body import Integer, show
 from lightserve.models.json_fields import JsonFields
 from lightserve.tokenization.tokenizer import GENERATION_CONFIG_FILE, read_optional
 from lightserve.types import SamplingParams
@@ -25,9 +25,9 @@ MAX_TEMPERATURE = 2.0
 
 Temperature = Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE)]
 TopP = Annotated[float, Field(gt=0.0, le=1.0)]
-TopK = Annotated[int, Field(ge=-1)]
-Seed = Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)]
-MaxTokens = Annotated[int, Field(ge=1)]
+TopK = Annotated[Integer, Field(ge=-1)]
+Seed = Annotated[Integer, Field(ge=MIN_SEED, le=MAX_SEED)]
+MaxTokens = Annotated[Integer, Field(ge=1)]
 MinP = Annotated[float, Field(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 10.0
@@ -37,9 +37,9 @@ Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 LogitBias = Annotated[dict[str, Bias], Field(max_length=1024)]
 TokenIds = Annotated[list[int], Field(min_length=1, max_length=65536, fail_fast=True)]
 StopTokenIds = Annotated[list[int], Field(max_length=64, fail_fast=True)]
-MinTokens = Annotated[int, Field(ge=0)]
-NumLogprobs = Annotated[int, Field(ge=0, le=20)]
-NumChoices = Annotated[int, Field(ge=1, le=16)]
+MinTokens = Annotated[Integer, Field(ge=0)]
+NumLogprobs = Annotated[Integer, Field(ge=0, le=20)]
+NumChoices = Annotated[Integer, Field(ge=1, le=16)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_STOP_STRINGS = 4
 

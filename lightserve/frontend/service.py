@@ -207,8 +207,8 @@ class Service:
         if room < 1 or (asked is not None and asked > room):
             wish = "1" if asked is None else str(asked)[:64]
             raise InvalidRequest(
-                f"prompt and {param} together must be at most {limit} tokens, got"
-                f" {num_prompt_tokens} in the prompt and {param} {wish}",
+                f"This model's maximum context length is {limit} tokens, for prompt and output"
+                f" together, but the prompt has {num_prompt_tokens} and {param} is {wish}",
                 param=param,
                 code="context_length_exceeded",
             )

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from lightserve.config import ServeConfig
 from lightserve.config.fields import flag_name
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.json_body import UNKNOWN_PARAMETER, StrictModel, show
+from lightserve.frontend.json_body import UNKNOWN_PARAMETER, Integer, StrictModel, show
 from lightserve.types import MTPOT_FACTOR, NO_SLO, SLO, RequestClass
 
 MAX_TARGET_MS = 3_600_000.0
@@ -28,7 +28,7 @@ MAX_PRIORITY = 1000
 
 TargetMs = Annotated[float, Field(gt=0.0, le=MAX_TARGET_MS)]
 Seconds = Annotated[float, Field(gt=0.0, le=MAX_SECONDS)]
-Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+Priority = Annotated[Integer, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 
 TOKEN_TARGETS = ("ttft_ms", "tpot_ms", "mtpot_ms")
 """Fields of `slo` that are about tokens; the other one is about the whole."""

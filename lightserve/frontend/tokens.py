@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import FailFast
+from pydantic import FailFast, WithJsonSchema
 from starlette.responses import Response, StreamingResponse
 
 from lightserve.errors import InvalidRequest
@@ -27,10 +27,19 @@ class TokenizeRequest(StrictModel):
     add_special_tokens: bool | None = None
 
 
+_TOKENS_SCHEMA = {
+    "title": "Tokens",
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0},
+    "description": "Ids below the size of the vocabulary, at most `max_model_len` of the model.",
+}
+"""What is checked by the route: pydantic would take a multiple of the time for each id."""
+
+
 class DetokenizeRequest(StrictModel):
     """The body: token ids. Those of special tokens have no text."""
 
-    tokens: Annotated[list[int], FailFast()]
+    tokens: Annotated[list[int], FailFast(), WithJsonSchema(_TOKENS_SCHEMA)]
 
 
 class TokenSpan(StrictModel):

@@ -473,6 +473,25 @@ def test_what_ends_an_output_is_submitted(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_integers_may_have_a_point(path: str) -> None:
+    """JSON Schema, as which the fields are described, knows 2.0 as an integer."""
+    fields = {"max_tokens": 4, "top_k": 3, "min_tokens": 2, "seed": -7, "priority": 1, "n": 1}
+
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            told = await _submit(setup, path, fields)
+            pointed = {name: float(value) for name, value in fields.items()}
+            also = await _submit(setup, path, pointed)
+            assert (also.sampling, also.max_tokens) == (told.sampling, told.max_tokens)
+            assert type(also.max_tokens) is int and also.priority == told.priority == 1
+            for name, value in fields.items():
+                body = {**BODIES[path], name: value + 0.5}
+                assert _assert_error(await setup.post(path, body))["param"] == name
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_some_token_must_be_left_to_draw(path: str) -> None:
     async def scenario() -> None:
         async with frontend(says([5, 2])) as setup:
@@ -608,8 +627,12 @@ def test_how_many_tokens_by_default() -> None:
             body = {**COMPLETION, "prompt": prompt, "max_tokens": 5}
             error = _assert_error(await setup.post("/v1/completions", body))
             assert error["code"] == "context_length_exceeded"
-            for number in (SLOTS, SLOTS - 4, 5):
+            assert f"This model's maximum context length is {SLOTS} tokens" in error["message"]
+            for number in (SLOTS - 4, 5):
                 assert str(number) in error["message"]
+            too_long = {**COMPLETION, "prompt": [5] * CONTEXT}
+            error = _assert_error(await setup.post("/v1/completions", too_long))
+            assert f"This model's maximum context length is {CONTEXT} tokens" in error["message"]
 
     asyncio.run(scenario())
 
@@ -625,6 +648,7 @@ def test_text_that_cannot_fit_is_refused_before_tokenising(monkeypatch: pytest.M
             monkeypatch.setattr(setup.service.model.tokenizer, "encode", must_not_run)
             body = {**COMPLETION, "prompt": "x" * (limit + 1)}
             error = _assert_error(await setup.post("/v1/completions", body))
+            assert f"This model's maximum context length is {CONTEXT} tokens" in error["message"]
             assert str(limit) in error["message"]
             assert str(limit + 1) in error["message"]
 

@@ -290,7 +290,9 @@ def test_the_openai_client_understands_everything(tokens: list[int]) -> None:
             )
             models = await client.models.list()
             assert [model.id for model in models.data] == [BUNDLED_MODEL_NAME]
-            assert (await client.models.retrieve(BUNDLED_MODEL_NAME)).owned_by == "lightserve"
+            card = await client.models.retrieve(BUNDLED_MODEL_NAME)
+            assert card.owned_by == "lightserve"
+            assert card.model_extra is not None and card.model_extra["root"] == BUNDLED_MODEL_NAME
             whole = await client.chat.completions.create(**CHAT)
             assert whole.choices[0].message.content == TEXT
             # A conversation goes on with the very message that came.

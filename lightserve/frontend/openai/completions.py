@@ -26,7 +26,7 @@ from lightserve.frontend.columns import (
     text_parts,
 )
 from lightserve.frontend.generation import Generation, TextDelta
-from lightserve.frontend.json_body import read_model, show
+from lightserve.frontend.json_body import Integer, read_model, show
 from lightserve.frontend.openai.chunks import ChunkWriter, whole_answer
 from lightserve.frontend.openai.fields import CommonFields
 from lightserve.frontend.openai.logprobs import (
@@ -83,7 +83,7 @@ class CompletionRequest(CommonFields):
 
     no_effect = COMPLETION_NO_EFFECT
     prompt: Annotated[list[Any], BeforeValidator(_prompts_of, json_schema_input_type=_PromptInput)]
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[Integer, Field(ge=0)] | None = None
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
     best_of: NumChoices | None = None

@@ -21,6 +21,7 @@ def models_router(service: Service) -> APIRouter:
             "object": "model",
             "created": model.created_s,
             "owned_by": "lightserve",
+            "root": model.names[0],
             "max_model_len": service.context_len,
         }
 

@@ -119,6 +119,8 @@ class ModelObject(StrictModel):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    """Its first name, whichever this one is."""
     max_model_len: int
 
 
