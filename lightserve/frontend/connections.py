@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Protocol
 
 from lightserve.config import ServeConfig
+from lightserve.errors import ConfigError
 
-ACCEPT_BURST = 32
-"""Connections taken from the kernel at a time: as many may be open before the table knows them."""
-_RESERVED_FDS = 64
+ACCEPT_BURST = 16
+"""Connections taken from the kernel in one turn of the loop. The table knows them a turn or two
+later, and what it closes for them is closed in yet another."""
+MIN_CONNECTIONS = 16
+_RESERVED_FDS = 32
 """For what is still to be opened and is no client: links, queries, what libraries read."""
 
 
@@ -157,16 +160,27 @@ def connection_table(config: ServeConfig, rejects: Counter[str]) -> ConnectionTa
 
     The process's limit of open files is raised as far as it goes; where that is not far enough,
     fewer connections are kept, as the kernel would refuse the rest without a word.
+
+    Raises:
+        ConfigError: that limit leaves too few connections.
     """
-    reserved = sum(1 for _ in Path("/proc/self/fd").iterdir()) + ACCEPT_BURST + _RESERVED_FDS
+    reserved = sum(1 for _ in Path("/proc/self/fd").iterdir()) + 4 * ACCEPT_BURST + _RESERVED_FDS
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = config.max_connections + reserved
     soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     soft = max(soft, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    room = soft - reserved
+    if room < MIN_CONNECTIONS:
+        raise ConfigError(
+            f"the limit of open files (ulimit -n) must be at least {reserved + MIN_CONNECTIONS},"
+            f" got {soft}"
+        )
+    if room < config.max_connections:
+        log.info("at most %d connections, as the limit of open files is %d", room, soft)
     return ConnectionTable(
         ConnectionLimits.of(config),
-        max_connections=max(1, min(config.max_connections, soft - reserved)),
+        max_connections=min(config.max_connections, room),
         max_connections_per_ip=config.max_connections_per_ip,
         rejects=rejects,
     )

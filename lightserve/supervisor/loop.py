@@ -26,7 +26,13 @@ from lightserve.supervisor.run_dir import RunDir
 from lightserve.supervisor.signals import Stopped, StopSignals
 from lightserve.supervisor.spawn import CHILD_COMMAND, Child, Spawner
 from lightserve.supervisor.specs import SpecWriter
-from lightserve.supervisor.startup import bind_port, check_model, listen, resolve_model
+from lightserve.supervisor.startup import (
+    bind_port,
+    check_model,
+    check_threads,
+    listen,
+    resolve_model,
+)
 from lightserve.tls import server_context
 
 log = logging.getLogger(__name__)
@@ -74,6 +80,7 @@ def _serve(
     api_keys = read_api_keys(Path(config.api_key_file)) if config.api_key_file else []
     if config.ssl_certfile:
         server_context(config.ssl_certfile, config.ssl_keyfile)
+    check_threads(config)
     with ExitStack() as stack:
         listener = stack.enter_context(bind_port(config))
         metrics_listener = None

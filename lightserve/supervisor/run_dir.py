@@ -29,7 +29,12 @@ class RunDir:
         Raises:
             StartupError: the directory cannot be made, or its path is too long for sockets.
         """
-        base = Path(parent or tempfile.gettempdir()).resolve()
+        try:
+            base = Path(parent or tempfile.gettempdir()).resolve()
+        except FileNotFoundError as error:
+            raise StartupError(
+                "--run-dir: there is no temporary directory that can be written; name a directory"
+            ) from error
         remove_stale(base)
         try:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))

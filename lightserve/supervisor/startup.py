@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import socket
+import threading
 from pathlib import Path
 
 from lightserve.config import ServeConfig
@@ -21,6 +22,9 @@ _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
 _HUB_DUPLICATES = ["consolidated*", "original/*"]
 """The same weights once more, in the format of the model's makers."""
 _BACKLOG = 2048
+_OWN_THREADS = 8
+_CHILD_THREADS = 16
+"""Each process has about 10 at the start, and some for parsing, tokenising and compiling later."""
 
 
 def bind_port(config: ServeConfig) -> socket.socket:
@@ -43,6 +47,34 @@ def bind_port(config: ServeConfig) -> socket.socket:
         listener.close()
         raise _port_error(config, error) from error
     return listener
+
+
+def check_threads(config: ServeConfig) -> None:
+    """Check that there can be as many threads as the processes need.
+
+    Tried, as limits are of users, of containers and of the machine; a process that meets one later
+    ends in the middle of some library.
+
+    Raises:
+        StartupError: there cannot.
+    """
+    num_needed = _OWN_THREADS + _CHILD_THREADS * (1 + config.http_workers + config.tp)
+    may_end = threading.Event()
+    threads: list[threading.Thread] = []
+    try:
+        for _ in range(num_needed):
+            thread = threading.Thread(target=may_end.wait, daemon=True)
+            thread.start()
+            threads.append(thread)
+    except RuntimeError as error:
+        raise StartupError(
+            f"the limit of processes and threads (ulimit -u, or pids of the container) leaves"
+            f" {len(threads)}, at least {num_needed} are needed"
+        ) from error
+    finally:
+        may_end.set()
+        for thread in threads:
+            thread.join()
 
 
 def listen(listener: socket.socket, config: ServeConfig) -> None:

@@ -6,11 +6,15 @@ import dataclasses
 import hashlib
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -19,7 +23,10 @@ import torch
 from support.model_files import CONFIG, write_model_files
 
 from lightserve.config import ServeConfig
-from lightserve.supervisor.startup import check_model, resolve_model
+from lightserve.errors import ConfigError, StartupError
+from lightserve.frontend.connections import MIN_CONNECTIONS, connection_table
+from lightserve.supervisor.run_dir import RunDir
+from lightserve.supervisor.startup import check_model, check_threads, resolve_model
 
 
 def _serve(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -213,6 +220,58 @@ def test_run_dir_that_cannot_be_used(tmp_path: Path) -> None:
     result = _serve("--port", "0", "--model", model, "--run-dir", str(deep))
     _assert_one_line(result, "--run-dir", "limit is 107")
     assert list(deep.iterdir()) == []
+
+
+def test_no_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", none)
+    with pytest.raises(StartupError, match="--run-dir: there is no temporary directory"):
+        RunDir("")
+
+
+def test_too_few_threads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any process is started, which would end in the middle of a library."""
+    check_threads(ServeConfig())
+    num_before = threading.active_count()
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == 30:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(StartupError, match=r"\(ulimit -u, .*\) leaves 30, at least 88 are needed"):
+        check_threads(ServeConfig(http_workers=2, tp=2))
+    assert threading.active_count() == num_before
+
+
+@pytest.mark.parametrize("num_files", [64, 250])
+def test_a_limit_of_open_files(num_files: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too few are refused in words; with few there are fewer connections."""
+    fake = SimpleNamespace(**vars(resource))
+    fake.getrlimit, fake.setrlimit = lambda _: (num_files, num_files), lambda *_: None
+    monkeypatch.setattr("lightserve.frontend.connections.resource", fake)
+    if num_files == 64:
+        with pytest.raises(ConfigError, match=r"open files \(ulimit -n\) must be .*, got 64"):
+            connection_table(ServeConfig(), Counter())
+        return
+    table = connection_table(ServeConfig(), Counter())
+    members = [Idle() for _ in range(300)]
+    for member in members:
+        table.add(member, "ip")
+    assert MIN_CONNECTIONS <= table.num_open < num_files
+
+
+class Idle:
+    def evict(self) -> None:
+        pass
+
+    def refuse_body(self) -> None:
+        pass
 
 
 def test_debug_logging_brings_the_traceback() -> None:
