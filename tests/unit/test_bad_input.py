@@ -255,6 +255,72 @@ def test_bodies(name: str) -> None:
     asyncio.run(scenario())
 
 
+# ---------------------------------------------------------------------- prompts
+
+CONTEXT = 64
+WHOLE: dict[str, str] = {
+    "a-space": " ",
+    "blanks": " \t\n\r\n  ",
+    "one-letter": "a",
+    "nul": "a\x00b",
+    "right-to-left": "שלום עולם \u202eabc\u202c",
+    "combining": "e\u0301\u0327a\u030a",
+    "zwj-emoji": "👩‍👩‍👧‍👦🏳️‍🌈",
+    "last-of-unicode": "\U0010ffff\ufeff\ufffd",
+}
+"""Texts that are prompts like any other."""
+TOKENS: dict[str, tuple[list[Any], int]] = {
+    "none": ([], 400),
+    "one": ([5], 200),
+    "all-but-one": ([5] * (CONTEXT - 1), 200),
+    "the-whole-context": ([5] * CONTEXT, 400),
+    "one-too-many": ([5] * (CONTEXT + 1), 400),
+    "below-zero": ([5, -1], 400),
+    "the-vocabulary": ([5, "vocabulary"], 400),
+    "the-last-of-it": ([5, "last"], 200),
+    "beyond-32-bits": ([5, 2**31], 400),
+    "beyond-64-bits": ([5, 2**64], 400),
+    "true": ([5, True], 400),
+    "an-empty-list": ([[5], []], 400),
+    "an-empty-text": (["a", ""], 400),
+    "special-ones-alone": (["special"], 200),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_prompts_of_any_text_come_whole(name: str) -> None:
+    async def case(setup: Setup) -> None:
+        text = WHOLE[name]
+        decode = setup.service.model.tokenizer.decode
+        for path, field in (("/v1/completions", "prompt"), ("/generate", "inputs")):
+            assert_clean(await setup.post(path, {**ROUTES[path][1], field: text}), 200)
+            assert decode(setup.router.prompt_of(-1)) == text
+        chat = {**CHAT, "messages": [{"role": "user", "content": text}]}
+        assert_clean(await setup.post("/v1/chat/completions", chat), 200)
+        assert text.strip() in decode(setup.router.prompt_of(-1))
+
+    _run(case)
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_prompts_of_tokens(name: str) -> None:
+    async def case(setup: Setup) -> None:
+        model = setup.service.model
+        special = [i for i in range(model.vocab_size) if model.tokenizer.is_special(i)]
+        asked, status = TOKENS[name]
+        words = {"vocabulary": model.vocab_size, "last": model.vocab_size - 1}
+        prompt = (
+            special[: CONTEXT - 1]
+            if asked == ["special"]
+            else [words.get(str(t), t) for t in asked]
+        )
+        body = {**COMPLETION, "prompt": prompt, "max_tokens": 1}
+        assert_clean(await setup.post("/v1/completions", body), status)
+        assert len(setup.router.submits) == (status == 200)
+
+    _run(case)
+
+
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
 def test_depth_is_counted_exactly(opening: str) -> None:
     closing = "]" if opening == "[" else "}"
@@ -299,7 +365,7 @@ FIELDS = sorted({name for model, _ in ROUTES.values() for name in model.model_fi
 
 def _run(case: Any) -> None:
     async def scenario() -> None:
-        async with frontend(says([5, 2]), max_model_len=64) as setup:
+        async with frontend(says([5, 2]), max_model_len=CONTEXT) as setup:
             await case(setup)
 
     asyncio.run(scenario())

@@ -193,6 +193,7 @@ STATUS = {
     ErrorCode.NON_FINITE_LOGITS: 500,
     ErrorCode.TOO_LARGE: 400,
     ErrorCode.CONSTRAINT_FAILED: 400,
+    ErrorCode.INVALID: 500,
 }
 TYPES = {
     400: "invalid_request_error",
