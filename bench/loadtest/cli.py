@@ -20,7 +20,7 @@ from .errors import LoadTestError
 from .options import BE, ServerOptions, Traffic
 from .result import Run
 from .session import Point, SessionOptions, run_to_end
-from .tables import print_run, print_sweep
+from .tables import print_line, print_run, print_sweep
 from .traffic import make_traffic
 
 _WIDTH_WITHOUT_TERMINAL = 160
@@ -107,12 +107,9 @@ def _run(console: Console, values: dict[str, Any]) -> int:
     options = _session_options(values)
     points = _points(values)
 
-    def on_run(run: Run) -> None:
-        if not values["quiet"]:
-            print_run(console, run)
-
-    runs = run_to_end(options, points, on_run)
-    if len(points) > 1 or values["quiet"]:
+    print_one = print_line if values["quiet"] else print_run
+    runs = run_to_end(options, points, lambda run: print_one(console, run))
+    if len(points) > 1 and not values["quiet"]:
         print_sweep(console, runs)
     if values["output"] is not None:
         result.save(values["output"], runs)

@@ -359,7 +359,7 @@ OUTPUT_OPTIONS = _options(
     ),
     _Row(
         "--quiet",
-        "One line per run, no progress bar.",
+        "One line per run (times are p50/p99), no tables, no progress bar.",
         is_flag=True,
     ),
     _Row(

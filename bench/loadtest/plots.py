@@ -9,12 +9,14 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from .result import Run
 from .statistics import QUANTILES
 from .tables import TITLES
 
-COLORS = {"rt": "#1f6fb4", "be": "#e07b39", "all": "#555555"}
+# Real time and best effort as in pictures of the KV pool (`lightserve kv-map`).
+COLORS = {"rt": "#d55e00", "be": "#0072b2", "all": "#555555"}
 _CDF_FIELDS = (
     ("ttft_ms", "TTFT"),
     ("itl_ms", "ITL"),
@@ -92,6 +94,9 @@ def plot_cdfs(runs: list[Run]) -> Figure:
     for axis, (field, title) in zip(figure.subplots(2, 3).flat, _CDF_FIELDS, strict=True):
         for number, run in enumerate(runs):
             _plot_cdf(axis, run, field, number, names_run=len(runs) > 1)
+        if axis.get_xscale() == "linear":
+            # A third of the width has room for so many labels of six digits, and no more.
+            axis.xaxis.set_major_locator(MaxNLocator(nbins=5))
         axis.set_xlabel(f"{title}, ms")
         axis.set_ylabel("share")
         axis.set_ylim(0, 1.01)

@@ -142,6 +142,24 @@ def _print_client(console: Console, run: Run) -> None:
         console.print(f"[bold yellow]note:[/] {warning}", highlight=False)
 
 
+def print_line(console: Console, run: Run) -> None:
+    """Print a run as one line, whatever the terminal's width."""
+    parts = []
+    for name, summary in run.classes.items():
+        if name == "all":
+            continue
+        met = "" if summary.attainment is None else f", {percent(summary.attainment)} in time"
+        failed = f", {summary.num_failed:,} FAILED" if summary.num_failed else ""
+        parts.append(
+            f"{name} {summary.num_completed:,} of {summary.num_arrivals:,}{met}{failed},"
+            f" {number(summary.output_tokens_per_s)} tok/s,"
+            f" TTFT {number(summary.ttft_ms.p50)}/{number(summary.ttft_ms.p99)},"
+            f" TPOT {number(summary.tpot_ms.p50)}/{number(summary.tpot_ms.p99)} ms"
+        )
+    line = f"{run.label}: {run.offered_requests_per_s:.2f} arrivals/s; {'; '.join(parts)}"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 def print_sweep(console: Console, runs: list[Run]) -> None:
     """Print a line per run and class."""
     table = Table(title="runs", title_justify="left", title_style="bold")

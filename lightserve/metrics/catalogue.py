@@ -314,7 +314,7 @@ STEP_BATCH_SIZE = histogram(
     "step_batch_size", Origin.ROUTER, "Sequences in each step.", BATCH_BUCKETS
 )
 ITERATION_TOKENS = histogram(
-    "iteration_tokens_total", Origin.ROUTER, "Tokens computed by each step.", TOKEN_BUCKETS
+    "iteration_tokens", Origin.ROUTER, "Tokens computed by each step.", TOKEN_BUCKETS
 )
 WORKER_BUSY = counter(
     "worker_busy_seconds_total", Origin.ROUTER, "Time that rank 0 spent in steps."

@@ -14,6 +14,27 @@ _HEADLINES = {
     Origin.SUPERVISOR: "Processes and the server itself",
 }
 
+_DIFFERENCES = (
+    ("vLLM's", "here", "why"),
+    ("---", "---", "---"),
+    (
+        "`iteration_tokens_total`",
+        "`lightserve_iteration_tokens`",
+        "it is a histogram; the suffix belongs to counters",
+    ),
+    (
+        "`request_time_per_output_token_seconds`",
+        "`lightserve_time_per_output_token_seconds`",
+        "the mean gap of each request; older versions of vLLM had the single gaps under this name,"
+        " which are `lightserve_inter_token_latency_seconds`",
+    ),
+    (
+        "labels of all that counts requests",
+        "one more, `request_class`",
+        "two classes of requests share a server; sum over it for vLLM's figure",
+    ),
+)
+
 _HEAD = """\
 # Metrics
 
@@ -27,8 +48,10 @@ are keys.
 
 Each process reports once a second, so values are up to about a second old. Counters and
 histograms never fall while the server runs, whichever of its processes are replaced; what a
-process counted in the last second before its death is lost. Names follow vLLM's after the prefix.
+process counted in the last second before its death is lost. Names follow vLLM's after the prefix
+(`lightserve_` instead of `vllm:`), and have its labels, with these exceptions:
 
+{differences}
 Every series also has the labels {common}. `request_class` is `rt` or `be`.
 No label is made from what clients send: there is none for prompts, users or API keys, models are
 those that are served, and routes are templates (`other` for paths that do not exist).
@@ -38,7 +61,8 @@ those that are served, and routes are templates (`other` for paths that do not e
 def document() -> str:
     """Return the page."""
     common = " and ".join(f"`{label}`" for label in COMMON_LABELS)
-    parts = [_HEAD.format(common=common)]
+    differences = "".join(f"| {' | '.join(row)} |\n" for row in _DIFFERENCES)
+    parts = [_HEAD.format(common=common, differences=differences)]
     for origin, headline in _HEADLINES.items():
         parts.append(f"\n## {headline}\n\n| name | kind | labels | meaning |\n|---|---|---|---|\n")
         parts.extend(_row(family) for family in all_families() if family.origin is origin)

@@ -87,7 +87,12 @@ def test_plots_are_pictures(sweep: Path) -> None:
 
 def test_files_are_compared(sweep: Path, mock_url: str, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
-    load_test(f"--url={mock_url}", "--concurrency=4", *SMALL, f"--output={other}", "--quiet")
+    quiet = load_test(
+        f"--url={mock_url}", "--concurrency=4", *SMALL, f"--output={other}", "--quiet"
+    )
+    line, saved = quiet.splitlines()
+    assert "arrivals/s; rt 20 of 20" in line and "TTFT" in line
+    assert saved == f"result: {other}"
     text = load_test("--compare", str(sweep / "result.json"), str(other))
     for wanted in ("result: first rate=50", "other", "goodput, tokens/s", "differ in: traffic"):
         assert wanted in text

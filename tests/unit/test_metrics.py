@@ -107,6 +107,11 @@ def test_the_ledger_refuses_what_is_not_in_the_catalogue(sample: MetricSample) -
     assert values_of(ledger) == {line("steps_total"): 3.0}
 
 
+def test_names_end_as_their_kinds_do() -> None:
+    for family in all_families():
+        assert family.name.endswith("_total") == (family.kind is Kind.COUNTER), family.name
+
+
 def test_every_family_is_rendered_as_its_kind() -> None:
     recorder = Recorder()
     for family in all_families():

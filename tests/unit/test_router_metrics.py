@@ -86,7 +86,7 @@ def test_one_request_from_its_arrival_to_its_end() -> None:
     assert driver.run_out() == 2
     values = driver.values()
     assert values["steps_total",] == [3]
-    for family, total in (("step_batch_size", 3), ("iteration_tokens_total", 12)):
+    for family, total in (("step_batch_size", 3), ("iteration_tokens", 12)):
         assert (values[family,][0], sum(values[family,][1:])) == (total, 3)
     observed_s, predicted_s, error_s = (
         values[f"{name}_seconds",]
