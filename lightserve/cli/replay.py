@@ -16,11 +16,18 @@ from lightserve.errors import ConfigError
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option(
     "--request",
-    metavar="FRONTEND/REQUEST",
-    help="Print what became of one request instead, step by step; the server's debug log names it.",
+    metavar="ID",
+    help="Print what became of one request instead: its answer's id (chatcmpl-...), its"
+    " X-Request-Id, or FRONTEND/REQUEST.",
+)
+@click.option(
+    "--all",
+    "is_whole",
+    is_flag=True,
+    help="With --request: every stretch of steps, not only the longest of a long story.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(file: Path, request: str | None, as_json: bool) -> int:
+def command(file: Path, request: str | None, is_whole: bool, as_json: bool) -> int:
     """Repeat every decision of a decision log, or tell the story of one request.
 
     FILE was written by lightserve serve --decision-log or lightserve simulate --decision-log. A
@@ -31,7 +38,9 @@ def command(file: Path, request: str | None, as_json: bool) -> int:
     if request is not None:
         if as_json:
             raise ConfigError("--json does not go with --request")
-        return _tell(file, request)
+        return _tell(file, request, is_whole=is_whole)
+    if is_whole:
+        raise ConfigError("--all goes with --request")
     # Imported late: `lightserve --help` needs none of it.
     from lightserve.decisions.reading import DecisionLogReader  # noqa: PLC0415
     from lightserve.decisions.replaying import replay  # noqa: PLC0415
@@ -54,15 +63,16 @@ def command(file: Path, request: str | None, as_json: bool) -> int:
     return 0 if result.difference is None else 1
 
 
-def _tell(file: Path, request: str) -> int:
+def _tell(file: Path, request: str, *, is_whole: bool) -> int:
     from lightserve.decisions.reading import DecisionLogReader  # noqa: PLC0415
-    from lightserve.decisions.records import RequestName  # noqa: PLC0415
-    from lightserve.decisions.story import story_of  # noqa: PLC0415
+    from lightserve.decisions.story import MAX_LINES, find_request, story_of  # noqa: PLC0415
 
-    frontend_id, _, request_id = request.partition("/")
-    if not (frontend_id.isdecimal() and request_id.isdecimal()):
-        raise ConfigError(f"--request must be FRONTEND/REQUEST, two numbers, got {request!r}")
-    name = RequestName(int(frontend_id), int(request_id))  # type: ignore[arg-type]
-    for line in story_of(DecisionLogReader(file), name):
+    reader = DecisionLogReader(file)
+    found = find_request(reader, request)
+    if len(found) > 1:
+        names = ", ".join(f"{name.frontend_id}/{name.request_id}" for name in found[:20])
+        rest = ", ..." if len(found) > 20 else ""
+        print(f"lightserve: {len(found)} completions: {names}{rest}; the first:", file=sys.stderr)
+    for line in story_of(reader, found[0], max_lines=None if is_whole else MAX_LINES):
         click.echo(line)
     return 0

@@ -1,9 +1,14 @@
-"""What became of one request, from a decision log: why did it wait?"""
+"""What became of one request, from a decision log: why did it wait, and was it late?
+
+A story has events (it arrives, its first token is there, it ends) and between them stretches: steps
+in a row in which the same happened to it. Times count from when its frontend had it, as targets do.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightserve.decisions.reading import DecisionLogReader
 from lightserve.decisions.records import (
@@ -15,143 +20,247 @@ from lightserve.decisions.records import (
 )
 from lightserve.decisions.replaying import Replayer
 from lightserve.errors import DecisionLogError
-from lightserve.messages.frontend_router import Abort, Finish, Submit
+from lightserve.messages.frontend_router import Abort, Finish, RequestDelta, Submit
 from lightserve.router.events import Outgoing
 from lightserve.router.reasons import Reason
-from lightserve.types import RequestClass
+from lightserve.types import NO_SLO, SLO, FrontendId, RequestClass, RequestId
+
+MAX_LINES = 40
+"""Of a story that is not told whole: the shortest stretches are left out."""
+_COMPUTES = "computes"
 
 
 @dataclass
-class _Stretch:
-    """Steps in a row in which the same happened to it."""
+class _Line:
+    """An event, or (with steps) a stretch."""
 
+    at_s: float
     what: str
-    first_step: int
-    start_s: float
-    num_steps: int = 1
+    first_step: int = 0
+    num_steps: int = 0
     num_tokens: int = 0
+    seconds: float = 0.0
+    """Until the next line."""
+    heading: str = ""
+    """Of a stretch: what its time is counted as."""
 
     def __str__(self) -> str:
+        if self.num_steps == 0:
+            return f"{self.at_s:10.3f} s  {self.what}"
         last_step = self.first_step + self.num_steps - 1
         steps = (
             f"step {last_step}" if self.num_steps == 1 else f"steps {self.first_step}-{last_step}"
         )
         tokens = f" {self.num_tokens} tokens" if self.num_tokens else ""
-        return f"{self.start_s:10.3f} s  {steps}: {self.what}{tokens}"
+        return f"{self.at_s:10.3f} s  {steps}: {self.what}{tokens}"
 
 
-def story_of(reader: DecisionLogReader, name: RequestName) -> Iterator[str]:
-    """Yield the story of a request, a line for each change; times count from its arrival.
+def find_request(reader: DecisionLogReader, text: str) -> list[RequestName]:
+    """Return the requests that are called so: FRONTEND/REQUEST, or a name that the client has.
 
-    The log is replayed: when a request ends is not in it.
+    Completions of one request share its names.
 
     Raises:
-        DecisionLogError: the log cannot be read, was changed, does not know the request, or
-            its decisions are not repeated.
+        DecisionLogError: the log cannot be read, was changed, or has none.
+    """
+    frontend_id, _, request_id = text.partition("/")
+    number = None
+    if frontend_id.isdecimal() and request_id.isdecimal():
+        number = RequestName(FrontendId(int(frontend_id)), RequestId(int(request_id)))
+    found = []
+    for _, record in reader.lines():
+        if isinstance(record, MessageReceived) and isinstance(submit := record.message, Submit):
+            name = RequestName(record.frontend_id, submit.request_id)
+            if name == number or text in submit.names:
+                found.append(name)
+    if not found:
+        raise DecisionLogError(
+            f"{reader.path}: there is no request {text}; it is named by the id of its answer"
+            " (chatcmpl-…), by its X-Request-Id, or as FRONTEND/REQUEST"
+        )
+    return found
+
+
+def story_of(
+    reader: DecisionLogReader, name: RequestName, *, max_lines: int | None = MAX_LINES
+) -> list[str]:
+    """Return the story of a request: its lines in order, then what was late and what it waited for.
+
+    The log is replayed: when a request ends is not in it. `max_lines` None: all of it.
+
+    Raises:
+        DecisionLogError: the log cannot be read, was changed, or its decisions are not repeated.
     """
     replayer, teller = Replayer(reader.header), _Teller(name)
     for number, record in reader.lines():
         if not isinstance(record, Decision):
-            yield from teller.on_input(record)
-            yield from teller.on_news(replayer.feed(record), record.now_s)
+            teller.on_input(record)
+            teller.on_news(replayer.feed(record), record.now_s)
         elif replayer.decide(record) is None:
             raise DecisionLogError(f"{reader.path}, line {number}: this decision is not repeated")
         else:
-            yield from teller.on_decision(record)
-    yield from teller.end_stretch()
-    if not teller.has_arrived:
-        raise DecisionLogError(
-            f"{reader.path}: there is no request {name.frontend_id}/{name.request_id}"
-        )
+            teller.on_decision(record)
+    summary = [*teller.judgement(), *teller.totals()]
+    room = None if max_lines is None else max_lines - len(summary)
+    return [*_shortened(teller.lines, room), *summary]
 
 
+def _shortened(lines: list[_Line], max_lines: int | None) -> Iterator[str]:
+    """Yield lines in order, without the shortest stretches where there are too many."""
+    left_out: list[_Line] = []
+    if max_lines is not None and len(lines) > max_lines:
+        num_events = sum(line.num_steps == 0 for line in lines)
+        stretches = sorted((line for line in lines if line.num_steps), key=lambda x: -x.seconds)
+        left_out = stretches[max(0, max_lines - num_events - 1) :]
+    dropped = {id(line) for line in left_out}
+    yield from (str(line) for line in lines if id(line) not in dropped)
+    if left_out:
+        seconds = sum(line.seconds for line in left_out)
+        yield f"              {len(left_out)} shorter stretches, {seconds:.3f} s in all: --all"
+
+
+@dataclass
+class _Delivered:
+    """When its tokens were there, in seconds since it came."""
+
+    first_s: float = 0.0
+    last_s: float = 0.0
+    num_tokens: int = 0
+    max_gap_s: float = 0.0
+
+    def add(self, num_tokens: int, at_s: float) -> None:
+        if self.num_tokens == 0:
+            self.first_s = at_s
+        else:
+            self.max_gap_s = max(self.max_gap_s, at_s - self.last_s)
+        self.last_s = at_s
+        self.num_tokens += num_tokens
+
+
+@dataclass
 class _Teller:
     """Knows what has become of the request so far."""
 
-    def __init__(self, name: RequestName) -> None:
-        self.has_arrived = False
-        self._request_class: RequestClass | None = None
-        """While it is alive."""
-        self._name = name
-        self._arrival_s = 0.0
-        self._num_tokens = 0
-        self._stretch: _Stretch | None = None
+    name: RequestName
+    lines: list[_Line] = field(default_factory=list)
+    request_class: RequestClass | None = None
+    """While it is alive."""
+    came_s: float = 0.0
+    """When its frontend had it."""
+    slo: SLO = NO_SLO
+    delivered: _Delivered = field(default_factory=_Delivered)
 
-    def on_input(self, record: Input) -> Iterator[str]:
+    def _add(self, line: _Line) -> None:
+        """Append a line, which ends the stretch before it."""
+        if self.lines:
+            self.lines[-1].seconds = max(0.0, line.at_s - self.lines[-1].at_s)
+        self.lines.append(line)
+
+    def _tell(self, now_s: float, what: str) -> None:
+        self._add(_Line(now_s - self.came_s, what))
+
+    def on_input(self, record: Input) -> None:
         """Tell of an input, if it is about the request."""
         match record:
-            case WorkersWereLost() if self._request_class is not None:
-                yield from self.end_stretch()
-                yield self._at(record.now_s, "the workers were lost")
+            case WorkersWereLost() if self.request_class is not None:
+                self._tell(record.now_s, "the workers were lost")
             case MessageReceived(message=Submit() | Finish() | Abort() as message):
-                if (record.frontend_id, message.request_id) != self._name:
+                if (record.frontend_id, message.request_id) != self.name:
                     return
-                yield from self.end_stretch()
                 if isinstance(message, Submit):
-                    self._request_class, self._arrival_s = message.request_class, record.now_s
-                    self.has_arrived = True
+                    self.request_class, self.slo = message.request_class, message.slo
+                    self.came_s = record.now_s - message.age_s
                 else:
-                    self._request_class = None
-                yield self._at(record.now_s, _described(message))
+                    self.request_class = None
+                self._tell(record.now_s, _described(message))
+                if isinstance(message, Submit):
+                    self._tell(record.now_s, _targets(message.slo))
 
-    def on_news(self, news: list[Outgoing], now_s: float) -> Iterator[str]:
+    def on_news(self, news: list[Outgoing], now_s: float) -> None:
         """Tell of its first token, and of its end."""
         for outgoing in news:
             for delta in outgoing.message.requests:
-                if (outgoing.frontend_id, delta.request_id) != self._name:
-                    continue
-                if delta.token_ids and self._num_tokens == 0:
-                    yield from self.end_stretch()
-                    yield self._at(now_s, "its first token is there")
-                self._num_tokens += len(delta.token_ids)
-                if (end := delta.error or delta.finish_reason) is not None:
-                    yield from self.end_stretch()
-                    yield self._at(now_s, f"ends: {end.value}, {self._num_tokens} tokens")
-                    self._request_class = None
+                if (outgoing.frontend_id, delta.request_id) == self.name:
+                    self._on_delta(delta, now_s)
 
-    def _at(self, now_s: float, what: str) -> str:
-        return f"{now_s - self._arrival_s:10.3f} s  {what}"
+    def _on_delta(self, delta: RequestDelta, now_s: float) -> None:
+        at_s = now_s - self.came_s
+        if delta.token_ids:
+            if self.delivered.num_tokens == 0:
+                due = _late(at_s, _seconds(self.slo.ttft_ms))
+                self._tell(now_s, f"its first token is there{due}")
+                if delta.scheduled_slo is not None:
+                    raised = _named(delta.scheduled_slo)
+                    self._tell(
+                        now_s, f"targets that even an idle server misses: raised to {raised}"
+                    )
+            self.delivered.add(len(delta.token_ids), at_s)
+        if (end := delta.error or delta.finish_reason) is not None:
+            due = _late(at_s, self.slo.completion_s)
+            self._tell(now_s, f"ends: {end.value}, {self.delivered.num_tokens} tokens{due}")
+            self.request_class = None
 
-    def on_decision(self, decision: Decision) -> Iterator[str]:
+    def on_decision(self, decision: Decision) -> None:
         """Tell of a step, if something else happened in it than in the one before."""
-        if self._request_class is None:
+        if self.request_class is None:
             return
-        now_s = decision.committed_at_s - self._arrival_s
-        what, num_tokens = self._part_in(decision, self._request_class)
-        stretch = self._stretch
-        if stretch is not None and stretch.what == what:
-            stretch.num_steps = decision.step_id - stretch.first_step + 1
-            stretch.num_tokens += num_tokens
+        what, heading, num_tokens = self._part_in(decision, self.request_class)
+        at_s = decision.committed_at_s - self.came_s
+        last = self.lines[-1]
+        if last.num_steps and last.what == what:
+            last.num_steps = decision.step_id - last.first_step + 1
+            last.num_tokens += num_tokens
+            last.seconds = at_s - last.at_s
         else:
-            yield from self.end_stretch()
-            self._stretch = _Stretch(what, decision.step_id, now_s, num_tokens=num_tokens)
+            self._add(_Line(at_s, what, decision.step_id, 1, num_tokens, heading=heading))
 
-    def _part_in(self, decision: Decision, request_class: RequestClass) -> tuple[str, int]:
-        """Return what a step does with the request, and how many tokens it computes."""
-        name = self._name
+    def _part_in(self, decision: Decision, request_class: RequestClass) -> tuple[str, str, int]:
+        """Return what a step does with the request, its heading, and the tokens it computes."""
+        name = self.name
         lost = [take.num_tokens for take in decision.takes if take[:2] == name]
         notes = [f", {lost[0]} tokens of KV go to the host" for _ in lost]
         notes += [", all its KV is given up" for drop in decision.drops if drop == name]
         if name in decision.stops:
             notes.insert(0, ", paused")
+        more = "".join(notes)
         for share in decision.advancing:
             if share[:2] == name:
-                return f"computes{''.join(notes)}", share.num_tokens
+                return f"{_COMPUTES}{more}", _COMPUTES, share.num_tokens
         for share in decision.loads:
             if share[:2] == name:
-                return f"loads from the host{''.join(notes)}", share.num_tokens
+                return f"loads from the host{more}", _MEANINGS[Reason.LOADING], share.num_tokens
         for left in decision.skipped:
             if left[:2] == name:
-                return f"left out: {_MEANINGS[left.reason]}{''.join(notes)}", 0
+                meaning = _MEANINGS[left.reason]
+                return f"left out: {meaning}{more}", meaning, 0
         stopped_by = decision.unseen[request_class].stopped_by
         assert stopped_by is not None, "it is alive, and neither advances nor was considered"
-        return f"not considered; the search stopped: {_MEANINGS[stopped_by]}", 0
+        meaning = _MEANINGS[stopped_by]
+        return f"not considered; the search stopped: {meaning}", meaning, 0
 
-    def end_stretch(self) -> Iterator[str]:
-        """Tell of what has gone on so far."""
-        if self._stretch is not None:
-            yield str(self._stretch)
-        self._stretch = None
+    def judgement(self) -> Iterator[str]:
+        """Yield how it kept its targets for tokens after the first."""
+        slo, got = self.slo, self.delivered
+        if got.num_tokens > 1 and slo.tpot_ms is not None:
+            mean_s = (got.last_s - got.first_s) / (got.num_tokens - 1)
+            late = _late(mean_s, slo.tpot_ms / 1e3)
+            yield f"mean time per token after the first {1e3 * mean_s:.1f} ms{late}"
+        if got.num_tokens > 1 and slo.mtpot_ms is not None:
+            late = _late(got.max_gap_s, slo.mtpot_ms / 1e3)
+            yield f"largest gap between tokens {1e3 * got.max_gap_s:.1f} ms{late}"
+
+    def totals(self) -> Iterator[str]:
+        """Yield the time of all stretches by what they were, the longest first."""
+        spent: dict[str, list[_Line]] = defaultdict(list)
+        for line in self.lines:
+            if line.num_steps:
+                spent[line.heading].append(line)
+        seconds = {heading: sum(x.seconds for x in lines) for heading, lines in spent.items()}
+        if seconds:
+            yield "in all:"
+        for heading in sorted(seconds, key=lambda heading: -seconds[heading]):
+            num_steps = sum(line.num_steps for line in spent[heading])
+            yield f"{seconds[heading]:10.3f} s  {heading}, {num_steps} steps"
 
 
 def _described(message: Submit | Finish | Abort) -> str:
@@ -165,6 +274,38 @@ def _described(message: Submit | Finish | Abort) -> str:
         case Finish():
             return f"ends with a stop string after {message.num_tokens} tokens"
     return "is aborted"
+
+
+def _targets(slo: SLO) -> str:
+    """Return its targets, and when the first one is due."""
+    if slo == NO_SLO:
+        return "has no targets"
+    due = [f"first token due at {slo.ttft_ms / 1e3:.3f} s"] if slo.ttft_ms is not None else []
+    due += [f"due at {slo.completion_s:.3f} s"] if slo.completion_s is not None else []
+    return f"targets: {', '.join([_named(slo), *due])}"
+
+
+def _named(slo: SLO) -> str:
+    parts = [
+        f"{name} {value:g} ms"
+        for name, value in (("ttft", slo.ttft_ms), ("tpot", slo.tpot_ms), ("mtpot", slo.mtpot_ms))
+        if value is not None
+    ]
+    parts += [] if slo.completion_s is None else [f"completion {slo.completion_s:g} s"]
+    return ", ".join(parts)
+
+
+def _seconds(ms: float | None) -> float | None:
+    return None if ms is None else ms / 1e3
+
+
+def _late(seconds: float, target_s: float | None) -> str:
+    """Return by how much a time missed its target, or that it did not; nothing without one."""
+    if target_s is None:
+        return ""
+    if seconds <= target_s:
+        return f", in time by {target_s - seconds:.3f} s"
+    return f", late by {seconds - target_s:.3f} s"
 
 
 _MEANINGS = {

@@ -31,6 +31,7 @@ from lightserve.frontend.json_body import BODY_BYTES_KEY
 from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.service import Service, Turns
 from lightserve.frontend.terms import Terms
+from lightserve.logs import request_id
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +169,10 @@ class GenerationResponse(Response):
                 if (requests := await self._prepared(client_gone)) is not None:
                     self._caller = caller_of(scope)
                     salt = self._caller.prefix_salt
-                    requests = [dataclasses.replace(r, prefix_salt=salt) for r in requests]
+                    names = tuple(filter(None, (self._shape.request_id, request_id.get())))
+                    requests = [
+                        dataclasses.replace(r, prefix_salt=salt, names=names) for r in requests
+                    ]
                     connection = scope.get(CONNECTION_KEY)
                     await self._generate(requests, client_gone, send, connection)
             finally:

@@ -90,6 +90,8 @@ class NewRequest:
     includes_stop: bool = False
     """Whether the output shows the stop string that ended it."""
     constraint: Constraint | None = None
+    names: tuple[str, ...] = ()
+    """As in `Submit`: set by the response."""
     discards_output: bool = False
     """Only the prompt's log-probabilities are wanted: the one token that is drawn is dropped."""
 
@@ -432,6 +434,7 @@ class RouterClient:
             prefix_salt=request.prefix_salt,
             needs_acknowledgement=bool(request.stop_strings),
             constraint=request.constraint,
+            names=request.names,
         )
         try:
             connection.link.send(message)

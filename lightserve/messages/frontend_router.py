@@ -73,6 +73,8 @@ class Submit(Message, frozen=True):
     """Only requests with equal salts may share KV of equal prefixes."""
     needs_acknowledgement: bool = False
     constraint: Constraint | None = None
+    names: tuple[str, ...] = ()
+    """What the client knows it by: the answer's id, its X-Request-Id. For the decision log."""
 
 
 class Progress(NamedTuple):

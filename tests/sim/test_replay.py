@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from lightserve.cli.replay import command as replay_command
 from lightserve.cli.simulate import command as simulate_command
 from lightserve.config import ServeConfig
 from lightserve.decisions.records import DECIDING_OPTIONS, new_hash
+from lightserve.decisions.story import MAX_LINES
 from lightserve.errors import ConfigError, DecisionLogError
 from lightserve.router.factory import make_core_config
 from lightserve.router.policies.registry import POLICIES
@@ -196,16 +198,109 @@ def test_garbage_in_the_middle_names_its_line(log_path: Path, tmp_path: Path) ->
         replayed(path)
 
 
-def test_the_story_of_a_request(log_path: Path) -> None:
-    result = replayed(log_path, "--request", "0/3")
+def story(path: Path, *arguments: str) -> list[str]:
+    result = replayed(path, *arguments)
     assert result.return_value == 0
-    story = result.stdout.splitlines()
-    assert "arrives: class rt" in story[0] and "its first token is there" in result.stdout
-    assert "ends: " in story[-1]
-    with pytest.raises(DecisionLogError, match="no request 0/9999"):
-        replayed(log_path, "--request", "0/9999")
-    with pytest.raises(ConfigError, match="FRONTEND/REQUEST"):
-        replayed(log_path, "--request", "cmpl-1")
+    return result.stdout.splitlines()
+
+
+def test_the_story_of_a_request(log_path: Path) -> None:
+    lines = story(log_path, "--request", "0/3")
+    text = "\n".join(lines)
+    assert "arrives: class rt" in lines[0] and "its first token is there" in text
+    summary = lines.index("in all:")
+    assert any("ends: " in line for line in lines[:summary])
+    spent_s = [float(line.split(" s")[0]) for line in lines[summary + 1 :]]
+    assert spent_s == sorted(spent_s, reverse=True) and spent_s[0] > 0
+    for unknown in ("0/9999", "chatcmpl-1", "9"):
+        with pytest.raises(DecisionLogError, match=f"no request {unknown}; it is named by the id"):
+            replayed(log_path, "--request", unknown)
+    with pytest.raises(ConfigError, match="--all goes with --request"):
+        replayed(log_path, "--all")
+
+
+def _set_submits(fields: dict[str, Any]) -> Callable[[list[dict[str, Any]]], None]:
+    """Return an edit that changes what real-time requests are; the first two share their names."""
+
+    def edit(records: list[dict[str, Any]]) -> None:
+        numbers = iter(range(10**6))
+        for record in records:
+            message = record.get("message", {})
+            if message.get("type") == "Submit" and message["request_class"] == "rt":
+                number = max(1, next(numbers))
+                record["message"] |= fields | {"names": [f"chatcmpl-{number}", f"trace-{number}"]}
+
+    return edit
+
+
+def test_a_request_goes_by_the_names_that_its_client_has(log_path: Path, tmp_path: Path) -> None:
+    path = rewritten(log_path, _set_submits({}), tmp_path / "log.jsonl", is_chained=True)
+    number = story(path, "--request", "0/3")
+    assert story(path, "--request", "chatcmpl-3") == story(path, "--request", "trace-3") == number
+    shared = replayed(path, "--request", "trace-1")
+    assert "2 completions: 0/0, 0/1; the first:" in shared.stderr
+    assert shared.stdout.splitlines() == story(path, "--request", "0/0")
+
+
+@pytest.mark.parametrize(
+    ("slo", "age_s", "expected"),
+    [
+        ([None, None, None, None], 0.0, [r"has no targets"]),
+        (
+            [60_000.0, 60_000.0, 90_000.0, None],
+            0.25,
+            [
+                r"0\.250 s  arrives",
+                r"targets: ttft 60000 ms, tpot 60000 ms, mtpot 90000 ms, first token",
+                r"first token due at 60\.000 s",
+                r"first token is there, in time by 5\d\.\d+ s",
+                r"mean time per token after the first \S+ ms, in time by",
+                r"largest gap between tokens \S+ ms, in time by",
+            ],
+        ),
+        (
+            [1.0, 0.5, 0.5, None],
+            10.0,
+            [
+                r"first token is there, late by 1\d\.\d+ s",
+                r"mean time per token after the first \S+ ms, late by 0\.\d+ s",
+                r"largest gap between tokens \S+ ms, late by",
+            ],
+        ),
+        (
+            [None, None, None, 2.0],
+            10.0,
+            [r"targets: completion 2 s, due at 2\.000 s", r"ends: \w+, \d+ tokens, late by"],
+        ),
+    ],
+)
+def test_the_story_says_what_was_late_and_by_how_much(
+    slo: list[float | None], age_s: float, expected: list[str], log_path: Path, tmp_path: Path
+) -> None:
+    edit = _set_submits({"slo": slo, "age_s": age_s})
+    path = rewritten(log_path, edit, tmp_path / "log.jsonl", is_chained=True)
+    text = "\n".join(story(path, "--request", "chatcmpl-3"))
+    for line in expected:
+        assert re.search(line, text), f"{line} in\n{text}"
+    assert ("in time" in text) == ("in time" in str(expected))
+    assert ("late" in text) == ("late" in str(expected))
+
+
+def test_a_long_story_is_told_in_forty_lines(tmp_path: Path) -> None:
+    path = record(tmp_path / "log.jsonl", "--policy", "unified")
+    names = [f"{1}/{number}" for number in range(24)]
+    whole = {name: story(path, "--request", name, "--all") for name in names}
+    name = max(whole, key=lambda name: len(whole[name]))
+    assert len(whole[name]) > MAX_LINES
+    short = story(path, "--request", name)
+    assert MAX_LINES - 2 <= len(short) <= MAX_LINES
+    (left_out,) = (line for line in short if "shorter stretches" in line)
+    assert int(left_out.split()[0]) == len(whole[name]) - len(short) + 1
+    assert [line for line in whole[name] if line in short] == [
+        line for line in short if line != left_out
+    ]
+    for event in ("arrives", "its first token is there", "ends: ", "in all:"):
+        assert any(event in line for line in short)
 
 
 def test_the_oracle_cannot_be_recorded(tmp_path: Path) -> None:
