@@ -10,9 +10,10 @@ import argparse
 import itertools
 import json
 import statistics
+import sys
 import time
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Collection, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from lightserve.sim.report import Report
 from lightserve.sim.workload import load_workload
 
 CAPACITY_TOKENS = 120_000
+PAPER_REQUESTS = 3000
 
 
 class Cell(NamedTuple):
@@ -137,12 +139,33 @@ def judge(cell: Cell, ratio: float, paper_ratio: float, consumed: float, evicted
     return "missed: " + ", ".join(misses) if misses else "met"
 
 
+def note(num_requests: int) -> str:
+    """Return what is to be known of a smaller run than the paper's; nothing for that one."""
+    if num_requests == PAPER_REQUESTS:
+        return ""
+    return (
+        f"The paper's figures, and so the last column, hold for {PAPER_REQUESTS:,} requests:"
+        f" start and end weigh more in {num_requests:,}.\n"
+    )
+
+
+def show_progress(jobs: Collection[Future[Report]]) -> None:
+    """Count the runs that are done, on standard error, until all are."""
+    start_s = time.perf_counter()
+    for done, _ in enumerate(as_completed(jobs), 1):
+        left_s = (time.perf_counter() - start_s) / done * (len(jobs) - done)
+        end = "\n" if done == len(jobs) else ""
+        print(
+            f"\r{done}/{len(jobs)} runs, {left_s:.0f} s left ", end=end, file=sys.stderr, flush=True
+        )
+
+
 def main() -> None:
     """Run all cells and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--num-requests", type=int, default=3000)
+    parser.add_argument("--num-requests", type=int, default=PAPER_REQUESTS)
     parser.add_argument("--workload", choices=["dist1", "dist2", "dist3"])
     parser.add_argument("--json", help="file for every single report")
     args = parser.parse_args()
@@ -153,6 +176,7 @@ def main() -> None:
             (number, seed): pool.submit(run_cell, cell, seed, args.num_requests)
             for (number, cell), seed in itertools.product(enumerate(cells), range(args.seeds))
         }
+        show_progress(jobs.values())
         reports = {key: job.result() for key, job in jobs.items()}
     print(
         "| workload | rule | steps/optimum (paper) | memory % (paper) | evicted % (paper) | ± | |"
@@ -176,9 +200,8 @@ def main() -> None:
             f" | ±{(max(ratios) - min(ratios)) / 2:.3f}"
             f" | {judge(cell, ratio, paper_ratio, consumed, evicted)} |"
         )
-    print(
-        f"\n{len(jobs)} runs of {args.num_requests} requests, {time.perf_counter() - start_s:.0f} s"
-    )
+    print(f"\n{note(args.num_requests)}{len(jobs)} runs of {args.num_requests} requests, ", end="")
+    print(f"{time.perf_counter() - start_s:.0f} s")
     if args.json:
         with open(args.json, "w", encoding="utf-8") as stream:  # noqa: PTH123
             json.dump(

@@ -10,8 +10,18 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from lightserve.cli.simulate_hybrid import hybrid_options, run_hybrid
-from lightserve.cli.simulate_queue import QUEUE_OPTIONS, queue_options, run_queue
+from lightserve.cli.simulate_hybrid import (
+    HYBRID_DEFAULTS,
+    hybrid_options,
+    run_comparison,
+    run_hybrid,
+)
+from lightserve.cli.simulate_queue import (
+    QUEUE_DEFAULTS,
+    QUEUE_OPTIONS,
+    queue_options,
+    run_queue,
+)
 from lightserve.cli.simulate_rules import RULES, rule_options
 from lightserve.config.fields import flag_name
 from lightserve.errors import ConfigError
@@ -33,24 +43,28 @@ _SHARED = frozenset(
 """Options of both kinds of run."""
 
 
+def _default(name: str) -> str:
+    """Return the defaults of both kinds of run, as help shows them."""
+    return f"[default: {QUEUE_DEFAULTS[name]}; with --rt, --be {HYBRID_DEFAULTS[name]}]"
+
+
 @click.command("simulate")
 @queue_options
 @hybrid_options
 @click.option(
     "--capacity-tokens",
     type=click.IntRange(1),
-    help="Size of the KV pool.  [default: 120000; with --rt, --be 60000]",
+    help=f"Size of the KV pool.  {_default('capacity_tokens')}",
 )
 @click.option(
     "--policy",
     metavar="POLICY",
-    help="A policy of the server.  [default: fcfs; with --rt, --be chunked]",
+    help=f"A policy of the server.  {_default('policy')}",
 )
 @click.option(
     "--admission",
     type=click.Choice(RULES),
-    help="A rule of the server, or oracle, which knows every length.  [default: past-future; with"
-    " --rt, --be risk]",
+    help=f"A rule of the server, or oracle, which knows every length.  {_default('admission')}",
 )
 @rule_options
 @click.option("--seed", default=0, type=click.IntRange(0), show_default=True)
@@ -64,13 +78,39 @@ def command(context: click.Context, /, **values: Any) -> int:
     throughput. The same seed gives the same report, but for CPU times.
     """
     chosen = _of_this_run(context, values)
+    if chosen.get("compare"):
+        return _compare(context, chosen)
+    if chosen.get("plot"):
+        raise ConfigError("--plot needs --compare")
     run = run_queue if "workload" in chosen else run_hybrid
     chosen, sections = run(chosen)
     document = {"config": _printable(chosen)} | sections
     if values["as_json"]:
         click.echo(json.dumps(document))
     else:
-        _print_table(sections)
+        _print_table({"": sections})
+    return 0
+
+
+def _compare(context: click.Context, values: dict[str, Any]) -> int:
+    if context.get_parameter_source("policy") is not ParameterSource.DEFAULT:
+        raise ConfigError("--compare cannot be combined with --policy")
+    if values["decision_log"]:
+        raise ConfigError("--compare cannot be combined with --decision-log: one core writes it")
+    chosen, reports = run_comparison(values)
+    if values["plot"] is not None:
+        from lightserve.sim.pictures import draw_comparison  # noqa: PLC0415 - an extra
+
+        draw_comparison(reports, values["plot"])
+    if values["as_json"]:
+        click.echo(json.dumps({"config": _printable(chosen), "policies": reports}))
+    else:
+        _print_table(
+            {
+                policy: {name: figures for name, figures in sections.items() if name != "router"}
+                for policy, sections in reports.items()
+            }
+        )
     return 0
 
 
@@ -102,11 +142,28 @@ def _printable(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _print_table(sections: dict[str, dict[str, Any]]) -> None:
-    for section, figures in sections.items():
+def _print_table(columns: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+    """Print sections of figures, a column per run; what says nothing of any of them is left out."""
+    if len(columns) > 1:
+        click.echo(" " * 28 + "".join(f"{title:>16}" for title in columns))
+    num_left_out = 0
+    for section in next(iter(columns.values())):
         click.echo(section)
-        for name, value in _flat(figures):
-            click.echo(f"  {name:22} {_shown(value):>16}")
+        tables = [dict(_flat(sections[section])) for sections in columns.values()]
+        if all(table.get("arrivals") == 0 for table in tables):
+            click.echo("  no requests")
+            continue
+        for name in tables[0]:
+            values = [table[name] for table in tables]
+            # Of tables inside (reasons by class), most have nothing to count.
+            if all(value is None or (value == 0 and " " in name) for value in values):
+                num_left_out += 1
+            else:
+                click.echo(f"  {name:26}" + "".join(f"{_shown(value):>16}" for value in values))
+    if num_left_out:
+        click.echo(
+            f"({num_left_out} reasons without a count or figures without a value are left out)"
+        )
 
 
 def _flat(figures: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,8 @@ from click.core import ParameterSource
 from lightserve.cli.options import FiniteRange, FunctionT, config_options
 from lightserve.cli.simulate_rules import serve_fields
 from lightserve.config import ServeConfig
-from lightserve.config.fields import flag_name
+from lightserve.config.fields import check_limits, flag_name
+from lightserve.config.frontend import split_names
 from lightserve.errors import ConfigError
 
 _SERVE_FIELDS = (
@@ -32,9 +33,10 @@ _SERVE_FIELDS = (
     "long_prompt_tokens",
 )
 """Options that are those of the server."""
-_DEFAULTS = {"capacity_tokens": 60_000, "policy": "unified", "admission": "risk"}
+HYBRID_DEFAULTS = {"capacity_tokens": 60_000, "policy": "unified", "admission": "risk"}
 
 
+_POLICY = next(spec for spec in dataclasses.fields(ServeConfig) if spec.name == "policy")
 _TOKEN_TARGETS = ("ttft_slo_ms", "tpot_slo_ms", "mtpot_slo_ms")
 _SLO_MS = FiniteRange(0.0)
 _OPTIONS = (
@@ -43,6 +45,16 @@ _OPTIONS = (
         "--decision-log",
         metavar="FILE",
         help="Record the router's inputs and decisions, for lightserve replay.",
+    ),
+    click.option(
+        "--plot",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="With --compare: picture of the policies side by side, .png, .svg or .pdf.",
+    ),
+    click.option(
+        "--compare",
+        metavar="POLICY,...",
+        help="Run each of these policies, in place of --policy, on the same requests; one table.",
     ),
     click.option(
         "--budget-tokens",
@@ -146,7 +158,7 @@ def run_hybrid(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[st
     # Imported late: `lightserve --help` needs none of it.
     from lightserve import sim  # noqa: PLC0415
 
-    values = given | {name: given[name] or default for name, default in _DEFAULTS.items()}
+    values = given | {name: given[name] or default for name, default in HYBRID_DEFAULTS.items()}
     names = {spec.name for spec in dataclasses.fields(sim.HybridConfig)} & set(values)
     chosen = {name: values[name] for name in names - {"hardware"}}
     if values["hardware"] is not None:
@@ -157,10 +169,31 @@ def run_hybrid(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[st
         serve_options=serve_fields(values) | {name: values[name] for name in _SERVE_FIELDS},
     )
     with click.progressbar(
-        length=int(config.duration_s), label="virtual seconds", file=sys.stderr
+        length=int(config.duration_s), label=f"virtual seconds, {config.policy}", file=sys.stderr
     ) as bar:
         report = sim.run_hybrid(config, progress=lambda seconds: bar.update(round(seconds)))
     return values, dataclasses.asdict(report)
+
+
+def run_comparison(
+    given: dict[str, Any],
+) -> tuple[dict[str, Any], dict[str, dict[str, dict[str, Any]]]]:
+    """Run every policy of --compare on the same requests; return all values, reports by policy.
+
+    Raises:
+        ConfigError: an option that cannot be.
+    """
+    policies = split_names(given["compare"])
+    for policy in policies:  # before the first of them runs
+        check_limits(_POLICY, policy)
+    if len(policies) < 2:
+        raise ConfigError(f"--compare needs two policies or more, got {given['compare']!r}")
+    reports: dict[str, dict[str, dict[str, Any]]] = {}
+    values = given
+    for policy in policies:
+        values, reports[policy] = run_hybrid(given | {"policy": policy})
+    values["policy"] = None
+    return values, reports
 
 
 def _targets_of(values: dict[str, Any]) -> list[float | None]:

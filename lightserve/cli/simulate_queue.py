@@ -29,7 +29,7 @@ QUEUE_OPTIONS = frozenset(
 )
 _POLICIES = ("fcfs", "chunked")
 """Those whose decode steps may be advanced many at once."""
-_DEFAULTS = {"capacity_tokens": 120_000, "policy": "fcfs", "admission": "past-future"}
+QUEUE_DEFAULTS = {"capacity_tokens": 120_000, "policy": "fcfs", "admission": "past-future"}
 _SECTIONS = {
     "kv": (
         "decode_steps",
@@ -94,9 +94,9 @@ def run_queue(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str
     """
     # Imported late: `lightserve --help` needs none of it.
     from lightserve import sim  # noqa: PLC0415
-    from lightserve.sim.timeline import draw_timeline  # noqa: PLC0415
+    from lightserve.sim.pictures import draw_timeline  # noqa: PLC0415
 
-    values = given | {name: given[name] or default for name, default in _DEFAULTS.items()}
+    values = given | {name: given[name] or default for name, default in QUEUE_DEFAULTS.items()}
     if values["policy"] not in _POLICIES:
         raise ConfigError(
             f"--policy must be one of {', '.join(_POLICIES)} with --workload,"

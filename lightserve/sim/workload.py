@@ -1,7 +1,8 @@
 """Request lengths for the simulator: the papers' synthetic distributions and trace files.
 
-A trace is a gzip CSV with a header; the columns used are `prompt_tokens`, `output_tokens` and,
-where present, `t` (seconds), `client`, `block_ids_512` (what prompts have in common).
+A trace is a CSV, perhaps gzipped, with a header; the columns used are `prompt_tokens`,
+`output_tokens` and, where present, `t` (seconds), `client`, `block_ids_512` (what prompts have in
+common).
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import csv
 import dataclasses
 import gzip
+import io
 import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +25,9 @@ from lightserve.errors import ConfigError
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
+
+_GZIP = b"\x1f\x8b"
+"""How such files begin, whatever they are called."""
 
 DISTRIBUTIONS = {
     "dist1": ((32, 4096), (2048, 4096)),
@@ -178,15 +184,16 @@ def read_trace(path: Path, *, flag: str = "--workload") -> Trace:
         ConfigError: no such file, or a column is missing or not a positive number.
     """
     try:
-        with gzip.open(path, "rt", encoding="ascii", newline="") as stream:
-            rows = list(csv.DictReader(stream))
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if data.startswith(_GZIP) else data).decode("ascii")
+        rows = list(csv.DictReader(io.StringIO(text, newline="")))
         prompt, output = (
             np.array([int(row[column]) for row in rows], dtype=np.int64)
             for column in ("prompt_tokens", "output_tokens")
         )
         arrival_s = np.array([float(row["t"]) for row in rows]) if "t" in rows[0] else None
         block_ids = [row["block_ids_512"] for row in rows] if "block_ids_512" in rows[0] else None
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ConfigError(f"{flag}: {path} cannot be read: {error}") from error
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{flag}: {path} is not a trace: {error}") from error

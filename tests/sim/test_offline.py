@@ -97,7 +97,7 @@ def test_warm_up_rows_are_history_only() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "message"),
-    [("nowhere.csv.gz", "cannot be read"), ("tests/sim/test_offline.py", "cannot be read")],
+    [("nowhere.csv.gz", "cannot be read"), ("tests/sim/test_offline.py", "is not a trace")],
 )
 def test_bad_traces(spec: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -19,8 +19,9 @@ from click.testing import CliRunner, Result
 from lightserve.cli.replay import command as replay_command
 from lightserve.cli.simulate import command as simulate_command
 from lightserve.config import ServeConfig
+from lightserve.decisions.reading import DecisionLogReader
 from lightserve.decisions.records import DECIDING_OPTIONS, new_hash
-from lightserve.decisions.story import MAX_LINES
+from lightserve.decisions.story import MAX_LINES, find_request, story_of
 from lightserve.errors import ConfigError, DecisionLogError
 from lightserve.router.factory import make_core_config
 from lightserve.router.policies.registry import POLICIES
@@ -288,17 +289,18 @@ def test_the_story_says_what_was_late_and_by_how_much(
 
 def test_a_long_story_is_told_in_forty_lines(tmp_path: Path) -> None:
     path = record(tmp_path / "log.jsonl", "--policy", "unified")
-    names = [f"{1}/{number}" for number in range(24)]
-    whole = {name: story(path, "--request", name, "--all") for name in names}
-    name = max(whole, key=lambda name: len(whole[name]))
-    assert len(whole[name]) > MAX_LINES
-    short = story(path, "--request", name)
-    assert MAX_LINES - 2 <= len(short) <= MAX_LINES
+    reader = DecisionLogReader(path)
+    (name,) = find_request(reader, "1/20")
+    whole, most = story_of(reader, name, max_lines=None), 14
+    assert len(whole) > most
+    short = story_of(reader, name, max_lines=most)
+    assert len(short) == most
     (left_out,) = (line for line in short if "shorter stretches" in line)
-    assert int(left_out.split()[0]) == len(whole[name]) - len(short) + 1
-    assert [line for line in whole[name] if line in short] == [
-        line for line in short if line != left_out
-    ]
+    assert int(left_out.split()[0]) == len(whole) - len(short) + 1
+    assert [line for line in whole if line in short] == [line for line in short if line != left_out]
+    assert story(path, "--request", "1/20", "--all") == whole
+    assert story(path, "--request", "1/20") == story_of(reader, name, max_lines=MAX_LINES)
+    assert MAX_LINES == 40
     for event in ("arrives", "its first token is there", "ends: ", "in all:"):
         assert any(event in line for line in short)
 

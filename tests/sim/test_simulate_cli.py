@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from bench import table1
 from lightserve.cli.simulate import command
 from lightserve.errors import ConfigError
 
@@ -123,3 +126,13 @@ def test_arrivals(arrivals: str) -> None:
 def test_wrong_arguments(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         simulate("--workload", "dist3", "--num-requests", "3", *arguments)
+
+
+def test_the_tables_script_counts_its_runs_and_says_what_a_smaller_run_is_worth(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        table1.show_progress([pool.submit(int) for _ in range(3)])
+    assert re.findall(r"(\d/3) runs", capsys.readouterr().err) == ["1/3", "2/3", "3/3"]
+    assert table1.note(table1.PAPER_REQUESTS) == ""
+    assert "hold for 3,000 requests" in table1.note(300) and "300" in table1.note(300)

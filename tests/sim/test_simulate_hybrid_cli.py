@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from lightserve.cli.simulate import command
+from lightserve.cli.simulate_hybrid import HYBRID_DEFAULTS
+from lightserve.cli.simulate_queue import QUEUE_DEFAULTS
 from lightserve.cost.profile import SCHEMA_VERSION, ProfileKey, StepProfile, save_profile
 from lightserve.errors import ConfigError
 from lightserve.messages.step_cost import StepCoefficients
@@ -70,6 +74,66 @@ PRIORITY = (*RT, *BE, *SHORT, "--policy", "priority", "--json")
 def default() -> dict[str, Any]:
     report: dict[str, Any] = json.loads(simulate(*PRIORITY))
     return report
+
+
+COMPARED = ("fcfs", "priority")
+
+
+def test_policies_are_compared_in_one_table_and_one_picture(
+    default: dict[str, Any], tmp_path: Path
+) -> None:
+    compare = (*RT, *BE, *SHORT, "--compare", ",".join(COMPARED))
+    document = json.loads(simulate(*compare, "--json"))
+    assert tuple(document["policies"]) == COMPARED and document["config"]["policy"] is None
+    own = document["policies"]["priority"]
+    assert [own[name] for name in ("rt", "be", "kv")] == [
+        default[name] for name in ("rt", "be", "kv")
+    ]
+    assert document["policies"]["fcfs"]["rt"] != own["rt"]
+    picture = tmp_path / "policies.svg"
+    lines = simulate(*compare, "--plot", str(picture)).splitlines()
+    assert lines[0].split() == list(COMPARED)
+    (row,) = (line.split() for line in lines if line.split()[0] == "ttft_attainment")
+    for shown, policy in zip(row[1:], COMPARED, strict=True):
+        assert float(shown) == pytest.approx(
+            document["policies"][policy]["rt"]["ttft_attainment"], abs=1e-3
+        )
+    assert picture.stat().st_size > 5000
+
+
+def test_the_table_has_no_screens_of_zeros(default: dict[str, Any]) -> None:
+    lines = simulate(*PRIORITY[:-1]).splitlines()
+    assert not [line for line in lines if line.split()[-1] == "-"]
+    assert not [line for line in lines if re.search(r"(reasons|unseen) .* 0$", line)]
+    assert "are left out)" in lines[-1]
+    zeros = [name for name, count in default["router"]["reasons"]["rt"].items() if count == 0]
+    assert zeros and not [line for line in lines if f"reasons rt {zeros[0]}" in line]
+    assert "no requests" in simulate(*BE, *SHORT).splitlines()[1]
+
+
+@pytest.mark.parametrize("name", ["trace.csv", "trace.csv.gz", "gzipped-all-the-same.csv"])
+def test_a_trace_may_be_gzipped_or_not(name: str, tmp_path: Path) -> None:
+    text = b"t,prompt_tokens,output_tokens\n0.5,30,4\n1.5,40,5\n"
+    path = tmp_path / name
+    path.write_bytes(text if name == "trace.csv" else gzip.compress(text))
+    report = json.loads(simulate("--be", str(path), *SHORT, "--json"))
+    assert report["be"]["arrivals"] == 1  # the other one came before the margin was over
+    with pytest.raises(ConfigError, match="is not a trace"):
+        path.write_bytes(b"a,b\n1,2\n")
+        simulate("--be", str(path), *SHORT)
+
+
+def test_help_names_the_defaults_that_the_code_has() -> None:
+    help_text = " ".join(simulate("--help").split())
+    shown = re.findall(r"\[default: (\S+); with --rt, --be (\S+)\]", help_text)
+    assert shown == [
+        (str(QUEUE_DEFAULTS[name]), str(HYBRID_DEFAULTS[name]))
+        for name in ("capacity_tokens", "policy", "admission")
+    ]
+    config = json.loads(simulate(*BE, *SHORT, "--json"))["config"]
+    assert {name: config[name] for name in HYBRID_DEFAULTS if name != "capacity_tokens"} == {
+        name: value for name, value in HYBRID_DEFAULTS.items() if name != "capacity_tokens"
+    }
 
 
 @pytest.mark.parametrize(
@@ -138,6 +202,10 @@ def test_the_variants_of_deadlines_matter() -> None:
         (["--be", "closed:4"], "--be closed:4 needs --be-lengths"),
         ([*RT, "--be-lengths", "uniform:1-2,3-4"], "--be-lengths needs --be"),
         (["--be", "closed:4", "--be-lengths", "uniform:2-1,3-4"], "--be-lengths must be uniform:"),
+        ([*RT, "--compare", "fcfs"], "--compare needs two policies or more"),
+        ([*RT, "--compare", "fcfs,lifo"], "--policy must be one of"),
+        ([*RT, "--compare", "fcfs,mlfq", "--policy", "fcfs"], "cannot be combined with --policy"),
+        ([*RT, "--plot", "x.png"], "--plot needs --compare"),
         (["--be", "no.csv.gz"], "--be: no.csv.gz cannot be read"),
         (["--be", "no.csv.gz", *BE[2:]], "--be-lengths needs --be closed:N"),
         ([*BE, "--capacity-tokens", "300"], "--capacity-tokens must be at least 359"),
