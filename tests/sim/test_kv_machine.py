@@ -8,6 +8,8 @@ overwritten, is an error. The invariants of architecture 6 are checked after eve
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
+from unittest.mock import patch
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -28,7 +30,8 @@ from lightserve.messages.router_worker import StepPlan
 from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, WorkersReady
 from lightserve.router.kv.options import KVOptions, Preemption
-from lightserve.router.kv.prefix_node import least_recently_used, task_aware
+from lightserve.router.kv.prefix_node import MAX_DEPTH, least_recently_used, task_aware
+from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
 from lightserve.router.turns import OLDEST_EVERY
@@ -79,6 +82,9 @@ class KVMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.restart()
 
+    max_depth = MAX_DEPTH
+    """Of the prefix tree."""
+
     def restart(self) -> None:
         self.worker = SimulatedWorker(
             num_slots=NUM_SLOTS,
@@ -87,7 +93,9 @@ class KVMachine(RuleBasedStateMachine):
             num_host_slots=self.num_host_slots,
         )
         ready = WorkersReady(NUM_SLOTS, self.num_host_slots, self.step_cost, self.overlaps_copies)
-        self.tell(ready)
+        shallow = partial(PrefixTree, max_depth=self.max_depth)
+        with patch("lightserve.router.kv.store.PrefixTree", shallow):
+            self.tell(ready)
 
     def tell(self, event: FromFrontend | WorkersReady | WorkersGone) -> None:
         self.take_in(self.core.on_message(event, self.now_s))
@@ -249,3 +257,13 @@ TestKV.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+
+
+class ShallowKVMachine(KVMachine):
+    """Prompts of a family end and branch off everywhere; hardly any of that fits into the tree."""
+
+    max_depth = 2
+
+
+TestShallowKV = ShallowKVMachine.TestCase
+TestShallowKV.settings = settings(TestKV.settings, max_examples=40)

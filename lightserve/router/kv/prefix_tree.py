@@ -366,9 +366,11 @@ class PrefixTree:
 
         `depth` is that of the child, 1 below the root.
         """
+        if depth > self._max_depth:
+            return None
         child = parent.children.get(int(tokens[0]))
         if child is None:
-            return self._add_child(parent, tokens) if depth <= self._max_depth else None
+            return self._add_child(parent, tokens)
         common = common_len(child.tokens, tokens)
         if common < len(child.tokens) and not self._can_split(child, depth):
             return None
