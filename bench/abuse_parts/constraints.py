@@ -14,7 +14,7 @@ from abuse_parts.arena import Arena, Attack, Outcome, Setup
 NUM_REGEXES = 150
 NUM_TERMS = 2500
 NUM_AT_ONCE = 60
-NUM_PROPERTIES = 300
+NUM_SLOW_TERMS = 2000
 MAX_GAP_MS = 1000.0
 
 
@@ -44,17 +44,15 @@ def large_regexes(arena: Arena) -> Outcome:
 
 
 def compilations_at_once(arena: Arena) -> Outcome:
-    """Have large schemas compiled beside a stream that has none."""
+    """Have regular expressions that take long compiled beside a stream that has none."""
     requests = [
         _completion(
             arena,
             structured_outputs={
-                "json": {
-                    "type": "object",
-                    "properties": {
-                        f"p{n}_{number}": {"type": "string"} for number in range(NUM_PROPERTIES)
-                    },
-                }
+                "regex": "|".join(
+                    f"w{random.Random(n * NUM_TERMS + number).randrange(100):02}"
+                    for number in range(NUM_SLOW_TERMS)
+                )
             },
         )
         for n in range(NUM_AT_ONCE)
@@ -129,7 +127,7 @@ ATTACKS = [
         has_victim=False,
     ),
     Attack(
-        "60 large schemas at once",
+        "60 slow regexes at once",
         compilations_at_once,
         before="a stream without any stood still for 3.4 s",
         bound="1 s, 200 or 429",
