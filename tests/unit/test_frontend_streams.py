@@ -343,3 +343,24 @@ def test_logs_name_the_request_and_never_its_text(
     assert "jane" not in caplog.text
     assert "secret" not in caplog.text
     assert "Grüße" not in caplog.text
+
+
+@pytest.mark.parametrize("sent", [{"X-Request-Id": "trace-7"}, {}], ids=["sent", "made"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/completions", COMPLETION | {"n": 2}), ("/v1/chat/completions", CHAT)],
+)
+def test_the_router_learns_what_the_client_calls_a_request(
+    path: str, body: dict[str, Any], sent: dict[str, str]
+) -> None:
+    """For the decision log: the id in the answer, and the X-Request-Id."""
+
+    async def scenario() -> None:
+        async with frontend(says([EOS])) as setup:
+            response = await setup.http.post(path, json=body, headers=sent)
+            names = (response.json()["id"], response.headers["x-request-id"])
+            found = [submit.names for submit in setup.router.submits]
+            assert found == [names] * body.get("n", 1)
+            assert not sent or names[1] == "trace-7"
+
+    asyncio.run(scenario())
