@@ -1,4 +1,4 @@
-"""POST /generate and /generate_stream, in the shapes of text-generation-inference (TGI).
+"""POST /generate, /generate_stream and /, in the shapes of text-generation-inference (TGI).
 
 As there, decoding is greedy unless `do_sample` is true or a sampling parameter is given, and the
 model's own generation_config is not consulted.
@@ -27,8 +27,9 @@ from lightserve.frontend.columns import (
     json_text,
 )
 from lightserve.frontend.generation import Generation, TextDelta
-from lightserve.frontend.json_body import StrictModel, read_model
+from lightserve.frontend.json_body import StrictModel, read_model, show
 from lightserve.frontend.openai.logprobs import LOWEST, token_text
+from lightserve.frontend.openai.no_effect import NoEffect, NoEffectModel
 from lightserve.frontend.raised_targets import raised_slo
 from lightserve.frontend.responses import (
     ARRIVAL_KEY,
@@ -61,12 +62,22 @@ from lightserve.frontend.terms import Priority, Seconds, SLOFields, TermFields, 
 from lightserve.types import FinishReason, RequestClass
 
 DEFAULT_MAX_NEW_TOKENS = 100
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
 _GREEDY = SamplingDefaults(temperature=0.0)
 _PLAIN = SamplingDefaults()
+_NO_EFFECT: NoEffect = {
+    # What huggingface_hub's client has for TGI, at the values that change nothing.
+    "watermark": (False,),
+    "best_of": (1,),
+    "typical_p": (1, 1.0),
+    "adapter_id": (),
+}
 
 
-class GenerateParameters(StrictModel):
+class GenerateParameters(NoEffectModel):
     """`parameters`; null is the same as absent."""
+
+    no_effect = _NO_EFFECT
 
     max_new_tokens: MaxTokens | None = None
     do_sample: bool | None = None
@@ -76,7 +87,11 @@ class GenerateParameters(StrictModel):
     repetition_penalty: RepetitionPenalty | None = None
     frequency_penalty: Penalty | None = None
     seed: Seed | None = None
-    stop: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: StopStrings | None = None
+    stop_sequences: StopStrings | None = None
+    """An older name of `stop`."""
+    truncate: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    """Of the prompt, only so many tokens at its end."""
     return_full_text: bool | None = None
     top_n_tokens: NumLogprobs | None = None
     details: bool | None = None
@@ -108,10 +123,24 @@ class GenerateRequest(StrictModel):
 
     inputs: str
     parameters: GenerateParameters | None = None
+    stream: bool | None = None
+    """Chooses on POST /; elsewhere it may only say what the route does anyway."""
 
     def check(self, *, stream: bool) -> None:
         """Check what types cannot. Raises InvalidRequest."""
+        if self.stream is not None and self.stream != stream:
+            other = "/generate_stream" if self.stream else "/generate"
+            raise InvalidRequest(
+                f"stream must be {show(stream)} on this route, got {show(self.stream)}; use"
+                f" {other}, or POST /",
+                param="stream",
+            )
         parameters = self.parameters or GenerateParameters()
+        if parameters.stop is not None and parameters.stop_sequences is not None:
+            raise InvalidRequest(
+                "parameters.stop_sequences is another name of parameters.stop: give one of them",
+                param="parameters.stop_sequences",
+            )
         if parameters.decoder_input_details and (stream or not parameters.details):
             raise InvalidRequest(
                 "parameters.decoder_input_details needs details to be true, and /generate",
@@ -137,7 +166,11 @@ class GenerateShape:
 
     wants_pieces = True
 
-    def __init__(self, service: Service, request: GenerateRequest) -> None:
+    def __init__(
+        self, service: Service, request: GenerateRequest, *, in_list: bool = False
+    ) -> None:
+        """With `in_list` the answer as a whole is the only entry of a list."""
+        self._in_list = in_list
         self.request_id = new_request_id("gen")
         self._parameters = request.parameters or GenerateParameters()
         self._prefix = request.inputs if self._parameters.return_full_text else ""
@@ -202,6 +235,8 @@ class GenerateShape:
             if self._parameters.top_n_tokens:
                 details["top_tokens"] = json_list(map(self._top_tokens, self._pieces), per_piece)
             answer["details"] = json_object(details)
+        if self._in_list:
+            return itertools.chain([b"["], json_object(answer), [b"]"])
         return json_object(answer)
 
     def _flush(self) -> bytes:
@@ -255,15 +290,17 @@ def native_router(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter()
 
-    async def respond(request: Request, *, stream: bool) -> Response:
+    async def respond(request: Request, *, stream: bool | None) -> Response:
         body = await read_model(request, GenerateRequest)
+        is_root = stream is None
+        stream = bool(body.stream) if stream is None else stream
         body.check(stream=stream)
         terms = body.terms(service, request)
 
         async def prepare() -> list[NewRequest]:
             return await _prepare(service, body, terms)
 
-        shape = GenerateShape(service, body)
+        shape = GenerateShape(service, body, in_list=is_root)
         return GenerationResponse(service, shape, prepare, terms, stream=stream)
 
     @router.post("/generate")
@@ -276,6 +313,11 @@ def native_router(service: Service) -> APIRouter:
         """Generate, one event per token."""
         return await respond(request, stream=True)
 
+    @router.post("/")
+    async def root(request: Request) -> Response:
+        """Generate, answering as `stream` says."""
+        return await respond(request, stream=None)
+
     return router
 
 
@@ -284,6 +326,8 @@ async def _prepare(service: Service, body: GenerateRequest, terms: Terms) -> lis
     parameters = body.parameters or GenerateParameters()
     sampling, defaults = parameters.sampling()
     prompt_token_ids = await service.encoder.encode_text(body.inputs, param="inputs")
+    if parameters.truncate is not None:
+        prompt_token_ids = prompt_token_ids[-parameters.truncate :]
     size = AnswerSize(
         num_logprobs=parameters.top_n_tokens or 0,
         echoes=bool(parameters.decoder_input_details),
@@ -314,7 +358,7 @@ async def _prepare(service: Service, body: GenerateRequest, terms: Terms) -> lis
             arrival_s=terms.arrival_s,
             slo=terms.slo,
             priority=terms.priority,
-            stop_strings=tuple(parameters.stop or ()),
+            stop_strings=tuple(parameters.stop or parameters.stop_sequences or ()),
             includes_stop=True,  # as TGI does
         )
     ]

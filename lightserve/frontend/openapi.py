@@ -88,6 +88,13 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         request=DetokenizeRequest, answers=DetokenizeResponse, errors=_BODY_ERRORS
     ),
     ("get", "/"): Operation(),
+    ("post", "/"): Operation(
+        request=GenerateRequest,
+        answers=list[GenerateAnswer],
+        content=_STREAMS_TOO,
+        errors=_BODY_ERRORS,
+        takes_targets=True,
+    ),
     ("get", "/livez"): _HEALTH,
     ("get", "/readyz"): _HEALTH,
     ("get", "/health"): _HEALTH,

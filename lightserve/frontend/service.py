@@ -131,6 +131,10 @@ class AnswerSize:
         )
 
 
+TGI_NAMES = frozenset({"tgi", "dummy"})
+"""What clients of text-generation-inference, which serves one model, call it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Service:
     """The frontend's parts, handed to the routes."""
@@ -158,7 +162,7 @@ class Service:
                     f"model must have 1 to {MAX_NAME_CHARS} characters, got {len(name)}",
                     param="model",
                 )
-        elif name not in self.model.names:
+        elif name not in self.model.names and name not in TGI_NAMES:
             known = " and ".join(map(show, self.model.names))
             raise InvalidRequest(
                 f"the model {show(name)} does not exist; this server has {known}",

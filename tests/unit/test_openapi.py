@@ -53,6 +53,7 @@ ANSWERS: list[tuple[str, Any]] = [
         },
     ),
     ("/generate", {"inputs": "hi"}),
+    ("/", {"inputs": "hi", "stream": False, "parameters": {"watermark": False, "truncate": 1}}),
     (
         "/generate",
         {
@@ -142,8 +143,10 @@ def test_keys_are_in_the_schema_where_they_are_needed(tmp_path: Path) -> None:
 def test_targets_are_headers_of_what_generates() -> None:
     _, _, schema = _ask("/version")
     for path, methods in schema["paths"].items():
-        for operation in methods.values():
+        for method, operation in methods.items():
             headers = [p["name"] for p in operation.get("parameters", []) if p["in"] == "header"]
-            generates = "completions" in path or "generate" in path
+            generates = (
+                "completions" in path or "generate" in path or (method, path) == ("post", "/")
+            )
             names = ("ttft-ms", "tpot-ms", "mtpot-ms", "completion-s")
             assert headers == [f"x-slo-{name}" for name in names if generates], path
