@@ -121,14 +121,18 @@ def watched(server: Server) -> Iterator[Memory]:
 
 def print_memory(memory: Memory, since_s: float, of_what: str) -> bool:
     """Print a line for each process; return whether none is known to grow too fast."""
-    print(f"\n| process | before | most | after (MiB) | slope {of_what}, MB/h | < 1 MB/h |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print(
+        f"\n| process | before | after each quarter | most | after (MiB) | slope {of_what}, MB/h |"
+        " < 1 MB/h |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     verdicts = []
     for name, mib in memory.mib.items():
         slope = memory.slope(name, since_s)
         verdicts.append(slope.verdict)
+        quarters = " ".join(f"{mib[len(mib) * part // 4]:.1f}" for part in (1, 2, 3))
         print(
-            f"| {name} | {mib[0]:.1f} | {max(mib):.1f} | {mib[-1]:.1f} |"
+            f"| {name} | {mib[0]:.1f} | {quarters} | {max(mib):.1f} | {mib[-1]:.1f} |"
             f" {slope.mb_h:+.2f} ± {slope.error:.2f} | {slope.verdict} |"
         )
     return "MISSED" not in verdicts
