@@ -93,7 +93,7 @@ def _other_value(spec: dataclasses.Field[Any]) -> object:
         (["serve", "--start-timeout-s", "nan"], "--start-timeout-s must be at least 1.0, got nan"),
         (
             ["serve", "--policy", "lifo"],
-            "--policy must be one of chunked, fcfs, mlfq, priority, round-robin, unified,"
+            "--policy must be one of chunked, fcfs, mlfq, priority, round-robin, sjf, unified,"
             " got 'lifo'",
         ),
         (["serve", "--host", "0.0.0.0"], "give --api-key-file, or --insecure-no-auth"),

@@ -126,6 +126,7 @@ def test_strangers_make_no_series() -> None:
         body = json.dumps({"model": word, "prompt": word, "user": word, "max_tokens": 1}).encode()
         headers = [(b"host", b"localhost"), (b"x-request-id", word.encode())]
         headers.append((b"authorization", f"Bearer {word}".encode()))
+        headers.append((b"content-type", b"application/json"))
         scope = {
             "type": "http",
             "method": method,
