@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from lightserve.router.admission.oracle import OracleAdmission
 from lightserve.router.admission.past_future import PastFutureAdmission
 from lightserve.router.admission.registry import ADMISSION_RULES
 from lightserve.router.admission.risk import RiskAdmission, num_futures_for
+from lightserve.router.admission.roster import Roster
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.request import Request, RequestState
 from lightserve.types import (
@@ -311,3 +313,13 @@ def test_past_future_draws_more_for_small_batches() -> None:
 def test_options_of_other_rules_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServeConfig(**options)  # type: ignore[arg-type]
+
+
+def test_what_is_read_of_requests_keeps_none_of_them_alive() -> None:
+    """Each would keep its prompt, which may be of a hundred thousand tokens."""
+    roster = Roster()
+    requests = [make_request(number, prompt=10) for number in range(20)]
+    before = [sys.getrefcount(request) for request in requests]
+    assert roster.constants(requests).numbers.tolist() == list(range(20))
+    assert roster.constants(requests[5:]).numbers.tolist() == list(range(5, 20))
+    assert [sys.getrefcount(request) for request in requests] == before

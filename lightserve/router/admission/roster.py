@@ -30,23 +30,27 @@ class Constants(NamedTuple):
 
 
 class Roster:
-    """Knows requests from when it was first asked about them among others until they are gone."""
+    """Knows requests from when it was first asked about them among others until they are gone.
+
+    By their numbers: it keeps nothing of them alive, such as their prompts.
+    """
 
     def __init__(self) -> None:
-        self._places: dict[Request, int] = {}
+        self._places: dict[int, int] = {}
         self._columns: IntArray = np.empty((3, 0), dtype=np.int64)
         self._keys: dict[Hashable, int] = {}
         """Prediction keys of all who are known, each with its number."""
 
     def constants(self, requests: Sequence[Request]) -> Constants:
         """Return the columns of these requests, in their order."""
-        unknown = [request for request in requests if request not in self._places]
+        wanted = [request.arrival_number for request in requests]
+        unknown = [r for r in requests if r.arrival_number not in self._places]
         if len(self._places) + len(unknown) > 2 * len(requests) + _SPARE:
             self._places, self._keys, unknown = {}, {}, list(requests)
             self._columns = self._columns[:, :0]
         if unknown:
             self._read(unknown)
-        places = np.fromiter(map(self._places.__getitem__, requests), np.int64, len(requests))
+        places = np.fromiter(map(self._places.__getitem__, wanted), np.int64, len(requests))
         limits, numbers, keys = self._columns[:, places]
         return Constants(limits, numbers, Keys(list(self._keys), keys))
 
@@ -60,4 +64,4 @@ class Roster:
         )
         self._columns = np.concatenate([self._columns, np.array(columns, np.int64)], axis=1)
         for request in requests:
-            self._places[request] = len(self._places)
+            self._places[request.arrival_number] = len(self._places)
