@@ -275,7 +275,8 @@ class RouterCore(CoreState):
             elif row_result is not None:
                 self._advance(request, row, row_result, deltas, now_s)
         self._waits.note_step(step.planned.allotments, step.shape)
-        self._demand.note_decodes(decoded)
+        self._demand.note_decodes(decoded, now_s)
+        self._targets.foresee(request for request, _ in step.planned.allotments)
         self._sink_late(now_s)
         self._pipeline.note_work(bool(self._requests))
         return deltas.outgoing()

@@ -13,8 +13,8 @@ Arrivals say it at once; steps and memory themselves would only show it when it 
 How much an average life decodes is measured, from the first second on. Among the first to end are
 the shortest, so that what those that go on have had counts as well, for as many as have ended: at
 first the mean is rather too long, which is the safe side, as near capacity memory that was lent too
-much is never free again; after some hundred ends it is that of the last ones. It begins with
-NUM_PRIOR lives of a length that is assumed, which soon weigh nothing.
+much is never free again; by and by, over MANY_ENDS, it becomes that of the last hundred or so. It
+begins with NUM_PRIOR lives of a length that is assumed, which soon weigh nothing.
 
 Arrivals also say how soon the next ones may have to be answered, hence how long a step may be at
 most while nothing else limits it: whoever comes waits for the rest of it.
@@ -37,8 +37,11 @@ NUM_PRIOR = 4
 """Lives that an assumed length stands for."""
 NEWEST_WEIGHT = 0.01
 """Least weight of the newest in a mean."""
+MANY_ENDS = 300
+"""After so many the first of them, the short ones, weigh next to nothing in a mean."""
 WINDOW_S = 30.0
-"""The tightest target is that of this time at least, and of twice as much at most."""
+"""The tightest target, and the most memory, are those of this time at least, and of twice as much
+at most."""
 IDLE_LIMIT_S = 0.1
 """Most time of a step with best-effort requests while no targets are known."""
 IDLE_SHARE = 0.25
@@ -93,6 +96,9 @@ class RealTimeDemand:
         self._window = 0
         self._tightest_s = self._tightest_before_s = math.inf
         """To first tokens, in this window and in the one before in which any came."""
+        self._most_held = self._most_held_before = 0
+        self._num_windows = 0
+        """That have ended since the first arrival."""
 
     def note_arrival(
         self,
@@ -110,7 +116,8 @@ class RealTimeDemand:
             max_output_tokens: how many it can have.
             ttft_s: its target, infinite without one.
         """
-        self._note_target(now_s, ttft_s)
+        self._note_window(now_s)
+        self._tightest_s = min(self._tightest_s, ttft_s)
         self._recent, self._seen_s = self._at(now_s)
         self._now_s = now_s if self._now_s is None else max(now_s, self._now_s)
         self._recent += 1.0
@@ -120,10 +127,23 @@ class RealTimeDemand:
         self._prompt_squared += weight * (num_prompt_tokens**2 - self._prompt_squared)
         self._max_output += weight * (max_output_tokens - self._max_output)
 
-    def note_decodes(self, contexts: Sequence[int]) -> None:
+    def note_decodes(self, contexts: Sequence[int], now_s: float) -> None:
         """Learn which decodes a step has done, each by the tokens that it read."""
+        held = sum(contexts)
         self._going_on += len(contexts)
-        self._held_going_on += sum(contexts)
+        self._held_going_on += held
+        self._note_window(now_s)
+        self._most_held = max(self._most_held, held)
+
+    @property
+    def most_held(self) -> int | None:
+        """Tokens that all decodes of a step have read, at most of late.
+
+        None: requests have come for less than WINDOW_S, so that more may be to come.
+        """
+        if self._num_arrivals > 0 and self._num_windows < 2:
+            return None
+        return max(self._most_held, self._most_held_before)
 
     def note_end(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Learn that a request has ended, by whatever."""
@@ -150,9 +170,9 @@ class RealTimeDemand:
         assumed = expected_output(min(self._max_output, PRIOR_MOST))
         output = self._assumed_share * assumed + self._output
         held = self._assumed_share * assumed * (self._prompt + assumed) + self._held
-        num_lives = NUM_PRIOR + self._num_ends
-        output += self._going_on / num_lives
-        held += self._held_going_on / num_lives
+        share = max(0.0, 1.0 - self._num_ends / MANY_ENDS) / (NUM_PRIOR + self._num_ends)
+        output += share * self._going_on
+        held += share * self._held_going_on
         life = StepShape(
             num_new=round(self._prompt + output),
             decode_context=round(held),
@@ -162,12 +182,13 @@ class RealTimeDemand:
         )
         return Outlook(rate * work_s(life), rate * held, ttft_s)
 
-    def _note_target(self, now_s: float, ttft_s: float) -> None:
+    def _note_window(self, now_s: float) -> None:
         window = int(now_s // WINDOW_S)
         if window != self._window:
             self._tightest_before_s, self._tightest_s = self._tightest_s, math.inf
+            self._most_held_before, self._most_held = self._most_held, 0
             self._window = window
-        self._tightest_s = min(self._tightest_s, ttft_s)
+            self._num_windows += self._num_arrivals > 0
 
     def _at(self, now_s: float) -> tuple[float, float]:
         """Return the weighted arrivals and time as they are then."""

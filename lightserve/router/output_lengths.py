@@ -36,6 +36,7 @@ MAX_LAG = 32
 """Pooled lengths that a key's mixture may lag behind: making one takes a sort."""
 OWN_LAG = 1 / 128
 """The key's own, as a share of them."""
+_EVEN_RANKS = (np.arange(32) + 0.5) / 32
 _TABLE_SIZE = 1024
 _ROW_OFFSET = 1 << 40
 """More than any length."""
@@ -129,6 +130,15 @@ class OutputLengths:
                     self._free_rows.append(row.index)
         self._by_key.move_to_end(key)
         self._by_key[key].add(length)
+
+    def expected_rest(
+        self, generated: IntArray, max_tokens: IntArray, keys: Sequence[Hashable]
+    ) -> FloatArray:
+        """Return how many more tokens are to come on average, float64 [n]; see `sample`."""
+        uniforms = np.tile(_EVEN_RANKS, (len(generated), 1))
+        totals = self.sample(generated, max_tokens, uniforms, keys)
+        rest: FloatArray = totals.mean(axis=1) - generated
+        return rest
 
     def sample(
         self,

@@ -25,6 +25,9 @@ from lightserve.router.request import RUNNING, WAITING, Request
 from lightserve.router.turns import Turn
 from lightserve.types import BE, RT, RequestClass
 
+RT_GROWTH = 2
+"""Real-time requests may come to hold so many times what they held at most of late."""
+
 
 class StepPlanner:
     """Chooses steps over the core's queues, rows and pipeline."""
@@ -177,7 +180,7 @@ class StepPlanner:
         )
         admission = self._config.admission.begin(
             list(self._rows),
-            PoolView(kv.num_slots, attempt.headroom, kv.lease_version),
+            PoolView(kv.num_slots, attempt.headroom, self._be_room(kv), kv.lease_version),
             self._pipeline.next_step_id,
         )
         wanted = self._config.policy.select(running, waiting, limits, admission)
@@ -194,6 +197,24 @@ class StepPlanner:
         for request, reason in fit.stopped_for.items():
             skips.lose(request, reason)
         return fit
+
+    def _be_room(self, kv: KVStore) -> int | None:
+        """Return how many tokens best-effort newcomers may bring, see `PoolView`; None: any.
+
+        One may start however large it is while nobody else of its class holds anything.
+        """
+        if not kv.saves:
+            return None
+        started = [r for r in self._rows if r.request_class is BE and r.state is RUNNING]
+        started += self._waiting.paused(BE)
+        if not started:
+            return None
+        most_held = self._demand.most_held
+        num_rt = kv.num_slots
+        if most_held is not None:
+            num_rt = min(num_rt, RT_GROWTH * most_held)
+        num_known = sum([r.num_known_tokens for r in started])
+        return max(0, kv.checkpoints.num_slots + kv.num_slots - num_rt - num_known)
 
     def holders(self) -> list[Request]:
         """Return the running and paused requests, the most senior first (see `preemption`)."""

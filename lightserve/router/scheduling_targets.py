@@ -10,13 +10,16 @@ under policies that look at deadlines.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
+
+import numpy as np
 
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.kv.store import KVStore
 from lightserve.router.pipeline import Pipeline
-from lightserve.router.request import Request
-from lightserve.router.slo import FeasibleSLO, IdleTimes, raise_to_feasible, track
+from lightserve.router.request import ENDED, Request
+from lightserve.router.slo import CompletionLedger, FeasibleSLO, IdleTimes, raise_to_feasible, track
 from lightserve.router.step_cost import StepShape
 from lightserve.router.waits import WaitForecast
 from lightserve.types import SLO, RequestClass
@@ -37,6 +40,8 @@ class SchedulingTargets:
         self.num_raised: Counter[RaisedTarget] = Counter()
         """Since boot."""
         self._meets_deadlines = config.policy.meets_deadlines
+        self._has_jobs = False
+        """Whether any request has had a completion time."""
         self._clock = config.slo_clock
         self._lengths = config.lengths
         self._pipeline = pipeline
@@ -52,8 +57,7 @@ class SchedulingTargets:
         """
         if not self._meets_deadlines:
             return
-        average = self._waits.mean_output(request.request_class) or self._lengths.average
-        num_output = min(float(request.max_tokens), average)
+        num_output = self._mean_output(request)
         slo, raised = self._feasible(request, num_output, kv)
         if raised:
             request.scheduled_slo = slo
@@ -62,6 +66,40 @@ class SchedulingTargets:
         request.deadlines = track(
             self._clock(slo), request.arrival_s, num_tokens_to_come=num_output
         )
+        self._has_jobs |= slo.completion_s is not None
+
+    def foresee(self, requests: Iterable[Request]) -> None:
+        """Expect anew, of requests that have had tokens, how many jobs among them are to have.
+
+        Up to the mean of their class that is the rest of it; whoever has outrun it will have as
+        many more as those in the history that were as long.
+        """
+        if not self._has_jobs:
+            return
+        jobs = [
+            (request, request.deadlines)
+            for request in requests
+            if isinstance(request.deadlines, CompletionLedger) and request.state is not ENDED
+        ]
+        outrun = []
+        for request, ledger in jobs:
+            num_left = self._mean_output(request) - len(request.output_token_ids)
+            if num_left >= 1.0:
+                ledger.expect(num_left)
+            elif len(request.output_token_ids) < request.max_tokens:
+                outrun.append((request, ledger))
+        if not outrun:
+            return
+        jobs = outrun
+        generated = np.array([len(r.output_token_ids) for r, _ in jobs], np.int64)
+        limits = np.array([r.max_tokens for r, _ in jobs], np.int64)
+        rests = self._lengths.expected_rest(generated, limits, [r.prediction_key for r, _ in jobs])
+        for (_, ledger), rest in zip(jobs, rests.tolist(), strict=True):
+            ledger.expect(rest)
+
+    def _mean_output(self, request: Request) -> float:
+        average = self._waits.mean_output(request.request_class) or self._lengths.average
+        return min(float(request.max_tokens), average)
 
     def _feasible(self, request: Request, num_output: float, kv: KVStore | None) -> FeasibleSLO:
         asked = request.slo

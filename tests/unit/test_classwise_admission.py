@@ -66,6 +66,10 @@ def live_and_asked() -> tuple[list[Request], dict[str, Request]]:
         (["rt", "be"], PoolView(150, headroom=30), ["rt", "be"]),
         (["rt", "be"], PoolView(150, headroom=31), ["rt"]),
         (["rt", "be"], PoolView(60, headroom=1000), ["rt"]),
+        # What could not be saved on the host does not start, whatever the pool.
+        (["be", "be2", "rt"], PoolView(1000, be_room=19), ["be", "rt"]),
+        (["be", "be2"], PoolView(1000, be_room=20), ["be", "be2"]),
+        (["be", "rt"], PoolView(1000, be_room=9), ["rt"]),
     ],
 )
 def test_who_counts_for_whom(order: list[str], pool: PoolView, admitted: list[str]) -> None:

@@ -17,7 +17,7 @@ from lightserve.router.events import FromFrontend, Outgoing, PlannedStep, Worker
 from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
-from lightserve.router.slo import SLO_CLOCKS
+from lightserve.router.slo import SLO_CLOCKS, CompletionLedger
 from lightserve.types import NO_SLO, SLO, FrontendId, RequestClass
 
 COST = StepCoefficients(
@@ -196,3 +196,20 @@ def test_the_clock_needs_a_policy_that_looks_at_it(policy: str) -> None:
         return
     with pytest.raises(ConfigError, match="--slo-clock needs --policy unified, got"):
         ServeConfig(policy=policy, slo_clock="gap")
+
+
+def test_a_job_that_outlives_the_mean_is_expected_to_be_longer() -> None:
+    """Nine of ten outputs have 2 tokens, one has 30: after 5 tokens it is that one."""
+    lengths = OutputLengths(max_output_tokens=40)
+    for length in ([30] + [2] * 9) * 100:
+        lengths.record(length)
+    core = make_core("unified", lengths=lengths)
+    server = Server(core)
+    server.arrive(0, Arrival(0.0, 4, 40, 40, request_class=BE), slo=SLO(completion_s=50.0))
+    (request,) = core._waiting
+    ledger = request.deadlines
+    assert isinstance(ledger, CompletionLedger)
+    for _ in range(5):
+        server.step()
+    assert len(request.output_token_ids) == 5
+    assert ledger.num_tokens_to_come == pytest.approx(25, abs=1)

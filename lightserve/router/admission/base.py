@@ -23,6 +23,9 @@ class PoolView:
 
     Only class-aware policies leave any, so only `ClasswiseAdmission` reads it.
     """
+    be_room: int | None = None
+    """Tokens that best-effort newcomers may bring so that all could be saved on the host if
+    real-time requests came to hold twice as much as they did of late; None: nothing is saved."""
     lease_version: int = 0
     """Another one whenever some request has come to hold other tokens of the prefix tree."""
 

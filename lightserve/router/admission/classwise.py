@@ -2,7 +2,9 @@
 
 A real-time request is tested against the future of real-time requests alone, in the whole pool:
 whatever best-effort ones hold can be taken from them. A best-effort request is tested against
-the future of everybody, in the pool less the burst headroom. So real-time requests are evicted
+the future of everybody, in the pool less the burst headroom; and it has to leave the host room for
+all that real-time requests may come to take from its class (`PoolView.be_room`), as what cannot be
+saved is computed again. So real-time requests are evicted
 as rarely as their own risk says, and best-effort ones absorb the rest.
 
 Two instances of one rule decide, because a rule may remember what it answered about a batch.
@@ -48,15 +50,21 @@ class ClasswiseRound:
         self._counted = live
         """Everybody with a share in the future, those admitted in this round at the end."""
         self._pool = pool
+        self._be_room = pool.be_room
         self._step_id = step_id
         self._rounds: dict[RequestClass, AdmissionRound] = {}
 
     def admit(self, request: Request) -> bool:
         """Admit by the rule of its class; it counts for later ones of both classes."""
         request_class = request.request_class
+        is_newcomer = request_class is BE and request.num_requeues == 0
+        if is_newcomer and self._be_room is not None and self._be_room < request.num_known_tokens:
+            return False
         if not self._round_of(request_class).admit(request):
             return False
         self._counted.append(request)
+        if is_newcomer and self._be_room is not None:
+            self._be_room -= request.num_known_tokens
         self._owner.forecast_peak = self._rules[request_class].forecast_peak
         if request_class is RT:  # best-effort ones have to be forecast again
             self._rounds.pop(BE, None)

@@ -310,6 +310,13 @@ class KVStore:
             return request.num_held_tokens
         return request.num_own_slots + self._tree.exclusive_tail(request.lease, pinned)
 
+    @property
+    def saves(self) -> bool:
+        """Whether what is taken from requests is saved, as far as the host has room."""
+        return (
+            self.options.preemption is not Preemption.RECOMPUTE and self.checkpoints.num_slots > 0
+        )
+
     def gain(self, request: Request, num_tokens: int) -> int:
         """Return how many slots become free by taking the last `num_tokens` of a request."""
         if not self.options.is_exclusive:
