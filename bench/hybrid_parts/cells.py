@@ -28,10 +28,13 @@ class Setting(NamedTuple):
     max_be: int = 0
     """Best-effort requests that run at once at most; 0: no limit."""
     admission: str = "risk"
+    be_order: str = "auto"
+    """Of best-effort requests that wait."""
 
     def __str__(self) -> str:
         limit = self.max_be or "any"
-        return f"{self.policy} {self.budget}/{limit}/{self.admission}"
+        order = "" if self.be_order == "auto" else f"/{self.be_order}"
+        return f"{self.policy} {self.budget}/{limit}/{self.admission}{order}"
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,8 @@ class Figures(NamedTuple):
 
 def play(cell: Cell) -> Figures:
     """Run one cell."""
-    policy, budget, max_be, admission = cell.setting
-    options: dict[str, float | str] = {"max_be_seqs": max_be}
+    policy, budget, max_be, admission, be_order = cell.setting
+    options: dict[str, float | str] = {"max_be_seqs": max_be, "be_order": be_order}
     if admission.startswith("aggressive"):
         options["watermark"] = float(admission.split()[1])
     if cell.max_waiting:

@@ -1,8 +1,9 @@
-"""The best setting of a baseline, by coordinates: budget, best-effort requests, admission.
+"""The best setting of a baseline, by coordinates: budget, best-effort requests, admission, order.
 
-A whole grid (4 x 3 x 2, per baseline, rate and seed) is out of reach; of it the search sees seven
-settings: four budgets, three limits of best-effort requests at the best of them, both admission
-rules at the best of those. One seed; where load is heavy, shorter runs than those of the tables.
+A whole grid (4 x 3 x 2 x 2, per baseline, rate and seed) is out of reach; of it the search sees
+eight settings: four budgets, three limits of best-effort requests at the best of them, both
+admission rules at the best of those, and of these both orders of best-effort requests. One seed;
+where load is heavy, shorter runs than those of the tables.
 (Where it is light, requests take the longer the more best-effort work is done beside them, and
 those that are unfinished when a short run ends would count as misses.)
 """
@@ -14,10 +15,12 @@ from dataclasses import dataclass
 
 from hybrid_parts.cells import Cell, Figures, Runner, Setting
 
-BASELINES = ("fcfs", "chunked", "round-robin", "mlfq", "priority")
+BASELINES = ("fcfs", "chunked", "round-robin", "mlfq", "priority", "sjf")
 BUDGETS = (256, 512, 1024, 2048)
 MAX_BE = (16, 64, 256)
 ADMISSIONS = ("risk", "aggressive 0.95")
+ORDERS = ("auto", "sharing")
+"""That of these policies is by arrival unless told otherwise."""
 TUNING_S, TUNING_MARGIN_S = 50.0, 15.0
 BLIND_RPS = 24.0
 LIGHT_RPS = 16.0
@@ -49,10 +52,11 @@ class Load:
 def tuned(runner: Runner, policy: str, load: Load, score: Score) -> Setting:
     """Return the best setting that the search sees."""
     # Class-blind policies serve real-time best with little beside it, priority anyhow.
-    best = Setting(policy, max_be=64 if policy == "priority" else 16)
+    best = Setting(policy, max_be=64 if policy in ("priority", "sjf") else 16)
     best = _best(runner, [best._replace(budget=value) for value in BUDGETS], load, score)
     best = _best(runner, [best._replace(max_be=value) for value in MAX_BE], load, score)
-    return _best(runner, [best._replace(admission=rule) for rule in ADMISSIONS], load, score)
+    best = _best(runner, [best._replace(admission=rule) for rule in ADMISSIONS], load, score)
+    return _best(runner, [best._replace(be_order=order) for order in ORDERS], load, score)
 
 
 def tuned_for_goodput(runner: Runner, policy: str, load: Load) -> Setting:
@@ -60,7 +64,7 @@ def tuned_for_goodput(runner: Runner, policy: str, load: Load) -> Setting:
 
     Each of them is far below `priority` beyond, and at 16/s `unified` leaves nothing to gain.
     """
-    sought = load if policy == "priority" else Load(BLIND_RPS, load.capacity_tokens)
+    sought = load if policy in ("priority", "sjf") else Load(BLIND_RPS, load.capacity_tokens)
     return tuned(runner, policy, sought, by_goodput)
 
 

@@ -153,7 +153,6 @@ class SchedulingOptions:
         high=3600.0,
     )
 
-    @property
     def be_by_sharing(self) -> bool:
         """Whether best-effort requests start by what is cached of them."""
         by_default = "sharing" if self.policy == "unified" else "arrival"

@@ -50,7 +50,7 @@ def make_core_config(config: ServeConfig, *, max_model_len: int, seed: int = 0) 
         },
         max_parameter_bytes=config.max_parameter_bytes,
         policy=policy,
-        be_by_sharing=config.be_by_sharing,
+        be_by_sharing=config.be_by_sharing(),
         slo_clock=SLO_CLOCKS[config.slo_clock],
         admission=make_admission(config, lengths, seed, is_class_aware=policy.is_class_aware),
         lengths=lengths,

@@ -70,7 +70,7 @@ def test_a_second_long_prompt_waits_and_short_ones_go_on(cost: StepCost) -> None
     assert shares == {2: 100, 0: 412}
     assert (second, Reason.ORDER) in skips.of_step([first, short])
     shares, _ = play(cost, [first, second, short], long_tokens=0)
-    assert shares == {1: 512}, "the nearest deadline first, without the rule"
+    assert shares == {2: 100, 1: 412}, "the nearest deadlines first, without the rule"
     through = make_request(0, prompt=LONG, output=3)
     assert play(cost, [due(through, 5000), second])[0] == {0: 1, 1: 511}
 

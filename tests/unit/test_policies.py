@@ -11,6 +11,7 @@ from lightserve.router.policies.fcfs import FcfsPolicy
 from lightserve.router.policies.mlfq import MAX_CANDIDATES, MAX_OVERTAKEN, MlfqPolicy, queue_of
 from lightserve.router.policies.priority import PriorityPolicy
 from lightserve.router.policies.round_robin import RoundRobinPolicy
+from lightserve.router.policies.sjf import SjfPolicy
 from lightserve.router.request import Request
 from tests.support.core_scenes import Arrival, events_of, make_core, make_simulation
 from tests.support.policy_scenes import BE, RT, make_request, select
@@ -221,3 +222,18 @@ class TestBestEffortLimit:
     def test_one_that_was_refused_does_not_count(self) -> None:
         chosen = select(ChunkedPolicy(), self.SCENE, budget=30, max_be=2, refused=[1])
         assert [number for number, _ in chosen] == [0, 2, 3]
+
+
+def test_shortest_prompts_first() -> None:
+    """Real-time ones; best-effort ones behind them, as they came."""
+    requests = [
+        make_request(0, BE, prompt=1),
+        make_request(1, prompt=30),
+        make_request(2, prompt=10),
+        make_request(3, prompt=20),
+        make_request(4, prompt=50, output=3),
+        make_request(5, prompt=40, computed=10),
+    ]
+    chosen = select(SjfPolicy(), requests, budget=70)
+    assert chosen == [(4, 1), (5, 30), (2, 10), (3, 20), (1, 9)]
+    assert select(SjfPolicy(), requests, budget=100)[-2:] == [(1, 30), (0, 1)]

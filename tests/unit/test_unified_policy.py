@@ -286,3 +286,25 @@ def test_late_requests_wait_behind_those_that_are_not() -> None:
     assert [r.arrival_number for r in queue.real_time()] == [2, 3] and len(queue) == 2
     with pytest.raises(KeyError):
         queue.remove(requests[1])
+
+
+def test_a_prompt_of_many_steps_computes_the_decodes_of_each(cost: StepCost) -> None:
+    """200 decodes leave 56 tokens of a step: 560 take ten steps of 25.6 ms, not one of 76 ms."""
+    running = [decode(number, 10_000) for number in range(200)]
+    long = due(make_request(300, prompt=560), 150)
+    short = due(make_request(301, prompt=56), 200)
+    shares = play(cost, running, [long, short], budget=256, num_free_rows=8)
+    assert shares[301] == 56 and 300 not in shares
+    in_time = due(make_request(302, prompt=560), 300)
+    later = due(make_request(303, prompt=56), 320)
+    assert play(cost, running, [in_time, later], budget=256)[302] == 56
+
+
+def test_the_longest_gives_way_where_not_all_can_be_in_time(cost: StepCost) -> None:
+    """Three of 10 ms can be in time, one of 40 ms that came before them with any of them cannot."""
+    waiting = [due(make_request(0, prompt=400), 45)]
+    waiting += [due(make_request(1 + number, prompt=100), 46) for number in range(3)]
+    shares = play(cost, [], waiting, budget=450)
+    assert shares == {1: 100, 2: 100, 3: 100, 0: 150}
+    waiting[0] = due(make_request(0, prompt=100), 45)
+    assert play(cost, [], waiting, budget=150) == {0: 100, 1: 50}, "by deadline while all can"

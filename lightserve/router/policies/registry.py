@@ -33,7 +33,7 @@ def make_policy(config: ServeConfig) -> Policy:
             UnifiedOptions(
                 late_min_share=config.late_min_share,
                 be_min_share=config.be_min_share,
-                best_first=config.be_by_sharing,
+                best_first=config.be_by_sharing(),
                 long_prompt_tokens=config.long_prompt_tokens,
             )
         )

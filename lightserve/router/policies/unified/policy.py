@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.policies.base import (
-    LOOK_AHEAD,
     StepLimits,
     Waiting,
     admissible,
@@ -31,6 +30,8 @@ from lightserve.types import BE, RT
 
 MAX_RESCUED = 4
 """Of those that wait, decodes may give way to one of so many."""
+MAX_WEIGHED = 64
+"""Of those that wait, so many are compared by what they take."""
 MEMORY_REASONS = {Reason.KV_NOW, Reason.KV_FUTURE}
 
 
@@ -140,7 +141,9 @@ class _Filling:
         newcomers = late_share.in_order(
             self._waiting, self._real_time, limits, late_first=turn.has_newcomer
         )
-        newcomers = _hopeless_last(newcomers, step, skips)
+        num_held = sum(r.num_held_tokens for r in self._real_time)
+        num_free = late_share.LATE_POOL_SHARE * limits.num_slots - num_held
+        newcomers = _most_in_time(newcomers, in_time, step, skips, num_free=num_free)
         newcomers = one_long_at_once(
             newcomers, in_time, long_tokens=options.long_prompt_tokens, step=step, skips=skips
         )
@@ -256,24 +259,59 @@ def _goes_before(newcomer: Request, request: Request, step: TimedStep) -> bool:
     return step.residual(newcomer) < step.residual(request) and step.can_be_in_time(newcomer)
 
 
-def _hopeless_last(
-    newcomers: Iterable[Request], step: TimedStep, skips: Skips
+def _most_in_time(
+    newcomers: Iterable[Request],
+    in_progress: Iterable[Request],
+    step: TimedStep,
+    skips: Skips,
+    *,
+    num_free: float,
 ) -> Iterator[Request]:
-    """Yield those who cannot be in time, though they are not late yet, after those who can.
+    """Yield newcomers by deadline while all can be in time, otherwise the shortest first.
 
-    Ordered by deadlines, they would be at the head of the queue in overload.
+    By deadlines alone those who cannot be in time would be at the head of the queue in overload;
+    and as one is worth as much as another, most are in time if those go first that take least,
+    time as well as memory. Whoever cannot be in time follows, before those that are late.
+
+    Args:
+        newcomers: by deadline, those that are late at the end.
+        in_progress: prompts that compute as well.
+        step: what they would join.
+        skips: is told of those that cannot be in time.
+        num_free: slots that newcomers may come to hold.
     """
-    hopeless: list[Request] = []
-    for request in newcomers:
-        is_late = step.residual(request) <= 0
-        if is_late or step.can_be_in_time(request) or len(hopeless) == LOOK_AHEAD:
-            yield request
-        else:
-            skips.note(request, Reason.TIME)
-            hopeless.append(request)
+    waiting = iter(newcomers)
+    weighed: list[Request] = []
+    rest: Iterator[Request] = waiting
+    for request in itertools.islice(waiting, MAX_WEIGHED):
+        if step.residual(request) <= 0:
+            rest = itertools.chain([request], waiting)
+            break
+        weighed.append(request)
+    hopeless = [r for r in weighed if not step.can_be_in_time(r)]
+    in_time = [r for r in weighed if r not in hopeless]
+    if not _fit_all(in_time, in_progress, step, num_free):
+        in_time.sort(key=lambda request: request.num_schedulable_tokens)
+    skips.note_all(hopeless, Reason.TIME)
+    yield from in_time
     for request in hopeless:
         skips.take_back(request, Reason.TIME)  # it has its turn now: what then fails is the reason
         yield request
+    yield from rest
+
+
+def _fit_all(
+    newcomers: Sequence[Request], in_progress: Iterable[Request], step: TimedStep, num_free: float
+) -> bool:
+    """Return whether newcomers, one after the other, have memory and are all in time."""
+    if sum(request.num_known_tokens for request in newcomers) > num_free:
+        return False
+    done_s = sum(step.seconds_to_end_beside_others(request) for request in in_progress)
+    for request in newcomers:
+        done_s += step.seconds_to_end_beside_others(request)
+        if done_s > step.residual(request):
+            return False
+    return True
 
 
 def _waits_for_memory(skips: Skips) -> bool:

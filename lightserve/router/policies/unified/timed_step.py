@@ -36,7 +36,7 @@ class TimedStep:
         self.num_started = 0
         """Newcomers among them, those that load to start later included."""
         self._skips = limits.skips
-        self._budget = limits.max_num_batched_tokens
+        self._max_tokens = self._budget = limits.max_num_batched_tokens
         self._start_s = limits.start_s
         self._cost = limits.cost
         self._loads = StepLoads(limits)
@@ -87,11 +87,48 @@ class TimedStep:
 
     def can_be_in_time(self, request: Request) -> bool:
         """Whether a prompt, computed from here on without a pause, meets its deadline."""
-        return self._seconds_with_all_of(request, self._shape) <= self.residual(request)
+        return self.seconds_to_end(request) <= self.residual(request)
+
+    def seconds_to_end(self, request: Request) -> float:
+        """Return how long a prompt takes from here on without a pause, with the guard.
+
+        In this step if there is room for all of it; otherwise in as many like it as it needs, each
+        with what is left beside the decodes: each computes these as well.
+        """
+        rest = request.num_schedulable_tokens
+        if (
+            rest <= self._budget
+            and self._seconds_with_all_of(request, self._shape) <= self._limit_s
+        ):
+            return self._seconds_with_all_of(request, self._shape)
+        chunk = self.tokens_per_step(request)
+        if chunk >= rest:
+            return self._seconds_with_all_of(request, self._shape.decodes)
+        num_whole, last = divmod(rest, chunk)
+        start, decodes = request.next_position, self._shape.decodes
+        ends = (start, start + (num_whole - 1) * chunk)
+        whole_s = sum(self._seconds(decodes.plus(place, chunk)) for place in ends) / 2
+        last_s = self._seconds(decodes.plus(start + rest - last, last)) if last else 0.0
+        return num_whole * whole_s + last_s
+
+    def seconds_to_end_beside_others(self, request: Request) -> float:
+        """Return the share of the time of full steps that a prompt takes, with the guard."""
+        chunk = self.tokens_per_step(request)
+        start, decodes = request.next_position, self._shape.decodes
+        return request.num_schedulable_tokens / chunk * self._seconds(decodes.plus(start, chunk))
+
+    def tokens_per_step(self, request: Request) -> int:
+        """Return how much of a prompt goes beside the decodes of a step, at least MIN_CHUNK."""
+        decodes = self._shape.decodes
+        most = self._max_tokens - decodes.num_new
+        if math.isfinite(self._limit_s) and self._cost.is_known:
+            limit_s = self._limit_s / self._cost.guard
+            most = self._cost.tokens_within(decodes, limit_s, request.next_position, most)
+        return max(MIN_CHUNK, most)
 
     def is_urgent(self, request: Request) -> bool:
         """Whether a prompt can be in time, and no more if it waits for one step like this (A8)."""
-        slack_s = self.residual(request) - self._seconds_with_all_of(request, self._shape)
+        slack_s = self.residual(request) - self.seconds_to_end(request)
         return 0.0 <= slack_s <= min(self._limit_s, self._idle_limit_s)
 
     def _seconds_with_all_of(self, request: Request, shape: StepShape) -> float:
