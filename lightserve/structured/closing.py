@@ -12,6 +12,7 @@ from typing import Any
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _ELEMENTS = ("items", "prefixItems", "contains", "additionalItems", "additionalProperties")
 _ALTERNATIVES = ("anyOf", "oneOf")
+_PARTS = ("allOf", *_ALTERNATIVES)
 _DECIDING = (
     "additionalProperties",
     "patternProperties",
@@ -27,54 +28,68 @@ def closed(schema: Any) -> Any:
     Raises:
         RecursionError: it is nested too deeply.
     """
+    places: dict[str, _Place] = {}
+    joint: list[str] = []
+    _read(schema, "#", places, joint)
     shared: set[str] = set()
-    while True:
-        num_shared = len(shared)
-        result = _closed(schema, "#", shared, is_shared=False)
-        if len(shared) == num_shared:
-            return result
+    while joint:
+        place = joint.pop()
+        if place in places and place not in shared:
+            shared.add(place)
+            joint += places[place]
+    return _closed(schema, "#", shared)
 
 
-def _closed(schema: Any, place: str, shared: set[str], *, is_shared: bool) -> Any:
-    """Return a schema closed, unless others decide beside it.
+_Place = list[str]
+"""Where schemas are that decide beside others if this one does: its parts, what it refers to."""
 
-    `shared` are places of schemas that others decide beside; those that are referred to from here
-    are added.
-    """
+
+def _read(schema: Any, place: str, places: dict[str, _Place], joint: list[str]) -> None:
+    """Note what is where, and which objects have more than one schema that decides over them."""
+    if not isinstance(schema, dict):
+        return
+    linked = places[place] = []
+    if _num_deciding(schema) > 1:
+        joint.append(place)
+    if isinstance(schema.get("$ref"), str):
+        linked.append(schema["$ref"])
+    for key, value in schema.items():
+        inner = dict(_schemas_in(key, value, f"{place}/{key}"))
+        if key in _PARTS:
+            linked += inner
+        for inner_place, inner_schema in inner.items():
+            _read(inner_schema, inner_place, places, joint)
+
+
+def _closed(schema: Any, place: str, shared: set[str]) -> Any:
+    """Return a schema closed, unless others decide beside it, as they do at the places `shared`."""
     if not isinstance(schema, dict):
         return schema
-    is_shared = is_shared or place in shared
-    num_deciding = _num_deciding(schema)
-    is_joint = is_shared or num_deciding > 1
-    if is_joint and isinstance(schema.get("$ref"), str):
-        shared.add(schema["$ref"])
     result: dict[str, Any] = {}
     for key, value in schema.items():
-        inside = f"{place}/{key}"
-        if key in _MAPS and isinstance(value, dict):
-            result[key] = {
-                name: _closed(inner, f"{inside}/{_escaped(name)}", shared, is_shared=False)
-                for name, inner in value.items()
-            }
-        elif key in _ELEMENTS or key in ("allOf", *_ALTERNATIVES):
-            is_part = is_joint and key not in _ELEMENTS
-            result[key] = _each(value, inside, shared, is_shared=is_part)
-        else:
+        inner = [_closed(s, at, shared) for at, s in _schemas_in(key, value, f"{place}/{key}")]
+        if not inner:
             result[key] = value
+        elif isinstance(value, list):
+            result[key] = inner
+        else:
+            result[key] = dict(zip(value, inner, strict=True)) if key in _MAPS else inner[0]
     says = "properties" in schema and not any(key in schema for key in _DECIDING)
-    if says and not is_joint:
+    if says and place not in shared:
         result["additionalProperties"] = False
     return result
 
 
-def _each(value: Any, place: str, shared: set[str], *, is_shared: bool) -> Any:
-    """Return a schema, or each of a list of them, closed."""
-    if not isinstance(value, list):
-        return _closed(value, place, shared, is_shared=is_shared)
-    return [
-        _closed(inner, f"{place}/{number}", shared, is_shared=is_shared)
-        for number, inner in enumerate(value)
-    ]
+def _schemas_in(key: str, value: Any, place: str) -> list[tuple[str, Any]]:
+    """Return the schemas in what a schema says under a key, with their places."""
+    if key in _MAPS:
+        named = value.items() if isinstance(value, dict) else ()
+        return [(f"{place}/{_escaped(name)}", schema) for name, schema in named]
+    if key not in (*_ELEMENTS, *_PARTS):
+        return []
+    if isinstance(value, list):
+        return [(f"{place}/{number}", schema) for number, schema in enumerate(value)]
+    return [(place, value)]
 
 
 def _num_deciding(schema: dict[str, Any]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+from itertools import pairwise
 from typing import Any
 
 import jsonschema
@@ -73,6 +74,26 @@ def test_closed_ones_have_no_other_properties(name: str) -> None:
 def test_what_others_decide_too_stays_open(name: str) -> None:
     schema, value = OPEN[name]
     jsonschema.Draft202012Validator(closed(schema)).validate(value)
+
+
+class Counted(dict[str, Any]):
+    """An object that counts how often it is gone through."""
+
+    num_reads = 0
+
+    def items(self) -> Any:
+        Counted.num_reads += 1
+        return super().items()
+
+
+def test_each_object_is_read_twice_however_long_the_chains_of_references() -> None:
+    names = [str(number) for number in range(300)]
+    chain = {after: Counted({"$ref": f"#/$defs/{name}"}) for name, after in pairwise(names)}
+    schema = Counted({"allOf": [REF, {"$ref": f"#/$defs/{names[-1]}"}], "$defs": {**chain}})
+    schema["$defs"]["0"] = Counted(A)
+    Counted.num_reads = 0
+    assert closed(schema) == schema  # the first of them stays open, as the last one is shared
+    assert Counted.num_reads <= 2 * len(names) + 2
 
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
