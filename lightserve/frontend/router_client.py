@@ -44,6 +44,7 @@ from lightserve.messages.frontend_router import (
     RouterMessage,
     RouterStatus,
     RouterWelcome,
+    SentSoFar,
     Submit,
     TokenDelta,
 )
@@ -256,12 +257,19 @@ class _Connection:
     """Statuses in a row that were for another session."""
     num_deltas: int | None = None
     """That have come in this session; None: before its first status."""
+    num_sent: int = 0
+    """Messages since the hello."""
     is_out_of_step: bool = False
     status: RouterStatus | None = None
     unsent: list[Abort | Finish] = field(default_factory=list)
     """Ends that found the queue full; sent again with the next message that arrives."""
     progress: dict[RequestId, int] = field(default_factory=dict)
     """Acknowledgements to be sent with the next turn of the loop, or the next message."""
+
+    def send(self, message: FrontendMessage) -> None:
+        """Send a message, and count it. Raises ChannelFull, FrameTooLarge."""
+        self.link.send(message)
+        self.num_sent += 1
 
 
 def _on_status(connection: _Connection, status: RouterStatus) -> None:
@@ -274,6 +282,9 @@ def _on_status(connection: _Connection, status: RouterStatus) -> None:
     if connection.num_deltas is None:
         connection.num_deltas = status.num_deltas
     connection.is_out_of_step |= connection.num_deltas != status.num_deltas
+    connection.is_out_of_step |= status.num_lost != 0
+    with contextlib.suppress(ChannelFull):  # the next status asks again
+        connection.link.send(SentSoFar(num_messages=connection.num_sent))
     connection.status = status
     connection.num_kv_slots = status.num_kv_slots or connection.num_kv_slots
     connection.workers_ready = status.workers_ready and connection.num_kv_slots > 0
@@ -344,7 +355,7 @@ class RouterClient:
         Raises:
             RequestFailed: there is no ready router, it is lost meanwhile or does not answer.
         """
-        return await self._kv_query.ask(self._ready_connection().link.send)
+        return await self._kv_query.ask(self._ready_connection().send)
 
     # ------------------------------------------------------------------ the link
 
@@ -437,7 +448,7 @@ class RouterClient:
             names=request.names,
         )
         try:
-            connection.link.send(message)
+            connection.send(message)
         except ChannelFull:
             raise overloaded() from None
         except FrameTooLarge as error:
@@ -479,7 +490,7 @@ class RouterClient:
             return
         progress = [Progress(*item) for item in connection.progress.items()]
         with contextlib.suppress(ChannelFull):  # it stays, for the next message that arrives
-            connection.link.send(Acknowledge(progress=progress))
+            connection.send(Acknowledge(progress=progress))
             connection.progress.clear()
 
     def _send_end(self, end: Abort | Finish) -> None:
@@ -487,6 +498,6 @@ class RouterClient:
             return
         self._connection.progress.pop(end.request_id, None)
         try:
-            self._connection.link.send(end)
+            self._connection.send(end)
         except ChannelFull:
             self._connection.unsent.append(end)

@@ -107,7 +107,14 @@ class Abort(Message, frozen=True):
     request_id: RequestId
 
 
-FrontendMessage = FrontendHello | Submit | Acknowledge | Finish | Abort | DescribeKV
+class SentSoFar(Message, frozen=True):
+    """Answers each status of this session, so that the router knows what did not arrive."""
+
+    num_messages: int
+    """Sent since the hello, without that and without these."""
+
+
+FrontendMessage = FrontendHello | Submit | Acknowledge | Finish | Abort | DescribeKV | SentSoFar
 
 
 class ErrorCode(StrEnum):
@@ -192,6 +199,8 @@ class RouterStatus(Message, frozen=True):
     """Of the hello that the router heard last under this frontend's name."""
     num_deltas: int = 0
     """`TokenDelta`s sent since. With another number than arrived, some are lost."""
+    num_lost: int = 0
+    """Messages of this session that had not arrived when its last `SentSoFar` did."""
 
 
 RouterMessage = RouterWelcome | TokenDelta | RouterStatus | KVMap

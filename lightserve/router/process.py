@@ -34,6 +34,7 @@ from lightserve.messages.frontend_router import (
     RequestDelta,
     RouterMessage,
     RouterWelcome,
+    SentSoFar,
     Submit,
     TokenDelta,
 )
@@ -140,6 +141,8 @@ class _Session:
     generation: int
     number: int
     num_deltas: int = 0
+    num_received: int = 0
+    num_lost: int = 0
 
 
 class RouterProcess:
@@ -305,6 +308,11 @@ class RouterProcess:
             self._num_refused += 1
             log.warning("dropped a message of %s, which has not said hello", peer)
             return
+        session = self._connected[frontend_id]
+        if isinstance(message, SentSoFar):
+            session.num_lost = message.num_messages - session.num_received
+            return
+        session.num_received += 1
         if isinstance(message, DescribeKV):
             answer = KVMap(query_id=message.query_id, pool=self.core.kv_map())
             self._send(frontend_id, answer)
@@ -384,8 +392,13 @@ class RouterProcess:
             self._decision_log.flush()
         status = self.core.status(now_s)
         for frontend_id, session in list(self._connected.items()):
-            numbers = {"session": session.number, "num_deltas": session.num_deltas}
-            self._send(frontend_id, msgspec.structs.replace(status, **numbers))
+            own = msgspec.structs.replace(
+                status,
+                session=session.number,
+                num_deltas=session.num_deltas,
+                num_lost=session.num_lost,
+            )
+            self._send(frontend_id, own)
         if status.stalled_s > self._spec.config.step_timeout_s:
             self._ask_for_new_workers(status.stalled_s)
         num_rejected = sum(

@@ -24,6 +24,7 @@ from lightserve.messages.frontend_router import (
     Abort,
     FrontendHello,
     RequestDelta,
+    SentSoFar,
     Submit,
     TokenDelta,
 )
@@ -428,6 +429,22 @@ def test_lost_tokens_end_their_requests_and_no_others_follow(tmp_path: Path) -> 
         assert len(hub.of(FrontendHello)) == 2
         sessions = {hello.session for hello in hub.of(FrontendHello)}
         assert len(sessions) == 2
+
+    _serve(tmp_path, scenario)
+
+
+def test_requests_that_do_not_reach_the_router_end_and_no_others_follow(tmp_path: Path) -> None:
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up()
+        client = await running.post("/v1/completions", json.dumps(COMPLETION), close=True)
+        await eventually(lambda: len(hub.of(Submit)) == 1)
+        hub.say(router_status(num_kv_slots=1000))
+        await eventually(lambda: hub.of(SentSoFar)[-1].num_messages == 1)
+        hub.say(router_status(num_kv_slots=1000, num_lost=1))
+        assert (await client.rest())[0] == 503
+        await eventually(lambda: len(hub.of(FrontendHello)) == 2)
+        hub.say(router_status(num_kv_slots=1000))
+        await eventually(lambda: hub.of(SentSoFar)[-1].num_messages == 0)  # since the hello
 
     _serve(tmp_path, scenario)
 

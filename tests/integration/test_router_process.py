@@ -25,6 +25,7 @@ from lightserve.messages.frontend_router import (
     RouterMessage,
     RouterStatus,
     RouterWelcome,
+    SentSoFar,
     Submit,
     TokenDelta,
 )
@@ -486,6 +487,30 @@ def test_statuses_say_for_whom_they_are_and_what_was_sent_before() -> None:
         if isinstance(message, RouterStatus):
             statuses.append((message.session, message.num_deltas))
     assert statuses[-1] == (5, 1)
+
+
+def test_messages_that_did_not_arrive_are_said_in_the_next_status() -> None:
+    scene = make_scene()
+    frontend, worker = scene.frontend(), scene.worker()
+    worker.send(scene.hello())
+    frontend.send(submit())
+    scene.turn()
+
+    def num_lost(num_sent: int) -> int:
+        frontend.send(SentSoFar(num_messages=num_sent))
+        scene.turn()
+        scene.process._send_status(0.0)
+        statuses = []
+        while (message := frontend.receive(0.0)) is not None:
+            if isinstance(message, RouterStatus):
+                statuses.append(message)
+        return statuses[-1].num_lost
+
+    assert num_lost(1) == 0
+    assert num_lost(2) == 1
+    frontend.send(Abort(request_id=RequestId(1)))
+    frontend.send(Abort(request_id=RequestId(1)))
+    assert num_lost(2) == -1, "one came twice"
 
 
 def test_a_frontend_that_does_not_read_loses_its_requests_alone() -> None:
