@@ -42,7 +42,7 @@ class AsyncLink(Protocol, Generic[SendT_contra, RecvT_co]):
         """Queue a message to the hub without waiting. Raises ChannelFull."""
 
     async def receive(self) -> RecvT_co:
-        """Return the next message; safe to cancel without losing one."""
+        """Return the next message, after a turn of the loop; safe to cancel without losing one."""
 
     def close(self) -> None:
         """Release the socket; messages already queued are given a moment to leave."""

@@ -183,6 +183,7 @@ class MemoryAsyncLink(_LinkEnd[SendT, RecvT]):
 
     async def receive(self) -> RecvT:
         """Return the next message; safe to cancel without losing one."""
+        await asyncio.sleep(0)  # other tasks have their turn, however much waits here
         while (item := self._next_message()) is None:
             self._arrived.clear()
             if not self.is_readable():

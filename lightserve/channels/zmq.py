@@ -251,6 +251,7 @@ class ZmqAsyncLink(_DealerChannel[SendT, RecvT]):
 
     async def receive(self) -> RecvT:
         """Return the next message; safe to cancel without losing one."""
+        await asyncio.sleep(0)  # other tasks have their turn, however much waits here
         while (message := self._next_message()) is None:
             self._arrived.clear()
             if not self.is_readable():

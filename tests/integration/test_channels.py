@@ -333,6 +333,33 @@ def test_async_link_hears_what_arrives_while_it_sends(wire: Wire) -> None:
     asyncio.run(scenario())
 
 
+def test_other_tasks_go_on_while_messages_wait(wire: Wire) -> None:
+    async def scenario() -> list[int]:
+        link = wire.async_link("frontend-0")
+        link.send(SUBMIT)
+        await asyncio.to_thread(wire.hub.receive, TIMEOUT_S)
+        for number in range(51):
+            wire.hub.send("frontend-0", _status(number))
+        while not link.is_readable():
+            await asyncio.sleep(0.001)
+        turns: list[int] = []
+        last = 0
+
+        async def other() -> None:
+            while last < 50:
+                turns.append(last)
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        while last < 50:
+            last = (await link.receive()).num_steps
+        await task
+        link.close()
+        return turns
+
+    assert set(asyncio.run(scenario())) == set(range(50))
+
+
 def _status(number: int) -> RouterStatus:
     return RouterStatus(
         workers_ready=True,
