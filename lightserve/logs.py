@@ -115,9 +115,10 @@ class QueuedHandler(logging.Handler):
         """Format here, where the request is known, and have it written."""
         try:
             line = self.format(record)
-        except Exception:
-            self.handleError(record)
-            return
+        except Exception as error:
+            # Not to standard error, as logging would: that may wait for ever.
+            what = record.name, record.lineno, type(error).__name__
+            line = self._about("a record of %s, line %d, cannot be written: %s", *what)
         self._writer.write(line)
 
     def write(self, line: str) -> None:
@@ -129,8 +130,12 @@ class QueuedHandler(logging.Handler):
         self._writer.flush()
 
     def _told(self, count: int) -> str:
-        args = (logging.WARNING, __file__, 0, "%d log lines could not be written", (count,), None)
-        return self.format(logging.LogRecord(__name__, *args))
+        return self._about("%d log lines could not be written", count)
+
+    def _about(self, message: str, *args: object) -> str:
+        """Return a line about the log itself."""
+        record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, args, None)
+        return self.format(record)
 
 
 class TextFormatter(logging.Formatter):
@@ -178,7 +183,9 @@ class JsonFormatter(logging.Formatter):
 def setup_logging(process_name: str, level: str, log_format: str) -> None:
     """Send this process's records to stderr; the arguments are choices of --log-level and
     --log-format."""
-    handler = QueuedHandler(sys.stderr.fileno())
+    # Closed, it is the number of whatever file is opened next.
+    fd = os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else sys.stderr.fileno()
+    handler = QueuedHandler(fd)
     formatter = JsonFormatter if log_format == "json" else TextFormatter
     handler.setFormatter(formatter(process_name))
     root = logging.getLogger()

@@ -259,6 +259,49 @@ def test_a_full_disk_holds_up_nothing_and_is_counted(monkeypatch: pytest.MonkeyP
         assert (dropped.labels, dropped.values) == (["frontend"], [100])
 
 
+@pytest.mark.parametrize("form", [logs.TextFormatter, logs.JsonFormatter])
+def test_a_record_that_cannot_be_written_is_told_of_where_lines_go(
+    form: type[logs.TextFormatter | logs.JsonFormatter],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Not on standard error by itself, which may be a pipe that is not read."""
+    with (tmp_path / "log").open("w") as file, _log_to(file.fileno()) as log:
+        _handler(log).setFormatter(form("router-0"))
+        log.info("%d", SECRET)
+        log.info("half a pair: %s", "\ud800")
+        log.info("after")
+        _handler(log).flush()
+    lines = (tmp_path / "log").read_text().splitlines()
+    *_, told, after = (line for line in lines if "half" not in line)
+    assert "a record of some.module, line " in told and "cannot be written" in told
+    assert "after" in after and SECRET not in told
+    assert capsys.readouterr().err == ""
+
+
+_CLOSED = """
+import logging, os, sys
+os.close(2)
+sys.stderr = None  # as Python has it from the start then
+from lightserve import logs
+logs.setup_logging("router-0", "info", "text")
+read_fd, write_fd = os.pipe()
+logging.info("lost")
+logging.shutdown()
+os.set_blocking(read_fd, False)
+try:
+    got = os.read(read_fd, 1000)
+except BlockingIOError:
+    got = b""
+sys.exit(len(got))
+"""
+
+
+def test_where_standard_error_is_closed_nothing_else_gets_the_lines() -> None:
+    command = [sys.executable, "-c", _CLOSED]
+    assert subprocess.run(command, check=False, timeout=300).returncode == 0
+
+
 _LAST_LINES = """
 import logging, os, sys
 from lightserve import logs
