@@ -385,3 +385,22 @@ def test_a_short_end_does_not_keep_a_long_prompt() -> None:
     finally:
         tracemalloc.stop()
     assert per_node < 2500
+
+
+def test_what_is_protected_is_not_gone_through_for_each_eviction() -> None:
+    looks: list[PrefixNode] = []
+
+    def order(node: PrefixNode) -> tuple[float, ...]:
+        looks.append(node)
+        return task_aware(node)
+
+    tree = PrefixTree(order)
+    for number in range(100):
+        lease, _ = tree.acquire("a", array([number]), is_real_time=number > 0)
+        tree.extend(lease, array([number]), array([number]))
+        tree.release(lease)
+    looks.clear()
+    assert tree.evict(50, num_protected_rt=99).tolist() == [0]
+    assert len(tree.evict(50, num_protected_rt=99)) == 0
+    assert not looks
+    assert len(tree.evict(50, num_protected_rt=90)) == 9

@@ -269,7 +269,9 @@ class PrefixTree:
         pieces: list[Int32Array] = []
         passed: list[PrefixNode] = []
         missing = num_tokens
-        while missing > 0 and (node := self._next_victim()) is not None:
+        while missing > 0 and self.num_evictable > min(self.num_evictable_rt, num_protected_rt):
+            if (node := self._next_victim()) is None:
+                break
             wanted = missing
             if node.was_real_time:
                 wanted = min(missing, self.num_evictable_rt - num_protected_rt)
