@@ -35,6 +35,10 @@ REST_TIMEOUT_S = 5.0
 """A client on a slow line needs about as long to notice that it was answered."""
 RATE_WINDOW_S = 10.0
 """The rate of a body is that over so many last seconds: what came before does not excuse it."""
+FREE_CHUNKS = 2048
+LEAST_CHUNK_BYTES = 128
+"""A body in chunks must have so many bytes for each chunk beyond the free ones: a chunk of one byte
+costs the event loop as much as kilobytes in one piece."""
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 429: b"Too Many Requests"}
 
@@ -48,6 +52,34 @@ class _Awaited(Enum):
     REST = "rest"
 
 
+class _H11(h11.Connection):
+    """Refuses bodies in tiny chunks, which arrive by the ten thousand in one turn of the loop."""
+
+    def __init__(self, max_header_bytes: int) -> None:
+        super().__init__(h11.SERVER, max_header_bytes)
+        self.complaint = "the request is not valid HTTP"
+        """What to say of a request that `next_event` refuses."""
+        self._num_chunks = 0
+        self._num_bytes = 0
+
+    def next_event(self) -> Any:
+        """Return the next event. Raises h11.RemoteProtocolError."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_start
+            self._num_bytes += len(event.data)
+            if self._num_chunks > FREE_CHUNKS + self._num_bytes // LEAST_CHUNK_BYTES:
+                self.complaint = (
+                    f"a body in more than {FREE_CHUNKS} chunks must have at least"
+                    f" {LEAST_CHUNK_BYTES} bytes for each further one, got {self._num_bytes} bytes"
+                    f" in {self._num_chunks} chunks"
+                )
+                raise h11.RemoteProtocolError(self.complaint)
+        return event
+
+
 class HttpProtocol(H11Protocol):
     """See the module. The application finds it in its scope, as a `responses.Connection`."""
 
@@ -57,6 +89,7 @@ class HttpProtocol(H11Protocol):
 
     def __init__(self, table: ConnectionTable, **options: Any) -> None:
         super().__init__(**options)
+        self.conn: _H11 = _H11(table.limits.max_header_bytes)
         self.is_cut_off = False
         self._table = table
         self._write_deadline: asyncio.TimerHandle | None = None
@@ -220,7 +253,7 @@ class HttpProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP, if it can still be answered, and close."""
         self._table.rejects["invalid_http"] += 1
-        self._answer(InvalidRequest("the request is not valid HTTP", code="invalid_http"))
+        self._answer(InvalidRequest(self.conn.complaint, code="invalid_http"))
 
     def _answer(self, failure: InvalidRequest | RequestFailed) -> None:
         """Answer without the application, if that is still possible, and close."""

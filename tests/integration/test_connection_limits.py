@@ -21,7 +21,7 @@ from support.running_frontend import Client, Running, running_frontend
 from lightserve.api_keys import ApiKey, digest_of
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.frontend.connections import ConnectionTable, connection_table
-from lightserve.frontend.http_protocol import HttpProtocol
+from lightserve.frontend.http_protocol import FREE_CHUNKS, HttpProtocol
 from lightserve.messages.frontend_router import TokenDelta
 from lightserve.messages.supervision import NewApiKeys
 
@@ -174,6 +174,29 @@ def test_two_lengths_of_one_body_are_refused(tmp_path: Path) -> None:
             assert await _error(client, 400) == "ambiguous_length"
             assert client.data.count(b"HTTP/1.1") == 1  # nothing behind it was answered
             assert b"connection: close" in client.data
+
+    _serve(tmp_path, scenario)
+
+
+def test_a_body_in_tiny_chunks_is_refused(tmp_path: Path) -> None:
+    """Half a second of the event loop for each 256 KiB, key or no key."""
+    chunks = "1\r\n \r\n"
+    head = f"{HEAD}transfer-encoding: chunked\r\n\r\n"
+
+    async def scenario(running: Running) -> None:
+        await running.router_up(says([50, 2]))
+        status, body = await (await running.send(head + chunks * (FREE_CHUNKS + 64))).rest()
+        error = json.loads(body)["error"]
+        assert (status, error["code"]) == (400, "invalid_http")
+        assert f"more than {FREE_CHUNKS} chunks must have at least 128 bytes" in error["message"]
+        # A few are welcome, and however many that are large enough.
+        text = json.dumps(COMPLETION)
+        large = f"80\r\n{' ' * 128}\r\n" * 3000
+        few = f"{len(text):x}\r\n{text}\r\n{large}{chunks * (FREE_CHUNKS - 9)}0\r\n\r\n"
+        client = await running.send(head + few + head + few)  # each request anew
+        await client.until(b"usage", 2)
+        assert client.data.count(b" 200 ") == 2
+        client.hang_up()
 
     _serve(tmp_path, scenario)
 
