@@ -204,11 +204,15 @@ class MetricsListener:
         server.close()
         for writer in list(self._open):
             writer.transport.abort()
+        while self._open:
+            await asyncio.sleep(0)  # each learns of it by itself: cancelled ones would be logged
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one request of a connection."""
         if len(self._open) >= MAX_SCRAPES:
-            next(iter(self._open)).transport.abort()
+            oldest = next(iter(self._open))
+            del self._open[oldest]  # at once: in one turn of the loop there may come many
+            oldest.transport.abort()
         self._open[writer] = None
         try:
             async with asyncio.timeout(SCRAPE_TIMEOUT_S):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -78,6 +78,27 @@ def test_slow_clients_hold_up_no_other() -> None:
         finally:
             for connection in slow:
                 connection.close()
+
+
+def test_a_crowd_in_one_turn_of_the_loop_is_bounded_too(capfd: pytest.CaptureFixture[str]) -> None:
+    with ExitStack() as crowd, listening() as (url, _):
+        parsed = httpx.URL(url)
+        assert parsed.port is not None
+        address = parsed.host, parsed.port
+        clients = [
+            crowd.enter_context(socket.create_connection(address)) for _ in range(6 * MAX_SCRAPES)
+        ]
+        assert httpx.get(url, timeout=60.0).status_code == 200
+        num_open = 0
+        for client in clients:
+            client.setblocking(False)
+            with suppress(ConnectionError):
+                try:
+                    num_open += client.recv(1) != b""
+                except BlockingIOError:
+                    num_open += 1
+        assert 0 < num_open < MAX_SCRAPES
+    assert "Traceback" not in capfd.readouterr().err  # of those that were open at the end
 
 
 def test_a_scrape_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
