@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -144,3 +145,22 @@ def test_how_a_text_is_cut_changes_nothing(
     ends = zip([0, *places], [*places, len(text)], strict=True)
     cut = parse(options, *(text[start:end] for start, end in ends))[1]
     assert simple(cut) == simple(parse(options, text)[1])
+
+
+@pytest.mark.parametrize("options", [HERMES, LLAMA, THINK, INSIDE, BOTH])
+def test_blanks_without_end_are_not_looked_at_again_and_again(options: ParserOptions) -> None:
+    """Any client can have a model write them; they are held back until something follows."""
+
+    def cpu_s(num_blanks: int) -> float:
+        start_s = time.thread_time()
+        parse(options, *["   \n" * 16] * num_blanks, "end")
+        return time.thread_time() - start_s
+
+    pairs = [(cpu_s(8 * 500), cpu_s(500)) for _ in range(3)]
+    assert min(pair[0] for pair in pairs) < 24 * min(pair[1] for pair in pairs)  # not 64 times
+
+
+def test_a_value_of_any_depth_is_no_call() -> None:
+    for name in ("name", "arguments"):
+        text = f'{{"{name}": {"[" * 100_000}{"]" * 100_000}, '
+        assert simple(parse(LLAMA, text)[1])[2] == []

@@ -86,10 +86,10 @@ class _Value:
             self._is_whole = self._depth == 0
 
     def loads(self) -> object:
-        """Return the value, None if it is not valid JSON."""
+        """Return the value, None if it is not valid JSON, or nested beyond all bounds."""
         try:
             return json.loads(self.text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 
 THINK, END_OF_THINK = "<think>", "</think>"
@@ -16,27 +17,32 @@ class Until:
         self._mark = mark
         self._emit = emit
         self._held = ""
+        self._blanks = io.StringIO()
+        """Before what is held; while nothing is, they are not looked at again with each more."""
 
     def push(self, text: str) -> str | None:
         """Take in text; return what follows the mark once it is there."""
-        held = self._held + text
+        if not self._held and text.isspace():
+            self._blanks.write(text)
+            return None
+        held = self._blanks.getvalue() + self._held + text
+        self._blanks = io.StringIO()
         before, mark, after = held.partition(self._mark)
         if mark:
             self._held = ""
             self._emit(before.rstrip())
             return after
-        kept = _beginning(held, self._mark)
-        blanks = len(held) - kept
-        kept += blanks - len(held[:blanks].rstrip())
-        cut = len(held) - kept
-        self._emit(held[:cut])
-        self._held = held[cut:]
+        before = held[: len(held) - _beginning(held, self._mark)]
+        shown = before.rstrip()
+        self._emit(shown)
+        self._blanks.write(before[len(shown) :])
+        self._held = held[len(before) :]
         return None
 
     def finish(self) -> None:
         """The mark does not come."""
-        self._emit(self._held)
-        self._held = ""
+        self._emit(self._blanks.getvalue() + self._held)
+        self._held, self._blanks = "", io.StringIO()
 
 
 def _beginning(text: str, mark: str) -> int:
@@ -51,7 +57,9 @@ class ThinkText:
     def __init__(self, reasoning: Emit, content: Emit, *, is_inside: bool) -> None:
         self._content = content
         self._start = "" if not is_inside else None
-        """What has come before it is known whether there is reasoning; None: it is known."""
+        """What may be the first tag, before it is known; None: it is known."""
+        self._blanks = io.StringIO()
+        """Before that."""
         self._is_inside = is_inside
         self._drops_blanks = True
         self._until = Until(END_OF_THINK, reasoning)
@@ -59,16 +67,18 @@ class ThinkText:
     def push(self, text: str) -> None:
         """Take in text."""
         if self._start is not None:
-            self._start += text
-            stripped = self._start.lstrip()
-            if len(stripped) < len(THINK) and THINK.startswith(stripped):
+            stripped = text if self._start else text.lstrip()
+            self._blanks.write(text[: len(text) - len(stripped)])
+            self._start += stripped
+            if len(self._start) < len(THINK) and THINK.startswith(self._start):
                 return
-            text, self._start = self._start, None
-            if stripped.startswith(THINK):
+            start, self._start = self._start, None
+            if start.startswith(THINK):
                 self._is_inside = True
-                text = stripped.removeprefix(THINK)
+                text = start.removeprefix(THINK)
             else:
                 self._drops_blanks = False
+                text = self._blanks.getvalue() + start
         if self._is_inside:
             self._reason(text)
         else:
@@ -92,7 +102,7 @@ class ThinkText:
 
     def finish(self) -> None:
         """Pass on what was held back."""
-        if self._start:
-            self._content(self._start)
+        if self._start is not None:
+            self._content(self._blanks.getvalue() + self._start)
         elif self._is_inside:
             self._until.finish()

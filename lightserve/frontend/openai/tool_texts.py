@@ -6,6 +6,7 @@ llama3_json   {"name": …, "parameters": {…}}; {…}        and nothing else
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Collection
 
 from lightserve.frontend.openai.call_scanner import CallNews, CallScanner, State
@@ -90,7 +91,7 @@ class JsonText:
         self._content = content
         self._call = call
         self._scanner: CallScanner | None = None
-        self._blanks = ""
+        self._blanks = io.StringIO()
         """In front of what may be the first call."""
         self._has_calls = False
         self._is_content = False
@@ -109,20 +110,20 @@ class JsonText:
                 if self._scanner.state is State.NO_CALL:
                     self._become_content(self._scanner.raw)
                 elif self._scanner.state is State.DONE:
-                    self._has_calls, self._scanner, self._blanks = True, None, ""
+                    self._has_calls, self._scanner, self._blanks = True, None, io.StringIO()
 
     def finish(self) -> None:
         """Pass on what was held back; of a call that is not whole, what came stays told."""
         if self._scanner is None:
             if not self._has_calls and not self._is_content:
-                self._content(self._blanks)
+                self._content(self._blanks.getvalue())
         elif not self._scanner.is_call and not self._is_content:
             self._become_content(self._scanner.raw)
 
     def _begin(self, text: str) -> str:
         """Skip what is between calls; return what follows."""
         stripped = text.lstrip(_SEPARATORS if self._has_calls else None)
-        self._blanks += text[: len(text) - len(stripped)]
+        self._blanks.write(text[: len(text) - len(stripped)])
         if stripped.startswith("{"):
             self._scanner = CallScanner(self._names)
         elif stripped:
@@ -131,7 +132,7 @@ class JsonText:
 
     def _become_content(self, raw: str) -> None:
         self._is_content = True
-        self._content(("" if self._has_calls else self._blanks) + raw)
+        self._content(("" if self._has_calls else self._blanks.getvalue()) + raw)
 
 
 def _scan(scanner: CallScanner, text: str, call: Callable[[CallNews], None]) -> int:
