@@ -42,7 +42,10 @@ class AsyncLink(Protocol, Generic[SendT_contra, RecvT_co]):
         """Queue a message to the hub without waiting. Raises ChannelFull."""
 
     async def receive(self) -> RecvT_co:
-        """Return the next message, after a turn of the loop; safe to cancel without losing one."""
+        """Return the next message; safe to cancel without losing one.
+
+        However many wait, other tasks have their turn from time to time.
+        """
 
     def close(self) -> None:
         """Release the socket; messages already queued are given a moment to leave."""

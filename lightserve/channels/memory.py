@@ -14,7 +14,7 @@ from collections import deque
 from typing import Any, Generic
 
 from lightserve.channels.codec import Codec, RecvT, SendT, check_peer_name
-from lightserve.channels.wait import wait_readable
+from lightserve.channels.wait import Turn, wait_readable
 from lightserve.errors import ChannelFull, ProtocolError
 
 DEFAULT_MAX_QUEUED = 4096
@@ -177,17 +177,19 @@ class MemoryAsyncLink(_LinkEnd[SendT, RecvT]):
     ) -> None:
         super().__init__(codec, inbox, name, outbox)
         self._arrived = asyncio.Event()
+        self._turn = Turn()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(inbox.fileno(), self._on_readable)
         self._is_open = True
 
     async def receive(self) -> RecvT:
         """Return the next message; safe to cancel without losing one."""
-        await asyncio.sleep(0)  # other tasks have their turn, however much waits here
+        await self._turn.share()
         while (item := self._next_message()) is None:
             self._arrived.clear()
             if not self.is_readable():
                 await self._arrived.wait()
+                self._turn.begin()
         return item[1]
 
     def close(self) -> None:

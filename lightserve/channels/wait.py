@@ -6,6 +6,7 @@ millisecond late is a millisecond on every token.
 
 from __future__ import annotations
 
+import asyncio
 import select
 import time
 from collections.abc import Sequence
@@ -20,6 +21,27 @@ class Waitable(Protocol):
 
     def is_readable(self) -> bool:
         """Whether `receive` has something to look at now."""
+
+
+MAX_TURN_S = 0.01
+"""How long an asyncio task may take messages in, one after the other, before others have a turn."""
+
+
+class Turn:
+    """A task's turn of the event loop: it goes on until the task waits, or its time is up."""
+
+    def __init__(self) -> None:
+        self._end_s = 0.0
+
+    async def share(self) -> None:
+        """Let other tasks go on if the time is up."""
+        if time.monotonic() >= self._end_s:
+            await asyncio.sleep(0)
+            self.begin()
+
+    def begin(self) -> None:
+        """Begin anew: others had their turn."""
+        self._end_s = time.monotonic() + MAX_TURN_S
 
 
 _LONGEST_WAIT_S = 86400.0

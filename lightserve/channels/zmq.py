@@ -18,7 +18,7 @@ from typing import Any, Generic
 import zmq
 
 from lightserve.channels.codec import Codec, RecvT, SendT, check_peer_name, parse_peer_name
-from lightserve.channels.wait import wait_readable
+from lightserve.channels.wait import Turn, wait_readable
 from lightserve.errors import ChannelFull, ProtocolError
 
 __all__ = [
@@ -241,6 +241,7 @@ class ZmqAsyncLink(_DealerChannel[SendT, RecvT]):
     ) -> None:
         super().__init__(address, name, codec, max_queued)
         self._arrived = asyncio.Event()
+        self._turn = Turn()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self.fileno(), self._on_edge)
 
@@ -251,11 +252,12 @@ class ZmqAsyncLink(_DealerChannel[SendT, RecvT]):
 
     async def receive(self) -> RecvT:
         """Return the next message; safe to cancel without losing one."""
-        await asyncio.sleep(0)  # other tasks have their turn, however much waits here
+        await self._turn.share()
         while (message := self._next_message()) is None:
             self._arrived.clear()
             if not self.is_readable():
                 await self._arrived.wait()
+                self._turn.begin()
         return message
 
     def close(self) -> None:
