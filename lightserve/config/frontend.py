@@ -157,14 +157,14 @@ class FrontendOptions:
         if not (self.is_loopback or self.api_key_file or self.insecure_no_auth):
             raise ConfigError(
                 f"--host {self.host!r} can be reached from other machines: give --api-key-file,"
-                " or --insecure-no-auth to serve everybody"
+                " or --insecure-no-auth to serve every client"
             )
         if self.metrics_port >= 0 and not (
             is_loopback(self.metrics_host) or self.api_key_file or self.insecure_no_auth
         ):
             raise ConfigError(
                 f"--metrics-host {self.metrics_host!r} can be reached from other machines: give"
-                " --api-key-file, or --insecure-no-auth to serve everybody"
+                " --api-key-file, or --insecure-no-auth to serve every client"
             )
         if self.allowed_hosts and (self.api_key_file or not self.is_loopback):
             raise ConfigError("--allowed-hosts needs a loopback --host and no --api-key-file")

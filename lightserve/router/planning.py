@@ -201,7 +201,7 @@ class StepPlanner:
     def _be_room(self, kv: KVStore) -> int | None:
         """Return how many tokens best-effort newcomers may bring, see `PoolView`; None: any.
 
-        One may start however large it is while nobody else of its class holds anything.
+        One may start however large it is while no other of its class holds anything.
         """
         if not kv.saves:
             return None

@@ -71,7 +71,7 @@ class SchedulingTargets:
     def foresee(self, requests: Iterable[Request]) -> None:
         """Expect anew, of requests that have had tokens, how many jobs among them are to have.
 
-        Up to the mean of their class that is the rest of it; whoever has outrun it will have as
+        Up to the mean of their class that is the rest of it; one that has outrun it will have as
         many more as those in the history that were as long.
         """
         if not self._has_jobs:

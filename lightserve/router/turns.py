@@ -38,7 +38,7 @@ class Turn:
 
     @property
     def is_of_oldest(self) -> bool:
-        """Whether nobody else may start."""
+        """Whether no other may start."""
         return self._num_since >= OLDEST_EVERY - 1
 
     @property

@@ -161,7 +161,7 @@ def test_unfinished_bodies_are_bounded_in_sum(
 
 
 def test_two_lengths_of_one_body_are_refused(tmp_path: Path) -> None:
-    """Somebody in between may see another end, and so another next request."""
+    """A proxy in between may see another end, and so another next request."""
 
     async def scenario(running: Running) -> None:
         for lengths in (

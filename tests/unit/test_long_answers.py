@@ -305,7 +305,7 @@ def test_nothing_that_a_client_sends_stops_the_loop(name: str, tmp_path: Path) -
 
 
 def test_a_backlog_is_taken_in_parts() -> None:
-    """Whoever has not read for a while has much to catch up with, a part in each turn."""
+    """A client that has not read for a while has much to catch up with, a part in each turn."""
     known = [logprob for number in range(1000) for logprob in made_logprobs(3, number)]
 
     async def scenario() -> list[Delta]:

@@ -59,7 +59,7 @@ def test_one_step_never_passes_the_turn_of_the_oldest() -> None:
 
 
 def test_an_oldest_that_starts_gives_the_turn_to_the_next() -> None:
-    """In order of arrival nobody is ever held up."""
+    """In order of arrival none is ever held up."""
     queue = [small(i) for i in range(200)]
     limits = StepLimits(1000, num_free_rows=1000, turn=Turn(queue, OLDEST_EVERY - 1))
     assert list(admissible(queue, SmallOnly(), limits)) == queue
@@ -85,7 +85,7 @@ def test_a_large_one_holds_up_the_others_at_last() -> None:
 @settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_nobody_waits_for_ever(data: st.DataObject) -> None:
-    """Whoever is chosen, with newcomers all the while and some that are put back.
+    """Whichever is chosen, with newcomers all the while and some that are put back.
 
     One that has n before it starts within OLDEST_EVERY * (n + 1) starts.
     """

@@ -2,7 +2,7 @@
 
 A real-time request is tested against the future of real-time requests alone, in the whole pool:
 whatever best-effort ones hold can be taken from them. A best-effort request is tested against
-the future of everybody, in the pool less the burst headroom; and it has to leave the host room for
+the future of all, in the pool less the burst headroom; and it has to leave the host room for
 all that real-time requests may come to take from its class (`PoolView.be_room`), as what cannot be
 saved is computed again. So real-time requests are evicted
 as rarely as their own risk says, and best-effort ones absorb the rest.

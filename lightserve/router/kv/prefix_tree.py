@@ -143,7 +143,7 @@ class PrefixTree:
     ) -> tuple[Lease, Int32Array]:
         """Hold the longest resident prefix of `tokens`; return it with its slots, int32 [matched].
 
-        Nobody takes these slots before `release`. Ask for no more than `look_up` found: here
+        These slots are not taken before `release`. Ask for no more than `look_up` found: here
         nothing is too deep.
         """
         node = self._root(key)

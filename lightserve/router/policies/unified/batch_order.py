@@ -68,7 +68,7 @@ class BatchOrder:
 
     @property
     def _num_free(self) -> int:
-        """Slots that hold nothing, and that nobody in the step takes."""
+        """Slots that hold nothing, and that no request of the step takes."""
         return max(0, self._num_free_at_first - self._step.num_tokens)
 
     def _index_of_best(self, requests: list[Request]) -> int:

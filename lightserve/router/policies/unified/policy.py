@@ -271,7 +271,7 @@ def _most_in_time(
 
     By deadlines alone those who cannot be in time would be at the head of the queue in overload;
     and as one is worth as much as another, most are in time if those go first that take least,
-    time as well as memory. Whoever cannot be in time follows, before those that are late.
+    time as well as memory. Those that cannot be in time follow, before those that are late.
 
     Args:
         newcomers: by deadline, those that are late at the end.
