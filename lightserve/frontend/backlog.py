@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 from lightserve.frontend.failures import overloaded
 
@@ -11,6 +14,9 @@ MAX_ITEMS = 4096
 """As many requests as may wait in the router by default: a burst that fits there gets there."""
 MAX_SIZE = 64 * 1024 * 1024
 """Characters of texts or bytes of bodies, of all together."""
+
+
+T = TypeVar("T")
 
 
 class Backlog:
@@ -33,3 +39,21 @@ class Backlog:
         finally:
             self._num_items -= 1
             self._size -= size
+
+    async def in_thread(self, threads: ThreadPoolExecutor, work: Callable[[], T], size: int) -> T:
+        """Do work of this size in one of the threads. Raises RequestFailed (429).
+
+        Work that is given up before it begins is forgotten at once: its place among what the
+        threads have yet to do stays until they come to it, and must keep nothing alive.
+        """
+        waiting = [work]
+
+        def begin() -> T:
+            return waiting.pop()()
+
+        with self.admitted(size):
+            try:
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(threads, begin)
+            finally:
+                waiting.clear()

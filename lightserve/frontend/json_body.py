@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -65,9 +64,8 @@ class BodyReader:
         """
         if len(body) <= INLINE_BYTES:
             return parse_model(body, model, max_depth=self._max_depth)
-        with self._backlog.admitted(len(body)):
-            parse = functools.partial(parse_model, body, model, max_depth=self._max_depth)
-            return await asyncio.get_running_loop().run_in_executor(self._threads, parse)
+        parse = functools.partial(parse_model, body, model, max_depth=self._max_depth)
+        return await self._backlog.in_thread(self._threads, parse, len(body))
 
 
 async def read_model(request: Request, model: type[ModelT]) -> ModelT:

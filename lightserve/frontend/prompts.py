@@ -7,7 +7,6 @@ bounded queue. `Tokenizer.encode` lets other threads run while it works.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -183,5 +182,4 @@ class PromptEncoder:
         return await self._in_thread(work, size)
 
     async def _in_thread(self, work: Callable[[], T], size: int) -> T:
-        with self._backlog.admitted(size):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await self._backlog.in_thread(self._threads, work, size)

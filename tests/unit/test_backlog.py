@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -37,6 +40,37 @@ def test_number_and_size_are_bounded() -> None:
             pass
     with backlog.admitted(11):  # alone
         pass
+
+
+def test_work_that_is_given_up_keeps_nothing_alive() -> None:
+    """Its text, of megabytes perhaps, would wait with it for the threads, counted by no limit."""
+
+    class Work:
+        def __call__(self) -> None:
+            pass
+
+    async def scenario() -> None:
+        backlog, threads, go_on = Backlog(max_items=1), ThreadPoolExecutor(1), threading.Event()
+        try:
+            threads.submit(go_on.wait, PATIENCE_S)
+            work = Work()
+            seen = weakref.ref(work)
+            given_up = asyncio.create_task(backlog.in_thread(threads, work, 1))
+            del work
+            await asyncio.sleep(0)
+            given_up.cancel()
+            await asyncio.wait({given_up})
+            del given_up
+            gc.collect()
+            assert seen() is None
+            following = asyncio.create_task(backlog.in_thread(threads, lambda: 5, 1))
+            go_on.set()
+            assert await following == 5
+        finally:
+            go_on.set()
+            threads.shutdown()
+
+    asyncio.run(scenario())
 
 
 def test_a_burst_of_chats_is_for_the_router_to_refuse() -> None:
