@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator
 from typing import Annotated
 
@@ -9,8 +10,10 @@ import msgspec
 from fastapi import APIRouter, Request
 from pydantic import FailFast, WithJsonSchema
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from lightserve.errors import InvalidRequest
+from lightserve.frontend.backlog import Backlog
 from lightserve.frontend.columns import json_list
 from lightserve.frontend.json_body import StrictModel, read_model
 from lightserve.frontend.sampling import check_token_range
@@ -60,13 +63,31 @@ class DetokenizeResponse(StrictModel):
     text: str
 
 
+class SpansResponse(StreamingResponse):
+    """The answer of /tokenize. Text and spans are held until its client has read it.
+
+    So what is held for all of them together is bounded.
+    """
+
+    def __init__(self, service: Service, text: str, spans: Spans, answers: Backlog) -> None:
+        super().__init__(_pieces(service, text, spans), media_type=_JSON)
+        self._answers = answers
+        self._size = sys.getsizeof(text) + sum(map(sys.getsizeof, spans))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it. Raises RequestFailed (429)."""
+        with self._answers.admitted(self._size):
+            await super().__call__(scope, receive, send)
+
+
 def tokens_router(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter()
+    answers = Backlog()
     tokenizer = service.model.tokenizer
 
     @router.post("/tokenize")
-    async def tokenize(request: Request) -> StreamingResponse:
+    async def tokenize(request: Request) -> SpansResponse:
         """Split a text into tokens."""
         body = await read_model(request, TokenizeRequest)
         spans = await service.encoder.spans(
@@ -74,7 +95,7 @@ def tokens_router(service: Service) -> APIRouter:
             param="inputs",
             add_special_tokens=body.add_special_tokens is not False,
         )
-        return StreamingResponse(_pieces(service, body.inputs, spans), media_type=_JSON)
+        return SpansResponse(service, body.inputs, spans, answers)
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:

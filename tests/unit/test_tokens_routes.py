@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,11 @@ from support.fake_router import frontend
 from support.tokenizers_made import BOS, EOS, write_byte_level, write_config
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
+from lightserve.frontend import tokens
+from lightserve.frontend.backlog import Backlog
+from lightserve.frontend.failures import RequestFailed
+from lightserve.frontend.service import Turns
+from lightserve.frontend.tokens import SpansResponse
 from lightserve.tokenization.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(BUNDLED_MODEL_DIR)
@@ -99,3 +106,34 @@ def test_complaints_name_the_field(path: str, body: Any, param: str) -> None:
     status, answer = _post(path, body)
     assert status == 400
     assert answer["error"]["param"] == param, answer
+
+
+def test_what_slow_readers_have_not_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer holds its text and 12 bytes for each token for as long as its client likes."""
+    service: Any = SimpleNamespace(model=SimpleNamespace(tokenizer=TOKENIZER), turns=Turns())
+    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+    answers = Backlog(max_size=2000)
+
+    async def answer(send: Callable[[Any], Awaitable[None]]) -> None:
+        text = "Tell me a story."
+        spans = TOKENIZER.spans(text * 20, add_special_tokens=True)
+        response = SpansResponse(service, text * 20, spans, answers)
+        await response(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
+
+    async def scenario() -> None:
+        async def read(_message: Any) -> None:
+            pass
+
+        stuck = asyncio.Event()
+        slow = asyncio.create_task(answer(lambda _message: stuck.wait()))  # type: ignore[arg-type,return-value]
+        await asyncio.sleep(0)
+        with pytest.raises(RequestFailed, match="too many"):
+            await answer(read)
+        stuck.set()
+        await slow
+        await answer(read)
+
+    asyncio.run(scenario())
+    monkeypatch.setattr(tokens, "Backlog", lambda: Backlog(max_items=0))
+    status, body = _post("/tokenize", {"inputs": "hi"})
+    assert (status, body["error"]["code"]) == (429, "overloaded")
