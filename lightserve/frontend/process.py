@@ -218,16 +218,18 @@ class Frontend:
         try:
             while True:
                 session = secrets.randbits(62)
-                link.send(
-                    FrontendHello(
-                        protocol_version=PROTOCOL_VERSION,
-                        boot_id=router.boot_id,
-                        config_hash=self._spec.config.digest,
-                        frontend_id=FrontendId(self._spec.index),
-                        generation=self._spec.generation,
-                        session=session,
-                    )
+                hello = FrontendHello(
+                    protocol_version=PROTOCOL_VERSION,
+                    boot_id=router.boot_id,
+                    config_hash=self._spec.config.digest,
+                    frontend_id=FrontendId(self._spec.index),
+                    generation=self._spec.generation,
+                    session=session,
                 )
+                # The queue to a router that is stopped may be full: it gets the next one, when
+                # this session is found to be lost.
+                with contextlib.suppress(ChannelFull):
+                    link.send(hello)
                 client.attach(link, router.boot_id, session)
                 await self._listen(link)
                 # A router that dropped this frontend says nothing more; a new hello, which

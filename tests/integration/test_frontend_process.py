@@ -17,6 +17,8 @@ from support.patient_loop import run_patiently
 from support.running_frontend import Running, running_frontend
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
+from lightserve.channels.zmq import ZmqAsyncLink
+from lightserve.errors import ChannelFull
 from lightserve.frontend.http_protocol import HttpProtocol
 from lightserve.frontend.router_client import MAX_TOKENS_PER_TURN
 from lightserve.messages.common import TokenLogprob
@@ -293,6 +295,31 @@ def test_a_router_that_forgot_this_frontend_gets_a_new_hello(
         client = await running.post("/v1/completions", json.dumps(COMPLETION), close=True)
         assert (await client.rest())[0] == 503
         await eventually(lambda: len(hub.of(FrontendHello)) >= 2)
+
+    _serve(tmp_path, scenario)
+
+
+def test_a_full_queue_to_a_router_that_is_stopped_ends_no_frontend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hello of a new session finds no room in it; a later one does."""
+    monkeypatch.setattr("lightserve.frontend.process.LATE_TIMEOUT_S", 0.2)
+    send, num_hellos = ZmqAsyncLink.send, 0
+
+    def crowded_send(link: ZmqAsyncLink[Any, Any], message: Any) -> None:
+        nonlocal num_hellos
+        num_hellos += isinstance(message, FrontendHello)
+        if isinstance(message, FrontendHello) and num_hellos in (2, 3):
+            raise ChannelFull("full")
+        send(link, message)
+
+    monkeypatch.setattr(ZmqAsyncLink, "send", crowded_send)
+
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up()
+        await eventually(lambda: len(hub.of(FrontendHello)) >= 2)
+        assert num_hellos >= 4
+        assert not running.task.done()
 
     _serve(tmp_path, scenario)
 
