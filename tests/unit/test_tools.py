@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ import pytest
 from support.fake_router import Setup, frontend, says, sse_data
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
+from lightserve.config import ServeConfig
+from lightserve.frontend.openai.tool_fields import ToolUse
+from lightserve.frontend.structured_fields import Wish
 from lightserve.messages.common import GrammarConstraint
 from lightserve.structured.grammars import compile_matcher
 from lightserve.structured.vocabulary import byte_vocabulary
@@ -254,3 +259,42 @@ def test_reasoning_is_told_apart(tokenizer: Tokenizer, tmp_path: Path) -> None:
     ):
         message = asyncio.run(scenario(template, text))
         assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+
+
+def test_long_schemas_of_tools_take_little_memory_and_no_time_of_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Long keys inside of each other: closing notes where each schema is, by all keys above it."""
+    schema: dict[str, Any] = {"type": "object", "properties": {f"k{i}": {} for i in range(1000)}}
+    for _ in range(10):
+        schema = {"type": "object", "properties": {"x" * 10_000: schema}}
+    wish, peaks, threads = ToolUse.wish, [], []
+
+    def measured_wish(use: ToolUse, config: ServeConfig) -> Wish | None:
+        threads.append(threading.current_thread())
+        tracemalloc.start()
+        try:
+            return wish(use, config)
+        finally:
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+
+    monkeypatch.setattr(ToolUse, "wish", measured_wish)
+
+    async def scenario() -> None:
+        async with frontend(says([50, 2]), tool_call_parser="hermes") as setup:
+            tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
+            body = {
+                "model": BUNDLED_MODEL_NAME,
+                "messages": [{"role": "user", "content": "hi"}],
+                "tools": [tool],
+                "tool_choice": "required",
+                "max_tokens": 2,
+            }
+            response = await setup.post("/v1/chat/completions", body)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "tools"
+
+    asyncio.run(scenario())
+    assert peaks[0] < 4 * 2**20
+    assert threads[0] is not threading.main_thread()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -350,7 +351,8 @@ async def _prepare(
         size=AnswerSize(num_choices=body.num_choices, num_logprobs=num_logprobs),
     )
     sampling = body.sampling_request(num_logprobs=num_logprobs if body.logprobs else None)
-    constraint = await body.resolve_constraint(service, tools.wish(service.config))
+    wish = await service.encoder.run(functools.partial(tools.wish, service.config), size=size)
+    constraint = await body.resolve_constraint(service, wish)
     if tools.offered and constraint is not None and not tools.required:
         raise InvalidRequest(
             "tools cannot be combined with other structured output unless tool_choice is none",

@@ -16,7 +16,7 @@ from lightserve.frontend.openai.tool_texts import END_OF_TOOL_CALL, TOOL_CALL
 from lightserve.frontend.structured_fields import Wish, check_num_values
 from lightserve.messages.common import GrammarConstraint
 from lightserve.structured.closing import closed
-from lightserve.structured.limits import WHITESPACE
+from lightserve.structured.limits import MAX_GRAMMAR_BYTES, WHITESPACE
 
 MAX_TOOLS = 128
 MAX_CALLS = 16
@@ -124,7 +124,8 @@ class ToolUse(NamedTuple):
         if not self.required:
             return None
         schemas = [_object_schema(tool) for tool in self.required]
-        if config.closed_schemas:
+        # What is too long stays as it is, to be refused: closing takes a multiple of its size.
+        if config.closed_schemas and len(json.dumps(schemas)) <= MAX_GRAMMAR_BYTES:
             schemas = [closed(schema) for schema in schemas]
         most = MAX_CALLS if self.is_parallel else 1
         names = [tool.function.name for tool in self.required]
