@@ -281,8 +281,10 @@ def test_long_schemas_of_tools_take_little_memory_and_no_time_of_the_event_loop(
 
     monkeypatch.setattr(ToolUse, "wish", measured_wish)
 
+    flags: dict[str, Any] = {"closed_schemas": True, "tool_call_parser": "hermes"}
+
     async def scenario() -> None:
-        async with frontend(says([50, 2]), tool_call_parser="hermes") as setup:
+        async with frontend(says([50, 2]), **flags) as setup:
             tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
             body = {
                 "model": BUNDLED_MODEL_NAME,
