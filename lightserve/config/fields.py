@@ -75,3 +75,8 @@ def check_limits(spec: dataclasses.Field[Any], value: Any) -> None:
         raise ConfigError(f"{flag} must be at most {high}, got {value!r}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{flag} must be finite, got {value!r}")
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{flag} must be UTF-8, got {value!r}") from None

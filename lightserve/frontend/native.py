@@ -264,7 +264,8 @@ class GenerateShape:
         known = itertools.chain([None], generation.prompt_logprobs.own)
         for token_id, logprob in zip(generation.request.prompt_token_ids, known, strict=True):
             text = token_text(self._tokenizer, token_id)
-            yield {"id": token_id, "text": text, "logprob": logprob}
+            shown = None if logprob is None else max(logprob, LOWEST)
+            yield {"id": token_id, "text": text, "logprob": shown}
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {

@@ -117,6 +117,7 @@ class Frontend:
         self._num_rejected = 0
         """Frames that did not decode, on links to earlier routers."""
         self._num_sessions_lost = 0
+        self._is_serving_unsaid = False
         self._router_task: asyncio.Task[None] | None = None
         self._drain_task: asyncio.Task[None] | None = None
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -164,9 +165,17 @@ class Frontend:
         await self._server.listening.wait()
         while True:
             with contextlib.suppress(ChannelFull):  # the supervisor is stopped, and may go on
+                self._say_serving()
                 self._control.send(Heartbeat())
                 self._control.send(self._snapshot())
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+
+    def _say_serving(self) -> None:
+        """Say that requests are taken, if it has not been said; a full queue is tried again."""
+        if self._is_serving_unsaid:
+            with contextlib.suppress(ChannelFull):
+                self._control.send(FrontendServing())
+                self._is_serving_unsaid = False
 
     def _snapshot(self) -> MetricsSnapshot:
         num_rejected = self._control.num_rejected + self._num_rejected
@@ -260,7 +269,8 @@ class Frontend:
                 if client.is_out_of_step:
                     return
                 if client.is_ready and not was_ready:
-                    self._control.send(FrontendServing())
+                    self._is_serving_unsaid = True
+                    self._say_serving()
 
 
 async def _cancel(task: asyncio.Task[None] | None) -> None:

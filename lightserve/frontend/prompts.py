@@ -20,7 +20,9 @@ from lightserve.tokenization.tokenizer import Spans, Tokenizer
 
 NUM_THREADS = 2
 INLINE_SIZE = 2048
-"""Characters, or tokens."""
+"""Characters, or bytes of token ids."""
+BYTES_PER_ID = 8
+"""Of a list, without the numbers themselves, of which most are shared."""
 
 T = TypeVar("T")
 
@@ -63,8 +65,9 @@ class PromptEncoder:
 
     async def encode_ids(self, token_ids: Sequence[int], *, param: str) -> array[int]:
         """Return the ids if they can be a prompt; raises as `check_ids`, and RequestFailed."""
+        self._check_count(token_ids, param)  # before they wait: they hold more than their texts
         check = functools.partial(self.check_ids, token_ids, param=param)
-        return await self.run(check, size=len(token_ids))
+        return await self.run(check, size=BYTES_PER_ID * len(token_ids))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids. Raises RequestFailed: too many texts are waiting."""
@@ -133,6 +136,17 @@ class PromptEncoder:
         Raises:
             InvalidRequest: none, too many for any output to follow, or outside the vocabulary.
         """
+        self._check_count(token_ids, param)
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= self._vocab_size:
+            raise InvalidRequest(
+                f"{param} must hold token ids from 0 to {self._vocab_size - 1},"
+                f" got {low if low < 0 else str(high)[:64]}",
+                param=param,
+            )
+        return array("i", token_ids)
+
+    def _check_count(self, token_ids: Sequence[int], param: str) -> None:
         if not token_ids:
             raise InvalidRequest(f"{param} must have at least one token, got 0", param=param)
         if len(token_ids) >= self._max_model_len:
@@ -143,14 +157,6 @@ class PromptEncoder:
                 param=param,
                 code="context_length_exceeded",
             )
-        low, high = min(token_ids), max(token_ids)
-        if low < 0 or high >= self._vocab_size:
-            raise InvalidRequest(
-                f"{param} must hold token ids from 0 to {self._vocab_size - 1},"
-                f" got {low if low < 0 else str(high)[:64]}",
-                param=param,
-            )
-        return array("i", token_ids)
 
     def close(self) -> None:
         """Let running work end; drop what waits."""
@@ -172,7 +178,7 @@ class PromptEncoder:
             )
 
     async def run(self, work: Callable[[], T], *, size: int) -> T:
-        """Do work on so many characters or tokens, much of it in a thread.
+        """Do work on so many characters or bytes of ids, much of it in a thread.
 
         Raises:
             RequestFailed: too much is waiting.

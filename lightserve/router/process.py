@@ -295,7 +295,10 @@ class RouterProcess:
         self._next_status_s = 0.0
 
     def _ask_for_new_workers(self, stalled_s: float) -> None:
-        self._control.send(WorkersStalled(generation=self._group.generation, stalled_s=stalled_s))
+        # A supervisor that is stopped hears of it later: they stay stalled until it acts.
+        with contextlib.suppress(ChannelFull):
+            message = WorkersStalled(generation=self._group.generation, stalled_s=stalled_s)
+            self._control.send(message)
 
     # ---------------------------------------------------------------- frontends
 

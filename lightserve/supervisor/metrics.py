@@ -196,6 +196,7 @@ class MetricsListener:
             self._answer,
             sock=self._socket,
             ssl=self._tls,
+            ssl_handshake_timeout=None if self._tls is None else SCRAPE_TIMEOUT_S,
             limit=_MAX_HEAD_BYTES,
             backlog=MAX_SCRAPES,
         )

@@ -12,6 +12,7 @@ import pytest
 
 from lightserve.channels.memory import MemoryHub, MemoryLink, bind_hub
 from lightserve.config import ServeConfig
+from lightserve.errors import ChannelFull
 from lightserve.messages.common import PROTOCOL_VERSION, TokenSegment, pack_int32
 from lightserve.messages.frontend_router import (
     Abort,
@@ -453,6 +454,32 @@ def test_a_result_that_is_not_the_next_one_replaces_the_workers(step_id: int) ->
     said = []
     while (item := scene.supervisor.receive(0.0)) is not None:
         said.append(item[1])
+    assert any(isinstance(message, WorkersStalled) for message in said)
+
+
+def test_a_supervisor_that_does_not_read_takes_no_router_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = make_scene()
+    frontend, worker = scene.frontend(), scene.worker()
+    worker.send(scene.hello())
+    frontend.send(submit())
+    scene.turn()
+    control = scene.process._control
+
+    def full(message: ChildMessage) -> None:
+        raise ChannelFull("queue to the hub is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(control, "send", full)
+        scene.process._send_status(0.0)
+        worker.send(result(7, 7))
+        scene.turn()
+    worker.send(result(7, 7))
+    scene.turn()
+    said = []
+    while (received := scene.supervisor.receive(0.0)) is not None:
+        said.append(received[1])
     assert any(isinstance(message, WorkersStalled) for message in said)
 
 

@@ -20,6 +20,7 @@ from lightserve.frontend import constraint_check
 from lightserve.frontend.backlog import MAX_ITEMS, Backlog
 from lightserve.frontend.constraint_check import ConstraintChecker
 from lightserve.frontend.failures import RequestFailed
+from lightserve.frontend.prompts import BYTES_PER_ID
 from lightserve.messages.common import Constraint, RegexConstraint
 from lightserve.messages.frontend_router import RequestDelta, TokenDelta
 from lightserve.types import FinishReason
@@ -187,6 +188,28 @@ def test_a_chat_waits_with_all_that_its_template_is_given(monkeypatch: pytest.Mo
             body = {"model": BUNDLED_MODEL_NAME, "messages": messages, "tools": [tool]}
             await setup.post("/v1/chat/completions", {**body, "max_tokens": 2})
             assert sizes and sizes[-1] > 6000
+
+    asyncio.run(scenario())
+
+
+def test_lists_of_ids_wait_only_if_they_can_be_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    admitted = Backlog.admitted
+
+    def noting(backlog: Backlog, size: int) -> AbstractContextManager[None]:
+        sizes.append(size)
+        return admitted(backlog, size)
+
+    monkeypatch.setattr(Backlog, "admitted", noting)
+
+    async def scenario() -> None:
+        async with frontend(says([5, EOS])) as setup:
+            prompts = setup.service.encoder
+            assert len(await prompts.encode_ids([5] * 500, param="prompt")) == 500
+            assert sizes == [500 * BYTES_PER_ID]
+            with pytest.raises(InvalidRequest, match="maximum context length"):
+                await prompts.encode_ids([5] * 100_000, param="prompt")
+            assert len(sizes) == 1
 
     asyncio.run(scenario())
 

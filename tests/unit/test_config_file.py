@@ -69,8 +69,8 @@ def test_values_keep_their_types(tmp_path: Path, text: str, expected: dict[str, 
         ("\ntp: 0", "line 2: --tp must be at least 1, got 0"),
         (
             "policy: lifo",
-            "line 1: --policy must be one of chunked, fcfs, mlfq, priority, round-robin, unified,"
-            " got 'lifo'",
+            "line 1: --policy must be one of chunked, fcfs, mlfq, priority, round-robin, sjf,"
+            " unified, got 'lifo'",
         ),
         ("prot: 1", "line 1: no such option 'prot'"),
         ("config: other.yaml", "line 1: no such option 'config'"),
@@ -137,6 +137,11 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     for path in (tmp_path / "missing.yaml", tmp_path):
         with pytest.raises(ConfigError, match="no such file"):
             read_config_file(path, ServeConfig)
+
+
+def test_a_path_that_is_not_text_is_refused_by_its_flag() -> None:
+    with pytest.raises(ConfigError, match=r"--model must be UTF-8, got '/models/\\udcff'"):
+        ServeConfig(model="/models/\udcff")
 
 
 def test_flags_stand_over_the_file_and_the_file_over_defaults() -> None:

@@ -18,6 +18,7 @@ from lightserve.router.kv.prefix_node import (
     MAX_DEPTH,
     EvictionOrder,
     PrefixNode,
+    common_len,
     least_recently_used,
     path_of,
     task_aware,
@@ -404,3 +405,12 @@ def test_what_is_protected_is_not_gone_through_for_each_eviction() -> None:
     assert len(tree.evict(50, num_protected_rt=99)) == 0
     assert not looks
     assert len(tree.evict(50, num_protected_rt=90)) == 9
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 200])
+@pytest.mark.parametrize("differs_at", [0, 1, 63, 64, 65, 199, 200])
+def test_how_many_leading_tokens_are_equal(length: int, differs_at: int) -> None:
+    first, second = np.arange(length, dtype=np.int32), np.arange(200, dtype=np.int32)
+    second[differs_at : differs_at + 1] = -1
+    expected = min(length, differs_at)
+    assert common_len(first, second) == common_len(second, first) == expected

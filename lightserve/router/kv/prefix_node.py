@@ -14,6 +14,8 @@ PrefixKey = Hashable
 
 NO_TOKENS: Int32Array = np.empty(0, dtype=np.int32)
 
+_BEGINNING = 64
+"""Tokens that are compared first."""
 MAX_DEPTH = 64
 """Nodes on a path that are looked at: bounds the work for a request, whatever others sent before.
 
@@ -125,8 +127,12 @@ def part_of(whole: Int32Array, start: int, end: int) -> Int32Array:
 
 
 def common_len(first: Int32Array, second: Int32Array) -> int:
-    """Return how many leading tokens are equal."""
+    """Return how many leading tokens are equal; quickly where few are, however long both are."""
     length = min(len(first), len(second))
-    differs = first[:length] != second[:length]
-    at = int(differs.argmax()) if length else 0
-    return at if length and differs[at] else length
+    start = 0
+    for end in (min(_BEGINNING, length), length):
+        differs = first[start:end] != second[start:end]
+        if end > start and differs[at := int(differs.argmax())]:
+            return start + at
+        start = end
+    return length
