@@ -145,6 +145,9 @@ class StepPlan(Message, frozen=True):
     Their slots are none that a row of this plan reads or writes, nor any of `loads` and
     `ahead_saves`; `saves` may have had them before. Their host slots are none of `saves` and
     `ahead_saves`."""
+    left_rows: tuple[RowId, ...] = ()
+    """Rows whose sequences have ended or paused since the last plan: what is kept for them can go.
+    A row of `sequences` may be among them."""
 
 
 RouterToWorker = StepPlan

@@ -61,7 +61,7 @@ class StepBooking:
         slots = kv.acquire(step.allotments)
         _note_slots(step, slots)
         self._copy_ahead(kv, sum(num_tokens for _, num_tokens in step.loads))
-        plan = build_plan(step, slots, set(newcomers), kv.take_copies())
+        plan = build_plan(step, slots, set(newcomers), kv.take_copies(), self._rows.take_left())
         self._pipeline.push(step, plan, now_s)
         for (request, num_tokens), samples in zip(step.allotments, step.num_samples, strict=True):
             request.num_inflight_samples += samples

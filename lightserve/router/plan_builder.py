@@ -52,6 +52,7 @@ def build_plan(
     slots: Int32Array,
     newcomers: Container[Request],
     copies: PlanCopies,
+    left_rows: tuple[RowId, ...],
 ) -> StepPlan:
     """Return the plan that moves each request by its allotment.
 
@@ -60,6 +61,7 @@ def build_plan(
         slots: what they write to, one after the other, int32 [sum of num_tokens].
         newcomers: those that the workers do not know yet.
         copies: what is copied for them, and for others.
+        left_rows: those that were given up since the last plan.
     """
     all_slots = pack_int32(slots)
     offset = 0
@@ -90,6 +92,7 @@ def build_plan(
         loads=copies.loads,
         ahead_saves=copies.ahead_saves,
         ahead_loads=copies.ahead_loads,
+        left_rows=left_rows,
     )
 
 

@@ -204,6 +204,7 @@ class RowTable:
     def __init__(self, num_rows: int) -> None:
         self._free = list(range(num_rows))
         self._requests: dict[RowId, Request] = {}
+        self._left: set[RowId] = set()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -229,4 +230,10 @@ class RowTable:
         assert request.row is not None
         del self._requests[request.row]
         heapq.heappush(self._free, request.row)
+        self._left.add(request.row)
         request.row = None
+
+    def take_left(self) -> tuple[RowId, ...]:
+        """Return the rows that were taken back since the last call."""
+        left, self._left = tuple(sorted(self._left)), set()
+        return left

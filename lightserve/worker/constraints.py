@@ -85,11 +85,15 @@ class RowConstraints:
         """The compiler's, as is …"""
         self._num_kept_bytes = 0
 
-    def update(self, sequences: Sequence[AddSequence]) -> None:
-        """Take in new sequences; output that they bring was drawn under the same constraint."""
-        for sequence in sequences:
-            if (before := self._rows.pop(sequence.row, None)) is not None:
+    def update(self, left_rows: Sequence[RowId], sequences: Sequence[AddSequence]) -> None:
+        """Forget what was left, whose grammars are compiled no more, then take in new sequences.
+
+        Output that these bring was drawn under the same constraint.
+        """
+        for row in (*left_rows, *(sequence.row for sequence in sequences)):
+            if (before := self._rows.pop(row, None)) is not None:
                 before.cancel()
+        for sequence in sequences:
             if (constraint := sequence.constraint) is not None:
                 matcher = self._compiler.submit(self._matcher, sequence, constraint)
                 self._rows[sequence.row] = matcher
@@ -124,8 +128,9 @@ class RowConstraints:
             self._thread.submit(self._consume, drawn)
 
     def wait_for_any(self, rows: Sequence[RowId]) -> None:
-        """Wait a moment for the grammar of one of these rows."""
-        wait([self._rows[row] for row in rows], PATIENCE_S, FIRST_COMPLETED)
+        """Wait a moment for the grammar of one of these rows, if they have not been left."""
+        compiling = [self._rows[row] for row in rows if row in self._rows]
+        wait(compiling, PATIENCE_S, FIRST_COMPLETED)
 
     # ------------------------------------------------------------------ in the compiler's thread
 

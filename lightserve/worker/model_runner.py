@@ -225,7 +225,7 @@ class ModelRunner:
             free = all(sequence.constraint is None for sequence in plan.sequences)
             assert free or self._tp.rank != 0, "frontends refuse what nobody here enforces"
             return None
-        self._constraints.update(plan.sequences)
+        self._constraints.update(plan.left_rows, plan.sequences)
         return self._constraints.begin(inputs.sampled_rows)
 
     def _forward(self, inputs: StepInputs) -> _Passed:

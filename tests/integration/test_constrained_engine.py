@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Collection, Iterator
 
 import jsonschema
@@ -262,7 +263,7 @@ def test_what_is_kept_of_grammars_is_bounded_by_their_size(
             eos_token_ids=[2],
             constraint=constraint,
         )
-        enforcer.update([sequence])
+        enforcer.update([], [sequence])
         masks = enforcer.begin([RowId(0)])
         while masks is not None and masks().unready:
             enforcer.wait_for_any([RowId(0)])
@@ -270,6 +271,41 @@ def test_what_is_kept_of_grammars_is_bounded_by_their_size(
         kept = sum(map(kept_bytes, enforcer._compiled))
         assert kept == enforcer._num_kept_bytes <= constraints.MAX_KEPT_BYTES
     assert compiled[len(large) + len(small) :] == [large[0]]  # the others were kept
+
+
+def test_nothing_is_kept_for_rows_that_were_left(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    """Neither compiled grammars nor compilations that wait."""
+    compiled: list[Constraint] = []
+    may_go_on = threading.Event()
+
+    def slow(constraint: Constraint, vocabulary: LLTokenizer) -> LLMatcher:
+        compiled.append(constraint)
+        assert may_go_on.wait(60.0)
+        return compile_matcher(constraint, vocabulary)
+
+    monkeypatch.setattr(constraints, "compile_matcher", slow)
+    enforcer = constraints.RowConstraints(model_vocabulary(tokenizer, 4096))
+    rows = [RowId(number) for number in range(8)]
+    sequences = [
+        AddSequence(
+            row,
+            [TokenSegment(token_ids=pack_int32([1]))],
+            SamplingParams(),
+            num_prompt_tokens=1,
+            eos_token_ids=[2],
+            constraint=RegexConstraint(pattern=f"row {row}"),
+        )
+        for row in rows
+    ]
+    enforcer.update([], sequences)
+    enforcer.update(rows[:-1], [])
+    assert enforcer.among(rows) == {rows[-1]}
+    enforcer.wait_for_any(rows[:1])
+    may_go_on.set()
+    enforcer._rows[rows[-1]].result(60.0)
+    assert compiled == [sequences[0].constraint, sequences[-1].constraint]
 
 
 def test_a_grammar_that_fails_ends_its_own_row_alone(

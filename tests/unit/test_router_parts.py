@@ -58,7 +58,10 @@ def test_row_table_gives_the_lowest_row() -> None:
     assert [rows.acquire(request) for request in requests] == [0, 1, 2]
     rows.release(requests[1])
     assert rows.num_free == 1 and rows.acquire(requests[1]) == 1
-    assert [request.key.request_id for request in rows] == [0, 2, 1], "in order of admission"
+    rows.release(requests[0])
+    assert (rows.take_left(), rows.take_left()) == ((0, 1), ()), "since the last call"
+    assert rows.acquire(requests[0]) == 0
+    assert [request.key.request_id for request in rows] == [2, 1, 0], "in order of admission"
 
 
 def test_waiting_queue_keeps_order() -> None:
@@ -81,6 +84,8 @@ def test_conservative_admission_reserves_the_worst_case() -> None:
 
 def test_build_plan_splits_slots_and_samples_at_the_end() -> None:
     rows = RowTable(4)
+    rows.acquire(before := make_request(3))
+    rows.release(before)
     requests = [make_request(0, computed=8), make_request(1), make_request(2)]
     for request in requests:
         rows.acquire(request)
@@ -89,7 +94,8 @@ def test_build_plan_splits_slots_and_samples_at_the_end() -> None:
     allotments = tuple(Allotment(*pair) for pair in zip(requests, (1, 3, 5), strict=True))
     step = PlannedStep(StepId(7), allotments, (1, 0, 1), (), (), (), 0.0, 0.0)
     copies = PlanCopies(saves=KVCopies(b"1234", b"5678"), ahead_loads=KVCopies(b"abcd", b"efgh"))
-    plan = build_plan(step, np.arange(9, dtype=np.int32), requests[1:], copies)
+    plan = build_plan(step, np.arange(9, dtype=np.int32), requests[1:], copies, rows.take_left())
+    assert plan.left_rows == (0,)
     assert (plan.saves, plan.loads, plan.ahead_saves, plan.ahead_loads) == copies
     assert [(sequence.row, len(sequence.segments[0].token_ids)) for sequence in plan.sequences] == [
         (1, 32),
