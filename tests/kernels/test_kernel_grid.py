@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +108,30 @@ def test_permuted_slots_change_no_bit(implementation: type[Kernels], rows: str) 
                 inputs = make_inputs(batch, heads, dtype)
                 results.append(attend(implementation(), batch, inputs, window))
             assert all(torch.equal(result, results[0]) for result in results), (heads, dtype)
+
+
+@pytest.mark.parametrize("num_before", [0, 300], ids=["whole", "chunk"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_prompts_of_any_length_are_of_few_shapes(
+    dtype: torch.dtype, num_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch keeps code for each number of queries and keys in half precision, for ever."""
+    shapes = set()
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def observed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        shapes.add((q.shape[2], k.shape[2]))
+        return attention(q, k, v, **options)
+
+    for num_queries in range(64, 256, 11):
+        batch = make_batch([(num_queries, num_before + num_queries)], "contiguous")
+        inputs = make_inputs(batch, (4, 2, 32), dtype)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.nn.functional, "scaled_dot_product_attention", observed)
+            result = attend(TorchKernels(), batch, inputs, None)
+        truth = attend(ReferenceKernels(), batch, tuple(part.float() for part in inputs), None)
+        assert relative_error(result, truth) <= kernel_grid.LIMITS[dtype], num_queries
+    assert len(shapes) <= 10, shapes
 
 
 class TestInvariance:
