@@ -13,7 +13,7 @@ from lightserve.sim.traffic import DrawnTraffic
 from lightserve.types import RequestClass
 
 TIGHT = sim.HybridConfig(
-    rt="poisson:6",
+    rt="poisson:12",
     rt_lengths="uniform:10-200,5-80",
     rt_max_tokens=100,
     be="closed:30",
