@@ -21,6 +21,8 @@ from typing import Any
 
 OWN = "lightserve"
 CLEAN, VULNERABLE, NOT_AUDITED = 0, 1, 3
+LOOK_UP_S = 300
+"""A service that neither answers nor refuses holds nothing up for longer."""
 
 
 def installed() -> dict[str, str]:
@@ -42,12 +44,16 @@ def look_up(packages: Mapping[str, str], command: Sequence[str]) -> tuple[str, s
         file.write("".join(f"{name}=={version}\n" for name, version in packages.items()))
         file.flush()
         options = ["--disable-pip", "--no-deps", "--format=json", "--progress-spinner=off"]
-        done = subprocess.run(
-            [*command, *options, "--requirement", file.name],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                [*command, *options, "--requirement", file.name],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=LOOK_UP_S,
+            )
+        except subprocess.TimeoutExpired:
+            return "", f"no answer within {LOOK_UP_S} s"
     return done.stdout, done.stderr
 
 

@@ -162,3 +162,14 @@ def test_the_report_of_a_vulnerability_has_a_private_way_and_a_time() -> None:
     text = (ROOT / "SECURITY.md").read_text()
     assert "private security advisory" in text
     assert re.search(r"\d+ working days", text)
+
+
+def test_a_service_that_never_answers_holds_up_the_audit_for_a_while_only(tmp_path: Path) -> None:
+    fake = tmp_path / "pip-audit"
+    fake.write_text("#!/bin/sh\nexec sleep 600\n")
+    fake.chmod(0o755)
+    look_up = AUDIT["look_up"]
+    look_up.__globals__["LOOK_UP_S"] = 0.1
+    text, complaint = look_up({"a": "1"}, [str(fake)])
+    assert (text, complaint) == ("", "no answer within 0.1 s")
+    assert AUDIT["judge"]({"a": "1"}, text)[0] == AUDIT["NOT_AUDITED"]
