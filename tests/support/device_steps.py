@@ -134,7 +134,8 @@ class KnownMasks:
     def __init__(self) -> None:
         self._rows: set[RowId] = set()
 
-    def update(self, sequences: Sequence[AddSequence]) -> None:
+    def update(self, left_rows: Sequence[RowId], sequences: Sequence[AddSequence]) -> None:
+        self._rows.difference_update(left_rows)
         for sequence in sequences:
             change = self._rows.discard if sequence.constraint is None else self._rows.add
             change(sequence.row)

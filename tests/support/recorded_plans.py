@@ -63,10 +63,11 @@ class ThirdsOnly:
         self._last: dict[RowId, int] = {}
         self._drawing: set[RowId] = set()
 
-    def update(self, sequences: Sequence[AddSequence]) -> None:
+    def update(self, left_rows: Sequence[RowId], sequences: Sequence[AddSequence]) -> None:
+        for row in (*left_rows, *(sequence.row for sequence in sequences)):
+            self._last.pop(row, None)
+            self._drawing.discard(row)
         for sequence in sequences:
-            self._last.pop(sequence.row, None)
-            self._drawing.discard(sequence.row)
             if sequence.constraint is not None:
                 self._last[sequence.row] = int(unpack_int32(sequence.segments[-1].token_ids)[-1])
 
