@@ -75,10 +75,10 @@ class StepPlanner:
             skips.stop_all(Reason.ORDER)
             return fit
         running = self.running()
-        everybody = _LookedUp(
+        looked_up = _LookedUp(
             self._waiting, kv, running, skips, by_sharing=self._config.be_by_sharing
         )
-        return self._first_fit(attempt, running, everybody) or self._senior_alone(attempt)
+        return self._first_fit(attempt, running, looked_up) or self._senior_alone(attempt)
 
     def unseen(
         self, fit: Fit, skipped: Sequence[Skipped], stopped_by: Mapping[RequestClass, Reason]
