@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.backlog import Backlog
-from lightserve.tokenization.chat_template import ChatMessage, ChatTemplate
+from lightserve.tokenization.chat_template import ChatTemplate, Conversation
 from lightserve.tokenization.tokenizer import Spans, Tokenizer
 
 NUM_THREADS = 2
@@ -87,47 +87,41 @@ class PromptEncoder:
         self._check_text(text, param)
         return await self.run(split, size=len(text))
 
-    async def encode_chat(
-        self,
-        messages: Callable[[], list[ChatMessage]],
-        tools: Sequence[dict[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
-        *,
-        size: int,
-    ) -> array[int]:
-        """Return the ids of a conversation up to where the assistant begins.
-
-        `messages` is called in a thread; `options` are values of the template's variables,
-        `chat_template_kwargs`; `size` is that of everything that the template is given, in bytes.
-
-        Raises:
-            InvalidRequest: the model has no chat template, the template refuses or has no such
-                variable, the text is too long, or whatever `messages` finds.
-            RequestFailed: too many texts are waiting.
-        """
-        template = self._template
-        if template is None:
+    @property
+    def template(self) -> ChatTemplate:
+        """The model's chat template. Raises InvalidRequest: it has none."""
+        if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions",
                 param="messages",
                 code="no_chat_template",
             )
+        return self._template
+
+    async def encode_chat(
+        self, conversation: Callable[[], Conversation], *, size: int
+    ) -> array[int]:
+        """Return the ids of a conversation.
+
+        `conversation` is called in a thread; `size` is that of everything that the template is
+        given, in bytes.
+
+        Raises:
+            InvalidRequest: the model has no chat template, the template refuses, the text is too
+                long, or whatever `conversation` finds.
+            RequestFailed: too many texts are waiting.
+        """
+        template = self.template
 
         def encode() -> array[int]:
-            conversation = messages()
-            for number, message in enumerate(conversation):
+            known = conversation()
+            for number, message in enumerate(known.messages):
                 self._check_text(message.content, f"messages[{number}].content")
-            text = template.render(conversation, tools, options)
+            text = template.render(known)
             self._check_text(text, "messages")
             token_ids = self._tokenizer.encode(text, add_special_tokens=False)
             return self.check_ids(token_ids, param="messages")
 
-        for name in options or ():
-            if name not in template.option_names:
-                raise InvalidRequest(
-                    f"chat_template_kwargs.{name[:64]} is no variable of the model's chat template",
-                    param="chat_template_kwargs",
-                )
         return await self._in_thread(encode, size)
 
     def check_ids(self, token_ids: Sequence[int], *, param: str) -> array[int]:

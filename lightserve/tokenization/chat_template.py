@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import datetime
 import json
+import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,33 @@ class ChatMessage:
     role: str
     content: str
     others: dict[str, Any] = field(default_factory=dict)
-    """What else templates may look at: name, tool_calls, tool_call_id, reasoning_content."""
+    """What else templates may look at: name, tool_calls, tool_call_id, reasoning."""
+
+
+class Ending(Enum):
+    """What a prompt ends with."""
+
+    ANSWER = "answer"
+    """What begins an answer of the assistant."""
+    MESSAGE = "message"
+    """The last message and what the template puts behind it."""
+    OPEN = "open"
+    """The last message alone, as far as it goes: the output continues it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """What a prompt is made of."""
+
+    messages: list[ChatMessage]
+    tools: Sequence[dict[str, Any]] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Values of `ChatTemplate.option_names`."""
+    ending: Ending = Ending.ANSWER
+
+
+_BLANK = "\t"
+"""Behind a tag in a message: where it is gone, the template takes blanks off its end."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +100,13 @@ class ChatTemplate:
         try:
             self._template = self._sandbox.from_string(source.text)
             variables = jinja2.meta.find_undeclared_variables(self._sandbox.parse(source.text))
-            own = {*self._values([]), *self._sandbox.globals}
+            hello = Conversation(messages=[ChatMessage("user", "Hello")])
+            own = {*self._values(hello), *self._sandbox.globals}
             self.option_names = frozenset(variables - own)
             """Variables that requests may give a value, such as Qwen3's `enable_thinking`."""
-            self._render([ChatMessage("user", "Hello")])
+            self.can_end_with_message = "add_generation_prompt" in variables
+            """Whether it leaves out what begins an answer where it is told to."""
+            self._render(hello)
         except TemplateRejection:
             pass  # it may well insist on other roles
         except Exception as error:  # a template can raise anything
@@ -83,52 +114,57 @@ class ChatTemplate:
                 f"{source.origin}: chat template cannot be used: {_one_line(error)}"
             ) from error
 
-    def render(
-        self,
-        messages: list[ChatMessage],
-        tools: Sequence[dict[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Return the prompt text up to where the assistant begins.
-
-        `options` are values of `option_names`.
+    def render(self, conversation: Conversation) -> str:
+        """Return the prompt text.
 
         Raises:
-            InvalidRequest: the template refuses the messages, fails on them, or goes beyond its
-                limits of time and length.
+            InvalidRequest: the template refuses the messages, fails on them, leaves out the one to
+                be continued, or goes beyond its limits of time and length.
         """
         try:
-            return self._render(messages, tools, options)
+            if conversation.ending is not Ending.OPEN:
+                return self._render(conversation)
+            text = self._before_end_of_last(conversation)
         except TemplateRejection as error:
             detail = _one_line(error)
         except TemplateLimit as error:
             detail = f"it {_one_line(error)}"
         except Exception:
             detail = "it fails on them"
+        else:
+            if text is not None:
+                return text
+            detail = "it leaves out the last one, which is to be continued"
         raise InvalidRequest(
             f"messages cannot be rendered by the model's chat template: {detail}",
             param="messages",
             code="chat_template_error",
         )
 
-    def _render(
-        self,
-        messages: list[ChatMessage],
-        tools: Sequence[dict[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> str:
-        values = {**(options or {}), **self._values(messages, tools)}
+    def _before_end_of_last(self, conversation: Conversation) -> str | None:
+        """Return the text up to the end of the last message's content; None: it is not there."""
+        *before, last = conversation.messages
+        tag = secrets.token_hex(16)
+        tagged = replace(last, content=f"{last.content}{tag}{_BLANK}")
+        text = self._render(replace(conversation, messages=[*before, tagged]))
+        start, found, rest = text.rpartition(tag)
+        if not found:
+            return None
+        return start if rest.startswith(_BLANK) else start.rstrip()
+
+    def _render(self, conversation: Conversation) -> str:
+        values = {**conversation.options, **self._values(conversation)}
         return self._sandbox.render(self._template, values, deadline_s=self._deadline_s)
 
-    def _values(
-        self, messages: list[ChatMessage], tools: Sequence[dict[str, Any]] | None = None
-    ) -> dict[str, Any]:
+    def _values(self, conversation: Conversation) -> dict[str, Any]:
         return {
             **self._special_tokens,
-            "messages": [{"role": m.role, "content": m.content, **m.others} for m in messages],
-            "tools": tools,
+            "messages": [
+                {"role": m.role, "content": m.content, **m.others} for m in conversation.messages
+            ],
+            "tools": conversation.tools,
             "documents": None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": conversation.ending is Ending.ANSWER,
         }
 
 

@@ -12,6 +12,7 @@ from lightserve.errors import ConfigError, InvalidRequest, ModelLoadError
 from lightserve.tokenization.chat_template import (
     ChatMessage,
     ChatTemplate,
+    Conversation,
     TemplateSource,
     find_chat_template,
 )
@@ -60,7 +61,7 @@ def _template(text: str, **options: float) -> ChatTemplate:
     ],
 )
 def test_what_templates_may_use(text: str, expected: str) -> None:
-    assert _template(text).render(USER) == expected
+    assert _template(text).render(Conversation(messages=USER)) == expected
 
 
 BOMBS = {
@@ -118,9 +119,9 @@ def test_bombs_set_off_by_a_message_are_refused(text: str) -> None:
     except ModelLoadError:
         return  # refused even earlier
     with pytest.raises(InvalidRequest) as caught:
-        template.render([ChatMessage("user", "boom")])
+        template.render(Conversation(messages=[ChatMessage("user", "boom")]))
     assert caught.value.param == "messages"
-    assert template.render(USER) == "ok"
+    assert template.render(Conversation(messages=USER)) == "ok"
 
 
 def test_one_bomb_does_not_disturb_other_threads() -> None:
@@ -132,13 +133,13 @@ def test_one_bomb_does_not_disturb_other_threads() -> None:
 
     def explode() -> None:
         try:
-            template.render([ChatMessage("user", "boom")])
+            template.render(Conversation(messages=[ChatMessage("user", "boom")]))
         except InvalidRequest as error:
             failures.append(error)
 
     thread = threading.Thread(target=explode)
     thread.start()
-    texts = [template.render(USER) for _ in range(50)]
+    texts = [template.render(Conversation(messages=USER)) for _ in range(50)]
     thread.join(timeout=30)
     assert len(failures) == 1
     assert set(texts) == {"ok"}
@@ -147,13 +148,13 @@ def test_one_bomb_does_not_disturb_other_threads() -> None:
 def test_rejections_reach_the_client_and_do_not_keep_the_server_from_starting() -> None:
     template = _template("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequest, match="roles must alternate"):
-        template.render(USER)
+        template.render(Conversation(messages=USER))
 
 
 def test_internal_errors_do_not_reach_the_client() -> None:
     template = _template("{{ messages[0].content.nothing.more if messages[0].content == 'x' }}")
     with pytest.raises(InvalidRequest) as caught:
-        template.render([ChatMessage("user", "x")])
+        template.render(Conversation(messages=[ChatMessage("user", "x")]))
     assert caught.value.message.endswith("it fails on them")
 
 
@@ -162,12 +163,16 @@ def test_a_long_conversation_stays_within_the_limits() -> None:
         "{% for m in messages %}{{ m.content }}"
         "{% if loop.index0 == messages | length - 1 %}!{% endif %}{% endfor %}"
     )
-    assert template.render([ChatMessage("user", "x" * 400)] * 2000).endswith("x!")
+    assert template.render(Conversation(messages=[ChatMessage("user", "x" * 400)] * 2000)).endswith(
+        "x!"
+    )
 
 
 def test_messages_beyond_the_output_limit_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="1000000"):
-        _template("{{ messages[0].content }}").render([ChatMessage("user", "x" * 1_000_001)])
+        _template("{{ messages[0].content }}").render(
+            Conversation(messages=[ChatMessage("user", "x" * 1_000_001)])
+        )
 
 
 def test_where_templates_are_found(tmp_path: Path) -> None:
@@ -211,6 +216,8 @@ def test_bundled_template_names_each_role_once() -> None:
     source = find_chat_template(BUNDLED_MODEL_DIR)
     assert source is not None
     template = ChatTemplate(source, special_tokens={"bos_token": "B", "eos_token": "E"})
-    text = template.render([ChatMessage("system", "Sys"), ChatMessage("user", "Question")])
+    text = template.render(
+        Conversation(messages=[ChatMessage("system", "Sys"), ChatMessage("user", "Question")])
+    )
     assert "Sys" in text
     assert text.count("Question") == 1

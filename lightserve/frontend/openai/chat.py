@@ -22,7 +22,7 @@ from lightserve.frontend.openai.fields import CommonFields
 from lightserve.frontend.openai.logprobs import chat_logprobs, chat_logprobs_json
 from lightserve.frontend.openai.no_effect import CHAT_NO_EFFECT, MESSAGE_NO_EFFECT, NoEffectModel
 from lightserve.frontend.openai.output_parser import MessageBuffer, OutputParser, ParserOptions
-from lightserve.frontend.openai.reasoning import THINK
+from lightserve.frontend.openai.reasoning import END_OF_THINK, THINK
 from lightserve.frontend.openai.tool_fields import (
     MAX_TOOLS,
     ToolCall,
@@ -38,7 +38,7 @@ from lightserve.frontend.sampling import MaxTokens, NumLogprobs
 from lightserve.frontend.service import AnswerSize, Service
 from lightserve.frontend.strict_json import MAX_VALUES, count_values_in_texts
 from lightserve.frontend.terms import Terms
-from lightserve.tokenization.chat_template import ChatMessage
+from lightserve.tokenization.chat_template import ChatMessage, ChatTemplate, Conversation, Ending
 from lightserve.types import FinishReason
 
 MAX_MESSAGES = 2048
@@ -78,6 +78,9 @@ TemplateOptions = Annotated[
 """`chat_template_kwargs`, as vLLM has it: values of variables of the model's chat template."""
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
 class TextPart(StrictModel):
     """A part of a message's content."""
 
@@ -101,17 +104,26 @@ class Message(NoEffectModel):
     ] = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
+    """Another name of `reasoning`."""
 
     @model_validator(mode="after")
     def _check(self) -> Message:
-        if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
-            raise ValueError("may have tool_calls and reasoning_content only as the assistant's")
+        if self.role != "assistant" and (self.tool_calls or self.thoughts):
+            raise ValueError("may have tool_calls and reasoning only as the assistant's")
+        if None not in (given := {self.reasoning, self.reasoning_content}) and len(given) > 1:
+            raise ValueError("may have reasoning and reasoning_content only if they are equal")
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError("must have tool_call_id exactly if its role is tool")
-        if self.content is None and not self.tool_calls:
-            raise ValueError("must have content, which is null only beside tool_calls")
+        if self.content is None and not self.tool_calls and not self.thoughts:
+            raise ValueError("must have content, which is null only beside tool_calls or reasoning")
         return self
+
+    @property
+    def thoughts(self) -> str | None:
+        """What the assistant thought before."""
+        return self.reasoning_content if self.reasoning is None else self.reasoning
 
     def rendered(self) -> ChatMessage:
         """Return it as chat templates know it."""
@@ -120,8 +132,8 @@ class Message(NoEffectModel):
             others["tool_calls"] = [call.rendered() for call in self.tool_calls]
         if self.tool_call_id is not None:
             others["tool_call_id"] = self.tool_call_id
-        if self.reasoning_content is not None:
-            others["reasoning_content"] = self.reasoning_content
+        if self.thoughts is not None:  # templates know it by either name
+            others["reasoning"] = others["reasoning_content"] = self.thoughts
         role = "system" if self.role == "developer" else self.role
         return ChatMessage(role, self.content or "", others)
 
@@ -138,6 +150,10 @@ class ChatRequest(CommonFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    reasoning_effort: Effort | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @property
     def limit_param(self) -> str:
@@ -157,6 +173,57 @@ class ChatRequest(CommonFields):
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
         if self.parallel_tool_calls is not None and not self.tools:
             raise InvalidRequest("parallel_tool_calls needs tools", param="parallel_tool_calls")
+        if self.continue_final_message:
+            self._check_continued()
+
+    def _check_continued(self) -> None:
+        if self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt cannot both be true",
+                param="continue_final_message",
+            )
+        last = self.messages[-1]
+        if last.role != "assistant" or last.content is None or last.tool_calls:
+            raise InvalidRequest(
+                "continue_final_message needs a last message of the assistant with content, and"
+                " without tool_calls",
+                param="continue_final_message",
+            )
+
+    @property
+    def ending(self) -> Ending:
+        """What the prompt ends with."""
+        if self.continue_final_message:
+            return Ending.OPEN
+        return Ending.MESSAGE if self.add_generation_prompt is False else Ending.ANSWER
+
+    def template_options(self, template: ChatTemplate) -> dict[str, Any]:
+        """Return values of the template's variables. Raises InvalidRequest: it has no such."""
+        options = dict(self.chat_template_kwargs or {})
+        fields = {name: f"chat_template_kwargs.{name[:64]}" for name in options}
+        for name in ("reasoning_effort", "verbosity"):
+            if (value := getattr(self, name)) is None:
+                continue
+            if name in options:
+                raise InvalidRequest(
+                    f"{name} and chat_template_kwargs.{name} mean the same; give one of them",
+                    param=name,
+                )
+            options[name], fields[name] = value, name
+        for name, field in fields.items():
+            if name not in template.option_names:
+                known = ", ".join(sorted(template.option_names))[:256] or "none"
+                raise InvalidRequest(
+                    f"{field} is no variable of the model's chat template; it has {known}",
+                    param=field.partition(".")[0],
+                )
+        if self.add_generation_prompt is False and not template.can_end_with_message:
+            raise InvalidRequest(
+                "add_generation_prompt is no variable of the model's chat template: it cannot be"
+                " false",
+                param="add_generation_prompt",
+            )
+        return options
 
     def rendered(self) -> list[ChatMessage]:
         """Return the messages as chat templates know them. Raises InvalidRequest."""
@@ -306,7 +373,7 @@ def chat_router(service: Service) -> APIRouter:
         async def prepare() -> list[NewRequest]:
             size: int = request.scope[BODY_BYTES_KEY]
             requests = await _prepare(service, body, tools, terms, size)
-            shape.parser_options = _parser_options(service, tools, requests[0])
+            shape.parser_options = _parser_options(service, body, tools, requests[0])
             return requests
 
         return GenerationResponse(
@@ -321,14 +388,19 @@ def chat_router(service: Service) -> APIRouter:
     return router
 
 
-def _parser_options(service: Service, tools: ToolUse, request: NewRequest) -> ParserOptions:
+def _parser_options(
+    service: Service, body: ChatRequest, tools: ToolUse, request: NewRequest
+) -> ParserOptions:
     """Return what to look for in the output of a request."""
     # Templates of some models end with the tag that opens the reasoning; a constraint leaves no
     # room for any.
     ending = service.model.tokenizer.decode(request.prompt_token_ids[-NUM_ENDING_TOKENS:])
+    begun = (body.messages[-1].content or "") if body.continue_final_message else ""
+    is_thinking = begun.rfind(THINK) > begun.rfind(END_OF_THINK)
     return ParserOptions(
         reasoning=service.config.reasoning_parser if request.constraint is None else "none",
-        starts_in_reasoning=ending.rstrip().endswith(THINK),
+        starts_in_reasoning=is_thinking or ending.rstrip().endswith(THINK),
+        continues=is_thinking and not begun.rstrip().endswith(THINK),
         tool_format=service.config.tool_call_parser if tools.offered else "none",
         tool_names=tools.names,
     )
@@ -338,9 +410,17 @@ async def _prepare(
     service: Service, body: ChatRequest, tools: ToolUse, terms: Terms, size: int
 ) -> list[NewRequest]:
     """Render, encode, resolve a body of this size. Raises InvalidRequest, RequestFailed."""
-    prompt_token_ids = await service.encoder.encode_chat(
-        body.rendered, tools.descriptions, body.chat_template_kwargs, size=size
-    )
+    options = body.template_options(service.encoder.template)
+
+    def conversation() -> Conversation:
+        return Conversation(
+            messages=body.rendered(),
+            tools=tools.descriptions,
+            options=options,
+            ending=body.ending,
+        )
+
+    prompt_token_ids = await service.encoder.encode_chat(conversation, size=size)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     num_logprobs = body.top_logprobs or 0
     (max_tokens,) = service.resolve_max_tokens(

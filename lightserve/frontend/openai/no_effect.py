@@ -35,12 +35,8 @@ CHAT_NO_EFFECT: NoEffect = {
     "functions": (),
     "function_call": (),
     "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
     "web_search_options": (),
     "add_special_tokens": (False,),  # the template writes them
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "echo": (False,),
 }
 COMPLETION_NO_EFFECT: NoEffect = {

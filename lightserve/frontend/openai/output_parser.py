@@ -27,6 +27,8 @@ class ParserOptions(NamedTuple):
     """`think` or `none`."""
     starts_in_reasoning: bool = False
     """Whether the prompt ended inside of the reasoning."""
+    continues: bool = False
+    """Whether it ended with some of the text that is to be told apart."""
     tool_format: str = "none"
     """`hermes`, `llama3_json` or `none`."""
     tool_names: frozenset[str] = frozenset()
@@ -47,7 +49,12 @@ class OutputParser:
         self._text: ThinkText | None = None
         self._push = after
         if options.reasoning == "think":
-            self._text = ThinkText(self._reasoning, after, is_inside=options.starts_in_reasoning)
+            self._text = ThinkText(
+                self._reasoning,
+                after,
+                is_inside=options.starts_in_reasoning,
+                continues=options.continues,
+            )
             self._push = self._text.push
 
     def push(self, text: str) -> list[Delta]:

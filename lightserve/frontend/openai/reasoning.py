@@ -54,14 +54,17 @@ def _beginning(text: str, mark: str) -> int:
 class ThinkText:
     """`<think>` reasoning `</think>` content; without the first tag, all is content."""
 
-    def __init__(self, reasoning: Emit, content: Emit, *, is_inside: bool) -> None:
+    def __init__(
+        self, reasoning: Emit, content: Emit, *, is_inside: bool, continues: bool = False
+    ) -> None:
+        """`continues`: the text had begun before, so that blanks in front belong to it."""
         self._content = content
         self._start = "" if not is_inside else None
         """What may be the first tag, before it is known; None: it is known."""
         self._blanks = io.StringIO()
         """Before that."""
         self._is_inside = is_inside
-        self._drops_blanks = True
+        self._drops_blanks = not continues
         self._until = Until(END_OF_THINK, reasoning)
 
     def push(self, text: str) -> None:

@@ -1,0 +1,177 @@
+# ruff: noqa: E501 - templates read best on one line
+"""Fields that say what the prompt is: through the application, looking at what is submitted."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_router import Answer, frontend, says
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
+from lightserve.tokenization.chat_template import (
+    ChatMessage,
+    ChatTemplate,
+    Conversation,
+    Ending,
+    TemplateSource,
+)
+from lightserve.tokenization.tokenizer import Tokenizer
+
+EOS = 2
+TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+START = "{% if add_generation_prompt %}[assistant]{% endif %}"
+EFFORT = "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}effort {{ reasoning_effort }} {{ verbosity }}:"
+THOUGHTS = "{% for m in messages %}{{ m.role }}({{ m.reasoning }}|{{ m.reasoning_content }}){{ m.content }};{% endfor %}"
+USER = {"role": "user", "content": "hi"}
+
+
+def _ask(
+    tmp_path: Path,
+    template: str,
+    fields: dict[str, Any],
+    answer: Answer | None = None,
+    **flags: Any,
+) -> tuple[dict[str, Any], str]:
+    """Return the answer, and the text of the prompt that was submitted."""
+    path = tmp_path / "template.jinja"
+    path.write_text(template)
+
+    async def scenario() -> tuple[dict[str, Any], str]:
+        async with frontend(answer or says([5, EOS]), chat_template=str(path), **flags) as setup:
+            body = {"model": BUNDLED_MODEL_NAME, "messages": [USER], **fields}
+            said: dict[str, Any] = (await setup.post("/v1/chat/completions", body)).json()
+            if not setup.router.submits:
+                return said, ""
+            return said, setup.service.model.tokenizer.decode(setup.router.prompt_of(0))
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({}, "effort medium :"),
+        ({"reasoning_effort": None, "verbosity": None}, "effort medium :"),
+        ({"reasoning_effort": "high"}, "effort high :"),
+        ({"reasoning_effort": "none", "verbosity": "low"}, "effort none low:"),
+        ({"verbosity": "high", "chat_template_kwargs": {"reasoning_effort": 5}}, "effort 5 high:"),
+    ],
+)
+def test_effort_and_verbosity_are_variables(
+    tmp_path: Path, fields: dict[str, Any], prompt: str
+) -> None:
+    assert _ask(tmp_path, EFFORT, fields)[1] == prompt
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "param", "complaint"),
+    [
+        (TURNS, {"reasoning_effort": "low"}, "reasoning_effort", "is no variable of the model's"),
+        (TURNS, {"verbosity": "low"}, "verbosity", "chat template; it has none"),
+        (EFFORT + "{{ x }}", {"chat_template_kwargs": {"y": 1}}, "chat_template_kwargs", "it has reasoning_effort, verbosity, x"),
+        (EFFORT, {"reasoning_effort": "most"}, "reasoning_effort", "must be 'none', 'minimal'"),
+        (EFFORT, {"verbosity": 1}, "verbosity", "must be 'low', 'medium' or 'high', got 1"),
+        (EFFORT, {"verbosity": "low", "chat_template_kwargs": {"verbosity": "low"}}, "verbosity", "give one of them"),
+        (TURNS, {"add_generation_prompt": False}, "add_generation_prompt", "it cannot be false"),
+        (TURNS, {"continue_final_message": True}, "continue_final_message", "needs a last message of the assistant"),
+        (TURNS, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "cannot both be true"),
+        ("{{ messages[0].content }}", {"continue_final_message": True, "messages": [USER, {"role": "assistant", "content": "a"}]}, "messages", "it leaves out the last one, which is to be continued"),
+        (TURNS, {"messages": [{**USER, "reasoning": "x"}]}, "messages[0]", "only as the assistant's"),
+        (TURNS, {"messages": [{"role": "assistant", "reasoning": "x", "reasoning_content": "y"}]}, "messages[0]", "only if they are equal"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused(
+    tmp_path: Path, template: str, fields: dict[str, Any], param: str, complaint: str
+) -> None:
+    said, prompt = _ask(tmp_path, template, fields)
+    assert said["error"]["param"] == param
+    assert complaint in said["error"]["message"]
+    assert prompt == ""
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_templates_get_what_the_assistant_thought(tmp_path: Path, name: str) -> None:
+    """Under both names, and also without content: an answer may have ended before any."""
+    history = [USER, {"role": "assistant", name: "hm", "content": None}]
+    assert _ask(tmp_path, THOUGHTS, {"messages": history})[1] == "user(|)hi;assistant(hm|hm);"
+    assert _ask(tmp_path, TURNS, {"messages": history})[1] == "[user]hi[end][assistant][end]"
+
+
+CONTINUED = [USER, {"role": "assistant", "content": "the end"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({}, "[user]hi[end][assistant]the end[end][assistant]"),
+        ({"add_generation_prompt": False}, "[user]hi[end][assistant]the end[end]"),
+        ({"continue_final_message": True}, "[user]hi[end][assistant]the end"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "[user]hi[end][assistant]the end"),
+    ],
+)  # fmt: skip
+def test_where_prompts_end(tmp_path: Path, fields: dict[str, Any], prompt: str) -> None:
+    assert _ask(tmp_path, TURNS + START, {"messages": CONTINUED, **fields})[1] == prompt
+
+
+def _says_text(text: str) -> Answer:
+    tokenizer = Tokenizer(BUNDLED_MODEL_DIR)
+    return says([*tokenizer.encode(text, add_special_tokens=False), EOS])
+
+
+def test_an_answer_is_what_follows_the_message(tmp_path: Path) -> None:
+    """Its usage counts the message with the prompt; stop strings are looked for behind it."""
+    fields = {"messages": CONTINUED, "continue_final_message": True, "stop": "the end"}
+    said, _ = _ask(tmp_path, TURNS + START, fields, _says_text(" of the end of it"))
+    choice, usage = said["choices"][0], said["usage"]
+    assert choice["message"]["content"] == " of "
+    assert choice["message"]["role"] == "assistant"
+    assert choice["finish_reason"] == "stop"
+    plain, _ = _ask(
+        tmp_path, TURNS + START, {"messages": CONTINUED, "add_generation_prompt": False}
+    )
+    assert 0 < plain["usage"]["prompt_tokens"] - usage["prompt_tokens"] <= len("[end]")
+
+
+@pytest.mark.parametrize(
+    ("begun", "message"),
+    [
+        ("<think>\nOne", {"reasoning_content": " two", "content": "three"}),
+        ("<think>\n", {"reasoning_content": "two", "content": "three"}),
+        ("<think>One</think>", {"content": " two</think>three"}),
+    ],
+)
+def test_reasoning_goes_on(tmp_path: Path, begun: str, message: dict[str, Any]) -> None:
+    history = [USER, {"role": "assistant", "content": begun}]
+    fields = {"messages": history, "continue_final_message": True}
+    answer = _says_text(" two</think>three")
+    said, _ = _ask(tmp_path, TURNS + START, fields, answer, reasoning_parser="think")
+    got = said["choices"][0]["message"]
+    assert {key: got[key] for key in message} == message
+    assert ("reasoning_content" in got) == ("reasoning_content" in message)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TURNS,
+        "{% for m in messages %}<{{ m.content | trim }}>\n{% endfor %}",
+        "{% for m in messages %}{{ m.role }} end {{ m.content.split('</think>')[-1] }} {% endfor %}",
+    ],
+)
+@pytest.mark.parametrize("content", ["end", " The end \n", "two words ", "x[end]x", ""])
+def test_messages_are_continued_as_transformers_does_it(template: str, content: str) -> None:
+    last = {"role": "assistant", "content": content}
+    texts, _ = render_jinja_template(
+        [[USER, last]], chat_template=template, continue_final_message=True
+    )
+    ours = ChatTemplate(TemplateSource(template, "template"), special_tokens={}).render(
+        Conversation(
+            messages=[ChatMessage("user", "hi"), ChatMessage("assistant", content)],
+            ending=Ending.OPEN,
+        )
+    )
+    assert [ours] == texts
