@@ -98,6 +98,7 @@ BATCHES = {
     "mixed": (*DECODES, (512, 1024)),
     "decodes alone": (*DECODES, (1, 1024)),
     "cut": ((64, 8192),),
+    "16,384 decodes": ((1, 64),) * 16_384,
 }
 
 
@@ -108,7 +109,7 @@ def attention_batch(name: str) -> AttentionBatch:
     return AttentionBatch(
         positions=meta(num_tokens, dtype=torch.int64),
         slot_mapping=meta(num_tokens, dtype=torch.int64),
-        req_to_slot=meta(257, 8193, dtype=torch.int32),
+        req_to_slot=meta(max(256, num_rows) + 1, 8193, dtype=torch.int32),
         rows=meta(num_rows, dtype=torch.int64),
         cu_seqlens_q=meta(num_rows + 1, dtype=torch.int32),
         context_lens=meta(num_rows, dtype=torch.int32),
@@ -256,6 +257,7 @@ ATTENTION_CASES = [
 CASES: list[Case] = [
     *ATTENTION_CASES,
     attention_case(32, 8, 128, None, torch.bfloat16, rows="decodes alone"),
+    attention_case(28, 4, 128, 4096, torch.bfloat16, rows="16,384 decodes"),
     attention_case(32, 8, 128, None, torch.float16),
     attention_case(32, 8, 128, None, torch.float32),
     *(norm_case(width) for width in (64, 128, 896, 4096, 5120, 8192)),

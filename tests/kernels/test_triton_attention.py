@@ -107,6 +107,17 @@ def test_a_decode_has_the_same_bits_beside_anyone(
     assert torch.equal(decodes_beside([], window), alone), "however many programs there are"
 
 
+@pytest.mark.parametrize("others", [[], [(9, 40)]])
+def test_more_decodes_than_are_looked_at_together(
+    others: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "_DECODES_AT_ONCE", 4)
+    batch = make_batch([*others, *((1, 1 + 150 * row % 700) for row in range(9))], "scattered")
+    inputs = make_inputs(batch, (2, 1, 16), torch.float32)
+    result = attend(TritonKernels(), batch, inputs, None)
+    assert relative_error(result, attend(ReferenceKernels(), batch, inputs, None)) < 1e-6
+
+
 def test_many_parts_are_merged() -> None:
     """More parts than are merged at once, and at most as many as there is room for."""
     for contexts in ([1500, 1], [4100, 128, 129]):

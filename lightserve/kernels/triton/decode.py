@@ -27,18 +27,36 @@ from lightserve.kernels.triton.online_softmax import MIN_DOT, walk
 
 _ROW, _TOKEN, _BEGIN, _END, _LAST, _PART = (tl.constexpr(field) for field in range(6))
 _NUM_FIELDS = tl.constexpr(6)
+_DECODES_AT_ONCE = 1024
+"""Decodes that a program of `_schedule_kernel` looks at together: more would not fit registers."""
+
+
+@triton.jit
+def _parts_of(
+    lens, window, HAS_WINDOW: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLIT_LEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Return where contexts begin, their number of parts, and the blocks of each part.
+
+    Stretches of whole blocks, at least SPLIT_LEN long, at most MAX_SPLITS of them.
+    """
+    begins = lens * 0
+    if HAS_WINDOW:
+        begins = tl.maximum(0, lens - window) // BLOCK_N * BLOCK_N
+    num_blocks = tl.cdiv(lens - begins, BLOCK_N)
+    per_part = tl.maximum(tl.cdiv(num_blocks, MAX_SPLITS), SPLIT_LEN // BLOCK_N)
+    return begins, tl.cdiv(num_blocks, per_part), per_part
 
 
 # fmt: off
 @triton.jit(
-    do_not_specialize=["num_rows"],
     do_not_specialize_on_alignment=[
         "rows_ptr", "cu_seqlens_ptr", "context_lens_ptr", "decode_rows_ptr",
     ],
 )
 def _schedule_kernel(
     items_ptr, num_parts_ptr, rows_ptr, cu_seqlens_ptr, context_lens_ptr, decode_rows_ptr,
-    num_rows, window, HAS_DECODE_ROWS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    window, HAS_DECODE_ROWS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     MAX_SPLITS: tl.constexpr, SPLIT_LEN: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
@@ -49,28 +67,27 @@ def _schedule_kernel(
     first is the number of all items.
     """
     own = tl.program_id(0)
-    decodes = tl.arange(0, BLOCK_R)
-    exists = decodes < num_rows
-    indices = decodes
-    if HAS_DECODE_ROWS:
-        indices = tl.load(decode_rows_ptr + decodes, mask=exists, other=0)
-    lens = tl.load(context_lens_ptr + indices, mask=exists, other=1)
-    begins = tl.zeros_like(lens)
-    if HAS_WINDOW:
-        begins = tl.maximum(0, lens - window) // BLOCK_N * BLOCK_N
-    # Stretches of whole blocks, at least SPLIT_LEN long, at most MAX_SPLITS of them.
-    num_blocks = tl.cdiv(lens - begins, BLOCK_N)
-    per_part = tl.maximum(tl.cdiv(num_blocks, MAX_SPLITS), SPLIT_LEN // BLOCK_N)
-    num_parts = tl.where(exists, tl.cdiv(num_blocks, per_part), 0)
+    first_item = 0
+    for start in range(0, own, BLOCK_R):  # the decodes before it, so many at a time
+        decodes = start + tl.arange(0, BLOCK_R)
+        is_before = decodes < own
+        indices = decodes
+        if HAS_DECODE_ROWS:
+            indices = tl.load(decode_rows_ptr + decodes, mask=is_before, other=0)
+        lens = tl.load(context_lens_ptr + indices, mask=is_before, other=1)
+        _, num_parts, _ = _parts_of(lens, window, HAS_WINDOW, MAX_SPLITS, SPLIT_LEN, BLOCK_N)
+        first_item += tl.sum(tl.where(is_before, num_parts, 0), axis=0)
 
-    is_own = decodes == own
-    first_item = tl.sum(tl.where(decodes < own, num_parts, 0), axis=0)
-    own_parts = tl.sum(tl.where(is_own, num_parts, 0), axis=0)
-    stretch = tl.sum(tl.where(is_own, per_part, 0), axis=0) * BLOCK_N
-    context_len = tl.sum(tl.where(is_own, lens, 0), axis=0)
-    index = tl.sum(tl.where(is_own, indices, 0), axis=0)
+    index = own
+    if HAS_DECODE_ROWS:
+        index = tl.load(decode_rows_ptr + own)
+    context_len = tl.load(context_lens_ptr + index)
+    first, own_parts, per_part = _parts_of(
+        context_len, window, HAS_WINDOW, MAX_SPLITS, SPLIT_LEN, BLOCK_N
+    )
+    stretch = per_part * BLOCK_N
     splits = tl.arange(0, MAX_SPLITS)
-    begin = tl.sum(tl.where(is_own, begins, 0), axis=0) + splits * stretch
+    begin = first + splits * stretch
     item = items_ptr + (first_item + splits) * _NUM_FIELDS
     mask = splits < own_parts
     row = tl.load(rows_ptr + index).to(tl.int32)
@@ -82,8 +99,8 @@ def _schedule_kernel(
     # Negative: the row's only part, which is the result.
     tl.store(item + _PART, tl.where(own_parts == 1, -1, own * MAX_SPLITS + splits), mask=mask)
     tl.store(num_parts_ptr + 1 + own, own_parts)
-    if own == 0:
-        tl.store(num_parts_ptr, tl.sum(num_parts, axis=0))
+    if own == tl.num_programs(0) - 1:
+        tl.store(num_parts_ptr, first_item + own_parts)
 
 
 # fmt: off
@@ -179,7 +196,7 @@ def schedule_decodes(
     `decode_rows` int32 names the rows that are decodes; None: all are.
     """
     num_decodes = len(batch.rows) if decode_rows is None else len(decode_rows)
-    max_num_seqs, max_len = batch.req_to_slot.shape
+    max_len = batch.req_to_slot.shape[1]
     splits = max_splits(config.split_len, num_kv_heads=shape.num_kv_heads, max_len=max_len)
     size = num_decodes * splits
     device = batch.rows.device
@@ -200,14 +217,13 @@ def schedule_decodes(
         batch.cu_seqlens_q,
         batch.context_lens,
         work.decode_rows,
-        num_decodes,
         window or 0,
         HAS_DECODE_ROWS=decode_rows is not None,
         HAS_WINDOW=shape.has_window,
         MAX_SPLITS=splits,
         SPLIT_LEN=config.split_len,
         BLOCK_N=config.block_n,
-        BLOCK_R=triton.next_power_of_2(max_num_seqs),
+        BLOCK_R=_DECODES_AT_ONCE,
     )
     return work
 
