@@ -81,6 +81,8 @@ class Line:
             found.append(f"{resources.shared_bytes} bytes of shared memory")
         if not resources.num_wide_loads and re.search(self.case.wide_loads, name):
             found.append("no loads of 16 bytes")
+        if not self.launch.is_fused:
+            found.append("products and sums are not fused")
         num_sms = GPUS[self.launch.capability].num_sms
         if re.search(self.case.resident, name) and (
             self.launch.grid[0] > resources.blocks_per_sm * num_sms

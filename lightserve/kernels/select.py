@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 
 import torch
@@ -13,6 +14,11 @@ from lightserve.kernels.cpu.invariant import InvariantKernels
 from lightserve.kernels.device.kernels import DeviceTorchKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
+
+OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
+"""What the kernels have been compiled and tried with; pyproject.toml asks for the same."""
+
+log = logging.getLogger(__name__)
 
 
 def make_kernels(
@@ -36,6 +42,8 @@ def make_kernels(
             if is_cuda
             else "--attention-backend triton needs the package triton (the extra gpu)"
         )
+    if is_cuda:
+        _check_triton()
     match kernel_name(name, batch_invariant=batch_invariant, device=device):
         case InvariantKernels.name:
             if is_cuda:
@@ -55,6 +63,23 @@ def kernel_name(name: str, *, batch_invariant: bool, device: torch.device | None
     if name != "auto":
         return name
     return "triton" if device is not None and device.type == "cuda" else TorchKernels.name
+
+
+def _check_triton() -> None:
+    """Check the version that a build of torch for GPUs has brought.
+
+    Newer ones are tried: the check of the start says whether their kernels are right.
+    """
+    # Optional and slow to import: only where it is used.
+    from triton import __version__  # noqa: PLC0415
+
+    major, minor, *_ = __version__.split(".")
+    newest = ".".join(map(str, NEWEST_TRITON))
+    if (int(major), int(minor)) < OLDEST_TRITON:
+        oldest = ".".join(map(str, OLDEST_TRITON))
+        raise ConfigError(f"a GPU needs triton {oldest} or newer, got {__version__}")
+    if (int(major), int(minor)) > NEWEST_TRITON:
+        log.warning("triton %s is untried: the newest that was tried is %s", __version__, newest)
 
 
 def _triton_kernels(*, is_cuda: bool) -> Kernels:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import pytest
 import torch
+import triton
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.kernels import select
-from lightserve.kernels.select import make_kernels
+from lightserve.kernels.select import NEWEST_TRITON, OLDEST_TRITON, make_kernels
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -48,6 +52,28 @@ def test_a_gpu_without_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ConfigError, match="the extra gpu"):
         make_kernels(name, batch_invariant=False, device=CUDA)
     assert make_kernels("torch", batch_invariant=False, device=CPU).name == "torch"
+
+
+def test_versions_of_triton(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is older is refused; what is newer is said, and left to the check of the start."""
+    for version in ("3.6.0", "3.9.1"):
+        monkeypatch.setattr(triton, "__version__", version)
+        make_kernels("torch", batch_invariant=False, device=CUDA)
+    assert not caplog.records
+    monkeypatch.setattr(triton, "__version__", "3.10.0+git1")
+    make_kernels("torch", batch_invariant=False, device=CUDA)
+    assert caplog.messages == ["triton 3.10.0+git1 is untried: the newest that was tried is 3.9"]
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
+    with pytest.raises(ConfigError, match=r"needs triton 3\.6 or newer, got 3\.5\.1"):
+        make_kernels("torch", batch_invariant=False, device=CUDA)
+    wanted = "triton>={}.{},<{}.{}".format(*OLDEST_TRITON, NEWEST_TRITON[0], NEWEST_TRITON[1] + 1)
+    root = Path(__file__).parents[2]
+    assert tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"][
+        "gpu"
+    ] == [wanted]
+    assert wanted in (root / "requirements" / "triton.in").read_text()
 
 
 def test_auto_on_a_gpu_is_no_place_for_batch_invariance() -> None:

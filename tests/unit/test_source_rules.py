@@ -156,3 +156,20 @@ def test_a_worker_on_a_cpu_needs_no_triton() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_every_launch_says_whether_products_and_sums_are_fused() -> None:
+    """Triton's default changes, and bits with it."""
+    launches = [
+        (path.name, node)
+        for path in SOURCES
+        if path.parent.name == "triton"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Subscript)
+        and ast.unparse(node.func.value).endswith("kernel")
+    ]
+    assert len(launches) >= 20
+    for name, launch in launches:
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in launch.keywords}
+        assert given.get("enable_fp_fusion") == "True", (name, launch.lineno)

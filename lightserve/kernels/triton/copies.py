@@ -119,6 +119,7 @@ def _copy_rows(dense: Tensor, rows: Tensor, row_ids: Tensor, *, to_rows: bool) -
         BLOCK=block,
         TO_ROWS=to_rows,
         num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
     )
 
 
@@ -143,6 +144,7 @@ def _move(pool: Tensor, slots: Tensor, rows: Tensor, *, to_pool: bool) -> None:
         BLOCK_WORDS=block_words,
         TO_POOL=to_pool,
         num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
     )
 
 

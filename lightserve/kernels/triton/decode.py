@@ -224,6 +224,7 @@ def schedule_decodes(
         SPLIT_LEN=config.split_len,
         BLOCK_N=config.block_n,
         BLOCK_R=_DECODES_AT_ONCE,
+        enable_fp_fusion=True,
     )
     return work
 
@@ -271,6 +272,7 @@ def attend_decodes(
         WIDEN=q.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        enable_fp_fusion=True,
     )
     if work.max_splits > 1:
         merge(

@@ -188,7 +188,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     launch = _norm_launch(width)
     if num_rows:
         _rms_norm_kernel[triton.cdiv(num_rows, launch["ROWS"]),](
-            rows, weight, out, num_rows, eps, rows.stride(0), **launch
+            rows,
+            weight,
+            out,
+            num_rows,
+            eps,
+            rows.stride(0),
+            **launch,
+            enable_fp_fusion=True,
         )
     return out.view(x.shape)
 
@@ -209,6 +216,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
             x.stride(0),
             residual.stride(0),
             **launch,
+            enable_fp_fusion=True,
         )
     return out, residual
 
@@ -231,6 +239,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
             BLOCK_H=triton.next_power_of_2(q.shape[1]),
             BLOCK_KV_H=triton.next_power_of_2(k.shape[1]),
             BLOCK_HALF=triton.next_power_of_2(half),
+            enable_fp_fusion=True,
         )
     return q, k
 
@@ -242,7 +251,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     block = min(SILU_BLOCK, triton.next_power_of_2(width))
     if num_rows:
         _silu_and_mul_kernel[num_rows, triton.cdiv(width, block)](
-            gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=block
+            gate_up,
+            out,
+            gate_up.stride(0),
+            WIDTH=width,
+            BLOCK=block,
+            enable_fp_fusion=True,
         )
     return out
 
@@ -265,4 +279,5 @@ def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping:
         HEAD_DIM=k.shape[2],
         BLOCK_H=triton.next_power_of_2(k.shape[1]),
         BLOCK_D=triton.next_power_of_2(k.shape[2]),
+        enable_fp_fusion=True,
     )

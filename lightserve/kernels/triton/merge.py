@@ -136,4 +136,5 @@ def merge(
         BLOCK_D=max(MIN_DOT, triton.next_power_of_2(head_dim)),
         BLOCK_S=min(_MERGED_AT_ONCE, max_splits),
         num_warps=1,
+        enable_fp_fusion=True,
     )

@@ -43,6 +43,8 @@ class Launch:
     num_warps: int
     num_stages: int
     shared_bytes: int
+    is_fused: bool
+    """Whether a product and a sum may be one instruction, which rounds once."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ def _launch(kernel, capability: int, grid) -> Launch:
         num_warps=kernel.metadata.num_warps,
         num_stages=kernel.metadata.num_stages,
         shared_bytes=kernel.metadata.shared,
+        is_fused=kernel.metadata.enable_fp_fusion,
     )
 
 

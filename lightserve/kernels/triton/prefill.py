@@ -152,6 +152,7 @@ def attend_chunks(
         WIDEN=q.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        enable_fp_fusion=True,
     )
     if cuts is not None:
         merge(

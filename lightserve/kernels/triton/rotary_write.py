@@ -191,5 +191,6 @@ def rotate_and_write(
         BLOCK_D=triton.next_power_of_2(head_dim),
         HAS_NORM=qk_norm is not None,
         num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
     )
     return q

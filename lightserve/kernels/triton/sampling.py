@@ -135,6 +135,7 @@ def scan(
         CHUNK=CHUNK,
         GROUP=GROUP,
         num_warps=8,
+        enable_fp_fusion=True,
     )
     return found
 
@@ -167,6 +168,7 @@ def gather(logits: Logits, draws: Draws, found: Scan) -> Candidates:
         BLOCK_C=block_c,
         BLOCK_G=triton.next_power_of_2(num_groups),
         num_warps=4,
+        enable_fp_fusion=True,
     )
     sampling_scan.gather_kernel[num_chunks, num_rows](
         *logits.pointers,
@@ -185,6 +187,7 @@ def gather(logits: Logits, draws: Draws, found: Scan) -> Candidates:
         CHUNK=CHUNK,
         BLOCK_C=block_c,
         num_warps=8,
+        enable_fp_fusion=True,
     )
     return candidates
 
@@ -224,6 +227,7 @@ def draw(
         CHUNK=CHUNK,
         BLOCK_C=triton.next_power_of_2(num_chunks),
         num_warps=8,
+        enable_fp_fusion=True,
     )
     return token_ids, is_finite
 
@@ -263,6 +267,7 @@ def draw_top(
         TILE=TILE,
         BLOCK_C=triton.next_power_of_2(num_chunks),
         num_warps=8,
+        enable_fp_fusion=True,
     )
 
 
@@ -302,5 +307,6 @@ def logprobs(
         TILE=TILE,
         BLOCK_C=triton.next_power_of_2(num_chunks),
         num_warps=8,
+        enable_fp_fusion=True,
     )
     return chosen, top_ids, top, is_finite

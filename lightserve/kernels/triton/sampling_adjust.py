@@ -211,6 +211,7 @@ def adjust(own: Tensor, changes: Changes) -> Tensor:
         IS_OWN=not has_bias,
         CHUNK=CHUNK,
         num_warps=8,
+        enable_fp_fusion=True,
     )
     return out
 
@@ -234,5 +235,6 @@ def _counts(own: Tensor, changes: Changes) -> Tensor:
         TILE=COUNT_TILE,
         NUM_PARTS=COUNT_PARTS,
         num_warps=4,
+        enable_fp_fusion=True,
     )
     return counts
