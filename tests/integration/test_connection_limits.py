@@ -22,7 +22,7 @@ from lightserve.api_keys import ApiKey, digest_of
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.frontend.connections import ConnectionTable, connection_table
 from lightserve.frontend.http_protocol import FREE_CHUNKS, HttpProtocol
-from lightserve.messages.frontend_router import TokenDelta
+from lightserve.messages.frontend_router import Submit, TokenDelta
 from lightserve.messages.supervision import NewApiKeys
 
 COMPLETION = {"model": BUNDLED_MODEL_NAME, "prompt": "hi", "max_tokens": 5}
@@ -221,9 +221,9 @@ def test_a_streaming_answer_has_no_deadline_for_reading(tmp_path: Path) -> None:
     async def scenario(running: Running) -> None:
         hub = await running.router_up()
         client = await running.post("/v1/completions", json.dumps(COMPLETION))
-        await eventually(lambda: len(hub.received) >= 2)
+        await eventually(lambda: len(hub.of(Submit)) == 1)
         await asyncio.sleep(0.5)
-        for delta in says([50, 2])(hub.received[-1]):
+        for delta in says([50, 2])(hub.of(Submit)[0]):
             hub.say(TokenDelta(requests=[delta]))
         await client.until(b'"usage"')
         client.hang_up()
@@ -308,13 +308,13 @@ def test_a_full_table_drops_who_has_been_idle_longest(tmp_path: Path) -> None:
     async def scenario(running: Running) -> None:
         hub = await running.router_up()
         served = await running.post("/v1/completions", json.dumps(COMPLETION))
-        await eventually(lambda: len(hub.received) >= 2)
+        await eventually(lambda: len(hub.of(Submit)) == 1)
         idle = [await running.send("") for _ in range(2)]
         for number in range(3):  # each needs a place
             assert (await running.get("/livez"))[0] == 200, number
         assert await _rest(idle[0]) == b""
         idle[1].hang_up()
-        for delta in says([50, 2])(hub.received[-1]):
+        for delta in says([50, 2])(hub.of(Submit)[0]):
             hub.say(TokenDelta(requests=[delta]))
         await served.until(b'"usage"')
         served.hang_up()
@@ -326,7 +326,7 @@ def test_a_table_full_of_work_refuses(tmp_path: Path) -> None:
     async def scenario(running: Running) -> None:
         hub = await running.router_up()
         served = [await running.post("/v1/completions", json.dumps(COMPLETION)) for _ in range(2)]
-        await eventually(lambda: len(hub.received) >= 3)
+        await eventually(lambda: len(hub.of(Submit)) == 2)
         assert await _error(await running.send(""), 503) == "too_many_connections"
         served[0].hang_up()
         await running.until_status("/livez", 200)

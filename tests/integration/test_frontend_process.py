@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.fake_router import copy_bundled_model, eventually, router_status, says
 from support.patient_loop import run_patiently
-from support.running_frontend import Running, running_frontend
+from support.running_frontend import NUM_KV_SLOTS, Running, running_frontend
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.channels.zmq import ZmqAsyncLink
@@ -30,7 +30,9 @@ from lightserve.messages.frontend_router import (
     Submit,
     TokenDelta,
 )
+from lightserve.messages.metrics import MetricsSnapshot
 from lightserve.messages.supervision import Heartbeat, RouterUp
+from lightserve.metrics.catalogue import IPC_REJECTED
 from lightserve.types import FinishReason, RequestId
 
 CHAT = {"model": BUNDLED_MODEL_NAME, "messages": [{"role": "user", "content": "hi"}]}
@@ -395,14 +397,27 @@ def test_unread_headers_are_limited(tmp_path: Path) -> None:
     _serve(tmp_path, scenario)
 
 
-def test_broken_frames_from_the_router_are_survived(tmp_path: Path) -> None:
+def test_broken_frames_from_the_router_are_survived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightserve.frontend.process.HEARTBEAT_INTERVAL_S", 0.01)
+
     async def scenario(running: Running) -> None:
         hub = await running.router_up(says([50, 2]))
-        hub.say(router_status(num_steps=3))
+        for frame in (b"", b"\x7f", b"\1nonsense", b"\1\x80"):
+            hub.say(frame)
+        hub.say(router_status(num_kv_slots=NUM_KV_SLOTS, num_steps=3))
+        while b'"num_steps":3' not in (await running.get("/health"))[1]:
+            await asyncio.sleep(0.005)
         client = await running.post("/v1/completions", json.dumps(COMPLETION), close=True)
         assert (await client.rest())[0] == 200
-        await eventually(lambda: running.control.sent != [])
-        assert b'"num_steps":3' in (await running.get("/health"))[1]
+
+        def num_rejected() -> float:
+            snapshots = [m for m in running.control.sent if isinstance(m, MetricsSnapshot)]
+            (sample,) = (s for s in snapshots[-1].samples if s.family == IPC_REJECTED.name)
+            return sample.values[0]
+
+        await eventually(lambda: num_rejected() == 4)
 
     _serve(tmp_path, scenario)
 
@@ -439,17 +454,17 @@ def test_lost_tokens_end_their_requests_and_no_others_follow(tmp_path: Path) -> 
         client = await running.post("/v1/completions", body, close=True)
         await eventually(lambda: len(hub.of(Submit)) == 1)
         request_id = hub.of(Submit)[0].request_id
-        hub.say(router_status(num_kv_slots=1000))
+        hub.say(router_status(num_kv_slots=NUM_KV_SLOTS))
         hub.say(TokenDelta(requests=[said(request_id, [50])]))
         await client.until(b"data: ")
         hub.num_to_lose = 1
         hub.say(TokenDelta(requests=[said(request_id, [51])]))
-        hub.say(router_status(num_kv_slots=1000))
+        hub.say(router_status(num_kv_slots=NUM_KV_SLOTS))
         _, answer = await client.rest()
         assert b"router_lost" in answer, "its answer would have a hole"
         await eventually(lambda: len(hub.of(FrontendHello)) == 2)
         await running.until_status("/readyz", 200)
-        hub.say(router_status(num_kv_slots=1000))
+        hub.say(router_status(num_kv_slots=NUM_KV_SLOTS))
         hub.answer = says([50, 2])
         client = await running.post("/v1/completions", json.dumps(COMPLETION), close=True)
         assert (await client.rest())[0] == 200
@@ -465,12 +480,12 @@ def test_requests_that_do_not_reach_the_router_end_and_no_others_follow(tmp_path
         hub = await running.router_up()
         client = await running.post("/v1/completions", json.dumps(COMPLETION), close=True)
         await eventually(lambda: len(hub.of(Submit)) == 1)
-        hub.say(router_status(num_kv_slots=1000))
+        hub.say(router_status(num_kv_slots=NUM_KV_SLOTS))
         await eventually(lambda: hub.of(SentSoFar)[-1].num_messages == 1)
-        hub.say(router_status(num_kv_slots=1000, num_lost=1))
+        hub.say(router_status(num_kv_slots=NUM_KV_SLOTS, num_lost=1))
         assert (await client.rest())[0] == 503
         await eventually(lambda: len(hub.of(FrontendHello)) == 2)
-        hub.say(router_status(num_kv_slots=1000))
+        hub.say(router_status(num_kv_slots=NUM_KV_SLOTS))
         await eventually(lambda: hub.of(SentSoFar)[-1].num_messages == 0)  # since the hello
 
     _serve(tmp_path, scenario)
@@ -487,7 +502,7 @@ def test_a_welcome_that_is_lost_leaves_no_frontend_unready(tmp_path: Path) -> No
         up = RouterUp(address=hub.address, boot_id=hub.boot_id)
         await running.control.orders.put(up)
         await eventually(lambda: len(hub.of(FrontendHello)) == 2)
-        hub.say(router_status(num_kv_slots=1000))
+        hub.say(router_status(num_kv_slots=NUM_KV_SLOTS))
         await running.until_status("/readyz", 200)
         client = await running.post("/v1/completions", json.dumps(COMPLETION | {"max_tokens": 2}))
         await client.until(b'"usage"')
@@ -503,7 +518,7 @@ def test_a_name_that_was_taken_over_is_claimed_again(tmp_path: Path) -> None:
         hub = await running.router_up()
         client = await running.post("/v1/completions", json.dumps(COMPLETION), close=True)
         await eventually(lambda: len(hub.of(Submit)) == 1)
-        foreign, own = router_status(session=77), router_status(num_kv_slots=1000)
+        foreign, own = router_status(session=77), router_status(num_kv_slots=NUM_KV_SLOTS)
         for status in (foreign, foreign, own):  # may have left before a hello came
             hub.say(status)
         assert (await running.get("/readyz"))[0] == 200

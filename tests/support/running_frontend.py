@@ -40,6 +40,9 @@ from lightserve.metrics.turns import TurnSelector
 from support.fake_router import Answer, eventually, router_status
 from support.processes import PATIENCE_S
 
+NUM_KV_SLOTS = 10_000_000
+"""Of the pool of a `ScriptedHub`: statuses must say the same, as requests are measured by it."""
+
 
 class FakeControl:
     """The frontend's end of the control link."""
@@ -74,7 +77,7 @@ class ScriptedHub:
         self.is_silent = False
         """Whether hellos are not answered."""
         self.received: list[FrontendMessage] = []
-        self._outbox: list[RouterMessage] = []
+        self._outbox: list[RouterMessage | bytes] = []
         self._is_stopping = False
         self._session = self._num_deltas = 0
         self.num_to_lose = 0
@@ -84,7 +87,8 @@ class ScriptedHub:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def say(self, message: RouterMessage) -> None:
+    def say(self, message: RouterMessage | bytes) -> None:
+        """Send a message, or a frame that may be broken."""
         self._outbox.append(message)
 
     def of(self, kind: type) -> list[Any]:
@@ -114,19 +118,23 @@ class ScriptedHub:
     def _run(self) -> None:
         while not self._is_stopping:
             while self._outbox:
-                self._send("frontend-0", self._outbox.pop(0))
-            received = self._hub.receive(timeout_s=0.002)
-            if received is None:
-                continue
-            peer, message = received
-            if isinstance(message, FrontendHello) and not self.is_silent:
-                self._session, self._num_deltas = message.session, 0
-                self._send(peer, router_status())
-                self._send(peer, RouterWelcome(boot_id=self.boot_id, num_kv_slots=10_000_000))
-            if isinstance(message, Submit) and self.answer is not None:
-                for delta in self.answer(message):
-                    self._send(peer, TokenDelta(requests=[delta]))
-            self.received.append(message)
+                message = self._outbox.pop(0)
+                if isinstance(message, bytes):
+                    self._hub._socket.raw.send_multipart([b"frontend-0", message])
+                else:
+                    self._send("frontend-0", message)
+            if (received := self._hub.receive(timeout_s=0.002)) is not None:
+                self._take(*received)
+
+    def _take(self, peer: str, message: FrontendMessage) -> None:
+        if isinstance(message, FrontendHello) and not self.is_silent:
+            self._session, self._num_deltas = message.session, 0
+            self._send(peer, router_status())
+            self._send(peer, RouterWelcome(boot_id=self.boot_id, num_kv_slots=NUM_KV_SLOTS))
+        if isinstance(message, Submit) and self.answer is not None:
+            for delta in self.answer(message):
+                self._send(peer, TokenDelta(requests=[delta]))
+        self.received.append(message)
 
 
 @dataclass
