@@ -207,3 +207,11 @@ class TestInvariance:
         monkeypatch.setattr(packed, "linear", linear)
         with pytest.raises(StartupError, match="batch-invariant is not possible"):
             InvariantKernels().pack_weight(torch.randn(40, 24))
+
+
+def test_rows_are_padded_to_few_numbers() -> None:
+    # Code is kept for each.
+    numbers = {packed.padded_rows(num_rows) for num_rows in range(1, 513)}
+    assert len(numbers) == 24
+    assert all(packed.padded_rows(number) == number for number in numbers)
+    assert all(0 <= packed.padded_rows(n) - n < max(4, n / 4) for n in range(1, 5000))
