@@ -85,8 +85,10 @@ def timed_out(timeout_s: float) -> RequestFailed:
     )
 
 
-def from_router(error: ErrorCode, retry_after_s: float = 0.0) -> InvalidRequest | RequestFailed:
-    """Return what a client is told about an error of the router."""
+def from_router(
+    error: ErrorCode, *, retry_after_s: float = 0.0, max_tokens: int = 0
+) -> InvalidRequest | RequestFailed:
+    """Return what a client is told about an error of the router; numbers as in `RequestDelta`."""
     match error:
         case ErrorCode.QUEUE_FULL:
             return overloaded(retry_after_s)
@@ -113,7 +115,8 @@ def from_router(error: ErrorCode, retry_after_s: float = 0.0) -> InvalidRequest 
             )
         case ErrorCode.TOO_LARGE:
             return InvalidRequest(
-                "prompt and max_tokens together are more than the server can hold",
+                f"This model's maximum context length is {max_tokens} tokens, for prompt and"
+                " output together, on the workers that it has now; this request needs more",
                 param="max_tokens",
                 code="context_length_exceeded",
             )

@@ -46,6 +46,17 @@ Integer = Annotated[int, pydantic.BeforeValidator(_whole)]
 """An integer, also one that is written as 2.0."""
 
 
+def whole_numbers(value: Any) -> Any:
+    """Return a list of which the numbers without a fraction are integers, as `_whole` does."""
+    # As a rule all are integers: that is seen ten times as fast as each one is looked at.
+    is_plain = not isinstance(value, list) or float not in set(map(type, value))
+    return value if is_plain else [_whole(item) for item in value]
+
+
+WHOLE_NUMBERS = pydantic.BeforeValidator(whole_numbers)
+"""Makes a list of integers one of `Integer`s."""
+
+
 class BodyReader:
     """Parses bodies; long ones in a thread, as they can take longer than streams may wait."""
 

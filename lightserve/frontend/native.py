@@ -27,7 +27,7 @@ from lightserve.frontend.columns import (
     json_text,
 )
 from lightserve.frontend.generation import Generation, TextDelta
-from lightserve.frontend.json_body import StrictModel, read_model, show
+from lightserve.frontend.json_body import Integer, StrictModel, read_model, show
 from lightserve.frontend.openai.logprobs import LOWEST, token_text
 from lightserve.frontend.openai.no_effect import NoEffect, NoEffectModel
 from lightserve.frontend.raised_targets import raised_slo
@@ -90,7 +90,7 @@ class GenerateParameters(NoEffectModel):
     stop: StopStrings | None = None
     stop_sequences: StopStrings | None = None
     """An older name of `stop`."""
-    truncate: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    truncate: Annotated[Integer, Field(ge=1, le=2**31 - 1)] | None = None
     """Of the prompt, only so many tokens at its end."""
     return_full_text: bool | None = None
     top_n_tokens: NumLogprobs | None = None

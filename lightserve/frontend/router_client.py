@@ -226,7 +226,9 @@ class LiveRequest:
         pending.num_cached_tokens += delta.num_cached_tokens
         pending.scheduled_slo = delta.scheduled_slo or pending.scheduled_slo
         if delta.error is not None:
-            self._failure = from_router(delta.error, delta.retry_after_s)
+            self._failure = from_router(
+                delta.error, retry_after_s=delta.retry_after_s, max_tokens=delta.max_tokens
+            )
         else:
             pending.finish_reason = delta.finish_reason
             self._is_finished = delta.finish_reason is not None

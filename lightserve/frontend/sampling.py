@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.json_body import Integer, show
+from lightserve.frontend.json_body import WHOLE_NUMBERS, Integer, show
 from lightserve.models.json_fields import JsonFields
 from lightserve.tokenization.tokenizer import GENERATION_CONFIG_FILE, read_optional
 from lightserve.types import SamplingParams
@@ -35,8 +35,10 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 10.0
 RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 LogitBias = Annotated[dict[str, Bias], Field(max_length=1024)]
-TokenIds = Annotated[list[int], Field(min_length=1, max_length=65536, fail_fast=True)]
-StopTokenIds = Annotated[list[int], Field(max_length=64, fail_fast=True)]
+TokenIds = Annotated[
+    list[int], Field(min_length=1, max_length=65536, fail_fast=True), WHOLE_NUMBERS
+]
+StopTokenIds = Annotated[list[int], Field(max_length=64, fail_fast=True), WHOLE_NUMBERS]
 MinTokens = Annotated[Integer, Field(ge=0)]
 NumLogprobs = Annotated[Integer, Field(ge=0, le=20)]
 NumChoices = Annotated[Integer, Field(ge=1, le=16)]

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.backlog import Backlog
 from lightserve.frontend.columns import json_list
-from lightserve.frontend.json_body import StrictModel, read_model
+from lightserve.frontend.json_body import WHOLE_NUMBERS, StrictModel, read_model
 from lightserve.frontend.sampling import check_token_range
 from lightserve.frontend.service import Service
 from lightserve.tokenization.tokenizer import Spans
@@ -44,7 +44,7 @@ _TOKENS_SCHEMA = {
 class DetokenizeRequest(StrictModel):
     """The body: token ids. Those of special tokens have no text."""
 
-    tokens: Annotated[list[int], FailFast(), WithJsonSchema(_TOKENS_SCHEMA)]
+    tokens: Annotated[list[int], FailFast(), WHOLE_NUMBERS, WithJsonSchema(_TOKENS_SCHEMA)]
 
 
 class TokenSpan(StrictModel):

@@ -161,6 +161,8 @@ class RequestDelta(msgspec.Struct, frozen=True, array_like=True):
     scheduled_slo: SLO | None = None
     """With the first token: what the request is scheduled by, where the router had to raise some
     of its targets to what an idle server can do."""
+    max_tokens: int = 0
+    """With TOO_LARGE: how many tokens prompt and output may have together."""
 
 
 class TokenDelta(Message, frozen=True):

@@ -42,7 +42,7 @@ from lightserve.router.events import (
 from lightserve.router.intake import request_of
 from lightserve.router.kv.store import KVStore
 from lightserve.router.plan_builder import nums_of_samples
-from lightserve.router.plan_bytes import fits_into_plans
+from lightserve.router.plan_bytes import most_tokens_in_plans
 from lightserve.router.prompt_logprobs import take_news
 from lightserve.router.reasons import Skips
 from lightserve.router.request import ENDED, RUNNING, WAITING, Request
@@ -98,8 +98,8 @@ class RouterCore(CoreState):
             raise ProtocolError(f"request {request.key} is a duplicate")
         backlog = self._waiting.backlog(request.request_class)
         limits = self._config.queue_limits[request.request_class]
-        if not self._can_ever_fit(request):
-            deltas.fail(request, ErrorCode.TOO_LARGE)
+        if request.max_known_tokens > (limit := self._most_tokens(request)):
+            deltas.fail(request, ErrorCode.TOO_LARGE, max_tokens=limit)
         elif not (
             limits.has_room(backlog, request.num_prompt_tokens)
             and self._parameters.has_room(request)
@@ -146,13 +146,12 @@ class RouterCore(CoreState):
         else:
             self._end(request)
 
-    def _can_ever_fit(self, request: Request) -> bool:
+    def _most_tokens(self, request: Request) -> int:
+        """Return how many tokens a request can ever have, prompt and output together."""
         max_model_len = self._config.max_model_len
-        if request.num_prompt_tokens + request.max_tokens > max_model_len:
-            return False
-        if not fits_into_plans(request, max_model_len):
-            return False
-        return self._kv is None or request.max_kv_tokens <= self._kv.num_slots
+        most = min(max_model_len, most_tokens_in_plans(request, max_model_len))
+        # The last token's KV is never written.
+        return most if self._kv is None else min(most, self._kv.num_slots + 1)
 
     def _start_workers(self, ready: WorkersReady, deltas: DeltaBatch) -> None:
         assert len(self._rows) == 0, "the group before was not reported as gone"
@@ -170,8 +169,8 @@ class RouterCore(CoreState):
         )
         for request in list(self._waiting):
             self._kv.expect(request)
-            if not self._can_ever_fit(request):
-                deltas.fail(request, ErrorCode.TOO_LARGE)
+            if request.max_known_tokens > (limit := self._most_tokens(request)):
+                deltas.fail(request, ErrorCode.TOO_LARGE, max_tokens=limit)
                 self._end(request)
 
     def _lose_workers(self, deltas: DeltaBatch) -> None:

@@ -51,10 +51,22 @@ class DeltaBatch:
         """How probable the next tokens of the prompt are."""
         self._add(request, RequestDelta(request.key.request_id, [], prompt_logprobs=logprobs))
 
-    def fail(self, request: Request, error: ErrorCode, *, retry_after_s: float = 0.0) -> None:
+    def fail(
+        self,
+        request: Request,
+        error: ErrorCode,
+        *,
+        retry_after_s: float = 0.0,
+        max_tokens: int = 0,
+    ) -> None:
         """The end of a request without its whole answer."""
         delta = RequestDelta(
-            request.key.request_id, [], FinishReason.ERROR, error, retry_after_s=retry_after_s
+            request.key.request_id,
+            [],
+            FinishReason.ERROR,
+            error,
+            retry_after_s=retry_after_s,
+            max_tokens=max_tokens,
         )
         self._add(request, delta)
 

@@ -41,12 +41,11 @@ def newcomer_bytes(request: Request) -> int:
     )
 
 
-def fits_into_plans(request: Request, max_model_len: int) -> bool:
-    """Whether a plan can hold a request alone at any time of its life.
+def most_tokens_in_plans(request: Request, max_model_len: int) -> int:
+    """Return how many tokens a request may have so that a plan can hold it alone all its life.
 
     With all its KV on the host, room made for all of it, and a victim that loses all.
     """
-    num_tokens = request.num_prompt_tokens + request.max_tokens
-    most = SEQUENCE_BYTES + request.parameters.num_plan_bytes
-    most += (TOKEN_BYTES + SLOT_BYTES + 2 * COPY_BYTES) * num_tokens
-    return most + COPY_BYTES * max_model_len <= MAX_PLAN_BYTES - REST_BYTES
+    room = MAX_PLAN_BYTES - REST_BYTES - COPY_BYTES * max_model_len
+    room -= SEQUENCE_BYTES + request.parameters.num_plan_bytes
+    return max(0, room // (TOKEN_BYTES + SLOT_BYTES + 2 * COPY_BYTES))

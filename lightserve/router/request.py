@@ -219,9 +219,14 @@ class Request:
         )
 
     @property
+    def max_known_tokens(self) -> int:
+        """Most tokens it can ever have, prompt and output together."""
+        return self.num_prompt_tokens + self.max_tokens
+
+    @property
     def max_kv_tokens(self) -> int:
         """Most slots it can ever hold; the last output token's KV is never written."""
-        return self.num_prompt_tokens + self.max_tokens - 1
+        return self.max_known_tokens - 1
 
     @property
     def num_shared_tokens(self) -> int:

@@ -96,7 +96,7 @@ def test_stream_agrees_with_the_route() -> None:
 def test_truncate_keeps_the_end_of_the_prompt() -> None:
     async def scenario() -> None:
         async with frontend(says(TOKENS)) as setup:
-            for truncate in (None, 2, 1, 1000):
+            for truncate in (None, 2.0, 1, 1000):
                 await _posted(setup, "/generate", parameters={"truncate": truncate})
             whole, two, one, more = map(setup.router.prompt_of, range(4))
             assert len(whole) > 2

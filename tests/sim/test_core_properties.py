@@ -187,6 +187,15 @@ def test_too_large_is_refused(arrival: Arrival, error: ErrorCode | None) -> None
     core = make_core("chunked")
     news = core.on_message(FromFrontend(FrontendId(0), submit(0, arrival)), 0.0)
     assert [d.error for out in news for d in out.message.requests] == ([error] if error else [])
+    assert all(d.max_tokens == MAX_LEN for out in news for d in out.message.requests)
+
+
+def test_a_pool_that_is_too_small_says_how_much_it_holds() -> None:
+    core = make_core("chunked")
+    core.on_message(FromFrontend(FrontendId(0), submit(0, Arrival(0.0, 20, 1, 20))), 0.0)
+    (news,) = core.on_message(WorkersReady(10), 0.0)
+    (delta,) = news.message.requests
+    assert (delta.error, delta.max_tokens) == (ErrorCode.TOO_LARGE, 11)
 
 
 def test_full_queue_is_refused() -> None:

@@ -65,11 +65,11 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
         ],
     ),
     "allowed_token_ids": (
-        [[5], [0, VOCAB_SIZE - 1], [5, 5], None],
+        [[5], [5.0], [0, VOCAB_SIZE - 1], [5, 5], None],
         [[], [-1], [VOCAB_SIZE], [2**63], [True], [1.5], ["5"], [None], 5, "5", True, {}],
     ),
     "stop_token_ids": (
-        [[], [5], [0, VOCAB_SIZE - 1], [5] * 64, None],
+        [[], [5], [5, 6.0], [0, VOCAB_SIZE - 1], [5] * 64, None],
         [[5] * 65, [-1], [VOCAB_SIZE], [2**63], [True], [1.5], ["5"], [None], 5, "5", True, {}],
     ),
     "stop": (
@@ -103,11 +103,24 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "model": ([BUNDLED_MODEL_NAME], [None, 1, True, [], {}]),
     "prompt": (
         [
-            *["x", [5], ["x"], [[5, 6]], [VOCAB_SIZE - 1], " ", "\u202e\u0301👩‍👩‍👧"],
+            *["x", [5], [5.0, 6], ["x"], [[5, 6.0]], [VOCAB_SIZE - 1], " ", "\u202e\u0301👩‍👩‍👧"],
             *["<|bos|><|eos|>", ["a", "b"], [[1], [2]], ["a", [5]], ["a"] * 64],
         ],
         [
-            *["", [], [[]], [""], [-1], [VOCAB_SIZE], [2**31], [2**63], [True], [1.0], [None]],
+            *[
+                "",
+                [],
+                [[]],
+                [""],
+                [-1],
+                [VOCAB_SIZE],
+                [2**31],
+                [2**63],
+                [True],
+                [1.5],
+                [[5, 1.5]],
+                [None],
+            ],
             *[None, 1, True, {}, [1, "a"], ["a"] * 65, ["a", ""], ["a", []]],
             *["\ud800", [5] * CONTEXT, "x" * 5000],
         ],

@@ -215,6 +215,16 @@ def test_an_error_before_the_first_text_is_a_status(
     assert ("retry-after" in response.headers) == (STATUS[error] in (429, 503))
 
 
+def test_what_the_router_finds_too_large_names_the_context() -> None:
+    def answer(submit: Submit) -> list[RequestDelta]:
+        ends = FinishReason.ERROR, ErrorCode.TOO_LARGE
+        return [RequestDelta(submit.request_id, [], *ends, max_tokens=77)]
+
+    error = asyncio.run(_post(answer, *STREAMS[0])).json()["error"]
+    assert error["message"].startswith("This model's maximum context length is 77 tokens")
+    assert error["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize("error", ErrorCode)
 @pytest.mark.parametrize(("path", "body"), STREAMS)
 def test_an_error_in_the_middle_is_an_event(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -48,6 +49,32 @@ def test_every_chunk_says_what_its_choice_has_used_so_far(path: str, n: int) -> 
             assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == n * (len(TOKENS) + 1)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_last_chunk_with_text_has_the_finish_reason_and_all_usage(path: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = _stream(path, options, max_tokens=len(TOKENS))
+    (choice,) = chunks[-1]["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice.get("text") or choice["delta"]["content"]
+    used = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    begun = list(itertools.dropwhile(lambda number: number == 0, used))
+    assert begun == sorted(set(begun)), "each chunk with text counts more than those before"
+    assert begun[-1] == last["usage"]["completion_tokens"] == len(TOKENS)
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks if _begins(chunk)] == (
+        [0] if path == CHAT else []
+    )
+
+
+def _begins(chunk: dict[str, Any]) -> bool:
+    return "role" in chunk["choices"][0].get("delta", {})
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_usage_that_is_not_wanted_at_all_is_in_no_chunk(path: str) -> None:
+    chunks = _stream(path, {"include_usage": False, "continuous_usage_stats": True})
+    assert not any("usage" in chunk for chunk in chunks)
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -82,6 +82,7 @@ def test_a_bos_that_comes_or_goes_moves_no_place(
 def test_detokenize_is_the_way_back(text: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=True)
     assert _post("/detokenize", {"tokens": ids}) == (200, {"text": text})
+    assert _post("/detokenize", {"tokens": [*map(float, ids)]}) == (200, {"text": text})
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,7 @@ def test_detokenize_is_the_way_back(text: str) -> None:
         ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/detokenize", {"tokens": [2**63]}, "tokens"),
         ("/detokenize", {"tokens": [True]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [5, 2.5]}, "tokens[1]"),
         ("/detokenize", {"tokens": [5] * (MAX_LEN + 1)}, "tokens"),
         ("/detokenize", {"tokens": [], "skip": True}, "skip"),
     ],

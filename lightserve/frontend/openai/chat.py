@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections import defaultdict
@@ -279,21 +280,22 @@ class ChatShape:
         return b""
 
     def delta(self, index: int, delta: TextDelta, choices: Choices) -> Iterator[bytes]:
-        """Yield chunks with the parts of the text, if any, and one with the finish reason."""
-        usage = choices.generations[index].usage
+        """Yield chunks with the parts of the text, if any; the last has the finish reason."""
+        generation = choices.generations[index]
         if index not in self._parsers:
-            slo = raised_slo(choices.generations[index : index + 1])
+            slo = raised_slo([generation])
+            usage = dataclasses.replace(generation.usage, completion_tokens=0)
             yield self._chunk(index, _ROLE, usage, slo=slo)
         parts = self._parts(index, delta)
-        if not parts and delta.pieces:
-            parts = [{"content": ""}]
+        reason = self._reason(index, delta.finish_reason)
+        if not parts and (delta.pieces or reason is not None):
+            parts = [{"content": ""} if reason is None else {}]
         logprobs = chat_logprobs(self._tokenizer, delta.pieces) if self.wants_pieces else None
-        for part in parts:
-            yield self._chunk(index, part, usage, logprobs=logprobs)
+        for number, part in enumerate(parts, 1):
+            end = reason if number == len(parts) else None
+            usage = generation.usage
+            yield self._chunk(index, part, usage, logprobs=logprobs, finish_reason=end)
             logprobs = None
-        if delta.finish_reason is not None:
-            reason = self._reason(index, delta.finish_reason)
-            yield self._chunk(index, {}, usage, finish_reason=reason)
 
     def closing(self, choices: Choices) -> bytes:
         """Return usage, if wanted, and the end."""

@@ -26,7 +26,7 @@ from lightserve.frontend.columns import (
     text_parts,
 )
 from lightserve.frontend.generation import Generation, TextDelta
-from lightserve.frontend.json_body import Integer, read_model, show
+from lightserve.frontend.json_body import Integer, read_model, show, whole_numbers
 from lightserve.frontend.openai.chunks import ChunkWriter, whole_answer
 from lightserve.frontend.openai.fields import CommonFields
 from lightserve.frontend.openai.logprobs import (
@@ -66,10 +66,11 @@ def _prompts_of(value: Any) -> Any:
 def _ids_of(value: Any) -> list[int]:
     if not isinstance(value, list):
         raise ValueError(f"must hold strings or lists of token ids, got {show(value)}")
-    for item in value:
-        if isinstance(item, bool) or not isinstance(item, int):
-            raise ValueError(f"must hold token ids, which are integers, got {show(item)}")
-    return value
+    token_ids: list[int] = whole_numbers(value)
+    if not set(map(type, token_ids)) <= {int}:
+        other = next(item for item in token_ids if type(item) is not int)
+        raise ValueError(f"must hold token ids, which are integers, got {show(other)}")
+    return token_ids
 
 
 _PromptInput = (

@@ -160,9 +160,10 @@ class CommonFields(NoEffectModel):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
         options = self.stream_options
-        if options is not None and options.continuous_usage_stats and not options.include_usage:
+        if options and options.continuous_usage_stats and options.include_usage is None:
             raise InvalidRequest(
-                "stream_options.continuous_usage_stats needs include_usage to be true",
+                "stream_options.continuous_usage_stats needs include_usage to be given: with true"
+                " every chunk has the usage, with false none has",
                 param="stream_options.continuous_usage_stats",
             )
         if self.include_stop_str_in_output and not self.stop:
