@@ -326,9 +326,9 @@ async def _prepare(service: Service, body: GenerateRequest, terms: Terms) -> lis
     """Encode and resolve. Raises InvalidRequest, RequestFailed."""
     parameters = body.parameters or GenerateParameters()
     sampling, defaults = parameters.sampling()
-    prompt_token_ids = await service.encoder.encode_text(body.inputs, param="inputs")
-    if parameters.truncate is not None:
-        prompt_token_ids = prompt_token_ids[-parameters.truncate :]
+    prompt_token_ids = await service.encoder.encode_text(
+        body.inputs, param="inputs", keep=parameters.truncate
+    )
     size = AnswerSize(
         num_logprobs=parameters.top_n_tokens or 0,
         echoes=bool(parameters.decoder_input_details),

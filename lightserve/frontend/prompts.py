@@ -16,6 +16,7 @@ from typing import TypeVar
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.backlog import Backlog
 from lightserve.tokenization.chat_template import ChatTemplate, Conversation
+from lightserve.tokenization.infilling import find_infilling, known_families
 from lightserve.tokenization.tokenizer import Spans, Tokenizer
 
 NUM_THREADS = 2
@@ -40,14 +41,15 @@ class PromptEncoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
+        self.infilling = find_infilling(tokenizer)
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._max_text_bytes = max_model_len * tokenizer.longest_piece_bytes
         self._backlog = Backlog()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="encode")
 
-    async def encode_text(self, text: str, *, param: str) -> array[int]:
-        """Return the ids of a text, with the model's BOS.
+    async def encode_text(self, text: str, *, param: str, keep: int | None = None) -> array[int]:
+        """Return the ids of a text, with the model's BOS; the last `keep` of them.
 
         Raises:
             InvalidRequest: empty, not Unicode, or longer than the context could ever hold.
@@ -56,15 +58,43 @@ class PromptEncoder:
 
         def encode() -> array[int]:
             token_ids = self._tokenizer.encode(text, add_special_tokens=True)
-            return self.check_ids(token_ids, param=param)
+            return self.check_ids(_last(token_ids, keep), param=param)
 
         if not text:
             raise InvalidRequest(f"{param} must not be empty", param=param)
         self._check_text(text, param)
         return await self.run(encode, size=len(text))
 
-    async def encode_ids(self, token_ids: Sequence[int], *, param: str) -> array[int]:
-        """Return the ids if they can be a prompt; raises as `check_ids`, and RequestFailed."""
+    async def encode_between(self, prefix: str, suffix: str) -> array[int]:
+        """Return the ids of a prompt whose output belongs between two texts.
+
+        Raises:
+            InvalidRequest: the model has no tokens for it, or a text is not Unicode or too long.
+            RequestFailed: too many texts are waiting.
+        """
+        infilling = self.infilling
+        if infilling is None:
+            raise InvalidRequest(
+                "suffix needs a model for filling in the middle: this one's tokenizer has no three"
+                f" tokens of {known_families()}",
+                param="suffix",
+            )
+        self._check_text(prefix, "prompt")
+        self._check_text(suffix, "suffix")
+
+        def encode() -> array[int]:
+            return self.check_ids(infilling.encode(prefix, suffix), param="prompt")
+
+        return await self.run(encode, size=len(prefix) + len(suffix))
+
+    async def encode_ids(
+        self, token_ids: Sequence[int], *, param: str, keep: int | None = None
+    ) -> array[int]:
+        """Return the last `keep` ids if they can be a prompt.
+
+        Raises as `check_ids`, and RequestFailed.
+        """
+        token_ids = _last(token_ids, keep)
         self._check_count(token_ids, param)  # before they wait: they hold more than their texts
         check = functools.partial(self.check_ids, token_ids, param=param)
         return await self.run(check, size=BYTES_PER_ID * len(token_ids))
@@ -99,9 +129,9 @@ class PromptEncoder:
         return self._template
 
     async def encode_chat(
-        self, conversation: Callable[[], Conversation], *, size: int
+        self, conversation: Callable[[], Conversation], *, size: int, keep: int | None = None
     ) -> array[int]:
-        """Return the ids of a conversation.
+        """Return the ids of a conversation, the last `keep` of them.
 
         `conversation` is called in a thread; `size` is that of everything that the template is
         given, in bytes.
@@ -120,7 +150,7 @@ class PromptEncoder:
             text = template.render(known)
             self._check_text(text, "messages")
             token_ids = self._tokenizer.encode(text, add_special_tokens=False)
-            return self.check_ids(token_ids, param="messages")
+            return self.check_ids(_last(token_ids, keep), param="messages")
 
         return await self._in_thread(encode, size)
 
@@ -183,3 +213,8 @@ class PromptEncoder:
 
     async def _in_thread(self, work: Callable[[], T], size: int) -> T:
         return await self._backlog.in_thread(self._threads, work, size)
+
+
+def _last(token_ids: Sequence[int], keep: int | None) -> Sequence[int]:
+    """Return so many ids at the end; None: all of them."""
+    return token_ids if keep is None else token_ids[-keep:]

@@ -177,6 +177,13 @@ class Service:
         longest = self.model.max_model_len
         return min(longest, self.router.num_kv_slots) if self.router.is_ready else longest
 
+    def resolve_truncation(self, asked: int | None, *, max_tokens: int | None) -> int | None:
+        """Return how many tokens at the end of a prompt are kept; None: all of them.
+
+        -1 asks for what the context leaves beside an output of `max_tokens`, or of one.
+        """
+        return asked if asked != -1 else max(1, self.context_len - (max_tokens or 1))
+
     def resolve_max_tokens(
         self,
         prompt_lens: Sequence[int],

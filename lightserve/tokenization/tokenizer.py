@@ -24,6 +24,8 @@ from lightserve.tokenization.detokenizer import Detokenizer, PieceTable
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
+_ANCHOR = "☺"
+"""A text that merges with no other."""
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -102,6 +104,13 @@ class Tokenizer:
             raise InvalidRequest("the text cannot be tokenised by this model") from error
         return self._with_one_bos(token_ids, add_special_tokens=add_special_tokens)
 
+    def encode_within(self, text: str) -> list[int]:
+        """Return the ids of a text that follows others: without the blank some put in front."""
+        pieces = self._encode(_ANCHOR, add_special_tokens=False)
+        if not pieces or not self.name_of(pieces[0]).startswith("▁"):
+            return self.encode(text, add_special_tokens=False)
+        return self.encode(_ANCHOR + text, add_special_tokens=False)[len(pieces) :]
+
     def spans(self, text: str, *, add_special_tokens: bool) -> Spans:
         """Return the tokens of `encode` with their places. Raises InvalidRequest, as it does."""
         try:
@@ -123,6 +132,11 @@ class Tokenizer:
     def name_of(self, token_id: int) -> str:
         """Return a token's name in the vocabulary; empty for an unknown id."""
         return self._tokenizer.id_to_token(token_id) or ""
+
+    def id_of(self, name: str) -> int | None:
+        """Return the id of a token by its name in the vocabulary; None: there is no such token."""
+        token_id: int | None = self._tokenizer.token_to_id(name)
+        return token_id
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Return the text of whole ids, special tokens skipped."""

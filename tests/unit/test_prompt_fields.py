@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_router import Answer, frontend, says
+import tokenizers
+from support.fake_router import Answer, copy_bundled_model, frontend, says
+from support.tokenizers_made import write_sentencepiece
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
@@ -175,3 +177,150 @@ def test_messages_are_continued_as_transformers_does_it(template: str, content: 
         )
     )
     assert [ours] == texts
+
+
+async def _prompts_of(path: str, body: dict[str, Any], **flags: Any) -> tuple[Any, list[list[int]]]:
+    """Return the answer and the prompts that are submitted."""
+    async with frontend(says([5, EOS]), **flags) as setup:
+        if path != "/generate":
+            body = {"model": BUNDLED_MODEL_NAME, **body}
+        said = (await setup.post(path, body)).json()
+        return said, [setup.router.prompt_of(n) for n in range(len(setup.router.submits))]
+
+
+def _prompts(path: str, body: dict[str, Any], **flags: Any) -> tuple[Any, list[list[int]]]:
+    return asyncio.run(_prompts_of(path, body, **flags))
+
+
+LONG = "the cat sat on the mat and the dog on the rug"
+COMPLETE, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        (COMPLETE, {"prompt": LONG}, "truncate_prompt_tokens"),
+        (COMPLETE, {"prompt": [list(range(4, 40)), LONG]}, "truncate_prompt_tokens"),
+        (CHAT, {"messages": [{"role": "user", "content": LONG}]}, "truncate_prompt_tokens"),
+        (GENERATE, {"inputs": LONG}, "truncate"),
+    ],
+)
+def test_the_end_of_a_prompt_is_kept(path: str, body: dict[str, Any], name: str) -> None:
+    """Also of one that is longer than the context."""
+
+    def cut(most: int) -> dict[str, Any]:
+        return {**body, "parameters": {name: most}} if path == GENERATE else {**body, name: most}
+
+    _, whole = _prompts(path, body)
+    assert min(map(len, whole)) > 8
+    for most in (1, 7, 1000):
+        assert _prompts(path, cut(most))[1] == [prompt[-most:] for prompt in whole]
+    assert _prompts(path, cut(7), max_model_len=8)[1] == [prompt[-7:] for prompt in whole]
+    said, prompts = _prompts(path, cut(8), max_model_len=8)
+    assert (said["error"]["code"], prompts) == ("context_length_exceeded", [])
+    for wrong in (0, -2, 1.5, "1", True, 2**63):
+        error = _prompts(path, cut(wrong))[0]["error"]  # type: ignore[arg-type]
+        assert error["param"].endswith(name)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "num_kept"),
+    [
+        (COMPLETE, {"max_tokens": 3}, 6),
+        (COMPLETE, {"max_tokens": 100}, 0),
+        (CHAT, {"max_tokens": 3}, 6),
+        (CHAT, {"max_completion_tokens": 4}, 5),
+        (CHAT, {}, 8),
+    ],
+)
+def test_as_much_as_the_context_leaves_is_kept(
+    path: str, fields: dict[str, Any], num_kept: int
+) -> None:
+    """The context is what model and KV pool can hold."""
+    prompt = {"prompt": LONG} if path == COMPLETE else {"messages": [{**USER, "content": LONG}]}
+    (whole,) = _prompts(path, prompt)[1]
+    body = {**prompt, **fields, "truncate_prompt_tokens": -1}
+    said, prompts = _prompts(path, body, num_kv_slots=9)
+    assert prompts == ([whole[-num_kept:]] if num_kept else [])
+    assert ("error" in said) == (num_kept == 0)
+
+
+def test_what_is_echoed_is_what_was_kept() -> None:
+    said, (prompt,) = _prompts(
+        COMPLETE,
+        {"prompt": LONG, "truncate_prompt_tokens": 3, "echo": True, "max_tokens": 0, "logprobs": 0},
+    )
+    choice = said["choices"][0]
+    assert choice["text"] == "".join(choice["logprobs"]["tokens"])
+    assert LONG.endswith(choice["text"].strip())
+    assert len(prompt) == said["usage"]["prompt_tokens"] == 3
+
+
+def _model_with(model_dir: Path, names: list[str], *, is_sentencepiece: bool = False) -> str:
+    """Write a model's files with more special tokens."""
+    copy_bundled_model(model_dir, vocab_size=4096)
+    if is_sentencepiece:
+        write_sentencepiece(model_dir)
+    path = model_dir / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(names)
+    tokenizer.save(str(path))
+    return str(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("names", "form"),
+    [
+        (["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>"], "Pp Ss M"),
+        (["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<fim_pad>"], "Pp Ss M"),
+        (["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"], "Pp Ss M"),
+        (["<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"], "Pp Ss M"),  # noqa: RUF001
+        (["[PREFIX]", "[SUFFIX]", "[MIDDLE]"], "Ss Pp"),
+    ],
+)
+@pytest.mark.parametrize("is_sentencepiece", [False, True])
+def test_what_stands_between_two_texts_is_asked_for_as_the_model_knows_it(
+    tmp_path: Path, names: list[str], form: str, is_sentencepiece: bool
+) -> None:
+    model = _model_with(tmp_path, names, is_sentencepiece=is_sentencepiece)
+    body = {"prompt": " hello", "suffix": "hello", "max_tokens": 4, "stop_token_ids": [7]}
+
+    async def scenario() -> None:
+        async with frontend(says([5, EOS]), model=model, served_model_name="m") as setup:
+            tokenizer = setup.service.model.tokenizer
+            prefix = tokenizer.encode(" hello", add_special_tokens=False)
+            suffix = tokenizer.encode_within("hello")
+            if is_sentencepiece:  # the blank in front of a text is none of the suffix
+                assert [tokenizer.name_of(i) for i in suffix] == list("hello")
+            parts = {"p": prefix, "s": suffix, " ": []}
+            parts |= {k: [tokenizer.id_of(n) or 0] for k, n in zip("PSM", names, strict=False)}
+            bos = tokenizer.encode("", add_special_tokens=True)
+            assert len(bos) == 1
+            assert (await setup.post(COMPLETE, {"model": "m", **body})).status_code == 200
+            assert setup.router.prompt_of(0) == [*bos, *(i for c in form for i in parts[c])]
+            ends = {EOS, 7, *(tokenizer.id_of(name) for name in names)}
+            assert set(setup.router.submits[0].eos_token_ids) == ends
+            await setup.post(COMPLETE, {"model": "m", **body, "ignore_eos": True})
+            assert setup.router.submits[1].eos_token_ids == [7]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({}, "this one's tokenizer has no three tokens of <|fim_prefix|>/<|fim_suffix|>/"),
+        ({"prompt": [5]}, "suffix needs prompts that are texts"),
+        ({"echo": True}, "suffix cannot be combined with echo"),
+        ({"truncate_prompt_tokens": 5}, "cannot be combined with truncate_prompt_tokens"),
+    ],
+)
+def test_suffixes_that_cannot_be_served(fields: dict[str, Any], complaint: str) -> None:
+    said, prompts = _prompts(COMPLETE, {"prompt": "a", "suffix": "b", **fields})
+    assert said["error"]["param"] == "suffix"
+    assert complaint in said["error"]["message"]
+    assert not prompts
+    assert (
+        _prompts(COMPLETE, {"prompt": "a", "suffix": ""})[1]
+        == _prompts(COMPLETE, {"prompt": "a"})[1]
+    )

@@ -422,8 +422,9 @@ async def _prepare(
             ending=body.ending,
         )
 
-    prompt_token_ids = await service.encoder.encode_chat(conversation, size=size)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    keep = service.resolve_truncation(body.truncate_prompt_tokens, max_tokens=asked)
+    prompt_token_ids = await service.encoder.encode_chat(conversation, size=size, keep=keep)
     num_logprobs = body.top_logprobs or 0
     (max_tokens,) = service.resolve_max_tokens(
         [len(prompt_token_ids)],

@@ -86,6 +86,7 @@ class CompletionRequest(CommonFields):
     prompt: Annotated[list[Any], BeforeValidator(_prompts_of, json_schema_input_type=_PromptInput)]
     max_tokens: Annotated[Integer, Field(ge=0)] | None = None
     logprobs: NumLogprobs | None = None
+    suffix: str | None = None
     echo: bool | None = None
     best_of: NumChoices | None = None
 
@@ -98,10 +99,19 @@ class CompletionRequest(CommonFields):
                 f"best_of must be equal to n ({self.num_choices}), got {self.best_of}",
                 param="best_of",
             )
+        if self.suffix:
+            self._check_suffix()
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest(
                 "max_tokens must be at least 1 unless echo is true, got 0", param="max_tokens"
             )
+
+    def _check_suffix(self) -> None:
+        if not all(isinstance(prompt, str) for prompt in self.prompt):
+            raise InvalidRequest("suffix needs prompts that are texts", param="suffix")
+        for name in ("echo", "truncate_prompt_tokens"):
+            if getattr(self, name):
+                raise InvalidRequest(f"suffix cannot be combined with {name}", param="suffix")
 
     @property
     def only_echoes(self) -> bool:
@@ -208,9 +218,10 @@ def completions_router(service: Service) -> APIRouter:
         shape = CompletionShape(service, body)
 
         async def prepare() -> list[NewRequest]:
-            prompts = await _encode(service, body.prompt)
+            prompts = await _encode(service, body)
             if body.echo:
-                shape.prompt_texts = await _texts(service, body.prompt)
+                is_cut = body.truncate_prompt_tokens is not None
+                shape.prompt_texts = await _texts(service, prompts if is_cut else body.prompt)
             return await _requests(service, body, prompts, terms)
 
         return GenerationResponse(
@@ -225,18 +236,22 @@ def completions_router(service: Service) -> APIRouter:
     return router
 
 
-async def _encode(service: Service, prompts: Sequence[Prompt]) -> list[array[int]]:
+async def _encode(service: Service, body: CompletionRequest) -> list[array[int]]:
     """Return each prompt's ids. Raises InvalidRequest, RequestFailed."""
     encoder = service.encoder
+    if body.suffix:
+        return [await encoder.encode_between(prompt, body.suffix) for prompt in body.prompt]
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    keep = service.resolve_truncation(body.truncate_prompt_tokens, max_tokens=max_tokens)
     return [
-        await encoder.encode_text(prompt, param="prompt")
+        await encoder.encode_text(prompt, param="prompt", keep=keep)
         if isinstance(prompt, str)
-        else await encoder.encode_ids(prompt, param="prompt")
-        for prompt in prompts
+        else await encoder.encode_ids(prompt, param="prompt", keep=keep)
+        for prompt in body.prompt
     ]
 
 
-async def _texts(service: Service, prompts: Sequence[Prompt]) -> list[str]:
+async def _texts(service: Service, prompts: Sequence[str | Sequence[int]]) -> list[str]:
     decode = service.encoder.decode
     return [prompt if isinstance(prompt, str) else await decode(prompt) for prompt in prompts]
 
@@ -264,4 +279,13 @@ async def _requests(
     requests = body.new_requests(
         service, list(zip(prompts, limits, strict=True)), sampling, terms, constraint
     )
-    return [replace(request, discards_output=body.only_echoes) for request in requests]
+    infilling = service.encoder.infilling if body.suffix and not body.ignore_eos else None
+    ends = () if infilling is None else infilling.end_token_ids
+    return [
+        replace(
+            request,
+            discards_output=body.only_echoes,
+            eos_token_ids=(*request.eos_token_ids, *ends),
+        )
+        for request in requests
+    ]

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from starlette.requests import Request
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.json_body import StrictModel, show
+from lightserve.frontend.json_body import Integer, StrictModel, show
 from lightserve.frontend.openai.chunks import UsageChunks
 from lightserve.frontend.openai.no_effect import NoEffectModel
 from lightserve.frontend.responses import ARRIVAL_KEY
@@ -68,6 +68,16 @@ Metadata = Annotated[
 ]
 
 
+def _kept(value: int) -> int:
+    if value == 0:
+        raise ValueError("must be -1 or at least 1, got 0")
+    return value
+
+
+NumKept = Annotated[Integer, Field(ge=-1, le=2**31 - 1), AfterValidator(_kept)]
+"""Tokens at a prompt's end; -1: what the context leaves."""
+
+
 def _stop_list(value: Any) -> Any:
     if not isinstance(value, str | list):
         raise ValueError(f"must be a string or a list of strings, got {show(value)}")
@@ -85,6 +95,7 @@ class CommonFields(NoEffectModel):
 
     model: str
     max_tokens: MaxTokens | None = None
+    truncate_prompt_tokens: NumKept | None = None
     min_tokens: MinTokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None

@@ -22,7 +22,6 @@ _COMMON: NoEffect = {
     # vLLM's. Special tokens are never part of an answer's text.
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
     "prompt_logprobs": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
@@ -41,7 +40,6 @@ CHAT_NO_EFFECT: NoEffect = {
 }
 COMPLETION_NO_EFFECT: NoEffect = {
     **_COMMON,
-    "suffix": ("",),
     "add_special_tokens": (True,),
 }
 MESSAGE_NO_EFFECT: NoEffect = {
