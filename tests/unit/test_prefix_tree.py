@@ -162,6 +162,10 @@ class TreeMachine(RuleBasedStateMachine):
             assert (node.slots is not None) == ((key, prefix) in self.model)
             seen.add((key, prefix))
         assert seen >= set(expected) and seen >= set(self.model)
+        for key, tokens, end in self.waiting:
+            check_known_path(self.tree, key, tokens, end)
+        for key, prefix, lease in self.leases:
+            check_known_path(self.tree, key, prefix, lease.node)
         if not (self.model or self.waiting or self.leases):
             assert not seen, "nodes that stand for nothing"
         check_structure(self.tree)
@@ -193,6 +197,13 @@ def check_structure(tree: PrefixTree) -> None:
                 assert array_.base.nbytes <= 2 * array_.nbytes
 
 
+def check_known_path(tree: PrefixTree, key: str, tokens: Prefix, end: PrefixNode) -> None:
+    """What is found does not depend on whether tokens are compared that are known to be there."""
+    for asked in (tokens, tokens[:-1], (*tokens, 0), (*tokens, 1, 2)):
+        found = tree.look_up(key, array(asked))
+        assert tree.look_up(key, array(asked), known=end) == found
+
+
 def depth_of(tree: PrefixTree) -> int:
     return max((root.height - 1 for root in tree._roots.values()), default=0)
 
@@ -208,7 +219,7 @@ class DeepMachine(RuleBasedStateMachine):
         super().__init__()
         self.tree = PrefixTree(max_depth=3)
         self.leases: list[tuple[Prefix, Lease]] = []
-        self.waiting: list[PrefixNode] = []
+        self.waiting: list[tuple[Prefix, PrefixNode]] = []
         self.in_tree: set[int] = set()
         self.slots = itertools.count()
 
@@ -232,12 +243,12 @@ class DeepMachine(RuleBasedStateMachine):
 
     @rule(tokens=prompts)
     def expect(self, tokens: list[int]) -> None:
-        self.waiting.append(self.tree.expect("", array(tokens)))
+        self.waiting.append((tuple(tokens), self.tree.expect("", array(tokens))))
 
     @rule(index=st.integers(0, 30))
     def forget(self, index: int) -> None:
         if self.waiting:
-            self.tree.forget(self.waiting.pop(index % len(self.waiting)))
+            self.tree.forget(self.waiting.pop(index % len(self.waiting))[1])
 
     @rule(count=st.integers(1, 6))
     def evict(self, count: int) -> None:
@@ -262,15 +273,18 @@ class DeepMachine(RuleBasedStateMachine):
         for prefix, lease in self.leases:
             path = [part.tokens.tolist() for part in path_of(lease.node)]
             assert tuple(itertools.chain(*path[::-1])) == prefix
+            check_known_path(self.tree, "", prefix, lease.node)
+        for tokens, end in self.waiting:
+            check_known_path(self.tree, "", tokens, end)
         users = Counter(part for _, lease in self.leases for part in path_of(lease.node))
-        expected = Counter(part for end in self.waiting for part in path_of(end))
+        expected = Counter(part for _, end in self.waiting for part in path_of(end))
         for node in self.tree.nodes():
             assert (node.num_users, node.num_expected) == (users[node], expected[node])
 
     def teardown(self) -> None:
         for _, lease in self.leases:
             self.tree.release(lease)
-        for end in self.waiting:
+        for _, end in self.waiting:
             self.tree.forget(end)
         self.tree.evict(self.tree.num_evictable)
         assert not list(self.tree.nodes()) and not self.tree._roots

@@ -308,3 +308,12 @@ def test_the_longest_gives_way_where_not_all_can_be_in_time(cost: StepCost) -> N
     assert shares == {1: 100, 2: 100, 3: 100, 0: 150}
     waiting[0] = due(make_request(0, prompt=100), 45)
     assert play(cost, [], waiting, budget=150) == {0: 100, 1: 50}, "by deadline while all can"
+
+
+def test_without_targets_no_prompt_is_passed_by_shorter_ones(cost: StepCost) -> None:
+    """Though there is no memory for all: they could go on coming for ever."""
+    waiting = [make_request(0, prompt=400), *(make_request(1 + n, prompt=10) for n in range(60))]
+    assert list(play(cost, [], waiting, budget=450, num_slots=600)) == [0, 1, 2, 3, 4, 5]
+    for request in waiting:
+        due(request, 1e6)
+    assert 0 not in play(cost, [], waiting, budget=450, num_slots=600), "with targets they may"

@@ -21,6 +21,7 @@ class Held(NamedTuple):
 
     node: PrefixNode
     num_tokens: int
+    """Those of nodes above it that are held by the same may be among them."""
     holders: list[int]
     """Indices of requests, in the order in which they came to count."""
 
@@ -60,7 +61,10 @@ class SharedPrefixes:
         return sum((len(held.holders) - 1) * held.num_tokens for held in self.held_by_several())
 
     def held_of(self, request: Request) -> list[Held]:
-        """Return what of a waiting request's prefix is held by requests that count."""
+        """Return what of a waiting request's prefix is held by requests that count.
+
+        Who holds a node holds those above it: where as many hold both, they are the same.
+        """
         if not (prefix := _prefix_of(request)):
             return []
         # As a rule nobody or several read what a newcomer found, and those are known already.
@@ -68,7 +72,15 @@ class SharedPrefixes:
             node.num_users != 1 for node, _ in prefix
         )
         holders = self._find_several() if is_known else self._find()
-        return [Held(node, count, holders[node]) for node, count in prefix if node in holders]
+        held: list[Held] = []
+        for node, count in prefix:
+            if (who := holders.get(node)) is None:
+                continue
+            if held and len(held[-1].holders) == len(who):
+                held[-1] = held[-1]._replace(num_tokens=held[-1].num_tokens + count)
+            else:
+                held.append(Held(node, count, who))
+        return held
 
     def num_held_of(self, request: Request) -> int:
         """Return how many tokens that is."""

@@ -118,7 +118,9 @@ class KVStore:
         num_there, num_pinned = num_held, 0
         request.hit = None
         if self._tree is not None and request.sampling.num_prompt_logprobs is None:
-            hit = self._tree.look_up(_key(request), request.known_token_ids()[:-1])
+            known = request.expected if request.lease is None else request.lease.node
+            tokens = request.known_token_ids()[:-1]
+            hit = self._tree.look_up(_key(request), tokens, known=known)
             if hit.num_tokens > request.num_shared_tokens:
                 num_there, num_pinned = max(num_held, hit.num_tokens), hit.num_evictable
                 request.hit = hit
@@ -202,7 +204,8 @@ class KVStore:
         assert request.lease is not None and request.slots is not None
         start = request.lease.num_tokens
         tokens = request.known_token_ids()[:num_tokens]
-        if self._tree.look_up(_key(request), tokens).num_tokens == start:
+        hit = self._tree.look_up(_key(request), tokens, known=request.lease.node)
+        if hit.num_tokens == start:
             slots = request.slots[start:num_tokens].copy()
             self._tree.extend(request.lease, tokens[start:], slots)
 

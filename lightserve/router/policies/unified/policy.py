@@ -271,10 +271,12 @@ def _most_in_time(
 
     By deadlines alone those who cannot be in time would be at the head of the queue in overload;
     and as one is worth as much as another, most are in time if those go first that take least,
-    time as well as memory. Those that cannot be in time follow, before those that are late.
+    time as well as memory. Those that cannot be in time follow, before those that are late. Those
+    that never ran and that nothing is due of are not looked at before it is their turn: they come
+    by arrival, as otherwise shorter ones would pass a long one for ever.
 
     Args:
-        newcomers: by deadline, those that are late at the end.
+        newcomers: by deadline, those without any and those that are late at the end.
         in_progress: prompts that compute as well.
         step: what they would join.
         skips: is told of those that cannot be in time.
@@ -284,7 +286,8 @@ def _most_in_time(
     weighed: list[Request] = []
     rest: Iterator[Request] = waiting
     for request in itertools.islice(waiting, MAX_WEIGHED):
-        if step.residual(request) <= 0:
+        residual_s = step.residual(request)
+        if residual_s <= 0 or (residual_s == math.inf and request.num_requeues == 0):
             rest = itertools.chain([request], waiting)
             break
         weighed.append(request)
