@@ -11,6 +11,7 @@ import pytest
 from support.fake_router import Setup, frontend, says
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
+from lightserve.errors import GrammarError
 from lightserve.frontend.structured_fields import MAX_CHOICES
 from lightserve.messages.common import (
     Constraint,
@@ -94,6 +95,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (schema_format({"$ref": "#"}), "response_format.json_schema.schema"),
     (schema_format({"not": {"type": "string"}}), "response_format.json_schema.schema"),
     (schema_format({"enum": ["x" * 70_000]}), "response_format.json_schema.schema"),
+    (
+        schema_format({"properties": {f"p{i}": {} for i in range(300)}}),
+        "response_format.json_schema.schema",
+    ),
     (schema_format({"type": "string", "pattern": "(("}), "response_format.json_schema.schema"),
     (schema_format({"type": "string", "x": "\ud800"}), "response_format.json_schema.schema"),
     (outputs(), "structured_outputs"),
@@ -159,6 +164,54 @@ def test_as_many_choices_as_are_promised_can_be_enforced() -> None:
         asked = matcher.deep_copy()
         assert asked.consume_tokens(list(text.encode())) == is_one
         assert asked.is_accepting() == is_one
+
+
+def optional(count: int, required: str = "") -> Any:
+    """An object with optional properties behind one that is required, if any is."""
+    properties = {name: {} for name in (required, *(f"p{i}" for i in range(count))) if name}
+    return {"type": "object", "properties": properties, "required": [required] if required else []}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        (optional(240), '{"p0": 1, "p239": 2, "other": 3}'),
+        (optional(900, "r"), '{"r": 1, "p0": 2, "p899": 3}'),
+        ({"type": "array", "items": optional(240)}, '[{"p0": 1, "p239": 2}, {"p3": 1}]'),
+        ({"allOf": [optional(120), {"properties": {"x": {}}}]}, '{"p0": 1, "p119": 2, "x": 3}'),
+    ],
+)
+@pytest.mark.parametrize("form", [JsonSchemaConstraint, GrammarConstraint])
+def test_as_many_optional_properties_as_are_promised_can_be_written(
+    form: type[Constraint], schema: Any, text: str
+) -> None:
+    matcher = compile_matcher(constrained(form, schema), byte_vocabulary())
+    assert matcher.consume_tokens(list(text.encode()))
+    assert matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        optional(241),
+        optional(901, "r"),
+        {"type": "array", "items": {"anyOf": [{"type": "null"}, optional(300)]}},
+        {"$ref": "#/$defs/a", "$defs": {"a": optional(300)}},
+        {"allOf": [optional(200), {"properties": {f"q{i}": {} for i in range(200)}}]},
+    ],
+)
+@pytest.mark.parametrize("form", [JsonSchemaConstraint, GrammarConstraint])
+def test_too_many_optional_properties_are_refused_before_the_first_token(
+    form: type[Constraint], schema: Any
+) -> None:
+    with pytest.raises(GrammarError, match=r"at most \d+ optional properties.*, got \d+$"):
+        compile_matcher(constrained(form, schema), byte_vocabulary())
+
+
+def constrained(form: type[Constraint], schema: Any) -> Constraint:
+    if form is JsonSchemaConstraint:
+        return JsonSchemaConstraint(schema=json.dumps(schema))
+    return GrammarConstraint(grammar=f"start: a\na: %json {json.dumps(schema)}\n")
 
 
 HUGE: dict[str, dict[str, Any]] = {
