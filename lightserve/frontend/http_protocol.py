@@ -306,7 +306,7 @@ class TlsProtocol(SSLProtocol):
     Who finds no place learns of it by the end of the connection: an answer would cost a handshake.
     """
 
-    max_size = 64 * 1024
+    max_size = 32 * 1024
     """Of the buffer that each connection has."""
 
     def __init__(self, http: HttpProtocol, context: ssl.SSLContext, handshake_s: float) -> None:
