@@ -115,8 +115,8 @@ class FrontendOptions:
     )
     max_answer_items: int = option(
         2_000_000,
-        "Most tokens and log-probabilities of one answer: prompts times n times (prompt if echoed"
-        " + max_tokens) times (1 + log-probabilities).",
+        "Most tokens and log-probabilities of one answer: prompts times n times max_tokens times"
+        " (1 + log-probabilities), and what it says of the prompts.",
         low=1,
     )
     metrics_host: str = option(

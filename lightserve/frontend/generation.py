@@ -76,6 +76,7 @@ class Generation:
         """What it is scheduled by, where that is not what was asked; known with the first token."""
         self.stop_string: str | None = None
         """The stop string that ended it, if one did."""
+        self._last_token_id: int | None = None
 
     @classmethod
     def start(cls, service: Service, request: NewRequest, *, by_token: bool) -> Generation:
@@ -104,6 +105,19 @@ class Generation:
         """Tokens so far, the one that ended it included."""
         num_prompt_tokens = len(self.request.prompt_token_ids)
         return Usage(num_prompt_tokens, self.num_tokens, self._num_cached_tokens)
+
+    @property
+    def matched_stop(self) -> str | int | None:
+        """What ended it: the stop string or the token; None: nothing but a limit."""
+        is_stopped = self.finish_reason is FinishReason.STOP
+        return self.stop_string or (self._last_token_id if is_stopped else None)
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The same; None if it was the model's own end."""
+        matched = self.matched_stop
+        is_asked_for = isinstance(matched, str) or matched in self.request.stop_token_ids
+        return matched if is_asked_for else None
 
     def abort(self) -> None:
         """End it; no effect once it is over."""
@@ -157,6 +171,7 @@ class Generation:
         if self._stops is None and not self._by_token:
             self.num_tokens += len(news.token_ids)
             self.finish_reason = news.finish_reason
+            self._last_token_id = news.token_ids[-1] if news.token_ids else self._last_token_id
             text = self._detokenizer.push(self._visible(news.token_ids))
             return TextDelta(text + self._tail(), (), self.finish_reason)
         return self._take_by_token(news)
@@ -173,6 +188,7 @@ class Generation:
         logprobs = itertools.repeat(None) if news.logprobs is None else iter(news.logprobs)
         for index, (token_id, logprob) in enumerate(zip(news.token_ids, logprobs, strict=False)):
             self.num_tokens += 1
+            self._last_token_id = token_id
             is_last = index == len(news.token_ids) - 1
             self.finish_reason = news.finish_reason if is_last else None
             text = self._detokenizer.push(self._visible([token_id])) + self._tail()

@@ -331,7 +331,7 @@ async def _prepare(service: Service, body: GenerateRequest, terms: Terms) -> lis
     )
     size = AnswerSize(
         num_logprobs=parameters.top_n_tokens or 0,
-        echoes=bool(parameters.decoder_input_details),
+        prompt_items=int(bool(parameters.decoder_input_details)),
     )
     (max_tokens,) = service.resolve_max_tokens(
         [len(prompt_token_ids)],

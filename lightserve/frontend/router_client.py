@@ -80,6 +80,7 @@ class NewRequest:
     prompt_token_ids: Sequence[int]
     max_tokens: int
     eos_token_ids: tuple[int, ...]
+    """Any of these ends the output …"""
     sampling: SamplingParams
     request_class: RequestClass
     arrival_s: float
@@ -99,6 +100,8 @@ class NewRequest:
     constraint: Constraint | None = None
     names: tuple[str, ...] = ()
     """As in `Submit`: set by the response."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """… of which these do so only because the request says it."""
     discards_output: bool = False
     """Only the prompt's log-probabilities are wanted: the one token that is drawn is dropped."""
 

@@ -103,29 +103,32 @@ class AnswerSize:
     num_choices: int = 1
     """Of each prompt."""
     num_logprobs: int = 0
-    """Of each token, besides its own."""
-    echoes: bool = False
-    """Whether it begins with the prompt."""
+    """Of each token of the output, besides its own."""
+    prompt_items: int = 0
+    """Of each token of a prompt, in all choices together: ids and log-probabilities."""
 
     @property
     def _items_per_token(self) -> int:
         return self.num_choices * (1 + self.num_logprobs)
 
-    def most_tokens(self, max_items: int, num_echoed: int, num_prompts: int) -> int:
+    def most_tokens(self, max_items: int, prompt_lens: Sequence[int]) -> int:
         """Return how many tokens every completion may have, at least one."""
-        num_tokens = max_items // self._items_per_token - num_echoed
-        return max(1, num_tokens // num_prompts)
+        num_left = max_items - self.prompt_items * sum(prompt_lens)
+        return max(1, num_left // self._items_per_token // len(prompt_lens))
 
-    def check(self, max_items: int, num_echoed: int, limits: Sequence[int], param: str) -> None:
+    def check(
+        self, max_items: int, prompt_lens: Sequence[int], limits: Sequence[int], param: str
+    ) -> None:
         """Raise InvalidRequest if an answer of this size has too many items."""
-        num_tokens = num_echoed + sum(limits)
-        if (num_items := num_tokens * self._items_per_token) <= max_items:
+        num_of_prompts = self.prompt_items * sum(prompt_lens)
+        num_items = num_of_prompts + self._items_per_token * sum(limits)
+        if num_items <= max_items:
             return
         raise InvalidRequest(
             f"the answer must have at most {max_items} tokens and log-probabilities"
-            f" ({flag_name('max_answer_items')}), got {num_items}: {num_tokens} tokens of"
-            f" {len(limits)} prompts ({num_echoed} echoed, {sum(limits)} by {param}) times n"
-            f" {self.num_choices} times (1 + {self.num_logprobs} log-probabilities)",
+            f" ({flag_name('max_answer_items')}), got {num_items}: {sum(limits)} tokens of"
+            f" {len(limits)} prompts by {param} times n {self.num_choices} times"
+            f" (1 + {self.num_logprobs} log-probabilities), and {num_of_prompts} of the prompts",
             param=param,
             code="answer_too_large",
         )
@@ -202,13 +205,12 @@ class Service:
                 would have too many items.
             RequestFailed: no router is ready, so the KV pool's size is not known.
         """
-        num_echoed = sum(prompt_lens) if size.echoes else 0
-        most = size.most_tokens(self.config.max_answer_items, num_echoed, len(prompt_lens))
+        most = size.most_tokens(self.config.max_answer_items, prompt_lens)
         limits = []
         for num_prompt_tokens in prompt_lens:
             room = self._room(num_prompt_tokens, asked, param)
             limits.append(min(default or room, room, most) if asked is None else asked)
-        size.check(self.config.max_answer_items, num_echoed, limits, param)
+        size.check(self.config.max_answer_items, prompt_lens, limits, param)
         return limits
 
     def _room(self, num_prompt_tokens: int, asked: int | None, param: str) -> int:

@@ -1,8 +1,9 @@
-"""Log-probabilities and echoed prompts: the shapes of each route, streamed and whole."""
+"""What answers say besides the text: log-probabilities, ids, prompts, how each choice ended."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from support.fake_router import Answer, frontend, says, sse_data
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
-from lightserve.messages.common import TokenLogprob
+from lightserve.frontend.openai.logprobs import token_text
+from lightserve.messages.common import TokenLogprob, unpack_int32
 from lightserve.messages.frontend_router import RequestDelta, Submit
 from lightserve.models.config import load_model_config
 from lightserve.tokenization.tokenizer import Tokenizer
@@ -120,12 +122,8 @@ def test_echo_without_log_probabilities_asks_for_none() -> None:
     for prompt, text in ((PROMPT, "ü!"), ("hello", "hello")):
         answer, submit = _post("/v1/completions", {**COMPLETION, "prompt": prompt, "echo": True})
         assert submit.sampling.num_prompt_logprobs is None
-        assert answer["choices"][0] == {
-            "index": 0,
-            "text": text + TEXT,
-            "logprobs": None,
-            "finish_reason": "stop",
-        }
+        choice = answer["choices"][0]
+        assert (choice["text"], choice["logprobs"]) == (text + TEXT, None)
 
 
 def test_max_tokens_0_only_echoes() -> None:
@@ -170,3 +168,173 @@ def test_generate_has_prompt_tokens_top_tokens_and_the_whole_text() -> None:
     assert [token["logprob"] for token in details["prefill"]] == expected
     assert [token["id"] for token in details["tokens"]] == TOKENS[:7]
     assert [[top["id"] for top in tops] for tops in details["top_tokens"]] == [[0, 1]] * 7
+
+
+# ---------------------------------------------------------------------- ids of tokens
+
+BOTH = pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)]
+)
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 0, "echo": True}])
+@pytest.mark.parametrize("n", [1, 2])
+def test_ids_of_completions(n: int, fields: dict[str, Any]) -> None:
+    asked = {**COMPLETION, "prompt": [PROMPT, [7, 8]], "n": n, "return_token_ids": True, **fields}
+    whole, _ = _post("/v1/completions", asked)
+    chunks, _ = _post("/v1/completions", asked | {"stream": True})
+    for index, choice in enumerate(whole["choices"]):
+        prompt = [PROMPT, [7, 8]][index // n]
+        assert choice["prompt_token_ids"] == prompt
+        assert choice["token_ids"] == [*TOKENS, EOS]
+        own = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == index]
+        assert own[0]["prompt_token_ids"] == prompt
+        assert not any("prompt_token_ids" in later for later in own[1:])
+        assert [*itertools.chain(*(later["token_ids"] for later in own))] == [*TOKENS, EOS]
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": True}])
+def test_ids_of_chats(fields: dict[str, Any]) -> None:
+    asked = {**CHAT, "n": 2, "return_token_ids": True, **fields}
+    whole, submit = _post("/v1/chat/completions", asked)
+    prompt = unpack_int32(submit.prompt[0].token_ids).tolist()
+    assert whole["prompt_token_ids"] == prompt
+    assert [choice["token_ids"] for choice in whole["choices"]] == [[*TOKENS, EOS]] * 2
+    chunks, _ = _post("/v1/chat/completions", asked | {"stream": True})
+    assert chunks[0]["prompt_token_ids"] == prompt
+    assert not any("prompt_token_ids" in chunk for chunk in chunks[1:-1])
+    for index in range(2):
+        own = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == index]
+        assert [*itertools.chain(*(choice.get("token_ids", []) for choice in own))] == [
+            *TOKENS,
+            EOS,
+        ]
+        assert "".join(choice["delta"].get("content", "") for choice in own) == TEXT
+
+
+@BOTH
+def test_ids_are_told_up_to_a_stop_string_and_only_if_asked_for(
+    path: str, body: dict[str, Any]
+) -> None:
+    whole, _ = _post(path, body | {"stop": "😀", "return_token_ids": True})
+    assert whole["choices"][0]["token_ids"] == TOKENS[:7]
+    for asked in (None, False):
+        whole, _ = _post(path, body | {"return_token_ids": asked})
+        of_prompt = whole["choices"][0] if path == "/v1/completions" else whole
+        assert of_prompt["prompt_token_ids"] is of_prompt["prompt_logprobs"] is None
+        assert whole["choices"][0]["token_ids"] is None
+        chunks, _ = _post(path, body | {"return_token_ids": asked, "stream": True})
+        assert not any("token_ids" in chunk["choices"][0] for chunk in chunks[:-1])
+        assert not any("prompt_token_ids" in str(chunk) for chunk in chunks)
+
+
+# ---------------------------------------------------------------------- prompt_logprobs
+
+
+@pytest.mark.parametrize("num_top", [0, 2])
+def test_prompt_logprobs_of_completions(num_top: int) -> None:
+    asked = {**COMPLETION, "prompt": [PROMPT, [7, 8]], "n": 2, "prompt_logprobs": num_top}
+    answer, submit = _post("/v1/completions", asked)
+    assert submit.sampling.num_prompt_logprobs is None, "the first of the two has asked"
+    for index, choice in enumerate(answer["choices"]):
+        first, *others = choice["prompt_logprobs"]
+        assert first is None
+        token_ids = [PROMPT, [7, 8]][index // 2][1:]
+        for number, (token_id, entry) in enumerate(zip(token_ids, others, strict=True), 1):
+            assert entry[str(token_id)]["logprob"] == -number / 8
+            assert entry[str(token_id)]["rank"] is None
+            assert entry[str(token_id)]["decoded_token"] == token_text(TOKENIZER, token_id)
+            top = {key: value for key, value in entry.items() if key != str(token_id)}
+            assert [(key, value["rank"]) for key, value in top.items()] == (
+                [("0", 1), ("1", 2)] if num_top else []
+            )
+
+
+def test_prompt_logprobs_of_chats() -> None:
+    answer, submit = _post("/v1/chat/completions", {**CHAT, "prompt_logprobs": 1})
+    assert submit.sampling.num_prompt_logprobs == 1
+    first, *others = answer["prompt_logprobs"]
+    assert first is None
+    assert len(others) == answer["usage"]["prompt_tokens"] - 1
+    assert "prompt_logprobs" not in answer["choices"][0]
+
+
+def test_a_prompt_token_among_the_most_probable_has_its_rank() -> None:
+    def answer(submit: Submit) -> list[RequestDelta]:
+        known = [TokenLogprob(-1.0, [9, PROMPT[1]], [-0.5, -1.0])]
+        known += [TokenLogprob(-math.inf, [9, 3], [-0.1, -2.0])]
+        return [RequestDelta(submit.request_id, [EOS], FinishReason.STOP, prompt_logprobs=known)]
+
+    told, _ = _post("/v1/completions", {**COMPLETION, "prompt_logprobs": 2}, answer)
+    _, second, third = told["choices"][0]["prompt_logprobs"]
+    assert {key: value["rank"] for key, value in second.items()} == {str(PROMPT[1]): 2, "9": 1}
+    assert third[str(PROMPT[2])]["logprob"] == -9999.0
+
+
+def test_prompt_logprobs_beside_an_echo_are_the_same() -> None:
+    asked = {**COMPLETION, "echo": True, "logprobs": 1, "prompt_logprobs": 1, "n": 2}
+    answer, submit = _post("/v1/completions", asked)
+    assert submit.sampling.num_prompt_logprobs == 1
+    for choice in answer["choices"]:
+        echoed = choice["logprobs"]["token_logprobs"][: len(PROMPT)]
+        known = zip(PROMPT, choice["prompt_logprobs"], strict=True)
+        assert echoed == [entry and entry[str(token)]["logprob"] for token, entry in known]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *[{"prompt_logprobs": value} for value in (-1, 21, True, 1.5, "1", [1])],
+        {"prompt_logprobs": 0, "stream": True},
+        {"prompt_logprobs": 1, "logprobs": 2, "echo": True},
+    ],
+)
+def test_prompt_logprobs_that_cannot_be(
+    path: str, body: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    if "echo" in fields and path != "/v1/completions":
+        return
+
+    async def scenario() -> None:
+        async with frontend(says([5, EOS])) as setup:
+            response = await setup.post(path, body | fields)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "prompt_logprobs"
+
+    asyncio.run(scenario())
+
+
+# ---------------------------------------------------------------------- how it ended
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        ({}, ["stop", None, EOS]),
+        ({"stop": ["zzz", "😀"]}, ["stop", "😀", "😀"]),
+        ({"stop": ["zzz"]}, ["stop", None, EOS]),
+        ({"stop_token_ids": [EOS]}, ["stop", None, EOS]),
+        ({"stop_token_ids": [EOS], "ignore_eos": True}, ["stop", EOS, EOS]),
+        ({"stop_token_ids": [TOKENS[-1]]}, ["stop", TOKENS[-1], TOKENS[-1]]),
+        ({"max_tokens": 3}, ["length", None, None]),
+    ],
+)
+def test_what_ended_a_choice(
+    path: str, body: dict[str, Any], fields: dict[str, Any], end: list[int | str | None]
+) -> None:
+    ended_by_b = fields.get("stop_token_ids") == [TOKENS[-1]]
+    answer = says(TOKENS if ended_by_b else [*TOKENS, EOS])
+    expected = dict(zip(("finish_reason", "stop_reason", "matched_stop"), end, strict=True))
+    whole, _ = _post(path, body | fields, answer)
+    assert whole["choices"][0].items() >= expected.items()
+    chunks, _ = _post(path, body | fields | {"stream": True}, answer)
+    *before, last = [chunk["choices"][0] for chunk in chunks[:-1]]
+    assert last.items() >= expected.items()
+    assert not any("stop_reason" in choice for choice in before)
+
+
+def test_what_ended_an_echo_alone() -> None:
+    answer, _ = _post("/v1/completions", {**COMPLETION, "max_tokens": 0, "echo": True})
+    assert answer["choices"][0]["matched_stop"] is None

@@ -116,17 +116,23 @@ def _chat(text: str = "hi", **fields: Any) -> dict[str, Any]:
         (
             COMPLETIONS,
             _completion(prompt=[[5] * 30] * 2, n=3, echo=True, logprobs=4, max_tokens=10),
-            "80 tokens of 2 prompts (60 echoed, 20 by max_tokens) times n 3 times (1 + 4",
+            "20 tokens of 2 prompts by max_tokens times n 3 times (1 + 4 log-probabilities),"
+            " and 900 of the prompts",
         ),
         (
             CHAT,
             _chat(n=3, max_completion_tokens=70, logprobs=True, top_logprobs=5, stream=True),
-            "70 tokens of 1 prompts (0 echoed, 70 by max_completion_tokens) times n 3 times (1 + 5",
+            "70 tokens of 1 prompts by max_completion_tokens times n 3 times (1 + 5",
         ),
         (
             "/generate",
             {"inputs": "a" * 9, "parameters": {"max_new_tokens": 300, "top_n_tokens": 3}},
-            "300 tokens of 1 prompts (0 echoed, 300 by parameters.max_new_tokens) times n 1",
+            "300 tokens of 1 prompts by parameters.max_new_tokens times n 1",
+        ),
+        (
+            CHAT,
+            _chat("a" * 80, n=2, max_tokens=1, prompt_logprobs=19, return_token_ids=True),
+            "1 tokens of 1 prompts by max_tokens times n 2 times (1 + 0 log-probabilities), and ",
         ),
     ],
 )

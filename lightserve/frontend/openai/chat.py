@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -15,12 +15,16 @@ from starlette.responses import Response
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.choices import Choices
-from lightserve.frontend.columns import PieceColumns, json_object
-from lightserve.frontend.generation import Generation, TextDelta, Usage
+from lightserve.frontend.columns import ITEMS_PER_PIECE, Piece, PieceColumns, json_list, json_object
+from lightserve.frontend.generation import Generation, TextDelta
 from lightserve.frontend.json_body import BODY_BYTES_KEY, StrictModel, read_model, show
-from lightserve.frontend.openai.chunks import ChunkWriter, whole_answer
+from lightserve.frontend.openai.chunks import ChunkWriter, end_fields, whole_answer
 from lightserve.frontend.openai.fields import CommonFields
-from lightserve.frontend.openai.logprobs import chat_logprobs, chat_logprobs_json
+from lightserve.frontend.openai.logprobs import (
+    chat_logprobs,
+    chat_logprobs_json,
+    prompt_logprobs_json,
+)
 from lightserve.frontend.openai.no_effect import CHAT_NO_EFFECT, MESSAGE_NO_EFFECT, NoEffectModel
 from lightserve.frontend.openai.output_parser import MessageBuffer, OutputParser, ParserOptions
 from lightserve.frontend.openai.reasoning import END_OF_THINK, THINK
@@ -256,7 +260,8 @@ class ChatShape:
 
     def __init__(self, service: Service, request: ChatRequest) -> None:
         self.request_id = new_request_id("chatcmpl")
-        self.wants_pieces = bool(request.logprobs)
+        self._request = request
+        self.wants_pieces = bool(request.logprobs or request.return_token_ids)
         self._tokenizer = service.model.tokenizer
         self._envelope = {
             "id": self.request_id,
@@ -283,19 +288,37 @@ class ChatShape:
         """Yield chunks with the parts of the text, if any; the last has the finish reason."""
         generation = choices.generations[index]
         if index not in self._parsers:
-            slo = raised_slo([generation])
-            usage = dataclasses.replace(generation.usage, completion_tokens=0)
-            yield self._chunk(index, _ROLE, usage, slo=slo)
+            yield self._first_chunk(index, generation)
         parts = self._parts(index, delta)
         reason = self._reason(index, delta.finish_reason)
         if not parts and (delta.pieces or reason is not None):
             parts = [{"content": ""} if reason is None else {}]
-        logprobs = chat_logprobs(self._tokenizer, delta.pieces) if self.wants_pieces else None
+        pieces: Sequence[Piece] = delta.pieces
         for number, part in enumerate(parts, 1):
-            end = reason if number == len(parts) else None
-            usage = generation.usage
-            yield self._chunk(index, part, usage, logprobs=logprobs, finish_reason=end)
-            logprobs = None
+            is_last = number == len(parts)
+            choice = self._choice(index, part, pieces)
+            choice |= end_fields(generation, reason if is_last else None)
+            yield self._writer.chunk(choice, generation.usage)
+            pieces = ()
+
+    def _first_chunk(self, index: int, generation: Generation) -> bytes:
+        """Return the chunk that names a choice's role."""
+        fields: dict[str, Any] = {"slo": raised_slo([generation])}
+        if self._request.return_token_ids and not self._parsers:
+            fields["prompt_token_ids"] = list(generation.request.prompt_token_ids)
+        choice = {"index": index, "delta": _ROLE, "logprobs": None, "finish_reason": None}
+        usage = dataclasses.replace(generation.usage, completion_tokens=0)
+        return self._writer.chunk(choice, usage, fields)
+
+    def _choice(self, index: int, part: dict[str, Any], pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Return the choice of a chunk, with the tokens behind its and all following parts."""
+        logprobs = None
+        if self._request.logprobs and pieces:
+            logprobs = chat_logprobs(self._tokenizer, pieces)
+        choice = {"index": index, "delta": part, "logprobs": logprobs}
+        if self._request.return_token_ids:
+            choice["token_ids"] = [piece.token_id for piece in pieces]
+        return choice
 
     def closing(self, choices: Choices) -> bytes:
         """Return usage, if wanted, and the end."""
@@ -309,19 +332,33 @@ class ChatShape:
     def whole(self, choices: Choices) -> Iterator[bytes]:
         """Yield the chat completion object."""
         objects = (self._object(*numbered) for numbered in enumerate(choices.generations))
-        return whole_answer(self._envelope, objects, choices)
+        return whole_answer(self._envelope, objects, choices, self._of_prompt(choices.first))
+
+    def _of_prompt(self, first: Generation) -> dict[str, Any]:
+        """Return what a whole answer says of the prompt."""
+        own = first.request.prompt_token_ids
+        fields: dict[str, Any] = {"prompt_logprobs": None, "prompt_token_ids": None}
+        if self._request.prompt_logprobs is not None:
+            known = prompt_logprobs_json(self._tokenizer, own, first.prompt_logprobs)
+            fields["prompt_logprobs"] = known
+        if self._request.return_token_ids:
+            fields["prompt_token_ids"] = json_list(own, ITEMS_PER_PIECE)
+        return fields
 
     def _object(self, index: int, generation: Generation) -> Iterator[bytes]:
         message = {"role": "assistant", "refusal": None, **self._messages[index].fields()}
-        logprobs = None
-        if self.wants_pieces:
+        logprobs = token_ids = None
+        if self._request.logprobs:
             logprobs = chat_logprobs_json(self._tokenizer, self._pieces[index])
+        if self._request.return_token_ids:
+            token_ids = json_list(self._pieces[index].token_ids, ITEMS_PER_PIECE)
         return json_object(
             {
                 "index": index,
                 "message": json_object(message),
                 "logprobs": logprobs,
-                "finish_reason": self._reason(index, generation.finish_reason),
+                **end_fields(generation, self._reason(index, generation.finish_reason)),
+                "token_ids": token_ids,
             }
         )
 
@@ -339,24 +376,6 @@ class ChatShape:
         """Return why a choice ended, in OpenAI's words."""
         is_call = reason is FinishReason.STOP and self._parsers[index].num_calls > 0
         return "tool_calls" if is_call else reason
-
-    def _chunk(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        usage: Usage,
-        *,
-        logprobs: dict[str, Any] | None = None,
-        finish_reason: str | None = None,
-        slo: dict[str, Any] | None = None,
-    ) -> bytes:
-        choice = {
-            "index": index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
-        return self._writer.chunk(choice, usage, slo=slo)
 
 
 def chat_router(service: Service) -> APIRouter:
@@ -431,9 +450,16 @@ async def _prepare(
         asked,
         default=None,
         param=body.limit_param,
-        size=AnswerSize(num_choices=body.num_choices, num_logprobs=num_logprobs),
+        size=AnswerSize(
+            num_choices=body.num_choices,
+            num_logprobs=num_logprobs,
+            prompt_items=body.prompt_items,
+        ),
     )
-    sampling = body.sampling_request(num_logprobs=num_logprobs if body.logprobs else None)
+    sampling = body.sampling_request(
+        num_logprobs=num_logprobs if body.logprobs else None,
+        num_prompt_logprobs=body.prompt_logprobs,
+    )
     wish = await service.encoder.run(functools.partial(tools.wish, service.config), size=size)
     constraint = await body.resolve_constraint(service, wish)
     if tools.offered and constraint is not None and not tools.required:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum, auto
 from typing import Any
 
@@ -10,10 +10,11 @@ from msgspec.json import encode
 
 from lightserve.frontend.choices import Choices
 from lightserve.frontend.columns import json_array, json_object
-from lightserve.frontend.generation import Usage
+from lightserve.frontend.generation import Generation, Usage
 from lightserve.frontend.raised_targets import raised_slo
 from lightserve.frontend.responses import sse_event
 
+NO_FIELDS: Mapping[str, Any] = {}
 DONE = sse_event(b"[DONE]")
 
 
@@ -37,12 +38,27 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
+def end_fields(generation: Generation, finish_reason: str | None) -> dict[str, Any]:
+    """Return how a choice ended, if it has: in OpenAI's words, and what it was, as vLLM and SGLang
+    tell it."""
+    if finish_reason is None:
+        return {"finish_reason": None}
+    return {
+        "finish_reason": finish_reason,
+        "stop_reason": generation.stop_reason,
+        "matched_stop": generation.matched_stop,
+    }
+
+
 def whole_answer(
-    envelope: dict[str, Any], objects: Iterable[Iterator[bytes]], choices: Choices
+    envelope: dict[str, Any],
+    objects: Iterable[Iterator[bytes]],
+    choices: Choices,
+    fields: Mapping[str, Any] = NO_FIELDS,
 ) -> Iterator[bytes]:
-    """Yield the body of an answer that is not streamed."""
+    """Yield the body of an answer that is not streamed; values of `fields` may come in pieces."""
     usage = usage_object(choices.usage)
-    answer = {**envelope, "choices": json_array(objects), "usage": usage}
+    answer = {**envelope, "choices": json_array(objects), "usage": usage, **fields}
     if (slo := raised_slo(choices.generations)) is not None:
         answer["slo"] = slo
     return json_object(answer)
@@ -58,13 +74,16 @@ class ChunkWriter:
         self._suffix = b"}\n\n" if usage is UsageChunks.NONE else b',"usage":null}\n\n'
 
     def chunk(
-        self, choice: dict[str, Any], usage: Usage, *, slo: dict[str, Any] | None = None
+        self, choice: dict[str, Any], usage: Usage, fields: dict[str, Any] | None = None
     ) -> bytes:
-        """Return one chunk with this choice, and what there is to say of raised targets.
+        """Return one chunk with this choice, and with `fields` of its own that are not null.
 
         `usage` is the choice's so far.
         """
-        prefix = self._prefix if slo is None else self._prefix + b',"slo":' + encode(slo)
+        prefix = self._prefix
+        for name, value in (fields or {}).items():
+            if value is not None:
+                prefix += b"," + encode(name) + b":" + encode(value)
         suffix = self._suffix
         if self._usage is UsageChunks.ALL:
             suffix = b',"usage":' + encode(usage_object(usage)) + b"}\n\n"

@@ -17,21 +17,24 @@ from starlette.responses import Response
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.choices import Choices
 from lightserve.frontend.columns import (
+    ITEMS_PER_PIECE,
     Piece,
     PieceColumns,
     TextBuffer,
     batches,
+    json_list,
     json_object,
     json_text,
     text_parts,
 )
-from lightserve.frontend.generation import Generation, TextDelta
+from lightserve.frontend.generation import TextDelta
 from lightserve.frontend.json_body import Integer, read_model, show, whole_numbers
-from lightserve.frontend.openai.chunks import ChunkWriter, whole_answer
+from lightserve.frontend.openai.chunks import ChunkWriter, end_fields, whole_answer
 from lightserve.frontend.openai.fields import CommonFields
 from lightserve.frontend.openai.logprobs import (
     CompletionLogprobs,
     completion_logprobs_json,
+    prompt_logprobs_json,
     prompt_pieces,
 )
 from lightserve.frontend.openai.no_effect import COMPLETION_NO_EFFECT
@@ -105,6 +108,23 @@ class CompletionRequest(CommonFields):
             raise InvalidRequest(
                 "max_tokens must be at least 1 unless echo is true, got 0", param="max_tokens"
             )
+        known = self.prompt_logprobs
+        if self.echo and None not in (known, self.logprobs) and known != self.logprobs:
+            raise InvalidRequest(
+                f"prompt_logprobs must be equal to logprobs ({self.logprobs}) where echo is true,"
+                f" got {known}",
+                param="prompt_logprobs",
+            )
+
+    @property
+    def echoes(self) -> bool:
+        """Whether each completion begins with the prompt."""
+        return bool(self.echo)
+
+    @property
+    def prompt_items(self) -> int:
+        """What each completion has of each token of its prompt: ids and log-probabilities."""
+        return super().prompt_items + (1 + (self.logprobs or 0) if self.echo else 0)
 
     def _check_suffix(self) -> None:
         if not all(isinstance(prompt, str) for prompt in self.prompt):
@@ -124,7 +144,7 @@ class CompletionShape:
 
     def __init__(self, service: Service, request: CompletionRequest) -> None:
         self.request_id = new_request_id("cmpl")
-        self.wants_pieces = request.logprobs is not None
+        self.wants_pieces = request.logprobs is not None or bool(request.return_token_ids)
         self.prompt_texts: list[str] = []
         """Of each prompt, where it is echoed; set once they are encoded."""
         self._request = request
@@ -137,7 +157,7 @@ class CompletionShape:
             "service_tier": request.used_tier,
         }
         self._writer = ChunkWriter(self._envelope, usage=request.usage_chunks)
-        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._begun: dict[int, CompletionLogprobs] = {}
         """Of the completions that have begun, in a stream."""
         self._texts: defaultdict[int, TextBuffer] = defaultdict(TextBuffer)
         self._pieces: defaultdict[int, PieceColumns] = defaultdict(PieceColumns)
@@ -149,28 +169,45 @@ class CompletionShape:
 
     def delta(self, index: int, delta: TextDelta, choices: Choices) -> Iterator[bytes]:
         """Yield one chunk; after those of an echoed prompt, if it is long."""
-        pieces: Iterable[Piece] = delta.pieces
         generation = choices.generations[index]
-        text, slo = delta.text, None
-        if (builder := self._logprobs.get(index)) is None:
-            builder = self._logprobs[index] = CompletionLogprobs(self._tokenizer)
-            slo = raised_slo([generation])
+        usage, text = generation.usage, delta.text
+        first: dict[str, Any] = {}
+        """What only the first chunk of a choice says, of the choice and of itself."""
+        fields: dict[str, Any] = {}
+        prompt: Iterable[Piece] = ()
+        if index not in self._begun:
+            self._begun[index] = CompletionLogprobs(self._tokenizer)
+            fields = {"slo": raised_slo([generation])}
             text = self._prompt_text(index) + text
-            if self.prompt_texts and self.wants_pieces:
-                own, known = generation.request.prompt_token_ids, generation.prompt_logprobs
-                pieces = itertools.chain(prompt_pieces(self._tokenizer, own, known), pieces)
-        if not self.wants_pieces:
-            last = _choice(index, text, None, delta.finish_reason)
-            yield self._writer.chunk(last, generation.usage, slo=slo)
-            return
-        parts = batches(pieces, TOKENS_PER_CHUNK)
-        part = next(parts, [])
+            own, known = generation.request.prompt_token_ids, generation.prompt_logprobs
+            if self.prompt_texts and self._request.logprobs is not None:
+                prompt = prompt_pieces(self._tokenizer, own, known)
+            if self._request.return_token_ids:
+                first = {"prompt_token_ids": list(own)}
+        parts = itertools.chain(
+            ((part, False) for part in batches(prompt, TOKENS_PER_CHUNK)),
+            ((part, True) for part in batches(delta.pieces, TOKENS_PER_CHUNK)),
+        )
+        part = next(parts, ([], True))
         for following in parts:
-            choice = _choice(index, text, builder.of_pieces(part), None)
-            yield self._writer.chunk(choice, generation.usage, slo=slo)
-            part, text, slo = following, "", None
-        last = _choice(index, text, builder.of_pieces(part), delta.finish_reason)
-        yield self._writer.chunk(last, generation.usage, slo=slo)
+            choice = self._choice(index, text, part, end_fields(generation, None))
+            yield self._writer.chunk(choice | first, usage, fields)
+            part, text, first, fields = following, "", {}, {}
+        last = self._choice(index, text, part, end_fields(generation, delta.finish_reason))
+        yield self._writer.chunk(last | first, usage, fields)
+
+    def _choice(
+        self, index: int, text: str, part: tuple[Sequence[Piece], bool], end: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the choice of a chunk; `part`: tokens, and whether they are output."""
+        pieces, is_output = part
+        logprobs = None
+        if self._request.logprobs is not None:
+            logprobs = self._begun[index].of_pieces(pieces)
+        choice = {"index": index, "text": text, "logprobs": logprobs, **end}
+        if self._request.return_token_ids:
+            choice["token_ids"] = [piece.token_id for piece in pieces] if is_output else []
+        return choice
 
     def closing(self, choices: Choices) -> bytes:
         """Return usage, if wanted, and the end."""
@@ -183,26 +220,38 @@ class CompletionShape:
 
     def whole(self, choices: Choices) -> Iterator[bytes]:
         """Yield the completion object."""
-        objects = (self._object(*numbered) for numbered in enumerate(choices.generations))
+        objects = (self._object(index, choices) for index in range(len(choices.generations)))
         return whole_answer(self._envelope, objects, choices)
 
-    def _object(self, index: int, generation: Generation) -> Iterator[bytes]:
+    def _object(self, index: int, choices: Choices) -> Iterator[bytes]:
+        generation = choices.generations[index]
         text = itertools.chain(text_parts(self._prompt_text(index)), self._texts[index].parts())
-        logprobs = None
-        if self.wants_pieces:
-            prompt = generation.request.prompt_token_ids, generation.prompt_logprobs
-            logprobs = completion_logprobs_json(
-                self._tokenizer, prompt if self.prompt_texts else None, self._pieces[index]
-            )
-        return json_object(_choice(index, json_text(text), logprobs, generation.finish_reason))
+        own, pieces = generation.request.prompt_token_ids, self._pieces[index]
+        logprobs = prompt_logprobs = prompt_token_ids = token_ids = None
+        if self._request.logprobs is not None:
+            prompt = (own, generation.prompt_logprobs) if self.prompt_texts else None
+            logprobs = completion_logprobs_json(self._tokenizer, prompt, pieces)
+        if self._request.prompt_logprobs is not None:
+            first = choices.generations[index - index % self._request.num_choices]
+            prompt_logprobs = prompt_logprobs_json(self._tokenizer, own, first.prompt_logprobs)
+        if self._request.return_token_ids:
+            prompt_token_ids = json_list(own, ITEMS_PER_PIECE)
+            token_ids = json_list(pieces.token_ids, ITEMS_PER_PIECE)
+        return json_object(
+            {
+                "index": index,
+                "text": json_text(text),
+                "logprobs": logprobs,
+                **end_fields(generation, generation.finish_reason),
+                "prompt_logprobs": prompt_logprobs,
+                "prompt_token_ids": prompt_token_ids,
+                "token_ids": token_ids,
+            }
+        )
 
     def _prompt_text(self, index: int) -> str:
         """Return what of the prompt stands in front of a completion."""
         return self.prompt_texts[index // self._request.num_choices] if self.prompt_texts else ""
-
-
-def _choice(index: int, text: Any, logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def completions_router(service: Service) -> APIRouter:
@@ -269,11 +318,13 @@ async def _requests(
         size=AnswerSize(
             num_choices=body.num_choices,
             num_logprobs=body.logprobs or 0,
-            echoes=bool(body.echo),
+            prompt_items=body.num_choices * body.prompt_items,
         ),
     )
+    echoed = body.logprobs if body.echo else None
     sampling = body.sampling_request(
-        num_logprobs=body.logprobs, num_prompt_logprobs=body.logprobs if body.echo else None
+        num_logprobs=body.logprobs,
+        num_prompt_logprobs=echoed if body.prompt_logprobs is None else body.prompt_logprobs,
     )
     constraint = await body.resolve_constraint(service)
     requests = body.new_requests(

@@ -23,6 +23,7 @@ from lightserve.frontend.sampling import (
     MinP,
     MinTokens,
     NumChoices,
+    NumLogprobs,
     Penalty,
     RepetitionPenalty,
     SamplingRequest,
@@ -112,6 +113,8 @@ class CommonFields(NoEffectModel):
     stop_token_ids: StopTokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
@@ -129,6 +132,17 @@ class CommonFields(NoEffectModel):
     def num_choices(self) -> int:
         """Completions of each prompt."""
         return self.n or 1
+
+    @property
+    def echoes(self) -> bool:
+        """Whether each completion begins with the prompt."""
+        return False
+
+    @property
+    def prompt_items(self) -> int:
+        """What is told of each token of a prompt, besides an echo: its id, log-probabilities."""
+        known = 0 if self.prompt_logprobs is None else 1 + self.prompt_logprobs
+        return known + bool(self.return_token_ids)
 
     @property
     def prediction_key(self) -> str:
@@ -176,6 +190,11 @@ class CommonFields(NoEffectModel):
                 "stream_options.continuous_usage_stats needs include_usage to be given: with true"
                 " every chunk has the usage, with false none has",
                 param="stream_options.continuous_usage_stats",
+            )
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest(
+                "prompt_logprobs needs stream to be false: they come with the whole answer",
+                param="prompt_logprobs",
             )
         if self.include_stop_str_in_output and not self.stop:
             raise InvalidRequest(
@@ -257,7 +276,8 @@ class CommonFields(NoEffectModel):
                     prompt_token_ids=prompt_token_ids,
                     max_tokens=max_tokens,
                     eos_token_ids=(*eos_ids, *stop_ids),
-                    sampling=msgspec.structs.replace(params, choice=choice),
+                    stop_token_ids=frozenset(stop_ids).difference(eos_ids),
+                    sampling=self._of_choice(params, choice),
                     request_class=terms.request_class,
                     arrival_s=terms.arrival_s,
                     slo=terms.slo,
@@ -267,6 +287,13 @@ class CommonFields(NoEffectModel):
                     includes_stop=bool(self.include_stop_str_in_output),
                     constraint=constraint,
                 )
+
+    def _of_choice(self, params: SamplingParams, choice: int) -> SamplingParams:
+        """Return the parameters of one of the `n`; the first asks about the prompt for all."""
+        params = msgspec.structs.replace(params, choice=choice)
+        if choice == 0 or self.echoes:
+            return params
+        return msgspec.structs.replace(params, num_prompt_logprobs=None)
 
     @staticmethod
     def _check_min_tokens(params: SamplingParams, max_tokens: int) -> None:

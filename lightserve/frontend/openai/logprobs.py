@@ -100,6 +100,33 @@ def prompt_pieces(
         yield Piece(token_id, detokenizer.push((token_id,)), logprob)
 
 
+def prompt_logprobs_json(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: LogprobColumns
+) -> Iterator[bytes]:
+    """Yield `prompt_logprobs` as JSON: null for the first token of the prompt, then by token id."""
+    known = itertools.chain([None], logprobs)
+    entries = (_by_id(tokenizer, *pair) for pair in zip(token_ids, known, strict=True))
+    return json_list(entries, logprobs.tokens_per_piece)
+
+
+def _by_id(
+    tokenizer: Tokenizer, token_id: int, logprob: TokenLogprob | None
+) -> dict[str, dict[str, Any]] | None:
+    """Return the token itself, without a rank unless it is one of the most probable, and these."""
+    if logprob is None:
+        return None
+    top = zip(logprob.top_token_ids, logprob.top_logprobs, strict=True)
+    ranked = [(token_id, logprob.logprob, None), *((*pair, n) for n, pair in enumerate(top, 1))]
+    return {
+        str(i): {
+            "logprob": max(value, LOWEST),
+            "rank": rank,
+            "decoded_token": token_text(tokenizer, i),
+        }
+        for i, value, rank in ranked
+    }
+
+
 def completion_logprobs_json(
     tokenizer: Tokenizer,
     prompt: tuple[Sequence[int], LogprobColumns] | None,

@@ -37,13 +37,39 @@ class CompletionLogprobsObject(StrictModel):
     text_offset: list[int]
 
 
-class CompletionChoice(StrictModel):
-    """One completion."""
+class PromptLogprob(StrictModel):
+    """Of a token of the prompt, or of one that could have been in its place."""
+
+    logprob: float
+    rank: int | None
+    """Among the most probable ones, from 1; null: it is none of those that were asked for."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""One entry per token of the prompt, by token id; null for the first."""
+
+
+class EndedChoice(StrictModel):
+    """How a completion ended."""
 
     index: int = Field(ge=0)
+    finish_reason: Finish
+    stop_reason: str | int | None
+    """The stop string, or the token of `stop_token_ids`, that ended it."""
+    matched_stop: str | int | None
+    """The same; also the model's own token at the end."""
+    token_ids: list[int] | None
+    """Of the output, with the one that ended it; with `return_token_ids`."""
+
+
+class CompletionChoice(EndedChoice):
+    """One completion."""
+
     text: str
     logprobs: CompletionLogprobsObject | None
-    finish_reason: Finish
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
 
 
 class Completion(StrictModel):
@@ -90,13 +116,11 @@ class AssistantMessage(StrictModel):
     tool_calls: list[dict[str, Any]] | None = None
 
 
-class ChatChoice(StrictModel):
+class ChatChoice(EndedChoice):
     """One completion."""
 
-    index: int = Field(ge=0)
     message: AssistantMessage
     logprobs: ChatLogprobsObject | None
-    finish_reason: Finish
 
 
 class ChatCompletion(StrictModel):
@@ -109,6 +133,8 @@ class ChatCompletion(StrictModel):
     service_tier: Tier
     choices: list[ChatChoice]
     usage: UsageObject
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
     slo: RaisedSLOObject | None = None
 
 
