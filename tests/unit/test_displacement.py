@@ -126,6 +126,18 @@ def test_nobody_gives_way_in_vain(
     assert play(running, waiting)[0].keys() >= {0, 1}
 
 
+@pytest.mark.parametrize(("prompt_ms", "who"), [(13, {0, 1, 5}), (15, {0, 5})])
+def test_nobody_gives_way_to_a_prompt_that_takes_more_steps_than_it_has(
+    prompt_ms: float, who: set[int]
+) -> None:
+    """Beside a decode of 2 ms that is due after 9, its 100 tokens take 14 ms in two steps, not 12.
+
+    With the 5 ms of the other decode there would be three steps, of 21 ms.
+    """
+    running = [decode(0, 9, context=2000), decode(1, 500, context=5000)]
+    assert play(running, [first_token(5, prompt_ms, 100)])[0].keys() == who
+
+
 def test_time_that_is_not_lent_is_no_gain() -> None:
     """100 ms are lent, and the nearest deadline is behind that."""
     prompt = make_request(5, BE, prompt=5000)

@@ -89,23 +89,23 @@ class TimedStep:
         """Whether a prompt, computed from here on without a pause, meets its deadline."""
         return self.seconds_to_end(request) <= self.residual(request)
 
-    def seconds_to_end(self, request: Request) -> float:
+    def seconds_to_end(self, request: Request, without: Collection[Request] = ()) -> float:
         """Return how long a prompt takes from here on without a pause, with the guard.
 
         In this step if there is room for all of it; otherwise in as many like it as it needs, each
-        with what is left beside the decodes: each computes these as well.
+        with what is left beside the decodes: each computes these as well, but those `without`.
         """
-        rest = request.num_schedulable_tokens
-        if (
-            rest <= self._budget
-            and self._seconds_with_all_of(request, self._shape) <= self._limit_s
-        ):
-            return self._seconds_with_all_of(request, self._shape)
-        chunk = self.tokens_per_step(request)
+        rest, shape = request.num_schedulable_tokens, self._without(without)
+        if rest <= self._budget + len(without):
+            seconds = self._seconds_with_all_of(request, shape)
+            if seconds <= self._limit_s:
+                return seconds
+        decodes = shape.decodes
+        chunk = self._tokens_beside(decodes, request)
         if chunk >= rest:
-            return self._seconds_with_all_of(request, self._shape.decodes)
+            return self._seconds_with_all_of(request, decodes)
         num_whole, last = divmod(rest, chunk)
-        start, decodes = request.next_position, self._shape.decodes
+        start = request.next_position
         ends = (start, start + (num_whole - 1) * chunk)
         whole_s = sum(self._seconds(decodes.plus(place, chunk)) for place in ends) / 2
         last_s = self._seconds(decodes.plus(start + rest - last, last)) if last else 0.0
@@ -119,7 +119,9 @@ class TimedStep:
 
     def tokens_per_step(self, request: Request) -> int:
         """Return how much of a prompt goes beside the decodes of a step, at least MIN_CHUNK."""
-        decodes = self._shape.decodes
+        return self._tokens_beside(self._shape.decodes, request)
+
+    def _tokens_beside(self, decodes: StepShape, request: Request) -> int:
         most = self._max_tokens - decodes.num_new
         if math.isfinite(self._limit_s) and self._cost.is_known:
             limit_s = self._limit_s / self._cost.guard
@@ -272,16 +274,17 @@ class TimedStep:
         ]
 
     def would_be_in_time(self, request: Request, without: Collection[Request]) -> bool:
-        """Whether one in it, or a prompt that joined with all its tokens, would be without others.
+        """Whether one in it, or a prompt, computed without a pause, would be without others.
 
-        These are decodes in it.
+        These are decodes in it; a prompt that takes several steps is without them in each.
         """
-        shape = self._without(without)
-        is_in = request in self.in_danger
-        time_s = self._seconds(shape) if is_in else self._seconds_with_all_of(request, shape)
-        return time_s <= self.residual(request)
+        if request in self.in_danger:
+            return self._seconds(self._without(without)) <= self.residual(request)
+        return self.seconds_to_end(request, without) <= self.residual(request)
 
     def _without(self, decodes: Collection[Request]) -> StepShape:
+        if not decodes:
+            return self._shape
         context = sum([request.next_position for request in decodes])
         return self._shape.plus_decodes(-len(decodes), -context)
 
