@@ -97,8 +97,6 @@ class RealTimeDemand:
         self._tightest_s = self._tightest_before_s = math.inf
         """To first tokens, in this window and in the one before in which any came."""
         self._most_held = self._most_held_before = 0
-        self._num_windows = 0
-        """That have ended since the first arrival."""
 
     def note_arrival(
         self,
@@ -135,15 +133,14 @@ class RealTimeDemand:
         self._note_window(now_s)
         self._most_held = max(self._most_held, held)
 
-    @property
-    def most_held(self) -> int | None:
-        """Tokens that all decodes of a step have read, at most of late.
+    def most_held(self, kv_per_step_s: float, step_s: float) -> float:
+        """Return the KV slots that decodes hold, at most of late or by Little's law if more.
 
-        None: requests have come for less than WINDOW_S, so that more may be to come.
+        Args:
+            kv_per_step_s: of the outlook.
+            step_s: what recent steps took.
         """
-        if self._num_arrivals > 0 and self._num_windows < 2:
-            return None
-        return max(self._most_held, self._most_held_before)
+        return max(self._most_held, self._most_held_before, kv_per_step_s * step_s)
 
     def note_end(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Learn that a request has ended, by whatever."""
@@ -188,7 +185,6 @@ class RealTimeDemand:
             self._tightest_before_s, self._tightest_s = self._tightest_s, math.inf
             self._most_held_before, self._most_held = self._most_held, 0
             self._window = window
-            self._num_windows += self._num_arrivals > 0
 
     def _at(self, now_s: float) -> tuple[float, float]:
         """Return the weighted arrivals and time as they are then."""

@@ -6,13 +6,14 @@ would take), which are made anew for every plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from lightserve.router.admission.base import PoolView
 from lightserve.router.be_pool import prefix_in_flight
 from lightserve.router.core_config import CoreConfig
-from lightserve.router.demand import RealTimeDemand
+from lightserve.router.demand import Outlook, RealTimeDemand
 from lightserve.router.fit import Fit
 from lightserve.router.kv.store import KVStore
 from lightserve.router.pipeline import Pipeline
@@ -26,7 +27,7 @@ from lightserve.router.turns import Turn
 from lightserve.types import BE, RT, RequestClass
 
 RT_GROWTH = 2
-"""Real-time requests may come to hold so many times what they held at most of late."""
+"""Real-time requests may come to hold so many times `RealTimeDemand.most_held`."""
 
 
 class StepPlanner:
@@ -68,13 +69,16 @@ class StepPlanner:
             now_s: the time.
             skips: is told whom the step leaves out.
         """
-        attempt = _Attempt(kv, headroom, self._pipeline.next_start_s(now_s), skips)
+        running = self.running()
+        start_s = self._pipeline.next_start_s(now_s)
+        outlook = self._demand.outlook(self._pipeline.cost.work, start_s)
+        be_room = self._be_room(kv, running, outlook)
+        attempt = _Attempt(kv, headroom, be_room, start_s, outlook, skips)
         if suspects:
             fit = self._try_suspect(attempt, suspects)
-            skips.note_all(self.running(), Reason.ORDER)
+            skips.note_all(running, Reason.ORDER)
             skips.stop_all(Reason.ORDER)
             return fit
-        running = self.running()
         looked_up = _LookedUp(
             self._waiting, kv, running, skips, by_sharing=self._config.be_by_sharing
         )
@@ -173,14 +177,14 @@ class StepPlanner:
             load_seconds=self._pipeline.load_seconds,
             ahead_seconds=self._pipeline.ahead_seconds,
             overlaps_copies=self._pipeline.overlaps_copies,
-            outlook=self._demand.outlook(self._pipeline.cost.work, attempt.start_s),
+            outlook=attempt.outlook,
             num_yielding_rows=num_yielding if self._is_class_aware else 0,
             turn=self._waiting.turn() if isinstance(waiting, _LookedUp) else Turn(),
             skips=skips,
         )
         admission = self._config.admission.begin(
             list(self._rows),
-            PoolView(kv.num_slots, attempt.headroom, self._be_room(kv), kv.lease_version),
+            PoolView(kv.num_slots, attempt.headroom, attempt.be_room, kv.lease_version),
             self._pipeline.next_step_id,
         )
         wanted = self._config.policy.select(running, waiting, limits, admission)
@@ -198,21 +202,19 @@ class StepPlanner:
             skips.lose(request, reason)
         return fit
 
-    def _be_room(self, kv: KVStore) -> int | None:
+    def _be_room(self, kv: KVStore, running: Sequence[Request], outlook: Outlook) -> int | None:
         """Return how many tokens best-effort newcomers may bring, see `PoolView`; None: any.
 
         One may start however large it is while no other of its class holds anything.
         """
         if not kv.saves:
             return None
-        started = [r for r in self._rows if r.request_class is BE and r.state is RUNNING]
+        started = [r for r in running if r.request_class is BE]
         started += self._waiting.paused(BE)
         if not started:
             return None
-        most_held = self._demand.most_held
-        num_rt = kv.num_slots
-        if most_held is not None:
-            num_rt = min(num_rt, RT_GROWTH * most_held)
+        held = self._demand.most_held(outlook.kv_per_step_s, self._pipeline.average_step_s)
+        num_rt = min(kv.num_slots, math.ceil(RT_GROWTH * held))
         num_known = sum([r.num_known_tokens for r in started])
         return max(0, kv.checkpoints.num_slots + kv.num_slots - num_rt - num_known)
 
@@ -235,8 +237,11 @@ class _Attempt(NamedTuple):
     kv: KVStore
     headroom: int
     """Slots that best-effort newcomers may not count on."""
+    be_room: int | None
+    """See `PoolView`."""
     start_s: float
     """When the step will begin."""
+    outlook: Outlook
     skips: Skips
 
 

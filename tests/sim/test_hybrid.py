@@ -232,10 +232,10 @@ class TestVirtualWorker:
 class TestRuns:
     def test_the_same_seed_gives_the_same_run_and_every_read_of_kv_is_right(self) -> None:
         """Memory is short, so that best-effort requests are paused and resume."""
-        short = dataclasses.replace(SMALL, rt="poisson:12", checks_kv=True)
-        first, again = sim.run_hybrid(short), sim.run_hybrid(short)
+        first = sim.run_hybrid(dataclasses.replace(SMALL, checks_kv=True))
+        again = sim.run_hybrid(dataclasses.replace(SMALL, checks_kv=True))
         assert figures(first) == figures(again)
-        other = sim.run_hybrid(dataclasses.replace(short, checks_kv=False, seed=1))
+        other = sim.run_hybrid(dataclasses.replace(SMALL, seed=1))
         assert figures(first) != figures(other)
         assert first.kv.pauses > 0 and first.kv.loaded_tokens > 0
         assert first.rt.evictions == 0 < first.be.evictions

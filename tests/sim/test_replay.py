@@ -60,7 +60,7 @@ def test_every_decision_is_repeated(policy: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", ["priority", "unified"])
 def test_who_loads_bit_by_bit_is_in_the_log_and_in_the_story(policy: str, tmp_path: Path) -> None:
-    path = record(tmp_path / "log.jsonl", "--policy", policy, "--host-kv-tokens", "4000")
+    path = record(tmp_path / "log.jsonl", "--policy", policy)
     records = [json.loads(line) for line in path.read_bytes().splitlines()]
     decisions = [fields for fields in records if fields["kind"] == "decision"]
     loads = [load for fields in decisions for load in fields["loads"]]

@@ -10,14 +10,9 @@ from lightserve.types import RequestClass
 
 @pytest.mark.parametrize(("request_class", "backlogs"), [(RT, (40, 80, 160)), (BE, (20, 50, 100))])
 def test_it_is_within_half_of_the_wait(
-    request_class: RequestClass, backlogs: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    request_class: RequestClass, backlogs: tuple[int, ...]
 ) -> None:
-    """Of a request that would have been let in, and of the client that comes when it is told to.
-
-    What real-time requests hold has been seen for as long as it takes to believe it: before that,
-    best-effort ones start late, which no prediction knows.
-    """
-    monkeypatch.setattr("lightserve.router.demand.WINDOW_S", 5.0)
+    """Of a request that would have been let in, and of the client that comes when it is told to."""
     waits = [play(Scene(request_class, n, scale=0.1, warm_s=15.0)) for n in backlogs]
     assert all(waited.is_within_half for waited in waits), waits
     assert waits[0].measured_s > 1.5 and waits[2].measured_s > 4 * waits[0].measured_s

@@ -17,6 +17,7 @@ from lightserve.router.demand import (
     MAX_IDLE_LIMIT_S,
     MEMORY_S,
     NO_OUTLOOK,
+    WINDOW_S,
     Outlook,
     RealTimeDemand,
 )
@@ -84,6 +85,21 @@ def test_those_that_go_on_count_by_what_they_have_had(mean: float, seed: int) ->
             demand.note_end(1, age + 2)
     load = demand.outlook(_tokens, 1.2).load
     assert 0.5 * mean < load / 0.1 - 1 < 1.5 * mean
+
+
+def test_most_memory_is_by_littles_law_until_more_was_seen() -> None:
+    """4 per second with 40 steps of 80 tokens: 640 where a step takes 50 ms, and 1,280 in 100."""
+    demand = RealTimeDemand()
+    assert demand.most_held(0.0, 0.05) == 0
+    demand.note_arrival(0.0, 60, max_output_tokens=1000)
+    assert demand.most_held(4 * 40 * 80, 0.05) == pytest.approx(640)
+    demand.note_decodes([400, 500], 1.0)
+    assert demand.most_held(4 * 40 * 80, 0.05) == 900
+    assert demand.most_held(4 * 40 * 80, 0.1) == pytest.approx(1280)
+    demand.note_decodes([], 1.0 + WINDOW_S)
+    assert demand.most_held(4 * 40 * 80, 0.05) == 900
+    demand.note_decodes([], 1.0 + 2 * WINDOW_S)
+    assert demand.most_held(4 * 40 * 80, 0.05) == pytest.approx(640)
 
 
 def test_what_stopped_is_forgotten() -> None:
