@@ -8,10 +8,11 @@ grammar: a row whose own is not ready yields no token, and the router asks again
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,9 @@ from lightserve.worker.sampling.table import Upload
 
 MAX_KEPT_BYTES = 64 * 1024
 """Of the texts of compiled grammars that are kept for sequences to come, see `kept_bytes`."""
+MAX_USED_BYTES = 512 * 1024
+"""Of the different texts that rows are under at once. Compiled, most take some 100 times as much
+memory, and texts of one long word 600 times: 256 rows, each with its own, took 5 GiB."""
 PATIENCE_S = 0.02
 """What a step waits that has nothing to do but ask for tokens whose grammars are not ready."""
 
@@ -67,8 +71,18 @@ def _matcher_of(work: _Matcher) -> LLMatcher | None:
     return None if work.exception() is not None else work.result()
 
 
+class _Row(NamedTuple):
+    constraint: Constraint
+    matcher: _Matcher
+    """Never done while it waits for its turn."""
+
+
 class RowConstraints:
-    """The matchers of all constrained rows."""
+    """The matchers of all constrained rows.
+
+    Rows under the same constraint share what was compiled. Those whose constraint would be too
+    much beside the others' wait until enough rows have left, in the order in which they came.
+    """
 
     def __init__(self, vocabulary: LLTokenizer, *, unpack: bool = True) -> None:
         """`unpack`: whether the CPU samples, which wants a byte per token, not a bit."""
@@ -78,9 +92,14 @@ class RowConstraints:
         self._compiler = ThreadPoolExecutor(
             1, thread_name_prefix="grammars", initializer=yield_to_others
         )
-        self._rows: dict[RowId, _Matcher] = {}
+        self._rows: dict[RowId, _Row] = {}
         """Rows with a constraint. A matcher belongs to the compiler until it is done, then to the
         thread of the masks."""
+        self._waiting: dict[RowId, AddSequence] = {}
+        """Those of them whose turn has yet to come."""
+        self._used: Counter[Constraint] = Counter()
+        """How many of the others are under each."""
+        self._num_used_bytes = 0
         self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
         """The compiler's, as is …"""
         self._num_kept_bytes = 0
@@ -92,11 +111,37 @@ class RowConstraints:
         """
         for row in (*left_rows, *(sequence.row for sequence in sequences)):
             if (before := self._rows.pop(row, None)) is not None:
-                before.cancel()
+                before.matcher.cancel()
+                if self._waiting.pop(row, None) is None:
+                    self._release(before.constraint)
         for sequence in sequences:
-            if (constraint := sequence.constraint) is not None:
-                matcher = self._compiler.submit(self._matcher, sequence, constraint)
-                self._rows[sequence.row] = matcher
+            if sequence.constraint is not None:
+                self._rows[sequence.row] = _Row(sequence.constraint, Future())
+                self._waiting[sequence.row] = sequence
+        while self._waiting:
+            row, sequence = next(iter(self._waiting.items()))
+            constraint = self._rows[row].constraint
+            if not self._reserve(constraint):
+                break
+            del self._waiting[row]
+            matcher = self._compiler.submit(self._matcher, sequence, constraint)
+            self._rows[row] = _Row(constraint, matcher)
+
+    def _reserve(self, constraint: Constraint) -> bool:
+        """Count a row under `constraint`, unless that is too much."""
+        if constraint not in self._used:
+            more = kept_bytes(constraint)
+            if self._used and self._num_used_bytes + more > MAX_USED_BYTES:
+                return False
+            self._num_used_bytes += more
+        self._used[constraint] += 1
+        return True
+
+    def _release(self, constraint: Constraint) -> None:
+        self._used[constraint] -= 1
+        if not self._used[constraint]:
+            del self._used[constraint]
+            self._num_used_bytes -= kept_bytes(constraint)
 
     def among(self, rows: Sequence[RowId]) -> frozenset[RowId]:
         """Return those of `rows` that are constrained."""
@@ -111,7 +156,7 @@ class RowConstraints:
         if not indices:
             return None
         masks: Future[StepMasks] = self._thread.submit(
-            self._masks, indices, [self._rows[rows[index]] for index in indices]
+            self._masks, indices, [self._rows[rows[index]].matcher for index in indices]
         )
         return masks.result
 
@@ -120,7 +165,7 @@ class RowConstraints:
     ) -> None:
         """Take in what the rows of a step drew; `unready` as its masks had it."""
         drawn = [
-            (self._rows[row], token_id)
+            (self._rows[row].matcher, token_id)
             for index, (row, token_id) in enumerate(zip(rows, token_ids, strict=True))
             if row in self._rows and index not in unready
         ]
@@ -129,7 +174,7 @@ class RowConstraints:
 
     def wait_for_any(self, rows: Sequence[RowId]) -> None:
         """Wait a moment for the grammar of one of these rows, if they have not been left."""
-        compiling = [self._rows[row] for row in rows if row in self._rows]
+        compiling = [self._rows[row].matcher for row in rows if row in self._rows]
         wait(compiling, PATIENCE_S, FIRST_COMPLETED)
 
     # ------------------------------------------------------------------ in the compiler's thread
@@ -149,8 +194,12 @@ class RowConstraints:
             known = compile_matcher(constraint, self._vocabulary)
             self._compiled[constraint] = known
             self._num_kept_bytes += kept_bytes(constraint)
-            while self._num_kept_bytes > MAX_KEPT_BYTES:
-                oldest, _ = self._compiled.popitem(last=False)
+            # What rows are under stays, so that others of the same share it.
+            unused = [one for one in self._compiled if one not in self._used]
+            for oldest in unused:
+                if self._num_kept_bytes <= MAX_KEPT_BYTES:
+                    break
+                del self._compiled[oldest]
                 self._num_kept_bytes -= kept_bytes(oldest)
         else:
             self._compiled.move_to_end(constraint)

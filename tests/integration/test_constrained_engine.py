@@ -304,8 +304,54 @@ def test_nothing_is_kept_for_rows_that_were_left(
     assert enforcer.among(rows) == {rows[-1]}
     enforcer.wait_for_any(rows[:1])
     may_go_on.set()
-    enforcer._rows[rows[-1]].result(60.0)
+    enforcer._rows[rows[-1]].matcher.result(60.0)
     assert compiled == [sequences[0].constraint, sequences[-1].constraint]
+
+
+def test_what_rows_are_under_at_once_is_bounded_by_its_size(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    """More waits for its turn; rows under the same constraint share it, whatever else is kept."""
+    compiled: list[Constraint] = []
+
+    def noting(constraint: Constraint, vocabulary: LLTokenizer) -> LLMatcher:
+        compiled.append(constraint)
+        return compile_matcher(constraint, vocabulary)
+
+    def are_ready(*rows: RowId) -> bool:
+        enforcer.wait_for_any(rows)
+        masks = enforcer.begin(rows)
+        return masks is None or not masks().unready
+
+    monkeypatch.setattr(constraints, "compile_matcher", noting)
+    monkeypatch.setattr(constraints, "MAX_KEPT_BYTES", 0)
+    monkeypatch.setattr(constraints, "MAX_USED_BYTES", 2000)
+    enforcer = constraints.RowConstraints(model_vocabulary(tokenizer, 4096))
+    a, b, c, d = (RegexConstraint(pattern=letter * 900) for letter in "abcd")
+    sequences = [
+        AddSequence(
+            RowId(number),
+            [TokenSegment(token_ids=pack_int32([1]))],
+            SamplingParams(),
+            num_prompt_tokens=1,
+            eos_token_ids=[2],
+            constraint=constraint,
+        )
+        for number, constraint in enumerate((a, b, a, b, c, d, a))
+    ]
+    rows = [sequence.row for sequence in sequences]
+    enforcer.update([], sequences)
+    wait_for(lambda: are_ready(*rows[:4]), "the first four")
+    assert not any(are_ready(row) for row in rows[4:])
+    enforcer.update([rows[1], rows[5]], [])  # one of two under b, and d, which waits
+    assert not any(are_ready(row) for row in (rows[4], rows[6]))
+    enforcer.update([rows[3]], [])
+    wait_for(lambda: are_ready(rows[4], rows[6]), "c, and a behind it")
+    assert compiled == [a, b, c]
+    enforcer.update(rows, [])
+    enforcer.update([], [sequences[5]])
+    wait_for(lambda: are_ready(rows[5]), "d")
+    assert list(enforcer._compiled) == [d]
 
 
 def test_a_grammar_that_fails_ends_its_own_row_alone(

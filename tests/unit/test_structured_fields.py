@@ -168,7 +168,9 @@ def test_as_many_choices_as_are_promised_can_be_enforced() -> None:
 
 def optional(count: int, required: str = "") -> Any:
     """An object with optional properties behind one that is required, if any is."""
-    properties = {name: {} for name in (required, *(f"p{i}" for i in range(count))) if name}
+    properties: dict[str, Any] = {
+        name: {} for name in (required, *(f"p{i}" for i in range(count))) if name
+    }
     return {"type": "object", "properties": properties, "required": [required] if required else []}
 
 
