@@ -12,6 +12,8 @@ CLIENTS ?= .venv-clients
 TORCH  ?= torch==2.13.0
 PORT   ?= 8000
 SOAK_MINUTES ?= 120
+# How many processes run the tests; each computes with one thread.
+TEST_JOBS ?= 2
 # Further flags of `lightserve serve`, for instance ARGS="--model path --tp 2"; of `lightserve chat`
 # for `make chat`, of bench/load_test.py for `make bench-client`.
 ARGS   ?=
@@ -53,7 +55,7 @@ bench-client: $(HAS_CLIENTS)
 	@exec $(CLIENTS)/bin/python bench/load_test.py $(or $(ARGS),--help)
 
 test: $(HAS_TEST)
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(TEST_JOBS) --dist loadfile
 
 # What takes too long for `make test`: a soak of SOAK_MINUTES under mixed load, and 20,000 requests
 # that share prefixes.

@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import signal
 
+# One thread each for torch, also in what tests start: their models are so small that two threads
+# cost more than they bring, and beside another process (pytest -n 2) four times as much.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
