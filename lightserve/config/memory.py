@@ -23,6 +23,13 @@ class MemoryOptions:
     rt_cache_min_tokens: int = option(
         0, "Cached tokens of real-time requests that best-effort ones may not take.", low=0
     )
+    max_retained_tokens: int = option(
+        -1,
+        "Prompt tokens of each API key that the prefix cache keeps longer where requests"
+        " ask for it (prompt_cache_retention, cache_control); -1: a tenth of the KV pool, 0: none,"
+        " and such requests are refused.",
+        low=-1,
+    )
     preemption: str = option(
         "checkpoint",
         "What happens to the KV of a request that is paused for want of memory: checkpoint (only"
@@ -68,6 +75,11 @@ class MemoryOptions:
     )
 
     @property
+    def retains_prefixes(self) -> bool:
+        """Whether requests may ask for prefixes to be kept longer."""
+        return self.cache_policy != "off" and self.max_retained_tokens != 0
+
+    @property
     def has_gpu_memory_utilization(self) -> bool:
         """Whether that option is not at its default."""
         return self.gpu_memory_utilization != DEFAULT_GPU_MEMORY_UTILIZATION
@@ -93,6 +105,8 @@ class MemoryOptions:
             raise ConfigError("--host-kv-memory needs --preemption checkpoint or swap")
         if self.rt_cache_min_tokens > 0 and self.cache_policy == "off":
             raise ConfigError("--rt-cache-min-tokens needs --cache-policy task-aware or lru")
+        if self.max_retained_tokens > 0 and self.cache_policy == "off":
+            raise ConfigError("--max-retained-tokens needs --cache-policy task-aware or lru")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size must be 1, 2, 4, 8 or 16, got {self.block_size}")
         if self.block_owner == "exclusive" and self.preemption == "checkpoint":

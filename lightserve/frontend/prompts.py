@@ -11,7 +11,7 @@ import functools
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.backlog import Backlog
@@ -26,6 +26,14 @@ BYTES_PER_ID = 8
 """Of a list, without the numbers themselves, of which most are shared."""
 
 T = TypeVar("T")
+
+
+class EncodedChat(NamedTuple):
+    """A conversation as the model reads it."""
+
+    token_ids: array[int]
+    num_marked: int
+    """Those of them before the mark, if it has one."""
 
 
 class PromptEncoder:
@@ -130,7 +138,7 @@ class PromptEncoder:
 
     async def encode_chat(
         self, conversation: Callable[[], Conversation], *, size: int, keep: int | None = None
-    ) -> array[int]:
+    ) -> EncodedChat:
         """Return the ids of a conversation, the last `keep` of them.
 
         `conversation` is called in a thread; `size` is that of everything that the template is
@@ -143,14 +151,20 @@ class PromptEncoder:
         """
         template = self.template
 
-        def encode() -> array[int]:
+        def encode() -> EncodedChat:
             known = conversation()
             for number, message in enumerate(known.messages):
                 self._check_text(message.content, f"messages[{number}].content")
             text = template.render(known)
             self._check_text(text, "messages")
             token_ids = self._tokenizer.encode(text, add_special_tokens=False)
-            return self.check_ids(_last(token_ids, keep), param="messages")
+            kept = self.check_ids(_last(token_ids, keep), param="messages")
+            num_marked = 0
+            if known.mark is not None:
+                before = text[: template.marked_length(known, text)]
+                marked = self._tokenizer.encode(before, add_special_tokens=False)
+                num_marked = _common_len(marked, token_ids) - (len(token_ids) - len(kept))
+            return EncodedChat(kept, max(0, num_marked))
 
         return await self._in_thread(encode, size)
 
@@ -218,3 +232,9 @@ class PromptEncoder:
 def _last(token_ids: Sequence[int], keep: int | None) -> Sequence[int]:
     """Return so many ids at the end; None: all of them."""
     return token_ids if keep is None else token_ids[-keep:]
+
+
+def _common_len(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many ids at the beginning are the same."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))

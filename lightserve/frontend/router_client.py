@@ -87,6 +87,9 @@ class NewRequest:
     """As in `Submit`: requests with equal keys are expected to have outputs of like length."""
     prefix_salt: str = ""
     """As in `Submit`: set by the response, from whoever asks."""
+    num_retained_tokens: int = 0
+    """As in `Submit`: of the prompt, to stay longer in the prefix cache."""
+    retention_s: float = 0.0
     stop_strings: tuple[str, ...] = ()
     """Any of these ends the output where it is complete."""
     includes_stop: bool = False
@@ -448,6 +451,8 @@ class RouterClient:
             slo=request.slo,
             prediction_key=request.prediction_key,
             prefix_salt=request.prefix_salt,
+            num_retained_tokens=request.num_retained_tokens,
+            retention_s=request.retention_s,
             needs_acknowledgement=bool(request.stop_strings),
             constraint=request.constraint,
             names=request.names,

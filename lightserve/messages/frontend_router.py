@@ -71,6 +71,10 @@ class Submit(Message, frozen=True):
     """Requests of a class with equal keys are expected to have outputs of like length."""
     prefix_salt: str = ""
     """Only requests with equal salts may share KV of equal prefixes."""
+    num_retained_tokens: int = 0
+    """So many at the beginning of the prompt should stay longer in the prefix cache."""
+    retention_s: float = 0.0
+    """How long, at most, from when they have been computed."""
     needs_acknowledgement: bool = False
     constraint: Constraint | None = None
     names: tuple[str, ...] = ()

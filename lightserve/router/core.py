@@ -252,6 +252,8 @@ class RouterCore(CoreState):
             ProtocolError: the result is not that step's.
         """
         self._awaits_news = False
+        if self._kv is not None:
+            self._kv.expire(now_s)
         step = self._pipeline.pop(result, now_s)
         deltas = DeltaBatch()
         rows = iter(result.rows)
@@ -305,6 +307,7 @@ class RouterCore(CoreState):
             request.awaits_grammar = False
             if not request.is_prompt_shared:
                 self._kv.learn_prompt(request)  # all of it has been computed by now
+                self._kv.retain(request, now_s)
             token_ids, reason = until_end(request, result.token_ids)
             deltas.add_tokens(request, token_ids, reason, result.logprobs)
             request.output_token_ids.extend(token_ids)

@@ -61,6 +61,7 @@ def make_core_config(config: ServeConfig, *, max_model_len: int, seed: int = 0) 
             preemption=Preemption(config.preemption),
             clean_ahead_tokens=config.clean_ahead_tokens,
             rt_cache_min_tokens=config.rt_cache_min_tokens,
+            max_retained_tokens=config.max_retained_tokens,
         ),
     )
 

@@ -96,6 +96,10 @@ class Request:
     awaits_grammar: bool = False
     """Whether the workers may still be compiling its constraint: no token since it (re)started."""
     prefix_salt: str = ""
+    num_retained_tokens: int = 0
+    """So many at the beginning of the prompt are to stay longer in the prefix cache."""
+    retention_s: float = 0.0
+    """How much longer, from when they have been computed."""
     deadlines: DeadlineTracker | None = None
     """When its next token is due; None under policies that do not ask."""
     parameters: Parameters = field(default_factory=Parameters)

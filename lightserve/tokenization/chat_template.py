@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.meta
@@ -49,6 +51,13 @@ class Ending(Enum):
     """The last message alone, as far as it goes: the output continues it."""
 
 
+class Place(NamedTuple):
+    """A place in the messages: behind so many characters of one's content."""
+
+    message: int
+    num_chars: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
     """What a prompt is made of."""
@@ -58,6 +67,8 @@ class Conversation:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Values of `ChatTemplate.option_names`."""
     ending: Ending = Ending.ANSWER
+    mark: Place | None = None
+    """Where `ChatTemplate.marked_length` ends."""
 
 
 _BLANK = "\t"
@@ -121,32 +132,37 @@ class ChatTemplate:
             InvalidRequest: the template refuses the messages, fails on them, leaves out the one to
                 be continued, or goes beyond its limits of time and length.
         """
-        try:
+        with _refusing():
             if conversation.ending is not Ending.OPEN:
                 return self._render(conversation)
-            text = self._before_end_of_last(conversation)
-        except TemplateRejection as error:
-            detail = _one_line(error)
-        except TemplateLimit as error:
-            detail = f"it {_one_line(error)}"
-        except Exception:
-            detail = "it fails on them"
-        else:
-            if text is not None:
-                return text
-            detail = "it leaves out the last one, which is to be continued"
-        raise InvalidRequest(
-            f"messages cannot be rendered by the model's chat template: {detail}",
-            param="messages",
-            code="chat_template_error",
-        )
+            last = len(conversation.messages) - 1
+            end = Place(last, len(conversation.messages[last].content))
+            text = self._text_before(end, conversation)
+        if text is None:
+            raise _refusal("it leaves out the last one, which is to be continued")
+        return text
 
-    def _before_end_of_last(self, conversation: Conversation) -> str | None:
-        """Return the text up to the end of the last message's content; None: it is not there."""
-        *before, last = conversation.messages
+    def marked_length(self, conversation: Conversation, text: str) -> int:
+        """Return how many characters of its text a conversation has before its mark.
+
+        0: the template leaves it out. Raises InvalidRequest, as `render` does.
+        """
+        if conversation.mark is None:
+            return 0
+        with _refusing():
+            before = self._text_before(conversation.mark, conversation) or ""
+        if text.startswith(before):
+            return len(before)
+        return len(os.path.commonprefix([before, text]))  # noqa: RUF071 - of any texts
+
+    def _text_before(self, place: Place, conversation: Conversation) -> str | None:
+        """Return the text up to a place in a message; None: the template leaves it out."""
+        messages = list(conversation.messages)
+        content = messages[place.message].content
         tag = secrets.token_hex(16)
-        tagged = replace(last, content=f"{last.content}{tag}{_BLANK}")
-        text = self._render(replace(conversation, messages=[*before, tagged]))
+        tagged = f"{content[: place.num_chars]}{tag}{_BLANK}{content[place.num_chars :]}"
+        messages[place.message] = replace(messages[place.message], content=tagged)
+        text = self._render(replace(conversation, messages=messages))
         start, found, rest = text.rpartition(tag)
         if not found:
             return None
@@ -166,6 +182,30 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": conversation.ending is Ending.ANSWER,
         }
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise InvalidRequest where a template fails on messages."""
+    try:
+        yield
+    except TemplateRejection as error:
+        detail = _one_line(error)
+    except TemplateLimit as error:
+        detail = f"it {_one_line(error)}"
+    except Exception:
+        detail = "it fails on them"
+    else:
+        return
+    raise _refusal(detail)
+
+
+def _refusal(detail: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"messages cannot be rendered by the model's chat template: {detail}",
+        param="messages",
+        code="chat_template_error",
+    )
 
 
 def find_chat_template(model_dir: Path, override: str = "") -> TemplateSource | None:

@@ -92,7 +92,7 @@ def test_bodies_and_answers_fit(path: str, body: Any) -> None:
         ("/v1/completions", {"prompt": "hi", "stop": 5}),
         ("/v1/completions", {"prompt": {"a": 1}}),
         ("/v1/completions", {"prompt": [["a"]]}),
-        ("/v1/completions", {"prompt": "hi", "suffix": "x"}),
+        ("/v1/completions", {"prompt": "hi", "suffix": 5}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": []}]}),
         ("/v1/chat/completions", {"messages": [], "store": False}),
         (

@@ -42,6 +42,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.model: dict[tuple[str, Prefix], int] = {}
         self.leases: list[tuple[str, Prefix, Lease]] = []
         self.waiting: list[tuple[str, Prefix, PrefixNode]] = []
+        self.retained: list[tuple[str, Prefix, PrefixNode]] = []
         self.slots = itertools.count()
 
     @initialize(order=st.sampled_from([task_aware, least_recently_used]))
@@ -95,6 +96,23 @@ class TreeMachine(RuleBasedStateMachine):
         if self.waiting:
             _, _, end = self.waiting.pop(index % len(self.waiting))
             self.tree.forget(end)
+
+    @rule(key=st.sampled_from(KEYS), tokens=prompts)
+    def retain(self, key: str, tokens: list[int]) -> None:
+        before = self.num_retained()
+        end, num_more = self.tree.retain(key, array(tokens))
+        self.retained.append((key, tuple(tokens), end))
+        assert num_more == self.num_retained() - before
+
+    @rule(index=st.integers(0, 30))
+    def let_go(self, index: int) -> None:
+        if self.retained:
+            before = self.num_retained()
+            _, _, end = self.retained.pop(index % len(self.retained))
+            assert self.tree.let_go(end) == before - self.num_retained()
+
+    def num_retained(self) -> int:
+        return len(prefixes_of(self.retained))
 
     @rule(count=st.integers(1, 12))
     def evict(self, count: int) -> None:
@@ -153,24 +171,23 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.tree.num_resident == len(self.model)
         free = [place for place in self.model if not self.num_users(*place)]
         assert self.tree.num_evictable == len(free)
-        expected = Counter(
-            (key, tokens[: i + 1]) for key, tokens, _ in self.waiting for i in range(len(tokens))
-        )
+        expected, retained = prefixes_of(self.waiting), prefixes_of(self.retained)
         seen: set[tuple[str, Prefix]] = set()
         for key, prefix, node in self.places():
             assert node.num_expected == expected[key, prefix]
+            assert node.num_retained == retained[key, prefix]
             assert (node.slots is not None) == ((key, prefix) in self.model)
             seen.add((key, prefix))
-        assert seen >= set(expected) and seen >= set(self.model)
+        assert seen >= {*expected, *retained, *self.model}
         for key, tokens, end in self.waiting:
             check_known_path(self.tree, key, tokens, end)
         for key, prefix, lease in self.leases:
             check_known_path(self.tree, key, prefix, lease.node)
-        if not (self.model or self.waiting or self.leases):
+        if not (self.model or self.waiting or self.retained or self.leases):
             assert not seen, "nodes that stand for nothing"
         check_structure(self.tree)
 
-    def places(self) -> Iterable[tuple[str, Prefix, object]]:
+    def places(self) -> Iterable[tuple[str, Prefix, PrefixNode]]:
         for key, root in self.tree._roots.items():
             stack = [((), child) for child in root.children.values()]
             while stack:
@@ -179,6 +196,11 @@ class TreeMachine(RuleBasedStateMachine):
                     prefix = (*prefix, token)
                     yield key, prefix, node
                 stack.extend((prefix, child) for child in node.children.values())
+
+
+def prefixes_of(ends: list[tuple[str, Prefix, PrefixNode]]) -> Counter[tuple[str, Prefix]]:
+    """How many of these run through each prefix."""
+    return Counter((key, tokens[: i + 1]) for key, tokens, _ in ends for i in range(len(tokens)))
 
 
 def check_structure(tree: PrefixTree) -> None:

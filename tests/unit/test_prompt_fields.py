@@ -324,3 +324,105 @@ def test_suffixes_that_cannot_be_served(fields: dict[str, Any], complaint: str) 
         _prompts(COMPLETE, {"prompt": "a", "suffix": ""})[1]
         == _prompts(COMPLETE, {"prompt": "a"})[1]
     )
+
+
+def _part(text: str, **control: Any) -> dict[str, Any]:
+    return {"type": "text", "text": text, **({"cache_control": control} if control else {})}
+
+
+EPHEMERAL = {"type": "ephemeral"}
+SYSTEM = {
+    "role": "system",
+    "content": [_part("You are"), _part("helpful", **EPHEMERAL), _part("x")],
+}
+
+
+def _retained(
+    tmp_path: Path, fields: dict[str, Any], template: str = TURNS + START, path: str = CHAT
+) -> tuple[str, float]:
+    """Return the text of what is to be kept longer, and for how long."""
+    file = tmp_path / "template.jinja"
+    file.write_text(template)
+
+    async def scenario() -> tuple[str, float]:
+        async with frontend(says([5, EOS]), chat_template=str(file)) as setup:
+            response = await setup.post(path, {"model": BUNDLED_MODEL_NAME, **fields})
+            assert response.status_code == 200, response.text
+            submit, prompt = setup.router.submits[-1], setup.router.prompt_of(-1)
+            kept = prompt[: submit.num_retained_tokens]
+            return setup.service.model.tokenizer.decode(kept), submit.retention_s
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept", "seconds"),
+    [
+        ({"messages": [USER]}, "", 0.0),
+        ({"messages": [USER], "prompt_cache_retention": "in-memory"}, "", 0.0),
+        ({"messages": [USER], "prompt_cache_retention": "24h"}, "[user]hi[end][assistant]", 86400.0),
+        ({"messages": [SYSTEM, USER]}, "[system]You are\nhelpful", 300.0),
+        ({"messages": [SYSTEM, USER], "prompt_cache_retention": "24h", "n": 2}, "[system]You are\nhelpful\nx[end][user]hi[end][assistant]", 86400.0),
+        ({"messages": [SYSTEM, {"role": "user", "content": [_part("hi", **EPHEMERAL, ttl="1h")]}]}, "[system]You are\nhelpful\nx[end][user]hi", 3600.0),
+        ({"messages": [{**SYSTEM, "content": [_part("a", **EPHEMERAL, ttl="1h"), _part("b", **EPHEMERAL, ttl=None)]}]}, "[system]a\nb", 3600.0),
+        ({"messages": [SYSTEM, USER], "truncate_prompt_tokens": 5}, "", 300.0),
+    ],
+)  # fmt: skip
+def test_what_is_to_be_kept_longer(
+    tmp_path: Path, fields: dict[str, Any], kept: str, seconds: float
+) -> None:
+    assert _retained(tmp_path, fields) == (kept, seconds)
+
+
+def test_prompts_of_completions_are_kept_as_a_whole(tmp_path: Path) -> None:
+    fields = {"prompt": "hello you", "prompt_cache_retention": "24h"}
+    assert _retained(tmp_path, fields, path=COMPLETE) == ("hello you", 86400.0)
+
+
+@pytest.mark.parametrize(
+    ("template", "kept"),
+    [
+        ("{% for m in messages %}<{{ m.content | trim }}>{% endfor %}", "<a"),
+        ("{% for m in messages[1:] %}{{ m.content }}{% endfor %}", ""),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", ""),
+        ("{{ messages[0].content | length }}:{{ messages[0].content }}", "3"),
+    ],
+)
+def test_marks_change_no_prompt(tmp_path: Path, template: str, kept: str) -> None:
+    """Whatever a template makes of the text; what is kept is never more than there is of it."""
+    marked = [{"role": "user", "content": [_part("a \n", **EPHEMERAL)]}, USER]
+    plain = [{"role": "user", "content": "a \n"}, USER]
+    assert _retained(tmp_path, {"messages": marked}, template)[0] == kept
+    _, prompt = _ask(tmp_path, template, {"messages": plain})
+    assert _ask(tmp_path, template, {"messages": marked})[1] == prompt
+
+
+@pytest.mark.parametrize(
+    ("control", "complaint"),
+    [
+        ({"type": "persistent"}, 'must have cache_control only as {"type": "ephemeral"'),
+        ({"type": "ephemeral", "scope": 1}, 'must have cache_control only as {"type": "ephemeral"'),
+        ({"type": "ephemeral", "ttl": "2h"}, 'must have cache_control.ttl 5m or 1h, got "2h"'),
+        ({"type": "ephemeral", "ttl": [1]}, "must have cache_control.ttl 5m or 1h, got a list"),
+        ("ephemeral", "must have cache_control only as"),
+    ],
+)
+def test_marks_of_other_kinds_are_refused(tmp_path: Path, control: Any, complaint: str) -> None:
+    content = [{"type": "text", "text": "a", "cache_control": control}]
+    said, _ = _ask(tmp_path, TURNS, {"messages": [{"role": "user", "content": content}]})
+    assert said["error"]["param"] == "messages[0].content"
+    assert complaint in said["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "flags", [{"max_retained_tokens": 0}, {"cache_policy": "off"}], ids=["none", "no cache"]
+)
+def test_servers_that_keep_nothing_longer_say_so(tmp_path: Path, flags: dict[str, Any]) -> None:
+    for fields, param in (
+        ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+        ({"messages": [SYSTEM]}, "messages"),
+    ):
+        said, _ = _ask(tmp_path, TURNS, fields, **flags)
+        assert said["error"]["param"] == param
+        assert "this server keeps no prefixes longer than others" in said["error"]["message"]
+    assert "error" not in _ask(tmp_path, TURNS, {"prompt_cache_retention": "in_memory"}, **flags)[0]

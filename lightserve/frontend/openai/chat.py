@@ -7,10 +7,10 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
 from starlette.responses import Response
 
 from lightserve.errors import InvalidRequest
@@ -43,7 +43,13 @@ from lightserve.frontend.sampling import MaxTokens, NumLogprobs
 from lightserve.frontend.service import AnswerSize, Service
 from lightserve.frontend.strict_json import MAX_VALUES, count_values_in_texts
 from lightserve.frontend.terms import Terms
-from lightserve.tokenization.chat_template import ChatMessage, ChatTemplate, Conversation, Ending
+from lightserve.tokenization.chat_template import (
+    ChatMessage,
+    ChatTemplate,
+    Conversation,
+    Ending,
+    Place,
+)
 from lightserve.types import FinishReason
 
 MAX_MESSAGES = 2048
@@ -63,9 +69,57 @@ def _text_of(content: Any) -> Any:
         raise ValueError("must have at least one part, got 0")
     for part in content:
         is_text = isinstance(part, dict) and part.get("type") == "text"
-        if not is_text or set(part) != {"type", "text"} or not isinstance(part["text"], str):
-            raise ValueError('must have only parts of the form {"type": "text", "text": "…"}')
-    return "\n".join(part["text"] for part in content)
+        if not is_text or not {"type", "text"} <= set(part) <= _PART_FIELDS:
+            raise ValueError(_PART_FORM)
+        if not isinstance(part["text"], str):
+            raise ValueError(_PART_FORM)
+        _check_cache_control(part.get("cache_control"))
+    return _JOINT.join(part["text"] for part in content)
+
+
+_JOINT = "\n"
+_PART_FIELDS = {"type", "text", "cache_control"}
+_PART_FORM = 'must have only parts of the form {"type": "text", "text": "…"}'
+_TTL_S = {"5m": 300.0, "1h": 3600.0}
+_DEFAULT_TTL = "5m"
+
+
+def _check_cache_control(value: Any) -> None:
+    if value is None:
+        return
+    is_known = isinstance(value, dict) and value.get("type") == "ephemeral"
+    if not is_known or not set(value) <= {"type", "ttl"}:
+        raise ValueError('must have cache_control only as {"type": "ephemeral", "ttl": "5m"}')
+    if (ttl := value.get("ttl")) is not None and (not isinstance(ttl, str) or ttl not in _TTL_S):
+        raise ValueError(f"must have cache_control.ttl {' or '.join(_TTL_S)}, got {show(ttl)}")
+
+
+class CacheMark(NamedTuple):
+    """What the `cache_control`s of a message ask for."""
+
+    num_chars: int
+    """Of its content, up to the last of them."""
+    seconds: float
+    """The longest of them."""
+
+
+class CacheMarks(NamedTuple):
+    """The same of all messages."""
+
+    place: Place
+    seconds: float
+
+
+def _mark_of(content: Any) -> CacheMark | None:
+    """Return what a content that `_text_of` takes is marked with."""
+    if not isinstance(content, list):
+        return None
+    controls = [part.get("cache_control") for part in content]
+    if (seconds := [_TTL_S[c.get("ttl") or _DEFAULT_TTL] for c in controls if c is not None]) == []:
+        return None
+    last = max(number for number, control in enumerate(controls) if control is not None)
+    before = _JOINT.join(part["text"] for part in content[: last + 1])
+    return CacheMark(len(before), max(seconds))
 
 
 def _plain(value: Any) -> Any:
@@ -86,11 +140,19 @@ TemplateOptions = Annotated[
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
+class CacheControl(StrictModel):
+    """Up to the end of the part that has it, the prompt should stay in the prefix cache."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
 class TextPart(StrictModel):
     """A part of a message's content."""
 
     type: Literal["text"]
     text: str
+    cache_control: CacheControl | None = None
 
 
 _Content = str | Annotated[list[TextPart], Field(min_length=1)]
@@ -112,6 +174,7 @@ class Message(NoEffectModel):
     reasoning: str | None = None
     reasoning_content: str | None = None
     """Another name of `reasoning`."""
+    _cache_mark: CacheMark | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Message:
@@ -124,6 +187,18 @@ class Message(NoEffectModel):
         if self.content is None and not self.tool_calls and not self.thoughts:
             raise ValueError("must have content, which is null only beside tool_calls or reasoning")
         return self
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _note_mark(cls, body: Any, validate: ModelWrapValidatorHandler[Message]) -> Message:
+        message = validate(body)
+        message._cache_mark = _mark_of(body.get("content"))
+        return message
+
+    @property
+    def cache_mark(self) -> CacheMark | None:
+        """The last `cache_control` in its content."""
+        return self._cache_mark
 
     @property
     def thoughts(self) -> str | None:
@@ -180,6 +255,8 @@ class ChatRequest(CommonFields):
             raise InvalidRequest("parallel_tool_calls needs tools", param="parallel_tool_calls")
         if self.continue_final_message:
             self._check_continued()
+        if self.cache_marks is not None:
+            self.check_retention(service, "cache_control", param="messages")
 
     def _check_continued(self) -> None:
         if self.add_generation_prompt:
@@ -194,6 +271,15 @@ class ChatRequest(CommonFields):
                 " without tool_calls",
                 param="continue_final_message",
             )
+
+    @property
+    def cache_marks(self) -> CacheMarks | None:
+        """Where the last `cache_control` is, and the longest time that one of them asks for."""
+        marks = [(n, m.cache_mark) for n, m in enumerate(self.messages) if m.cache_mark is not None]
+        if not marks:
+            return None
+        number, last = marks[-1]
+        return CacheMarks(Place(number, last.num_chars), max(mark.seconds for _, mark in marks))
 
     @property
     def ending(self) -> Ending:
@@ -432,6 +518,7 @@ async def _prepare(
 ) -> list[NewRequest]:
     """Render, encode, resolve a body of this size. Raises InvalidRequest, RequestFailed."""
     options = body.template_options(service.encoder.template)
+    marks = body.cache_marks
 
     def conversation() -> Conversation:
         return Conversation(
@@ -439,14 +526,15 @@ async def _prepare(
             tools=tools.descriptions,
             options=options,
             ending=body.ending,
+            mark=None if marks is None else marks.place,
         )
 
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     keep = service.resolve_truncation(body.truncate_prompt_tokens, max_tokens=asked)
-    prompt_token_ids = await service.encoder.encode_chat(conversation, size=size, keep=keep)
+    prompt = await service.encoder.encode_chat(conversation, size=size, keep=keep)
     num_logprobs = body.top_logprobs or 0
     (max_tokens,) = service.resolve_max_tokens(
-        [len(prompt_token_ids)],
+        [len(prompt.token_ids)],
         asked,
         default=None,
         param=body.limit_param,
@@ -467,5 +555,13 @@ async def _prepare(
             "tools cannot be combined with other structured output unless tool_choice is none",
             param="tools",
         )
-    prompts = [(prompt_token_ids, max_tokens)]
-    return list(body.new_requests(service, prompts, sampling, terms, constraint))
+    prompts = [(prompt.token_ids, max_tokens)]
+    requests = list(body.new_requests(service, prompts, sampling, terms, constraint))
+    if marks is None or body.keeps_prompts:
+        return requests
+    return [
+        dataclasses.replace(
+            request, num_retained_tokens=prompt.num_marked, retention_s=marks.seconds
+        )
+        for request in requests
+    ]

@@ -10,6 +10,7 @@ import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field
 from starlette.requests import Request
 
+from lightserve.config.fields import flag_name
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.json_body import Integer, StrictModel, show
 from lightserve.frontend.openai.chunks import UsageChunks
@@ -59,6 +60,7 @@ class StreamOptions(StrictModel):
     """Chunks are never padded."""
 
 
+DAY_S = 86_400.0
 MAX_KEY_CHARS = 512
 MAX_METADATA = 16
 
@@ -126,6 +128,7 @@ class CommonFields(NoEffectModel):
     user: Key | None = None
     safety_identifier: Key | None = None
     prompt_cache_key: Key | None = None
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
     metadata: Metadata | None = None
 
     @property
@@ -149,6 +152,11 @@ class CommonFields(NoEffectModel):
         """What this request's output length is predicted from: the first key given, or none."""
         named = self.user or self.safety_identifier or self.prompt_cache_key
         return named or (json.dumps(self.metadata, sort_keys=True) if self.metadata else "")
+
+    @property
+    def keeps_prompts(self) -> bool:
+        """Whether prompts are to stay longer in the prefix cache as a whole."""
+        return self.prompt_cache_retention == "24h"
 
     @property
     def request_class(self) -> RequestClass:
@@ -196,9 +204,22 @@ class CommonFields(NoEffectModel):
                 "prompt_logprobs needs stream to be false: they come with the whole answer",
                 param="prompt_logprobs",
             )
+        if self.keeps_prompts:
+            name = "prompt_cache_retention"
+            self.check_retention(service, name, param=name)
         if self.include_stop_str_in_output and not self.stop:
             raise InvalidRequest(
                 "include_stop_str_in_output needs stop strings", param="include_stop_str_in_output"
+            )
+
+    @staticmethod
+    def check_retention(service: Service, name: str, *, param: str) -> None:
+        """Check that prefixes can be kept longer than others. Raises InvalidRequest."""
+        if not service.config.retains_prefixes:
+            raise InvalidRequest(
+                f"{name} is not available: this server keeps no prefixes longer than others"
+                f" ({flag_name('max_retained_tokens')}, {flag_name('cache_policy')})",
+                param=param,
             )
 
     def check_count(self, service: Service, num_prompts: int) -> None:
@@ -283,6 +304,8 @@ class CommonFields(NoEffectModel):
                     slo=terms.slo,
                     priority=terms.priority,
                     prediction_key=self.prediction_key,
+                    num_retained_tokens=len(prompt_token_ids) if self.keeps_prompts else 0,
+                    retention_s=DAY_S if self.keeps_prompts else 0.0,
                     stop_strings=tuple(self.stop or ()),
                     includes_stop=bool(self.include_stop_str_in_output),
                     constraint=constraint,

@@ -34,6 +34,13 @@ class KVOptions:
     """Tokens of the next victims that are kept on the host as well; -1: 2 % of the pool."""
     rt_cache_min_tokens: int = 0
     """Cached tokens of real-time requests that best-effort ones may not take."""
+    max_retained_tokens: int = 0
+    """Of each key, tokens that are kept longer where requests ask for it; -1: a tenth of the
+    pool."""
+
+    def num_retained(self, num_slots: int) -> int:
+        """Return how many tokens of each key may be kept longer in a pool of `num_slots`."""
+        return num_slots // 10 if self.max_retained_tokens < 0 else self.max_retained_tokens
 
     def num_clean_ahead(self, num_slots: int) -> int:
         """Return the tokens to be kept clean in a pool of `num_slots`."""

@@ -41,6 +41,8 @@ class PrefixNode:
     """How many children have which height."""
     num_users: int = 0
     num_expected: int = 0
+    num_retained: int = 0
+    """Prefixes through it that are to be kept longer than others."""
     last_use: int = 0
     """When it was last acquired, extended or released, counted in such events."""
     was_real_time: bool = False
@@ -53,6 +55,11 @@ class PrefixNode:
         """By which its parent knows it."""
         return int(self.tokens[0])
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it stands for something although it may hold no KV."""
+        return self.num_users > 0 or self.num_expected > 0 or self.num_retained > 0
+
     def is_like(self, below: PrefixNode) -> bool:
         """Whether nothing tells this node from its child but where they end."""
         return (
@@ -60,6 +67,7 @@ class PrefixNode:
             and len(self.children) == 1
             and self.num_users == below.num_users
             and self.num_expected == below.num_expected
+            and self.num_retained == below.num_retained
             and (self.slots is None) == (below.slots is None)
             and (
                 self.slots is None
@@ -83,14 +91,16 @@ EvictionOrder = Callable[[PrefixNode], tuple[float, ...]]
 
 
 def least_recently_used(node: PrefixNode) -> tuple[float, ...]:
-    """Evict what was used longest ago, whatever it is."""
-    return (node.last_use,)
+    """Evict what was used longest ago; what is to be kept longer after all else."""
+    return (float(node.num_retained > 0), node.last_use)
 
 
 def task_aware(node: PrefixNode) -> tuple[float, ...]:
-    """Echo's priorities (E7): what nobody waits for goes first, best-effort before real-time;
-    then what the fewest wait for; ties by last use."""
+    """Echo's priorities (E7): what nobody waits for goes first, best-effort before real-time, and
+    then what is to be kept longer; then what the fewest wait for; ties by last use."""
     if node.num_expected == 0:
+        if node.num_retained > 0:
+            return (0.75, node.last_use)
         return (0.5 if node.was_real_time else 0.0, node.last_use)
     return (float(node.num_expected), node.last_use)
 

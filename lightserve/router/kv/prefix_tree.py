@@ -221,9 +221,7 @@ class PrefixTree:
             if node.num_users == 0 and node.slots is not None:
                 self._count_evictable(node, 1)
             self._offer(node)
-        at = self._prune(lease.node)
-        while at is not None:
-            at = self._merge(at)
+        self._tidy(lease.node)
 
     def _pin(self, node: PrefixNode, lease: Lease) -> None:
         if node.num_users == 0 and node.slots is not None:
@@ -246,27 +244,44 @@ class PrefixTree:
 
         Returns where they end, for `forget`: perhaps early, so as not to lie too deep.
         """
-        node, done, depth = self._root(key), 0, 1
-        while done < len(prompt):
-            child = self._child_for(node, prompt[done:], depth)
-            if child is None:
-                break
-            done += len(child.tokens)
-            depth += 1
-            node = child
-        for part in path_of(node):
+        end = self._reach(key, prompt)
+        for part in path_of(end):
             part.num_expected += 1
             self._offer(part)
-        return node
+        return end
 
     def forget(self, end: PrefixNode) -> None:
         """Take back the `expect` that returned this."""
         for node in path_of(end):
             node.num_expected -= 1
             self._offer(node)
-        at = self._prune(end)
-        while at is not None:
-            at = self._merge(at)
+        self._tidy(end)
+
+    # ---------------------------------------------------------------- prefixes to be kept longer
+
+    def retain(self, key: PrefixKey, prefix: Int32Array) -> tuple[PrefixNode, int]:
+        """Let what there is of a prefix, now or later, be evicted after what is not retained.
+
+        Returns where it ends, for `let_go`: perhaps early, as with `expect`; and how many of its
+        tokens were not retained before.
+        """
+        end = self._reach(key, prefix)
+        num_more = 0
+        for part in path_of(end):
+            num_more += len(part.tokens) if part.num_retained == 0 else 0
+            part.num_retained += 1
+            self._offer(part)
+        return end, num_more
+
+    def let_go(self, end: PrefixNode) -> int:
+        """Take back the `retain` that returned this; return how many tokens are so no longer."""
+        num_fewer = 0
+        for part in path_of(end):
+            part.num_retained -= 1
+            num_fewer += len(part.tokens) if part.num_retained == 0 else 0
+            self._offer(part)
+        self._tidy(end)
+        return num_fewer
 
     # ---------------------------------------------------------------- eviction
 
@@ -373,6 +388,18 @@ class PrefixTree:
             self._keys[id(root)] = key
         return root
 
+    def _reach(self, key: PrefixKey, tokens: Int32Array) -> PrefixNode:
+        """Return the node at which these tokens end, or one above where it would lie too deep."""
+        node, done, depth = self._root(key), 0, 1
+        while done < len(tokens):
+            child = self._child_for(node, tokens[done:], depth)
+            if child is None:
+                break
+            done += len(child.tokens)
+            depth += 1
+            node = child
+        return node
+
     def _child_for(self, parent: PrefixNode, tokens: Int32Array, depth: int) -> PrefixNode | None:
         """Return a child whose tokens begin `tokens`, made for that; None: it would lie too deep.
 
@@ -398,7 +425,8 @@ class PrefixTree:
     def _split(self, node: PrefixNode, length: int) -> PrefixNode:
         """Return a node of the first `length` tokens of `node`, which keeps the rest.
 
-        So leases go on pointing to where they end. Both have the same users and expected requests.
+        So leases go on pointing to where they end. Both have the same users, expected requests, and
+        prefixes to be kept.
         """
         if length == len(node.tokens):
             return node
@@ -412,6 +440,7 @@ class PrefixTree:
             heights={node.height: 1},
             num_users=node.num_users,
             num_expected=node.num_expected,
+            num_retained=node.num_retained,
             last_use=node.last_use,
             was_real_time=node.was_real_time,
         )
@@ -435,8 +464,8 @@ class PrefixTree:
     def _merge(self, node: PrefixNode) -> PrefixNode | None:
         """Make one of a node, its only child, and those above it, as far as they are alike.
 
-        Returns the next one above; None: there is none. Leases and expected requests that end in
-        one of them end in the last, which stays.
+        Returns the next one above; None: there is none. Leases and what else ends in one of them
+        ends in the last, which stays.
         """
         if len(node.children) == 1:
             (below,) = node.children.values()
@@ -465,12 +494,18 @@ class PrefixTree:
         self._num_nodes -= len(above)
         return at
 
+    def _tidy(self, node: PrefixNode) -> None:
+        """Drop and join what nothing holds apart any more, from a node up."""
+        at = self._prune(node)
+        while at is not None:
+            at = self._merge(at)
+
     def _prune(self, node: PrefixNode) -> PrefixNode | None:
         """Drop a node that stands for nothing any more, and parents that stood for it alone.
 
         Returns the lowest one that stays; None: not even the root does.
         """
-        while node.slots is None and not (node.children or node.num_users or node.num_expected):
+        while node.slots is None and not (node.children or node.is_wanted):
             if node.parent is None:
                 del self._roots[self._keys.pop(id(node))]
                 return None

@@ -27,6 +27,7 @@ from lightserve.router.kv.host import PlanCopies
 from lightserve.router.kv.options import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import PrefixNode
 from lightserve.router.kv.prefix_tree import PrefixTree
+from lightserve.router.kv.retained import RetainedPrefixes
 from lightserve.router.request import Request
 from lightserve.types import RT
 
@@ -64,6 +65,9 @@ class KVStore:
         )
         order = options.cache_order
         self._tree = PrefixTree(order) if order is not None else None
+        self._retained: RetainedPrefixes | None = None
+        if self._tree is not None and (most := options.num_retained(num_slots)) > 0:
+            self._retained = RetainedPrefixes(self._tree, max_tokens=most)
         self._load_is_cheaper = load_is_cheaper
         self._num_clean_ahead = options.num_clean_ahead(num_slots)
 
@@ -219,6 +223,18 @@ class KVStore:
         if self._tree is not None and request.expected is not None:
             self._tree.forget(request.expected)
             request.expected = None
+
+    def retain(self, request: Request, now_s: float) -> None:
+        """Keep longer what a request wants kept of its prompt, all of which has been computed."""
+        if self._retained is not None and request.num_retained_tokens > 0:
+            prefix = request.prompt_token_ids[: request.num_retained_tokens]
+            until_s = now_s + request.retention_s
+            self._retained.keep(_key(request), prefix, until_s=until_s)
+
+    def expire(self, now_s: float) -> None:
+        """Keep no longer what was to be kept until now."""
+        if self._retained is not None:
+            self._retained.expire(now_s)
 
     # ---------------------------------------------------------------- slots
 
