@@ -45,6 +45,7 @@ class Evictable(Protocol):
 class ConnectionLimits:
     """What one connection is measured by; see the flags of the same names."""
 
+    max_headers: int
     max_header_bytes: int
     header_timeout_s: float
     body_timeout_s: float
@@ -55,6 +56,7 @@ class ConnectionLimits:
     def of(cls, config: ServeConfig) -> ConnectionLimits:
         """Return what the configuration says."""
         return cls(
+            max_headers=config.max_headers,
             max_header_bytes=config.max_header_bytes,
             header_timeout_s=config.header_timeout_s,
             body_timeout_s=config.body_timeout_s,

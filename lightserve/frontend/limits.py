@@ -14,11 +14,10 @@ _AMBIGUOUS_LENGTH = "ambiguous_length"
 
 
 class RequestLimits:
-    """Refuses too many or too large headers (431) and bodies (413), counting what arrives."""
+    """Refuses too large heads (431) and bodies (413), counting what arrives."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig, rejects: Counter[str]) -> None:
         self._app = app
-        self._max_headers = config.max_headers
         self._max_header_bytes = config.max_header_bytes
         self._max_body_bytes = config.max_body_bytes
         self._rejects = rejects
@@ -50,12 +49,6 @@ class RequestLimits:
 
     def _check_head(self, scope: Scope) -> None:
         headers = scope["headers"]
-        if len(headers) > self._max_headers:
-            raise InvalidRequest(
-                f"a request must have at most {self._max_headers} headers, got {len(headers)}",
-                code="too_many_headers",
-                status=431,
-            )
         num_bytes = len(scope["raw_path"]) + len(scope["query_string"])
         num_bytes += sum(len(name) + len(value) + 4 for name, value in headers)
         if num_bytes > self._max_header_bytes:

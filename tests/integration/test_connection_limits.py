@@ -289,7 +289,22 @@ def test_too_many_headers_and_compressed_bodies(tmp_path: Path) -> None:
         head = "GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
         for num_more, status in ((18, 200), (19, 431)):
             more = "".join(f"x-{n}: y\r\n" for n in range(num_more))
-            assert (await (await running.send(f"{head}{more}\r\n")).rest())[0] == status
+            client = await running.send(f"{head}{more}\r\n")
+            given, answer = await client.rest()
+            assert given == status
+        wanted = "a request must have at most 20 headers, got 21"
+        assert json.loads(answer)["error"]["message"] == wanted
+        unfinished = await running.send(head + "x: y\r\n" * 20)
+        assert await _error(unfinished, 431) == "too_many_headers"
+        trailer = await running.send(
+            f"{HEAD}transfer-encoding: chunked\r\n\r\n0\r\n{'x: y' + chr(13) + chr(10)}\r\n"
+        )
+        await trailer.until(b" 400 ")  # no JSON
+        trailer.hang_up()
+        trailer = await running.send(
+            f"{HEAD}transfer-encoding: chunked\r\n\r\n0\r\n" + "x: y\r\n" * 30 + "\r\n"
+        )
+        assert await _error(trailer, 431) == "too_many_headers"
         compressed = (
             f"{HEAD}connection: close\r\ncontent-encoding: gzip\r\ncontent-length: 1\r\n\r\nx"
         )
