@@ -98,8 +98,15 @@ class FrontendOptions:
     )
     max_pending_body_bytes: int = option(
         67_108_864,
-        "All bodies together that are arriving at a frontend; beyond it the oldest is refused.",
+        "All bodies together that are arriving at a frontend; beyond it the client with the most"
+        " in sum loses the one that has not come on for longest.",
         low=1024,
+    )
+    max_kept_answer_bytes: int = option(
+        268_435_456,
+        "Memory of a frontend for answers that are not streamed, until they are read; beyond it"
+        " the client with the most in sum loses the one that has not come on for longest.",
+        low=1_048_576,
     )
     max_connections: int = option(
         8192, "Open connections per frontend; a new one then ends the longest idle one.", low=1

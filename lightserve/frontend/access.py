@@ -93,6 +93,13 @@ def caller_of(scope: Scope) -> Caller:
     return caller
 
 
+def owner_of(scope: Scope) -> str:
+    """Return which client a request's memory is held for: its key, or its address."""
+    caller = scope.get(CALLER_KEY, ANYBODY)
+    client = scope.get("client")
+    return f"key {caller.name}" if caller.name else str(client[0] if client else "")
+
+
 class KeyRing:
     """The keys that are good at the moment; replaced as a whole."""
 

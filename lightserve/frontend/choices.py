@@ -64,6 +64,11 @@ class Choices:
             sum(usage.cached_tokens for usage in prompts),
         )
 
+    @property
+    def num_bytes(self) -> int:
+        """About as many as the answer, if it is kept, has in memory."""
+        return sum(generation.num_bytes for generation in self.generations)
+
     async def next_news(self) -> tuple[int, TextDelta]:
         """Wait for news of any completion; return its index and the news.
 

@@ -46,6 +46,11 @@ class LogprobColumns:
     def __len__(self) -> int:
         return len(self.own)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of memory."""
+        return 8 * len(self.own) + 12 * len(self._top_ids)
+
     def __iter__(self) -> Iterator[TokenLogprob]:
         for index, own in enumerate(self.own):
             top = slice(index * self._num_top, (index + 1) * self._num_top)

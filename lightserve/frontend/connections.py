@@ -4,8 +4,7 @@ A connection is idle while no request is in progress on it: before the first, be
 while a head is still arriving. Holding many open is free for an attacker, so a full table never
 keeps a newcomer (a health probe, perhaps) out while an idle one can go: the one idle for longest.
 
-So with bodies that have not come to their end: they are held in memory, there is a limit on all of
-them together, and where it is reached the one that began first makes room.
+Bodies that have not come to their end are held in memory, and bounded in sum: see `held`.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Protocol
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
+from lightserve.frontend.held import Held
 
 ACCEPT_BURST = 16
 """Connections taken from the kernel in one turn of the loop. The table knows them a turn or two
@@ -83,10 +83,8 @@ class ConnectionTable:
         self._ips: dict[Evictable, str] = {}
         self._num_per_ip: Counter[str] = Counter()
         self._idle: OrderedDict[Evictable, None] = OrderedDict()
-        self._bodies: OrderedDict[Evictable, int] = OrderedDict()
-        """Bytes of the bodies that have not come to their end, the oldest first."""
-        self.num_pending_body_bytes = 0
-        """Their sum."""
+        self._bodies: Held[Evictable] = Held(limits.max_pending_body_bytes)
+        """Those that have not come to their end."""
 
     @property
     def num_open(self) -> int:
@@ -128,19 +126,20 @@ class ConnectionTable:
         if connection in self._ips:
             self._idle[connection] = None
 
-    def hold_body(self, connection: Evictable, num_bytes: int) -> None:
-        """Note that an unfinished body now has so many bytes; the oldest may have to go."""
-        self.num_pending_body_bytes += num_bytes - self._bodies.get(connection, 0)
-        self._bodies[connection] = num_bytes
-        while self.num_pending_body_bytes > self.limits.max_pending_body_bytes:
-            oldest = next(iter(self._bodies))
-            self.release_body(oldest)
+    @property
+    def num_pending_body_bytes(self) -> int:
+        """Of all bodies that have not come to their end."""
+        return self._bodies.num_bytes
+
+    def hold_body(self, connection: Evictable, owner: str, num_bytes: int) -> None:
+        """Note that an unfinished body now has so many bytes; another may have to go."""
+        for crowded_out in self._bodies.hold(connection, owner, num_bytes):
             self._count("pending_body_evicted")
-            oldest.refuse_body()
+            crowded_out.refuse_body()
 
     def release_body(self, connection: Evictable) -> None:
         """Note that a body is complete, or no longer held; no effect if none was."""
-        self.num_pending_body_bytes -= self._bodies.pop(connection, 0)
+        self._bodies.release(connection)
 
     def on_no_files(self) -> None:
         """Count a connection that the kernel has no file for; make room, and say so once."""

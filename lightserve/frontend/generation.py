@@ -67,6 +67,8 @@ class Generation:
         self._metrics = metrics
         self._num_cached_tokens = 0
         self.num_tokens = 0
+        self.num_bytes = 0
+        """About as many as an answer that is kept has in memory, so far."""
         self.prompt_logprobs = LogprobColumns()
         """Of the prompt's tokens 1 …; complete with the first text, if asked for."""
         self.first_token_s: float | None = None
@@ -142,6 +144,7 @@ class Generation:
             news = await self._next_news()
             if news.prompt_logprobs is not None:
                 self.prompt_logprobs.extend(news.prompt_logprobs)
+                self.num_bytes += news.prompt_logprobs.num_bytes
             self._num_cached_tokens += news.num_cached_tokens
             self.scheduled_slo = news.scheduled_slo or self.scheduled_slo
             now_s = time.monotonic()
@@ -149,6 +152,10 @@ class Generation:
                 self.first_token_s = now_s
             num_before = self.num_tokens
             delta = self._take(news)
+            self.num_bytes += len(delta.text)
+            if self._by_token:
+                self.num_bytes += len(delta.text) + 8 * len(news.token_ids)
+                self.num_bytes += 0 if news.logprobs is None else news.logprobs.num_bytes
             if self.num_tokens > num_before:
                 self._metrics.on_tokens(self.num_tokens - num_before, now_s)
             if self.finish_reason is not None:

@@ -28,6 +28,7 @@ from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lightserve.errors import InvalidRequest
+from lightserve.frontend.access import owner_of
 from lightserve.frontend.connections import ConnectionLimits, ConnectionTable
 from lightserve.frontend.failures import RequestFailed, error_body
 from lightserve.frontend.responses import CONNECTION_KEY
@@ -215,7 +216,8 @@ class HttpProtocol(H11Protocol):
             self._num_body_bytes += num_new_bytes
             self._num_window_bytes += num_new_bytes
             if wanted is _Awaited.BODY:
-                self._table.hold_body(self, self._num_body_bytes)
+                owner = owner_of(self.scope)  # type: ignore[arg-type]  # uvicorn's word for it
+                self._table.hold_body(self, owner, self._num_body_bytes)
         elif state is h11.IDLE:
             if self.conn.trailing_data[0]:  # half a head that came behind a request
                 if awaited is not _Awaited.HEAD:
@@ -283,7 +285,7 @@ class HttpProtocol(H11Protocol):
         """Start the deadline: the kernel has not taken everything."""
         super().pause_writing()
         self._stop_deadline()
-        self._write_deadline = self.loop.call_later(self.write_deadline_s, self._cut_off)
+        self._write_deadline = self.loop.call_later(self.write_deadline_s, self.cut_off)
 
     def resume_writing(self) -> None:
         """Stop the deadline: the kernel has taken everything."""
@@ -325,7 +327,8 @@ class HttpProtocol(H11Protocol):
             self._write_deadline.cancel()
             self._write_deadline = None
 
-    def _cut_off(self) -> None:
+    def cut_off(self) -> None:
+        """Reset the connection: its client does not read, and is to see that it has not got all."""
         self.is_cut_off = True
         connection: socket.socket = self.transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)

@@ -23,9 +23,15 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.access import ANYBODY, Caller, caller_of
+from lightserve.frontend.access import ANYBODY, Caller, caller_of, owner_of
 from lightserve.frontend.choices import Choices
-from lightserve.frontend.failures import ClientGone, RequestFailed, error_body, timed_out
+from lightserve.frontend.failures import (
+    ClientGone,
+    RequestFailed,
+    error_body,
+    overloaded,
+    timed_out,
+)
 from lightserve.frontend.generation import TextDelta
 from lightserve.frontend.json_body import BODY_BYTES_KEY
 from lightserve.frontend.router_client import NewRequest
@@ -54,6 +60,9 @@ class Connection(Protocol):
 
     is_cut_off: bool
     """Whether it was closed because the client did not read in time."""
+
+    def cut_off(self) -> None:
+        """Close it for that reason."""
 
     async def drained(self) -> None:
         """Wait until everything written is through, or the connection is lost."""
@@ -159,6 +168,10 @@ class GenerationResponse(Response):
         self._per_prompt = per_prompt
         self._has_begun = False
         self._caller = ANYBODY
+        self._owner = ""
+        self._connection: Connection | None = None
+        self._choices: Choices | None = None
+        self._is_crowded_out = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Encode, submit, send; abort when the client leaves or this task is cancelled."""
@@ -167,14 +180,14 @@ class GenerationResponse(Response):
             client_gone = asyncio.create_task(_client_leaves(receive))
             try:
                 if (requests := await self._prepared(client_gone)) is not None:
-                    self._caller = caller_of(scope)
+                    self._caller, self._owner = caller_of(scope), owner_of(scope)
+                    self._connection = scope.get(CONNECTION_KEY)
                     salt = self._caller.prefix_salt
                     names = tuple(filter(None, (self._shape.request_id, request_id.get())))
                     requests = [
                         dataclasses.replace(r, prefix_salt=salt, names=names) for r in requests
                     ]
-                    connection = scope.get(CONNECTION_KEY)
-                    await self._generate(requests, client_gone, send, connection)
+                    await self._generate(requests, client_gone, send)
             finally:
                 client_gone.cancel()
 
@@ -217,9 +230,9 @@ class GenerationResponse(Response):
         requests: Sequence[NewRequest],
         client_gone: asyncio.Task[None],
         send: Send,
-        connection: Connection | None,
     ) -> None:
-        choices = await Choices.start(
+        connection = self._connection
+        self._choices = choices = await Choices.start(
             self._service,
             requests,
             per_prompt=self._per_prompt,
@@ -244,6 +257,7 @@ class GenerationResponse(Response):
             if timer is not None:
                 timer.cancel()
             choices.abort()
+            self._service.kept.release(self)
             if connection is not None and connection.is_cut_off:
                 outcome = "slow_reader"
             _log_end(self._shape.request_id, choices, outcome, self._caller)
@@ -260,6 +274,7 @@ class GenerationResponse(Response):
         while not choices.is_over:
             index, delta = await choices.next_news()
             self._shape.keep(index, delta)
+            self._hold(choices)
         self._has_begun = True
         await send(_start(_JSON_HEADERS))
         body, turn = bytearray(), Turn(self._service.turns)
@@ -268,9 +283,30 @@ class GenerationResponse(Response):
             if len(body) >= BYTES_PER_WRITE:
                 await send(_body(bytes(body), more=True))
                 body.clear()
+                self._hold(choices)
             await turn.pause_if_long()
             choices.check_wanted()
         await send(_body(bytes(body), more=False))
+
+    def _hold(self, choices: Choices) -> None:
+        """Count what is kept, which comes on. Raises RequestFailed, ClientGone."""
+        if not self._is_crowded_out:
+            for response in self._service.kept.hold(self, self._owner, choices.num_bytes):
+                self._service.observation.rejects["kept_answer_evicted"] += 1
+                response.crowd_out()
+        if self._is_crowded_out:
+            raise ClientGone if self._has_begun else overloaded()
+
+    def crowd_out(self) -> None:
+        """Give up an answer: what is kept has become too much, and its client has the most."""
+        assert self._choices is not None
+        self._is_crowded_out = True
+        if not self._has_begun:
+            self._choices.end(overloaded())
+            return
+        self._choices.abort()
+        if self._connection is not None:
+            self._connection.cut_off()
 
     async def _send_stream(self, choices: Choices, send: Send) -> None:
         """Send one event per news; the status waits for the first, as they may be a failure,

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from lightserve.config import ServeConfig
 from lightserve.config.fields import flag_name
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.constraint_check import ConstraintChecker
 from lightserve.frontend.failures import draining, overloaded
+from lightserve.frontend.held import Held
 from lightserve.frontend.json_body import show
 from lightserve.frontend.observation import Observation
 from lightserve.frontend.prompts import PromptEncoder
@@ -52,6 +54,13 @@ class Turns:
         """Wait for the next turn; others have theirs before."""
         async with self._gate:
             await asyncio.sleep(0)
+
+
+class Crowded(Protocol):
+    """What holds memory for a client."""
+
+    def crowd_out(self) -> None:
+        """Give the memory back: the client holds more than any other."""
 
 
 class InFlight:
@@ -149,6 +158,8 @@ class Service:
     router: RouterClient
     in_flight: InFlight
     turns: Turns
+    kept: Held[Crowded]
+    """Answers that are not streamed, until they are read."""
     observation: Observation
 
     def close(self) -> None:
@@ -265,5 +276,6 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
         router=router,
         in_flight=InFlight(max_bytes=config.max_held_body_bytes),
         turns=Turns(),
+        kept=Held(config.max_kept_answer_bytes),
         observation=Observation(),
     )

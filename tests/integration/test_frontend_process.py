@@ -173,6 +173,44 @@ def test_a_client_that_stops_reading_is_cut_off(
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
+def test_answers_that_are_not_read_make_room_for_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three of half a megabyte, where two may be kept: long before the time to read is over."""
+    body = json.dumps(COMPLETION | {"logprobs": 5, "max_tokens": 6000})
+
+    def answer(submit: Submit) -> list[RequestDelta]:
+        logprobs = [TokenLogprob(0.0, [50] * 5, [0.0] * 5)] * 6000
+        return [
+            RequestDelta(
+                submit.request_id, [50] * 6000, FinishReason.LENGTH, None, 0.0, 0, logprobs
+            )
+        ]
+
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up(answer)
+        unread = []
+        for number in range(2):
+            client = await running.post("/v1/completions", body, receive_buffer_bytes=4096)
+            unread.append(client)
+            await eventually(lambda number=number: len(hub.of(Submit)) == number + 1)
+            await client.until(b" 200 ")
+            client.writer.transport.pause_reading()
+        reader = await running.post("/v1/completions", body, close=True)
+        status, data = await reader.rest()
+        assert status == 200
+        assert data.rstrip().endswith(b"0")  # the last chunk
+        unread[0].writer.transport.resume_reading()
+        with pytest.raises(ConnectionResetError):
+            while await unread[0].reader.read(4096):
+                pass
+        assert caplog.text.count("outcome=slow_reader") == 1
+        unread[1].hang_up()
+
+    caplog.set_level("INFO")
+    _serve(tmp_path, scenario, send_buffer_bytes=4096, max_kept_answer_bytes=1_250_000)
+
+
 def test_a_slow_client_that_keeps_reading_gets_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
