@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from lightserve.errors import GrammarError, InvalidRequest
 from lightserve.frontend.failures import overloaded
-from lightserve.messages.common import Constraint
-from lightserve.structured.limits import yield_to_others
+from lightserve.messages.common import Constraint, GrammarConstraint
+from lightserve.structured.limits import is_gbnf, yield_to_others
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -76,6 +76,29 @@ class ConstraintChecker:
         self._checks: dict[bytes, _Check] = {}
         self._known: OrderedDict[bytes, str | None] = OrderedDict()
         """By digest: what is wrong with a constraint, None if nothing is."""
+        self._num_translated = 0
+        """Grammars that are being translated, or wait for that."""
+
+    async def in_lark(self, constraint: Constraint, *, param: str) -> Constraint:
+        """Return a grammar in Lark's notation, and every other constraint as it is.
+
+        Raises:
+            InvalidRequest: it is in another notation, and cannot be translated.
+            RequestFailed: too many are waiting.
+        """
+        if not (isinstance(constraint, GrammarConstraint) and is_gbnf(constraint.grammar)):
+            return constraint
+        if self._num_translated >= MAX_WAITING:
+            raise overloaded()
+        self._num_translated += 1
+        loop = asyncio.get_running_loop()
+        try:
+            lark = await loop.run_in_executor(self._threads, _lark_of, constraint.grammar)
+        except GrammarError as error:
+            raise _refusal(param, str(error)) from None
+        finally:
+            self._num_translated -= 1
+        return GrammarConstraint(grammar=lark)
 
     async def check(self, constraint: Constraint, *, param: str) -> None:
         """Check that a constraint can be enforced.
@@ -91,9 +114,7 @@ class ConstraintChecker:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
         if (complaint := self._known[key]) is not None:
-            raise InvalidRequest(
-                f"{param} cannot be enforced: {complaint}", param=param, code="invalid_constraint"
-            )
+            raise _refusal(param, complaint)
 
     def close(self) -> None:
         """Let running work end; drop what waits."""
@@ -143,6 +164,18 @@ class ConstraintChecker:
         except GrammarError as error:
             return str(error)
         return None
+
+
+def _lark_of(grammar: str) -> str:
+    from lightserve.structured.grammars import lark_of_gbnf  # noqa: PLC0415
+
+    return lark_of_gbnf(grammar)
+
+
+def _refusal(param: str, complaint: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{param} cannot be enforced: {complaint}", param=param, code="invalid_constraint"
+    )
 
 
 async def _result(check: _Check, param: str) -> str | None:

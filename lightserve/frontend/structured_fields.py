@@ -1,12 +1,14 @@
 """Fields that ask for structured output, and the constraints that they become.
 
 `response_format` as OpenAI has it, always enforced, whether `strict` or not; `structured_outputs`
-as vLLM has it: exactly one of json, regex, grammar (Lark) and choice.
+as vLLM has it: exactly one of json, regex, grammar (Lark or GBNF) and choice; and other names of
+its parts, as SGLang and older versions of vLLM have them.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, Tag
@@ -61,13 +63,28 @@ class ResponseFormat(StrictModel):
     json_schema: JsonSchemaFormat | None = None
 
 
+Text = Annotated[str, Field(min_length=1)]
+Options = Annotated[list[Choice], Field(min_length=1, max_length=MAX_CHOICES)]
+
+
 class StructuredOutputs(StrictModel):
     """`structured_outputs`: exactly one of these."""
 
     json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
-    regex: Annotated[str, Field(min_length=1)] | None = None
-    grammar: Annotated[str, Field(min_length=1)] | None = None
-    choice: Annotated[list[Choice], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    regex: Text | None = None
+    grammar: Text | None = None
+    choice: Options | None = None
+
+
+ALIASES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_grammar": "grammar",
+    "guided_choice": "choice",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+"""Fields of a request that mean the same as one of `structured_outputs`."""
 
 
 class NativeGrammar(StrictModel):
@@ -109,15 +126,17 @@ def wish_of_outputs(outputs: StructuredOutputs | None) -> Wish | None:
     """Return what `structured_outputs` asks for. Raises InvalidRequest."""
     if outputs is None:
         return None
-    wishes: list[Wish] = []
-    if outputs.json_ is not None:
-        wishes.append((json_constraint(outputs.json_), "structured_outputs.json"))
-    if outputs.regex is not None:
-        wishes.append((RegexConstraint(pattern=outputs.regex), "structured_outputs.regex"))
-    if outputs.grammar is not None:
-        wishes.append((GrammarConstraint(grammar=outputs.grammar), "structured_outputs.grammar"))
-    if outputs.choice is not None:
-        wishes.append((_one_of(outputs.choice), "structured_outputs.choice"))
+    given = {
+        "json": outputs.json_,
+        "regex": outputs.regex,
+        "grammar": outputs.grammar,
+        "choice": outputs.choice,
+    }
+    wishes = [
+        (_constraint(kind, value), f"structured_outputs.{kind}")
+        for kind, value in given.items()
+        if value is not None
+    ]
     if len(wishes) != 1:
         raise InvalidRequest(
             "structured_outputs must have exactly one of json, regex, grammar and choice, got"
@@ -125,6 +144,24 @@ def wish_of_outputs(outputs: StructuredOutputs | None) -> Wish | None:
             param="structured_outputs",
         )
     return wishes[0]
+
+
+def wishes_of_aliases(fields: Mapping[str, Any]) -> list[Wish | None]:
+    """Return what fields of `ALIASES` ask for, those that are null left out."""
+    return [
+        (_constraint(ALIASES[name], value), name)
+        for name, value in fields.items()
+        if value is not None
+    ]
+
+
+def _constraint(kind: str, value: Any) -> Constraint:
+    """Return the constraint that a field of `structured_outputs` is."""
+    if kind == "json":
+        return json_constraint(value)
+    if kind == "choice":
+        return _one_of(value)
+    return RegexConstraint(pattern=value) if kind == "regex" else GrammarConstraint(grammar=value)
 
 
 def wish_of_grammar(grammar: NativeGrammar | None) -> Wish | None:
@@ -178,6 +215,7 @@ async def resolve_constraint(
         )
     if closes and isinstance(constraint, JsonSchemaConstraint):
         constraint = _closed_constraint(constraint)
+    constraint = await checker.in_lark(constraint, param=param)
     await checker.check(constraint, param=param)
     return constraint
 

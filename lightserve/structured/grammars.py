@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from lightserve.errors import GrammarError
 from lightserve.messages.common import (
@@ -28,6 +29,7 @@ from lightserve.messages.common import (
     RegexConstraint,
 )
 from lightserve.structured.limits import (
+    MAX_GBNF_CHARS,
     MAX_GRAMMAR_BYTES,
     MAX_REGEX_BYTES,
     MAX_SCHEMA_BYTES,
@@ -77,6 +79,25 @@ def compile_matcher(constraint: Constraint, vocabulary: LLTokenizer) -> LLMatche
         too_much = "TooComplex" in matcher.get_error()
         raise GrammarError("it is too complex" if too_much else "no output can satisfy it")
     return matcher
+
+
+def lark_of_gbnf(grammar: str) -> str:
+    """Return a grammar in llama.cpp's notation in Lark's.
+
+    Raises:
+        GrammarError: too large, or not valid.
+    """
+    if len(grammar) > MAX_GBNF_CHARS:
+        raise GrammarError(
+            f"a grammar with root ::= must be at most {MAX_GBNF_CHARS} characters long, got"
+            f" {len(grammar)}"
+        )
+    try:
+        return gbnf_to_lark(grammar)
+    except RecursionError:
+        raise GrammarError("it is nested too deeply") from None
+    except Exception as error:  # it has no kind of its own for what is not valid
+        raise GrammarError(_one_line(str(error))) from error
 
 
 def _source(constraint: Constraint) -> str:

@@ -12,6 +12,7 @@ from support.fake_router import Setup, frontend, says
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.errors import GrammarError
+from lightserve.frontend import constraint_check
 from lightserve.frontend.structured_fields import MAX_CHOICES
 from lightserve.messages.common import (
     Constraint,
@@ -19,7 +20,7 @@ from lightserve.messages.common import (
     JsonSchemaConstraint,
     RegexConstraint,
 )
-from lightserve.structured.grammars import compile_matcher
+from lightserve.structured.grammars import compile_matcher, lark_of_gbnf
 from lightserve.structured.vocabulary import byte_vocabulary
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -42,6 +43,14 @@ def outputs(**fields: Any) -> dict[str, Any]:
     return {"structured_outputs": fields}
 
 
+GBNF = """# dates
+root ::= date ("," date)*
+date ::= [0-9]{4} "-" month-name
+month-name ::= "jan" | "feb"
+"""
+TRANSLATED = lark_of_gbnf(GBNF)
+LARK = 'start: "root ::= " /[ab]/'
+ALL_GBNF = [outputs(grammar=GBNF), {"ebnf": GBNF}, {"guided_grammar": GBNF}]
 ACCEPTED: list[tuple[dict[str, Any], Any]] = [
     ({"response_format": {"type": "text"}}, None),
     ({"response_format": None, "structured_outputs": None}, None),
@@ -62,6 +71,14 @@ ACCEPTED: list[tuple[dict[str, Any], Any]] = [
         outputs(choice=["yes", 'n"\n\\o', "é☃"]),
         GrammarConstraint(grammar='start: ONE\nONE: "yes" | "n\\"\\n\\\\o" | "é☃"'),
     ),
+    ({"guided_json": SCHEMA}, JsonSchemaConstraint(schema=json.dumps(SCHEMA))),
+    ({"guided_json": '{"type":"null"}'}, JsonSchemaConstraint(schema='{"type":"null"}')),
+    ({"guided_regex": "[ab]+"}, RegexConstraint(pattern="[ab]+")),
+    ({"regex": "[ab]+", "guided_regex": None}, RegexConstraint(pattern="[ab]+")),
+    ({"guided_choice": ["a", "b"]}, GrammarConstraint(grammar='start: ONE\nONE: "a" | "b"')),
+    ({"guided_grammar": 'start: "a"'}, GrammarConstraint(grammar='start: "a"')),
+    ({"ebnf": LARK}, GrammarConstraint(grammar=LARK)),
+    *((fields, GrammarConstraint(grammar=TRANSLATED)) for fields in ALL_GBNF),
 ]
 
 
@@ -127,7 +144,43 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**outputs(regex="a"), "ignore_eos": True}, "ignore_eos"),
     ({**outputs(regex="a"), "min_tokens": 2}, "min_tokens"),
     ({**outputs(regex="a"), "allowed_token_ids": [5]}, "allowed_token_ids"),
+    *(({name: {1: "a"}}, name) for name in ("regex", "ebnf", "guided_regex", "guided_grammar")),
+    ({"guided_json": "{"}, "guided_json"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_regex": "(("}, "guided_regex"),
+    ({"regex": "a", "guided_regex": "a"}, "regex"),
+    ({"regex": "a", **outputs(regex="a")}, "regex"),
+    ({"ebnf": GBNF, **schema_format(SCHEMA)}, "ebnf"),
+    ({"guided_choice": ["a"], "ebnf": GBNF}, "ebnf"),
+    ({"guided_json": SCHEMA, "min_tokens": 1}, "min_tokens"),
+    ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend"),
+    ({"guided_whitespace_pattern": " *"}, "guided_whitespace_pattern"),
+    ({"ebnf": "root ::= nothing"}, "ebnf"),
+    ({"ebnf": 'root ::= "a'}, "ebnf"),
+    ({"ebnf": 'root ::= "\\'}, "ebnf"),
+    ({"ebnf": 'root ::= "a"{' + "9" * 5000 + "}"}, "ebnf"),
+    ({"ebnf": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000}, "ebnf"),
+    ({"ebnf": 'root ::= "a"' + "\n" * 40_000}, "ebnf"),
+    ({"ebnf": 'x ::= "a"'}, "ebnf"),
 ]
+
+
+def test_a_translated_grammar_is_the_same() -> None:
+    matcher = compile_matcher(GrammarConstraint(grammar=TRANSLATED), byte_vocabulary())
+    assert matcher.consume_tokens(list(b"2024-jan,1999-feb"))
+    assert matcher.is_accepting()
+    assert not matcher.consume_tokens(list(b"-"))
+
+
+def test_grammars_that_wait_to_be_translated_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraint_check, "MAX_WAITING", 0)
+
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            body = {**BODIES["/v1/completions"], "ebnf": GBNF}
+            assert (await setup.post("/v1/completions", body)).status_code == 429
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("path", OPENAI)

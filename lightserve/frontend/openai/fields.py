@@ -39,12 +39,17 @@ from lightserve.frontend.sampling import (
 )
 from lightserve.frontend.service import Service
 from lightserve.frontend.structured_fields import (
+    ALIASES,
+    Options,
     ResponseFormat,
+    SchemaOrText,
     StructuredOutputs,
+    Text,
     Wish,
     resolve_constraint,
     wish_of_format,
     wish_of_outputs,
+    wishes_of_aliases,
 )
 from lightserve.frontend.terms import Priority, Seconds, SLOFields, TermFields, Terms
 from lightserve.messages.common import Constraint
@@ -119,6 +124,12 @@ class CommonFields(NoEffectModel):
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: Text | None = None
+    guided_grammar: Text | None = None
+    guided_choice: Options | None = None
+    regex: Text | None = None
+    ebnf: Text | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
@@ -242,7 +253,12 @@ class CommonFields(NoEffectModel):
         """
         deciding = ("ignore_eos", "min_tokens", "allowed_token_ids")
         return await resolve_constraint(
-            [other, wish_of_format(self.response_format), wish_of_outputs(self.structured_outputs)],
+            [
+                other,
+                wish_of_format(self.response_format),
+                wish_of_outputs(self.structured_outputs),
+                *wishes_of_aliases({name: getattr(self, name) for name in ALIASES}),
+            ],
             service.constraints,
             can_end=bool(service.model.tokenizer.eos_token_ids),
             barred=[name for name in deciding if getattr(self, name)],

@@ -22,6 +22,8 @@ _COMMON: NoEffect = {
     # vLLM's. Special tokens are never part of an answer's text.
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
 }
