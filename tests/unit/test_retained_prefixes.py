@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 from support.core_scenes import Arrival, make_core, make_simulation, submit
@@ -130,10 +132,22 @@ def test_turns_of_a_conversation_count_once() -> None:
     other = np.concatenate([tokens(0, 10), tokens(3, 5)])
     scene.keep(other)
     assert scene.retained.num_tokens("") == 17
-    scene.keep(tokens(0, 4), until_s=200.0)  # longer than those that run through it
+    scene.keep(tokens(0, 4), until_s=200.0)  # as does one of those that it begins
     assert scene.retained.num_tokens("") == 17
     scene.retained.expire(100.0)
-    assert scene.retained.num_tokens("") == 4
+    assert scene.retained.num_tokens("") == 12
+
+
+@pytest.mark.parametrize("lengths", [range(1, 20), range(19, 0, -1), [9, 3, 15, 3, 9, 12]])
+def test_prefixes_of_prefixes_leave_no_boundaries(lengths: Iterable[int]) -> None:
+    """Paths of the tree must not become deep, whatever is asked for in which order."""
+    scene = Scene()
+    for second, count in enumerate(lengths):
+        scene.keep(tokens(0, count), until_s=100.0 + second)
+    assert len(list(scene.tree.nodes())) == 1
+    assert scene.retained.num_tokens("") == max(lengths)
+    scene.retained.expire(99.0 + len(list(lengths)))
+    assert not list(scene.tree.nodes())
 
 
 def test_asking_again_and_again_takes_no_memory() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 
 from lightserve.messages.common import Int32Array
 from lightserve.router.kv.prefix_node import PrefixKey, PrefixNode, path_of
@@ -36,20 +35,27 @@ class RetainedPrefixes:
         return self._num_tokens.get(key, 0)
 
     def keep(self, key: PrefixKey, prefix: Int32Array, *, until_s: float) -> None:
-        """Prefer a prefix, or as much of it as a key may have, until then."""
+        """Prefer a prefix, or as much of it as a key may have, until then.
+
+        No prefix begins another: both are one, the longer, until the later time. So what clients
+        ask for leaves few boundaries on a path of the tree.
+        """
         end, num_more = self._tree.retain(key, prefix[: self._max_tokens])
         self._num_tokens[key] = self.num_tokens(key) + num_more
         prefixes = self._until_s.setdefault(key, {})
-        if (earlier_s := prefixes.pop(end, None)) is None:
-            self._num_prefixes += 1
-        else:
+        longest = _longest_through(end)
+        covered = [node for node in path_of(longest) if node in prefixes]
+        until_s = max(until_s, *(prefixes[node] for node in covered), 0.0)
+        if longest in prefixes:  # counted already, to its end or beyond this one's
             self._tree.let_go(end)
-            until_s = max(until_s, earlier_s)
-        prefixes[end] = until_s
-        heapq.heappush(self._heap, (until_s, next(self._ticket), key, end))
-        covered = [node for node in path_of(end) if prefixes.get(node, math.inf) <= until_s]
-        for node in covered[1:]:  # without this one
-            self._drop(key, node)
+        else:
+            self._num_prefixes += 1
+        prefixes.pop(longest, None)
+        prefixes[longest] = until_s
+        heapq.heappush(self._heap, (until_s, next(self._ticket), key, longest))
+        for node in covered:
+            if node is not longest:
+                self._drop(key, node)
         while self._num_tokens[key] > self._max_tokens:
             self._drop(key, next(iter(prefixes)))
         if len(self._heap) > 2 * self._num_prefixes + 64:
@@ -73,3 +79,11 @@ class RetainedPrefixes:
         self._num_tokens[key] -= self._tree.let_go(node)
         if not self._until_s[key]:
             del self._until_s[key], self._num_tokens[key]
+
+
+def _longest_through(node: PrefixNode) -> PrefixNode:
+    """Return where a retained prefix ends that begins as the one that ends here; perhaps here."""
+    at = node
+    while below := next((child for child in at.children.values() if child.num_retained), None):
+        at = below
+    return at
