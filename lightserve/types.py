@@ -92,9 +92,9 @@ class FinishReason(StrEnum):
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """How the next token is drawn, and what is to be told about it.
 
-    In this order: `logit_bias`, penalties, tokens that are not allowed, temperature, min-p, top-k,
-    top-p. `temperature` 0 is greedy and ignores what follows it. The draw is a function of
-    (seed, choice, position) alone (architecture: contract N1).
+    In this order: `logit_bias`, penalties, tokens that are not allowed or end bad words,
+    temperature, min-p, top-k, top-p. `temperature` 0 is greedy and ignores what follows it. The
+    draw is a function of (seed, choice, position) alone (architecture: contract N1).
     """
 
     temperature: float = 1.0
@@ -126,3 +126,6 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     none. They are the model's, before anything above changed them."""
     num_prompt_logprobs: int | None = None
     """The same for each prompt token but the first, given those before it."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens, none empty: the last of one is not drawn where the output ends with the
+    others."""

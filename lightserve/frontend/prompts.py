@@ -111,6 +111,36 @@ class PromptEncoder:
         """Return the text of ids. Raises RequestFailed: too many texts are waiting."""
         return await self.run(lambda: self._tokenizer.decode(token_ids), size=len(token_ids))
 
+    async def encode_words(
+        self, words: Sequence[str], *, param: str, max_tokens: int
+    ) -> list[tuple[int, ...]]:
+        """Return each way in which an output can have words: as it begins, behind a blank, within.
+
+        Raises:
+            InvalidRequest: not Unicode, or a word of more than `max_tokens`.
+            RequestFailed: too many texts are waiting.
+        """
+
+        def encode() -> list[tuple[int, ...]]:
+            ways: dict[tuple[int, ...], None] = {}
+            for word in map(str.lstrip, words):
+                self._check_text(word, param)
+                for token_ids in (
+                    self._tokenizer.encode(word, add_special_tokens=False),
+                    self._tokenizer.encode(f" {word}", add_special_tokens=False),
+                    self._tokenizer.encode_within(word),
+                ):
+                    if len(token_ids) > max_tokens:
+                        raise InvalidRequest(
+                            f"{param} must hold words of at most {max_tokens} tokens, got one of"
+                            f" {len(token_ids)}",
+                            param=param,
+                        )
+                    ways[tuple(token_ids)] = None
+            return [way for way in ways if way]
+
+        return await self.run(encode, size=3 * sum(map(len, words)))
+
     async def spans(self, text: str, *, param: str, add_special_tokens: bool) -> Spans:
         """Return the tokens of any text, also an empty one, with their places in it.
 

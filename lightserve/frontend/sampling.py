@@ -38,6 +38,9 @@ LogitBias = Annotated[dict[str, Bias], Field(max_length=1024)]
 TokenIds = Annotated[
     list[int], Field(min_length=1, max_length=65536, fail_fast=True), WHOLE_NUMBERS
 ]
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 64, 32
+BadWord = Annotated[str, Field(min_length=1, max_length=128, pattern=r"\S")]
+BadWords = Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)]
 StopTokenIds = Annotated[list[int], Field(max_length=64, fail_fast=True), WHOLE_NUMBERS]
 MinTokens = Annotated[Integer, Field(ge=0)]
 NumLogprobs = Annotated[Integer, Field(ge=0, le=20)]
@@ -91,6 +94,8 @@ class SamplingRequest:
     repetition_penalty: float | None = None
     logit_bias: Mapping[str, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[tuple[int, ...]] = ()
+    """As tokens."""
     min_tokens: int | None = None
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
@@ -123,6 +128,7 @@ class SamplingRequest:
                     self.allowed_token_ids or (), vocab_size=vocab_size, param="allowed_token_ids"
                 )
             ),
+            bad_words=tuple(self.bad_words),
             min_tokens=self.min_tokens or 0,
             num_logprobs=self.num_logprobs,
             num_prompt_logprobs=self.num_prompt_logprobs,

@@ -6,6 +6,7 @@ from its arrival to its end, and kept once for all choices.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ ID_BYTES = 40
 """Memory of a token id in a tuple."""
 BIAS_BYTES = 128
 """Of an id and its bias in one."""
+WORD_BYTES = 64
+"""Of a bad word, without its ids."""
 EOS_BYTES = 104
 """Of an id in a set."""
 CHARACTER_BYTES = 8
@@ -34,6 +37,8 @@ MAX_SECONDS = 1e9
 MAX_ADDED = 100.0
 """Largest bias or penalty."""
 MAX_LOGPROBS = 20
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 192, 32
+"""Of the 64 of a request each in three forms."""
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -72,6 +77,7 @@ def check_submit(submit: Submit, vocab_size: int) -> None:
         "eos_token_ids": submit.eos_token_ids,
         "allowed_token_ids": sampling.allowed_token_ids,
         "logit_bias": [token_id for token_id, _ in sampling.logit_bias],
+        "bad_words": list(itertools.chain(*sampling.bad_words)),
     }
     for name, token_ids in ids.items():
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
@@ -97,6 +103,10 @@ def check_submit(submit: Submit, vocab_size: int) -> None:
         "num_prompt_logprobs": (sampling.num_prompt_logprobs or 0, 0, MAX_LOGPROBS),
     }
     checks = [(name, *limits) for name, limits in ranges.items()]
+    checks += [("number of bad_words", len(sampling.bad_words), 0, MAX_BAD_WORDS)]
+    checks += [
+        ("length of bad_words", len(word), 1, MAX_BAD_WORD_TOKENS) for word in sampling.bad_words
+    ]
     checks += [("slo", t, 0.0, MAX_SECONDS) for t in astuple(slo) if t is not None]
     if biases := [bias for _, bias in sampling.logit_bias]:
         extremes = min(biases), max(biases), sum(biases) / len(biases)  # one that is no number
@@ -155,6 +165,7 @@ def _is_equal(parameters: Parameters, submit: Submit) -> bool:
     return (
         parameters.allowed_token_ids == submit.sampling.allowed_token_ids
         and parameters.logit_bias == submit.sampling.logit_bias
+        and parameters.bad_words == submit.sampling.bad_words
         and parameters.constraint == submit.constraint
         and parameters.eos_token_ids == frozenset(submit.eos_token_ids)
     )
@@ -163,15 +174,20 @@ def _is_equal(parameters: Parameters, submit: Submit) -> bool:
 def _parameters_of(submit: Submit) -> Parameters:
     sampling = submit.sampling
     eos_token_ids = frozenset(submit.eos_token_ids)
-    lists = sampling.allowed_token_ids, sampling.logit_bias, list(eos_token_ids), submit.constraint
+    lists = (
+        *(sampling.allowed_token_ids, sampling.logit_bias, sampling.bad_words),
+        *(list(eos_token_ids), submit.constraint),
+    )
     return Parameters(
         sampling.allowed_token_ids,
         sampling.logit_bias,
+        sampling.bad_words,
         eos_token_ids,
         submit.constraint,
         num_bytes=(
             ID_BYTES * len(sampling.allowed_token_ids)
             + BIAS_BYTES * len(sampling.logit_bias)
+            + sum(WORD_BYTES + ID_BYTES * len(word) for word in sampling.bad_words)
             + EOS_BYTES * len(eos_token_ids)
             + _text_bytes(submit.constraint)
         ),
@@ -212,6 +228,7 @@ def request_of(
             submit.sampling,
             allowed_token_ids=parameters.allowed_token_ids,
             logit_bias=parameters.logit_bias,
+            bad_words=parameters.bad_words,
         ),
         request_class=submit.request_class,
         arrival_s=now_s - submit.age_s,

@@ -60,6 +60,7 @@ class Parameters:
 
     allowed_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     eos_token_ids: frozenset[int] = frozenset()
     constraint: Constraint | None = None
     num_bytes: int = 0

@@ -49,6 +49,7 @@ _EVERYTHING = SamplingParams(
     repetition_penalty=1.1,
     logit_bias=((1, 1.0),),
     allowed_token_ids=(0, 1, 2, 3),
+    bad_words=((4,), (1, 5)),
     min_tokens=8,
     num_logprobs=2,
     num_prompt_logprobs=2,

@@ -277,6 +277,8 @@ def changed_rows() -> Iterator[tuple[SamplingParams, History]]:
         {"min_tokens": 1000},
         {"min_tokens": 1, "logit_bias": ((7, 9.0),)},
         {"allowed_token_ids": (3,), "min_tokens": 1000, "temperature": 0.0},
+        {"bad_words": ((17,), (18, 19)), "frequency_penalty": 0.1},
+        {"bad_words": tuple((token,) for token in range(100, 290, 3)), "logit_bias": ((101, 9.0),)},
     ]
     for number, options in enumerate(some):
         known = rng.integers(0, 300, 3000 if number == 3 else 5 + 60 * number).tolist()

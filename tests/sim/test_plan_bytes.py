@@ -144,6 +144,7 @@ PARAMETERS = st.builds(
     choice=st.integers(0, 15),
     logit_bias=st.lists(st.tuples(IDS, st.floats(-100, 100)), max_size=20).map(tuple),
     allowed_token_ids=st.lists(IDS, max_size=300).map(tuple),
+    bad_words=st.lists(st.lists(IDS, min_size=1, max_size=9).map(tuple), max_size=20).map(tuple),
     min_tokens=IDS,
     num_logprobs=st.none() | st.integers(0, 20),
 )

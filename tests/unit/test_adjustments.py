@@ -30,6 +30,11 @@ def by_loop(logits: list[float], params: SamplingParams, history: History) -> li
         if token in output:
             value -= params.presence_penalty + output.count(token) * params.frequency_penalty
         barred = len(output) < params.min_tokens and token in history.eos_token_ids
+        barred |= any(
+            word[-1] == token and tuple(output[len(output) - len(word) + 1 :]) == word[:-1]
+            for word in params.bad_words
+            if len(word) <= len(output) + 1
+        )
         if barred or (params.allowed_token_ids and token not in params.allowed_token_ids):
             value = -math.inf
         result.append(value)
@@ -40,7 +45,7 @@ def by_loop(logits: list[float], params: SamplingParams, history: History) -> li
 @given(
     logits=st.lists(st.floats(-5, 5, width=32), min_size=VOCAB, max_size=VOCAB),
     prompt=st.lists(TOKENS, min_size=1, max_size=8),
-    output=st.lists(TOKENS, max_size=8),
+    output=st.lists(st.integers(0, 3), max_size=8),
     eos=st.lists(TOKENS, max_size=2),
     params=st.builds(
         SamplingParams,
@@ -52,6 +57,9 @@ def by_loop(logits: list[float], params: SamplingParams, history: History) -> li
             lambda bias: tuple(bias.items())
         ),
         allowed_token_ids=st.lists(TOKENS, max_size=4, unique=True).map(tuple),
+        bad_words=st.lists(st.lists(TOKENS, min_size=1, max_size=4).map(tuple), max_size=5).map(
+            tuple
+        ),
         min_tokens=st.integers(0, 6),
     ),
 )
@@ -86,10 +94,15 @@ def test_rows_with_options_do_not_touch_each_other() -> None:
         SamplingParams(),
         SamplingParams(frequency_penalty=0.5, allowed_token_ids=(1, 2, 3, 39)),
         SamplingParams(presence_penalty=1.0, repetition_penalty=0.7, min_tokens=30),
+        SamplingParams(bad_words=((9,), (7, 4, 8), (3, 7, 5, 8))),
+        SamplingParams(bad_words=((5, 1), (4, 1), (39,))),
     ]
-    histories = [History([n, 3, 3, 7, n], 2, [n]) for n in range(4)]
-    together = adjust(logits, make_batch(options, [0] * 4, histories))
-    for row in range(4):
+    logits = torch.cat([logits, torch.randn(2, 40)])
+    histories = [History([n, 3, 3, 7, n], 2, [n]) for n in range(6)]
+    together = adjust(logits, make_batch(options, [0] * 6, histories))
+    assert together[4].isinf().nonzero().flatten().tolist() == [8, 9]
+    assert together[5].isinf().nonzero().flatten().tolist() == [1, 39]
+    for row in range(6):
         batch = make_batch(options[row : row + 1], [0], histories[row : row + 1])
         alone = sample_on_host(logits[row : row + 1], batch)
         assert alone.is_finite.all()

@@ -68,6 +68,10 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
         [[5], [5.0], [0, VOCAB_SIZE - 1], [5, 5], None],
         [[], [-1], [VOCAB_SIZE], [2**63], [True], [1.5], ["5"], [None], 5, "5", True, {}],
     ),
+    "bad_words": (
+        [["x"], [" é x"], ["xyz"] * 64, [], None],
+        [["x"] * 65, [""], [" "], ["x" * 129], ["\ud800"], [1], [None], "x", True, {}],
+    ),
     "stop_token_ids": (
         [[], [5], [5, 6.0], [0, VOCAB_SIZE - 1], [5] * 64, None],
         [[5] * 65, [-1], [VOCAB_SIZE], [2**63], [True], [1.5], ["5"], [None], 5, "5", True, {}],
@@ -156,7 +160,7 @@ COMMON = ["temperature", "top_p", "top_k", "seed"]
 PENALTIES = ["frequency_penalty", "repetition_penalty"]
 OPENAI = [
     *[*PENALTIES, "presence_penalty", "min_p", "min_tokens", "n", "logit_bias"],
-    *["allowed_token_ids", "stop_token_ids", "stop", "ignore_eos"],
+    *["allowed_token_ids", "bad_words", "stop_token_ids", "stop", "ignore_eos"],
     *["include_stop_str_in_output", "service_tier", "metadata"],
     *[*COMMON, "max_tokens", "stream", "stream_options", "model"],
     *["user", "safety_identifier", "prompt_cache_key"],

@@ -144,6 +144,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**outputs(regex="a"), "ignore_eos": True}, "ignore_eos"),
     ({**outputs(regex="a"), "min_tokens": 2}, "min_tokens"),
     ({**outputs(regex="a"), "allowed_token_ids": [5]}, "allowed_token_ids"),
+    ({**outputs(regex="a"), "bad_words": ["b"]}, "bad_words"),
     *(({name: {1: "a"}}, name) for name in ("regex", "ebnf", "guided_regex", "guided_grammar")),
     ({"guided_json": "{"}, "guided_json"),
     ({"guided_choice": []}, "guided_choice"),

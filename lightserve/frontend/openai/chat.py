@@ -544,7 +544,8 @@ async def _prepare(
             prompt_items=body.prompt_items,
         ),
     )
-    sampling = body.sampling_request(
+    sampling = await body.sampling_request(
+        service,
         num_logprobs=num_logprobs if body.logprobs else None,
         num_prompt_logprobs=body.prompt_logprobs,
     )

@@ -322,7 +322,8 @@ async def _requests(
         ),
     )
     echoed = body.logprobs if body.echo else None
-    sampling = body.sampling_request(
+    sampling = await body.sampling_request(
+        service,
         num_logprobs=body.logprobs,
         num_prompt_logprobs=echoed if body.prompt_logprobs is None else body.prompt_logprobs,
     )

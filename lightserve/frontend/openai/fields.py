@@ -18,7 +18,9 @@ from lightserve.frontend.openai.no_effect import NoEffectModel
 from lightserve.frontend.responses import ARRIVAL_KEY
 from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.sampling import (
+    MAX_BAD_WORD_TOKENS,
     MAX_STOP_STRINGS,
+    BadWords,
     LogitBias,
     MaxTokens,
     MinP,
@@ -115,6 +117,7 @@ class CommonFields(NoEffectModel):
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: LogitBias | None = None
     allowed_token_ids: TokenIds | None = None
+    bad_words: BadWords | None = None
     n: NumChoices | None = None
     stop: StopStrings | None = None
     stop_token_ids: StopTokenIds | None = None
@@ -251,7 +254,7 @@ class CommonFields(NoEffectModel):
             InvalidRequest: it cannot be enforced, or not beside other fields.
             RequestFailed: too many constraints are being checked.
         """
-        deciding = ("ignore_eos", "min_tokens", "allowed_token_ids")
+        deciding = ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words")
         return await resolve_constraint(
             [
                 other,
@@ -265,10 +268,19 @@ class CommonFields(NoEffectModel):
             closes=service.config.closed_schemas,
         )
 
-    def sampling_request(
-        self, *, num_logprobs: int | None = None, num_prompt_logprobs: int | None = None
+    async def sampling_request(
+        self,
+        service: Service,
+        *,
+        num_logprobs: int | None = None,
+        num_prompt_logprobs: int | None = None,
     ) -> SamplingRequest:
-        """Return what the request says about sampling."""
+        """Return what the request says about sampling. Raises InvalidRequest, RequestFailed."""
+        bad_words: list[tuple[int, ...]] = []
+        if self.bad_words:
+            bad_words = await service.encoder.encode_words(
+                self.bad_words, param="bad_words", max_tokens=MAX_BAD_WORD_TOKENS
+            )
         return SamplingRequest(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -280,6 +292,7 @@ class CommonFields(NoEffectModel):
             repetition_penalty=self.repetition_penalty,
             logit_bias=self.logit_bias,
             allowed_token_ids=self.allowed_token_ids,
+            bad_words=bad_words,
             min_tokens=self.min_tokens,
             num_logprobs=num_logprobs,
             num_prompt_logprobs=num_prompt_logprobs,
@@ -305,7 +318,7 @@ class CommonFields(NoEffectModel):
             self.stop_token_ids or (), vocab_size=model.vocab_size, param="stop_token_ids"
         )
         eos_ids = () if self.ignore_eos else model.tokenizer.eos_token_ids
-        _check_any_allowed(params, {*eos_ids, *stop_ids})
+        _check_any_allowed(params, {*eos_ids, *stop_ids}, vocab_size=model.vocab_size)
         for prompt_token_ids, max_tokens in prompts:
             self._check_min_tokens(params, max_tokens)
             for choice in range(self.num_choices):
@@ -344,15 +357,21 @@ class CommonFields(NoEffectModel):
             )
 
 
-def _check_any_allowed(params: SamplingParams, end_ids: set[int]) -> None:
-    """Raise InvalidRequest if no token could be drawn before the output may end."""
-    if (
-        params.min_tokens
-        and params.allowed_token_ids
-        and end_ids.issuperset(params.allowed_token_ids)
-    ):
+def _check_any_allowed(params: SamplingParams, end_ids: set[int], *, vocab_size: int) -> None:
+    """Raise InvalidRequest if there may be no token to draw before the output may end."""
+    allowed = params.allowed_token_ids
+    barred = {token_ids[-1] for token_ids in params.bad_words}
+    if allowed and params.min_tokens and end_ids.issuperset(allowed):
         raise InvalidRequest(
             "allowed_token_ids must hold a token that does not end the output, as min_tokens is"
             f" {show(params.min_tokens)}",
             param="allowed_token_ids",
+        )
+    if not barred:
+        return
+    barred |= end_ids if params.min_tokens else set()
+    if barred.issuperset(allowed) if allowed else len(barred) >= vocab_size:
+        raise InvalidRequest(
+            "bad_words must leave a token that ends none of them, among those that may be drawn",
+            param="bad_words",
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightserve.worker.sampling.bad_words import bar_words
 from lightserve.worker.sampling.interface import Adjustments, SamplingBatch
 
 
@@ -27,6 +28,7 @@ def adjust(logits: Tensor, batch: SamplingBatch) -> Tensor:
             _penalise(logits, batch, options, lengths)
         _allow(logits, options)
         _bar_end(logits, options, lengths - options.num_prompt_tokens)
+        bar_words(logits, options.indices, options, batch)
     return logits
 
 

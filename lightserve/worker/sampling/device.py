@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightserve.kernels.triton import sampling as kernels
 from lightserve.kernels.triton.sampling_adjust import Changes, adjust
+from lightserve.worker.sampling.bad_words import bar_words
 from lightserve.worker.sampling.interface import LogprobTensors, SamplingBatch, Tokens
 
 
@@ -57,7 +58,9 @@ def _adjusted(logits: Tensor, batch: SamplingBatch) -> Tensor:
         mask_rows=None if masks is None else masks.rows,
         mask_bits=None if masks is None else masks.bits,
     )
-    return adjust(logits, changes)
+    adjusted = adjust(logits, changes)
+    bar_words(adjusted, torch.arange(len(adjusted), device=adjusted.device), options, batch)
+    return adjusted
 
 
 def logprobs_on_device(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTensors:

@@ -43,6 +43,12 @@ class Adjustments:
     """int32 [A], row of `allowed_bits`; -1: every token is allowed."""
     allowed_bits: Tensor
     """int32 [rows, words], bit t % 32 of word t // 32: whether t may be drawn; 0 beyond."""
+    word_rows: Tensor
+    """int64 [entries of bad_words], index among the A."""
+    word_starts: Tensor
+    """int32 [entries, longest - 1], the tokens before the last; -1 before the first of them."""
+    word_ends: Tensor
+    """int64, the last token."""
     _: KW_ONLY
     has_penalties: bool
     """Whether any row's known tokens matter."""

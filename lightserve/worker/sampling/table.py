@@ -54,6 +54,7 @@ class _Lists(NamedTuple):
     allowed_token_ids: npt.NDArray[np.int64]
     """Empty: all are allowed."""
     allowed_bits: npt.NDArray[np.uint32]
+    bad_words: tuple[tuple[int, ...], ...]
 
 
 def is_adjusted(params: SamplingParams) -> bool:
@@ -61,6 +62,7 @@ def is_adjusted(params: SamplingParams) -> bool:
     return bool(
         params.logit_bias
         or params.allowed_token_ids
+        or params.bad_words
         or params.min_tokens
         or params.frequency_penalty
         or params.presence_penalty
@@ -155,6 +157,7 @@ def _as_lists(params: SamplingParams, eos_token_ids: Sequence[int]) -> _Lists:
         np.array(values, dtype=np.float32),
         np.array(params.allowed_token_ids, dtype=np.int64),
         _pack(params.allowed_token_ids),
+        params.bad_words,
     )
 
 
@@ -196,4 +199,16 @@ def _adjustment_arrays(
         np.concatenate([part.bias_values for part in lists]),
         allowed_rows,
         bits.view(np.int32),
+        *_word_arrays(lists),
     ]
+
+
+def _word_arrays(lists: Sequence[_Lists]) -> list[npt.NDArray[Any]]:
+    """Return `word_rows`, `word_starts` and `word_ends`."""
+    words = [(row, word) for row, part in enumerate(lists) for word in part.bad_words]
+    width = max((len(word) for _, word in words), default=1) - 1
+    starts = np.full((len(words), width), -1, dtype=np.int32)
+    for number, (_, word) in enumerate(words):
+        starts[number, width + 1 - len(word) :] = word[:-1]
+    rows = np.array([row for row, _ in words], dtype=np.int64)
+    return [rows, starts, np.array([word[-1] for _, word in words], dtype=np.int64)]
