@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 from openai import OpenAI
 from support.live_server import LiveServer, live_server
 from support.processes import wait_for
+
+from lightserve.bundled import BUNDLED_MODEL_DIR
+from lightserve.tokenization.tokenizer import Tokenizer
 
 ASK: list[Any] = [{"role": "user", "content": "Tell me a story."}]
 PROMPT = "Tell me a story."
@@ -249,6 +253,54 @@ def test_completion_logprobs_and_echo(client: OpenAI, server: LiveServer) -> Non
     assert both.token_logprobs[num:] == pytest.approx(own.token_logprobs, abs=0.05)
     assert both.text_offset is not None
     assert both.text_offset[num] == len(PROMPT)
+
+
+def test_ids_of_tokens_and_what_ended_an_answer(ask: Ask) -> None:
+    told = {"return_token_ids": True, "ignore_eos": True}
+    whole = ask(temperature=0, extra_body=told).choices[0]
+    assert (len(whole.token_ids), whole.stop_reason) == (12, None)
+    end = whole.token_ids[5]
+    ended = ask(temperature=0, extra_body=told | {"stop_token_ids": [float(end)]}).choices[0]
+    assert ended.token_ids == whole.token_ids[: whole.token_ids.index(end) + 1]
+    assert ended.stop_reason == ended.matched_stop == end
+    chunks = list(ask(temperature=0, stream=True, extra_body=told))
+    ids = [getattr(chunk.choices[0], "token_ids", []) for chunk in chunks]
+    assert list(itertools.chain(*ids)) == whole.token_ids
+
+
+def test_prompt_logprobs(ask: Ask) -> None:
+    answer = ask(temperature=0, extra_body={"prompt_logprobs": 2, "return_token_ids": True})
+    of_prompt = answer if hasattr(answer, "prompt_logprobs") else answer.choices[0]
+    first, *others = of_prompt.prompt_logprobs
+    assert first is None
+    for token_id, known in zip(of_prompt.prompt_token_ids[1:], others, strict=True):
+        values = [entry["logprob"] for entry in known.values() if entry["rank"] is not None]
+        own = known[str(token_id)]
+        assert len(values) == 2
+        assert own["rank"] is not None or own["logprob"] <= min(values)
+
+
+def test_bad_words_are_not_written(ask: Ask) -> None:
+    plain = ask(temperature=0)
+    word = next(part for part in text_of(plain).split()[1:] if len(part) > 1)
+    told = {"bad_words": [word], "return_token_ids": True, "ignore_eos": True}
+    written = ask(temperature=0, max_tokens=40, extra_body=told).choices[0].token_ids
+    barred = Tokenizer(BUNDLED_MODEL_DIR).encode(f" {word}", add_special_tokens=False)
+    places = range(len(written) - len(barred) + 1)
+    assert not any(written[place : place + len(barred)] == barred for place in places)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"guided_choice": ["yes", "no"]},
+        {"guided_regex": "yes|no"},
+        {"regex": "yes|no"},
+        {"ebnf": 'root ::= "yes" | "no"'},
+    ],
+)
+def test_other_names_of_structured_outputs(ask: Ask, field: dict[str, Any]) -> None:
+    assert text_of(ask(extra_body=field)) in {"yes", "no"}
 
 
 def test_several_prompts(client: OpenAI, server: LiveServer) -> None:
