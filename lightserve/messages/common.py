@@ -15,6 +15,8 @@ PROTOCOL_VERSION = 8
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 """Largest frame of a message, unless it has a limit of its own."""
 
+MAX_INT32 = 2**31 - 1
+
 Int32Array = npt.NDArray[np.int32]
 
 

@@ -249,7 +249,8 @@ class RouterCore(CoreState):
         """Take in the oldest step in flight; return the news for frontends.
 
         Raises:
-            ProtocolError: the result is not that step's.
+            ProtocolError: the result is not that step's, or does not fit its plan; then nothing of
+                it has been taken.
         """
         self._awaits_news = False
         if self._kv is not None:
@@ -266,11 +267,7 @@ class RouterCore(CoreState):
             request.num_inflight_steps -= 1
             if num_tokens == 1 and request.request_class is RT:
                 decoded.append(request.num_computed_tokens)
-            row_result: RowResult | None = None
-            if row.output:
-                row_result = next(rows, None)
-                if row_result is None or row_result.row != request.row:
-                    raise ProtocolError(f"step {result.step_id}: no result for row {request.row}")
+            row_result = next(rows) if row.output else None
             if request.state is ENDED:
                 self._release_if_idle(request)
             elif row_result is not None:

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec.structs import astuple
 
 from lightserve.errors import ProtocolError
-from lightserve.messages.common import Constraint, Int32Array, unpack_int32
+from lightserve.messages.common import MAX_INT32, Constraint, Int32Array, unpack_int32
 from lightserve.messages.frontend_router import Submit
 from lightserve.router.queues import Backlog
 from lightserve.router.request import Parameters, Request
@@ -32,7 +32,6 @@ EOS_BYTES = 104
 CHARACTER_BYTES = 8
 """Of a text that is not ASCII, with what Python keeps of it in UTF-8."""
 
-MAX_INT32 = 2**31 - 1
 MAX_SECONDS = 1e9
 MAX_ADDED = 100.0
 """Largest bias or penalty."""

@@ -110,11 +110,11 @@ class RouterMetrics:
         self._tokens.observe(num_step_tokens)
 
     def on_result(self, result: StepResult, num_used_slots: int) -> None:
-        """Count a step that has finished; call before the core takes it in, and may free slots."""
+        """Count a step that has finished; slots are those used before the core took it in."""
         self._peak_slots = max(self._peak_slots, num_used_slots)
         sent = self._sent.pop(result.step_id, None)
         if sent is None:
-            return  # out of order, which the core refuses
+            return  # its workers are gone
         predicted_s = sent.predicted_s
         if predicted_s > 0:
             self._ratio[sent.kind].observe(result.exec_s / predicted_s)

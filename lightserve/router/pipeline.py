@@ -7,11 +7,13 @@ arrival is seen as late as possible and the worker still never waits.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
 from lightserve.errors import ProtocolError
-from lightserve.messages.router_worker import StepPlan, StepResult
+from lightserve.messages.common import MAX_INT32
+from lightserve.messages.router_worker import OutputKind, StepPlan, StepResult
 from lightserve.router.copy_cost import CopyCost
 from lightserve.router.events import PlannedStep
 from lightserve.router.policies.base import NO_LIMIT
@@ -178,10 +180,13 @@ class Pipeline:
         """Take out the oldest step; the one behind it has started.
 
         Raises:
-            ProtocolError: `result` is not the oldest step's.
+            ProtocolError: `result` is not the oldest step's, or does not fit its plan; then nothing
+                has changed.
         """
         if not self._in_flight or self._in_flight[0].plan.step_id != result.step_id:
             raise ProtocolError(f"result of step {result.step_id} out of order")
+        if (wrong := _misfit(self._in_flight[0], result)) is not None:
+            raise ProtocolError(f"result of step {result.step_id}: {wrong}")
         done = self._in_flight.popleft()
         self._shape = done.shape
         self.cost.observe(done.shape, result.exec_s - result.copy_s)
@@ -213,6 +218,35 @@ class Pipeline:
         start_s = self._in_flight[0].start_s
         assert start_s is not None
         return max(0.0, now_s - start_s)
+
+
+def _misfit(sent: SentStep, result: StepResult) -> str | None:
+    """Return what of a result is not as its plan wants it; None: nothing."""
+    times_s = (result.exec_s, result.idle_s, result.copy_s, result.launch_s)
+    if not all(0.0 <= time_s < math.inf for time_s in times_s):  # nor one that is no number
+        return "times must be finite and not negative"
+    shares = zip(sent.plan.rows, sent.planned.allotments, sent.planned.num_samples, strict=True)
+    wanted = [share for share in shares if share[0].output]
+    if [row.row for row, _, _ in wanted] != [got.row for got in result.rows]:
+        return f"{len(result.rows)} rows that are not the {len(wanted)} of the plan"
+    for (row, (request, _), num_samples), got in zip(wanted, result.rows, strict=True):
+        token_ids = got.token_ids
+        if len(token_ids) > num_samples:
+            return f"{len(token_ids)} tokens of row {row.row}, at most {num_samples} were wanted"
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= MAX_INT32:
+            return f"a token of row {row.row} that is none"
+        if got.error is not None:
+            continue
+        wants_logprobs = request.sampling.num_logprobs is not None
+        if len(got.logprobs) != (len(token_ids) if wants_logprobs else 0):
+            return f"{len(got.logprobs)} log-probabilities of row {row.row}"
+        num_positions = 0
+        if row.output & OutputKind.PROMPT_LOGPROBS:
+            end = min(row.start_position + row.num_tokens, request.num_prompt_tokens - 1)
+            num_positions = end - row.start_position
+        if len(got.prompt_logprobs) != num_positions:
+            return f"{len(got.prompt_logprobs)} log-probabilities of the prompt of row {row.row}"
+    return None
 
 
 def _num_ahead(plan: StepPlan) -> int:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from lightserve.messages.router_worker import MAX_PLAN_BYTES
 from lightserve.router.request import Request
 
-MAX_NEWCOMER_BYTES = 8 * 1024 * 1024
+MAX_NEWCOMER_BYTES = 4 * 1024 * 1024
 """Of those that begin in one step, unless there is only one: also a bound on the time that the
-router and the workers spend on them between two steps."""
+router and the workers spend on them between two steps, in the router up to 20 ms."""
 ROW_BYTES = 40
 """A `PlanRow` and the `SlotRange` of its new tokens, without these."""
 SEQUENCE_BYTES = 256

@@ -26,6 +26,9 @@ from lightserve.router.request import RUNNING, WAITING, Request
 from lightserve.router.turns import Turn
 from lightserve.types import BE, RT, RequestClass
 
+MAX_NEWCOMERS = 32
+"""Requests that begin or resume in one step: each takes the router about half a millisecond between
+two steps, for forecasts of memory above all, and the worker some time as well."""
 RT_GROWTH = 2
 """Real-time requests may come to hold so many times `RealTimeDemand.most_held`."""
 
@@ -161,10 +164,11 @@ class StepPlanner:
             num_skipped: turns that are skipped, for policies that serve in turn.
         """
         kv, skips = attempt.kv, attempt.skips
+        num_free = min(self._rows.num_free, MAX_NEWCOMERS)
         num_yielding = len([request for request in running if request.request_class is BE])
         limits = StepLimits(
             max_num_batched_tokens=self._pipeline.max_num_batched_tokens,
-            num_free_rows=self._rows.num_free,
+            num_free_rows=num_free,
             max_be_seqs=self._config.max_be_seqs,
             step_number=self._pipeline.next_step_id + num_skipped,
             num_slots=kv.num_slots,
@@ -178,7 +182,9 @@ class StepPlanner:
             ahead_seconds=self._pipeline.ahead_seconds,
             overlaps_copies=self._pipeline.overlaps_copies,
             outlook=attempt.outlook,
-            num_yielding_rows=num_yielding if self._is_class_aware else 0,
+            num_yielding_rows=(
+                min(num_yielding, MAX_NEWCOMERS - num_free) if self._is_class_aware else 0
+            ),
             turn=self._waiting.turn() if isinstance(waiting, _LookedUp) else Turn(),
             skips=skips,
         )

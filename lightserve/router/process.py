@@ -1,8 +1,8 @@
 """The router process: moves messages between the links and RouterCore. All the I/O is here.
 
-One single-threaded, event-driven loop: take in everything that has arrived (results first, so
-that the worker's next plan leaves before anything else is done), let the core plan, sleep until
-the next message, the next planned moment or the next status beat.
+One single-threaded, event-driven loop: take in what has arrived (results first, so that the
+worker's next plan leaves before anything else is done), let the core plan, sleep until the next
+message, the next planned moment or the next status beat.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightserve.decisions.recording import CoreCalls, RecordedCore
 from lightserve.decisions.records import header_of
 from lightserve.errors import ChannelFull, ConfigError, ProtocolError
 from lightserve.logs import num_dropped_lines
-from lightserve.messages.common import PROTOCOL_VERSION
+from lightserve.messages.common import MAX_INT32, PROTOCOL_VERSION
 from lightserve.messages.frontend_router import (
     Abort,
     ErrorCode,
@@ -72,13 +72,15 @@ from lightserve.router.events import (
     WorkersReady,
 )
 from lightserve.router.factory import make_core
-from lightserve.router.intake import MAX_INT32, check_submit
+from lightserve.router.intake import check_submit
 from lightserve.router.metrics import RouterMetrics
 from lightserve.types import FinishReason, FrontendId
 
 STATUS_INTERVAL_S = 1.0
 MAX_TURN_S = 0.02
 """CPU time after which what else frontends say waits for the next turn of the loop."""
+LEAST_FOR_FRONTENDS_S = 0.005
+"""CPU time that they have though a result and its plan have taken that long."""
 
 log = logging.getLogger(__name__)
 
@@ -186,8 +188,8 @@ class RouterProcess:
 
     def serve(self) -> None:
         """Run for ever."""
+        wake_s = 0.0
         while True:
-            wake_s = self.plan()
             now_s = time.monotonic()
             if now_s >= self._next_status_s:
                 self._send_status(now_s)
@@ -195,35 +197,41 @@ class RouterProcess:
             self._turns.end()
             wait_readable(self._sources, timeout_s)
             self._turns.begin()
-            self.receive_all()
+            wake_s = self.turn()
 
-    def plan(self) -> float:
-        """Send every plan that is due; return when to ask again."""
-        while isinstance(step := self._calls.plan(time.monotonic()), PlannedStep):
-            now_s = time.monotonic()
-            self._metrics.on_commit(step, now_s)
-            plan = self._calls.commit(step, now_s)
-            for rank in range(self._spec.config.tp):
-                self._workers.send(_worker_name(rank), plan)
-        return float("inf") if step.at_s is None else step.at_s
+    def turn(self) -> float:
+        """Take in some of what has arrived, and send a plan if one is due; return when to go on.
 
-    def receive_all(self) -> None:
-        """Take in what has arrived.
-
-        Deaths come first: what a successor says must not be taken for its predecessor's. Then
-        results, each followed by the plan it makes possible, before anything else. Of what
-        frontends say no more than about `MAX_TURN_S` takes; steps and heartbeats go on meanwhile.
+        Deaths come first: what a successor says must not be taken for its predecessor's. Then a
+        result, followed by the plan it makes possible, before anything else. What frontends say
+        has the rest of `MAX_TURN_S`, and after a long plan a little more than that. Whatever is
+        left, another plan that is due by then included, waits for the next turn: no turn makes two.
         """
+        end_s = time.thread_time() + MAX_TURN_S
         while (order := self._control.receive()) is not None:
             self._on_supervisor(order)
-        while (received := self._workers.receive()) is not None:
+        if (received := self._workers.receive()) is not None:
             self._on_worker(*received)
-            self.plan()
-        end_s = time.thread_time() + MAX_TURN_S
+        wake_s = self._plan()
+        end_s = max(end_s, time.thread_time() + LEAST_FOR_FRONTENDS_S)
         while (from_frontend := self._frontends.receive()) is not None:
             self._on_frontend(*from_frontend)
+            wake_s = time.monotonic()
             if time.thread_time() > end_s:
                 break
+        return wake_s
+
+    def _plan(self) -> float:
+        """Send a plan if one is due; return when to ask again."""
+        step = self._calls.plan(time.monotonic())
+        if not isinstance(step, PlannedStep):
+            return float("inf") if step.at_s is None else step.at_s
+        now_s = time.monotonic()
+        self._metrics.on_commit(step, now_s)
+        plan = self._calls.commit(step, now_s)
+        for rank in range(self._spec.config.tp):
+            self._workers.send(_worker_name(rank), plan)
+        return now_s
 
     # ---------------------------------------------------------------- workers
 
@@ -237,13 +245,16 @@ class RouterProcess:
             self._on_result(message)
 
     def _on_result(self, result: StepResult) -> None:
-        self._metrics.on_result(result, self.core.num_used_slots)
+        num_used_slots = self.core.num_used_slots
         try:
-            self._deliver(self._calls.on_result(result, time.monotonic()))
+            news = self._calls.on_result(result, time.monotonic())
         except ProtocolError as error:
             self._num_refused += 1
             log.error("the workers are out of step: %s", error)
             self._ask_for_new_workers(0.0)
+            return
+        self._metrics.on_result(result, num_used_slots)
+        self._deliver(news)
 
     def _on_worker_hello(self, peer: str, hello: WorkerHello) -> None:
         ours = (PROTOCOL_VERSION, self._spec.boot_id, self._spec.config.digest)

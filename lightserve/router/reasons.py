@@ -27,7 +27,8 @@ class Reason(StrEnum):
     BYTES = "bytes"
     """The plan already holds as much of newcomers' tokens and parameters as it may."""
     ROWS = "rows"
-    """No row is free, or as many best-effort requests run as may."""
+    """No row is free, or as many best-effort requests run as may, or as many requests begin in this
+    step as may."""
     KV_NOW = "kv_now"
     """Memory: not enough slots for this step, or they were taken from it."""
     KV_FUTURE = "kv_future"

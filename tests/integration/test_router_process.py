@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from lightserve.channels.memory import MemoryHub, MemoryLink, bind_hub
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull
-from lightserve.messages.common import PROTOCOL_VERSION, TokenSegment, pack_int32
+from lightserve.messages.common import PROTOCOL_VERSION, TokenLogprob, TokenSegment, pack_int32
 from lightserve.messages.frontend_router import (
     Abort,
     Acknowledge,
@@ -76,9 +77,9 @@ class Scene:
     supervisor: MemoryHub[SupervisorMessage, ChildMessage]
 
     def turn(self) -> None:
-        """One turn of the loop without its sleep."""
-        self.process.receive_all()
-        self.process.plan()
+        """Turns of the loop until it would sleep."""
+        while self.process.turn() <= time.monotonic() or self.workers.is_readable():
+            pass
 
     def worker(self, rank: int = 0) -> MemoryLink[WorkerToRouter, RouterToWorker]:
         return self.workers.connect_link(f"worker-{rank}")
@@ -331,7 +332,8 @@ def test_a_hello_of_another_boot_is_refused() -> None:
 
 def test_a_turn_ends_though_frontends_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps and heartbeats leave between the messages of a frontend that has much to say."""
-    monkeypatch.setattr("lightserve.router.process.MAX_TURN_S", -1.0)
+    for name in ("MAX_TURN_S", "LEAST_FOR_FRONTENDS_S"):
+        monkeypatch.setattr(f"lightserve.router.process.{name}", -1.0)
     scene = make_scene()
     frontend, worker = scene.frontend(), scene.worker()
     worker.send(scene.hello())
@@ -339,11 +341,10 @@ def test_a_turn_ends_though_frontends_go_on(monkeypatch: pytest.MonkeyPatch) -> 
     for number in range(1, 4):
         frontend.send(submit(number))
     for expected in (1, 2, 3):
-        scene.turn()
+        scene.process.turn()
         load = scene.process.core.status(0.0).load[RequestClass.RT]
         assert load.num_running + load.num_waiting == expected
-        if expected == 1:
-            assert isinstance(worker.receive(0.0), StepPlan)
+        assert isinstance(worker.receive(0.0), StepPlan) is (expected > 1), "of the turn before"
 
 
 SAMPLING = SamplingParams()
@@ -636,3 +637,46 @@ def test_messages_in_any_order_any_number_of_times_leave_the_books_whole() -> No
         core = scene.process.core
         assert not core._requests and not core.num_unfinished
         assert core.num_used_slots == 0 and set(core.parameter_bytes.values()) == {0}
+
+
+def test_nothing_is_taken_of_a_result_that_does_not_fit_its_plan() -> None:
+    """Two requests run; what is wrong with the second row may not cost the first its token."""
+    good = [RowResult(RowId(0), [7]), RowResult(RowId(1), [8])]
+    odd = TokenLogprob(-1.0, [], [])
+    wrong: list[dict[str, object]] = [
+        {"rows": good[:1]},
+        {"rows": good[::-1]},
+        {"rows": [*good, RowResult(RowId(2), [9])]},
+        {"rows": [good[0], good[0]]},
+        {"rows": [good[0], RowResult(RowId(1), [8, 9])]},
+        {"rows": [good[0], RowResult(RowId(1), [2**31])]},
+        {"rows": [good[0], RowResult(RowId(1), [-1])]},
+        {"rows": [good[0], RowResult(RowId(1), [8], logprobs=[odd])]},
+        {"rows": [good[0], RowResult(RowId(1), [8], prompt_logprobs=[odd])]},
+        {"exec_s": math.nan},
+        {"idle_s": -1.0},
+        {"launch_s": math.inf},
+    ]
+    for changes in wrong:
+        scene = make_scene()
+        frontend, worker = scene.frontend(), scene.worker()
+        worker.send(scene.hello())
+        frontend.send(submit(1))
+        frontend.send(submit(2))
+        scene.turn()
+        plan, ahead = worker.receive(0.0), worker.receive(0.0)
+        assert isinstance(plan, StepPlan) and len(plan.rows) == 2 and isinstance(ahead, StepPlan)
+        received(frontend)
+        fields: dict[str, object] = {"rows": good, "exec_s": 0.01, "idle_s": 0.0, **changes}
+        worker.send(StepResult(step_id=plan.step_id, generation=0, **fields))  # type: ignore[arg-type]
+        scene.turn()
+        assert received(frontend) == [], changes
+        asked = []
+        while (said := scene.supervisor.receive(0.0)) is not None:
+            asked.append(said[1])
+        assert WorkersStalled(generation=0, stalled_s=0.0) in asked, changes
+        scene.supervisor.send("router-0", WorkersLost(generation=0))
+        worker.send(scene.hello(generation=1))
+        scene.turn()
+        again = worker.receive(0.0)
+        assert isinstance(again, StepPlan) and again.rows[0].num_tokens == 3, "no output is lost"

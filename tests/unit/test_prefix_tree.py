@@ -23,7 +23,7 @@ from lightserve.router.kv.prefix_node import (
     path_of,
     task_aware,
 )
-from lightserve.router.kv.prefix_tree import Lease, PrefixTree
+from lightserve.router.kv.prefix_tree import MAX_SPARE_NODES, Lease, PrefixTree
 
 Prefix = tuple[int, ...]
 KEYS = ("a", "b")
@@ -376,6 +376,17 @@ def test_ends_that_nothing_tells_apart_go() -> None:
         finished(tree, prompt, is_real_time=True)
         assert [len(node.tokens) for node in tree.nodes()] == [299]
         assert len(tree.evict(10)) == 10 and tree.look_up("", array(prompt)).num_tokens == 289
+
+
+def test_spare_slots_come_from_few_nodes() -> None:
+    """A cache of ends of one token each costs an eviction no more than it needs."""
+    tree = PrefixTree()
+    for number in range(1000):
+        finished(tree, [7, 7, 100 + number], is_real_time=True)
+    assert len(tree.evict(10, num_spare=20)) == 30
+    assert len(tree.evict(10, num_spare=500)) == MAX_SPARE_NODES
+    assert len(tree.evict(300, num_spare=500)) == 300
+    assert len(tree.evict(10_000, num_spare=500)) == 1002 - 30 - MAX_SPARE_NODES - 300
 
 
 def test_waiting_ends_go_with_those_who_wait() -> None:

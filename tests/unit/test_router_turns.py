@@ -13,13 +13,21 @@ from lightserve.router.events import FromFrontend, PlannedStep, WorkersReady
 from lightserve.router.kv import prefix_tree
 from lightserve.router.kv.prefix_node import common_len, task_aware
 from lightserve.router.kv.store import KVStore
-from lightserve.types import NO_SLO, SLO, FrontendId
+from lightserve.router.planning import MAX_NEWCOMERS
+from lightserve.types import NO_SLO, SLO, FrontendId, RequestClass
 
 FRONTEND = FrontendId(0)
 
 
-def _send(core: RouterCore, number: int, prompt: list[int], **fields: Any) -> None:
-    arrival = Arrival(0.0, len(prompt), 2, 2)
+def _send(
+    core: RouterCore,
+    number: int,
+    prompt: list[int],
+    request_class: RequestClass = RequestClass.RT,
+    max_tokens: int = 2,
+    **fields: Any,
+) -> None:
+    arrival = Arrival(0.0, len(prompt), 2, max_tokens, request_class=request_class)
     message = submit(number, arrival, prompt=prompt, **fields)
     assert core.on_message(FromFrontend(FRONTEND, message), 1.0) == []
 
@@ -73,3 +81,34 @@ def test_waiting_on_a_deep_path_costs_a_plan_little(
     core.plan(2.0)
     assert not compared
     assert len(looked_up) <= (64 + 8 if slo.ttft_ms else 8)
+
+
+@pytest.mark.parametrize("request_class", list(RequestClass))
+def test_few_begin_in_one_step(request_class: RequestClass) -> None:
+    """However many rows are free, and whether or not they were free before."""
+    core = make_core("unified", max_num_seqs=200, budget=4096, cache_order=task_aware)
+    core.on_message(WorkersReady(100_000, 0), 1.0)
+    for number in range(100):
+        _send(core, number, [100 + number, 7], request_class=request_class)
+    nums = []
+    while core._requests:
+        plan = _step(core)
+        nums.append(len(plan.sequences))
+        _finish(core, plan)
+    assert max(nums) == MAX_NEWCOMERS and sum(nums) == 100
+
+
+def test_few_take_the_rows_of_others_in_one_step() -> None:
+    core = make_core("unified", max_num_seqs=60, budget=4096, cache_order=task_aware)
+    core.on_message(WorkersReady(100_000, 100_000), 1.0)
+    for number in range(60):
+        _send(core, number, [100 + number, 7], request_class=RequestClass.BE, max_tokens=50)
+    for _ in range(2):
+        _finish(core, _step(core))
+    for number in range(100, 160):
+        _send(core, number, [100 + number, 7])
+    plan = _step(core)
+    assert len(plan.sequences) == MAX_NEWCOMERS
+    _finish(core, plan)
+    num_running = {c: load.num_running for c, load in core.status(1.0).load.items()}
+    assert num_running == {RequestClass.RT: MAX_NEWCOMERS, RequestClass.BE: 60 - MAX_NEWCOMERS}

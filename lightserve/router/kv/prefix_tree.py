@@ -44,6 +44,10 @@ from lightserve.router.kv.prefix_node import (
     task_aware,
 )
 
+MAX_SPARE_NODES = 256
+"""After so many an eviction gives up no more than it has to: each takes more than ten microseconds,
+and nodes may be as short as one token."""
+
 
 class Hit(NamedTuple):
     """How much of a prefix has KV."""
@@ -285,16 +289,21 @@ class PrefixTree:
 
     # ---------------------------------------------------------------- eviction
 
-    def evict(self, num_tokens: int, *, num_protected_rt: int = 0) -> Int32Array:
+    def evict(
+        self, num_tokens: int, *, num_spare: int = 0, num_protected_rt: int = 0
+    ) -> Int32Array:
         """Give up at least `num_tokens` slots if that many can be; return them, int32 [n].
 
         Nodes go in the order of eviction, from the end of their prefix; of the last one only as
-        much as is needed. Of what a real-time request read last, `num_protected_rt` tokens stay.
+        much as is needed. `num_spare` more go as well, as far as they are in the first
+        MAX_SPARE_NODES. Of what a real-time request read last, `num_protected_rt` tokens stay.
         """
         pieces: list[Int32Array] = []
         passed: list[PrefixNode] = []
-        missing = num_tokens
+        missing = num_tokens + num_spare
         while missing > 0 and self.num_evictable > min(self.num_evictable_rt, num_protected_rt):
+            if missing <= num_spare and len(pieces) >= MAX_SPARE_NODES:
+                break
             if (node := self._next_victim()) is None:
                 break
             wanted = missing
@@ -312,7 +321,8 @@ class PrefixTree:
             self._drop_slots(node)
         for node in passed:
             self._offer(node)
-        assert missing <= 0 or self.num_evictable == 0 or num_protected_rt, "not all was offered"
+        is_enough = missing <= num_spare or self.num_evictable == 0
+        assert is_enough or num_protected_rt, "not all was offered"
         return np.concatenate(pieces) if pieces else NO_TOKENS
 
     def exclusive_tail(self, lease: Lease, pinned: Container[PrefixNode] = ()) -> int:

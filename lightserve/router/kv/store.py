@@ -38,8 +38,8 @@ LoadIsCheaper = Callable[[int, int], bool]
 """Whether loading n tokens from a position on is predicted to cost less than computing them."""
 
 EVICTION_PORTIONS = 128
-"""Of the pool, one part is evicted at least: full pools would otherwise evict in every step, and
-leave nobody room to grow side by side (bench/README.md, slots)."""
+"""Of the pool, one part is evicted at least, if it is in few nodes: full pools would evict in every
+step otherwise, and leave no request room to grow side by side (bench/README.md, slots)."""
 
 _NO_SLOTS: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -276,8 +276,10 @@ class KVStore:
         """Free cached slots; real-time's cache is protected while there is anything else."""
         assert self._tree is not None
         if num_tokens > 0:
-            wanted = max(num_tokens, self.num_slots // EVICTION_PORTIONS)
-            gone = self._tree.evict(wanted, num_protected_rt=num_protected_rt)
+            num_spare = max(0, self.num_slots // EVICTION_PORTIONS - num_tokens)
+            gone = self._tree.evict(
+                num_tokens, num_spare=num_spare, num_protected_rt=num_protected_rt
+            )
             self._pool.release(gone)
             if num_protected_rt and len(gone) < num_tokens:
                 self._pool.release(self._tree.evict(num_tokens - len(gone)))

@@ -25,8 +25,9 @@ class StepLimits:
 
     max_num_batched_tokens: int
     num_free_rows: int
+    """For newcomers of this step, of which there may be no more than `planning.MAX_NEWCOMERS`."""
     num_yielding_rows: int = 0
-    """Rows of best-effort requests, which real-time newcomers get when no other is free."""
+    """Rows of best-effort requests, which real-time newcomers get beyond these."""
     max_be_seqs: int = NO_LIMIT
     """Most best-effort requests that run at once."""
     step_number: int = 0
