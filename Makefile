@@ -41,6 +41,8 @@ HAS_CLIENTS := $(CLIENTS)/.has-clients
 HAS_SUPPLY := $(SUPPLY)/.has-supply
 LIGHTSERVE_CACHE = $${XDG_CACHE_HOME:-$$HOME/.cache}/lightserve
 SOURCES := lightserve tests bench
+# What the CPU engine's native core is built from, when the package is installed.
+CORE := setup.py $(wildcard lightserve/kernels/cpu/csrc/*)
 
 .PHONY: serve chat bench-client test test-long check fmt bench gpu-check gpu-wheels lock audit sbom clean \
 	clean-cache
@@ -146,12 +148,12 @@ $(HAS_TORCH): $(HAS_VENV) requirements/serve.txt
 	@rm -f $(VENV)/.has-torch-*
 	@touch $@
 
-$(HAS_SERVE): $(HAS_TORCH) pyproject.toml
+$(HAS_SERVE): $(HAS_TORCH) pyproject.toml $(CORE)
 	$(PIP) $(ALONE) -e .
 	@touch $@
 
 # Builds of torch for a GPU have brought their own triton.
-$(HAS_TEST): $(HAS_TORCH) pyproject.toml requirements/test.txt requirements/triton.txt
+$(HAS_TEST): $(HAS_TORCH) pyproject.toml $(CORE) requirements/test.txt requirements/triton.txt
 	$(PIP) $(LOCKED) requirements/test.txt
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(LOCKED) requirements/triton.txt
 	$(PIP) $(ALONE) -e .

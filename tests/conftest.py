@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 # One thread each for torch, also in what tests start: their models are so small that two threads
 # cost more than they bring, and beside another process (pytest -n 2) four times as much.
@@ -16,6 +19,10 @@ from hypothesis.internal.conjecture import providers
 if not torch.cuda.is_available():
     # Triton's kernels run in its interpreter, which must be known before triton is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# The native core as its sources are now: at once where `pip install` has built it.
+_BUILD = "import setup; setup.build_core(setup.CPU)"
+subprocess.run([sys.executable, "-c", _BUILD], cwd=Path(__file__).parents[1], check=True)
 
 # Under nohup and in background jobs these are ignored, and servers that tests start would inherit
 # that and, as they should, go on ignoring them.

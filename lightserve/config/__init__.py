@@ -62,8 +62,8 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
     )
     attention_backend: str = option(
         "auto",
-        "Kernels of the workers: auto is triton on a GPU and torch on the CPU; reference is plain"
-        " and slow.",
+        "Kernels of the workers: auto is triton on a GPU and native on the CPU, or torch where the"
+        " native core was not built; reference is plain and slow.",
         choices=("auto", "triton", "torch", "reference"),
     )
     kernel_tuning: str = option(

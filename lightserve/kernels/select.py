@@ -9,8 +9,10 @@ import os
 import torch
 
 from lightserve.errors import ConfigError
+from lightserve.kernels.cpu.core import CoreMissingError, load_core
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
+from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.device.kernels import DeviceTorchKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
@@ -27,7 +29,7 @@ def make_kernels(
     """Return the kernels for `--attention-backend` (auto, triton, torch or reference).
 
     Args:
-        name: auto is triton on a GPU and torch on the CPU.
+        name: auto is triton on a GPU; on the CPU native, or torch where there is no native core.
         batch_invariant: `ServeConfig` has checked that the rest goes with it.
         device: where they will compute, default the CPU.
 
@@ -51,6 +53,8 @@ def make_kernels(
             return InvariantKernels()
         case ReferenceKernels.name:
             return ReferenceKernels()
+        case NativeKernels.name:
+            return NativeKernels()
         case TorchKernels.name:
             return DeviceTorchKernels() if is_cuda else TorchKernels()
     return _triton_kernels(is_cuda=is_cuda)
@@ -62,7 +66,18 @@ def kernel_name(name: str, *, batch_invariant: bool, device: torch.device | None
         return InvariantKernels.name
     if name != "auto":
         return name
-    return "triton" if device is not None and device.type == "cuda" else TorchKernels.name
+    if device is not None and device.type == "cuda":
+        return "triton"
+    return TorchKernels.name if missing_core() else NativeKernels.name
+
+
+def missing_core() -> str:
+    """Return why the CPU's native kernels cannot be used; empty if they can."""
+    try:
+        load_core()
+    except CoreMissingError as reason:
+        return str(reason)
+    return ""
 
 
 def _check_triton() -> None:

@@ -143,6 +143,9 @@ def _environment(role: Role) -> dict[str, str]:
     if role is Role.WORKER:
         # torch's allocator asks for huge pages: about a tenth off a decode of one row.
         environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+        # OpenMP's threads would watch for many milliseconds for more of torch's work, on cores
+        # that the native core's threads are waiting for; this is half of one.
+        environment.setdefault("GOMP_SPINCOUNT", "10000")
     else:  # numpy for book-keeping only
         environment.setdefault("OPENBLAS_NUM_THREADS", "1")
     return environment

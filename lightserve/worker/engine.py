@@ -10,7 +10,10 @@ from pathlib import Path
 import torch
 
 from lightserve.config import ServeConfig
-from lightserve.kernels.select import make_kernels
+from lightserve.kernels.cpu.default import TorchKernels
+from lightserve.kernels.cpu.native import NativeKernels
+from lightserve.kernels.interface import Kernels
+from lightserve.kernels.select import make_kernels, missing_core
 from lightserve.kernels.self_check import check_kernels
 from lightserve.kernels.tune import tune_kernels
 from lightserve.models.base import Model
@@ -104,11 +107,29 @@ def build_runner(
         pool.num_slots,
         host_pool.num_slots,
     )
+    if tp.rank == 0 and device.type == "cpu" and config.attention_backend == "auto":
+        _tell_of_slower_kernels(kernels, torch_dtype)
     runner = make_runner(pool, host_pool)
     # In this order: a capture begins by giving back the memory that steps have got ready.
     capture_graphs(runner, model, pool, sizes, tp=tp)
     warm_up(runner, max_num_batched_tokens=config.max_tokens_of_step(device.type))
     return runner
+
+
+def _tell_of_slower_kernels(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Log why the CPU does not compute as fast as it could, where a user can change that."""
+    reason = missing_core()
+    if kernels.name == TorchKernels.name and reason:
+        log.warning(
+            "torch's kernels compute, a step takes about 1.5 times as long: the native core for"
+            " CPUs is missing, as %s",
+            reason,
+        )
+    elif kernels.name == NativeKernels.name and dtype is torch.float16:
+        log.warning(
+            "float16 is computed by torch, a step takes about 1.5 times as long as in bfloat16:"
+            " the native core for CPUs has bfloat16 and float32"
+        )
 
 
 def _row_constraints(

@@ -14,14 +14,15 @@ from lightserve.errors import ConfigError
 from lightserve.kernels import select
 from lightserve.kernels.select import NEWEST_TRITON, OLDEST_TRITON, make_kernels
 
+ON_CPU = "torch" if select.missing_core() else "native"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(
     ("name", "batch_invariant", "device", "expected"),
     [
-        ("auto", False, None, "torch"),
-        ("auto", False, CPU, "torch"),
+        ("auto", False, None, ON_CPU),
+        ("auto", False, CPU, ON_CPU),
         ("auto", False, CUDA, "triton"),
         ("torch", False, CPU, "torch"),
         ("torch", False, CUDA, "torch"),

@@ -28,14 +28,17 @@ from lightserve.errors import StartupError
 from lightserve.kernels.cpu import packed
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
+from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.device.kernels import DeviceTorchKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
+from lightserve.kernels.select import missing_core
 from lightserve.kernels.triton.kernels import TritonKernels
 
 IMPLEMENTATIONS = [
     ReferenceKernels,
     TorchKernels,
+    *([] if missing_core() else [NativeKernels]),
     DeviceTorchKernels,
     InvariantKernels,
     TritonKernels,

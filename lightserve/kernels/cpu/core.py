@@ -1,0 +1,109 @@
+"""The native core: a small library of C++, built where the package is installed.
+
+It has a plain C ABI and knows nothing of torch: buffers go in as addresses. One build serves every
+machine and every torch; which instructions are used is decided here, when it is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+SOURCES = Path(__file__).with_name("csrc")
+LIBRARY = Path(__file__).with_name("libcore.so")
+
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+class Level(IntEnum):
+    """Sets of instructions, each containing those before it; as in `core.h`."""
+
+    NONE = 0
+    AVX2 = 1
+    AVX512 = 2
+    AVX512_BF16 = 3
+    AMX = 4
+
+
+class CoreMissingError(Exception):
+    """The core cannot be used here; says why."""
+
+
+def sources_hash() -> str:
+    """Return a name for what the sources say; a library built from others is not used."""
+    digest = hashlib.sha256()
+    for path in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _typed(function: Callable[..., int], arguments: str) -> Callable[..., int]:
+    """Tell ctypes the types: p for an address, l and i for integers of 64 and 32 bits, f."""
+    types = {"p": _POINTER, "l": _LONG, "i": _INT, "f": _FLOAT}
+    function.argtypes = [types[letter] for letter in arguments]  # type: ignore[attr-defined]
+    function.restype = None  # type: ignore[attr-defined]
+    return function
+
+
+class Operations:
+    """The functions for one type of numbers; see the C++ for their arguments."""
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        def function(operation: str, arguments: str) -> Callable[..., int]:
+            return _typed(getattr(library, f"core_{operation}_{name}"), arguments)
+
+        self.pack = function("pack", "pllpi")
+        self.linear = function("linear", "pllpllppii")
+        self.norm = function("norm", "plppfllpii")
+        self.gate = function("gate", "plllpii")
+        self.rotate = function("rotate", "ppplllllpplppllplppfii")
+        self.rotate.restype = _INT  # type: ignore[attr-defined]
+        self.attention = function("attention", "plppllplplllllfpii")
+
+
+@dataclass(frozen=True)
+class Core:
+    """A loaded library and the instructions it may use."""
+
+    library: ctypes.CDLL
+    level: Level
+    f32: Operations
+    bf16: Operations
+
+    def packed_size(self, num_outputs: int, num_inputs: int, *, is_bf16: bool) -> int:
+        """Return how many numbers a weight has when it is packed."""
+        return int(self.library.core_packed_size(num_outputs, num_inputs, is_bf16))
+
+    def use_large_pages(self, address: int, num_bytes: int) -> None:
+        """Ask the system for large pages under memory that is not written yet."""
+        self.library.core_large_pages(address, num_bytes)
+
+
+@functools.cache
+def load_core() -> Core:
+    """Return the core with the best instructions of this machine.
+
+    Raises:
+        CoreMissingError: it was not built, or not from these sources, or not for this processor.
+    """
+    if not LIBRARY.exists():
+        raise CoreMissingError("it was not built when the package was installed (no C++ compiler)")
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        raise CoreMissingError(f"it cannot be loaded: {error}") from error
+    library.core_sources.restype = ctypes.c_char_p
+    if library.core_sources().decode() != sources_hash():
+        raise CoreMissingError("it was built from other sources: install the package again")
+    level = Level(library.core_level())
+    if level is Level.NONE:
+        raise CoreMissingError("this processor has no AVX2")
+    library.core_packed_size.argtypes = [_LONG, _LONG, _INT]
+    library.core_packed_size.restype = _LONG
+    library.core_large_pages.argtypes = [_POINTER, _LONG]
+    return Core(library, level, Operations(library, "f32"), Operations(library, "bf16"))

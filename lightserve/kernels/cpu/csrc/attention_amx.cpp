@@ -1,0 +1,270 @@
+// Attention of bfloat16 by AMX tiles.
+//
+// Scores stand as [keys][lanes]: what softmax does to a lane is then done to vectors. With 16 lanes
+// per tile and 64 keys at once:
+//
+//   scores   [64 keys][16 lanes]     = keys [16 by 16][32 dimensions] x queries [16 pairs][16 lanes]
+//   sums     [16 lanes][dimensions] += weights [16 lanes][32 keys] x values [16 pairs][16 dimensions]
+#include <immintrin.h>
+
+#include "core.h"
+#include "tiles.h"
+
+namespace avx512 {
+template <typename T> void finish_lanes(const Attention<T>&, const Tile&, const float*);
+}
+
+namespace {
+
+constexpr float NOTHING = -1e30f;  // the score of a key that is not seen: its weight is zero
+
+// Two to the power of x <= 0, with a relative error below 1e-5: it is rounded to bfloat16.
+TARGET_AMX INLINE __m512 exp2_of(__m512 x) {
+  const __m512 whole = _mm512_roundscale_ps(x, 0);
+  const __m512 rest = _mm512_sub_ps(x, whole);
+  __m512 sum = _mm512_set1_ps(9.6181291e-3f);
+  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(5.5504109e-2f));
+  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(2.4022651e-1f));
+  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(6.9314718e-1f));
+  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(sum, whole);
+}
+
+TARGET_AMX INLINE void transpose(__m512i* r) {
+  __m512i t[16];
+  for (int i = 0; i < 8; i++) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; i++) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+    t[4 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+    t[8 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+  }
+  for (int i = 0; i < 4; i++) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[4 + i], 0x88);
+    r[8 + i] = _mm512_shuffle_i32x4(t[i], t[4 + i], 0xdd);
+    r[4 + i] = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0x88);
+    r[12 + i] = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0xdd);
+  }
+}
+
+// Working memory of a piece; sizes in numbers, `size` is the head's rounded up to 32.
+struct Room {
+  bf16* queries;  // [tiles][size / 32][16 pairs][16 lanes][2]
+  bf16* keys;     // [KEY_BLOCK][size]
+  bf16* values;   // [KEY_BLOCK / 32][size / 16][16 pairs][16 dimensions][2]
+  float* scores;  // [KEY_BLOCK][LANES]
+  bf16* weights;  // [KEY_BLOCK / 32][LANES][32]
+  float* sums;    // [tiles][size / 16][LANES][16]
+  float* best;    // [tiles][LANES], in powers of two
+  float* total;   // [tiles][LANES]
+};
+
+TARGET_AMX Room make_room(int64_t num_tiles, int64_t size) {
+  const int64_t queries = num_tiles * LANES * size * 2, block = KEY_BLOCK * size * 2;
+  const int64_t sums = num_tiles * LANES * size * 4, lanes = num_tiles * LANES * 4;
+  char* start = static_cast<char*>(scratch(
+      5, queries + 2 * block + KEY_BLOCK * LANES * 6 + sums + 2 * lanes));
+  Room room;
+  const auto take = [&](int64_t num_bytes) {
+    char* part = start;
+    start += num_bytes;
+    return part;
+  };
+  room.queries = reinterpret_cast<bf16*>(take(queries));
+  room.keys = reinterpret_cast<bf16*>(take(block));
+  room.values = reinterpret_cast<bf16*>(take(block));
+  room.scores = reinterpret_cast<float*>(take(KEY_BLOCK * LANES * 4));
+  room.weights = reinterpret_cast<bf16*>(take(KEY_BLOCK * LANES * 2));
+  room.sums = reinterpret_cast<float*>(take(sums));
+  room.best = reinterpret_cast<float*>(take(lanes));
+  room.total = reinterpret_cast<float*>(take(lanes));
+  std::memset(room.sums, 0, sums + lanes);
+  for (int64_t i = 0; i < num_tiles * LANES; i++) {
+    room.best[i] = NOTHING;
+    room.total[i] = 0;
+  }
+  return room;
+}
+
+TARGET_AMX void put_queries(const Attention<bf16>& task, const Tile& tile, int64_t size,
+                            bf16* queries) {
+  for (int64_t lane = 0; lane < LANES; lane++) {
+    const bf16* q = task.q + tile.queries[lane];
+    for (int64_t d = 0; d < size; d++)
+      queries[d / 2 * 32 + 2 * lane + d % 2] =
+          tile.queries[lane] == -1 || d >= task.head_dim ? 0 : q[d];
+  }
+}
+
+TARGET_AMX void put_keys_and_values(const Attention<bf16>& task, const Piece& piece,
+                                    int64_t first_key, int64_t num_keys, int64_t size,
+                                    const Room& room) {
+  const int32_t* slots = task.table + piece.table_row * task.table_stride + first_key;
+  const int64_t head = piece.kv_head * task.head_stride;
+  alignas(64) uint16_t order[2][32];
+  for (int i = 0; i < 32; i++) {
+    order[0][i] = static_cast<uint16_t>(i / 2 + i % 2 * 32);
+    order[1][i] = static_cast<uint16_t>(16 + i / 2 + i % 2 * 32);
+  }
+  const __m512i low = _mm512_load_si512(order[0]), high = _mm512_load_si512(order[1]);
+  for (int64_t key = 0; key < KEY_BLOCK; key += 2) {
+    const bool has_first = key < num_keys, has_second = key + 1 < num_keys;
+    const int64_t first = has_first ? slots[key] * task.slot_stride + head : 0;
+    const int64_t second = has_second ? slots[key + 1] * task.slot_stride + head : 0;
+    for (int64_t d = 0; d < size; d += 32) {
+      const int64_t left = task.head_dim - d;
+      const __mmask32 part = left >= 32 ? ~0u : (1u << left) - 1;
+      const __mmask32 mask_1 = has_first ? part : 0, mask_2 = has_second ? part : 0;
+      _mm512_store_si512(room.keys + key * size + d,
+                         _mm512_maskz_loadu_epi16(mask_1, task.k_pool + first + d));
+      _mm512_store_si512(room.keys + (key + 1) * size + d,
+                         _mm512_maskz_loadu_epi16(mask_2, task.k_pool + second + d));
+      const __m512i a = _mm512_maskz_loadu_epi16(mask_1, task.v_pool + first + d);
+      const __m512i b = _mm512_maskz_loadu_epi16(mask_2, task.v_pool + second + d);
+      bf16* to = room.values + (key / 32 * (size / 16) + d / 16) * 512 + key % 32 / 2 * 32;
+      _mm512_store_si512(to, _mm512_permutex2var_epi16(a, low, b));
+      _mm512_store_si512(to + 512, _mm512_permutex2var_epi16(a, high, b));
+    }
+  }
+}
+
+TARGET_AMX void score(const bf16* queries, const Room& room, int64_t size) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t d = 0; d < size; d += 32) {
+    _tile_loadd(4, queries + d * LANES, 64);
+    _tile_loadd(5, room.keys + d, size * 2);
+    _tile_dpbf16ps(0, 5, 4);
+    _tile_loadd(6, room.keys + 16 * size + d, size * 2);
+    _tile_dpbf16ps(1, 6, 4);
+    _tile_loadd(7, room.keys + 32 * size + d, size * 2);
+    _tile_dpbf16ps(2, 7, 4);
+    _tile_loadd(5, room.keys + 48 * size + d, size * 2);
+    _tile_dpbf16ps(3, 5, 4);
+  }
+  _tile_stored(0, room.scores, 64);
+  _tile_stored(1, room.scores + 256, 64);
+  _tile_stored(2, room.scores + 512, 64);
+  _tile_stored(3, room.scores + 768, 64);
+}
+
+// Turns scores into weights; returns the factor of what was summed before, and whether it is not 1.
+TARGET_AMX bool soften(const Tile& tile, int64_t first_key, int64_t num_keys, float scale,
+                       const Room& room, float* best_of, float* total_of, __m512* factor) {
+  const __m512i last = _mm512_loadu_si512(tile.last_key);
+  const __m512i first = _mm512_loadu_si512(tile.first_key);
+  const __m512 unit = _mm512_set1_ps(scale * 1.44269504f), nothing = _mm512_set1_ps(NOTHING);
+  const __m512 before = _mm512_loadu_ps(best_of);
+  __m512 best = before;
+  for (int64_t key = 0; key < KEY_BLOCK; key++) {
+    const __m512i place = _mm512_set1_epi32(static_cast<int32_t>(first_key + key));
+    __mmask16 seen = _mm512_cmple_epi32_mask(place, last) & _mm512_cmpge_epi32_mask(place, first);
+    if (key >= num_keys) seen = 0;
+    __m512 value = _mm512_mul_ps(_mm512_load_ps(room.scores + key * LANES), unit);
+    value = _mm512_mask_mov_ps(nothing, seen, value);
+    _mm512_store_ps(room.scores + key * LANES, value);
+    best = _mm512_max_ps(best, value);
+  }
+  const __mmask16 sees = _mm512_cmp_ps_mask(best, nothing, _CMP_NEQ_OQ);
+  const __m512 base = _mm512_maskz_mov_ps(sees, best);
+  *factor = exp2_of(_mm512_sub_ps(before, base));
+  __m512 total = _mm512_mul_ps(_mm512_loadu_ps(total_of), *factor);
+  alignas(64) uint16_t order[32];
+  for (int i = 0; i < 32; i++) order[i] = static_cast<uint16_t>(i / 2 + i % 2 * 16);
+  const __m512i in_turn = _mm512_load_si512(order);
+  for (int64_t half = 0; half < KEY_BLOCK / 32; half++) {
+    __m512i pairs[16];
+    for (int i = 0; i < 16; i++) {
+      const float* scores = room.scores + (half * 32 + 2 * i) * LANES;
+      const __m512 a = exp2_of(_mm512_sub_ps(_mm512_load_ps(scores), base));
+      const __m512 b = exp2_of(_mm512_sub_ps(_mm512_load_ps(scores + LANES), base));
+      total = _mm512_add_ps(total, _mm512_add_ps(a, b));
+      pairs[i] = _mm512_permutexvar_epi16(in_turn, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+    }
+    transpose(pairs);
+    for (int i = 0; i < 16; i++)
+      _mm512_store_si512(room.weights + half * 512 + i * 32, pairs[i]);
+  }
+  _mm512_storeu_ps(best_of, best);
+  _mm512_storeu_ps(total_of, total);
+  return _mm512_cmp_ps_mask(*factor, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ) != 0;
+}
+
+TARGET_AMX void add_values(const Room& room, int64_t size, float* sums, bool is_scaled,
+                           __m512 factor) {
+  if (is_scaled) {
+    alignas(64) float factors[LANES];
+    _mm512_store_ps(factors, factor);
+    for (int64_t part = 0; part < size / 16; part++)
+      for (int64_t lane = 0; lane < LANES; lane++) {
+        float* line = sums + part * 256 + lane * 16;
+        _mm512_store_ps(line, _mm512_mul_ps(_mm512_load_ps(line), _mm512_set1_ps(factors[lane])));
+      }
+  }
+  _tile_loadd(6, room.weights, 64);
+  _tile_loadd(7, room.weights + 512, 64);
+  const bf16* values = room.values;
+  for (int64_t part = 0; part < size / 16; part += 2) {
+    _tile_loadd(0, sums + part * 256, 64);
+    _tile_loadd(4, values + part * 512, 64);
+    _tile_dpbf16ps(0, 6, 4);
+    _tile_loadd(1, sums + part * 256 + 256, 64);
+    _tile_loadd(5, values + part * 512 + 512, 64);
+    _tile_dpbf16ps(1, 6, 5);
+    _tile_loadd(4, values + (size / 16 + part) * 512, 64);
+    _tile_dpbf16ps(0, 7, 4);
+    _tile_loadd(5, values + (size / 16 + part) * 512 + 512, 64);
+    _tile_dpbf16ps(1, 7, 5);
+    _tile_stored(0, sums + part * 256, 64);
+    _tile_stored(1, sums + part * 256 + 256, 64);
+  }
+}
+
+TARGET_AMX void attend_piece(const Attention<bf16>& task, const Piece& piece, const Tile* tiles,
+                             float* states) {
+  const int64_t size = padded_inputs(task.head_dim);
+  const Room room = make_room(piece.num_tiles, size);
+  for (int64_t t = 0; t < piece.num_tiles; t++)
+    put_queries(task, tiles[t], size, room.queries + t * LANES * size);
+  configure_tiles();
+  for (int64_t key = piece.first_key; key < piece.end_key; key += KEY_BLOCK) {
+    const int64_t num_keys = smaller(KEY_BLOCK, piece.end_key - key);
+    put_keys_and_values(task, piece, key, num_keys, size, room);
+    for (int64_t t = 0; t < piece.num_tiles; t++) {
+      if (key > tiles[t].end || key + num_keys <= tiles[t].begin) continue;
+      score(room.queries + t * LANES * size, room, size);
+      __m512 factor;
+      const bool is_scaled = soften(tiles[t], key, num_keys, task.scale, room,
+                                    room.best + t * LANES, room.total + t * LANES, &factor);
+      add_values(room, size, room.sums + t * LANES * size, is_scaled, factor);
+    }
+  }
+  _tile_release();
+  for (int64_t t = 0; t < piece.num_tiles; t++) {
+    float* state = states + t * state_size(task.head_dim);
+    const float* sums = room.sums + t * LANES * size;
+    for (int64_t lane = 0; lane < LANES; lane++) {
+      state[lane] = room.best[t * LANES + lane] * 0.693147181f;  // as other pieces have it
+      state[LANES + lane] = room.total[t * LANES + lane];
+      for (int64_t d = 0; d < task.head_dim; d++)
+        state[(2 + d) * LANES + lane] = sums[d / 16 * 256 + lane * 16 + d % 16];
+    }
+  }
+}
+
+}  // namespace
+
+void attention_amx(const Attention<bf16>& task, int num_threads) {
+  run_attention<bf16>(task, num_threads, attend_piece, avx512::finish_lanes<bf16>);
+}

@@ -1,0 +1,158 @@
+// The CPU engine's native core: what its files share.
+//
+// Everything is called by Python through a plain C ABI (see lightserve/kernels/cpu/core.py), with
+// buffers as addresses. There is no state but the pool of threads; which instructions are used is
+// an argument of each call, so that tests can do with fewer than the machine has.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+#define TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
+#define TARGET_BF16                                                                               \
+  __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")))
+#define TARGET_AMX                                                                                \
+  __attribute__((                                                                                 \
+      target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c")))
+
+using bf16 = uint16_t;
+
+// Sets of instructions, each containing those before it.
+enum Level : int32_t { NONE = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3, AMX = 4 };
+
+// Hands out the numbers 0 … total-1, each once, to the threads that ask.
+struct Cursor {
+  std::atomic<int64_t> next{0};
+  int64_t total = 0;
+  int64_t take() { return next.fetch_add(1, std::memory_order_relaxed); }
+};
+
+// Runs `body` on up to `num_threads` threads at once, this one among them, and returns when all
+// that began have ended. A thread may come too late to begin; so the work is what `cursor` hands
+// out, not what the threads are.
+void run_threads(int num_threads, int64_t num_chunks, void (*body)(void*, Cursor&), void* context);
+
+template <typename Body>
+void parallel(int num_threads, int64_t num_chunks, Body&& body) {
+  using Plain = typename std::remove_reference<Body>::type;
+  run_threads(
+      num_threads, num_chunks,
+      [](void* context, Cursor& cursor) { (*static_cast<Plain*>(context))(cursor); }, &body);
+}
+
+// Memory of this thread, aligned to a cache line, kept for its next call; `slot` says which.
+void* scratch(int slot, size_t num_bytes);
+
+INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Weights are kept in panels of PANEL outputs, with zeros where the last panel has fewer.
+//
+//   float32   [panels][inputs][32]
+//   bfloat16  [panels][inputs / 32][2 halves][16 pairs of inputs][16 outputs][2 inputs of a pair]
+//
+// A half of 1 KB is a tile as AMX multiplies it, and a line of it what one AVX512-bf16 instruction
+// takes. Inputs are padded with zeros to a multiple of 32 in bfloat16.
+constexpr int64_t PANEL = 32;
+constexpr int64_t K_BLOCK = 32;
+constexpr int64_t TILE = 16 * 32;  // numbers of a half
+
+INLINE int64_t padded_inputs(int64_t num_inputs) { return divide_up(num_inputs, K_BLOCK) * K_BLOCK; }
+
+struct LinearBf16 {
+  const bf16* x;
+  int64_t x_stride;
+  int64_t num_rows;
+  const bf16* weight;
+  int64_t num_inputs;
+  int64_t num_outputs;
+  const bf16* bias;  // or null
+  bf16* out;         // [num_rows, num_outputs], contiguous
+};
+
+void linear_bf16_avx2(const LinearBf16& task, int num_threads);
+void linear_bf16_avx512(const LinearBf16& task, int num_threads);
+void linear_bf16_avx512_bf16(const LinearBf16& task, int num_threads);
+void linear_bf16_amx(const LinearBf16& task, int num_threads);
+
+// Rotary embedding of q in place and of k into the pool, beside v; see `Kernels.rotate_and_write`.
+template <typename T>
+struct Rotation {
+  T* q;  // heads of a token lie side by side
+  const T* k;
+  const T* v;
+  int64_t token_stride, num_tokens, num_heads, num_kv_heads, head_dim;
+  const float* cos;  // [num_tokens, half]
+  const float* sin;
+  int64_t half;
+  T* k_pool;
+  T* v_pool;
+  int64_t slot_stride, head_stride;
+  const int64_t* slots;  // each below num_slots
+  int64_t num_slots;
+  const T* q_weight;  // null: no norms
+  const T* k_weight;
+  float eps;
+};
+
+// ---- attention ----
+//
+// The query heads that share a KV head, of all new tokens of a row, are its lanes, 16 of which are
+// a tile. A piece of work is up to MAX_TILES tiles over some keys of one KV head. A context is cut
+// into several pieces where a row has few lanes; where depends on its length alone.
+constexpr int64_t LANES = 16, KEY_BLOCK = 64, MAX_TILES = 4, KEYS_OF_PIECE = 512;
+
+template <typename T>
+struct Attention {
+  const T* q;
+  int64_t token_stride;  // of q; heads lie side by side
+  const T* k_pool;
+  const T* v_pool;
+  int64_t slot_stride, head_stride;
+  const int32_t* table;  // slots of each row's positions
+  int64_t table_stride;
+  const int64_t* rows;  // [num_rows][4]: row of the table, new tokens, context, first new token
+  int64_t num_rows, num_heads, num_kv_heads, head_dim;
+  int64_t window;  // 0: none
+  float scale;
+  T* out;  // [tokens, num_heads, head_dim], contiguous
+};
+
+struct Tile {
+  int64_t queries[LANES];  // where each lane's query begins, -1: no lane
+  int64_t outputs[LANES];
+  int32_t first_key[LANES];  // that the lane sees
+  int32_t last_key[LANES];
+  int64_t begin, end;  // first and last key that any lane sees
+};
+
+struct Piece {
+  int64_t row;  // in `Attention.rows`
+  int64_t table_row, kv_head, first_lane, num_tiles, first_key, end_key;
+  int64_t first_part;  // where the states of this context's pieces begin, -1: it is the only one
+  int64_t part, num_parts;
+};
+
+// State of a tile: largest score, sum of weights, then sums of weighted values, [2 + head][LANES].
+INLINE int64_t state_size(int64_t head_dim) { return (2 + head_dim) * LANES; }
+
+INLINE float widened(float value) { return value; }
+INLINE float widened(bf16 value) {
+  const uint32_t bits = static_cast<uint32_t>(value) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+template <typename T>
+void run_attention(const Attention<T>& task, int num_threads,
+                   void (*attend)(const Attention<T>&, const Piece&, const Tile*, float*),
+                   void (*finish)(const Attention<T>&, const Tile&, const float*));
+void attention_amx(const Attention<bf16>& task, int num_threads);

@@ -1,0 +1,305 @@
+// Products of bfloat16 weights by AMX tiles, and by AVX512-bf16 where there are few rows or no AMX.
+#include <immintrin.h>
+
+#include "core.h"
+#include "tiles.h"
+
+namespace {
+
+constexpr int64_t PAIR_BYTES = 2 * TILE * 2;
+constexpr int64_t A_BYTES = 1 << 20;
+// Activations that a thread multiplies with panel after panel: they stay in half of a cache of 2 MB.
+constexpr int64_t MOST_INPUTS = 1536;
+// With more, and many rows, inputs are cut, and sums are kept in between.
+constexpr int64_t CUT_INPUTS = 2560, CUT_ROWS = 256, CUT_PANELS = 8;
+constexpr int64_t VECTOR_ROWS = 2;
+// Up to so many rows the vector instructions read weights at the memory's speed.
+
+// 16 or fewer rows of x, from a place where `padded` inputs can be read.
+struct Rows {
+  const bf16* x;
+  int64_t stride;
+};
+
+Rows padded_rows(const LinearBf16& task, int slot) {
+  const int64_t padded = padded_inputs(task.num_inputs);
+  if (padded == task.num_inputs) return {task.x, task.x_stride};
+  bf16* copy = static_cast<bf16*>(scratch(slot, task.num_rows * padded * sizeof(bf16)));
+  for (int64_t row = 0; row < task.num_rows; row++) {
+    std::memcpy(copy + row * padded, task.x + row * task.x_stride, task.num_inputs * sizeof(bf16));
+    std::memset(copy + row * padded + task.num_inputs, 0,
+                (padded - task.num_inputs) * sizeof(bf16));
+  }
+  return {copy, padded};
+}
+
+TARGET_BF16 INLINE __m512 wide(__m256i narrow) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+}
+
+// Adds the bias to 32 sums and stores as many of them as the output has.
+TARGET_BF16 INLINE void store_32(__m512 low, __m512 high, const bf16* bias, bf16* out,
+                                 int64_t num_columns) {
+  if (num_columns == PANEL && bias == nullptr) {
+    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    return;
+  }
+  const __mmask32 mask = num_columns >= PANEL ? ~0u : (1u << num_columns) - 1;
+  if (bias != nullptr) {
+    const __m512i both = _mm512_maskz_loadu_epi16(mask, bias);
+    low = _mm512_add_ps(low, wide(_mm512_castsi512_si256(both)));
+    high = _mm512_add_ps(high, wide(_mm512_extracti64x4_epi64(both, 1)));
+  }
+  _mm512_mask_storeu_epi16(out, mask, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+
+// R rows by one panel.
+template <int R>
+TARGET_BF16 static inline void vector_panel(const Rows& rows, const bf16* panel, int64_t num_blocks,
+                                            const bf16* bias, bf16* out, int64_t num_outputs,
+                                            int64_t num_columns) {
+  constexpr int CHAINS = R <= 2 ? 2 : 1;  // an instruction waits for the one before it in its chain
+  __m512 sums[CHAINS][R][2];
+  for (int c = 0; c < CHAINS; c++)
+    for (int r = 0; r < R; r++) sums[c][r][0] = sums[c][r][1] = _mm512_setzero_ps();
+  for (int64_t block = 0; block < num_blocks; block++, panel += 2 * TILE) {
+#pragma GCC unroll 16
+    for (int j = 0; j < 16; j++) {
+      _mm_prefetch(reinterpret_cast<const char*>(panel + 32 * j) + 2 * PAIR_BYTES, _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(panel + TILE + 32 * j) + 2 * PAIR_BYTES,
+                   _MM_HINT_T0);
+      const __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel + 32 * j);
+      const __m512bh w1 = (__m512bh)_mm512_loadu_si512(panel + TILE + 32 * j);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        int32_t pair;
+        std::memcpy(&pair, rows.x + r * rows.stride + block * K_BLOCK + 2 * j, sizeof pair);
+        const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
+        __m512* sum = sums[j % CHAINS][r];
+        sum[0] = _mm512_dpbf16_ps(sum[0], w0, x);
+        sum[1] = _mm512_dpbf16_ps(sum[1], w1, x);
+      }
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    for (int c = 1; c < CHAINS; c++)
+      for (int half = 0; half < 2; half++)
+        sums[0][r][half] = _mm512_add_ps(sums[0][r][half], sums[c][r][half]);
+    store_32(sums[0][r][0], sums[0][r][1], bias, out + r * num_outputs, num_columns);
+  }
+}
+
+TARGET_BF16 void vector_rows(int64_t num_rows, const Rows& rows, const bf16* panel,
+                             int64_t num_blocks, const bf16* bias, bf16* out, int64_t num_outputs,
+                             int64_t num_columns) {
+#define CASE(R)                                                                              \
+  case R:                                                                                    \
+    vector_panel<R>(rows, panel, num_blocks, bias, out, num_outputs, num_columns); \
+    break;
+  switch (num_rows) {
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+  }
+#undef CASE
+}
+
+// Chunks of panels: large enough to be worth a turn, and several for each thread.
+int64_t panels_of_chunk(int64_t num_panels, int64_t panel_bytes, int num_threads) {
+  const int64_t worth = larger(1, (96 << 10) / panel_bytes);
+  return larger(1, smaller(worth, num_panels / (4 * num_threads)));
+}
+
+// Copies rows of x into pairs of tiles, [pairs][blocks of inputs][2][16][32], zeros beyond the end.
+TARGET_AMX void pack_rows(const LinearBf16& task, int64_t pair, int64_t first_block,
+                          int64_t end_block, bf16* packed) {
+  for (int64_t i = 0; i < 32; i++) {
+    const int64_t row = pair * 32 + i;
+    bf16* out = packed + (i / 16) * TILE + (i % 16) * 32;
+    for (int64_t block = first_block; block < end_block; block++) {
+      const int64_t left = task.num_inputs - block * K_BLOCK;
+      const __mmask32 mask = row >= task.num_rows ? 0 : left >= 32 ? ~0u : (1u << left) - 1;
+      const bf16* x = task.x + row * task.x_stride + block * K_BLOCK;
+      _mm512_storeu_si512(out + block * 2 * TILE, _mm512_maskz_loadu_epi16(mask, x));
+    }
+  }
+}
+
+struct Prefetch {
+  const char* next;
+  int64_t lines;  // in each step
+};
+
+// Multiplies 16 or 32 rows by a panel over `num_blocks` blocks of inputs; sums [2][2][16][16].
+template <bool TWO>
+TARGET_AMX static inline void tile_panel(const bf16* a, const bf16* b, int64_t num_blocks,
+                                         float* sums, bool continues, Prefetch& prefetch) {
+  if (continues) {
+    _tile_loadd(0, sums, 64);
+    _tile_loadd(1, sums + 256, 64);
+    if (TWO) {
+      _tile_loadd(2, sums + 512, 64);
+      _tile_loadd(3, sums + 768, 64);
+    }
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (TWO) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+  }
+  for (int64_t block = 0; block < num_blocks; block++) {
+    _tile_loadd(6, b, 64);
+    _tile_loadd(4, a, 64);
+    _tile_loadd(7, b + TILE, 64);
+    if (TWO) _tile_loadd(5, a + TILE, 64);
+    for (int64_t line = 0; line < prefetch.lines; line++, prefetch.next += 64)
+      _mm_prefetch(prefetch.next, _MM_HINT_T1);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (TWO) {
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    a += 2 * TILE;
+    b += 2 * TILE;
+  }
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 256, 64);
+  if (TWO) {
+    _tile_stored(2, sums + 512, 64);
+    _tile_stored(3, sums + 768, 64);
+  }
+}
+
+TARGET_AMX void store_block(const float* sums, int64_t num_rows, const bf16* bias, bf16* out,
+                            int64_t num_outputs, int64_t num_columns) {
+  for (int64_t row = 0; row < num_rows; row++) {
+    const float* line = sums + row / 16 * 512 + row % 16 * 16;
+    store_32(_mm512_load_ps(line), _mm512_load_ps(line + 256), bias, out + row * num_outputs,
+             num_columns);
+  }
+}
+
+// How a product is cut.
+struct Cut {
+  int64_t num_blocks;       // of inputs, all
+  int64_t blocks;           // of inputs at once
+  int64_t num_pairs;        // of 16 rows, all
+  int64_t pairs;            // of 16 rows at once
+  int64_t num_panels;       // all
+  int64_t panels;           // of a chunk
+  int64_t num_row_parts() const { return divide_up(num_pairs, pairs); }
+  int64_t num_panel_parts() const { return divide_up(num_panels, panels); }
+};
+
+Cut cut_of(const LinearBf16& task, int num_threads) {
+  Cut cut;
+  const int64_t padded = padded_inputs(task.num_inputs);
+  cut.num_blocks = cut.blocks = padded / K_BLOCK;
+  cut.num_pairs = cut.pairs = divide_up(task.num_rows, 32);
+  cut.num_panels = divide_up(task.num_outputs, PANEL);
+  cut.panels = panels_of_chunk(cut.num_panels, padded * PANEL * 2, num_threads);
+  if (cut.num_pairs * padded * 64 <= A_BYTES + A_BYTES / 4) return cut;
+  if (padded <= MOST_INPUTS) {
+    cut.pairs = A_BYTES / (padded * 64);
+  } else {
+    cut.blocks = divide_up(cut.num_blocks, divide_up(padded, CUT_INPUTS));
+    cut.pairs = CUT_ROWS / 32;
+    cut.panels = larger(1, smaller(CUT_PANELS, cut.num_panels / (2 * num_threads)));
+  }
+  cut.pairs = divide_up(cut.num_pairs, divide_up(cut.num_pairs, cut.pairs));  // evenly
+  return cut;
+}
+
+// Multiplies one part of the rows by one chunk of panels.
+TARGET_AMX void tile_chunk(const LinearBf16& task, const Cut& cut, const bf16* packed,
+                           int64_t chunk, int64_t next_chunk) {
+  const int64_t first_pair = chunk / cut.num_panel_parts() * cut.pairs;
+  const int64_t end_pair = smaller(first_pair + cut.pairs, cut.num_pairs);
+  const int64_t first = chunk % cut.num_panel_parts() * cut.panels;
+  const int64_t end = smaller(first + cut.panels, cut.num_panels);
+  const int64_t next_first = next_chunk % cut.num_panel_parts() * cut.panels;
+  const int64_t num_pairs = end_pair - first_pair, panel_size = cut.num_blocks * 2 * TILE;
+  const bool is_cut = cut.blocks < cut.num_blocks;
+  float* sums = static_cast<float*>(
+      scratch(1, 4096 * (is_cut ? num_pairs * (end - first) : 1)));
+  for (int64_t block = 0; block < cut.num_blocks; block += cut.blocks) {
+    const int64_t num_blocks = smaller(cut.blocks, cut.num_blocks - block);
+    const bool is_last = block + num_blocks == cut.num_blocks;
+    for (int64_t panel = first; panel < end; panel++) {
+      const bf16* b = task.weight + panel * panel_size + block * 2 * TILE;
+      const int64_t ahead = panel + 1 < end ? panel + 1 : is_last ? next_first : first;
+      const int64_t ahead_block = panel + 1 < end ? block : is_last ? 0 : block + num_blocks;
+      Prefetch prefetch{reinterpret_cast<const char*>(task.weight + ahead * panel_size +
+                                                      ahead_block * 2 * TILE),
+                        divide_up(32, num_pairs)};
+      const int64_t column = panel * PANEL;
+      const int64_t num_columns = smaller(PANEL, task.num_outputs - column);
+      const bf16* bias = task.bias == nullptr ? nullptr : task.bias + column;
+      for (int64_t pair = 0; pair < num_pairs; pair++) {
+        const int64_t row = (first_pair + pair) * 32;
+        const int64_t num_rows = smaller(32, task.num_rows - row);
+        const bf16* a = packed + ((first_pair + pair) * cut.num_blocks + block) * 2 * TILE;
+        float* own = is_cut ? sums + ((panel - first) * num_pairs + pair) * 1024 : sums;
+        bf16* out = task.out + row * task.num_outputs + column;
+        if (is_last)
+          for (int64_t i = 0; i < num_rows; i++) __builtin_prefetch(out + i * task.num_outputs, 1);
+        if (num_rows > 16)
+          tile_panel<true>(a, b, num_blocks, own, block > 0, prefetch);
+        else
+          tile_panel<false>(a, b, num_blocks, own, block > 0, prefetch);
+        if (is_last) store_block(own, num_rows, bias, out, task.num_outputs, num_columns);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void linear_bf16_avx512_bf16(const LinearBf16& task, int num_threads) {
+  const Rows rows = padded_rows(task, 0);
+  const int64_t num_blocks = padded_inputs(task.num_inputs) / K_BLOCK;
+  const int64_t num_panels = divide_up(task.num_outputs, PANEL), panel_size = num_blocks * 2 * TILE;
+  const int64_t size = panels_of_chunk(num_panels, panel_size * 2, num_threads);
+  parallel(num_threads, divide_up(num_panels, size), [&](Cursor& cursor) {
+    for (int64_t chunk; (chunk = cursor.take()) < cursor.total;) {
+      const int64_t end = smaller(num_panels, (chunk + 1) * size);
+      for (int64_t panel = chunk * size; panel < end; panel++) {
+        const int64_t column = panel * PANEL;
+        const bf16* bias = task.bias == nullptr ? nullptr : task.bias + column;
+        for (int64_t row = 0; row < task.num_rows; row += 8)
+          vector_rows(smaller(8, task.num_rows - row), {rows.x + row * rows.stride, rows.stride},
+                      task.weight + panel * panel_size, num_blocks, bias,
+                      task.out + row * task.num_outputs + column, task.num_outputs,
+                      smaller(PANEL, task.num_outputs - column));
+      }
+    }
+  });
+}
+
+void linear_bf16_amx(const LinearBf16& task, int num_threads) {
+  if (task.num_rows <= VECTOR_ROWS) return linear_bf16_avx512_bf16(task, num_threads);
+  const Cut cut = cut_of(task, num_threads);
+  const int64_t a_bytes = cut.num_pairs * cut.num_blocks * PAIR_BYTES;
+  bf16* packed = static_cast<bf16*>(scratch(2, a_bytes));
+  // Small activations are packed sooner than another thread would notice.
+  const int64_t span = larger(1, divide_up(32, cut.num_pairs));
+  const int64_t spans = divide_up(cut.num_blocks, span);
+  parallel(a_bytes < (128 << 10) ? 1 : num_threads, cut.num_pairs * spans, [&](Cursor& cursor) {
+    for (int64_t i; (i = cursor.take()) < cursor.total;) {
+      const int64_t pair = i / spans, block = i % spans * span;
+      pack_rows(task, pair, block, smaller(block + span, cut.num_blocks),
+                packed + pair * cut.num_blocks * 2 * TILE);
+    }
+  });
+  const int64_t num_chunks = cut.num_row_parts() * cut.num_panel_parts();
+  parallel(num_threads, num_chunks, [&](Cursor& cursor) TARGET_AMX {
+    configure_tiles();
+    for (int64_t chunk = cursor.take(); chunk < cursor.total;) {
+      const int64_t next = cursor.take();  // known early, so that its weights are on their way
+      tile_chunk(task, cut, packed, chunk, next < cursor.total ? next : chunk);
+      chunk = next;
+    }
+    _tile_release();
+  });
+}

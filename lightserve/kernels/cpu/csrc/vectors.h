@@ -1,0 +1,482 @@
+// Code for any width of vectors: included once for each set of instructions, with
+//
+//   SPACE    the namespace
+//   TARGET   the instructions
+//   WIDTH    numbers in a vector
+//   ROWS_F32, ROWS_BF16   rows of a product at once, as many as the registers hold
+//
+// Vectors are the compiler's own; it fuses multiplications and additions.
+
+namespace SPACE {
+
+typedef float F __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t U __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t I __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t H __attribute__((vector_size(2 * WIDTH)));
+constexpr int64_t W = WIDTH;
+constexpr int64_t VECTORS = PANEL / W;  // of a panel
+
+template <typename V, typename T>
+TARGET INLINE V read(const T* from) {
+  V value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+template <typename V, typename T>
+TARGET INLINE void write(T* to, V value) {
+  std::memcpy(to, &value, sizeof value);
+}
+
+TARGET INLINE F load(const float* from) { return read<F>(from); }
+TARGET INLINE F load(const bf16* from) {
+  return (F)(__builtin_convertvector(read<H>(from), U) << 16);
+}
+
+TARGET INLINE H narrow(F value) {
+  const U bits = (U)value;
+  const U rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const U is_nan = (U)(value != value);
+  return __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0), H);
+}
+
+TARGET INLINE void store(float* to, F value) { write(to, value); }
+TARGET INLINE void store(bf16* to, F value) { write(to, narrow(value)); }
+
+// The first `count` numbers, zeros beyond them.
+template <typename T>
+TARGET INLINE F load_part(const T* from, int64_t count) {
+  T line[W] = {};
+  std::memcpy(line, from, count * sizeof(T));
+  return load(line);
+}
+
+template <typename T>
+TARGET INLINE void store_part(T* to, F value, int64_t count) {
+  T line[W];
+  store(line, value);
+  std::memcpy(to, line, count * sizeof(T));
+}
+
+// Calls body(offset, count) for each vector of `size` numbers; the last may have fewer than W.
+#define FOR_VECTORS(offset, count, size)                                      \
+  for (int64_t offset = 0, count = smaller(W, size); offset < (size);         \
+       offset += W, count = smaller(W, (size) - offset))
+
+template <typename T>
+TARGET INLINE F load_some(const T* from, int64_t count) {
+  return __builtin_expect(count == W, 1) ? load(from) : load_part(from, count);
+}
+
+template <typename T>
+TARGET INLINE void store_some(T* to, F value, int64_t count) {
+  if (__builtin_expect(count == W, 1))
+    store(to, value);
+  else
+    store_part(to, value, count);
+}
+
+// ---- products ----
+
+template <int R>
+TARGET static inline void panel_f32(const float* x, int64_t x_stride, const float* panel,
+                                    int64_t num_inputs, const float* bias, bool continues,
+                                    float* out, int64_t num_outputs, int64_t num_columns) {
+  F sums[R][VECTORS];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < VECTORS; v++) {
+      const int64_t count = larger(0, smaller(W, num_columns - v * W));
+      sums[r][v] = continues ? load_some(out + r * num_outputs + v * W, count) : F{};
+    }
+  for (int64_t k = 0; k < num_inputs; k++, panel += PANEL) {
+    __builtin_prefetch(panel + 16 * PANEL);
+    __builtin_prefetch(panel + 16 * PANEL + 16);
+    F w[VECTORS];
+    for (int v = 0; v < VECTORS; v++) w[v] = load(panel + v * W);
+    for (int r = 0; r < R; r++) {
+      const F number = F{} + x[r * x_stride + k];
+      for (int v = 0; v < VECTORS; v++) sums[r][v] += number * w[v];
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < VECTORS && v * W < num_columns; v++) {
+      const int64_t count = smaller(W, num_columns - v * W);
+      F sum = sums[r][v];
+      if (bias != nullptr) sum += load_some(bias + v * W, count);
+      store_some(out + r * num_outputs + v * W, sum, count);
+    }
+}
+
+template <int R = ROWS_F32>
+TARGET static void rows_f32(int64_t num_rows, const float* x, int64_t x_stride, const float* panel,
+                            int64_t num_inputs, const float* bias, bool continues, float* out,
+                            int64_t num_outputs, int64_t num_columns) {
+  if constexpr (R > 0) {
+    if (num_rows == R)
+      panel_f32<R>(x, x_stride, panel, num_inputs, bias, continues, out, num_outputs, num_columns);
+    else
+      rows_f32<R - 1>(num_rows, x, x_stride, panel, num_inputs, bias, continues, out, num_outputs,
+                      num_columns);
+  }
+}
+
+// A row is a chain of additions from the first input to the last, whatever stands beside it.
+void linear_f32(const float* x, int64_t x_stride, int64_t num_rows, const float* weight,
+                int64_t num_inputs, int64_t num_outputs, const float* bias, float* out,
+                int num_threads) {
+  const int64_t num_panels = divide_up(num_outputs, PANEL);
+  const int64_t panel_bytes = num_inputs * PANEL * sizeof(float);
+  const int64_t size = larger(
+      1, smaller((96 << 10) / larger(1, panel_bytes), num_panels / (4 * num_threads)));
+  const int64_t step = num_rows > ROWS_F32 ? 512 : num_inputs;  // of inputs: half a first cache
+  parallel(num_threads, divide_up(num_panels, size), [&](Cursor& cursor) {
+    for (int64_t chunk; (chunk = cursor.take()) < cursor.total;)
+      for (int64_t panel = chunk * size; panel < smaller(num_panels, (chunk + 1) * size); panel++)
+        for (int64_t k = 0; k < num_inputs; k += step)
+          for (int64_t row = 0; row < num_rows; row += ROWS_F32) {
+            const int64_t column = panel * PANEL, inputs = smaller(step, num_inputs - k);
+            const bool is_last = k + inputs == num_inputs && bias != nullptr;
+            rows_f32(smaller(ROWS_F32, num_rows - row), x + row * x_stride + k, x_stride,
+                     weight + (panel * num_inputs + k) * PANEL, inputs,
+                     is_last ? bias + column : nullptr, k > 0, out + row * num_outputs + column,
+                     num_outputs, smaller(PANEL, num_outputs - column));
+          }
+  });
+}
+
+template <int R>
+TARGET static inline void panel_bf16(const float* x, int64_t x_stride, const bf16* panel,
+                                     int64_t num_blocks, const bf16* bias, bf16* out,
+                                     int64_t num_outputs, int64_t num_columns) {
+  F sums[R][VECTORS];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < VECTORS; v++) sums[r][v] = F{};
+  for (int64_t block = 0; block < num_blocks; block++)
+    for (int half = 0; half < 2; half++)
+      for (int j = 0; j < 16; j++, panel += 32) {
+        __builtin_prefetch(panel + 2 * TILE);
+        for (int v = 0; v < VECTORS / 2; v++) {
+          const U pairs = read<U>(panel + 2 * v * W);
+          const F even = (F)(pairs << 16), odd = (F)(pairs & 0xffff0000u);
+          for (int r = 0; r < R; r++) {
+            const float* own = x + r * x_stride + block * K_BLOCK + 2 * j;
+            F& sum = sums[r][half * (VECTORS / 2) + v];
+            sum += even * (F{} + own[0]);
+            sum += odd * (F{} + own[1]);
+          }
+        }
+      }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < VECTORS && v * W < num_columns; v++) {
+      const int64_t count = smaller(W, num_columns - v * W);
+      F sum = sums[r][v];
+      if (bias != nullptr) sum += load_some(bias + v * W, count);
+      store_some(out + r * num_outputs + v * W, sum, count);
+    }
+}
+
+template <int R = ROWS_BF16>
+TARGET static void rows_bf16(int64_t num_rows, const float* x, int64_t x_stride, const bf16* panel,
+                             int64_t num_blocks, const bf16* bias, bf16* out, int64_t num_outputs,
+                             int64_t num_columns) {
+  if constexpr (R > 0) {
+    if (num_rows == R)
+      panel_bf16<R>(x, x_stride, panel, num_blocks, bias, out, num_outputs, num_columns);
+    else
+      rows_bf16<R - 1>(num_rows, x, x_stride, panel, num_blocks, bias, out, num_outputs,
+                       num_columns);
+  }
+}
+
+TARGET static void widen_rows(const LinearBf16& task, int64_t padded, float* wide) {
+  for (int64_t row = 0; row < task.num_rows; row++) {
+    FOR_VECTORS(offset, count, task.num_inputs)
+      store(wide + row * padded + offset, load_some(task.x + row * task.x_stride + offset, count));
+    for (int64_t k = divide_up(task.num_inputs, W) * W; k < padded; k++) wide[row * padded + k] = 0;
+  }
+}
+
+void linear_bf16(const LinearBf16& task, int num_threads) {
+  const int64_t padded = padded_inputs(task.num_inputs), num_blocks = padded / K_BLOCK;
+  float* wide = static_cast<float*>(scratch(3, task.num_rows * padded * sizeof(float)));
+  widen_rows(task, padded, wide);
+  const int64_t num_panels = divide_up(task.num_outputs, PANEL), panel_size = padded * PANEL;
+  const int64_t size = larger(
+      1, smaller((96 << 10) / (panel_size * 2), num_panels / (4 * num_threads)));
+  parallel(num_threads, divide_up(num_panels, size), [&](Cursor& cursor) {
+    for (int64_t chunk; (chunk = cursor.take()) < cursor.total;)
+      for (int64_t panel = chunk * size; panel < smaller(num_panels, (chunk + 1) * size); panel++)
+        for (int64_t row = 0; row < task.num_rows; row += ROWS_BF16) {
+          const int64_t column = panel * PANEL;
+          rows_bf16(smaller(ROWS_BF16, task.num_rows - row), wide + row * padded, padded,
+                    task.weight + panel * panel_size, num_blocks,
+                    task.bias == nullptr ? nullptr : task.bias + column,
+                    task.out + row * task.num_outputs + column, task.num_outputs,
+                    smaller(PANEL, task.num_outputs - column));
+        }
+  });
+}
+
+// ---- what is done element by element ----
+
+// e to the power of x, with a relative error of about 1e-7; beyond the range, its ends.
+TARGET INLINE F exp_of(F x) {
+  const F low = F{} - 87.3f, high = F{} + 88.7f;
+  x = x < low ? low : x;
+  x = x > high ? high : x;
+  const F shifted = x * 1.44269504f + 12582912.0f;  // rounds to an integer in the low bits
+  const F whole = shifted - 12582912.0f;
+  const F rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  F sum = F{} + 1.9875691500e-4f;
+  sum = sum * rest + 1.3981999507e-3f;
+  sum = sum * rest + 8.3334519073e-3f;
+  sum = sum * rest + 4.1665795894e-2f;
+  sum = sum * rest + 1.6666665459e-1f;
+  sum = sum * rest + 5.0000001201e-1f;
+  sum = sum * rest * rest + rest + 1.0f;
+  return (F)((I)sum + ((I)shifted << 23));
+}
+
+TARGET INLINE float total_of(F value) {
+  float sum = 0;
+  for (int i = 0; i < W; i++) sum += value[i];
+  return sum;
+}
+
+TARGET INLINE F rounded(F value, const float*) { return value; }
+TARGET INLINE F rounded(F value, const bf16*) {
+  return (F)(__builtin_convertvector(narrow(value), U) << 16);
+}
+
+// out = x / rms(x) * weight, rounded before the weight; with a residual, of x added to it.
+template <typename T>
+TARGET static void norm_row(const T* x, T* residual, const T* weight, float eps, int64_t size,
+                            T* out) {
+  F squares = {};
+  FOR_VECTORS(offset, count, size) {
+    F value = load_some(x + offset, count);
+    if (residual != nullptr) {
+      value = rounded(value + load_some(residual + offset, count), x);
+      store_some(residual + offset, value, count);
+    }
+    squares += value * value;
+  }
+  const float scale = 1.0f / __builtin_sqrtf(total_of(squares) / static_cast<float>(size) + eps);
+  const T* from = residual != nullptr ? residual : x;
+  FOR_VECTORS(offset, count, size) {
+    const F value = rounded(load_some(from + offset, count) * scale, x);
+    store_some(out + offset, value * load_some(weight + offset, count), count);
+  }
+}
+
+template <typename T>
+void norm(const T* x, int64_t x_stride, T* residual, const T* weight, float eps, int64_t num_rows,
+          int64_t size, T* out, int num_threads) {
+  const int64_t chunk = larger(1, 16384 / larger(1, size));
+  parallel(num_threads, divide_up(num_rows, chunk), [&](Cursor& cursor) {
+    for (int64_t i; (i = cursor.take()) < cursor.total;)
+      for (int64_t row = i * chunk; row < smaller(num_rows, (i + 1) * chunk); row++)
+        norm_row(x + row * x_stride, residual == nullptr ? nullptr : residual + row * size, weight,
+                 eps, size, out + row * size);
+  });
+}
+
+template <typename T>
+TARGET static void gate_row(const T* gate, const T* up, int64_t size, T* out) {
+  FOR_VECTORS(offset, count, size) {
+    const F value = load_some(gate + offset, count);
+    const F silu = value / (exp_of(-value) + 1.0f);
+    store_some(out + offset, silu * load_some(up + offset, count), count);
+  }
+}
+
+template <typename T>
+void gate(const T* gate_up, int64_t stride, int64_t num_rows, int64_t size, T* out,
+          int num_threads) {
+  const int64_t chunk = larger(1, 16384 / larger(1, size));
+  parallel(num_threads, divide_up(num_rows, chunk), [&](Cursor& cursor) {
+    for (int64_t i; (i = cursor.take()) < cursor.total;)
+      for (int64_t row = i * chunk; row < smaller(num_rows, (i + 1) * chunk); row++)
+        gate_row(gate_up + row * stride, gate_up + row * stride + size, size, out + row * size);
+  });
+}
+
+template <typename T>
+TARGET static void rotate_head(const T* from, int64_t size, const float* cos, const float* sin,
+                               int64_t half, T* to) {
+  FOR_VECTORS(offset, count, half) {
+    const F first = load_some(from + offset, count), second = load_some(from + half + offset, count);
+    const F c = load_some(cos + offset, count), s = load_some(sin + offset, count);
+    store_some(to + offset, first * c - second * s, count);
+    store_some(to + half + offset, second * c + first * s, count);
+  }
+  if (to != from) std::memcpy(to + 2 * half, from + 2 * half, (size - 2 * half) * sizeof(T));
+}
+
+template <typename T>
+TARGET static void rotate_token(const Rotation<T>& task, int64_t token) {
+  const float* cos = task.cos + token * task.half;
+  const float* sin = task.sin + token * task.half;
+  const int64_t size = task.head_dim, slot = task.slots[token];
+  T* normed = static_cast<T*>(scratch(4, size * sizeof(T)));
+  for (int64_t head = 0; head < task.num_heads; head++) {
+    T* q = task.q + token * task.token_stride + head * size;
+    if (task.q_weight != nullptr) norm_row<T>(q, nullptr, task.q_weight, task.eps, size, normed);
+    rotate_head(task.q_weight != nullptr ? normed : q, size, cos, sin, task.half, q);
+  }
+  for (int64_t head = 0; head < task.num_kv_heads; head++) {
+    const T* k = task.k + token * task.token_stride + head * size;
+    if (task.k_weight != nullptr) {
+      norm_row<T>(k, nullptr, task.k_weight, task.eps, size, normed);
+      k = normed;
+    }
+    rotate_head(k, size, cos, sin, task.half,
+                task.k_pool + slot * task.slot_stride + head * task.head_stride);
+    std::memcpy(task.v_pool + slot * task.slot_stride + head * task.head_stride,
+                task.v + token * task.token_stride + head * size, size * sizeof(T));
+  }
+}
+
+template <typename T>
+void rotate(const Rotation<T>& task, int num_threads) {
+  constexpr int64_t CHUNK = 16;
+  parallel(num_threads, divide_up(task.num_tokens, CHUNK), [&](Cursor& cursor) {
+    for (int64_t i; (i = cursor.take()) < cursor.total;)
+      for (int64_t token = i * CHUNK; token < smaller(task.num_tokens, (i + 1) * CHUNK); token++)
+        rotate_token(task, token);
+  });
+}
+
+// ---- attention ----
+
+// What 16 lanes (queries of heads) have seen so far; numbers of a lane stand in a column.
+constexpr int64_t LANE_VECTORS = LANES / W;
+
+template <typename T>
+TARGET static void attend_block(const Attention<T>& task, const Tile& tile, const float* queries,
+                                const float* keys, const float* values, int64_t first_key,
+                                int64_t num_keys, float* state) {
+  const int64_t size = task.head_dim;
+  float scores[KEY_BLOCK * LANES];
+  for (int64_t key = 0; key < num_keys; key += 4) {
+    F sums[4][LANE_VECTORS];
+    for (auto& sum : sums)
+      for (auto& part : sum) part = F{};
+    const float* rows[4];
+    for (int64_t i = 0; i < 4; i++) rows[i] = keys + smaller(key + i, num_keys - 1) * size;
+    for (int64_t d = 0; d < size; d++)
+      for (int v = 0; v < LANE_VECTORS; v++) {
+        const F query = load(queries + d * LANES + v * W);
+        for (int i = 0; i < 4; i++) sums[i][v] += query * (F{} + rows[i][d]);
+      }
+    for (int64_t i = 0; i < smaller(4, num_keys - key); i++)
+      for (int v = 0; v < LANE_VECTORS; v++) store(scores + (key + i) * LANES + v * W, sums[i][v]);
+  }
+  const F nothing = F{} - __builtin_inff();
+  for (int v = 0; v < LANE_VECTORS; v++) {
+    const I last = read<I>(tile.last_key + v * W), first = read<I>(tile.first_key + v * W);
+    F best = load(state + v * W), total = load(state + LANES + v * W);
+    const F before = best;
+    for (int64_t key = 0; key < num_keys; key++) {
+      const I place = I{} + static_cast<int32_t>(first_key + key);
+      F score = load(scores + key * LANES + v * W);
+      score = (place > last) | (place < first) ? nothing : score;
+      store(scores + key * LANES + v * W, score);
+      best = score > best ? score : best;
+    }
+    const F base = best == nothing ? F{} : best;
+    const F factor = before == nothing ? F{} : exp_of(before - base);
+    total *= factor;
+    for (int64_t key = 0; key < num_keys; key++) {
+      const F score = load(scores + key * LANES + v * W);
+      const F weight = score == nothing ? F{} : exp_of(score - base);
+      store(scores + key * LANES + v * W, weight);
+      total += weight;
+    }
+    store(state + v * W, best);
+    store(state + LANES + v * W, total);
+    float* sums = state + 2 * LANES + v * W;
+    for (int64_t d = 0; d < size; d += 4) {
+      F parts[4];
+      for (int64_t i = 0; i < 4; i++)
+        parts[i] = load(sums + smaller(d + i, size - 1) * LANES) * factor;
+      for (int64_t key = 0; key < num_keys; key++) {
+        const F weight = load(scores + key * LANES + v * W);
+        const float* value = values + key * size + d;  // padded behind the last
+        for (int i = 0; i < 4; i++) parts[i] += weight * (F{} + value[i]);
+      }
+      for (int64_t i = 0; i < smaller(4, size - d); i++) store(sums + (d + i) * LANES, parts[i]);
+    }
+  }
+}
+
+template <typename T>
+TARGET static void widen(const T* from, int64_t size, float* to) {
+  FOR_VECTORS(offset, count, size) store_some(to + offset, load_some(from + offset, count), count);
+}
+
+template <typename T>
+TARGET static void attend_piece(const Attention<T>& task, const Piece& piece, const Tile* tiles,
+                                float* states) {
+  const int64_t size = task.head_dim;
+  float* queries = static_cast<float*>(
+      scratch(5, ((piece.num_tiles * LANES + 2 * KEY_BLOCK) * size + 16) * sizeof(float)));
+  float* keys = queries + piece.num_tiles * LANES * size;
+  float* values = keys + KEY_BLOCK * size;
+  for (int64_t t = 0; t < piece.num_tiles; t++)
+    for (int64_t lane = 0; lane < LANES; lane++) {
+      const T* q = tiles[t].queries[lane] == -1
+                       ? nullptr
+                       : task.q + tiles[t].queries[lane];
+      for (int64_t d = 0; d < size; d++) {
+        const float number = q == nullptr ? 0.0f : widened(q[d]) * task.scale;
+        queries[(t * size + d) * LANES + lane] = number;
+      }
+    }
+  const int32_t* slots = task.table + piece.table_row * task.table_stride;
+  for (int64_t key = piece.first_key; key < piece.end_key; key += KEY_BLOCK) {
+    const int64_t count = smaller(KEY_BLOCK, piece.end_key - key);
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t offset =
+          slots[key + i] * task.slot_stride + piece.kv_head * task.head_stride;
+      widen(task.k_pool + offset, size, keys + i * size);
+      widen(task.v_pool + offset, size, values + i * size);
+    }
+    for (int64_t t = 0; t < piece.num_tiles; t++)
+      if (key <= tiles[t].end && key + count > tiles[t].begin)
+        attend_block(task, tiles[t], queries + t * size * LANES, keys, values, key, count,
+                     states + t * state_size(size));
+  }
+}
+
+template <typename T>
+TARGET void finish_lanes(const Attention<T>& task, const Tile& tile, const float* state) {
+  for (int64_t lane = 0; lane < LANES; lane++) {
+    if (tile.queries[lane] == -1) continue;
+    const float scale = 1.0f / state[LANES + lane];
+    T* out = task.out + tile.outputs[lane];
+    FOR_VECTORS(offset, count, task.head_dim) {
+      float line[W];
+      for (int64_t i = 0; i < count; i++)
+        line[i] = state[(2 + offset + i) * LANES + lane] * scale;
+      store_some(out + offset, load_some(line, count), count);
+    }
+  }
+}
+
+template <typename T>
+void attention(const Attention<T>& task, int num_threads) {
+  run_attention<T>(task, num_threads, attend_piece<T>, finish_lanes<T>);
+}
+
+#define INSTANCES(T)                                                                         \
+  template void norm<T>(const T*, int64_t, T*, const T*, float, int64_t, int64_t, T*, int);  \
+  template void gate<T>(const T*, int64_t, int64_t, int64_t, T*, int);                       \
+  template void rotate<T>(const Rotation<T>&, int);                                          \
+  template void attention<T>(const Attention<T>&, int);                                      \
+  template void finish_lanes<T>(const Attention<T>&, const Tile&, const float*);
+INSTANCES(float)
+INSTANCES(bf16)
+#undef INSTANCES
+
+}  // namespace SPACE

@@ -1,0 +1,8 @@
+#include "core.h"
+
+#define SPACE avx2
+#define TARGET TARGET_AVX2
+#define WIDTH 8
+#define ROWS_F32 3
+#define ROWS_BF16 2
+#include "vectors.h"

@@ -1,0 +1,8 @@
+#include "core.h"
+
+#define SPACE avx512
+#define TARGET TARGET_AVX512
+#define WIDTH 16
+#define ROWS_F32 12
+#define ROWS_BF16 8
+#include "vectors.h"

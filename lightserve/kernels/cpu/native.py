@@ -1,0 +1,295 @@
+"""The CPU kernels of the native core: weights, attention and what lies between them.
+
+bfloat16 and float32; what is of another type (float16) goes the way of `TorchKernels`. Nothing
+depends on how many threads there are or on which of them did what: the same batch gives the same
+bits.
+
+A packed weight is a tensor that looks like the one it was made of, [M, K], over memory that holds
+the core's panels: only `linear` can read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightserve.kernels.cpu.core import Core, Level, Operations, load_core
+from lightserve.kernels.cpu.default import TorchKernels
+from lightserve.kernels.interface import AttentionBatch, QKNorm
+
+MAX_HEAD_DIM = 512
+
+
+class NativeKernels(TorchKernels):
+    """See `Kernels`."""
+
+    name = "native"
+
+    def __init__(self, core: Core | None = None, *, level: Level | None = None) -> None:
+        """Compute with `core`, by default this machine's; `level` takes fewer instructions of it.
+
+        Raises:
+            CoreMissingError: there is none.
+        """
+        self._core = core or load_core()
+        self._level = int(min(level or self._core.level, self._core.level))
+        self._operations = {torch.float32: self._core.f32, torch.bfloat16: self._core.bf16}
+
+    def _native(self, *tensors: Tensor | None) -> Operations | None:
+        """Return the functions for tensors of one type whose rows are contiguous."""
+        operations = None
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            operations = self._operations.get(tensor.dtype)
+            if operations is None or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
+                return None
+        return operations
+
+    def pack_weight(self, weight: Tensor) -> Tensor:
+        """See `Kernels.pack_weight`."""
+        operations = self._operations.get(weight.dtype)
+        if operations is None or weight.numel() == 0:
+            return super().pack_weight(weight)
+        weight = weight.contiguous()
+        num_outputs, num_inputs = weight.shape
+        is_bf16 = weight.dtype is torch.bfloat16
+        size = self._core.packed_size(num_outputs, num_inputs, is_bf16=is_bf16)
+        packed = torch.empty(size, dtype=weight.dtype)
+        self._core.use_large_pages(packed.data_ptr(), packed.nbytes)
+        operations.pack(
+            weight.data_ptr(), num_outputs, num_inputs, packed.data_ptr(), torch.get_num_threads()
+        )
+        return packed[: weight.numel()].view(weight.shape)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Kernels.linear`."""
+        operations = self._operations.get(x.dtype)
+        if operations is None or weight.numel() == 0:
+            return super().linear(x, weight, bias)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        num_rows, num_inputs = x.shape
+        num_outputs = weight.shape[0]
+        out = x.new_empty(num_rows, num_outputs)
+        if num_rows:
+            operations.linear(
+                x.data_ptr(),
+                x.stride(0),
+                num_rows,
+                weight.data_ptr(),
+                num_inputs,
+                num_outputs,
+                None if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                self._level,
+                torch.get_num_threads(),
+            )
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.rms_norm`; rounds before the weight is applied, as transformers does."""
+        size = x.shape[-1]
+        operations = self._native(x, weight)
+        if operations is None:
+            return super().rms_norm(x, weight, eps)
+        rows = x if x.dim() == 2 else x.reshape(-1, size)
+        out = x.new_empty(x.shape)
+        if len(rows):
+            operations.norm(
+                rows.data_ptr(),
+                rows.stride(0),
+                None,
+                weight.data_ptr(),
+                eps,
+                len(rows),
+                size,
+                out.data_ptr(),
+                self._level,
+                torch.get_num_threads(),
+            )
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels.add_rms_norm`; overwrites `residual`."""
+        operations = self._native(x, weight)
+        if operations is None or not residual.is_contiguous():
+            return super().add_rms_norm(x, residual, weight, eps)
+        out = x.new_empty(x.shape)
+        if len(x):
+            operations.norm(
+                x.data_ptr(),
+                x.stride(0),
+                residual.data_ptr(),
+                weight.data_ptr(),
+                eps,
+                len(x),
+                x.shape[1],
+                out.data_ptr(),
+                self._level,
+                torch.get_num_threads(),
+            )
+        return out, residual
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Kernels.silu_and_mul`."""
+        operations = self._native(gate_up)
+        if operations is None:
+            return super().silu_and_mul(gate_up)
+        num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(num_rows, size)
+        if num_rows:
+            operations.gate(
+                gate_up.data_ptr(),
+                gate_up.stride(0),
+                num_rows,
+                size,
+                out.data_ptr(),
+                self._level,
+                torch.get_num_threads(),
+            )
+        return out
+
+    def rotate_and_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cos: Tensor,
+        sin: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        slot_mapping: Tensor,
+        qk_norm: QKNorm | None,
+    ) -> Tensor:
+        """See `Kernels.rotate_and_write`; overwrites q."""
+        operations = self._operations.get(q.dtype)
+        strides = (q.stride(0), q.shape[2], 1)
+        is_plain = (
+            q.stride() == k.stride() == v.stride() == strides
+            and cos.is_contiguous()
+            and sin.is_contiguous()
+            and k_pool.stride() == v_pool.stride()
+            and k_pool.stride(2) == 1
+        )
+        if operations is None or not is_plain or not len(q):
+            return super().rotate_and_write(
+                q,
+                k,
+                v,
+                cos=cos,
+                sin=sin,
+                k_pool=k_pool,
+                v_pool=v_pool,
+                slot_mapping=slot_mapping,
+                qk_norm=qk_norm,
+            )
+        are_slots_good = operations.rotate(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            q.stride(0),
+            q.shape[0],
+            q.shape[1],
+            k.shape[1],
+            q.shape[2],
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.shape[1],
+            k_pool.data_ptr(),
+            v_pool.data_ptr(),
+            k_pool.stride(0),
+            k_pool.stride(1),
+            slot_mapping.data_ptr(),
+            len(k_pool),
+            None if qk_norm is None else qk_norm.q_weight.data_ptr(),
+            None if qk_norm is None else qk_norm.k_weight.data_ptr(),
+            0.0 if qk_norm is None else qk_norm.eps,
+            self._level,
+            torch.get_num_threads(),
+        )
+        if not are_slots_good:
+            raise IndexError(f"a slot of {slot_mapping.tolist()} is none of {len(k_pool)}")
+        return q
+
+    def attention(
+        self,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """See `Kernels.attention`: straight over the slots, whichever they are."""
+        operations = self._operations.get(q.dtype)
+        is_plain = (
+            q.stride()[1:] == (q.shape[2], 1)
+            and k_pool.stride() == v_pool.stride()
+            and k_pool.stride(2) == 1
+            and q.shape[2] <= MAX_HEAD_DIM
+        )
+        if operations is None or not is_plain:
+            return super().attention(
+                q, k_pool, v_pool, batch, scale=scale, sliding_window=sliding_window
+            )
+        rows = _rows(batch)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        if rows.count:
+            operations.attention(
+                q.data_ptr(),
+                q.stride(0),
+                k_pool.data_ptr(),
+                v_pool.data_ptr(),
+                k_pool.stride(0),
+                k_pool.stride(1),
+                batch.req_to_slot.data_ptr(),
+                batch.req_to_slot.stride(0),
+                rows.address,
+                rows.count,
+                q.shape[1],
+                k_pool.shape[1],
+                q.shape[2],
+                sliding_window or 0,
+                scale,
+                out.data_ptr(),
+                self._level,
+                torch.get_num_threads(),
+            )
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """The rows of a batch as the core reads them."""
+
+    numbers: np.ndarray[tuple[int, int], np.dtype[np.int64]]
+    """[count, 4]: row of the table, new tokens, context, first new token."""
+    address: int
+    count: int
+
+
+def _rows(batch: AttentionBatch) -> _Rows:
+    rows: _Rows | None = batch.prepared.get(_Rows)
+    if rows is None:
+        q_lens = np.array(batch.host_q_lens, dtype=np.int64)
+        table = np.stack(
+            [
+                np.array(batch.host_rows, dtype=np.int64),
+                q_lens,
+                np.array(batch.host_context_lens, dtype=np.int64),
+                np.cumsum(q_lens) - q_lens,
+            ],
+            axis=1,
+        )
+        numbers = np.ascontiguousarray(table[q_lens > 0])
+        rows = _Rows(numbers, numbers.ctypes.data, len(numbers))
+        batch.prepared[_Rows] = rows
+    return rows

@@ -1,0 +1,218 @@
+"""The CPU engine's native core: every set of instructions, threads, and machines without it."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support import kernel_grid
+from support.kernel_grid import CPU, Poisoned, make_batch, make_inputs, relative_error
+from torch import Tensor
+
+from lightserve.kernels import select
+from lightserve.kernels.cpu import core
+from lightserve.kernels.cpu.core import CoreMissingError, Level, load_core
+from lightserve.kernels.cpu.default import TorchKernels
+from lightserve.kernels.cpu.native import NativeKernels
+from lightserve.kernels.reference import ReferenceKernels
+from lightserve.kernels.select import make_kernels
+from lightserve.worker import engine
+
+pytestmark = pytest.mark.skipif(bool(select.missing_core()), reason=select.missing_core())
+LEVELS = [level for level in Level if level is not Level.NONE]
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
+ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 100)
+OUTPUTS = (1, 15, 16, 17, 32, 33, 100, 257)
+INPUTS = (1, 2, 31, 32, 33, 100, 300)
+
+
+def kernels_of(level: Level) -> NativeKernels:
+    if level > load_core().level:
+        pytest.skip(f"this machine has no {level.name}")
+    return NativeKernels(level=level)
+
+
+@pytest.fixture
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def linear_case(seed: int, dtype: torch.dtype, kernels: NativeKernels) -> tuple[float, object]:
+    """Return the error of a product of some odd sizes, and what it was."""
+    some = random.Random(seed)
+    sizes = some.choice(ROWS), some.choice(OUTPUTS), some.choice(INPUTS)
+    num_rows, num_outputs, num_inputs = sizes
+    generator = torch.Generator().manual_seed(seed)
+    weight = (torch.randn(num_outputs, num_inputs, generator=generator) * num_inputs**-0.5).to(
+        dtype
+    )
+    # Behind each row stand numbers that belong to no product.
+    x = torch.full((num_rows, num_inputs + 5), torch.nan, dtype=dtype)
+    x[:, :num_inputs] = torch.randn(num_rows, num_inputs, generator=generator).to(dtype)
+    x = x[:, :num_inputs]
+    bias = torch.randn(num_outputs, generator=generator).to(dtype) if seed % 2 else None
+    packed = kernels.pack_weight(weight)
+    assert packed.shape == weight.shape
+    with Poisoned():
+        result = kernels.linear(x, packed, bias)
+    truth = ReferenceKernels().linear(x.float(), weight.float(), None if bias is None else bias)
+    return relative_error(result, truth), sizes
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("level", LEVELS, ids=[level.name for level in LEVELS])
+def test_products_of_odd_sizes(level: Level, dtype: torch.dtype) -> None:
+    kernels = kernels_of(level)
+    for seed in range(60):
+        torch.set_num_threads(1 + seed % 3)
+        error, sizes = linear_case(seed, dtype, kernels)
+        assert error <= LIMITS[dtype], sizes
+
+
+@pytest.mark.parametrize("num_inputs", [1600, 2700, 5000])
+def test_products_that_are_cut_over_rows_and_inputs(num_inputs: int) -> None:
+    """Weights and rows that no cache holds at once."""
+    torch.manual_seed(3)
+    kernels = NativeKernels()
+    x, weight = torch.randn(333, num_inputs).bfloat16(), torch.randn(70, num_inputs).bfloat16()
+    bias = torch.randn(70).bfloat16()
+    result = kernels.linear(x, kernels.pack_weight(weight), bias)
+    assert relative_error(result, ReferenceKernels().linear(x, weight, bias).float()) <= 5e-3
+
+
+@pytest.mark.parametrize("level", LEVELS[:-1], ids=[level.name for level in LEVELS[:-1]])
+def test_grid_with_fewer_instructions(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of the grid that `test_kernel_grid` runs with all of them."""
+    kernels = kernels_of(level)
+    cases = [case for case in kernel_grid.attention_cases(large=False) if case.dtype in LIMITS][::6]
+    monkeypatch.setattr(kernel_grid, "attention_cases", lambda *, large: cases)
+    report = kernel_grid.run_grid(CPU, large=False, kernels=kernels)
+    assert not report.failures
+    assert all(error <= 1e-5 for name, error in report.worst.items() if "float32" in name)
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "bfloat16"])
+def test_threads_and_neighbours_change_no_bit(dtype: torch.dtype) -> None:
+    """Decodes of a long context are cut where their length says, and a row stands for itself."""
+    kernels = NativeKernels()
+    rows = [(1, 2000), (1, 700), (40, 90), (1, 5)]
+    batch = make_batch(rows, "scattered")
+    inputs = make_inputs(batch, (14, 2, 64), dtype)
+
+    def attend() -> Tensor:
+        return kernel_grid.attend(kernels, batch, inputs, None)
+
+    torch.set_num_threads(1)
+    alone = attend()
+    for num_threads in (2, 3, 8):
+        torch.set_num_threads(num_threads)
+        assert all(torch.equal(attend(), alone) for _ in range(5)), num_threads
+
+
+def test_callers_at_once() -> None:
+    """Who finds the threads taken computes alone; results are the same."""
+    kernels, weight = NativeKernels(), torch.randn(400, 300)
+    packed, x = kernels.pack_weight(weight), torch.randn(20, 300)
+    truth = kernels.linear(x, packed, None)
+    wrong = []
+
+    def run() -> None:
+        for _ in range(50):
+            if not torch.equal(kernels.linear(x, packed, None), truth):
+                wrong.append(1)
+
+    callers = [threading.Thread(target=run) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+def test_a_slot_beyond_the_pool_is_refused() -> None:
+    kernels = NativeKernels()
+    qkv = torch.randn(2, 4, 16)
+    q, k, v = qkv.split((2, 1, 1), dim=1)
+    pool, cos = torch.zeros(8, 1, 16), torch.ones(2, 8)
+    for slot in (8, -1):
+        with pytest.raises(IndexError, match=f"{slot}"):
+            kernels.rotate_and_write(
+                q, k, v, cos=cos, sin=cos, k_pool=pool, v_pool=pool,
+                slot_mapping=torch.tensor([0, slot]), qk_norm=None,
+            )  # fmt: skip
+    assert not pool.any(), "nothing is written then"
+
+
+class TestMissing:
+    """No compiler, another processor, or a library from other sources: torch computes."""
+
+    @pytest.fixture(autouse=True)
+    def _fresh(self) -> Iterator[None]:
+        load_core.cache_clear()
+        yield
+        load_core.cache_clear()
+
+    def _reason(self) -> str:
+        with pytest.raises(CoreMissingError) as caught:
+            load_core()
+        assert type(make_kernels("auto", batch_invariant=False, device=CPU)) is TorchKernels
+        assert select.missing_core() == str(caught.value)
+        return str(caught.value)
+
+    def test_not_built(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(core, "LIBRARY", tmp_path / "libcore.so")
+        assert "no C++ compiler" in self._reason()
+
+    def test_no_library(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(core, "LIBRARY", tmp_path / "libcore.so")
+        (tmp_path / "libcore.so").write_text("anything")
+        assert "cannot be loaded" in self._reason()
+
+    def test_other_sources(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(core, "sources_hash", lambda: "0" * 16)
+        assert "other sources" in self._reason()
+
+    def test_the_log_says_so(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        native = NativeKernels()
+        monkeypatch.setattr(engine, "missing_core", lambda: "there is no reason")
+        with caplog.at_level(logging.WARNING):
+            engine._tell_of_slower_kernels(native, torch.bfloat16)
+            assert not caplog.text
+            engine._tell_of_slower_kernels(TorchKernels(), torch.bfloat16)
+            engine._tell_of_slower_kernels(native, torch.float16)
+        first, second = caplog.messages
+        assert "1.5 times as long" in first and "there is no reason" in first
+        assert second.startswith("float16 is computed by torch")
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler")
+def test_the_build_leaves_a_library_that_is_current_alone(tmp_path: Path) -> None:
+    root = Path(core.__file__).parents[3]
+    shutil.copy(core.LIBRARY, tmp_path)
+    before = (tmp_path / "libcore.so").stat().st_mtime_ns
+    script = f"import pathlib, setup; setup.build_core(pathlib.Path({str(tmp_path)!r}))"
+    command = [sys.executable, "-c", script]
+    subprocess.run(command, cwd=root, check=True, timeout=600)
+    assert (tmp_path / "libcore.so").stat().st_mtime_ns == before
+    (tmp_path / "libcore.so").unlink()
+    environment = {"PATH": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=root, check=True, timeout=600, env=environment, capture_output=True, text=True
+    )
+    assert "no C++ compiler" in done.stderr and not list(tmp_path.iterdir())
+    assert ctypes.CDLL(str(core.LIBRARY)).core_level() >= Level.AVX2
