@@ -1,0 +1,104 @@
+// See core_fuzz.sh.
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "core.h"
+
+extern "C" {
+int32_t core_level();
+int64_t core_packed_size(int64_t, int64_t, int32_t);
+#define DECLARE(T, name)                                                                         \
+  void core_pack_##name(const T*, int64_t, int64_t, T*, int32_t);                                \
+  void core_linear_##name(const T*, int64_t, int64_t, const T*, int64_t, int64_t, const T*, T*,  \
+                          int32_t, int32_t);                                                     \
+  void core_norm_##name(const T*, int64_t, T*, const T*, float, int64_t, int64_t, T*, int32_t,   \
+                        int32_t);                                                                \
+  void core_gate_##name(const T*, int64_t, int64_t, int64_t, T*, int32_t, int32_t);              \
+  int32_t core_rotate_##name(T*, const T*, const T*, int64_t, int64_t, int64_t, int64_t,         \
+                             int64_t, const float*, const float*, int64_t, T*, T*, int64_t,      \
+                             int64_t, const int64_t*, int64_t, const T*, const T*, float,        \
+                             int32_t, int32_t);                                                  \
+  void core_attention_##name(const T*, int64_t, const T*, const T*, int64_t, int64_t,            \
+                             const int32_t*, int64_t, const int64_t*, int64_t, int64_t, int64_t, \
+                             int64_t, int64_t, float, T*, int32_t, int32_t);
+DECLARE(float, f32)
+DECLARE(bf16, bf16)
+}
+
+static std::mt19937 chance(7);
+
+static int64_t among(int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(chance);
+}
+
+// Memory of exactly so many numbers, so that the sanitizer sees one too many.
+template <typename T>
+struct Buffer {
+  explicit Buffer(int64_t size) : numbers(new T[size]) {
+    for (int64_t i = 0; i < size; i++) numbers[i] = static_cast<T>(among(0, 2));
+  }
+  operator T*() { return numbers.get(); }
+  std::unique_ptr<T[]> numbers;
+};
+
+#define FUZZ(T, name, is_bf16)                                                                  \
+  static void fuzz_##name(int32_t level) {                                                      \
+    const int32_t threads = static_cast<int32_t>(among(1, 3));                                  \
+    {                                                                                           \
+      const int64_t rows = among(1, 70), inputs = among(1, 200), outputs = among(1, 150);       \
+      Buffer<T> x(rows * inputs), weight(outputs * inputs), out(rows * outputs), bias(outputs); \
+      Buffer<T> packed(core_packed_size(outputs, inputs, is_bf16));                             \
+      core_pack_##name(weight, outputs, inputs, packed, threads);                               \
+      core_linear_##name(x, inputs, rows, packed, inputs, outputs,                              \
+                         rows % 2 ? static_cast<T*>(bias) : nullptr, out, level, threads);      \
+      Buffer<T> other(rows * inputs), normed(rows * inputs), scale(inputs);                     \
+      core_norm_##name(x, inputs, rows % 2 ? static_cast<T*>(other) : nullptr, scale, 1e-5f,    \
+                       rows, inputs, normed, level, threads);                                   \
+      Buffer<T> both(rows * 2 * inputs);                                                        \
+      core_gate_##name(both, 2 * inputs, rows, inputs, normed, level, threads);                 \
+    }                                                                                           \
+    const int64_t kv_heads = among(1, 3), heads = kv_heads * among(1, 9), size = among(1, 100); \
+    const int64_t num_slots = among(1, 900), count = among(1, 4);                               \
+    std::vector<int64_t> rows;                                                                  \
+    int64_t tokens = 0;                                                                         \
+    for (int64_t i = 0; i < count; i++) {                                                       \
+      const int64_t context = among(1, num_slots);                                              \
+      const int64_t fresh = i % 2 ? 1 : among(1, smaller(context, 60));                         \
+      for (int64_t value : {i, fresh, context, tokens}) rows.push_back(value);                  \
+      tokens += fresh;                                                                          \
+    }                                                                                           \
+    Buffer<int32_t> table(count * num_slots);                                                   \
+    for (int64_t i = 0; i < count * num_slots; i++)                                             \
+      table[i] = static_cast<int32_t>(among(0, num_slots - 1));                                 \
+    Buffer<T> q(tokens * heads * size), k(kv_heads * num_slots * size);                         \
+    Buffer<T> v(kv_heads * num_slots * size), out(tokens * heads * size);                       \
+    core_attention_##name(q, heads * size, k, v, size, num_slots * size, table, num_slots,      \
+                          rows.data(), count, heads, kv_heads, size,                            \
+                          among(0, 1) ? among(1, 100) : 0, 0.1f, out, level, threads);          \
+    const int64_t all = heads + 2 * kv_heads, half = among(1, 50);                              \
+    if (2 * half > size) return;                                                                \
+    Buffer<T> qkv(tokens * all * size), norm(size);                                             \
+    Buffer<float> cos(tokens * half), sin(tokens * half);                                       \
+    Buffer<int64_t> slots(tokens);                                                              \
+    for (int64_t i = 0; i < tokens; i++) slots[i] = among(0, num_slots - 1);                    \
+    T* scale = half % 2 ? static_cast<T*>(norm) : nullptr;                                      \
+    core_rotate_##name(qkv, qkv + heads * size, qkv + (heads + kv_heads) * size, all * size,    \
+                       tokens, heads, kv_heads, size, cos, sin, half, k, v, size,               \
+                       num_slots * size, slots, num_slots, scale, scale, 1e-5f, level,          \
+                       threads);                                                                \
+  }
+FUZZ(float, f32, 0)
+FUZZ(bf16, bf16, 1)
+
+int main(int, char** arguments) {
+  const int32_t best = core_level();
+  for (int32_t level = AVX2; level <= best; level++)
+    for (int i = 0; i < std::atoi(arguments[1]); i++) {
+      fuzz_f32(level);
+      fuzz_bf16(level);
+    }
+  std::printf("good: %s rounds at each of %d levels\n", arguments[1], best);
+}
