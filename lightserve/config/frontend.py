@@ -104,8 +104,9 @@ class FrontendOptions:
     )
     max_kept_answer_bytes: int = option(
         268_435_456,
-        "Memory of a frontend for answers that are not streamed, until they are read; beyond it"
-        " the client with the most in sum loses the one that has not come on for longest.",
+        "Memory of a frontend for answers that are not streamed, until they are read, and for what"
+        " the readers of streams are behind; beyond it the client with the most in sum loses the"
+        " one that has not come on for longest.",
         low=1_048_576,
     )
     max_connections: int = option(

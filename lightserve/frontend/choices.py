@@ -69,6 +69,11 @@ class Choices:
         """About as many as the answer, if it is kept, has in memory."""
         return sum(generation.num_bytes for generation in self.generations)
 
+    @property
+    def num_unread_bytes(self) -> int:
+        """Of news that have not been read."""
+        return sum(generation.num_unread_bytes for generation in self.generations)
+
     async def next_news(self) -> tuple[int, TextDelta]:
         """Wait for news of any completion; return its index and the news.
 

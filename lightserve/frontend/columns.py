@@ -57,12 +57,11 @@ class LogprobColumns:
             yield TokenLogprob(own, self._top_ids[top].tolist(), self._top_logprobs[top].tolist())
 
     def append(self, logprob: TokenLogprob) -> None:
-        """Add those of the next token."""
+        """Add those of the next token, with as many others as the first one's."""
         self._num_top = len(logprob.top_token_ids)
         self.own.append(logprob.logprob)
         self._top_ids.extend(logprob.top_token_ids)
         self._top_logprobs.extend(logprob.top_logprobs)
-        assert len(self._top_ids) == len(self.own) * self._num_top, "one number for all tokens"
 
     def extend(self, other: LogprobColumns) -> None:
         """Add those of the next tokens."""
@@ -71,7 +70,6 @@ class LogprobColumns:
             self.own.extend(other.own)
             self._top_ids.extend(other._top_ids)
             self._top_logprobs.extend(other._top_logprobs)
-            assert len(self._top_ids) == len(self.own) * self._num_top, "one number for all tokens"
 
     def part(self, start: int, stop: int) -> LogprobColumns:
         """Return a copy of those of the tokens `start` to `stop`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightserve.errors import InvalidRequest
@@ -120,6 +120,15 @@ class Generation:
         matched = self.matched_stop
         is_asked_for = isinstance(matched, str) or matched in self.request.stop_token_ids
         return matched if is_asked_for else None
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Of news that have not been read."""
+        return self._live.num_unread_bytes
+
+    def watch(self, on_unread: Callable[[], None]) -> None:
+        """Have this called when its reader falls behind."""
+        self._live.on_unread = on_unread
 
     def abort(self) -> None:
         """End it; no effect once it is over."""

@@ -19,13 +19,16 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import ssl
 import struct
+from asyncio.sslproto import SSLProtocol
 from enum import Enum
 from typing import Any
 
 import h11
 from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.utils import get_remote_addr
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.access import owner_of
@@ -153,12 +156,18 @@ class HttpProtocol(H11Protocol):
 
     # ------------------------------------------------------------------ the connection's life
 
+    def take_place(self, transport: asyncio.Transport) -> str | None:
+        """Take a place in the table, from the kernel's accept on; returns the reason if none is."""
+        self.transport = transport  # for the table, until there is one above TLS
+        client = get_remote_addr(transport)
+        return self._table.add(self, client[0] if client else "")
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin; what the kernel does not take at once counts as waiting, however little."""
         super().connection_made(transport)
         # What waits above TLS counts from the first byte: there, "full" means at the limit.
         transport.set_write_buffer_limits(high=0 if self.scheme == "http" else 1)
-        reason = self._table.add(self, self.client[0] if self.client else "")
+        reason = self.take_place(transport) if self.scheme == "http" else None
         if reason is None:
             self._await(_Awaited.HEAD)
             return
@@ -166,9 +175,13 @@ class HttpProtocol(H11Protocol):
         failure = RequestFailed("too many connections are open", code=reason, status=status)
         self._answer(failure)
 
+    def give_place_back(self) -> None:
+        """Leave the table; no effect the second time."""
+        self._table.remove(self)
+
     def connection_lost(self, exc: Exception | None) -> None:
         """End; no effect of any deadline after that."""
-        self._table.remove(self)
+        self.give_place_back()
         self._stop_deadline()
         self._await(_Awaited.NOTHING)
         super().connection_lost(exc)
@@ -333,3 +346,37 @@ class HttpProtocol(H11Protocol):
         connection: socket.socket = self.transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         self.transport.abort()
+
+
+class TlsProtocol(SSLProtocol):
+    """TLS below an `HttpProtocol`, which has its place in the table before the handshake.
+
+    Who finds no place learns of it by the end of the connection: an answer would cost a handshake.
+    """
+
+    max_size = 32 * 1024
+    """Of the buffer that each connection has."""
+
+    def __init__(self, http: HttpProtocol, context: ssl.SSLContext, handshake_s: float) -> None:
+        """The handshake may take so long."""
+        super().__init__(
+            asyncio.get_running_loop(),
+            http,
+            context,
+            None,  # type: ignore[arg-type]  # no task waits for the handshake
+            server_side=True,
+            ssl_handshake_timeout=handshake_s,  # type: ignore[arg-type]  # any number
+        )
+        self._http = http
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin the handshake, if there is a place."""
+        if self._http.take_place(transport) is None:
+            super().connection_made(transport)
+        else:
+            transport.abort()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Give the place back, also where the handshake had no end."""
+        self._http.give_place_back()
+        super().connection_lost(exc)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import functools
 import logging
 import socket
 import ssl
@@ -16,7 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from lightserve.frontend.connections import ACCEPT_BURST, ConnectionTable
-from lightserve.frontend.http_protocol import HttpProtocol
+from lightserve.frontend.http_protocol import HttpProtocol, TlsProtocol
 
 BACKLOG = 1024
 KEEP_ALIVE_S = 75
@@ -57,26 +56,13 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so.
 
-        In place of uvicorn's own: connections get the table, and a TLS handshake the time that
-        a head of a request has (asyncio's default is a minute, in which nothing counts it).
+        In place of uvicorn's own: connections get the table.
         """
         await self.lifespan.startup()
-        make_protocol = functools.partial(
-            HttpProtocol,
-            self._table,
-            config=self.config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-        )
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
-        timeout_s = self._table.limits.header_timeout_s if self._tls is not None else None
         self.servers = [
             await asyncio.get_running_loop().create_server(
-                make_protocol,
-                sock=listener,
-                ssl=self._tls,
-                backlog=ACCEPT_BURST,
-                ssl_handshake_timeout=timeout_s,
+                self._make_protocol, sock=listener, backlog=ACCEPT_BURST
             )
             for listener in sockets or []
         ]
@@ -84,6 +70,18 @@ class HttpServer(uvicorn.Server):
             listener.listen(BACKLOG)  # asyncio has one number for both
         self.started = True
         self.listening.set()
+
+    def _make_protocol(self) -> HttpProtocol | TlsProtocol:
+        """Make a connection's protocol; a TLS handshake has the time of a request's head."""
+        http = HttpProtocol(
+            self._table,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        if self._tls is None:
+            return http
+        return TlsProtocol(http, self._tls, self._table.limits.header_timeout_s)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Count what the kernel refuses; asyncio would log a traceback for each, and tries again.

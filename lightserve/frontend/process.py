@@ -179,6 +179,7 @@ class Frontend:
 
     def _snapshot(self) -> MetricsSnapshot:
         num_rejected = self._control.num_rejected + self._num_rejected
+        num_rejected += self._service.router.num_rejected
         if self._router_link is not None:
             num_rejected += self._router_link.num_rejected
         return self._service.observation.snapshot(

@@ -290,18 +290,23 @@ class GenerationResponse(Response):
 
     def _hold(self, choices: Choices) -> None:
         """Count what is kept, which comes on. Raises RequestFailed, ClientGone."""
-        if not self._is_crowded_out:
-            for response in self._service.kept.hold(self, self._owner, choices.num_bytes):
-                self._service.observation.rejects["kept_answer_evicted"] += 1
-                response.crowd_out()
+        self._count(choices.num_bytes)
         if self._is_crowded_out:
             raise ClientGone if self._has_begun else overloaded()
+
+    def _count(self, num_bytes: int) -> None:
+        """Count what this holds for its client; something may have to go, perhaps this."""
+        if self._is_crowded_out:
+            return
+        for response in self._service.kept.hold(self, self._owner, num_bytes):
+            self._service.observation.rejects["kept_answer_evicted"] += 1
+            response.crowd_out()
 
     def crowd_out(self) -> None:
         """Give up an answer: what is kept has become too much, and its client has the most."""
         assert self._choices is not None
         self._is_crowded_out = True
-        if not self._has_begun:
+        if not self._has_begun and not self._stream:
             self._choices.end(overloaded())
             return
         self._choices.abort()
@@ -314,9 +319,13 @@ class GenerationResponse(Response):
         writer = EventWriter(send, self._service.config.sse_keepalive_s)
         keeping_alive = asyncio.create_task(writer.keep_alive())
         is_first, turn = True, Turn(self._service.turns)
+        for generation in choices.generations:
+            generation.watch(lambda: self._count(choices.num_unread_bytes))
         try:
             while not choices.is_over:
                 index, delta = await choices.next_news()
+                if choices.num_unread_bytes == 0:
+                    self._service.kept.release(self)
                 data = self._shape.opening() if is_first else b""
                 is_first = False
                 for events in self._shape.delta(index, delta, choices):

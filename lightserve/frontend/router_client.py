@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lightserve.channels.base import AsyncLink
-from lightserve.errors import ChannelFull, FrameTooLarge, InvalidRequest
+from lightserve.errors import ChannelFull, FrameTooLarge, InvalidRequest, ProtocolError
 from lightserve.frontend.columns import LogprobColumns
 from lightserve.frontend.failures import (
     ClientGone,
@@ -37,6 +38,7 @@ from lightserve.messages.device import DeviceFacts
 from lightserve.messages.frontend_router import (
     Abort,
     Acknowledge,
+    ErrorCode,
     Finish,
     FrontendMessage,
     Progress,
@@ -58,10 +60,14 @@ from lightserve.types import (
     SamplingParams,
 )
 
+log = logging.getLogger(__name__)
+
 RouterLink = AsyncLink[FrontendMessage, RouterMessage]
 
 MAX_TOKENS_PER_TURN = 128
 """Of one completion: even 128 completions at a time keep the event loop for some 50 ms only."""
+
+MAX_TOKEN_ID = 2**31 - 1
 
 MAX_FOREIGN = 3
 """Statuses of another session, about a second apart, after which this one is given up."""
@@ -139,6 +145,12 @@ class Delta:
         )
 
     @property
+    def num_bytes(self) -> int:
+        """Of memory, without the prompt's log-probabilities."""
+        num_bytes = 4 * len(self.token_ids)
+        return num_bytes + (0 if self.logprobs is None else self.logprobs.num_bytes)
+
+    @property
     def is_read(self) -> bool:
         """Whether there are no further parts."""
         return self.num_read == len(self.token_ids)
@@ -147,12 +159,19 @@ class Delta:
 class LiveRequest:
     """A request's news; made by `RouterClient.submit`, read by one task."""
 
-    def __init__(
-        self, request_id: RequestId, client: RouterClient, *, has_stop_strings: bool
-    ) -> None:
+    def __init__(self, request_id: RequestId, client: RouterClient, request: NewRequest) -> None:
         self.request_id = request_id
         self._client = client
-        self._has_stop_strings = has_stop_strings
+        self._has_stop_strings = bool(request.stop_strings)
+        self._num_logprobs = request.sampling.num_logprobs
+        self._num_prompt_logprobs = request.sampling.num_prompt_logprobs
+        self._num_prompt_left = 0
+        """Of the prompt's log-probabilities, those that have not come."""
+        if self._num_prompt_logprobs is not None:
+            self._num_prompt_left = len(request.prompt_token_ids) - 1
+        self._has_tokens = False
+        self.on_unread: Callable[[], None] | None = None
+        """Called when the reader falls behind."""
         self._pending = Delta()
         self._reading: Delta | None = None
         """News that have been read in part."""
@@ -164,6 +183,11 @@ class LiveRequest:
     def is_over(self) -> bool:
         """Whether no more news will come."""
         return self._is_finished or self._failure is not None
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Of news that have not been read to their end."""
+        return self._pending.num_bytes + (self._reading.num_bytes if self._reading else 0)
 
     @property
     def is_kept_by_router(self) -> bool:
@@ -210,7 +234,7 @@ class LiveRequest:
         else:
             self.end(ClientGone())
 
-    def end(self, failure: RequestFailed | ClientGone) -> None:
+    def end(self, failure: InvalidRequest | RequestFailed | ClientGone) -> None:
         """The same with a failure to be told; no effect once it is over."""
         if not self.is_over:
             self.fail(failure)
@@ -222,12 +246,19 @@ class LiveRequest:
         self._news.set()
 
     def append(self, delta: RequestDelta) -> None:
-        """Merge news from the router."""
+        """Merge news from the router; none after the end.
+
+        Raises:
+            ProtocolError: the router may not say that of this request, which has to be ended.
+        """
+        if self.is_over:
+            return
         pending = self._pending
+        self._check(delta)
         pending.token_ids.extend(delta.token_ids)
-        if delta.logprobs:
+        if self._num_logprobs is not None and delta.logprobs:
             pending.logprobs = _with(pending.logprobs, delta.logprobs)
-        if delta.prompt_logprobs:
+        if self._num_prompt_logprobs is not None and delta.prompt_logprobs:
             pending.prompt_logprobs = _with(pending.prompt_logprobs, delta.prompt_logprobs)
         pending.num_cached_tokens += delta.num_cached_tokens
         pending.scheduled_slo = delta.scheduled_slo or pending.scheduled_slo
@@ -239,6 +270,39 @@ class LiveRequest:
             pending.finish_reason = delta.finish_reason
             self._is_finished = delta.finish_reason is not None
         self._news.set()
+        if self.on_unread is not None and len(pending.token_ids) > MAX_TOKENS_PER_TURN:
+            self.on_unread()
+
+    def _check(self, delta: RequestDelta) -> None:
+        """Check what readers rely on; raises ProtocolError."""
+        _check_ids(delta.token_ids)
+        if (delta.error is not None) != (delta.finish_reason is FinishReason.ERROR):
+            raise ProtocolError(f"finish reason {delta.finish_reason} with error {delta.error}")
+        if self._num_logprobs is not None:
+            if len(delta.logprobs) != len(delta.token_ids):
+                what = f"{len(delta.logprobs)} log-probabilities"
+                raise ProtocolError(f"{what} for {len(delta.token_ids)} tokens")
+            _check_logprobs(delta.logprobs, self._num_logprobs)
+        if self._num_prompt_logprobs is not None:
+            _check_logprobs(delta.prompt_logprobs, self._num_prompt_logprobs)
+            self._num_prompt_left -= len(delta.prompt_logprobs)
+        self._has_tokens |= bool(delta.token_ids)
+        if self._num_prompt_left < 0 or (self._has_tokens and self._num_prompt_left):
+            raise ProtocolError("another number of log-probabilities than the prompt has tokens")
+        if not delta.token_ids and delta.error is None and delta.finish_reason is not None:
+            raise ProtocolError("an end without a token")
+
+
+def _check_ids(token_ids: Sequence[int]) -> None:
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= MAX_TOKEN_ID:
+        raise ProtocolError(f"token ids from {min(token_ids)} to {max(token_ids)}")
+
+
+def _check_logprobs(logprobs: Sequence[TokenLogprob], num_top: int) -> None:
+    for logprob in logprobs:
+        if not len(logprob.top_token_ids) == len(logprob.top_logprobs) == num_top:
+            raise ProtocolError(f"not {num_top} most probable tokens: {logprob}")
+        _check_ids(logprob.top_token_ids)
 
 
 def _with(columns: LogprobColumns | None, logprobs: Sequence[TokenLogprob]) -> LogprobColumns:
@@ -310,6 +374,8 @@ class RouterClient:
         self._live: dict[RequestId, LiveRequest] = {}
         self._next_id = 0
         self._kv_query = KVQuery()
+        self.num_rejected = 0
+        """News that may not be said of their requests."""
 
     # ------------------------------------------------------------------ state
 
@@ -411,7 +477,7 @@ class RouterClient:
         elif isinstance(message, RouterWelcome) and message.boot_id == connection.boot_id:
             connection.num_kv_slots = message.num_kv_slots
             connection.device = message.device
-            connection.workers_ready = True
+            connection.workers_ready = message.num_kv_slots > 0
         elif isinstance(message, KVMap):
             self._kv_query.on_map(message)
         unsent, connection.unsent = connection.unsent, []
@@ -423,9 +489,15 @@ class RouterClient:
         request = self._live.get(delta.request_id)
         if request is None:
             return  # aborted while the news were on their way
-        request.append(delta)
+        try:
+            request.append(delta)
+        except ProtocolError as error:
+            self.num_rejected += 1
+            log.error("request %d failed: the router said %s", delta.request_id, error)
+            request.end(from_router(ErrorCode.INVALID))
+            return
         if not request.is_kept_by_router:
-            del self._live[delta.request_id]
+            self._live.pop(delta.request_id, None)  # it may have been given up meanwhile
 
     # ------------------------------------------------------------------ requests
 
@@ -463,7 +535,7 @@ class RouterClient:
             raise overloaded() from None
         except FrameTooLarge as error:
             raise too_large_to_submit(error.num_bytes, error.max_bytes) from None
-        live = LiveRequest(request_id, self, has_stop_strings=message.needs_acknowledgement)
+        live = LiveRequest(request_id, self, request)
         self._live[request_id] = live
         return live
 

@@ -53,6 +53,30 @@ async def _rest(client: Client) -> bytes:
     return data
 
 
+def _tables(monkeypatch: pytest.MonkeyPatch) -> list[ConnectionTable]:
+    """Return the tables of the frontends that will be served."""
+    tables: list[ConnectionTable] = []
+
+    def make_table(*args: Any) -> ConnectionTable:
+        tables.append(connection_table(*args))
+        return tables[-1]
+
+    monkeypatch.setattr("lightserve.frontend.process.connection_table", make_table)
+    return tables
+
+
+def _certificate(folder: Path) -> tuple[dict[str, str], ssl.SSLContext]:
+    """Write a certificate for localhost; return the flags for it and a context that trusts it."""
+    authority = trustme.CA()
+    certificate = authority.issue_cert("localhost")
+    certfile, keyfile = folder / "cert.pem", folder / "key.pem"
+    certfile.write_bytes(b"".join(blob.bytes() for blob in certificate.cert_chain_pems))
+    keyfile.write_bytes(certificate.private_key_pem.bytes())
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    return {"ssl_certfile": str(certfile), "ssl_keyfile": str(keyfile)}, context
+
+
 def test_heads_that_do_not_come(tmp_path: Path) -> None:
     """Nothing, half a head, a trickle; after a request as well as before the first."""
 
@@ -131,13 +155,7 @@ def test_unfinished_bodies_are_bounded_in_sum(
 ) -> None:
     """The one that began first makes room, and its memory is given back; others are served."""
     num_bytes, num_clients, num_left = 200_000, 30, 4
-    tables: list[ConnectionTable] = []
-
-    def make_table(*args: Any) -> ConnectionTable:
-        tables.append(connection_table(*args))
-        return tables[-1]
-
-    monkeypatch.setattr("lightserve.frontend.process.connection_table", make_table)
+    tables = _tables(monkeypatch)
 
     async def scenario(running: Running) -> None:
         await running.router_up(says([50, 2]))
@@ -400,13 +418,7 @@ def test_one_address_has_its_own_cap(tmp_path: Path) -> None:
 
 
 def test_https_with_a_key_that_changes(tmp_path: Path) -> None:
-    authority = trustme.CA()
-    certificate = authority.issue_cert("localhost")
-    certfile, keyfile = tmp_path / "cert.pem", tmp_path / "key.pem"
-    certfile.write_bytes(b"".join(blob.bytes() for blob in certificate.cert_chain_pems))
-    keyfile.write_bytes(certificate.private_key_pem.bytes())
-    context = ssl.create_default_context()
-    authority.configure_trust(context)
+    files, context = _certificate(tmp_path)
 
     async def models(running: Running, key: str) -> int:
         reader, writer = await asyncio.open_connection(
@@ -439,7 +451,45 @@ def test_https_with_a_key_that_changes(tmp_path: Path) -> None:
         tmp_path,
         scenario,
         api_key_file="keys",
-        ssl_certfile=str(certfile),
-        ssl_keyfile=str(keyfile),
+        **files,
         header_timeout_s=0.5,
     )
+
+
+@pytest.mark.parametrize(
+    ("limits", "survivors"),
+    [
+        ({"max_connections": 20}, slice(-19, None)),  # one made room for the request
+        ({"max_connections": 40, "max_connections_per_ip": 20}, slice(20)),
+    ],
+)
+def test_tls_handshakes_that_do_not_come_stand_in_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], survivors: slice
+) -> None:
+    """From the first moment, so there are no more of them than of other connections."""
+    files, context = _certificate(tmp_path)
+    tables = _tables(monkeypatch)
+
+    async def scenario(running: Running) -> None:
+        crowd = [await running.send("") for _ in range(60)]
+        ended = [client for client in crowd if client not in crowd[survivors]]
+        if "max_connections_per_ip" in limits:
+            for client in ended:
+                assert await _rest(client) == b""
+            crowd[0].hang_up()
+            await eventually(lambda: tables[0].num_open == 19)
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", running.port, ssl=context, server_hostname="localhost"
+        )
+        writer.write(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert b" 200 " in await reader.readline()
+        for client in ended:
+            assert await _rest(client) == b""
+        assert tables[0].num_open == 20
+        for client in crowd[survivors]:
+            client.hang_up()
+        await eventually(lambda: tables[0].num_open == 1)
+        writer.transport.abort()
+        await eventually(lambda: tables[0].num_open == 0)
+
+    _serve(tmp_path, scenario, **limits, **files, header_timeout_s=300.0)

@@ -173,11 +173,12 @@ def test_a_client_that_stops_reading_is_cut_off(
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
+@pytest.mark.parametrize("stream", [False, True])
 def test_answers_that_are_not_read_make_room_for_others(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
     """Three of half a megabyte, where two may be kept: long before the time to read is over."""
-    body = json.dumps(COMPLETION | {"logprobs": 5, "max_tokens": 6000})
+    body = json.dumps(COMPLETION | {"logprobs": 5, "max_tokens": 6000, "stream": stream})
 
     def answer(submit: Submit) -> list[RequestDelta]:
         logprobs = [TokenLogprob(0.0, [50] * 5, [0.0] * 5)] * 6000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import json
 import selectors
@@ -316,7 +317,8 @@ def test_a_backlog_is_taken_in_parts() -> None:
 
     async def scenario() -> list[Delta]:
         async with frontend() as setup:
-            live = setup.service.router.submit(REQUEST)
+            asking = dataclasses.replace(REQUEST, sampling=SamplingParams(num_logprobs=3))
+            live = setup.service.router.submit(asking)
             tokens, end = list(range(1000)), FinishReason.LENGTH
             news = RequestDelta(live.request_id, tokens, end, logprobs=known, num_cached_tokens=1)
             setup.service.router.on_message(TokenDelta(requests=[news]))

@@ -13,6 +13,7 @@ from support.fake_router import BOOT_ID, FakeRouter, router_status
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.failures import ClientGone, RequestFailed, draining
 from lightserve.frontend.router_client import LiveRequest, NewRequest, RouterClient
+from lightserve.messages.common import TokenLogprob
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta, RouterWelcome, TokenDelta
 from lightserve.types import FinishReason, RequestClass, RequestId, SamplingParams
 
@@ -24,7 +25,11 @@ class Clock:
         return self.now_s
 
 
-def _request(arrival_s: float = 100.0) -> NewRequest:
+def _request(arrival_s: float = 100.0, **changes: Any) -> NewRequest:
+    return dataclasses.replace(_plain_request(arrival_s), **changes)
+
+
+def _plain_request(arrival_s: float) -> NewRequest:
     return NewRequest(
         prompt_token_ids=[5, 6],
         max_tokens=3,
@@ -207,6 +212,60 @@ def test_readiness_follows_the_workers() -> None:
         client.submit(_request())
     client.on_message(RouterWelcome(boot_id=BOOT_ID, num_kv_slots=128))
     assert client.num_kv_slots == 128
+
+
+TOP = TokenLogprob(-0.5, [7], [-0.5])
+
+
+@pytest.mark.parametrize(
+    "news",
+    [
+        {"token_ids": [2**31]},
+        {"token_ids": [-1]},
+        {"token_ids": [1], "finish_reason": FinishReason.ERROR},
+        {"token_ids": [], "finish_reason": FinishReason.STOP},
+        {"token_ids": [], "error": ErrorCode.INVALID},
+        {"token_ids": [1, 2], "logprobs": [TOP]},
+        {"token_ids": [1], "logprobs": []},
+        {"token_ids": [1], "logprobs": [TokenLogprob(-0.5, [], [])]},
+        {"token_ids": [1], "logprobs": [TokenLogprob(-0.5, [7, 8], [-0.5, -0.6])]},
+        {"token_ids": [1], "logprobs": [TokenLogprob(-0.5, [7], [])]},
+        {"token_ids": [1], "logprobs": [TokenLogprob(-0.5, [2**40], [-0.5])]},
+        {"token_ids": [1], "prompt_logprobs": []},
+        {"token_ids": [1], "prompt_logprobs": [TOP, TOP]},
+        {"token_ids": [], "prompt_logprobs": [TokenLogprob(-0.5, [], [])]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stop_strings", [(), ("x",)])
+def test_what_may_not_be_said_of_a_request_ends_it_alone(
+    news: dict[str, Any], stop_strings: tuple[str, ...]
+) -> None:
+    async def scenario() -> None:
+        client, router, _ = _connected()
+        asking = SamplingParams(num_logprobs=1, num_prompt_logprobs=1)
+        struck = client.submit(_request(sampling=asking, stop_strings=stop_strings))
+        other = client.submit(_request(sampling=asking))
+        given = {"logprobs": [TOP] * len(news["token_ids"]), "prompt_logprobs": [TOP]} | news
+        illegal = RequestDelta(struck.request_id, **given)
+        legal = RequestDelta(other.request_id, [9], logprobs=[TOP], prompt_logprobs=[TOP])
+        client.on_message(TokenDelta(requests=[illegal, legal]))
+        with pytest.raises(RequestFailed) as caught:
+            await struck.next_delta()
+        assert (caught.value.code, caught.value.status) == ("internal_error", 500)
+        assert (client.num_rejected, router.aborted_ids) == (1, [struck.request_id])
+        delta = await other.next_delta()
+        assert list(delta.token_ids) == [9]
+        assert client.num_live == 1
+
+    _run(scenario())
+
+
+def test_a_welcome_without_room_is_none() -> None:
+    client = RouterClient(Clock())
+    client.attach(FakeRouter(client), BOOT_ID)
+    client.on_message(RouterWelcome(boot_id=BOOT_ID, num_kv_slots=0))
+    assert not client.is_ready
 
 
 def test_unknown_requests_are_ignored() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.fake_router import Setup, eventually, frontend, says, sse_data
+from support.fake_router import Setup, eventually, frontend, made_logprobs, says, sse_data
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.frontend.choices import Choices
@@ -214,7 +214,11 @@ TIMEOUT_S = 0.6
 
 def first_token(submit: Submit) -> list[RequestDelta]:
     """Say one token, and nothing more."""
-    return [RequestDelta(submit.request_id, [300])]
+    return [
+        RequestDelta(
+            submit.request_id, [300], logprobs=made_logprobs(submit.sampling.num_logprobs, 0)
+        )
+    ]
 
 
 def check_timeout(setup: Setup, error: dict[str, Any], num_requests: int) -> None:
