@@ -259,7 +259,7 @@ def test_a_stream_that_has_not_begun_times_out_with_a_status() -> None:
 
 
 def test_a_prompt_that_takes_too_long_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def encode(*_args: object, size: int) -> list[int]:
+    async def encode(*_args: object, **_named: object) -> list[int]:
         await asyncio.sleep(60)
         return []
 
