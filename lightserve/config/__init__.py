@@ -48,7 +48,7 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
     tp: int = option(1, "Tensor-parallel degree: one worker process per rank.", low=1, high=64)
     dtype: str = option(
         "auto",
-        "Type of weights and KV; auto takes the model's own.",
+        "Type of weights and KV; auto takes the model's own, but bfloat16 for float32 on a GPU.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     max_model_len: int = option(

@@ -17,7 +17,12 @@ from lightserve.kernels.select import make_kernels, missing_core
 from lightserve.kernels.self_check import check_kernels
 from lightserve.kernels.tune import tune_kernels
 from lightserve.models.base import Model
-from lightserve.models.config import load_model_config, resolve_context_len, resolve_dtype
+from lightserve.models.config import (
+    ModelConfig,
+    load_model_config,
+    resolve_context_len,
+    resolve_dtype,
+)
 from lightserve.models.kernel_shapes import kernel_shapes
 from lightserve.models.kv_layout import kv_layout
 from lightserve.models.loader import load_model
@@ -55,8 +60,8 @@ def build_runner(
     tp = tp or SingleRank()
     path = Path(config.model)
     model_config = load_model_config(path)
-    dtype = resolve_dtype(config.dtype, model_config, batch_invariant=config.batch_invariant)
     device = resolve_device(config.device, tp.rank)
+    dtype = _dtype(config, model_config, device, is_said=tp.rank == 0)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     kernels = make_kernels(
@@ -130,6 +135,25 @@ def _tell_of_slower_kernels(kernels: Kernels, dtype: torch.dtype) -> None:
             "float16 is computed by torch, a step takes about 1.5 times as long as in bfloat16:"
             " the native core for CPUs has bfloat16 and float32"
         )
+
+
+def _dtype(
+    config: ServeConfig, model_config: ModelConfig, device: torch.device, *, is_said: bool
+) -> str:
+    """Return the type of weights and KV; it is said if it is not the model's own."""
+    dtype = resolve_dtype(
+        config.dtype,
+        model_config,
+        device_type=device.type,
+        batch_invariant=config.batch_invariant,
+    )
+    own = model_config.dtype or "float32"
+    if is_said and config.dtype == "auto" and not config.batch_invariant and dtype != own:
+        what = "is of float32" if model_config.dtype else "names no dtype, which means float32"
+        log.warning(
+            "the model %s: on a GPU it is served in %s (--dtype float32 keeps it)", what, dtype
+        )
+    return dtype
 
 
 def _row_constraints(

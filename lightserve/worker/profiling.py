@@ -282,8 +282,14 @@ def profile_key(config: ServeConfig) -> ProfileKey:
     """
     path = Path(config.model)
     model_config = load_model_config(path)
-    dtype = resolve_dtype(config.dtype, model_config, batch_invariant=config.batch_invariant)
-    facts = facts_of(config, resolve_device(config.device, 0))
+    device = resolve_device(config.device, 0)
+    dtype = resolve_dtype(
+        config.dtype,
+        model_config,
+        device_type=device.type,
+        batch_invariant=config.batch_invariant,
+    )
+    facts = facts_of(config, device)
     return ProfileKey(
         model_hash=hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:16],
         dtype=dtype,

@@ -17,6 +17,7 @@ from support.parity import Chunk, DirectDriver, compare_all, make_sequences, sch
 from support.tiny_models import TINY_MODELS, TinyModel, find_tiny_model, load_reference
 from support.tiny_models import write_tiny_model as write
 
+from lightserve.config import ServeConfig
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.models.config import load_model_config, resolve_dtype
 from lightserve.models.kv_layout import kv_layout
@@ -28,6 +29,7 @@ from lightserve.models.weight_files import (
     expected_tensors,
     find_weights,
 )
+from lightserve.worker import engine
 
 
 @pytest.mark.parametrize("tiny", TINY_MODELS, ids=lambda tiny: tiny.name)
@@ -66,7 +68,8 @@ def test_absent_types(tmp_path: Path) -> None:
     file.write_text(json.dumps(values))
     config = load_model_config(tmp_path)
     assert config.dtype is None
-    assert resolve_dtype("auto", config) == "float32"
+    assert resolve_dtype("auto", config, device_type="cpu") == "float32"
+    assert resolve_dtype("auto", config, device_type="cuda") == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +86,44 @@ def test_resolved_dtype(
 ) -> None:
     write(find_tiny_model("llama-mha"), tmp_path, dtype=torch.bfloat16)
     config = load_model_config(tmp_path)
-    assert resolve_dtype(requested, config, batch_invariant=batch_invariant) == expected
+    found = resolve_dtype(requested, config, device_type="cpu", batch_invariant=batch_invariant)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "requested", "expected", "said"),
+    [
+        (torch.float32, "auto", "bfloat16", "is of float32"),
+        (None, "auto", "bfloat16", "names no dtype"),
+        (torch.float32, "float32", "float32", ""),
+        (None, "float32", "float32", ""),
+        (torch.float16, "auto", "float16", ""),
+        (torch.bfloat16, "auto", "bfloat16", ""),
+    ],
+)
+def test_dtype_on_a_gpu(  # noqa: PLR0917
+    own: torch.dtype | None,
+    requested: str,
+    expected: str,
+    said: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """float32 only where it is asked for, and what else is taken is said by the first rank."""
+    write(find_tiny_model("llama-mha"), tmp_path, dtype=own or torch.float32)
+    if own is None:
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "dtype": None}))
+    config = ServeConfig(model=str(tmp_path), dtype=requested)
+    model_config, gpu = load_model_config(tmp_path), torch.device("cuda", 0)
+    for is_said in (False, True):
+        assert not caplog.messages
+        assert engine._dtype(config, model_config, gpu, is_said=is_said) == expected
+    assert len(caplog.messages) == bool(said)
+    assert said in caplog.text
+    cpu = engine._dtype(config, model_config, torch.device("cpu"), is_said=True)
+    assert cpu == (model_config.dtype or "float32" if requested == "auto" else requested)
+    assert len(caplog.messages) == bool(said)
 
 
 @pytest.mark.parametrize(("tp_size", "heads"), [(1, 2), (2, 1), (4, 1)])
