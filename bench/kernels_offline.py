@@ -1,6 +1,6 @@
 """Compile every Triton kernel for GPUs that need not be there and print what the compiler made.
 
-    python bench/kernels_offline.py [--name PART ...] [--capability 80 90] [--json FILE]
+    python bench/kernels_offline.py [--name PART ...] [--capability 80 89 90 100 120] [--json FILE]
 
 Exits with 1 if a kernel spills registers, does not fit, or lacks the instructions that it is built
 on: 16-byte loads, and warp-group products for prefill on sm_90. A new kernel is one more `Case`:
@@ -227,7 +227,7 @@ def sample_rows(vocab_size: int, params: SamplingParams) -> None:
     picked = table.rows(rows, lambda arrays: [torch.from_numpy(a).to("meta") for a in arrays])
     positions = meta(64, dtype=torch.int64)
     known = meta(65, 8193, dtype=torch.int32)
-    sample(meta(64, vocab_size, dtype=torch.float32), SamplingBatch(picked, positions, known))
+    sample(meta(64, vocab_size), SamplingBatch(picked, positions, known))
 
 
 SAMPLED = {
@@ -302,20 +302,21 @@ def compile_cases(cases: list[Case], capability: int) -> Iterator[Line]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--name", nargs="+", default=[""], help="only cases with one of these")
-    parser.add_argument("--capability", type=int, nargs="+", default=[80, 90])
+    parser.add_argument("--capability", type=int, nargs="+", default=list(GPUS))
     parser.add_argument("--json", type=Path, help="also write the table here")
     options = parser.parse_args()
     cases = [case for case in CASES if any(part in case.name for part in options.name)]
     table, num_faults = [], 0
-    print(f"{'case':40} {'kernel':24} sm warps stages regs local  shared blocks wgmma  mma 16B")
+    header = "sm warps stages regs local  shared blocks wgmma tcmma  mma 16B"
+    print(f"{'case':40} {'kernel':24}  {header}")
     for capability in options.capability:
         for line in compile_cases(cases, capability):
             launch, r = line.launch, line.resources
             print(
-                f"{line.case.name:40} {launch.name:24} {capability} {launch.num_warps:5}"
+                f"{line.case.name:40} {launch.name:24} {capability:3} {launch.num_warps:5}"
                 f" {launch.num_stages:6} {r.num_registers:4} {r.num_local:5} {r.shared_bytes:7}"
-                f" {r.blocks_per_sm:6} {r.num_wgmma:5} {r.num_mma:4} {r.num_wide_loads:3}"
-                + "".join(f"  FAULT: {fault}" for fault in line.faults),
+                f" {r.blocks_per_sm:6} {r.num_wgmma:5} {r.num_tensor_memory:5} {r.num_mma:4}"
+                f" {r.num_wide_loads:3}" + "".join(f"  FAULT: {fault}" for fault in line.faults),
                 flush=True,
             )
             num_faults += len(line.faults)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
@@ -21,6 +22,15 @@ class KVPool(Protocol):
     @property
     def v(self) -> Sequence[Tensor]:
         """Values, as `k`."""
+
+
+def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the type of the logits of a model of type `dtype`.
+
+    The CPU's sampler computes with them as they are; a GPU's kernels read the model's own type, of
+    which a copy in float32 would take twice the memory and say no more.
+    """
+    return torch.float32 if device.type == "cpu" else dtype
 
 
 class Model(Protocol):
@@ -42,8 +52,8 @@ class Model(Protocol):
             logit_rows: int64 [L], indices into the T tokens, L >= 0.
 
         Returns:
-            float32 logits [L, vocab_size] on rank 0, None on the others. With L = 0 the LM head
-            and the last layer's feed-forward are not computed.
+            logits [L, vocab_size] of `logits_dtype` on rank 0, None on the others. With L = 0 the
+            LM head and the last layer's feed-forward are not computed.
         """
 
     def hidden(
@@ -57,5 +67,5 @@ class Model(Protocol):
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:
         """Return the logits of any rows of `hidden`, as `forward`; every rank must take part.
 
-        They are put into `out`, float32 [L, vocab_size] with L > 0, if rank 0 gives one.
+        They are put into `out`, [L, vocab_size] with L > 0, if rank 0 gives one.
         """

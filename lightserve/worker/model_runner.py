@@ -38,7 +38,7 @@ class _Passed(NamedTuple):
     """What a forward pass gave."""
 
     logits: Tensor | None
-    """float32 [L, vocab] of the rows that sample, None beyond rank 0."""
+    """[L, vocab] of the rows that sample, of `logits_dtype`; None beyond rank 0."""
     prompt_hidden: Tensor
     """[sum of n, hidden_size] of the prompt spans' tokens, one span after the other."""
 

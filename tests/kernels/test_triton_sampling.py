@@ -305,6 +305,26 @@ def test_options_change_logits_as_on_the_cpu(has_constraint: bool) -> None:
 
 
 @pytest.mark.usefixtures("_small_blocks")
+def test_logits_are_read_in_the_models_type() -> None:
+    """Every kernel gives what it gives for a copy in float32; changed rows are float32."""
+    changed, histories = zip(*itertools.islice(changed_rows(), 3), strict=True)
+    params = [SamplingParams(top_p=0.9), SamplingParams(min_p=0.05), SamplingParams(), *changed]
+    logits = make_logits("spread", len(params), 300).bfloat16()
+    batch = make_batch(params, range(len(params)), [None, None, None, *histories])
+    found, expected = sample_on_device(logits, batch), sample_on_device(logits.float(), batch)
+    assert torch.equal(found.token_ids, expected.token_ids) and found.is_finite.all()
+    adjusted = _adjusted(logits, batch)
+    assert adjusted.dtype is torch.float32
+    assert torch.equal(adjusted, _adjusted(logits.float(), batch))
+    for one, other in zip(
+        logprobs_on_device(logits[:1], found.token_ids[:1], 2),
+        logprobs_on_device(logits[:1].float(), found.token_ids[:1], 2),
+        strict=True,
+    ):
+        assert one.dtype is other.dtype and torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("_small_blocks")
 def test_rows_with_nothing_left_are_an_error() -> None:
     params = [SamplingParams(), SamplingParams(top_k=5), SamplingParams(temperature=0.0)]
     allowed = torch.zeros(3, 70, dtype=torch.bool)

@@ -224,7 +224,7 @@ class DirectDriver:
         logits = self._model.forward(input_ids, batch, self.pool, wanted)
         if logits is None:
             return None
-        return list(logits.cpu().split([c.num_tokens for c in chunks]))
+        return list(logits.cpu().float().split([c.num_tokens for c in chunks]))
 
     def batch(self, chunks: Sequence[Chunk]) -> AttentionBatch:
         positions = [torch.arange(c.start, c.start + c.num_tokens) for c in chunks]

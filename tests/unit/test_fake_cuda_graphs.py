@@ -77,7 +77,7 @@ def test_a_pass_stays_on_the_device() -> None:
         tensors = [tensor for operation in tape.operations for tensor in operation.outputs]
         assert len(tensors) > 50
         assert {tensor.device for tensor in tensors} == {CUDA}
-        assert tensors[-1].dtype is torch.float32 and tensors[-1].shape[1] == 200
+        assert tensors[-1].dtype is torch.bfloat16 and tensors[-1].shape[1] == 200
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,17 @@ class Gpu:
 
 
 INTERPRETER = Gpu("interpreter", 0, 16, 1 << 20)
-GPUS = {80: Gpu("sm_80", 80, 108, 163 << 10), 90: Gpu("sm_90", 90, 132, 227 << 10)}
-"""By compute capability, as in an A100 and an H200: what kernels are compiled for offline."""
+GPUS = {
+    gpu.capability: gpu
+    for gpu in (
+        Gpu("sm_80", 80, 108, 163 << 10),  # A100
+        Gpu("sm_89", 89, 58, 99 << 10),  # L4
+        Gpu("sm_90", 90, 132, 227 << 10),  # H200
+        Gpu("sm_100", 100, 148, 227 << 10),  # B200
+        Gpu("sm_120", 120, 170, 99 << 10),  # RTX 5090
+    )
+}
+"""By compute capability: what kernels are compiled for offline."""
 
 
 def gpu_of(device: torch.device) -> Gpu:

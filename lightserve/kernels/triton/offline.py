@@ -25,10 +25,11 @@ from triton.runtime.jit import JITFunction
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _SM_REGISTERS = 65536
-_SM_SHARED_BYTES = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10}
+_SM_SHARED_BYTES = {80: 164 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}
 """Shared memory of a multiprocessor by compute capability; a block can have 1 KiB less."""
 _BLOCK_RESERVED_BYTES = 1 << 10
-_SM_THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048}
+_SM_THREADS = {80: 2048, 89: 1536, 90: 2048, 100: 2048, 120: 1536}
+_SM_BLOCKS = {80: 32, 89: 24, 90: 32, 100: 32, 120: 24}
 _WARP = 32
 
 
@@ -57,6 +58,8 @@ class Resources:
     """Loads and stores of local memory: spilled registers."""
     num_wgmma: int
     """Matrix products of warp groups (HGMMA; sm_90)."""
+    num_tensor_memory: int
+    """Matrix products whose sums are in tensor memory (UTCHMMA, …; sm_100)."""
     num_mma: int
     """Matrix products of single warps (HMMA)."""
     num_wide_loads: int
@@ -70,7 +73,7 @@ class Resources:
 
 @contextmanager
 def compiling(capability: int) -> Iterator[list[Launch]]:
-    """Compile what is launched meanwhile for a compute capability (80, 90); yields the launches."""
+    """Compile what is launched meanwhile for a compute capability (80, 90, …); yields launches."""
     found: list[Launch] = []
     before, run = driver._active, JITFunction.run  # there is no getter
 
@@ -129,8 +132,9 @@ def read(launch: Launch) -> Resources:
     return Resources(
         num_registers=num_registers,
         num_local=len(re.findall(r"\b(?:LDL|STL)\b", code)),
-        num_wgmma=code.count("HGMMA"),
-        num_mma=code.count("HMMA"),
+        num_wgmma=len(re.findall(r"\bHGMMA\b", code)),
+        num_tensor_memory=len(re.findall(r"\bUTC\w+MMA\b", code)),
+        num_mma=len(re.findall(r"\bHMMA\b", code)),
         num_wide_loads=len(re.findall(r"\b(?:LDG|LDGSTS)\S*\.128\b", code)),
         num_async_copies=len(re.findall(r"\bLDGSTS\b", code)),
         shared_bytes=launch.shared_bytes,
@@ -147,7 +151,7 @@ def _blocks_per_sm(launch: Launch, num_registers: int) -> int:
         _SM_REGISTERS // (warp_registers * launch.num_warps),
         _SM_SHARED_BYTES[launch.capability] // shared,
         _SM_THREADS[launch.capability] // threads,
-        32,
+        _SM_BLOCKS[launch.capability],
     )
 
 

@@ -39,7 +39,7 @@ class Logits:
     """Rows of logits; those whose options changed them are elsewhere."""
 
     own: Tensor
-    """float32 [L, V], the elements of a row side by side."""
+    """[L, V], of the model's type, the elements of a row side by side."""
     adjusted: Tensor | None = None
     """float32 [A, V]; minus infinity: may not be drawn."""
     source: Tensor | None = None
@@ -112,11 +112,11 @@ def scan(
     num_chunks = triton.cdiv(vocab_size, CHUNK)
     num_groups = num_chunks * (CHUNK // GROUP) if has_peaks else 0
     found = Scan(
-        own.new_empty(num_rows, num_chunks),
+        own.new_empty(num_rows, num_chunks, dtype=torch.float32),
         own.new_empty(num_rows, num_chunks, dtype=torch.int32),
-        own.new_empty(num_rows, num_chunks),
+        own.new_empty(num_rows, num_chunks, dtype=torch.float32),
         own.new_empty(num_rows, num_chunks, dtype=torch.int32),
-        own.new_empty(num_rows, num_groups),
+        own.new_empty(num_rows, num_groups, dtype=torch.float32),
     )
     sampling_scan.scan_kernel[num_chunks, num_rows](
         *logits.pointers,
@@ -147,10 +147,10 @@ def gather(logits: Logits, draws: Draws, found: Scan) -> Candidates:
     num_chunks, num_groups = found.largest.shape[1], found.peaks.shape[1]
     block_c = triton.next_power_of_2(num_chunks)
     candidates = Candidates(
-        own.new_empty(num_rows),
+        own.new_empty(num_rows, dtype=torch.float32),
         own.new_empty(num_rows, 2, dtype=torch.int32),
         own.new_empty(num_rows, 2, CANDIDATES, dtype=torch.int64),
-        own.new_empty(num_rows, num_chunks),
+        own.new_empty(num_rows, num_chunks, dtype=torch.float32),
     )
     sampling_scan.cut_kernel[num_rows,](
         draws.temperature,
@@ -284,7 +284,8 @@ def logprobs(
     found = scan(Logits(own), draws.temperature)
     candidates = gather(Logits(own), draws, found)
     num_chunks = found.largest.shape[1]
-    chosen, top = own.new_empty(num_rows), own.new_empty(num_rows, num_top)
+    chosen = own.new_empty(num_rows, dtype=torch.float32)
+    top = own.new_empty(num_rows, num_top, dtype=torch.float32)
     top_ids = own.new_empty(num_rows, num_top, dtype=torch.int32)
     is_finite = own.new_empty(num_rows, dtype=torch.bool)
     sampling_logprobs.logprobs_kernel[num_rows,](

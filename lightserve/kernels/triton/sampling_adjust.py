@@ -116,7 +116,7 @@ def adjust_kernel(
     source = changed.to(tl.int64)
     if IS_OWN:
         source = index
-    x = tl.load(from_ptr + source * stride + tokens, mask=inside, other=0.0)
+    x = tl.load(from_ptr + source * stride + tokens, mask=inside, other=0.0).to(tl.float32)
     is_fine = tl.abs(x) < float("inf")
     at = changed.to(tl.int64) * vocab_size + tokens
     if has_counts != 0:
@@ -178,11 +178,11 @@ def adjust(own: Tensor, changes: Changes) -> Tensor:
     vocab_size, num_changed = own.shape[1], len(changes.indices)
     has_bias = len(changes.bias_values) > 0
     if has_bias:
-        out = own.index_select(0, changes.indices)
+        out = own.index_select(0, changes.indices).float()
         place = changes.bias_rows * vocab_size + changes.bias_token_ids
         out.view(-1).scatter_add_(0, place, changes.bias_values)  # each place once
     else:
-        out = own.new_empty(num_changed, vocab_size)
+        out = own.new_empty(num_changed, vocab_size, dtype=torch.float32)
     counts = _counts(own, changes) if changes.has_penalties else None
     masks, bits = changes.mask_rows, changes.mask_bits
     adjust_kernel[triton.cdiv(vocab_size, CHUNK), num_changed](

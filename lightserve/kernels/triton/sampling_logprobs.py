@@ -40,8 +40,8 @@ def logprobs_kernel(
     top = tl.max(largest, axis=0)
     totals = tl.load(total_ptr + at, mask=there, other=0.0) * weights_of(largest, top, 1.0)
     everything = top + tl.log(tl.sum(tl.where(there, totals, 0.0), axis=0))
-    x_ptr = own_ptr + row.to(tl.int64) * stride
-    tl.store(chosen_ptr + row, tl.load(x_ptr + tl.load(token_ptr + row)) - everything)
+    own = own_ptr + row.to(tl.int64) * stride
+    tl.store(chosen_ptr + row, tl.load(own + tl.load(token_ptr + row)).to(tl.float32) - everything)
     tl.store(is_finite_ptr + row, is_fine)
     if is_fine & (num_top > 0):
         keys = keys_ptr + row.to(tl.int64) * (2 * CANDIDATES)
@@ -51,7 +51,10 @@ def logprobs_kernel(
         last = tl.full((), HIGHEST_KEY, tl.int64)
         for number in range(0, num_top):
             _, _, _, last = measure(
-                x_ptr,
+                own,
+                own,
+                -1,
+                False,
                 keys,
                 size,
                 is_all,

@@ -20,16 +20,31 @@ BELOW_ONE = tl.constexpr(1 - 1e-15)
 
 
 @triton.jit
-def row_start(own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED):
-    """Return where a row's logits begin, and whether its options changed them."""
-    start = own_ptr + row.to(tl.int64) * stride
-    is_changed = False
+def row_of(own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED):
+    """Return where a row's logits are, for `logits_at`: where the model's begin, where those that
+    its options changed do, and a number that is negative if there are none."""
+    own = own_ptr + row.to(tl.int64) * stride
+    adjusted = adjusted_ptr
+    source = -1
     if IS_ADJUSTED:
         source = tl.load(source_ptr + row)
-        is_changed = source >= 0
-        if is_changed:
-            start = adjusted_ptr + source.to(tl.int64) * vocab_size
-    return start, is_changed
+        adjusted = adjusted_ptr + tl.maximum(source, 0).to(tl.int64) * vocab_size
+    return own, adjusted, source
+
+
+@triton.jit
+def logits_at(own, adjusted, source, IS_ADJUSTED: tl.constexpr, tokens, vocab_size):
+    """Return a row's logits, float32; minus infinity beyond the vocabulary.
+
+    The model's are of its own type, changed ones float32; only one of the two is read.
+    """
+    if not IS_ADJUSTED:
+        return tl.load(own + tokens, mask=tokens < vocab_size, other=-float("inf")).to(tl.float32)
+    end = tl.where(source < 0, vocab_size, 0)
+    x = tl.load(own + tokens, mask=tokens < end, other=-float("inf")).to(tl.float32)
+    end = tl.where(source < 0, 0, vocab_size)
+    changed = tl.load(adjusted + tokens, mask=tokens < end, other=-float("inf"))
+    return tl.where(source < 0, x, changed)
 
 
 @triton.jit

@@ -9,7 +9,8 @@ from lightserve.kernels.triton.sampling_rows import (
     BELOW_ONE,
     chunk_totals,
     key_of,
-    row_start,
+    logits_at,
+    row_of,
     uniform,
     weights_of,
 )
@@ -44,15 +45,14 @@ def scan_kernel(
 ):
     """One program per chunk and row: the only pass of greedy and plain sampling."""
     chunk, row = tl.program_id(0), tl.program_id(1)
-    start, is_changed = row_start(
+    own, adjusted, source = row_of(
         own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED
     )
     num_groups: tl.constexpr = CHUNK // GROUP
     groups, members = tl.arange(0, num_groups), tl.arange(0, GROUP)
     tokens = chunk * CHUNK + groups[:, None] * GROUP + members[None, :]
-    inside = tokens < vocab_size
-    x = tl.load(start + tokens, mask=inside, other=-float("inf"))
-    is_fine = (x < float("inf")) & ((x > -float("inf")) | is_changed | (tokens >= vocab_size))
+    x = logits_at(own, adjusted, source, IS_ADJUSTED, tokens, vocab_size)
+    is_fine = (x < float("inf")) & ((x > -float("inf")) | (source >= 0) | (tokens >= vocab_size))
     peaks = tl.max(x, axis=1)
     largest = tl.max(peaks, axis=0)
     first = tl.min(tl.min(tl.where(x == largest, tokens, vocab_size), axis=1), axis=0)
@@ -129,11 +129,11 @@ def draw_kernel(
         target = tl.minimum(target, everything * BELOW_ONE)
         chunk = _pick(totals, target, chunks, BLOCK_C)
         target -= tl.sum(tl.where(chunks < chunk, totals, 0.0), axis=0)
-        start, _ = row_start(
+        own, adjusted, source = row_of(
             own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED
         )
         tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(start + tokens, mask=tokens < vocab_size, other=-float("inf"))
+        x = logits_at(own, adjusted, source, IS_ADJUSTED, tokens, vocab_size)
         weights = weights_of(x, top, temperature)
         weights = tl.where(weights >= min_p, weights, 0.0).to(tl.float64)
         token = _pick(weights, target, tokens, vocab_size)
@@ -239,11 +239,11 @@ def gather_kernel(
             largest_ptr + row * num_chunks + chunks, mask=there, other=-float("inf")
         )
         top = tl.max(all_largest, axis=0)
-        start, _ = row_start(
+        own, adjusted, source = row_of(
             own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED
         )
         tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(start + tokens, mask=tokens < vocab_size, other=-float("inf"))
+        x = logits_at(own, adjusted, source, IS_ADJUSTED, tokens, vocab_size)
         weights = weights_of(x, top, temperature)
         is_kept = (weights >= min_p) & (x > -float("inf"))
         if sums:

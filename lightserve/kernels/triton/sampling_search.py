@@ -10,7 +10,8 @@ from lightserve.kernels.triton.sampling_rows import (
     chunk_totals,
     key_of,
     logit_of,
-    row_start,
+    logits_at,
+    row_of,
     token_of,
     uniform,
     weights_of,
@@ -23,7 +24,10 @@ _ALL = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def measure(
-    x_ptr,
+    own,
+    adjusted,
+    source,
+    IS_ADJUSTED: tl.constexpr,
     keys_ptr,
     size,
     is_all,
@@ -47,7 +51,7 @@ def measure(
         at = start + lanes
         # Loads of 16 bytes need bounds that are known to be multiples of 4: not `size`.
         if is_all:
-            x = tl.load(x_ptr + at, mask=at < vocab_size, other=-float("inf"))
+            x = logits_at(own, adjusted, source, IS_ADJUSTED, at, vocab_size)
             keys = key_of(x, at)
         else:
             keys = tl.load(keys_ptr + at, mask=at < CANDIDATES, other=_LOWEST_KEY)
@@ -70,7 +74,19 @@ def measure(
 
 @triton.jit
 def _collect(
-    x_ptr, keys_ptr, number_ptr, vocab_size, low, high, top, temperature, min_p, TILE: tl.constexpr
+    own,
+    adjusted,
+    source,
+    IS_ADJUSTED: tl.constexpr,
+    keys_ptr,
+    number_ptr,
+    vocab_size,
+    low,
+    high,
+    top,
+    temperature,
+    min_p,
+    TILE: tl.constexpr,
 ):
     """Store those keys of a row of logits that are in (low, high], in any order."""
     tl.debug_barrier()  # whoever still reads what is there
@@ -79,7 +95,7 @@ def _collect(
     lanes = tl.arange(0, TILE)
     for start in range(0, vocab_size, TILE):
         at = start + lanes
-        x = tl.load(x_ptr + at, mask=at < vocab_size, other=-float("inf"))
+        x = logits_at(own, adjusted, source, IS_ADJUSTED, at, vocab_size)
         keys = key_of(x, at)
         is_wanted = (keys > low) & (keys <= high) & (x > -float("inf"))
         is_wanted = is_wanted & (weights_of(x, top, temperature) >= min_p)
@@ -91,7 +107,10 @@ def _collect(
 
 @triton.jit
 def _search(
-    x_ptr,
+    own,
+    adjusted,
+    source,
+    IS_ADJUSTED: tl.constexpr,
     keys_ptr,
     number_ptr,
     size,
@@ -124,7 +143,10 @@ def _search(
     while is_open:
         pivot = (low >> 1) + (high >> 1) + (low & high & 1)
         number, weight, above, below = measure(
-            x_ptr,
+            own,
+            adjusted,
+            source,
+            IS_ADJUSTED,
             keys_ptr,
             size,
             is_all,
@@ -152,7 +174,19 @@ def _search(
         if is_open & is_all & (number_above_low - number_above <= CANDIDATES):
             keys_ptr = keys_ptr + CANDIDATES  # its room, behind the row's candidates
             _collect(
-                x_ptr, keys_ptr, number_ptr, vocab_size, low, high, top, temperature, min_p, TILE
+                own,
+                adjusted,
+                source,
+                IS_ADJUSTED,
+                keys_ptr,
+                number_ptr,
+                vocab_size,
+                low,
+                high,
+                top,
+                temperature,
+                min_p,
+                TILE,
             )
             size = number_above_low - number_above
             is_all = is_all & False
@@ -173,6 +207,9 @@ def _are_enough(
         _, weight, _, _ = measure(
             keys_ptr,
             keys_ptr,
+            -1,
+            False,
+            keys_ptr,
             number,
             False,
             _LOWEST_KEY,
@@ -192,7 +229,10 @@ def _are_enough(
 
 @triton.jit
 def _lowest_kept(
-    x_ptr,
+    own,
+    adjusted,
+    source,
+    IS_ADJUSTED: tl.constexpr,
     keys_ptr,
     number_ptr,
     size,
@@ -221,7 +261,10 @@ def _lowest_kept(
             limit = float("inf")
         if is_asked:
             lowest, above = _search(
-                x_ptr,
+                own,
+                adjusted,
+                source,
+                IS_ADJUSTED,
                 keys_ptr,
                 number_ptr,
                 size,
@@ -244,7 +287,10 @@ def _lowest_kept(
 
 @triton.jit
 def _draw_top(
-    x_ptr,
+    own,
+    adjusted,
+    source,
+    IS_ADJUSTED: tl.constexpr,
     keys_ptr,
     number_ptr,
     cut,
@@ -277,7 +323,10 @@ def _draw_top(
     )
     is_all = are_enough == 0
     lowest, kept = _lowest_kept(
-        x_ptr,
+        own,
+        adjusted,
+        source,
+        IS_ADJUSTED,
         keys_ptr,
         number_ptr + 1,
         tl.where(is_all, vocab_size, number),
@@ -297,7 +346,10 @@ def _draw_top(
     # Candidates that are not enough for top-p have most of its weight all the same.
     is_all = is_all & (target >= weight)
     drawn, _ = _search(
-        x_ptr,
+        own,
+        adjusted,
+        source,
+        IS_ADJUSTED,
         keys_ptr,
         number_ptr + 1,
         tl.where(is_all, vocab_size, number),
@@ -363,11 +415,14 @@ def draw_top_kernel(
         totals = chunk_totals(
             largest, total_ptr, kept_ptr, at, there, top, temperature, min_p, True
         )
-        x_ptr, _ = row_start(
+        own, adjusted, source = row_of(
             own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED
         )
         drawn = _draw_top(
-            x_ptr,
+            own,
+            adjusted,
+            source,
+            IS_ADJUSTED,
             keys_ptr + row.to(tl.int64) * (2 * CANDIDATES),
             number_ptr + 2 * row,
             tl.load(cut_ptr + row),

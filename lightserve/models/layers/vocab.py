@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightserve.kernels.interface import Kernels
+from lightserve.models.base import logits_dtype
 from lightserve.models.layers.weights import WeightReader
 from lightserve.models.parallel import Part, TensorParallel
 
@@ -65,11 +66,12 @@ class LMHead:
         self._weight = kernels.pack_weight(weight.tensor)
         self._vocab_size = weight.vocab_size
         self._device = weight.tensor.device
+        self._dtype = logits_dtype(weight.tensor.dtype, self._device)
         self._tp = tp
         self._kernels = kernels
 
     def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:
-        """Return float32 logits [L, vocab] on rank 0, None elsewhere; hidden [L, hidden].
+        """Return logits [L, vocab] on rank 0, None elsewhere; hidden [L, hidden].
 
         `out` [L, vocab] is filled and returned instead of a new tensor.
         """
@@ -78,10 +80,10 @@ class LMHead:
         if logits is None:
             return None
         logits = logits[:, : self._vocab_size]
-        return logits.float() if out is None else out.copy_(logits)
+        return logits.to(self._dtype) if out is None else out.copy_(logits)
 
     def no_logits(self) -> Tensor | None:
         """Return what a pass without wanted logits returns: [0, vocab], None beyond rank 0."""
         if self._tp.rank != 0:
             return None
-        return torch.empty(0, self._vocab_size, dtype=torch.float32, device=self._device)
+        return torch.empty(0, self._vocab_size, dtype=self._dtype, device=self._device)

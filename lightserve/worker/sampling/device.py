@@ -12,7 +12,7 @@ from lightserve.worker.sampling.interface import LogprobTensors, SamplingBatch, 
 
 
 def sample_on_device(logits: Tensor, batch: SamplingBatch) -> Tokens:
-    """Return the tokens of float32 logits [L, vocab]."""
+    """Return the tokens of logits [L, vocab], of the model's type."""
     rows = batch.rows
     found = kernels.Logits(logits)
     if rows.adjustments is not None:
@@ -66,10 +66,11 @@ def _adjusted(logits: Tensor, batch: SamplingBatch) -> Tensor:
 def logprobs_on_device(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTensors:
     """See `logprobs.logprob_tensors`."""
     num_rows = len(logits)
-    ones, none = logits.new_ones(num_rows), logits.new_zeros(num_rows, dtype=torch.int64)
+    ones = logits.new_ones(num_rows, dtype=torch.float32)
+    none = logits.new_zeros(num_rows, dtype=torch.int64)
     draws = kernels.Draws(
         temperature=ones,
-        min_p=logits.new_zeros(num_rows),
+        min_p=torch.zeros_like(ones),
         top_p=ones.double(),
         top_k=logits.new_full((num_rows,), num_top, dtype=torch.int32),
         states=none,

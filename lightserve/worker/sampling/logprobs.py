@@ -24,7 +24,7 @@ def logprob_tensors(
     """Return log-probabilities of given tokens and of the most probable ones.
 
     Args:
-        logits: float32 [n, vocab], n >= 1.
+        logits: [n, vocab], float32 on the CPU, n >= 1.
         token_ids: int64 [n].
         num_top: how many of the most probable ones, the same for each row.
         is_finite: bool [n], whether each row's logits are, if that is known.

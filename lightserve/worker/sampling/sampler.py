@@ -20,7 +20,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     """Draw one token per row; on a GPU this waits for nothing.
 
     Args:
-        logits: float32 [L, vocab], unchanged afterwards, L >= 1.
+        logits: [L, vocab], float32 on the CPU, unchanged afterwards, L >= 1.
         batch: how; on the device of the logits.
     """
     token_ids, is_finite = _draw(logits, batch)
