@@ -5,6 +5,7 @@ Every rank calls the same collectives in the same order with the same shapes.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -25,6 +26,9 @@ class TensorParallel(Protocol):
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Return rank 0's `x`; every rank passes a tensor of its shape and dtype, overwritten."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Return what collectives are called within that become part of CUDA graphs."""
 
     def close(self) -> None:
         """Leave the group."""
@@ -47,6 +51,10 @@ class SingleRank:
     def broadcast(self, x: Tensor) -> Tensor:
         """Return `x`."""
         return x
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Return nothing to do."""
+        return nullcontext()
 
     def close(self) -> None:
         """Nothing to leave."""

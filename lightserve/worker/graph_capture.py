@@ -11,6 +11,7 @@ import torch
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.kernels.interface import Kernels
+from lightserve.kernels.self_check import LIMITS
 from lightserve.models.base import KVPool, Model
 from lightserve.models.parallel import TensorParallel
 from lightserve.progress import progress
@@ -54,7 +55,7 @@ def make_graphs(
         pool,
         tables,
         sizes=sizes,
-        recorder=CudaGraphRecorder(tables.token_ids.device),
+        recorder=CudaGraphRecorder(tables.token_ids.device, recording=tp.recording),
         has_logits=tp.rank == 0,
     )
 
@@ -72,7 +73,8 @@ def capture_graphs(
     Every rank does, in the same order: collectives are part of the graphs.
 
     Raises:
-        StartupError: one could not be captured. That ends the process, and with it the group.
+        StartupError: one could not be captured, or replays other logits than its kernels give one
+            by one. That ends the process, and with it the group.
     """
     if not sizes:
         return
@@ -80,6 +82,7 @@ def capture_graphs(
     graphs = make_graphs(model, pool, runner.tables, sizes, tp=tp)
     with progress("capturing CUDA graphs", len(sizes), is_shown=tp.rank == 0) as advance:
         used = graphs.capture(advance)
+    graphs.check(LIMITS[pool.k[0].dtype])
     log.info(
         "%d CUDA graphs of 1 to %d decodes: %.1f s, %.2f GiB",
         len(sizes),

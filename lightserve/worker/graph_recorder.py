@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -68,13 +68,24 @@ class CudaGraphRecorder:
     in the same order, as NCCL's kernels are part of the graphs.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        recording: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`recording`: what functions run within, see `TensorParallel.recording`."""
         self._device = device
+        self._recording = recording
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._memory = torch.cuda.graph_pool_handle()
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         """See `GraphRecorder.record`."""
+        with self._recording():
+            return self._record(function)
+
+    def _record(self, function: Callable[[], None]) -> Callable[[], None]:
         outer = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outer)
         with torch.cuda.stream(self._stream):

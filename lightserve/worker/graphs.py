@@ -29,7 +29,7 @@ from lightserve.errors import StartupError
 from lightserve.kernels.interface import AttentionBatch
 from lightserve.kernels.unknown_values import UnknownValues
 from lightserve.logs import one_line
-from lightserve.models.base import KVPool, Model
+from lightserve.models.base import KVPool, Model, logits_dtype
 from lightserve.progress import Advance
 from lightserve.worker.graph_recorder import GraphRecorder
 
@@ -83,7 +83,8 @@ class DecodeGraphs:
         self._logits: Tensor | None = None
         if has_logits:
             shape = (largest, model.config.vocab_size)
-            self._logits = torch.empty(shape, dtype=torch.float32, device=device)
+            dtype = logits_dtype(pool.k[0].dtype, device)
+            self._logits = torch.empty(shape, dtype=dtype, device=device)
 
     @torch.inference_mode()
     def capture(self, advance: Advance = lambda _: None) -> list[int]:
@@ -112,6 +113,41 @@ class DecodeGraphs:
             advance(1)
         return used
 
+    @torch.inference_mode()
+    def check(self, limit: float) -> None:
+        """Compare what every graph replays with the same pass, kernel by kernel.
+
+        Two tokens of each row, one after the other, so that the second pass reads what the first
+        has written. Every rank does the same; rank 0 compares. Tables are as before afterwards,
+        what is in the pool is not.
+
+        Raises:
+            StartupError: logits are further apart than `limit`, as a share of their length.
+        """
+        tables, generator = self._tables, torch.Generator().manual_seed(0)
+        device, vocab_size = self._rows.device, self._model.config.vocab_size
+        for size in self._sizes:
+            num_rows = max(1, min(size, self._padding_row, (len(self._pool.k[0]) - 1) // 2))
+            tokens = torch.randint(vocab_size, (num_rows, 2), generator=generator)
+            before = [table[:num_rows, :2].clone() for table in tables]
+            tables.token_ids[:num_rows, :2].copy_(tokens)
+            tables.req_to_slot[:num_rows, :2].copy_(torch.arange(2 * num_rows).view(-1, 2))
+            rows = torch.arange(num_rows, device=device)
+            replayed = [self._replayed(rows, position, size) for position in range(2)]
+            for position, found in enumerate(replayed):
+                self._set(rows, torch.full_like(rows, position))
+                self._run(size)
+                if found is not None and self._logits is not None:
+                    _compare(found, self._logits[:num_rows], limit, size)
+            for table, old in zip(tables, before, strict=True):
+                table[:num_rows, :2].copy_(old)
+
+    def _replayed(self, rows: Tensor, position: int, size: int) -> Tensor | None:
+        """Return what the graph of `size` gives for one position of some rows."""
+        self._set(rows, torch.full_like(rows, position))
+        self._replays[size]()
+        return None if self._logits is None else self._logits[: len(rows)].clone()
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """Numbers of rows that passes are recorded for, rising."""
@@ -135,9 +171,16 @@ class DecodeGraphs:
             positions: int64 [L] on the device, of each row's one new token, which is in the tables.
 
         Returns:
-            float32 logits [L, vocab_size] on rank 0, None elsewhere. They are the graph's own:
+            logits [L, vocab_size] on rank 0, None elsewhere. They are the graph's own:
             the next call overwrites them, behind what has been launched until then.
         """
+        num_rows = len(rows)
+        self._set(rows, positions)
+        self._replays[next(size for size in self._sizes if size >= num_rows)]()
+        return None if self._logits is None else self._logits[:num_rows]
+
+    def _set(self, rows: Tensor, positions: Tensor) -> None:
+        """Put a step's rows where passes read them, and padding behind."""
         num_rows = len(rows)
         self._rows[:num_rows].copy_(rows)
         self._positions[:num_rows].copy_(positions)
@@ -145,8 +188,6 @@ class DecodeGraphs:
             self._rows[num_rows : self._num_rows].fill_(self._padding_row)
             self._positions[num_rows : self._num_rows].zero_()
         self._num_rows = num_rows
-        self._replays[next(size for size in self._sizes if size >= num_rows)]()
-        return None if self._logits is None else self._logits[:num_rows]
 
     def _run(self, size: int) -> None:
         """Run the pass of the first `size` rows that are set; this is what is recorded."""
@@ -166,6 +207,16 @@ class DecodeGraphs:
         input_ids = tables.token_ids[rows, positions].long()
         hidden = self._model.hidden(input_ids, batch, self._pool, None)
         self._model.logits(hidden, None if self._logits is None else self._logits[:size])
+
+
+def _compare(replayed: Tensor, expected: Tensor, limit: float, size: int) -> None:
+    replayed, expected = replayed.float(), expected.float()
+    error = float((replayed - expected).norm() / expected.norm())
+    if not error <= limit:  # NaN is an error too
+        raise StartupError(
+            f"the CUDA graph of {size} decodes replays other logits than its kernels give one by"
+            f" one: error {error:.2g}, limit {limit:g}; --cuda-graphs off serves without"
+        )
 
 
 def estimated_graph_bytes(

@@ -7,6 +7,9 @@ for the host. Each is an operation of the current stream, so that it can be part
 The ranks of one generation meet at a file of the private run directory; sockets are on the
 loopback interface alone, and NCCL's data goes over NVLink, PCIe or shared memory.
 
+On GPUs there are two communicators: what CUDA graphs have recorded goes over one, everything else
+over the other, so that neither finds the other's state in its own.
+
 A dead peer. gloo raises at once. NCCL's kernels go on waiting on the device, so nothing is left
 to the rank itself: who started the ranks (the supervisor, `lightserve profile`) sees the death of
 one and kills the others, which ends their kernels. A peer that hangs is noticed by the steps that
@@ -17,6 +20,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -30,29 +35,42 @@ from lightserve.models.parallel import SingleRank, TensorParallel
 class ProcessGroupTensorParallel:
     """This process as one rank of torch's process group."""
 
-    def __init__(self) -> None:
+    def __init__(self, unrecorded: dist.ProcessGroup | None = None) -> None:
+        """`unrecorded`: for what is no part of a graph; None: the group of everything."""
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        self._group = unrecorded
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=self._group)
         return x
 
     def gather(self, x: Tensor) -> Tensor | None:
-        """Return the ranks' `x` [N, K] side by side, [N, size*K], on rank 0, None elsewhere."""
-        x = x.contiguous()
+        """Return the ranks' `x` [N, K] side by side, [N, size*K], on rank 0, None elsewhere.
+
+        Every rank gets all of them: NCCL gathers for all in one kernel, for one by a message from
+        each peer, over connections of their own.
+        """
+        parts = x.new_empty(self.size * x.shape[0], x.shape[1])
+        dist.all_gather_into_tensor(parts, x.contiguous(), group=self._group)
         if self.rank != 0:
-            dist.gather(x)
             return None
-        parts = x.new_empty(self.size, *x.shape)
-        dist.gather(x, list(parts))
-        return parts.transpose(0, 1).reshape(x.shape[0], -1)
+        return parts.view(self.size, *x.shape).transpose(0, 1).reshape(x.shape[0], -1)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Overwrite `x` with rank 0's."""
-        dist.broadcast(x, src=0)
+        dist.broadcast(x, src=0, group=self._group)
         return x
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Have collectives go over the communicator of the graphs meanwhile."""
+        unrecorded, self._group = self._group, None
+        try:
+            yield
+        finally:
+            self._group = unrecorded
 
     def close(self) -> None:
         """Leave the group; peers that wait for this rank get an error."""
@@ -95,9 +113,10 @@ def join_group(
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=gpu
         )
+        unrecorded = None if gpu is None else dist.new_group(timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise StartupError(f"rank {rank} of {size} could not meet the others: {error}") from error
-    return ProcessGroupTensorParallel()
+    return ProcessGroupTensorParallel(unrecorded)
 
 
 def _loopback_interface() -> str:

@@ -239,12 +239,34 @@ def test_what_a_rank_with_a_gpu_asks_of_torch(
         "init_process_group",
         lambda backend, **options: asked.update(backend=backend, **options),
     )
+    monkeypatch.setattr(tensor_parallel.dist, "new_group", lambda **options: options)
+    over: list[object] = []
+    for name in ("all_reduce", "broadcast", "all_gather_into_tensor"):
+        monkeypatch.setattr(
+            tensor_parallel.dist, name, lambda *args, group, **options: over.append(group)
+        )
     monkeypatch.setattr(tensor_parallel.dist, "get_rank", lambda: 1)
     monkeypatch.setattr(tensor_parallel.dist, "get_world_size", lambda: 2)
     for name in ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "eth0")
     device = torch.device("cuda", 1)
-    join_group(rank=1, size=2, store_path=str(tmp_path / "store"), timeout_s=30.0, device=device)
+    tp = join_group(
+        rank=1, size=2, store_path=str(tmp_path / "store"), timeout_s=30.0, device=device
+    )
+    x = torch.zeros(1, 1)
+
+    def all_collectives() -> list[object]:
+        over.clear()
+        tp.all_reduce(x)
+        tp.broadcast(x)
+        assert tp.gather(x) is None
+        return over
+
+    own = {"timeout": timedelta(seconds=30)}
+    assert all_collectives() == [own] * 3, "a communicator of their own"
+    with tp.recording():
+        assert all_collectives() == [None] * 3, "that of the graphs"
+    assert all_collectives() == [own] * 3
     assert asked["backend"] == "cpu:gloo,cuda:nccl"
     assert (asked["rank"], asked["world_size"], asked["device_id"]) == (1, 2, device)
     assert asked["timeout"] == timedelta(seconds=30)

@@ -96,6 +96,28 @@ def test_warmed_up_aside_then_captured_without_collector(monkeypatch: pytest.Mon
     assert cuda.log[-1] == "replay"
 
 
+def test_collectives_of_graphs_have_a_communicator_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While a function warms up and is captured, and not when it is replayed."""
+    cuda = FakeCuda(monkeypatch)
+    is_recording: list[bool] = []
+
+    @contextlib.contextmanager
+    def recording() -> Iterator[None]:
+        is_recording.append(True)
+        yield
+        is_recording.pop()
+
+    ran: list[bool] = []
+    replay = CudaGraphRecorder(CUDA, recording=recording).record(
+        lambda: ran.append(bool(is_recording))
+    )
+    assert ran == [True] * (NUM_WARM_UPS + 1) and not is_recording
+    replay()
+    assert cuda.log[-1] == "replay"
+
+
 class Runner:
     """The two things that a capture needs of one."""
 
@@ -119,7 +141,9 @@ def captured(kernels: TensorKernels, sizes: tuple[int, ...]) -> Runner:
 def test_a_start_with_graphs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(graph_capture, "CudaGraphRecorder", lambda device: TapeRecorder())
+    monkeypatch.setattr(
+        graph_capture, "CudaGraphRecorder", lambda device, recording: TapeRecorder()
+    )
     with caplog.at_level(logging.INFO):
         graphs = captured(TensorKernels(), (1, 2, 4)).graphs
     assert graphs is not None and graphs.sizes == (1, 2, 4)
@@ -142,11 +166,45 @@ def test_why_a_capture_failed(monkeypatch: pytest.MonkeyPatch) -> None:
             finally:
                 raise RuntimeError("capture was invalidated")
 
-    monkeypatch.setattr(graph_capture, "CudaGraphRecorder", lambda device: Broken())
+    monkeypatch.setattr(graph_capture, "CudaGraphRecorder", lambda device, recording: Broken())
     with pytest.raises(
         StartupError, match=r"graph of 4 decodes .* out of memory; --cuda-graphs off"
     ):
         captured(TensorKernels(), (1, 2, 4))
+
+
+@pytest.mark.parametrize("fault", ["old positions", "no KV is written", "nothing is replayed"])
+def test_a_graph_that_replays_something_else(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay is compared with the same pass: on the first token of rows, and on the second."""
+
+    class Wrong(TapeRecorder):
+        def record(self, function: Any) -> Any:
+            replay, graphs = super().record(function), function.func.__self__
+
+            def wrong() -> None:
+                pools = (*graphs._pool.k, *graphs._pool.v)
+                before = [pool.clone() for pool in pools]
+                if fault == "old positions":
+                    graphs._positions.zero_()
+                if fault != "nothing is replayed":
+                    replay()
+                if fault == "no KV is written":
+                    for pool, old in zip(pools, before, strict=True):
+                        pool.copy_(old)
+
+            return replay if self.num_recorded == 1 else wrong
+
+    monkeypatch.setattr(graph_capture, "CudaGraphRecorder", lambda device, recording: Wrong())
+    with pytest.raises(StartupError, match=r"graph of [12] decodes replays other logits .*limit"):
+        captured(TensorKernels(), (1, 2, 4))
+
+
+def test_a_check_leaves_the_tables_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        graph_capture, "CudaGraphRecorder", lambda device, recording: TapeRecorder()
+    )
+    for table in captured(TensorKernels(), (1, 2, 4)).tables:
+        assert not table.any()
 
 
 def test_the_first_replay_is_part_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +222,7 @@ def test_the_first_replay_is_part_of_the_start(monkeypatch: pytest.MonkeyPatch) 
                 raise RuntimeError("an illegal memory access was encountered")
             return super().memory()
 
-    monkeypatch.setattr(graph_capture, "CudaGraphRecorder", lambda device: Failing())
+    monkeypatch.setattr(graph_capture, "CudaGraphRecorder", lambda device, recording: Failing())
     with pytest.raises(StartupError, match=r"graph of 2 decodes .* an illegal memory access"):
         captured(TensorKernels(), (1, 2, 4))
 
