@@ -9,11 +9,16 @@ Results leave in order and at once: nothing waits for a plan while a step is don
 polls. Only tokens of rows with a constraint are needed on the host before the next ones can be
 drawn: their step is finished when the forward pass behind it has been launched. On the CPU a step
 is over when it has been launched, so each is finished before the next plan is looked at.
+
+To be woken takes longer than to ask. So the loop sleeps until shortly before a step's predicted end
+and then asks until it is there: decodes take as long as the last ones of their number did. What
+takes longer than that, and what cannot be predicted, is slept for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections import deque
@@ -29,6 +34,10 @@ from lightserve.types import StepId
 from lightserve.worker.device_queue import Mark
 from lightserve.worker.pending import Pending
 from lightserve.worker.threads import Threads
+
+SPIN_S = 200e-6
+"""How long before the predicted end of a step the loop begins to ask, and how long after it asks
+on: several times what it takes to be woken, and a few hundredths of a step of decodes."""
 
 WorkerLink = Link[WorkerToRouter, RouterToWorker]
 
@@ -70,7 +79,14 @@ def serve(
 class StepLoop:
     """Steps that were launched and not yet finished: none, one, or that and the one behind it."""
 
-    def __init__(self, runner: Runner, link: WorkerLink, *, is_first_rank: bool) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        link: WorkerLink,
+        *,
+        is_first_rank: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._runner = runner
         self._link = link
         self._is_first_rank = is_first_rank
@@ -79,6 +95,7 @@ class StepLoop:
         """The plan that was launched last, until its copies that nobody waits for are made."""
         self._expected: StepId | None = None
         self._watch = _MarkWatch()
+        self._ends = _Ends(clock)
 
     def close(self) -> None:
         """Watch no steps any more; those that run go on."""
@@ -89,15 +106,25 @@ class StepLoop:
         while self._running:
             running = self._running[0]
             # With a step behind it no plan can come: the router sends one ahead, not two.
-            if len(self._running) > 1 or self._is_done(running):
+            link = None if len(self._running) > 1 else self._link
+            if self._is_done(running):
                 self._finish()
-            elif (plan := self._receive(0.0)) is not None:
+            elif link is not None and (plan := self._receive(0.0)) is not None:
                 return plan
             else:
-                self._watch.wait(running.marks.end, self._link)
+                self._wait(running, link)
         plan = self._receive(None)
         assert plan is not None
         return plan
+
+    def _wait(self, step: Pending, link: WorkerLink | None) -> None:
+        """Wait for a step, and for a plan where one may come; perhaps for a moment only."""
+        rest_s = self._ends.rest_s(step.plan)
+        if abs(rest_s) <= SPIN_S:
+            time.sleep(0)  # other threads of this process have work meanwhile
+        else:
+            timeout_s = rest_s - SPIN_S if 0.0 < rest_s < math.inf else None
+            self._watch.wait(step.marks.end, link, timeout_s)
 
     def _is_done(self, step: Pending) -> bool:
         with _naming(step.plan.step_id):
@@ -110,6 +137,8 @@ class StepLoop:
             must_wait = bool(self._running) and self._running[0].must_precede(plan)
             before = self._finish if must_wait else None
             pending = self._runner.launch(plan, before_sampling=before)
+        if not self._running:
+            self._ends.begin()
         self._running.append(pending)
         self._uncopied = plan
 
@@ -118,6 +147,8 @@ class StepLoop:
         step = self._running.popleft()
         with _naming(step.plan.step_id):
             result = self._runner.finish(step)
+        self._ends.begin()
+        self._ends.note(step.plan, result.exec_s)
         if self._is_first_rank:
             self._link.send(result)
         if not self._running:
@@ -153,6 +184,38 @@ def _naming(step_id: StepId) -> Iterator[None]:
         raise DeviceError(f"in step {step_id} the GPU failed: {first_line}") from error
 
 
+class _Ends:
+    """When the oldest step that runs will probably end."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began_s = 0.0
+        self._exec_s: dict[int, float] = {}
+        """Of the last step of so many decodes, and of nothing else."""
+
+    def begin(self) -> None:
+        """Note that a step begins now: it was launched alone, or the one before it is over."""
+        self._began_s = self._clock()
+
+    def note(self, plan: StepPlan, exec_s: float) -> None:
+        """Note how long a step took on its device."""
+        if (number := _num_decodes(plan)) is not None:
+            self._exec_s[number] = exec_s
+
+    def rest_s(self, plan: StepPlan) -> float:
+        """Return how long the step will go on; negative: longer than predicted; inf: unknown."""
+        number = _num_decodes(plan)
+        exec_s = math.inf if number is None else self._exec_s.get(number, math.inf)
+        return self._began_s + exec_s - self._clock()
+
+
+def _num_decodes(plan: StepPlan) -> int | None:
+    """Return how many rows a step has if each has one token and no copy is waited for."""
+    if plan.saves.slots or plan.loads.slots or any(row.num_tokens > 1 for row in plan.rows):
+        return None
+    return len(plan.rows)
+
+
 class _MarkWatch:
     """Waits for a mark and for a link at once: a thread waits for the mark and then tells."""
 
@@ -161,13 +224,17 @@ class _MarkWatch:
         self._told_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._watched: Mark | None = None
 
-    def wait(self, mark: Mark, link: Waitable) -> None:
-        """Return when the mark is past, has failed, or the link can be read; or for no reason."""
+    def wait(self, mark: Mark, link: Waitable | None, timeout_s: float | None) -> None:
+        """Return when the mark is past, has failed, the link can be read or the time is over; or
+        for no reason.
+        """
         if mark is not self._watched:
             self._watched = mark
             self._thread.submit(self._tell, mark)
-        sources: list[Waitable | int] = [link, self._told_fd]
-        if self._told_fd in wait_readable(sources, None):
+        sources: list[Waitable | int] = [self._told_fd]
+        if link is not None:
+            sources.append(link)
+        if self._told_fd in wait_readable(sources, timeout_s):
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._told_fd)
 

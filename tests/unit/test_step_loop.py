@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 
+import msgspec
 import pytest
 import torch
 
@@ -27,7 +30,7 @@ from lightserve.messages.router_worker import (
 from lightserve.types import RowId, StepId
 from lightserve.worker.device_queue import Mark
 from lightserve.worker.pending import Drawn, Pending, StepMarks
-from lightserve.worker.step_loop import serve
+from lightserve.worker.step_loop import SPIN_S, StepLoop, serve
 from lightserve.worker.threads import Cores, CpuTimes, Threads
 
 TIMEOUT_S = 20.0
@@ -74,6 +77,8 @@ class ScriptedRunner:
     """Notes what the loop asks for; steps end when the test says so, or when launched."""
 
     ends_at_once: bool = False
+    exec_s: float = 1000.0
+    """What every step is said to have taken."""
     constrained: frozenset[RowId] = frozenset()
     """Rows that every step samples under a constraint."""
     marks: dict[int, ScriptedMark] = field(default_factory=dict)
@@ -104,7 +109,7 @@ class ScriptedRunner:
     def finish(self, pending: Pending) -> StepResult:
         pending.marks.end.wait()
         self._note(f"finish {pending.plan.step_id}")
-        return StepResult(pending.plan.step_id, 0, [], exec_s=1.0, idle_s=0.0)
+        return StepResult(pending.plan.step_id, 0, [], exec_s=self.exec_s, idle_s=0.0)
 
     def copy_ahead(self, plan: StepPlan) -> None:
         self._note(f"copy {plan.step_id}")
@@ -282,6 +287,88 @@ def test_a_constrained_row_that_rests_is_not_waited_for() -> None:
         assert loop.runner.calls(6) == [
             "launch 1", "copy 1", "launch 2", "finish 1", "copy 2", "launch 3",
         ]  # fmt: skip
+
+
+class Clock:
+    """Goes on by what is waited for, and by 50 microseconds whenever a mark is asked."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.waits: list[float | None] = []
+        """Of the watch."""
+        self.num_asked = 0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def wait(self, mark: TimedMark, link: object, timeout_s: float | None) -> None:
+        self.waits.append(timeout_s)
+        self.now_s = min(mark.end_s, math.inf if timeout_s is None else self.now_s + timeout_s)
+
+    def close(self) -> None:
+        pass
+
+
+class TimedMark(ScriptedMark):
+    """Past at a time."""
+
+    def __init__(self, clock: Clock, end_s: float) -> None:
+        super().__init__()
+        self.end()
+        self._clock, self.end_s = clock, end_s
+
+    def is_past(self) -> bool:
+        self._clock.num_asked += 1
+        self._clock.now_s += 50e-6
+        return self._clock.now_s >= self.end_s
+
+
+class TimedLoop:
+    """A loop whose steps take as long as they are told, and plans come only when none runs."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.runner = ScriptedRunner(exec_s=0.010)
+        self.steps = StepLoop(self.runner, self, is_first_rank=True, clock=self.clock)  # type: ignore[arg-type]
+        self.steps.close()
+        self.steps._watch = self.clock  # type: ignore[assignment]
+        self._number = 0
+
+    def receive(self, timeout_s: float | None) -> StepPlan | None:
+        return None if timeout_s == 0.0 else plan(self._number)
+
+    def send(self, result: StepResult) -> None:
+        assert result.step_id == self._number
+
+    def run(self, took_s: float, one: StepPlan) -> list[float | None]:
+        """Run a step and return how long it was slept for."""
+        self._number += 1
+        self.steps.launch(msgspec.structs.replace(one, step_id=StepId(self._number)))
+        self.steps._running[0] = dataclasses.replace(
+            self.steps._running[0],
+            marks=StepMarks(*[TimedMark(self.clock, self.clock.now_s + took_s)] * 3),
+        )
+        self.clock.waits, self.clock.num_asked = [], 0
+        while self.steps._running:
+            self.steps._expected = None
+            self.steps.next_plan()
+        return self.clock.waits
+
+
+def test_shortly_before_its_end_a_step_is_asked_for() -> None:
+    """And not slept for: decodes take as long as the last ones of their number."""
+    loop, decodes = TimedLoop(), plan(0, 1, 2, 3)
+    assert loop.run(0.010, decodes) == [None], "what it takes is not known yet"
+    (slept_s,) = loop.run(0.010, decodes)
+    assert slept_s == pytest.approx(0.010 - SPIN_S, abs=60e-6)
+    assert 3 <= loop.clock.num_asked <= 7
+    (_, rest_s) = loop.run(0.020, decodes)
+    assert rest_s is None and loop.clock.num_asked <= 12, "no longer than it may take"
+    assert len(loop.run(0.005, decodes)) == 1 and loop.clock.num_asked <= 2, "it ended early"
+    assert loop.run(0.010, plan(0, 1, 2)) == [None], "another number of decodes"
+    chunk = StepPlan(StepId(0), [], [], [PlanRow(RowId(0), 0, 7, OutputKind.SAMPLE)])
+    for _ in range(2):
+        assert loop.run(0.010, chunk) == [None], "chunks are too different from each other"
 
 
 def test_other_ranks_do_not_answer() -> None:
