@@ -37,6 +37,7 @@ from lightserve.kernels.triton.rotary_write import rotate_and_write
 from lightserve.messages.router_worker import AddSequence
 from lightserve.types import RowId, SamplingParams
 from lightserve.worker.sampling.interface import SamplingBatch
+from lightserve.worker.sampling.known_counts import KnownCounts
 from lightserve.worker.sampling.sampler import sample
 from lightserve.worker.sampling.table import SamplingTable
 
@@ -227,7 +228,9 @@ def sample_rows(vocab_size: int, params: SamplingParams) -> None:
     picked = table.rows(rows, lambda arrays: [torch.from_numpy(a).to("meta") for a in arrays])
     positions = meta(64, dtype=torch.int64)
     known = meta(65, 8193, dtype=torch.int32)
-    sample(meta(64, vocab_size), SamplingBatch(picked, positions, known))
+    counts = KnownCounts(64, vocab_size, torch.device("meta"))
+    batch = SamplingBatch(picked, positions, known, known_counts=counts)
+    sample(meta(64, vocab_size), batch)
 
 
 SAMPLED = {

@@ -21,6 +21,7 @@ from lightserve.types import RowId, SamplingParams
 from lightserve.worker.device import resolve_device
 from lightserve.worker.device_queue import make_queue
 from lightserve.worker.sampling.interface import SamplingBatch
+from lightserve.worker.sampling.known_counts import KnownCounts
 from lightserve.worker.sampling.sampler import sample
 from lightserve.worker.sampling.table import SamplingTable
 
@@ -62,6 +63,7 @@ def make_step(
     table.update([AddSequence(row, [], params, HISTORY // 2, [2]) for row in rows])
     known = torch.randint(0, vocab_size, (num_rows, HISTORY + 1), dtype=torch.int32).to(device)
     positions = torch.full((num_rows,), HISTORY, device=device)
+    counts = KnownCounts(num_rows, vocab_size, device)
     num_steps = 1
     if device.type != "cpu":
         num_steps += CACHE_BYTES // (4 * num_rows * vocab_size)
@@ -71,7 +73,8 @@ def make_step(
     def step() -> None:
         nonlocal number
         number += 1
-        batch = SamplingBatch(table.rows(rows, queue.upload), positions, known)
+        batch = SamplingBatch(table.rows(rows, queue.upload), positions, known, known_counts=counts)
+        counts.num_counted.fill_(HISTORY - 1)  # a token more in every step
         sample(logits[number % num_steps], batch)
 
     return step

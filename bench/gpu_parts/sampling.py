@@ -20,6 +20,7 @@ from lightserve.messages.router_worker import AddSequence
 from lightserve.types import RowId, SamplingParams
 from lightserve.worker.device_queue import make_queue
 from lightserve.worker.sampling.interface import Sampled, SamplingBatch
+from lightserve.worker.sampling.known_counts import KnownCounts
 from lightserve.worker.sampling.sampler import sample
 from lightserve.worker.sampling.table import SamplingTable
 
@@ -57,12 +58,13 @@ def run(bench: Bench) -> None:
 def _compare(
     bench: Bench, name: str, options: Mapping[str, Any], logits: Tensor, token_ids: Tensor
 ) -> None:
-    batch = _batch(options, token_ids, logits.device)
+    vocab_size = logits.shape[1]
+    batch = _batch(options, token_ids, vocab_size, logits.device)
     on_device, seconds = (
         sample(logits, batch),
         bench.machine.median_s(lambda _: sample(logits, batch)),
     )
-    on_host = sample(logits.cpu(), _batch(options, token_ids, torch.device("cpu")))
+    on_host = sample(logits.cpu(), _batch(options, token_ids, vocab_size, torch.device("cpu")))
     same = on_device.token_ids.cpu() == on_host.token_ids
     different = 100 * float((~same).float().mean())
     error = _logprob_error(on_device, on_host)
@@ -72,7 +74,9 @@ def _compare(
     bench.rows.figure(name, 1e3 * seconds, "ms")
 
 
-def _batch(options: Mapping[str, Any], token_ids: Tensor, device: torch.device) -> SamplingBatch:
+def _batch(
+    options: Mapping[str, Any], token_ids: Tensor, vocab_size: int, device: torch.device
+) -> SamplingBatch:
     """Return what a step whose rows all have `options` samples by."""
     num_rows, length = token_ids.shape
     table, queue = SamplingTable(num_rows), make_queue(device)
@@ -92,7 +96,8 @@ def _batch(options: Mapping[str, Any], token_ids: Tensor, device: torch.device) 
     positions, known = queue.upload(
         [np.full(num_rows, length - 1, dtype=np.int64), token_ids.numpy()]
     )
-    return SamplingBatch(rows, positions, known)
+    counts = None if device.type == "cpu" else KnownCounts(num_rows, vocab_size, device)
+    return SamplingBatch(rows, positions, known, known_counts=counts)
 
 
 def _logprob_error(one: Sampled, other: Sampled) -> float:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from lightserve.worker.host_pool import HostPool
 from lightserve.worker.kv_pool import KVPool
 from lightserve.worker.pending import Drawn, Pending, PromptLogprobs, StepMarks
 from lightserve.worker.sampling.interface import LogprobTensors, SamplingBatch
+from lightserve.worker.sampling.known_counts import KnownCounts
 from lightserve.worker.sampling.logprobs import PROMPT_ROWS, logprob_tensors
 from lightserve.worker.sampling.sampler import sample
 from lightserve.worker.sampling.table import SamplingTable
@@ -79,6 +81,10 @@ class ModelRunner:
             max_num_seqs, model.context_len, queue, scratch_slot=pool.num_slots
         )
         self._sampling = SamplingTable(max_num_seqs)
+        self._known_counts: KnownCounts | None = None
+        if queue.device.type != "cpu" and tp.rank == 0:
+            vocab_size = model.config.vocab_size
+            self._known_counts = KnownCounts(max_num_seqs, vocab_size, queue.device)
         self._generation = generation
         self._constraints = constraints
         self._graphs: DecodeGraphs | None = None
@@ -159,7 +165,7 @@ class ModelRunner:
         self._host_pool.check(plan)
         copies = self._host_pool.begin(plan)
         inputs = self._table.begin(plan)
-        self._sampling.update(plan.sequences)
+        self._begin_sampling(plan)
         masks = None if before_sampling is not None else self._begin_masks(plan, inputs)
         passed = self._forward(inputs)
         if before_sampling is not None:
@@ -219,6 +225,12 @@ class ModelRunner:
             if not self._host_pool.overlaps_copies:
                 self._free_since = self._queue.mark()
 
+    def _begin_sampling(self, plan: StepPlan) -> None:
+        """Take in how a plan's new sequences are sampled."""
+        rows = self._sampling.update(plan.sequences)
+        if rows and self._known_counts is not None:
+            self._known_counts.begin(self._queue.upload([np.array(rows, dtype=np.int64)])[0])
+
     def _begin_masks(self, plan: StepPlan, inputs: StepInputs) -> Callable[[], StepMasks] | None:
         """Start on what constrained rows may draw; None: there are none."""
         if self._constraints is None:
@@ -259,6 +271,7 @@ class ModelRunner:
             inputs.tensors.sampled_positions,
             self._table.token_ids,
             None if allowed is None else allowed.upload(len(rows), queue.upload),
+            self._known_counts,
         )
         sampled = sample(logits, batch)
         token_ids = self._tp.broadcast(sampled.token_ids)

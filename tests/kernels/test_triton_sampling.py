@@ -16,17 +16,20 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support.sampled_rows import History, barred_tokens, extreme_rows, make_batch
+from support.sampled_rows import History, barred_tokens, extreme_rows, make_batch, upload
 from torch import Tensor
 
 from lightserve.kernels.triton import sampling, sampling_adjust, sampling_scan, sampling_search
-from lightserve.types import SamplingParams
+from lightserve.messages.router_worker import AddSequence
+from lightserve.types import RowId, SamplingParams
 from lightserve.worker.sampling.adjustments import adjust
 from lightserve.worker.sampling.device import _adjusted, logprobs_on_device, sample_on_device
 from lightserve.worker.sampling.host import sample_on_host
 from lightserve.worker.sampling.interface import SamplingBatch
+from lightserve.worker.sampling.known_counts import KnownCounts
 from lightserve.worker.sampling.logprobs import logprob_tensors
 from lightserve.worker.sampling.random_draw import sequence_state, uniform
+from lightserve.worker.sampling.table import SamplingTable
 
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -300,8 +303,82 @@ def test_options_change_logits_as_on_the_cpu(has_constraint: bool) -> None:
     assert torch.equal(tokens.is_finite, expected.is_finite)
     assert torch.equal(tokens.token_ids, expected.token_ids)
     # The test can tell: another count, another range of the prompt.
-    others = replace(batch, positions=batch.positions - 1)
+    fresh = KnownCounts(len(params) + 2, 300, torch.device("cpu"))
+    others = replace(batch, positions=batch.positions - 1, known_counts=fresh)
     assert not torch.equal(_adjusted(logits, others), on_device)
+
+
+class PenaltyScene:
+    """Rows of a table whose sequences come, draw, rest and leave; both samplers look at them."""
+
+    def __init__(self) -> None:
+        self.table, self.vocab_size = SamplingTable(4), 40
+        self.token_ids = torch.full((5, 30), -1, dtype=torch.int32)
+        self.lengths = [0] * 4
+        self.counts = KnownCounts(4, self.vocab_size, torch.device("cpu"))
+        self._rng = np.random.default_rng(0)
+
+    def begin(self, row: int, params: SamplingParams, tokens: Sequence[int], prompt: int) -> None:
+        """Put a sequence into a row, whatever is there."""
+        self.token_ids[row] = -1
+        self.token_ids[row, : len(tokens)] = torch.tensor(tokens)
+        self.lengths[row] = len(tokens)
+        begun = self.table.update([AddSequence(RowId(row), [], params, prompt, [])])
+        assert begun == ([row] if params in PENALTIES else [])
+        self.counts.begin(torch.tensor(begun, dtype=torch.int64))
+
+    def known(self, row: int) -> list[int]:
+        return self.token_ids[row, : self.lengths[row]].tolist()
+
+    def difference(self, *rows: int, unready: Sequence[int] = ()) -> float:
+        """Sample rows and return how far the logits are apart; the unready get no token."""
+        batch = SamplingBatch(
+            self.table.rows([RowId(row) for row in rows], upload),
+            torch.tensor([self.lengths[row] for row in rows]),
+            self.token_ids,
+            known_counts=self.counts,
+        )
+        logits = torch.from_numpy(self._rng.normal(size=(len(rows), self.vocab_size))).float()
+        found, expected = _adjusted(logits, batch), adjust(logits, batch)
+        assert batch.rows.adjustments is not None
+        expected = expected[batch.rows.adjustments.indices]
+        for row in rows:
+            self.token_ids[row, self.lengths[row]] = int(self._rng.integers(12))
+            self.lengths[row] += row not in unready
+        return float((found - expected).abs().max())
+
+
+PENALTIES = [
+    SamplingParams(repetition_penalty=1.3),
+    SamplingParams(frequency_penalty=0.4, presence_penalty=-0.3),
+    SamplingParams(repetition_penalty=0.8, presence_penalty=0.5),
+]
+
+
+def test_counts_are_kept_and_right_whatever_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the CPU, which counts all known tokens anew in every step."""
+    for name, value in {"CHUNK": 64, "COUNT_PARTS": 2, "COUNT_TILE": 4}.items():
+        monkeypatch.setattr(sampling_adjust, name, value)
+    scene, plain = PenaltyScene(), SamplingParams(logit_bias=((3, 1.0),))
+    scene.begin(0, PENALTIES[0], [1, 2, 3, 1, 4], 5)
+    scene.begin(1, plain, [5, 6], 2)
+    scene.begin(2, PENALTIES[1], [7, 7, 8, 9, 7, 8], 3)
+    steps: list[tuple[int, ...]] = [(0, 1, 2), (0, 2), (2,), (2, 0)]
+    assert max(scene.difference(*rows) for rows in steps) < 1e-5
+    assert scene.difference(0, 2, unready=[0]) < 1e-5
+    assert scene.difference(0, 2) < 1e-5, "a token was drawn once more"
+    # The first leaves its row to another and comes back in a row of its own, further on.
+    known = scene.known(0)
+    scene.begin(0, plain, [2, 3], 2)
+    assert scene.difference(0, 2) < 1e-5
+    scene.begin(3, PENALTIES[0], [*known, 11], 5)
+    scene.begin(1, PENALTIES[2], [1, 1, 1], 1)
+    assert max(scene.difference(*rows) for rows in [(0, 1, 2, 3), (3, 1)]) < 1e-5
+    scene.begin(0, PENALTIES[2], known, 4)
+    assert scene.difference(3, 0) < 1e-5
+    # What is counted is not looked at again: the CPU alone sees a change there.
+    scene.token_ids[3, 0] = 39
+    assert scene.difference(3) > 0.01
 
 
 @pytest.mark.usefixtures("_small_blocks")

@@ -32,6 +32,7 @@ from lightserve.types import RowId, SamplingParams
 from lightserve.worker.constraints import StepMasks
 from lightserve.worker.sampling.host import sample_on_host
 from lightserve.worker.sampling.interface import SamplingBatch, Tokens
+from lightserve.worker.sampling.known_counts import KnownCounts
 from lightserve.worker.sampling.table import SamplingTable
 
 
@@ -44,6 +45,8 @@ class History:
     eos_token_ids: Sequence[int] = ()
 
 
+MAX_VOCAB = 9001
+"""Of rows that a GPU's sampler changes."""
 _LEAST = 5e-324
 """The smallest number above 0."""
 EXTREMES: dict[str, tuple[Any, list[Any]]] = {
@@ -132,7 +135,10 @@ def make_batch(
             for index, history in enumerate(histories)
         ]
     )
-    batch = SamplingBatch(table.rows(rows, upload), torch.tensor(at), token_ids)
+    counts = KnownCounts(num_rows + 2, MAX_VOCAB, torch.device("cpu"))
+    batch = SamplingBatch(
+        table.rows(rows, upload), torch.tensor(at), token_ids, known_counts=counts
+    )
     if allowed is None:
         return batch
     bits = np.packbits(allowed.numpy(), axis=1, bitorder="little")

@@ -1,10 +1,10 @@
 """Rows whose options change their logits: copies of them, changed.
 
-    count    known tokens of rows with penalties, into a count per token of the vocabulary
+    count    what is newly known in rows with penalties, into a count per token of the vocabulary
     adjust   each of the rows: penalties, tokens that are not allowed, no end before min_tokens
 
-Nothing is kept between steps: a recomputed row gets the same logits. A logit_bias is added by
-torch before, in a copy of its own.
+Counts alone are kept between steps, and are a function of the known tokens: a recomputed row gets
+the same logits. A logit_bias is added by torch before, in a copy of its own.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ def count_kernel(
     frequency_ptr,
     presence_ptr,
     counts_ptr,
+    num_counted_ptr,
     width,
-    vocab_size,
+    stride,
     TILE: tl.constexpr,
     NUM_PARTS: tl.constexpr,
 ):
-    """NUM_PARTS programs per row: count known tokens, int32 [A, V], zero before.
+    """NUM_PARTS programs per row: add known tokens that are not counted yet to the row's counts.
 
-    Bits 0 to 29: how often in the output; bit 30: whether in the prompt.
+    Bits 0 to 29: how often in the output; bit 30: whether in the prompt. `adjust_kernel` notes
+    what is counted, when all programs have read what was.
     """
     part, changed = tl.program_id(0), tl.program_id(1)
     index = tl.load(indices_ptr + changed)
@@ -52,9 +54,11 @@ def count_kernel(
     if is_wanted:
         num_prompt = tl.load(num_prompt_ptr + changed)
         num_known = tl.load(positions_ptr + index).to(tl.int32)
-        known = token_ids_ptr + tl.load(rows_ptr + index) * width
-        counts = counts_ptr + changed.to(tl.int64) * vocab_size
-        for start in range(part * TILE, num_known, NUM_PARTS * TILE):
+        row = tl.load(rows_ptr + index)
+        known = token_ids_ptr + row * width
+        counts = counts_ptr + row * stride
+        first = tl.load(num_counted_ptr + row) + part * TILE
+        for start in range(first, num_known, NUM_PARTS * TILE):
             at = start + tl.arange(0, TILE)
             tokens = tl.load(known + at, mask=at < num_known, other=0)
             tl.atomic_or(counts + tokens, _IN_PROMPT, mask=at < tl.minimum(num_prompt, num_known))
@@ -81,6 +85,7 @@ def _allowed(bits, tokens, num_words):
 def adjust_kernel(
     from_ptr,
     out_ptr,
+    rows_ptr,
     positions_ptr,
     indices_ptr,
     num_prompt_ptr,
@@ -94,7 +99,9 @@ def adjust_kernel(
     mask_rows_ptr,
     mask_bits_ptr,
     counts_ptr,
+    num_counted_ptr,
     stride,
+    counts_stride,
     vocab_size,
     num_eos,
     num_allowed_words,
@@ -119,13 +126,19 @@ def adjust_kernel(
     x = tl.load(from_ptr + source * stride + tokens, mask=inside, other=0.0).to(tl.float32)
     is_fine = tl.abs(x) < float("inf")
     at = changed.to(tl.int64) * vocab_size + tokens
+    position = tl.load(positions_ptr + index)
     if has_counts != 0:
-        counts = tl.load(counts_ptr + at, mask=inside, other=0)
         repetition = tl.load(repetition_ptr + changed)
-        x = tl.where(counts > 0, tl.where(x > 0.0, x / repetition, x * repetition), x)
-        in_output = (counts & (_IN_PROMPT - 1)).to(tl.float32)
-        penalty = tl.load(frequency_ptr + changed) * in_output + tl.load(presence_ptr + changed)
-        x = tl.where(in_output > 0.0, x - penalty, x)
+        frequency = tl.load(frequency_ptr + changed)
+        presence = tl.load(presence_ptr + changed)
+        if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
+            row = tl.load(rows_ptr + index)
+            counts = tl.load(counts_ptr + row * counts_stride + tokens, mask=inside, other=0)
+            x = tl.where(counts > 0, tl.where(x > 0.0, x / repetition, x * repetition), x)
+            in_output = (counts & (_IN_PROMPT - 1)).to(tl.float32)
+            x = tl.where(in_output > 0.0, x - (frequency * in_output + presence), x)
+            if chunk == 0:
+                tl.store(num_counted_ptr + row, position.to(tl.int32))
     allowed_row = tl.load(allowed_rows_ptr + changed)
     if allowed_row >= 0:
         bits = allowed_bits_ptr + allowed_row.to(tl.int64) * num_allowed_words
@@ -135,7 +148,7 @@ def adjust_kernel(
         if mask_row >= 0:
             bits = mask_bits_ptr + mask_row.to(tl.int64) * num_mask_words
             x = tl.where(_allowed(bits, tokens, num_mask_words), x, -float("inf"))
-    num_output = tl.load(positions_ptr + index) - tl.load(num_prompt_ptr + changed)
+    num_output = position - tl.load(num_prompt_ptr + changed)
     if num_output < tl.load(min_tokens_ptr + changed):
         for number in range(0, num_eos):
             end = tl.load(eos_ptr + changed * num_eos + number)
@@ -166,6 +179,10 @@ class Changes:
     rows: Tensor
     positions: Tensor
     token_ids: Tensor
+    counts: Tensor
+    """int32 [rows of the table, at least V], kept: see `count_kernel`."""
+    num_counted: Tensor
+    """int32 [rows of the table], known tokens that are counted."""
     mask_rows: Tensor | None
     mask_bits: Tensor | None
 
@@ -183,11 +200,13 @@ def adjust(own: Tensor, changes: Changes) -> Tensor:
         out.view(-1).scatter_add_(0, place, changes.bias_values)  # each place once
     else:
         out = own.new_empty(num_changed, vocab_size, dtype=torch.float32)
-    counts = _counts(own, changes) if changes.has_penalties else None
+    if changes.has_penalties:
+        _count(changes)
     masks, bits = changes.mask_rows, changes.mask_bits
     adjust_kernel[triton.cdiv(vocab_size, CHUNK), num_changed](
         out if has_bias else own,
         out,
+        changes.rows,
         changes.positions,
         changes.indices,
         changes.num_prompt_tokens,
@@ -200,13 +219,15 @@ def adjust(own: Tensor, changes: Changes) -> Tensor:
         changes.allowed_bits,
         changes.allowed_rows if masks is None else masks,
         changes.allowed_bits if bits is None else bits,
-        changes.allowed_bits if counts is None else counts,
+        changes.counts,
+        changes.num_counted,
         vocab_size if has_bias else own.stride(0),
+        changes.counts.stride(0),
         vocab_size,
         changes.eos_token_ids.shape[1],
         changes.allowed_bits.shape[1],
         0 if bits is None else bits.shape[1],
-        int(counts is not None),
+        int(changes.has_penalties),
         int(masks is not None),
         IS_OWN=not has_bias,
         CHUNK=CHUNK,
@@ -216,11 +237,9 @@ def adjust(own: Tensor, changes: Changes) -> Tensor:
     return out
 
 
-def _counts(own: Tensor, changes: Changes) -> Tensor:
-    """Return how often each token is known, int32 [A, V], as `count_kernel` has it."""
-    num_changed, vocab_size = len(changes.indices), own.shape[1]
-    counts = own.new_zeros(num_changed, vocab_size, dtype=torch.int32)
-    count_kernel[COUNT_PARTS, num_changed](
+def _count(changes: Changes) -> None:
+    """Count what is newly known in rows with penalties."""
+    count_kernel[COUNT_PARTS, len(changes.indices)](
         changes.token_ids,
         changes.rows,
         changes.positions,
@@ -229,12 +248,12 @@ def _counts(own: Tensor, changes: Changes) -> Tensor:
         changes.repetition,
         changes.frequency,
         changes.presence,
-        counts,
+        changes.counts,
+        changes.num_counted,
         changes.token_ids.stride(0),
-        vocab_size,
+        changes.counts.stride(0),
         TILE=COUNT_TILE,
         NUM_PARTS=COUNT_PARTS,
         num_warps=4,
         enable_fp_fusion=True,
     )
-    return counts

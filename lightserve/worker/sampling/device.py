@@ -36,8 +36,8 @@ def sample_on_device(logits: Tensor, batch: SamplingBatch) -> Tokens:
 
 
 def _adjusted(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    options, masks = batch.rows.adjustments, batch.masks
-    assert options is not None
+    options, masks, known = batch.rows.adjustments, batch.masks, batch.known_counts
+    assert options is not None and known is not None
     changes = Changes(
         indices=options.indices,
         num_prompt_tokens=options.num_prompt_tokens,
@@ -55,6 +55,8 @@ def _adjusted(logits: Tensor, batch: SamplingBatch) -> Tensor:
         rows=batch.rows.rows,
         positions=batch.positions,
         token_ids=batch.token_ids,
+        counts=known.counts,
+        num_counted=known.num_counted,
         mask_rows=None if masks is None else masks.rows,
         mask_bits=None if masks is None else masks.bits,
     )

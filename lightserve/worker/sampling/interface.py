@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from lightserve.worker.sampling.known_counts import KnownCounts
+
 
 @dataclass(frozen=True, eq=False)
 class Adjustments:
@@ -116,6 +118,8 @@ class SamplingBatch:
     token_ids: Tensor
     """int32 [at least max_num_seqs, max_model_len + 1], known tokens of each row of the table."""
     masks: RowMasks | None = None
+    known_counts: KnownCounts | None = None
+    """Of the token table's rows; the CPU has none and counts anew."""
 
 
 class LogprobTensors(NamedTuple):

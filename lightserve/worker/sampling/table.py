@@ -80,8 +80,8 @@ class SamplingTable:
         self._asked: list[RowId] = []
         self._found: SampledRows | None = None
 
-    def update(self, sequences: Sequence[AddSequence]) -> None:
-        """Take in a plan's new sequences."""
+    def update(self, sequences: Sequence[AddSequence]) -> list[RowId]:
+        """Take in a plan's new sequences and return the rows of those that have penalties."""
         for sequence in sequences:
             params = sequence.sampling
             changes = is_adjusted(params) or sequence.constraint is not None
@@ -90,6 +90,8 @@ class SamplingTable:
             if changes:
                 self._lists[sequence.row] = _as_lists(params, sequence.eos_token_ids)
             self._found = None
+        rows = [sequence.row for sequence in sequences]
+        return [rows[index] for index in _has_penalties(self._columns[rows]).nonzero()[0]]
 
     def rows(self, rows: Sequence[RowId], upload: Upload) -> SampledRows:
         """Return the parameters of the rows that a step samples, L >= 1, on the device."""
@@ -116,7 +118,7 @@ class SamplingTable:
         if len(indices):
             adjustments = Adjustments(
                 *tensors[num_common:],
-                has_penalties=_has_penalties(columns[indices]),
+                has_penalties=bool(_has_penalties(columns[indices]).any()),
                 allowed_token_ids=[p.allowed_token_ids for p in lists if len(p.allowed_bits)],
             )
         return SampledRows(
@@ -170,9 +172,9 @@ def _pack(token_ids: Sequence[int]) -> npt.NDArray[np.uint32]:
     return np.packbits(is_set, bitorder="little").view(np.uint32)
 
 
-def _has_penalties(columns: npt.NDArray[np.void]) -> bool:
+def _has_penalties(columns: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     is_neutral = (columns["repetition"] == 1) & (columns["frequency"] == 0)
-    return not bool((is_neutral & (columns["presence"] == 0)).all())
+    return ~(is_neutral & (columns["presence"] == 0))
 
 
 def _adjustment_arrays(
