@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -189,3 +192,56 @@ def test_nothing_is_measured_off_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         tune_kernels(kernels, make_shapes(), device, mode=mode, is_shown=False)
     assert kernels.configs is before
     assert isinstance(before, AttentionConfigs)
+
+
+def test_candidates_are_compiled_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many at a time as there are cores; what does not run here is left to the measurement."""
+    devices: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(devices.append(device)))
+    gpu, together = torch.device("cuda", 1), threading.Barrier(3)
+    running, most = 0, 0
+    lock = threading.Lock()
+
+    def call(number: int) -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        together.wait(timeout=60)  # nothing goes on until three are here
+        with lock:
+            running -= 1
+        if number % 3 == 0:
+            raise OutOfResources(9, 8, "registers")
+
+    tuning.compile_ahead([partial(call, number) for number in range(6)], gpu, num_threads=3)
+    assert most == 3 and devices == [gpu] * 6
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: 7")
+
+    with pytest.raises(RuntimeError, match="CUDA error: 7"):
+        tuning.compile_ahead([fail], gpu, num_threads=3)
+
+
+def test_on_a_gpu_every_candidate_is_compiled_before_one_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(
+        tuning, "compile_ahead", lambda some, device, num_threads: calls.append(len(some))
+    )
+    monkeypatch.setattr(tuning, "Scenery", lambda *args, **options: FakeScenery())
+    monkeypatch.setattr(tuning, "gpu_of", lambda device: GPUS[0])
+    work = works(make_shapes())[0]
+    choose(work, 40, torch.device("cuda", 0), lambda call: 1.0 + len(calls))
+    num_configs = len(
+        dict.fromkeys([default_decode(work.shape, GPUS[0]), *tuning.candidates(work, GPUS[0])])
+    )
+    assert calls == [num_configs] * len(scenes(work, 40)) and num_configs > 2
+
+
+class FakeScenery:
+    """Calls that do nothing."""
+
+    def call(self, config: tuning.Config) -> tuning.Call:
+        return lambda: None

@@ -12,6 +12,7 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -146,8 +147,11 @@ def choose(work: Work, context_len: int, device: torch.device, timer: Timer) -> 
     times: dict[Config, list[float]] = {config: [] for config in configs}
     for scene in scenes(work, context_len):
         scenery = Scenery(work, scene, device, width=context_len + 1)
-        for config in list(times):
-            time_s = _time(scenery.call(config), timer)
+        calls = {config: scenery.call(config) for config in times}
+        if device.type == "cuda":
+            compile_ahead(list(calls.values()), device, num_threads=torch.get_num_threads())
+        for config, call in calls.items():
+            time_s = _time(call, timer)
             if time_s is None:
                 del times[config]
             else:
@@ -159,6 +163,21 @@ def choose(work: Work, context_len: int, device: torch.device, timer: Timer) -> 
     best_us, default_us = (1e6 * means.get(config, 0.0) for config in (best, default))
     log.info("%s: %s, %.0f us (built in: %.0f)", work.name, best, best_us, default_us)
     return Choice(work.name, asdict(best), best_us, default_us)
+
+
+def compile_ahead(calls: Sequence[Call], device: torch.device, *, num_threads: int) -> None:
+    """Make each call once, several at a time, as the first one compiles what it launches.
+
+    Compilers run beside each other, most of the time without Python's lock. Ranks share the cores:
+    `num_threads` are this one's.
+    """
+
+    def first(call: Call) -> None:
+        with torch.cuda.device(device):  # a thread begins on the first GPU
+            _time(call, _once)
+
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as threads:
+        list(threads.map(first, calls))
 
 
 def default_config(work: Work, gpu: Gpu) -> Config:
@@ -266,6 +285,12 @@ def cuda_timer(call: Call) -> float:
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
     return statistics.median(times)
+
+
+def _once(call: Call) -> float:
+    """Make a call without a look at the clock."""
+    call()
+    return 0.0
 
 
 def _time(call: Call, timer: Timer) -> float | None:
