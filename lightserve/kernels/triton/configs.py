@@ -182,9 +182,10 @@ def _prefills(shape: AttentionShape, gpu: Gpu) -> list[PrefillConfig]:
             PrefillConfig(64, 32, 4, 2),
         ]
     wide = [PrefillConfig(128, 32, 8, 3)] if has_wgmma else []
+    if gpu.capability != 100:  # there they spill registers
+        wide.append(PrefillConfig(128, 32, 8, 2))
     return [
         *wide,
-        PrefillConfig(128, 32, 8, 2),
         PrefillConfig(64, 32, 8, 2),
         PrefillConfig(64, 16, 4, 2),
     ]

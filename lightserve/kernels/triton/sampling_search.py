@@ -143,21 +143,9 @@ def _search(
     while is_open:
         pivot = (low >> 1) + (high >> 1) + (low & high & 1)
         number, weight, above, below = measure(
-            own,
-            adjusted,
-            source,
-            IS_ADJUSTED,
-            keys_ptr,
-            size,
-            is_all,
-            pivot,
-            top,
-            temperature,
-            min_p,
-            vocab_size,
-            CANDIDATES,
-            TILE,
-        )
+            own, adjusted, source, IS_ADJUSTED, keys_ptr, size, is_all, pivot, top, temperature,
+            min_p, vocab_size, CANDIDATES, TILE,
+        )  # fmt: skip
         number += more
         weight += more_weight
         is_less = weight < limit
@@ -174,20 +162,9 @@ def _search(
         if is_open & is_all & (number_above_low - number_above <= CANDIDATES):
             keys_ptr = keys_ptr + CANDIDATES  # its room, behind the row's candidates
             _collect(
-                own,
-                adjusted,
-                source,
-                IS_ADJUSTED,
-                keys_ptr,
-                number_ptr,
-                vocab_size,
-                low,
-                high,
-                top,
-                temperature,
-                min_p,
-                TILE,
-            )
+                own, adjusted, source, IS_ADJUSTED, keys_ptr, number_ptr, vocab_size, low, high,
+                top, temperature, min_p, TILE,
+            )  # fmt: skip
             size = number_above_low - number_above
             is_all = is_all & False
             more = number_above
@@ -323,25 +300,10 @@ def _draw_top(
     )
     is_all = are_enough == 0
     lowest, kept = _lowest_kept(
-        own,
-        adjusted,
-        source,
-        IS_ADJUSTED,
-        keys_ptr,
-        number_ptr + 1,
-        tl.where(is_all, vocab_size, number),
-        is_all,
-        highest,
-        top_k,
-        top_p,
-        everything,
-        top,
-        temperature,
-        min_p,
-        vocab_size,
-        CANDIDATES,
-        TILE,
-    )
+        own, adjusted, source, IS_ADJUSTED, keys_ptr, number_ptr + 1,
+        tl.where(is_all, vocab_size, number), is_all, highest, top_k, top_p, everything, top,
+        temperature, min_p, vocab_size, CANDIDATES, TILE,
+    )  # fmt: skip
     target = tl.minimum(number_drawn * kept, kept * BELOW_ONE)
     # Candidates that are not enough for top-p have most of its weight all the same.
     is_all = is_all & (target >= weight)
