@@ -174,7 +174,8 @@ def _pack(token_ids: Sequence[int]) -> npt.NDArray[np.uint32]:
 
 def _has_penalties(columns: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     is_neutral = (columns["repetition"] == 1) & (columns["frequency"] == 0)
-    return ~(is_neutral & (columns["presence"] == 0))
+    has_any: npt.NDArray[np.bool_] = ~(is_neutral & (columns["presence"] == 0))
+    return has_any
 
 
 def _adjustment_arrays(
