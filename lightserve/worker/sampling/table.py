@@ -54,7 +54,9 @@ class _Lists(NamedTuple):
     allowed_token_ids: npt.NDArray[np.int64]
     """Empty: all are allowed."""
     allowed_bits: npt.NDArray[np.uint32]
-    bad_words: tuple[tuple[int, ...], ...]
+    word_starts: npt.NDArray[np.int32]
+    """As in `Adjustments`, as wide as the row's longest bad word needs."""
+    word_ends: npt.NDArray[np.int64]
 
 
 def is_adjusted(params: SamplingParams) -> bool:
@@ -159,8 +161,19 @@ def _as_lists(params: SamplingParams, eos_token_ids: Sequence[int]) -> _Lists:
         np.array(values, dtype=np.float32),
         np.array(params.allowed_token_ids, dtype=np.int64),
         _pack(params.allowed_token_ids),
-        params.bad_words,
+        *_words(params.bad_words),
     )
+
+
+def _words(
+    bad_words: Sequence[tuple[int, ...]],
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Return `word_starts` and `word_ends` of a row."""
+    width = max(map(len, bad_words), default=1) - 1
+    starts = np.full((len(bad_words), width), -1, dtype=np.int32)
+    for number, word in enumerate(bad_words):
+        starts[number, width + 1 - len(word) :] = word[:-1]
+    return starts, np.array([word[-1] for word in bad_words], dtype=np.int64)
 
 
 def _pack(token_ids: Sequence[int]) -> npt.NDArray[np.uint32]:
@@ -208,10 +221,12 @@ def _adjustment_arrays(
 
 def _word_arrays(lists: Sequence[_Lists]) -> list[npt.NDArray[Any]]:
     """Return `word_rows`, `word_starts` and `word_ends`."""
-    words = [(row, word) for row, part in enumerate(lists) for word in part.bad_words]
-    width = max((len(word) for _, word in words), default=1) - 1
-    starts = np.full((len(words), width), -1, dtype=np.int32)
-    for number, (_, word) in enumerate(words):
-        starts[number, width + 1 - len(word) :] = word[:-1]
-    rows = np.array([row for row, _ in words], dtype=np.int64)
-    return [rows, starts, np.array([word[-1] for _, word in words], dtype=np.int64)]
+    rows = np.repeat(np.arange(len(lists)), [len(part.word_ends) for part in lists])
+    width = max(part.word_starts.shape[1] for part in lists)
+    starts = np.full((len(rows), width), -1, dtype=np.int32)
+    begin = 0
+    for part in lists:
+        num_words, own_width = part.word_starts.shape
+        starts[begin : begin + num_words, width - own_width :] = part.word_starts
+        begin += num_words
+    return [rows, starts, np.concatenate([part.word_ends for part in lists])]
