@@ -28,9 +28,9 @@ from support.tiny_models import (
 )
 from torch import Tensor
 
-from lightserve.kernels.select import make_kernels
+from lightserve.kernels.select import make_kernels, missing_core
 
-KERNELS = ("reference", "torch")
+KERNELS = ("reference", "torch", *(() if missing_core() else ("native",)))
 BF16_LOGPROB = 0.3
 """No contract, but several times what is measured: a gross error would exceed it."""
 
