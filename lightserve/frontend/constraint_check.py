@@ -6,6 +6,7 @@ Requests with the same one wait for the same check, however many come before it 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import threading
 import time
@@ -16,6 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from lightserve.errors import GrammarError, InvalidRequest
+from lightserve.frontend.backlog import Backlog
 from lightserve.frontend.failures import overloaded
 from lightserve.messages.common import Constraint, GrammarConstraint
 from lightserve.structured.limits import is_gbnf, yield_to_others
@@ -59,6 +61,8 @@ class _Check:
 
     thread: _Thread
     work: asyncio.Future[str | None]
+    waiting: list[Constraint]
+    """It, until the thread takes it: its place among what threads have yet to do may stay."""
     num_waiting: int = 0
 
 
@@ -76,8 +80,7 @@ class ConstraintChecker:
         self._checks: dict[bytes, _Check] = {}
         self._known: OrderedDict[bytes, str | None] = OrderedDict()
         """By digest: what is wrong with a constraint, None if nothing is."""
-        self._num_translated = 0
-        """Grammars that are being translated, or wait for that."""
+        self._translations = Backlog(max_items=MAX_WAITING)
 
     async def in_lark(self, constraint: Constraint, *, param: str) -> Constraint:
         """Return a grammar in Lark's notation, and every other constraint as it is.
@@ -88,16 +91,13 @@ class ConstraintChecker:
         """
         if not (isinstance(constraint, GrammarConstraint) and is_gbnf(constraint.grammar)):
             return constraint
-        if self._num_translated >= MAX_WAITING:
-            raise overloaded()
-        self._num_translated += 1
-        loop = asyncio.get_running_loop()
+        grammar = constraint.grammar
         try:
-            lark = await loop.run_in_executor(self._threads, _lark_of, constraint.grammar)
+            lark = await self._translations.in_thread(
+                self._threads, functools.partial(_lark_of, grammar), len(grammar)
+            )
         except GrammarError as error:
             raise _refusal(param, str(error)) from None
-        finally:
-            self._num_translated -= 1
         return GrammarConstraint(grammar=lark)
 
     async def check(self, constraint: Constraint, *, param: str) -> None:
@@ -133,18 +133,19 @@ class ConstraintChecker:
             check.num_waiting -= 1
             if check.num_waiting == 0:
                 check.work.cancel()  # nobody wants it any more, if it has not ended
+                check.waiting.clear()
                 del self._checks[key]
 
     def _begin(self, constraint: Constraint) -> _Check:
         """Hand a constraint to a thread."""
-        loop, thread = asyncio.get_running_loop(), _Thread()
+        loop, thread, waiting = asyncio.get_running_loop(), _Thread(), [constraint]
 
         def work() -> str | None:
             thread.begin()
             loop.call_soon_threadsafe(thread.begun.set)
-            return self._complaint(constraint)
+            return self._complaint(waiting.pop())
 
-        return _Check(thread, loop.run_in_executor(self._threads, work))
+        return _Check(thread, loop.run_in_executor(self._threads, work), waiting)
 
     # ------------------------------------------------------------------ in a thread
 

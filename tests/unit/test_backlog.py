@@ -21,7 +21,7 @@ from lightserve.frontend.backlog import MAX_ITEMS, Backlog
 from lightserve.frontend.constraint_check import ConstraintChecker
 from lightserve.frontend.failures import RequestFailed
 from lightserve.frontend.prompts import BYTES_PER_ID
-from lightserve.messages.common import Constraint, RegexConstraint
+from lightserve.messages.common import Constraint, GrammarConstraint, RegexConstraint
 from lightserve.messages.frontend_router import RequestDelta, TokenDelta
 from lightserve.types import FinishReason
 
@@ -253,5 +253,36 @@ def test_a_prompt_that_waits_takes_four_bytes_a_token() -> None:
             text = "word and another, " * 500
             token_ids = await setup.service.encoder.encode_text(text, param="prompt")
             assert sys.getsizeof(token_ids) <= 4 * len(token_ids) + 128
+
+    asyncio.run(scenario())
+
+
+def test_a_constraint_that_is_given_up_before_its_check_is_forgotten() -> None:
+    """Megabytes of it would stay until the threads come to its place."""
+
+    class Long(str):
+        """A text that can be looked at from outside."""
+
+    async def scenario() -> None:
+        checker, gate = ConstraintChecker(), threading.Event()
+        try:
+            for _ in range(constraint_check.NUM_THREADS):
+                checker._threads.submit(gate.wait)
+            for kind in (RegexConstraint, GrammarConstraint):
+                text = Long("root ::= " + "x" * 1000)
+                seen = weakref.ref(text)
+                constraint: Any = kind(text)
+                check = checker.in_lark if kind is GrammarConstraint else checker.check
+                task = asyncio.create_task(check(constraint, param="regex"))
+                await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait({task})
+                await asyncio.sleep(0)
+                del text, constraint, task
+                gc.collect()
+                assert seen() is None, kind
+        finally:
+            gate.set()
+            checker.close()
 
     asyncio.run(scenario())
