@@ -133,7 +133,8 @@ class DecodeGraphs:
             tables.token_ids[:num_rows, :2].copy_(tokens)
             tables.req_to_slot[:num_rows, :2].copy_(torch.arange(2 * num_rows).view(-1, 2))
             rows = torch.arange(num_rows, device=device)
-            replayed = [self._replayed(rows, position, size) for position in range(2)]
+            positions = range(min(2, self._model.context_len))
+            replayed = [self._replayed(rows, position, size) for position in positions]
             for position, found in enumerate(replayed):
                 self._set(rows, torch.full_like(rows, position))
                 self._run(size)

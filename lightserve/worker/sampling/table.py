@@ -84,6 +84,8 @@ class SamplingTable:
 
     def update(self, sequences: Sequence[AddSequence]) -> list[RowId]:
         """Take in a plan's new sequences and return the rows of those that have penalties."""
+        if not sequences:
+            return []
         for sequence in sequences:
             params = sequence.sampling
             changes = is_adjusted(params) or sequence.constraint is not None
