@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from lightserve.router.admission.base import PoolView
+from lightserve.router.admission.sharing import SharedPrefixes
 from lightserve.router.be_pool import prefix_in_flight
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.demand import Outlook, RealTimeDemand
@@ -222,6 +223,7 @@ class StepPlanner:
         held = self._demand.most_held(outlook.kv_per_step_s, self._pipeline.average_step_s)
         num_rt = min(kv.num_slots, math.ceil(RT_GROWTH * held))
         num_known = sum([r.num_known_tokens for r in started])
+        num_known -= SharedPrefixes(started).num_counted_twice
         return max(0, kv.checkpoints.num_slots + kv.num_slots - num_rt - num_known)
 
     def holders(self) -> list[Request]:

@@ -252,6 +252,19 @@ def test_by_class_what_best_effort_requests_hold_is_no_gift() -> None:
     assert admits(111) == [True, False]
 
 
+def test_of_the_room_for_best_effort_requests_shared_tokens_take_their_part_once() -> None:
+    """Of 60 tokens that two hold together a newcomer brings none, only its own three."""
+    prompt = tuple(range(60))
+    scene = Scene([Member((*prompt, 100 + i), 1, (9,) * 3) for i in range(2)], ())
+    newcomers = [scene.newcomer(Member((*prompt, 200 + i, 1, 2), 0, (9,) * 3)) for i in range(2)]
+    for request in [*scene.live, *newcomers]:
+        request.request_class = RequestClass.BE
+    rule = ClasswiseAdmission(*(make_rule("aggressive", history(20)) for _ in range(2)))
+    for be_room, admitted in ((2, [False, False]), (3, [True, False]), (6, [True, True])):
+        round_ = rule.begin(scene.live, PoolView(1000, be_room=be_room), StepId(0))
+        assert [round_.admit(request) for request in newcomers] == admitted
+
+
 def test_a_refusal_is_forgotten_when_others_come_to_share() -> None:
     prompt = tuple(range(200))
     scene = Scene([Member((*prompt, 300), 1, (9,) * 3)], ())

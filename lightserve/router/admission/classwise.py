@@ -16,6 +16,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from lightserve.router.admission.base import AdmissionRound, AdmissionRule, PoolView
+from lightserve.router.admission.sharing import SharedPrefixes
 from lightserve.router.request import Request
 from lightserve.types import BE, RT, RequestClass, StepId
 
@@ -52,23 +53,34 @@ class ClasswiseRound:
         self._pool = pool
         self._be_room = pool.be_room
         self._step_id = step_id
+        self._shared: SharedPrefixes | None = None
         self._rounds: dict[RequestClass, AdmissionRound] = {}
 
     def admit(self, request: Request) -> bool:
         """Admit by the rule of its class; it counts for later ones of both classes."""
         request_class = request.request_class
         is_newcomer = request_class is BE and request.num_requeues == 0
-        if is_newcomer and self._be_room is not None and self._be_room < request.num_known_tokens:
-            return False
+        num_brought = 0
+        if is_newcomer and self._be_room is not None:
+            num_brought = request.num_known_tokens - self._best_effort().num_held_of(request)
+            if self._be_room < num_brought:
+                return False
         if not self._round_of(request_class).admit(request):
             return False
         self._counted.append(request)
         if is_newcomer and self._be_room is not None:
-            self._be_room -= request.num_known_tokens
+            self._be_room -= num_brought
+            self._best_effort().add(request)
         self._owner.forecast_peak = self._rules[request_class].forecast_peak
         if request_class is RT:  # best-effort ones have to be forecast again
             self._rounds.pop(BE, None)
         return True
+
+    def _best_effort(self) -> SharedPrefixes:
+        """Return what those of the class read together, which takes room once."""
+        if self._shared is None:
+            self._shared = SharedPrefixes(r for r in self._counted if r.request_class is BE)
+        return self._shared
 
     def steps_refused(self, request: Request) -> int:
         """See `AdmissionRound.steps_refused`."""
