@@ -118,6 +118,8 @@ def refusal_text(response: httpx.Response) -> str:
         text = _message(response.json()["error"])
     except (ValueError, KeyError, TypeError):
         text = " ".join(response.text.split())[:MAX_ERROR_CHARS]
+    if response.status_code == 401:
+        text = f"{text} (--api-key-file or --api-key-env names where yours is)".lstrip()
     return f"HTTP {response.status_code}: {text}" if text else f"HTTP {response.status_code}"
 
 

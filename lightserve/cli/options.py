@@ -126,5 +126,10 @@ def limits_text(spec: dataclasses.Field[Any]) -> str:
     if low is None and high is None:
         return ""
     if high is None:
-        return f"at least {low:g}"
-    return f"at most {high:g}" if low is None else f"{low:g} to {high:g}"
+        return f"at least {_plain(low)}"
+    return f"at most {_plain(high)}" if low is None else f"{_plain(low)} to {_plain(high)}"
+
+
+def _plain(limit: float) -> str:
+    """Return a limit in digits: whole numbers in full, never 1e+06."""
+    return str(int(limit)) if limit == int(limit) else f"{limit:g}"

@@ -106,7 +106,7 @@ def command(
         profile = measure(config, seconds, lambda share: _advance(bar, share))
     noise = profile.noise
     if noise and output is None:
-        raise StartupError(f"{noise}; nothing was written")
+        raise StartupError(f"{noise}; nothing was written (--output FILE keeps it all the same)")
     path = output or cached_path(profile.key, profile_dir)
     kept = None if output or replace else _better_cached(profile, path)
     if kept is None:

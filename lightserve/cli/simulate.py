@@ -78,10 +78,11 @@ def command(context: click.Context, /, **values: Any) -> int:
     throughput. The same seed gives the same report, but for CPU times.
     """
     chosen = _of_this_run(context, values)
+    if chosen.get("plot") and not chosen.get("compare"):
+        raise ConfigError("--plot needs --compare")
+    _check_pictures(chosen)
     if chosen.get("compare"):
         return _compare(context, chosen)
-    if chosen.get("plot"):
-        raise ConfigError("--plot needs --compare")
     run = run_queue if "workload" in chosen else run_hybrid
     chosen, sections = run(chosen)
     document = {"config": _printable(chosen)} | sections
@@ -90,6 +91,14 @@ def command(context: click.Context, /, **values: Any) -> int:
     else:
         _print_table({"": sections})
     return 0
+
+
+def _check_pictures(values: dict[str, Any]) -> None:
+    for name in ("timeline", "plot"):
+        if values.get(name) is not None:
+            from lightserve.sim.pictures import check_picture  # noqa: PLC0415 - an extra
+
+            check_picture(values[name], f"--{name}")
 
 
 def _compare(context: click.Context, values: dict[str, Any]) -> int:

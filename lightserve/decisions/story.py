@@ -260,7 +260,8 @@ class _Teller:
             yield "in all:"
         for heading in sorted(seconds, key=lambda heading: -seconds[heading]):
             num_steps = sum(line.num_steps for line in spent[heading])
-            yield f"{seconds[heading]:10.3f} s  {heading}, {num_steps} steps"
+            steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
+            yield f"{seconds[heading]:10.3f} s  {heading}, {steps}"
 
 
 def _described(message: Submit | Finish | Abort) -> str:

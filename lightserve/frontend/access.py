@@ -163,7 +163,9 @@ class AccessGate:
     def _check_host(self, host: bytes) -> None:
         if not names_machine(host, self._hosts):
             raise InvalidRequest(
-                "the Host header must name this machine", code="invalid_host", status=421
+                "the Host header must name this machine; --allowed-hosts adds names",
+                code="invalid_host",
+                status=421,
             )
 
     def _check_origin(self, scope: Scope, host: bytes) -> None:

@@ -19,6 +19,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+def check_picture(path: Path, flag: str) -> None:
+    """Find out before a run whether its picture can be drawn after it.
+
+    Raises:
+        ConfigError: matplotlib is missing, the format is unknown, or the directory is not there.
+    """
+    formats = _figure(1, 1).canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise ConfigError(f"{flag}: {path} must end with one of .{', .'.join(sorted(formats))}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{flag}: {path} cannot be written: {path.parent} is no directory")
+
+
 def draw_timeline(points: Sequence[TimelinePoint], capacity_tokens: int, path: Path) -> None:
     """Write a picture in the format that the name ends with.
 

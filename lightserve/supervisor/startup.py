@@ -174,4 +174,5 @@ def _fetch(hub_id: str) -> Path:
 def _port_error(config: ServeConfig, error: OSError) -> StartupError:
     return StartupError(
         f"cannot listen on {config.host} port {config.port}: {error.strerror or error}"
+        " (--port takes another, or 0 for a free one)"
     )

@@ -55,7 +55,7 @@ def test_port_in_use_names_host_and_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = _serve("--port", str(port))
-    _assert_one_line(result, f"cannot listen on 127.0.0.1 port {port}", "in use")
+    _assert_one_line(result, f"cannot listen on 127.0.0.1 port {port}", "in use", "--port takes")
 
 
 def test_metrics_port_in_use_names_flag_and_value() -> None:

@@ -211,6 +211,7 @@ def test_the_story_of_a_request(log_path: Path) -> None:
     assert "arrives: class rt" in lines[0] and "its first token is there" in text
     summary = lines.index("in all:")
     assert any("ends: " in line for line in lines[:summary])
+    assert not text.endswith(" 1 steps") and " 1 steps\n" not in text
     spent_s = [float(line.split(" s")[0]) for line in lines[summary + 1 :]]
     assert spent_s == sorted(spent_s, reverse=True) and spent_s[0] > 0
     for unknown in ("0/9999", "chatcmpl-1", "9"):

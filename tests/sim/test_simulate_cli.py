@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -89,8 +90,26 @@ def test_a_timeline_is_drawn(tmp_path: Path) -> None:
     labels = (tmp_path / "out.svg").read_text()
     for label in ("used", "peak expected at the last admission", "evictions", "capacity"):
         assert f"<!-- {label}" in labels
-    with pytest.raises(ConfigError, match="cannot be written"):
-        simulate(*base, "--timeline", str(tmp_path / "nowhere" / "out.png"))
+
+
+@pytest.mark.parametrize(
+    ("file", "missing", "match"),
+    [
+        ("nowhere/out.png", "", "--timeline: .* cannot be written: .*nowhere is no directory"),
+        ("out.xyz", "", r"--timeline: .*out.xyz must end with one of .*\.png.*\.svg"),
+        ("out.png", "matplotlib.figure", "matplotlib is missing: .* -m pip install"),
+    ],
+)
+def test_a_picture_that_cannot_be_is_refused_before_the_run(
+    file: str, missing: str, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run may take minutes, and its report is lost with the picture."""
+    if missing:
+        monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setattr("lightserve.sim.run", lambda *_, **__: pytest.fail("it ran"))
+    with pytest.raises(ConfigError, match=match):
+        simulate("--workload", "dist3", "--timeline", str(tmp_path / file))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("arrivals", ["poisson:1.5", "closed:4", "trace", "queued"])

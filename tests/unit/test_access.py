@@ -252,7 +252,9 @@ def test_hosts_without_keys(flags: dict[str, Any], good: list[str], bad: list[st
                 for host in bad:
                     response = await setup.http.get(path, headers={"host": host})
                     assert response.status_code == 421, host
-                    assert response.json()["error"]["code"] == "invalid_host"
+                    error = response.json()["error"]
+                    assert error["code"] == "invalid_host"
+                    assert "--allowed-hosts" in error["message"]
 
     asyncio.run(scenario())
 

@@ -88,7 +88,8 @@ def test_pieces_arrive_as_they_were_sent_over_any_cuts_and_comments() -> None:
     [
         ((b'{"error": {"message": "too long"}}',), 400, "HTTP 400: too long"),
         ((b"<h1>Bad\nGateway</h1>",), 502, "HTTP 502: <h1>Bad Gateway</h1>"),
-        ((b"",), 401, "HTTP 401"),
+        ((b"",), 401, "HTTP 401: (--api-key-file or --api-key-env"),
+        ((b'{"error": {"message": "no key"}}',), 401, "no key (--api-key-file or --api-key-env"),
         ((_event("a"), b'data: {"error": {"message": "died"}}\n\n'), 200, "broke off: died"),
         ((_event("a"),), 200, "ended without [DONE]"),
         ((b"data: [1]\n\n",), 200, "no chat completion"),
