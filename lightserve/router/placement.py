@@ -369,15 +369,19 @@ class Placement:
     ) -> bool:
         """Take all KV of as many juniors as must be; it has to be computed again.
 
-        Whoever has nothing left in the pool has nothing to give: its copies on the host stay.
+        Who has nothing left in the pool but what others read as well has nothing to give: its
+        copies on the host stay. Returns whether there is enough, or something if less will do.
         """
         juniors = [j for j in juniors if j.num_held_tokens > self._takes.get(j, 0)]
+        most = self._num_returned_by(juniors)
+        if takes_less:
+            missing = min(missing, most)
+        if not 0 < missing <= most:
+            return False
         counts = range(1, len(juniors) + 1)
         num_enough = 1 + bisect.bisect_left(
             counts, missing, key=lambda count: self._num_returned_by(juniors[:count])
         )
-        if num_enough > len(juniors) and not takes_less:
-            return False
         before = self._kv.num_freed_by(list(self._drops), self._pinned)
         for junior in juniors[:num_enough]:
             self._stop(junior)

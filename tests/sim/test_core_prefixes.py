@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.core_scenes import (
+    MAX_LEN,
     MAX_SEQS,
+    NUM_SLOTS,
     Arrival,
     RecklessAdmission,
     check_outcome,
@@ -16,11 +21,19 @@ from support.core_scenes import (
     submit,
 )
 
+from lightserve.messages.common import RegexConstraint
 from lightserve.messages.frontend_router import ClassLoad
-from lightserve.router.events import FromFrontend, FrontendGone, WorkersGone, WorkersReady
+from lightserve.router.events import (
+    FromFrontend,
+    FrontendGone,
+    PlannedStep,
+    WorkersGone,
+    WorkersReady,
+)
 from lightserve.router.kv.prefix_node import least_recently_used, task_aware
 from lightserve.router.policies.registry import POLICIES
 from lightserve.sim.simulation import TimedEvent
+from lightserve.sim.worker import SimulatedWorker
 from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey, SamplingParams
 
 FRONTEND = FrontendId(0)
@@ -122,6 +135,39 @@ def test_running_requests_share_a_prompt() -> None:
     )
     cached = [simulation.outcomes[RequestKey(FRONTEND, RequestId(3 * i))] for i in range(4)]
     assert [outcome.num_cached_tokens for outcome in cached] == [0, 39, 39, 39]
+
+
+def test_a_prompt_is_shared_before_its_grammar_is_ready() -> None:
+    """That may take long; best-effort requests wait for a prefix only while it is computed."""
+    core = make_core("unified", cache_order=task_aware)
+    core.on_message(WorkersReady(NUM_SLOTS), 0.0)
+    worker = SimulatedWorker(num_slots=NUM_SLOTS, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN)
+
+    def steps(number: int, **fields: Any) -> list[list[tuple[int, int, int]]]:
+        """Send a request, and return (row, start, tokens) in the steps that follow."""
+        arrival = Arrival(0.0, 41, 3, 3, request_class=RequestClass.BE)
+        request = submit(number, arrival, prompt=[7] * 40 + [number], **fields)
+        core.on_message(FromFrontend(FRONTEND, request), 0.0)
+        taken = []
+        for _ in range(5):
+            now_s = float(core._pipeline.num_finished)
+            step = core.plan(now_s)
+            assert isinstance(step, PlannedStep)
+            plan = core.commit(step, now_s)
+            result = worker.execute(plan, exec_s=0.01, idle_s=0.0)
+            rows = [
+                msgspec.structs.replace(row, token_ids=[] if row.row == 0 else row.token_ids)
+                for row in result.rows
+            ]
+            core.on_result(msgspec.structs.replace(result, rows=rows), now_s)
+            core.check_integrity()
+            taken.append([(row.row, row.start_position, row.num_tokens) for row in plan.rows])
+        return taken
+
+    again = (0, 40, 1)
+    first = steps(1, constraint=RegexConstraint(pattern="a"))
+    assert first == [[(0, 0, 16)], [(0, 16, 16)], [(0, 32, 9)], [again], [again]]
+    assert steps(2)[0] == [again, (1, 40, 1)]
 
 
 def test_what_waiting_requests_want_outlives_what_nobody_wants() -> None:
