@@ -1,11 +1,11 @@
-"""Figures of contract N3: every tiny model against transformers, over the whole grid.
+"""Parity: every tiny model against transformers, over the whole grid.
 
     python bench/parity.py [--kernels torch] [--models qwen3,qwen2]
 
 float32 and bfloat16; alone and with 16 others in the same passes; chunks of 16, 37, 64 and the
 whole prompt; one rank and two (over gloo). Prints a table per grid column, and exits with 1 if
-the contract is broken anywhere. `different` must be 0; `excused` are positions where the
-reference's two best tokens are tied (architecture, section 5). The reference is transformers in
+parity is broken anywhere. `different` must be 0; `excused` are positions where the reference's two
+best tokens are tied. The reference is transformers in
 float32; the last table compares with transformers in bfloat16, beside what transformers itself
 loses by it (see `support.parity`).
 """
