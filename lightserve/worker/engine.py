@@ -132,7 +132,7 @@ def _tell_of_slower_kernels(kernels: Kernels, dtype: torch.dtype) -> None:
         )
     elif kernels.name == NativeKernels.name and dtype is torch.float16:
         log.warning(
-            "float16 is computed by torch, a step takes 1.1 to 1.7 times as long as in bfloat16:"
+            "float16 is computed by torch, whose steps take longer than those of bfloat16:"
             " the native core for CPUs has bfloat16 and float32"
         )
 
