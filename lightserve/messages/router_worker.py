@@ -60,6 +60,8 @@ class AddSequence(msgspec.Struct, frozen=True, array_like=True):
     """What ends this sequence."""
     constraint: Constraint | None = None
     """What its output must satisfy; output in `segments` does so already."""
+    is_real_time: bool = False
+    """Whether its constraint goes before those of others where these have to wait."""
 
 
 class SlotRange(msgspec.Struct, frozen=True, array_like=True):

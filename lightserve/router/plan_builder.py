@@ -16,7 +16,7 @@ from lightserve.router.events import PlannedStep
 from lightserve.router.kv.host import PlanCopies
 from lightserve.router.request import Request
 from lightserve.router.shares import Allotment
-from lightserve.types import RowId
+from lightserve.types import RT, RowId
 
 _NONE, _SAMPLE = OutputKind.NONE, OutputKind.SAMPLE
 _WITH_PROMPT = (OutputKind.PROMPT_LOGPROBS, OutputKind.PROMPT_LOGPROBS | OutputKind.SAMPLE)
@@ -104,4 +104,5 @@ def _sequence(request: Request, row: RowId) -> AddSequence:
         request.num_prompt_tokens,
         sorted(request.eos_token_ids),
         request.constraint,
+        is_real_time=request.request_class is RT,
     )

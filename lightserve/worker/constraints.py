@@ -34,6 +34,8 @@ MAX_KEPT_BYTES = 64 * 1024
 MAX_USED_BYTES = 512 * 1024
 """Of the different texts that rows are under at once. Compiled, most take some 100 times as much
 memory, and texts of one long word 600 times: 256 rows, each with its own, took 5 GiB."""
+BEST_EFFORT_SHARE = 0.75
+"""Of these, what best-effort rows may fill: they may go on for minutes."""
 PATIENCE_S = 0.02
 """What a step waits that has nothing to do but ask for tokens whose grammars are not ready."""
 
@@ -77,11 +79,16 @@ class _Row(NamedTuple):
     """Never done while it waits for its turn."""
 
 
+def _is_best_effort(waiting: tuple[RowId, AddSequence]) -> bool:
+    return not waiting[1].is_real_time
+
+
 class RowConstraints:
     """The matchers of all constrained rows.
 
     Rows under the same constraint share what was compiled. Those whose constraint would be too
-    much beside the others' wait until enough rows have left, in the order in which they came.
+    much beside the others' wait until enough rows have left: real-time ones first, those of a class
+    in the order in which they came.
     """
 
     def __init__(self, vocabulary: LLTokenizer, *, unpack: bool = True) -> None:
@@ -118,20 +125,20 @@ class RowConstraints:
             if sequence.constraint is not None:
                 self._rows[sequence.row] = _Row(sequence.constraint, Future())
                 self._waiting[sequence.row] = sequence
-        while self._waiting:
-            row, sequence = next(iter(self._waiting.items()))
+        for row, sequence in sorted(self._waiting.items(), key=_is_best_effort):
             constraint = self._rows[row].constraint
-            if not self._reserve(constraint):
+            if not self._reserve(constraint, is_real_time=sequence.is_real_time):
                 break
             del self._waiting[row]
             matcher = self._compiler.submit(self._matcher, sequence, constraint)
             self._rows[row] = _Row(constraint, matcher)
 
-    def _reserve(self, constraint: Constraint) -> bool:
+    def _reserve(self, constraint: Constraint, *, is_real_time: bool) -> bool:
         """Count a row under `constraint`, unless that is too much."""
         if constraint not in self._used:
             more = kept_bytes(constraint)
-            if self._used and self._num_used_bytes + more > MAX_USED_BYTES:
+            most = MAX_USED_BYTES if is_real_time else BEST_EFFORT_SHARE * MAX_USED_BYTES
+            if self._used and self._num_used_bytes + more > most:
                 return False
             self._num_used_bytes += more
         self._used[constraint] += 1

@@ -336,6 +336,7 @@ def test_what_rows_are_under_at_once_is_bounded_by_its_size(
             num_prompt_tokens=1,
             eos_token_ids=[2],
             constraint=constraint,
+            is_real_time=True,
         )
         for number, constraint in enumerate((a, b, a, b, c, d, a))
     ]
@@ -352,6 +353,34 @@ def test_what_rows_are_under_at_once_is_bounded_by_its_size(
     enforcer.update([], [sequences[5]])
     wait_for(lambda: are_ready(rows[5]), "d")
     assert list(enforcer._compiled) == [d]
+
+
+def test_constraints_of_real_time_rows_go_before_those_of_best_effort_ones(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    """These leave them some room, and those that wait have their turn later."""
+    monkeypatch.setattr(constraints, "MAX_USED_BYTES", 4000)
+    enforcer = constraints.RowConstraints(model_vocabulary(tokenizer, 4096))
+
+    def sequence(number: int, *, is_real_time: bool = False) -> AddSequence:
+        return AddSequence(
+            RowId(number),
+            [TokenSegment(token_ids=pack_int32([1]))],
+            SamplingParams(),
+            num_prompt_tokens=1,
+            eos_token_ids=[2],
+            constraint=RegexConstraint(pattern="abcdefgh"[number] * 900),
+            is_real_time=is_real_time,
+        )
+
+    enforcer.update([], [sequence(number) for number in range(5)])
+    assert list(enforcer._waiting) == [3, 4], "3000 bytes are theirs"
+    enforcer.update([], [sequence(5, is_real_time=True), sequence(6, is_real_time=True)])
+    assert list(enforcer._waiting) == [3, 4, 6]
+    enforcer.update([RowId(0)], [])
+    assert list(enforcer._waiting) == [3, 4]
+    enforcer.update([RowId(5), RowId(6)], [])
+    assert list(enforcer._waiting) == [4]
 
 
 def test_a_grammar_that_fails_ends_its_own_row_alone(

@@ -170,6 +170,21 @@ def test_a_prompt_is_shared_before_its_grammar_is_ready() -> None:
     assert steps(2)[0] == [again, (1, 40, 1)]
 
 
+def test_workers_are_told_who_is_real_time() -> None:
+    """Its constraint goes before others'."""
+    core = make_core("unified")
+    core.on_message(WorkersReady(NUM_SLOTS), 0.0)
+    for number, of in enumerate(RequestClass):
+        request = submit(number, Arrival(0.0, 4, 3, 3, request_class=of))
+        core.on_message(FromFrontend(FRONTEND, request), 0.0)
+    step = core.plan(0.0)
+    assert isinstance(step, PlannedStep)
+    sequences = core.commit(step, 0.0).sequences
+    classes = [request.request_class for request, _ in step.allotments]
+    assert len(set(classes)) == 2
+    assert [s.is_real_time for s in sequences] == [of is RequestClass.RT for of in classes]
+
+
 def test_what_waiting_requests_want_outlives_what_nobody_wants() -> None:
     """Two finished prompts; one is wanted again by a request that waits for memory."""
     core = make_core("chunked", budget=64, cache_order=task_aware)
