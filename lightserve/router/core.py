@@ -314,6 +314,8 @@ class RouterCore(CoreState):
                 self._complete(request)
         elif request.awaits_grammar and row.output & OutputKind.SAMPLE:
             self._kv.step_back(request)
+            if not request.is_prompt_shared:
+                self._kv.learn_prompt(request)  # but for its last token; others need not wait
 
     def _complete(self, request: Request) -> None:
         """End a request that has all its tokens; a frontend that looks for stop strings may yet

@@ -197,9 +197,10 @@ class KVStore:
         request.lease = lease
 
     def learn_prompt(self, request: Request) -> None:
-        """Let others share a running request's prompt, all of which has been computed."""
-        request.is_prompt_shared = True
-        self._learn(request, request.num_prompt_tokens)
+        """Let others share a running request's prompt, as far as it has been computed."""
+        num_tokens = min(request.num_prompt_tokens, request.num_computed_tokens)
+        request.is_prompt_shared = num_tokens == request.num_prompt_tokens
+        self._learn(request, num_tokens)
 
     def _learn(self, request: Request, num_tokens: int) -> None:
         """Put the first `num_tokens` into the tree, unless more of them than held are there."""
