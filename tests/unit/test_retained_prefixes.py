@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, ValuesView
 
 import numpy as np
 import pytest
@@ -11,7 +11,12 @@ from support.core_scenes import Arrival, make_core, make_simulation, submit
 from lightserve.messages.common import Int32Array
 from lightserve.router.events import FromFrontend
 from lightserve.router.kv.options import KVOptions
-from lightserve.router.kv.prefix_node import EvictionOrder, least_recently_used, task_aware
+from lightserve.router.kv.prefix_node import (
+    EvictionOrder,
+    PrefixNode,
+    least_recently_used,
+    task_aware,
+)
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.kv.retained import RetainedPrefixes
 from lightserve.sim.simulation import Simulation, TimedEvent
@@ -97,6 +102,30 @@ def test_it_ends_in_time(order: EvictionOrder) -> None:
     scene.retained.expire(20.0)
     assert scene.retained.num_tokens("") == 0
     assert not scene.retained._until_s
+
+
+def test_what_follows_a_prefix_is_not_gone_through() -> None:
+    """As often as it is asked for, however many others have gone on from it."""
+    scene = Scene()
+    for number in range(50):
+        scene.compute(np.append(tokens(0), np.int32(number)))
+    root = scene.tree.root("")
+    assert root is not None
+    children = root.children[0].children = _Counted(root.children[0].children)
+    for _ in range(3):
+        scene.keep(tokens(0))
+    assert children.num_walks == 0
+    assert scene.retained.num_tokens("") == 10
+
+
+class _Counted(dict[int, PrefixNode]):
+    """Counts how often it is gone through."""
+
+    num_walks = 0
+
+    def values(self) -> ValuesView[PrefixNode]:  # type: ignore[override]
+        self.num_walks += 1
+        return super().values()
 
 
 def test_each_key_has_a_bound_of_its_own() -> None:

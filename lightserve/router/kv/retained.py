@@ -43,7 +43,8 @@ class RetainedPrefixes:
         end, num_more = self._tree.retain(key, prefix[: self._max_tokens])
         self._num_tokens[key] = self.num_tokens(key) + num_more
         prefixes = self._until_s.setdefault(key, {})
-        longest = _longest_through(end)
+        is_longest = end in prefixes or end.num_retained == 1  # then it may have many children
+        longest = end if is_longest else _longest_through(end)
         covered = [node for node in path_of(longest) if node in prefixes]
         until_s = max(until_s, *(prefixes[node] for node in covered), 0.0)
         if longest in prefixes:  # counted already, to its end or beyond this one's
