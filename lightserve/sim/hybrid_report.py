@@ -30,7 +30,7 @@ class KVReport:
     pauses: int
     evictions: int
     rt_evictions_beside_be: int
-    """Of real-time requests, in steps after which a best-effort one still had KV."""
+    """Of real-time requests, in steps after which a best-effort one still had KV of its own."""
     recomputed_tokens: int
     saved_tokens: int
     """Copied to the host in the step that took their slots."""

@@ -25,7 +25,7 @@ class TimedCore(RouterCore):
         self.used_slots = 0
         """Sum over steps of slots that requests held."""
         self.num_rt_evictions_beside_be = 0
-        """Times that a real-time request lost KV while a best-effort one kept some."""
+        """Times that a real-time request lost KV while best-effort ones kept some of their own."""
         self._cpu_s = 0.0
         self._num_steps = 0
         self._is_measured = True
@@ -69,12 +69,13 @@ class TimedCore(RouterCore):
         return news
 
     def _rt_evictions_beside_be(self, planned: PlannedStep) -> int:
-        """Return how many real-time requests a step that has just left took KV from, if any
-        best-effort one has KV now."""
+        """Return how many real-time requests a step that has just left took KV from, if slots
+        would be free now without the best-effort ones; what others read as well would not."""
         losers = [*(take.request for take in planned.takes), *planned.drops]
         num_losers = sum(request.request_class is RequestClass.RT for request in losers)
         if num_losers == 0:
             return 0
-        holders = [*self._rows, *self._waiting.paused(RequestClass.BE)]
-        has_be = any(r.request_class is RequestClass.BE and r.num_held_tokens for r in holders)
-        return num_losers if has_be else 0
+        assert self._kv is not None, "it has just planned"
+        running = (r for r in self._rows if r.request_class is RequestClass.BE)
+        best_effort = [*running, *self._waiting.paused(RequestClass.BE)]
+        return num_losers if self._kv.num_freed_by(best_effort) else 0
