@@ -104,6 +104,7 @@ def test_many_newcomers_on_one_cached_prefix_join_in_several_steps() -> None:
 
 def test_a_newcomer_above_the_budget_begins_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "MAX_NEWCOMER_BYTES", 20_000)
+    monkeypatch.setattr(placement, "FEW_NEWCOMER_BYTES", 0)
     core = _large_core()
     for number in range(2):  # 32 kB each; the token budget has room for both
         prompt = [TokenSegment(token_ids=pack_int32([number] * 4000))]
@@ -112,6 +113,24 @@ def test_a_newcomer_above_the_budget_begins_alone(monkeypatch: pytest.MonkeyPatc
         _, plan = _next_plan(core, now_s)
         assert len(plan.sequences) == 1
         _finish(core, plan, now_s)
+
+
+def test_a_large_newcomer_begins_though_small_ones_come_with_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Real-time ones go first: it would never have a step for itself."""
+    monkeypatch.setattr(placement, "MAX_NEWCOMER_BYTES", 20_000)
+    monkeypatch.setattr(placement, "FEW_NEWCOMER_BYTES", 2_000)
+    core = _large_core()
+    prompt = [TokenSegment(token_ids=pack_int32([1] * 4000))]
+    core.on_message(_submit(0, prompt=prompt, request_class=RequestClass.BE), 0.0)
+    for number in range(1, 4):
+        small = [TokenSegment(token_ids=pack_int32([number] * 100))]
+        core.on_message(_submit(number, prompt=small, max_tokens=1), float(number))
+        step, plan = _next_plan(core, float(number))
+        assert step.allotments[0].request.request_class is RequestClass.RT
+        _finish(core, plan, float(number))
+    assert core.status(4.0).load[RequestClass.BE].num_waiting == 0
 
 
 def test_what_no_plan_can_hold_is_refused_by_name() -> None:
@@ -204,4 +223,5 @@ def test_a_budget_of_bytes_leaves_every_request_its_tokens(
     max_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placement, "MAX_NEWCOMER_BYTES", max_bytes)
+    monkeypatch.setattr(placement, "FEW_NEWCOMER_BYTES", 0)
     assert sum(play(_Weighed(seed)).num_refused for seed in range(4)) > 0
