@@ -20,6 +20,7 @@ from support.live_server import LiveServer, live_server
 
 from bench.streams import Outcome, stream_once
 from lightserve.channels.codec import VERSION_BYTE
+from lightserve.kernels.cpu import core
 from lightserve.messages.common import MAX_FRAME_BYTES
 from lightserve.messages.frontend_router import Abort
 from lightserve.types import RequestId
@@ -71,7 +72,8 @@ def test_torch_is_visible_where_it_is(server: LiveServer) -> None:
 
 def test_operators_see_what_the_workers_compute_on(server: LiveServer) -> None:
     device = httpx.get(f"{server.url}/version", timeout=300.0).json()["device"]
-    assert (device["kind"], device["kernels"]) == ("cpu", "torch")
+    expected = "native" if core.LIBRARY.exists() else "torch"
+    assert (device["kind"], device["kernels"]) == ("cpu", expected)
     assert device["name"]
     assert f'device_name="{device["name"]}"' in server.metrics()
 

@@ -64,21 +64,22 @@ class MadeUpTimes:
         self.widths: set[int] = set()
         """Of the tables that calls read."""
         self._time_of = time_of
-        self._configs: list[tuning.Config] = []
+        self._configs: dict[tuning.Call, tuning.Config] = {}
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         call = tuning.Scenery.call
 
         def noted(scenery: tuning.Scenery, config: tuning.Config) -> tuning.Call:
-            self._configs.append(config)
+            made = call(scenery, config)
+            self._configs[made] = config
             self.widths.add(scenery._batch.req_to_slot.shape[1])
-            return call(scenery, config)
+            return made
 
         monkeypatch.setattr(tuning.Scenery, "call", noted)
 
     def __call__(self, call: tuning.Call) -> float:
         self.num_calls += 1
-        return self._time_of(self._configs[-1])
+        return self._time_of(self._configs[call])
 
 
 def work_of(chunks: ChunkClass | None) -> Work:
