@@ -13,7 +13,7 @@ from typing import Any
 from lightserve.router.fit import Fit, Tails, Take, runs
 from lightserve.router.kv.prefix_node import PrefixNode, path_of
 from lightserve.router.kv.store import KVStore
-from lightserve.router.plan_bytes import FEW_NEWCOMER_BYTES, MAX_NEWCOMER_BYTES, newcomer_bytes
+from lightserve.router.plan_bytes import MAX_NEWCOMER_BYTES, newcomer_bytes
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
 from lightserve.router.shares import Allotment, Loading, Share
@@ -141,8 +141,7 @@ class Placement:
         if self._has_stopped(request) or request in self._takes:
             return Reason.KV_NOW
         num_bytes = newcomer_bytes(request)
-        together = self._newcomer_bytes + num_bytes
-        if self._newcomer_bytes > FEW_NEWCOMER_BYTES and together > MAX_NEWCOMER_BYTES:
+        if self._newcomer_bytes and self._newcomer_bytes + num_bytes > MAX_NEWCOMER_BYTES:
             return Reason.BYTES
         before = self._save()
         if isinstance(part, Loading):
@@ -370,19 +369,15 @@ class Placement:
     ) -> bool:
         """Take all KV of as many juniors as must be; it has to be computed again.
 
-        Who has nothing left in the pool but what others read as well has nothing to give: its
-        copies on the host stay. Returns whether there is enough, or something if less will do.
+        Whoever has nothing left in the pool has nothing to give: its copies on the host stay.
         """
         juniors = [j for j in juniors if j.num_held_tokens > self._takes.get(j, 0)]
-        most = self._num_returned_by(juniors)
-        if takes_less:
-            missing = min(missing, most)
-        if not 0 < missing <= most:
-            return False
         counts = range(1, len(juniors) + 1)
         num_enough = 1 + bisect.bisect_left(
             counts, missing, key=lambda count: self._num_returned_by(juniors[:count])
         )
+        if num_enough > len(juniors) and not takes_less:
+            return False
         before = self._kv.num_freed_by(list(self._drops), self._pinned)
         for junior in juniors[:num_enough]:
             self._stop(junior)

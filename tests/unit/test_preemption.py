@@ -9,7 +9,6 @@ import pytest
 
 from lightserve.router.fit import Fit
 from lightserve.router.kv.options import KVOptions, Preemption
-from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.kv.store import KVStore
 from lightserve.router.preemption import fit_into_memory
 from lightserve.router.request import Request, RequestState
@@ -168,26 +167,3 @@ def test_copies_of_those_who_have_nothing_left_to_give_stay(held: int) -> None:
     moved, taken, _, dropped = play(actors, 20 + held)
     assert moved == ({"a": held} if held else {})
     assert taken == ({"b": held} if held else {}) and dropped == []
-
-
-@pytest.mark.parametrize("wants", [1, 9])
-def test_copies_of_those_who_hold_only_what_others_read_stay(wants: int) -> None:
-    """Two prompts with the same first token: without the paused request no slot were free more."""
-    kv = KVStore(30, KVOptions(cache_order=task_aware), num_host_slots=100)
-    a, b = make_request(0, Actor("a", RT, 20)), make_request(1, Actor("b", BE, 10))
-    b.prompt_token_ids[0] = a.prompt_token_ids[0]
-    for request in (a, b):
-        kv.start(kv.look_up(request))
-        assert request.slots is not None
-        start, end = request.num_computed_tokens, request.num_prompt_tokens
-        request.slots[start:end] = kv.acquire([(request, end - start)])
-        request.num_computed_tokens = request.next_position = end
-        request.output_token_ids = [1]
-        request.state = RequestState.RUNNING
-        kv.learn_prompt(request)
-    b.pause()
-    kv.take(b, 9)
-    assert (b.num_held_tokens, kv.takeable(b), kv.num_available) == (1, 0, 10)
-    kv.acquire([(a, 10)])
-    fit = fit_into_memory([Allotment(a, wants)], kv, [a, b], 10, is_class_aware=True)
-    assert summary(fit, {a: "a", b: "b"}) == ({}, {}, [], [])
