@@ -13,7 +13,7 @@ from typing import Any
 from lightserve.router.fit import Fit, Tails, Take, runs
 from lightserve.router.kv.prefix_node import PrefixNode, path_of
 from lightserve.router.kv.store import KVStore
-from lightserve.router.plan_bytes import MAX_NEWCOMER_BYTES, newcomer_bytes
+from lightserve.router.plan_bytes import FEW_NEWCOMER_BYTES, MAX_NEWCOMER_BYTES, newcomer_bytes
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
 from lightserve.router.shares import Allotment, Loading, Share
@@ -141,7 +141,8 @@ class Placement:
         if self._has_stopped(request) or request in self._takes:
             return Reason.KV_NOW
         num_bytes = newcomer_bytes(request)
-        if self._newcomer_bytes and self._newcomer_bytes + num_bytes > MAX_NEWCOMER_BYTES:
+        together = self._newcomer_bytes + num_bytes
+        if self._newcomer_bytes > FEW_NEWCOMER_BYTES and together > MAX_NEWCOMER_BYTES:
             return Reason.BYTES
         before = self._save()
         if isinstance(part, Loading):
