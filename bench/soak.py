@@ -215,7 +215,8 @@ async def _kv_counts(address: Address) -> dict[str, int]:
 
 
 async def _counters(address: Address) -> dict[str, float]:
-    answer = await ask(address, get("/metrics"))
+    while (answer := await ask(address, get("/metrics"))).status == 503:
+        await asyncio.sleep(1.0)  # what a supervisor does not say in time is no counter that fell
     return {name: float(value) for name, value in _SERIES.findall(answer.data.decode())}
 
 
