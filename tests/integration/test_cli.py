@@ -50,8 +50,8 @@ def test_help_shows_every_flag_with_its_default_and_limits() -> None:
         assert spec.metadata["help"] in line
         for choice in spec.metadata["choices"]:
             assert choice in line
-        if spec.metadata["low"] is not None:
-            assert f"{spec.metadata['low']:g}" in line
+        if (low := spec.metadata["low"]) is not None:
+            assert (str(int(low)) if low == int(low) else f"{low:g}") in line
         if spec.default not in ("", False) and "Default:" not in line:
             assert f"default: {spec.default}" in line
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightserve.config import ServeConfig
+from lightserve.kernels.cpu import core
 from lightserve.messages.device import DeviceFacts
 from lightserve.metrics.catalogue import DEVICE_INFO
 from lightserve.metrics.recording import Recorder
@@ -68,7 +69,8 @@ def _fields(facts: DeviceFacts) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("config", "kernels"),
     [
-        (ServeConfig(), "torch"),
+        (ServeConfig(), "native" if core.LIBRARY.exists() else "torch"),
+        (ServeConfig(attention_backend="torch"), "torch"),
         (ServeConfig(attention_backend="reference"), "reference"),
         (ServeConfig(batch_invariant=True), "torch-batch-invariant"),
     ],

@@ -30,7 +30,11 @@ def _late(
             await setup.router.submitted()
             request_id = setup.router.submits[0].request_id
             end = FinishReason.LENGTH if error is None else FinishReason.ERROR
-            for delta in (RequestDelta(request_id, [70]), RequestDelta(request_id, [], end, error)):
+            last = [70] if error is None else []
+            for delta in (
+                RequestDelta(request_id, [70]),
+                RequestDelta(request_id, last, end, error),
+            ):
                 if delta.finish_reason is None or error is None:
                     await asyncio.sleep(1.0)
                 setup.service.router.on_message(TokenDelta(requests=[delta]))

@@ -12,6 +12,7 @@ from lightserve.errors import ProtocolError
 from lightserve.messages.router_worker import (
     KVCopies,
     OutputKind,
+    PlanRow,
     StepPlan,
     StepResult,
 )
@@ -29,9 +30,12 @@ from lightserve.types import (
     RequestClass,
     RequestId,
     RequestKey,
+    RowId,
     SamplingParams,
     StepId,
 )
+
+CHUNK = PlanRow(RowId(0), 0, 4, OutputKind.NONE)
 
 
 def make_request(
@@ -121,7 +125,7 @@ class TestPipeline:
         return PlannedStep(pipeline.next_step_id, allotments, (1,), (), (), (), now_s, predicted_s)
 
     def push(self, pipeline: Pipeline, planned_s: float, now_s: float) -> None:
-        plan = StepPlan(step_id=pipeline.next_step_id, sequences=[], slot_ranges=[], rows=[])
+        plan = StepPlan(step_id=pipeline.next_step_id, sequences=[], slot_ranges=[], rows=[CHUNK])
         pipeline.push(self.step(pipeline, planned_s), plan, now_s)
 
     def result(self, step_id: int, exec_s: float = 0.02, idle_s: float = 0.0) -> StepResult:
@@ -169,7 +173,7 @@ class TestPipeline:
 
     def test_steps_that_miss_their_limit_shorten_those_that_have_one(self) -> None:
         pipeline = Pipeline()
-        plan = StepPlan(step_id=StepId(0), sequences=[], slot_ranges=[], rows=[])
+        plan = StepPlan(step_id=StepId(0), sequences=[], slot_ranges=[], rows=[CHUNK])
         shares = []
         for step_id, limit_s in enumerate([0.03, None, 0.01, 0.01, 0.03]):
             planned = dataclasses.replace(self.step(pipeline, 0.0), limit_s=limit_s)
