@@ -81,21 +81,21 @@ class Caller:
         return hashlib.sha256(f"prefix:{self.name}".encode()).hexdigest()[:16] if self.name else ""
 
 
-ANYBODY = Caller(name="", is_admin=True)
+KEYLESS = Caller(name="", is_admin=True)
 """The caller where there are no keys."""
 _PROBE = Caller(name="", is_admin=False)
 
 
 def caller_of(scope: Scope) -> Caller:
     """Return whose request it is."""
-    caller = scope.get(CALLER_KEY, ANYBODY)
+    caller = scope.get(CALLER_KEY, KEYLESS)
     assert isinstance(caller, Caller)
     return caller
 
 
 def owner_of(scope: Scope) -> str:
     """Return which client a request's memory is held for: its key, or its address."""
-    caller = scope.get(CALLER_KEY, ANYBODY)
+    caller = scope.get(CALLER_KEY, KEYLESS)
     client = scope.get("client")
     return f"key {caller.name}" if caller.name else str(client[0] if client else "")
 
@@ -133,7 +133,7 @@ class AccessGate:
                 host = _only(_values(scope, b"host"))
                 self._check_host(host)
                 self._check_origin(scope, host)
-            scope[CALLER_KEY] = ANYBODY if self._keys is None else self._caller(scope, self._keys)
+            scope[CALLER_KEY] = KEYLESS if self._keys is None else self._caller(scope, self._keys)
             if _CONTROL_CHARACTERS.search(scope["path"]):
                 raise InvalidRequest("a path must not have control characters", code="invalid_path")
         except InvalidRequest as refusal:

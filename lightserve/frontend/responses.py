@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.access import ANYBODY, Caller, caller_of, owner_of
+from lightserve.frontend.access import KEYLESS, Caller, caller_of, owner_of
 from lightserve.frontend.choices import Choices
 from lightserve.frontend.failures import (
     ClientGone,
@@ -167,7 +167,7 @@ class GenerationResponse(Response):
         self._stream = stream
         self._per_prompt = per_prompt
         self._has_begun = False
-        self._caller = ANYBODY
+        self._caller = KEYLESS
         self._owner = ""
         self._connection: Connection | None = None
         self._choices: Choices | None = None

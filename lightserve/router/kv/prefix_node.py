@@ -96,7 +96,7 @@ def least_recently_used(node: PrefixNode) -> tuple[float, ...]:
 
 
 def task_aware(node: PrefixNode) -> tuple[float, ...]:
-    """Echo's priorities (E7): what nobody waits for goes first, best-effort before real-time, and
+    """Echo's priorities: what no request waits for goes first, best-effort before real-time, and
     then what is to be kept longer; then what the fewest wait for; ties by last use."""
     if node.num_expected == 0:
         if node.num_retained > 0:

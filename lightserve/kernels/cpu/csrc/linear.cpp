@@ -52,30 +52,6 @@ EXPORT void core_pack_bf16(const bf16* weight, int64_t num_outputs, int64_t num_
   });
 }
 
-// Writes rows of a packed weight as they were: embeddings [num_ids, num_inputs].
-EXPORT void core_rows_bf16(const bf16* packed, int64_t num_inputs, const int64_t* ids,
-                           int64_t num_ids, bf16* out, int32_t num_threads) {
-  const int64_t padded = padded_inputs(num_inputs);
-  parallel(num_ids < 64 ? 1 : num_threads, num_ids, [&](Cursor& cursor) {
-    for (int64_t i; (i = cursor.take()) < cursor.total;) {
-      const bf16* from = packed + ids[i] / PANEL * PANEL * padded + ids[i] % PANEL / 16 * TILE +
-                         ids[i] % 16 * 2;
-      for (int64_t k = 0; k < num_inputs; k++)
-        out[i * num_inputs + k] = from[k / K_BLOCK * 2 * TILE + k % K_BLOCK / 2 * 32 + k % 2];
-    }
-  });
-}
-
-EXPORT void core_rows_f32(const float* packed, int64_t num_inputs, const int64_t* ids,
-                          int64_t num_ids, float* out, int32_t num_threads) {
-  parallel(num_ids < 64 ? 1 : num_threads, num_ids, [&](Cursor& cursor) {
-    for (int64_t i; (i = cursor.take()) < cursor.total;) {
-      const float* from = packed + ids[i] / PANEL * PANEL * num_inputs + ids[i] % PANEL;
-      for (int64_t k = 0; k < num_inputs; k++) out[i * num_inputs + k] = from[k * PANEL];
-    }
-  });
-}
-
 // out [num_rows, num_outputs] = x [num_rows, num_inputs] @ weight.T + bias; bias may be null.
 EXPORT void core_linear_f32(const float* x, int64_t x_stride, int64_t num_rows,
                             const float* weight, int64_t num_inputs, int64_t num_outputs,
