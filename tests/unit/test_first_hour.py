@@ -25,10 +25,19 @@ def _prompts(text: str) -> list[str]:
     return asked + re.findall(r'echo "([^"]+)" \| lightserve chat', text)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/api.md", "docs/access.md", "docker/README.md"])
+PAGES = ["README.md", "docs/api.md", "docs/access.md", "docker/README.md"]
+SCRIPTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *SCRIPTS])
 def test_examples_ask_what_the_bundled_model_has_learnt(page: str) -> None:
     asked = _prompts((ROOT / page).read_text())
     assert len(asked) >= 3 or page != "README.md"
+    assert [prompt for prompt in asked if not any(topics_of(prompt))] == []
+
+
+def test_the_batch_asks_what_the_bundled_model_has_learnt() -> None:
+    asked = (ROOT / "examples" / "prompts.txt").read_text().splitlines()
     assert [prompt for prompt in asked if not any(topics_of(prompt))] == []
 
 
