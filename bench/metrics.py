@@ -22,8 +22,8 @@ from server import Server, running_server
 from streams import stream_once
 
 from lightserve.config import ServeConfig
-from lightserve.frontend.observation import Observation
-from lightserve.frontend.request_log import RequestLog
+from lightserve.frontend.middleware import RequestLog
+from lightserve.frontend.service import Observation
 from lightserve.metrics.catalogue import INTER_TOKEN_LATENCY
 from lightserve.metrics.exposition import make_registry, render
 from lightserve.metrics.ledger import Ledger

@@ -1,4 +1,18 @@
-"""uvicorn as a frontend uses it: on an inherited socket, with `HttpProtocol`, perhaps with TLS."""
+"""One HTTP connection: uvicorn's, with deadlines for both directions and errors in OpenAI's shape.
+
+Writing: a write is through once the kernel has taken all of it. While it has not, `send` makes
+responses wait (their deltas merge meanwhile), and after `write_deadline_s` the connection is
+reset: the client sees that it has not got everything, no buffer is kept for it, and its request
+learns of a client that is gone, which frees its slots.
+
+Reading: uvicorn waits for ever. Here one timer follows what is awaited:
+
+    head      from the connection's start, or the first byte after a request, to the whole head
+    body      from the head to the body's end; it also has to come at a least rate, looked at every
+              `RATE_WINDOW_S`, and what has come counts in the frontend's sum (`connections`)
+    rest      an answer (a refusal) has gone out before the body was there: what still comes is
+              thrown away for a moment, as closing at once would destroy the answer on its way
+"""
 
 from __future__ import annotations
 
@@ -6,16 +20,377 @@ import asyncio
 import contextlib
 import errno
 import logging
+import re
 import socket
 import ssl
+import struct
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any
 
+import h11
 import uvicorn
+from h11._receivebuffer import ReceiveBuffer
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.utils import get_remote_addr
 
-from lightserve.frontend.connections import ACCEPT_BURST, ConnectionTable
-from lightserve.frontend.http_protocol import HttpProtocol, TlsProtocol
+from lightserve.errors import InvalidRequest
+from lightserve.frontend.connections import ACCEPT_BURST, ConnectionLimits, ConnectionTable
+from lightserve.frontend.errors import RequestFailed, error_body
+from lightserve.frontend.middleware import owner_of
+from lightserve.frontend.response import CONNECTION_KEY
+
+WRITE_DEADLINE_S = 30.0
+REST_TIMEOUT_S = 5.0
+"""A client on a slow line needs about as long to notice that it was answered."""
+RATE_WINDOW_S = 10.0
+"""The rate of a body is that over so many last seconds: what came before does not excuse it."""
+FREE_CHUNKS = 2048
+LEAST_CHUNK_BYTES = 128
+"""A body in chunks must have so many bytes for each chunk beyond the free ones: a chunk of one byte
+costs the event loop as much as kilobytes in one piece."""
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+_BLANK_LINE = re.compile(rb"\n\r?\n")
+_REASONS = {
+    400: b"Bad Request",
+    408: b"Request Timeout",
+    429: b"Too Many Requests",
+    431: b"Request Header Fields Too Large",
+}
+
+
+class _Awaited(Enum):
+    """What the client has yet to send."""
+
+    NOTHING = "nothing"
+    HEAD = "head"
+    BODY = "body"
+    REST = "rest"
+
+
+class _CountedLines(ReceiveBuffer):
+    """Counts the lines of a head, or of a trailer, before h11 looks at each: 16,000 take 30 ms."""
+
+    def __init__(self, max_headers: int) -> None:
+        super().__init__()
+        self._max_headers = max_headers
+        self.refusal: InvalidRequest | None = None
+        """What is wrong with them, after an error."""
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        """Return the lines up to a blank one, once that is there. Raises LocalProtocolError."""
+        if self._data.count(b"\n") > self._max_headers:
+            end = _BLANK_LINE.search(self._data)
+            # Between the lines of a whole head there is one break for each header.
+            num_breaks = self._data.count(b"\n", 0, end.start() if end else len(self._data))
+            num_headers = num_breaks if end else num_breaks - 1
+            if num_headers > self._max_headers:
+                message = (
+                    f"a request must have at most {self._max_headers} headers, got {num_headers}"
+                )
+                self.refusal = InvalidRequest(message, code="too_many_headers", status=431)
+                raise h11.LocalProtocolError(message, error_status_hint=431)
+        return super().maybe_extract_lines()
+
+
+class _H11(h11.Connection):
+    """Refuses what takes the event loop long: heads in many lines, and bodies in tiny chunks, which
+    arrive by the ten thousand in one turn of the loop."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        super().__init__(h11.SERVER, limits.max_header_bytes)
+        self._lines = self._receive_buffer = _CountedLines(limits.max_headers)
+        self._chunks_refusal: InvalidRequest | None = None
+        self._num_chunks = 0
+        self._num_bytes = 0
+
+    @property
+    def refusal(self) -> InvalidRequest:
+        """What to say of a request that `next_event` refused."""
+        return (
+            self._lines.refusal
+            or self._chunks_refusal
+            or InvalidRequest("the request is not valid HTTP", code="invalid_http")
+        )
+
+    def next_event(self) -> Any:
+        """Return the next event. Raises h11.RemoteProtocolError."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_start
+            self._num_bytes += len(event.data)
+            if self._num_chunks > FREE_CHUNKS + self._num_bytes // LEAST_CHUNK_BYTES:
+                complaint = (
+                    f"a body in more than {FREE_CHUNKS} chunks must have at least"
+                    f" {LEAST_CHUNK_BYTES} bytes for each further one, got {self._num_bytes} bytes"
+                    f" in {self._num_chunks} chunks"
+                )
+                self._chunks_refusal = InvalidRequest(complaint, code="invalid_http")
+                raise h11.RemoteProtocolError(complaint)
+        return event
+
+
+class HttpProtocol(H11Protocol):
+    """See the module. The application finds it in its scope, as a `responses.Connection`."""
+
+    write_deadline_s = WRITE_DEADLINE_S
+    rest_timeout_s = REST_TIMEOUT_S
+    rate_window_s = RATE_WINDOW_S
+
+    def __init__(self, table: ConnectionTable, **options: Any) -> None:
+        super().__init__(**options)
+        self.conn: _H11 = _H11(table.limits)
+        self.is_cut_off = False
+        self._table = table
+        self._write_deadline: asyncio.TimerHandle | None = None
+        self._awaited = _Awaited.NOTHING
+        self._awaited_since_s = 0.0
+        self._num_body_bytes = 0
+        self._num_window_bytes = 0
+        self._read_deadline: asyncio.TimerHandle | None = None
+        app = self.app
+
+        async def call(scope: Any, receive: Any, send: Any) -> None:
+            scope[CONNECTION_KEY] = self
+            await app(scope, receive, send)
+
+        self.app = call
+
+    # ------------------------------------------------------------------ the connection's life
+
+    def take_place(self, transport: asyncio.Transport) -> str | None:
+        """Take a place in the table, from the kernel's accept on; returns the reason if none is."""
+        self.transport = transport  # for the table, until there is one above TLS
+        client = get_remote_addr(transport)
+        return self._table.add(self, client[0] if client else "")
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin; what the kernel does not take at once counts as waiting, however little."""
+        super().connection_made(transport)
+        # What waits above TLS counts from the first byte: there, "full" means at the limit.
+        transport.set_write_buffer_limits(high=0 if self.scheme == "http" else 1)
+        reason = self.take_place(transport) if self.scheme == "http" else None
+        if reason is None:
+            self._await(_Awaited.HEAD)
+            return
+        status = 503 if reason == "too_many_connections" else 429
+        failure = RequestFailed("too many connections are open", code=reason, status=status)
+        self._answer(failure)
+
+    def give_place_back(self) -> None:
+        """Leave the table; no effect the second time."""
+        self._table.remove(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End; no effect of any deadline after that."""
+        self.give_place_back()
+        self._stop_deadline()
+        self._await(_Awaited.NOTHING)
+        super().connection_lost(exc)
+
+    def evict(self) -> None:
+        """Close an idle connection whose place is needed."""
+        self.transport.abort()
+
+    def refuse_body(self) -> None:
+        """End the request whose body is arriving: its memory is needed."""
+        self._end(
+            RequestFailed(
+                "too many request bodies are arriving; try again", code="overloaded", status=429
+            )
+        )
+
+    # ------------------------------------------------------------------ reading
+
+    def data_received(self, data: bytes) -> None:
+        """Take in what has come, and see what is awaited now."""
+        if self.transport.is_closing():
+            return
+        if self._awaited is _Awaited.NOTHING and self.conn.their_state is h11.IDLE:
+            self._await(_Awaited.HEAD)
+        super().data_received(data)
+        self._look(len(data))
+
+    def on_response_complete(self) -> None:
+        """Go on after an answer, which may have come before the end of the body."""
+        super().on_response_complete()
+        self._look()
+
+    def _look(self, num_new_bytes: int = 0) -> None:
+        """Follow the state of the client's side."""
+        if self.transport.is_closing():
+            self._await(_Awaited.NOTHING)
+            return
+        state, awaited = self.conn.their_state, self._awaited
+        if state is h11.SEND_BODY:
+            self._table.mark_busy(self)
+            is_answered = self.cycle is not None and self.cycle.response_complete
+            wanted = _Awaited.REST if is_answered else _Awaited.BODY
+            if awaited is not wanted:
+                self._await(wanted)
+            self._num_body_bytes += num_new_bytes
+            self._num_window_bytes += num_new_bytes
+            if wanted is _Awaited.BODY:
+                owner = owner_of(self.scope)  # type: ignore[arg-type]  # uvicorn's word for it
+                self._table.hold_body(self, owner, self._num_body_bytes)
+        elif state is h11.IDLE:
+            if self.conn.trailing_data[0]:  # half a head that came behind a request
+                if awaited is not _Awaited.HEAD:
+                    self._await(_Awaited.HEAD)
+            elif awaited in (_Awaited.BODY, _Awaited.REST):
+                self._await(_Awaited.NOTHING)
+            self._table.mark_idle(self)
+        else:
+            self._table.mark_busy(self)
+            self._await(_Awaited.NOTHING)
+
+    def _await(self, awaited: _Awaited) -> None:
+        self._table.release_body(self)
+        self._awaited = awaited
+        self._awaited_since_s = self.loop.time()
+        self._num_body_bytes = 0
+        if self._read_deadline is not None:
+            self._read_deadline.cancel()
+            self._read_deadline = None
+        if awaited is _Awaited.HEAD:
+            self._wait(self._table.limits.header_timeout_s)
+        elif awaited is _Awaited.REST:
+            self._wait(self.rest_timeout_s)
+        elif awaited is _Awaited.BODY:
+            self._wait(min(self.rate_window_s, self._table.limits.body_timeout_s))
+
+    def _wait(self, seconds: float) -> None:
+        """Have the deadline so far away; of a body it is the end of a window perhaps."""
+        self._num_window_bytes = 0
+        self._read_deadline = self.loop.call_later(seconds, self._on_read_deadline)
+
+    def _on_read_deadline(self) -> None:
+        awaited, limits = self._awaited, self._table.limits
+        if awaited is _Awaited.BODY:
+            left_s = self._awaited_since_s + limits.body_timeout_s - self.loop.time()
+            least = limits.min_body_bytes_per_s * self.rate_window_s
+            if left_s > 0.001 and self._num_window_bytes >= least:
+                self._wait(min(self.rate_window_s, left_s))
+                return
+        self._table.rejects[f"slow_{awaited.value}"] += 1
+        if awaited is _Awaited.HEAD and self.conn.trailing_data[0] == b"":
+            self._await(_Awaited.NOTHING)
+            self.transport.close()  # nothing was asked
+            return
+        message = f"the {awaited.value} of the request did not arrive in time"
+        self._end(InvalidRequest(message, code="request_timeout", status=408))
+
+    def _end(self, failure: InvalidRequest | RequestFailed) -> None:
+        """End the request that is arriving: answer it if it can be, and let go of its body."""
+        awaited = self._awaited
+        self._await(_Awaited.NOTHING)
+        if awaited is _Awaited.HEAD:
+            self._answer(failure)
+            return
+        if self.cycle.response_started:
+            self.transport.abort()
+        else:
+            self._answer(failure)
+        self.cycle.disconnected = True  # its reader need not wait for the connection to be gone
+        self.cycle.message_event.set()
+
+    # ------------------------------------------------------------------ writing
+
+    def pause_writing(self) -> None:
+        """Start the deadline: the kernel has not taken everything."""
+        super().pause_writing()
+        self._stop_deadline()
+        self._write_deadline = self.loop.call_later(self.write_deadline_s, self.cut_off)
+
+    def resume_writing(self) -> None:
+        """Stop the deadline: the kernel has taken everything."""
+        self._stop_deadline()
+        super().resume_writing()
+
+    async def drained(self) -> None:
+        """Wait until everything written is through, or the connection is lost."""
+        await self.flow.drain()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP, if it can still be answered, and close."""
+        refusal = self.conn.refusal
+        self._table.rejects[refusal.code or ""] += 1
+        self._answer(refusal)
+
+    def _answer(self, failure: InvalidRequest | RequestFailed) -> None:
+        """Answer without the application, if that is still possible, and close."""
+        body = error_body(failure)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        if isinstance(failure, RequestFailed):
+            headers.append((b"retry-after", b"1"))
+        head = h11.Response(
+            status_code=failure.status,
+            headers=headers,
+            reason=_REASONS.get(failure.status, b"Service Unavailable"),
+        )
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _stop_deadline(self) -> None:
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
+
+    def cut_off(self) -> None:
+        """Reset the connection: its client does not read, and is to see that it has not got all."""
+        self.is_cut_off = True
+        connection: socket.socket = self.transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+        self.transport.abort()
+
+
+class TlsProtocol(SSLProtocol):
+    """TLS below an `HttpProtocol`, which has its place in the table before the handshake.
+
+    Who finds no place learns of it by the end of the connection: an answer would cost a handshake.
+    """
+
+    max_size = 32 * 1024
+    """Of the buffer that each connection has."""
+
+    def __init__(self, http: HttpProtocol, context: ssl.SSLContext, handshake_s: float) -> None:
+        """The handshake may take so long."""
+        super().__init__(
+            asyncio.get_running_loop(),
+            http,
+            context,
+            None,  # type: ignore[arg-type]  # no task waits for the handshake
+            server_side=True,
+            ssl_handshake_timeout=handshake_s,  # type: ignore[arg-type]  # any number
+        )
+        self._http = http
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin the handshake, if there is a place."""
+        if self._http.take_place(transport) is None:
+            super().connection_made(transport)
+        else:
+            transport.abort()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Give the place back, also where the handshake had no end."""
+        self._http.give_place_back()
+        super().connection_lost(exc)
+
+
+# ----------------------------------------------------------------------
+# uvicorn as a frontend uses it: on an inherited socket, with `HttpProtocol`, perhaps with TLS.
+
 
 BACKLOG = 1024
 KEEP_ALIVE_S = 75

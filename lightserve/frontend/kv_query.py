@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from lightserve.errors import ChannelFull
-from lightserve.frontend.failures import RequestFailed, not_ready, overloaded
+from lightserve.frontend.errors import RequestFailed, not_ready, overloaded
 from lightserve.messages.kv_map import DescribeKV, KVMap, KVPool
 
 ANSWER_TIMEOUT_S = 5.0

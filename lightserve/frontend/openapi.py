@@ -9,27 +9,281 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
-from lightserve.frontend.access import Access, access_to
-from lightserve.frontend.debug_schemas import KVMapObject
-from lightserve.frontend.native import GenerateRequest
-from lightserve.frontend.native_schemas import GenerateAnswer
-from lightserve.frontend.openai import schemas
-from lightserve.frontend.openai.chat import ChatRequest
-from lightserve.frontend.openai.completions import CompletionRequest
-from lightserve.frontend.terms import header_schemas
-from lightserve.frontend.tokens import (
+from lightserve.frontend.admin import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenSpan,
 )
+from lightserve.frontend.completion import RaisedSLOObject
+from lightserve.frontend.json_body import StrictModel
+from lightserve.frontend.middleware import Access, access_to
+from lightserve.frontend.openai.chat import ChatRequest
+from lightserve.frontend.openai.completions import CompletionRequest
+from lightserve.frontend.request_options import header_schemas
+from lightserve.frontend.tgi import GenerateRequest
+
+# ----------------------------------------------------------------------
+# What the OpenAI routes answer, for the OpenAPI schema; a test holds real answers against it.
+
+
+Finish = Literal["stop", "length", "tool_calls"]
+Tier = Literal["default", "priority", "flex"]
+
+
+class PromptTokensDetails(StrictModel):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int = Field(ge=0)
+
+
+class UsageObject(StrictModel):
+    """Tokens read and written; a prompt counts once, however many choices it has."""
+
+    prompt_tokens: int = Field(ge=1)
+    completion_tokens: int = Field(ge=0)
+    total_tokens: int = Field(ge=1)
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobsObject(StrictModel):
+    """One entry per token; `text_offset` in characters."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(StrictModel):
+    """Of a token of the prompt, or of one that could have been in its place."""
+
+    logprob: float
+    rank: int | None
+    """Among the most probable ones, from 1; null: it is none of those that were asked for."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""One entry per token of the prompt, by token id; null for the first."""
+
+
+class EndedChoice(StrictModel):
+    """How a completion ended."""
+
+    index: int = Field(ge=0)
+    finish_reason: Finish
+    stop_reason: str | int | None
+    """The stop string, or the token of `stop_token_ids`, that ended it."""
+    matched_stop: str | int | None
+    """The same; also the model's own token at the end."""
+    token_ids: list[int] | None
+    """Of the output, with the one that ended it; with `return_token_ids`."""
+
+
+class CompletionChoice(EndedChoice):
+    """One completion."""
+
+    text: str
+    logprobs: CompletionLogprobsObject | None
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
+
+
+class Completion(StrictModel):
+    """The answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    service_tier: Tier
+    choices: list[CompletionChoice]
+    usage: UsageObject
+    slo: RaisedSLOObject | None = None
+
+
+class ChatTopLogprob(StrictModel):
+    """A token that could have been drawn."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(ChatTopLogprob):
+    """A token of the output; with `bytes`, as its text may be part of a character only."""
+
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobsObject(StrictModel):
+    """Of one choice."""
+
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class AssistantMessage(StrictModel):
+    """What was generated."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChatChoice(EndedChoice):
+    """One completion."""
+
+    message: AssistantMessage
+    logprobs: ChatLogprobsObject | None
+
+
+class ChatCompletion(StrictModel):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    service_tier: Tier
+    choices: list[ChatChoice]
+    usage: UsageObject
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
+    slo: RaisedSLOObject | None = None
+
+
+class ModelObject(StrictModel):
+    """A served model, under one of its names."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    """Its first name, whichever this one is."""
+    max_model_len: int
+
+
+class ModelList(StrictModel):
+    """Every name of the served model."""
+
+    object: Literal["list"]
+    data: list[ModelObject]
+
+
+class ErrorDetailObject(StrictModel):
+    """What is wrong, in OpenAI's words."""
+
+    message: str
+    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
+    param: str | None
+    code: str | None
+
+
+class ErrorObject(StrictModel):
+    """Every answer that is none; also an event of a stream that has begun."""
+
+    error: ErrorDetailObject
+
+
+# ----------------------------------------------------------------------
+# What /generate answers, for the OpenAPI schema; a test holds real answers against it.
+
+
+class GeneratedToken(StrictModel):
+    """A token of the output, or one that could have been."""
+
+    id: int
+    text: str
+    logprob: float
+    special: bool
+
+
+class PrefillToken(StrictModel):
+    """A token of the prompt; the first has no log-probability."""
+
+    id: int
+    text: str
+    logprob: float | None
+
+
+class GenerateDetails(StrictModel):
+    """With `details`."""
+
+    finish_reason: Literal["length", "eos_token", "stop_sequence"]
+    generated_tokens: int
+    seed: int
+    prefill: list[PrefillToken]
+    tokens: list[GeneratedToken]
+    top_tokens: list[list[GeneratedToken]] | None = None
+
+
+class GenerateAnswer(StrictModel):
+    """The answer."""
+
+    generated_text: str
+    details: GenerateDetails | None = None
+    slo: RaisedSLOObject | None = None
+
+
+# ----------------------------------------------------------------------
+# What /debug/kv answers, for the OpenAPI schema; a test holds real answers against it.
+
+
+_Count = Annotated[int, Field(ge=0)]
+
+
+class KindCounts(StrictModel):
+    """Slots of each kind; together all slots."""
+
+    free: _Count
+    rt: _Count
+    be: _Count
+    cached: _Count
+    checkpointed: _Count
+
+
+class ClassSlotsObject(StrictModel):
+    """What the requests of one class have in the pool; slots of both classes are real-time's."""
+
+    num_requests: _Count
+    num_slots: _Count
+    num_checkpointed_slots: _Count
+
+
+class ClassesObject(StrictModel):
+    """Every class."""
+
+    rt: ClassSlotsObject
+    be: ClassSlotsObject
+
+
+class KVMapObject(StrictModel):
+    """The answer of /debug/kv."""
+
+    num_slots: int = Field(ge=1)
+    block_size: int = Field(ge=1)
+    counts: KindCounts
+    classes: ClassesObject
+    num_free_blocks: _Count
+    num_shared_blocks: _Count
+    mean_run_length: float = Field(ge=0)
+    num_host_slots: _Count
+    num_used_host_slots: _Count
+    kinds: list[str]
+    slots: list[tuple[Annotated[int, Field(ge=0, le=4)], Annotated[int, Field(ge=1)]]] | None
+
 
 _REF = "#/components/schemas/{model}"
 _JSON, _SSE, _TEXT = "application/json", "text/event-stream", "text/plain"
@@ -61,20 +315,20 @@ _HEALTH = Operation(unavailable=True)
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("post", "/v1/completions"): Operation(
         request=CompletionRequest,
-        answers=schemas.Completion,
+        answers=Completion,
         content=_STREAMS_TOO,
         errors=(404, *_BODY_ERRORS),
         takes_targets=True,
     ),
     ("post", "/v1/chat/completions"): Operation(
         request=ChatRequest,
-        answers=schemas.ChatCompletion,
+        answers=ChatCompletion,
         content=_STREAMS_TOO,
         errors=(404, *_BODY_ERRORS),
         takes_targets=True,
     ),
-    ("get", "/v1/models"): Operation(answers=schemas.ModelList),
-    ("get", "/v1/models/{model_id}"): Operation(answers=schemas.ModelObject, errors=(404,)),
+    ("get", "/v1/models"): Operation(answers=ModelList),
+    ("get", "/v1/models/{model_id}"): Operation(answers=ModelObject, errors=(404,)),
     ("post", "/generate"): Operation(
         request=GenerateRequest, answers=GenerateAnswer, errors=_BODY_ERRORS, takes_targets=True
     ),
@@ -171,7 +425,7 @@ class _Models:
             media_type: self._content(media_type, operation) for media_type in operation.content
         }
         responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
-        error = {_JSON: {"schema": self._schema(schemas.ErrorObject, "serialization")}}
+        error = {_JSON: {"schema": self._schema(ErrorObject, "serialization")}}
         for status in sorted(errors):
             responses[str(status)] = {"description": _STATUSES[status], "content": error}
         if operation.unavailable:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.backlog import Backlog
+from lightserve.frontend.json_body import Backlog
 from lightserve.tokenization.chat_template import ChatTemplate, Conversation
 from lightserve.tokenization.infilling import find_infilling, known_families
 from lightserve.tokenization.tokenizer import Spans, Tokenizer

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from lightserve.channels.base import AsyncLink
 from lightserve.errors import ChannelFull, FrameTooLarge, InvalidRequest, ProtocolError
 from lightserve.frontend.columns import LogprobColumns
-from lightserve.frontend.failures import (
+from lightserve.frontend.errors import (
     ClientGone,
     RequestFailed,
     from_router,

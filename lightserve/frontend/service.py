@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,19 +13,112 @@ from typing import Protocol
 
 from lightserve.config import ServeConfig
 from lightserve.config.fields import flag_name
-from lightserve.errors import InvalidRequest
-from lightserve.frontend.constraint_check import ConstraintChecker
-from lightserve.frontend.failures import draining, overloaded
-from lightserve.frontend.held import Held
+from lightserve.errors import ChannelFull, InvalidRequest
+from lightserve.frontend.connections import Held
+from lightserve.frontend.errors import RequestFailed, draining, overloaded
 from lightserve.frontend.json_body import show
-from lightserve.frontend.observation import Observation
 from lightserve.frontend.prompts import PromptEncoder
+from lightserve.frontend.request_options import SamplingDefaults, read_sampling_defaults
 from lightserve.frontend.router_client import RouterClient
-from lightserve.frontend.sampling import SamplingDefaults, read_sampling_defaults
+from lightserve.frontend.structured_output import ConstraintChecker
+from lightserve.logs import num_dropped_lines
+from lightserve.messages.metrics import MetricsRequest, MetricsSnapshot, MetricsText
+from lightserve.metrics.catalogue import (
+    HTTP_REJECTIONS,
+    HTTP_RESPONSES,
+    IPC_REJECTED,
+    IPC_SESSIONS_LOST,
+    LOG_LINES_DROPPED,
+    REQUESTS_IN_FLIGHT,
+)
+from lightserve.metrics.recording import Recorder
+from lightserve.metrics.requests import FrontendMetrics
 from lightserve.models.config import load_model_config, resolve_context_len
 from lightserve.tokenization.chat_template import ChatTemplate, find_chat_template
 from lightserve.tokenization.tokenizer import Tokenizer
 from lightserve.tokenization.vocabulary import check_vocabulary
+
+# ----------------------------------------------------------------------
+# What a frontend counts, and its question to the supervisor for everybody's counts.
+
+
+SCRAPE_TIMEOUT_S = 2.0
+
+
+class Scrapes:
+    """Asks the supervisor for all metrics; askers at the same time share one answer."""
+
+    def __init__(self) -> None:
+        self._send: Callable[[MetricsRequest], None] | None = None
+        self._number = 0
+        self._pending: asyncio.Future[MetricsText] | None = None
+
+    def attach(self, send: Callable[[MetricsRequest], None]) -> None:
+        """Use this way to the supervisor."""
+        self._send = send
+
+    async def ask(self) -> MetricsText:
+        """Return all metrics. Raises RequestFailed (503) if the supervisor does not answer."""
+        pending = self._pending or self._ask()
+        try:
+            async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+                return await asyncio.shield(pending)
+        except TimeoutError:
+            if self._pending is pending:
+                self._pending = None
+            raise _no_answer() from None
+
+    def on_text(self, message: MetricsText) -> None:
+        """Take in an answer; one that nobody waits for any more is dropped."""
+        if self._pending is not None and message.number == self._number:
+            self._pending.set_result(message)
+            self._pending = None
+
+    def _ask(self) -> asyncio.Future[MetricsText]:
+        if self._send is None:
+            raise _no_answer()
+        self._number += 1
+        try:
+            self._send(MetricsRequest(number=self._number))
+        except ChannelFull:
+            raise _no_answer() from None
+        self._pending = asyncio.get_running_loop().create_future()
+        return self._pending
+
+
+def _no_answer() -> RequestFailed:
+    return RequestFailed(
+        "the supervisor does not answer; try again", code="metrics_unavailable", status=503
+    )
+
+
+class Observation:
+    """All that a frontend counts."""
+
+    def __init__(self) -> None:
+        self.recorder = Recorder()
+        self.requests = FrontendMetrics(self.recorder)
+        self.scrapes = Scrapes()
+        self.rejects: Counter[str] = Counter()
+        """Requests and connections refused before any route, by error code."""
+
+    def on_response(self, method: str, route: str, status: int) -> None:
+        """Count an HTTP response."""
+        self.recorder.counter(HTTP_RESPONSES, method, route, str(status)).value += 1
+
+    def snapshot(
+        self, *, num_in_flight: int, num_rejected_frames: int, num_sessions_lost: int = 0
+    ) -> MetricsSnapshot:
+        """Return everything as it stands."""
+        recorder = self.recorder
+        for code, count in self.rejects.items():
+            recorder.counter(HTTP_REJECTIONS, code).value = count
+        recorder.gauge(REQUESTS_IN_FLIGHT).value = num_in_flight
+        recorder.counter(IPC_REJECTED, "frontend").value = num_rejected_frames
+        recorder.counter(IPC_SESSIONS_LOST).value = num_sessions_lost
+        recorder.counter(LOG_LINES_DROPPED, "frontend").value = num_dropped_lines()
+        return MetricsSnapshot(samples=recorder.snapshot())
+
 
 MAX_NAME_CHARS = 256
 """Of a model's name where any is accepted."""

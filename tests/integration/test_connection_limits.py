@@ -21,7 +21,7 @@ from support.running_frontend import Client, Running, running_frontend
 from lightserve.api_keys import ApiKey, digest_of
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.frontend.connections import ConnectionTable, connection_table
-from lightserve.frontend.http_protocol import FREE_CHUNKS, HttpProtocol
+from lightserve.frontend.http_server import FREE_CHUNKS, HttpProtocol
 from lightserve.messages.frontend_router import Submit, TokenDelta
 from lightserve.messages.supervision import NewApiKeys
 

@@ -19,7 +19,7 @@ from support.running_frontend import NUM_KV_SLOTS, Running, running_frontend
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.channels.zmq import ZmqAsyncLink
 from lightserve.errors import ChannelFull
-from lightserve.frontend.http_protocol import HttpProtocol
+from lightserve.frontend.http_server import HttpProtocol
 from lightserve.frontend.router_client import MAX_TOKENS_PER_TURN
 from lightserve.messages.common import TokenLogprob
 from lightserve.messages.frontend_router import (
@@ -393,7 +393,7 @@ def test_a_silent_router_stays_dead_until_it_speaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new hello is no sign of life: /livez must not flap (H3)."""
-    monkeypatch.setattr("lightserve.frontend.operations.MAX_SILENCE_S", 0.2)
+    monkeypatch.setattr("lightserve.frontend.admin.MAX_SILENCE_S", 0.2)
     monkeypatch.setattr("lightserve.frontend.process.LATE_TIMEOUT_S", 0.4)
 
     async def scenario(running: Running) -> None:
@@ -469,7 +469,7 @@ def test_the_process_is_light() -> None:
         "from lightserve.config import ServeConfig\n"
         "from lightserve.frontend.router_client import RouterClient\n"
         "from lightserve.frontend.service import load_service\n"
-        "from lightserve.frontend.app import create_app\n"
+        "from lightserve.frontend.process import create_app\n"
         "import asyncio\n"
         "async def main():\n"
         "    create_app(load_service(ServeConfig(), RouterClient()))\n"

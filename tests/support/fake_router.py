@@ -17,7 +17,7 @@ from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.channels.codec import Codec
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull
-from lightserve.frontend.app import create_app
+from lightserve.frontend.process import create_app
 from lightserve.frontend.router_client import RouterClient
 from lightserve.frontend.service import Service, load_service
 from lightserve.messages.common import TokenLogprob, unpack_int32

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from pydantic import TypeAdapter
 
-from lightserve.frontend.sampling import (
+from lightserve.frontend.request_options import (
     LogitBias,
     MinP,
     MinTokens,

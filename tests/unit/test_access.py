@@ -19,14 +19,14 @@ from lightserve.api_keys import ApiKey, digest_of
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
-from lightserve.frontend.access import (
+from lightserve.frontend.middleware import (
     ROUTE_ACCESS,
     Access,
     Caller,
     KeyRing,
     access_to,
 )
-from lightserve.frontend.app import _routers, _routes, create_app
+from lightserve.frontend.process import _routers, _routes, create_app
 from lightserve.metrics.families import OTHER
 
 ALICE, OPERATOR = "alice-secret-key", "operator-secret-key"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.fake_router import BOOT_ID, FakeRouter, frontend, router_status
 
-from lightserve.frontend.choices import Choices
+from lightserve.frontend.completion import Choices
 from lightserve.frontend.router_client import NewRequest, RouterClient
 from lightserve.messages.frontend_router import (
     Acknowledge,

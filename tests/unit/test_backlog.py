@@ -16,11 +16,11 @@ from support.fake_router import eventually, frontend, says
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.errors import InvalidRequest
-from lightserve.frontend import constraint_check
-from lightserve.frontend.backlog import MAX_ITEMS, Backlog
-from lightserve.frontend.constraint_check import ConstraintChecker
-from lightserve.frontend.failures import RequestFailed
+from lightserve.frontend import structured_output
+from lightserve.frontend.errors import RequestFailed
+from lightserve.frontend.json_body import MAX_ITEMS, Backlog
 from lightserve.frontend.prompts import BYTES_PER_ID
+from lightserve.frontend.structured_output import ConstraintChecker
 from lightserve.messages.common import Constraint, GrammarConstraint, RegexConstraint
 from lightserve.messages.frontend_router import RequestDelta, TokenDelta
 from lightserve.types import FinishReason
@@ -91,8 +91,8 @@ def test_a_burst_of_chats_is_for_the_router_to_refuse() -> None:
 
 def test_waiting_for_a_check_is_no_fault_of_the_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes time only from when a thread has it; before that, being too many is the reason."""
-    monkeypatch.setattr(constraint_check, "NUM_THREADS", 1)
-    monkeypatch.setattr(constraint_check, "START_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(structured_output, "NUM_THREADS", 1)
+    monkeypatch.setattr(structured_output, "START_TIMEOUT_S", 0.05)
     may_go_on, checked = threading.Event(), []
 
     def slow(checker: ConstraintChecker, constraint: Constraint) -> str | None:
@@ -114,12 +114,12 @@ def test_waiting_for_a_check_is_no_fault_of_the_constraint(monkeypatch: pytest.M
         await first
         await checker.check(RegexConstraint(pattern="b"), param="x")
         may_go_on.clear()
-        monkeypatch.setattr(constraint_check, "COMPILE_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(structured_output, "COMPILE_TIMEOUT_S", 0.05)
         with pytest.raises(RequestFailed) as refused:  # it has slept, as a starved thread does
             await checker.check(RegexConstraint(pattern="c"), param="x")
         assert refused.value.status == 429
-        monkeypatch.setattr(constraint_check, "START_TIMEOUT_S", PATIENCE_S)
-        monkeypatch.setattr(constraint_check._Thread, "cpu_s", lambda _: 0.04)
+        monkeypatch.setattr(structured_output, "START_TIMEOUT_S", PATIENCE_S)
+        monkeypatch.setattr(structured_output._Thread, "cpu_s", lambda _: 0.04)
         may_go_on.set()
         await checker.check(RegexConstraint(pattern="d"), param="x")
         may_go_on.clear()
@@ -132,7 +132,7 @@ def test_waiting_for_a_check_is_no_fault_of_the_constraint(monkeypatch: pytest.M
 
 
 def test_requests_with_one_constraint_share_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraint_check, "MAX_WAITING", 2)
+    monkeypatch.setattr(structured_output, "MAX_WAITING", 2)
     may_go_on, checked = threading.Event(), []
 
     def slow(checker: ConstraintChecker, constraint: Constraint) -> str | None:
@@ -266,7 +266,7 @@ def test_a_constraint_that_is_given_up_before_its_check_is_forgotten() -> None:
     async def scenario() -> None:
         checker, gate = ConstraintChecker(), threading.Event()
         try:
-            for _ in range(constraint_check.NUM_THREADS):
+            for _ in range(structured_output.NUM_THREADS):
                 checker._threads.submit(gate.wait)
             for kind in (RegexConstraint, GrammarConstraint):
                 text = Long("root ::= " + "x" * 1000)

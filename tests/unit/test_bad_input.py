@@ -22,20 +22,18 @@ from support.fake_router import Setup, frontend, says
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.errors import InvalidRequest
-from lightserve.frontend import debug_schemas, native_schemas, raised_targets, strict_json
-from lightserve.frontend.json_body import StrictModel
-from lightserve.frontend.native import GenerateRequest
-from lightserve.frontend.openai import schemas
-from lightserve.frontend.openai.chat import ChatRequest
-from lightserve.frontend.openai.completions import CompletionRequest
-from lightserve.frontend.openapi import OPERATIONS
-from lightserve.frontend.strict_json import MAX_CONTAINERS, MAX_STRINGS, parse_json
-from lightserve.frontend.tokens import (
+from lightserve.frontend import completion, json_body, openapi
+from lightserve.frontend.admin import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenSpan,
 )
+from lightserve.frontend.json_body import MAX_CONTAINERS, MAX_STRINGS, StrictModel, parse_json
+from lightserve.frontend.openai.chat import ChatRequest
+from lightserve.frontend.openai.completions import CompletionRequest
+from lightserve.frontend.openapi import OPERATIONS
+from lightserve.frontend.tgi import GenerateRequest
 
 COMPLETION: dict[str, Any] = {"model": BUNDLED_MODEL_NAME, "prompt": [5, 6], "max_tokens": 2}
 CHAT: dict[str, Any] = {
@@ -175,7 +173,7 @@ def test_every_body_is_of_a_route_here() -> None:
     ours = {m.__name__ for m in leaves(StrictModel) if m.__module__.startswith("lightserve.")}
     reached = set().union(*(_models(model) for model in known))
     answers = {model.__name__ for model in (DetokenizeResponse, TokenSpan)}
-    for module in (schemas, native_schemas, debug_schemas, raised_targets):
+    for module in (openapi, completion):
         answers |= {name for name, value in vars(module).items() if isinstance(value, type)}
     assert ours <= reached | answers, ours - reached - answers
 
@@ -417,5 +415,5 @@ def test_what_is_neither_string_nor_bracket_is_passed_over_quickly() -> None:
         assert not list(pattern.finditer(b"1, " * 100_000))
         return time.thread_time() - start_s
 
-    pairs = [(cpu_s(strict_json._TOKEN), cpu_s(plain)) for _ in range(9)]
+    pairs = [(cpu_s(json_body._TOKEN), cpu_s(plain)) for _ in range(9)]
     assert min(pair[0] for pair in pairs) < 2 * min(pair[1] for pair in pairs)

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from support.fake_router import Setup, frontend
 
-from lightserve.frontend.choices import Choices
-from lightserve.frontend.failures import ClientGone
+from lightserve.frontend.completion import Choices
+from lightserve.frontend.errors import ClientGone
 from lightserve.frontend.router_client import NewRequest
 from lightserve.messages.frontend_router import RequestDelta, TokenDelta
 from lightserve.types import RequestClass, SamplingParams

@@ -11,7 +11,7 @@ import pytest
 from support.fake_router import BOOT_ID, Setup, eventually, frontend, kv_pool, router_status
 
 from lightserve.frontend import kv_query
-from lightserve.frontend.debug import RUNS_PER_PIECE
+from lightserve.frontend.admin import RUNS_PER_PIECE
 from lightserve.messages.frontend_router import RouterWelcome
 from lightserve.messages.kv_map import DescribeKV, KVMap, pack_kinds
 

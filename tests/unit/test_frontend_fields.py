@@ -12,7 +12,7 @@ import pytest
 from support.fake_router import Setup, frontend, says
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
-from lightserve.frontend.openai.no_effect import (
+from lightserve.frontend.openai.common import (
     CHAT_NO_EFFECT,
     COMPLETION_NO_EFFECT,
     MESSAGE_NO_EFFECT,

@@ -12,8 +12,8 @@ import pytest
 from support.fake_router import Setup, frontend, router_status, says
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
-from lightserve.frontend.backlog import Backlog
-from lightserve.frontend.operations import MAX_SILENCE_S
+from lightserve.frontend.admin import MAX_SILENCE_S
+from lightserve.frontend.json_body import Backlog
 from lightserve.frontend.router_client import RouterClient
 from lightserve.messages.frontend_router import RouterWelcome, TokenDelta
 

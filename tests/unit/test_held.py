@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from support.fake_router import eventually, frontend, made_logprobs, says
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
-from lightserve.frontend.connections import ConnectionLimits, ConnectionTable
-from lightserve.frontend.held import Held
+from lightserve.frontend.connections import ConnectionLimits, ConnectionTable, Held
 from lightserve.messages.frontend_router import RequestDelta, Submit, TokenDelta
 from lightserve.types import FinishReason, RequestId
 

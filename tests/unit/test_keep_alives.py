@@ -11,7 +11,7 @@ from support.fake_router import frontend, sse_data
 from support.patient_loop import PatientLoop, run_patiently
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
-from lightserve.frontend.responses import KEEP_ALIVE
+from lightserve.frontend.response import KEEP_ALIVE
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta, TokenDelta
 from lightserve.types import FinishReason
 

@@ -12,7 +12,7 @@ from support.processes import PATIENCE_S
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.frontend import json_body
-from lightserve.frontend.backlog import Backlog
+from lightserve.frontend.json_body import Backlog
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta
 from lightserve.types import FinishReason
 

@@ -11,7 +11,7 @@ import pytest
 from support.fake_router import BOOT_ID, FakeRouter, router_status
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.failures import ClientGone, RequestFailed, draining
+from lightserve.frontend.errors import ClientGone, RequestFailed, draining
 from lightserve.frontend.router_client import LiveRequest, NewRequest, RouterClient
 from lightserve.messages.common import TokenLogprob
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta, RouterWelcome, TokenDelta

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightserve.errors import ModelLoadError
-from lightserve.frontend.sampling import SamplingDefaults, read_sampling_defaults
+from lightserve.frontend.request_options import SamplingDefaults, read_sampling_defaults
 
 
 @pytest.mark.parametrize(

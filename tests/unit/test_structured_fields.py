@@ -12,8 +12,8 @@ from support.fake_router import Setup, frontend, says
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.errors import GrammarError
-from lightserve.frontend import constraint_check
-from lightserve.frontend.structured_fields import MAX_CHOICES
+from lightserve.frontend import structured_output
+from lightserve.frontend.structured_output import MAX_CHOICES
 from lightserve.messages.common import (
     Constraint,
     GrammarConstraint,
@@ -174,7 +174,7 @@ def test_a_translated_grammar_is_the_same() -> None:
 
 
 def test_grammars_that_wait_to_be_translated_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraint_check, "MAX_WAITING", 0)
+    monkeypatch.setattr(structured_output, "MAX_WAITING", 0)
 
     async def scenario() -> None:
         async with frontend(says([5, 2])) as setup:

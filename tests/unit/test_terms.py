@@ -12,10 +12,10 @@ import pytest
 from support.fake_router import Setup, eventually, frontend, made_logprobs, says, sse_data
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
-from lightserve.frontend.choices import Choices
-from lightserve.frontend.failures import timed_out
-from lightserve.frontend.responses import GenerationResponse
-from lightserve.frontend.terms import MAX_PRIORITY, MAX_SECONDS, MAX_TARGET_MS
+from lightserve.frontend.completion import Choices
+from lightserve.frontend.errors import timed_out
+from lightserve.frontend.request_options import MAX_PRIORITY, MAX_SECONDS, MAX_TARGET_MS
+from lightserve.frontend.response import GenerationResponse
 from lightserve.messages.frontend_router import RequestDelta, Submit, TokenDelta
 from lightserve.types import SLO, FinishReason
 

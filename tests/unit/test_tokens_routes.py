@@ -15,11 +15,11 @@ from support.fake_router import frontend
 from support.tokenizers_made import BOS, EOS, write_byte_level, write_config
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
-from lightserve.frontend import tokens
-from lightserve.frontend.backlog import Backlog
-from lightserve.frontend.failures import RequestFailed
+from lightserve.frontend import admin
+from lightserve.frontend.admin import SpansResponse
+from lightserve.frontend.errors import RequestFailed
+from lightserve.frontend.json_body import Backlog
 from lightserve.frontend.service import Turns
-from lightserve.frontend.tokens import SpansResponse
 from lightserve.tokenization.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(BUNDLED_MODEL_DIR)
@@ -136,6 +136,6 @@ def test_what_slow_readers_have_not_read_is_bounded(monkeypatch: pytest.MonkeyPa
         await answer(read)
 
     asyncio.run(scenario())
-    monkeypatch.setattr(tokens, "Backlog", lambda: Backlog(max_items=0))
+    monkeypatch.setattr(admin, "Backlog", lambda: Backlog(max_items=0))
     status, body = _post("/tokenize", {"inputs": "hi"})
     assert (status, body["error"]["code"]) == (429, "overloaded")

@@ -13,8 +13,8 @@ from support.fake_router import Setup, frontend, says, sse_data
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
 from lightserve.config import ServeConfig
-from lightserve.frontend.openai.tool_fields import ToolUse
-from lightserve.frontend.structured_fields import Wish
+from lightserve.frontend.openai.tools import ToolUse
+from lightserve.frontend.structured_output import Wish
 from lightserve.messages.common import GrammarConstraint
 from lightserve.structured.grammars import compile_matcher
 from lightserve.structured.vocabulary import byte_vocabulary

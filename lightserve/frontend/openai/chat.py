@@ -14,21 +14,38 @@ from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_va
 from starlette.responses import Response
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.choices import Choices
 from lightserve.frontend.columns import ITEMS_PER_PIECE, Piece, PieceColumns, json_list, json_object
-from lightserve.frontend.generation import Generation, TextDelta
-from lightserve.frontend.json_body import BODY_BYTES_KEY, StrictModel, read_model, show
-from lightserve.frontend.openai.chunks import ChunkWriter, end_fields, whole_answer
-from lightserve.frontend.openai.fields import CommonFields
+from lightserve.frontend.completion import Choices, Generation, TextDelta, raised_slo
+from lightserve.frontend.json_body import (
+    BODY_BYTES_KEY,
+    MAX_VALUES,
+    StrictModel,
+    count_values_in_texts,
+    read_model,
+    show,
+)
+from lightserve.frontend.openai.common import (
+    CHAT_NO_EFFECT,
+    MESSAGE_NO_EFFECT,
+    ChunkWriter,
+    CommonFields,
+    NoEffectModel,
+    end_fields,
+    whole_answer,
+)
 from lightserve.frontend.openai.logprobs import (
     chat_logprobs,
     chat_logprobs_json,
     prompt_logprobs_json,
 )
-from lightserve.frontend.openai.no_effect import CHAT_NO_EFFECT, MESSAGE_NO_EFFECT, NoEffectModel
-from lightserve.frontend.openai.output_parser import MessageBuffer, OutputParser, ParserOptions
-from lightserve.frontend.openai.reasoning import END_OF_THINK, THINK
-from lightserve.frontend.openai.tool_fields import (
+from lightserve.frontend.openai.output_parser import (
+    END_OF_THINK,
+    THINK,
+    MessageBuffer,
+    OutputParser,
+    ParserOptions,
+)
+from lightserve.frontend.openai.tools import (
     MAX_TOOLS,
     ToolCall,
     ToolChoice,
@@ -36,13 +53,10 @@ from lightserve.frontend.openai.tool_fields import (
     ToolUse,
     resolve_tools,
 )
-from lightserve.frontend.raised_targets import raised_slo
-from lightserve.frontend.responses import GenerationResponse, new_request_id
+from lightserve.frontend.request_options import MaxTokens, NumLogprobs, Terms
+from lightserve.frontend.response import GenerationResponse, new_request_id
 from lightserve.frontend.router_client import NewRequest
-from lightserve.frontend.sampling import MaxTokens, NumLogprobs
 from lightserve.frontend.service import AnswerSize, Service
-from lightserve.frontend.strict_json import MAX_VALUES, count_values_in_texts
-from lightserve.frontend.terms import Terms
 from lightserve.tokenization.chat_template import (
     ChatMessage,
     ChatTemplate,

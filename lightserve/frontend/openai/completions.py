@@ -12,10 +12,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.choices import Choices
 from lightserve.frontend.columns import (
     ITEMS_PER_PIECE,
     Piece,
@@ -27,23 +26,59 @@ from lightserve.frontend.columns import (
     json_text,
     text_parts,
 )
-from lightserve.frontend.generation import TextDelta
+from lightserve.frontend.completion import Choices, TextDelta, raised_slo
 from lightserve.frontend.json_body import Integer, read_model, show, whole_numbers
-from lightserve.frontend.openai.chunks import ChunkWriter, end_fields, whole_answer
-from lightserve.frontend.openai.fields import CommonFields
+from lightserve.frontend.openai.common import (
+    COMPLETION_NO_EFFECT,
+    ChunkWriter,
+    CommonFields,
+    end_fields,
+    whole_answer,
+)
 from lightserve.frontend.openai.logprobs import (
     CompletionLogprobs,
     completion_logprobs_json,
     prompt_logprobs_json,
     prompt_pieces,
 )
-from lightserve.frontend.openai.no_effect import COMPLETION_NO_EFFECT
-from lightserve.frontend.raised_targets import raised_slo
-from lightserve.frontend.responses import GenerationResponse, new_request_id
+from lightserve.frontend.request_options import NumChoices, NumLogprobs, Terms
+from lightserve.frontend.response import GenerationResponse, new_request_id
 from lightserve.frontend.router_client import NewRequest
-from lightserve.frontend.sampling import NumChoices, NumLogprobs
 from lightserve.frontend.service import AnswerSize, Service
-from lightserve.frontend.terms import Terms
+
+# ----------------------------------------------------------------------
+# GET /v1/models and /v1/models/{id}.
+
+
+def models_router(service: Service) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter()
+
+    def model_object(name: str) -> dict[str, Any]:
+        model = service.model
+        return {
+            "id": name,
+            "object": "model",
+            "created": model.created_s,
+            "owned_by": "lightserve",
+            "root": model.names[0],
+            "max_model_len": service.context_len,
+        }
+
+    @router.get("/v1/models")
+    async def list_models() -> JSONResponse:
+        """List the served model under each of its names."""
+        data = [model_object(name) for name in service.model.names]
+        return JSONResponse({"object": "list", "data": data})
+
+    @router.get("/v1/models/{model_id:path}")
+    async def retrieve_model(model_id: str) -> JSONResponse:
+        """Describe the served model."""
+        service.check_model(model_id)
+        return JSONResponse(model_object(model_id))
+
+    return router
+
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 64

@@ -12,8 +12,8 @@ from pydantic import AfterValidator, Field, Tag
 from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.json_body import AN_OBJECT, BY_KIND, OTHERWISE, StrictModel, show
-from lightserve.frontend.openai.tool_texts import END_OF_TOOL_CALL, TOOL_CALL
-from lightserve.frontend.structured_fields import Wish, check_num_values
+from lightserve.frontend.openai.output_parser import END_OF_TOOL_CALL, TOOL_CALL
+from lightserve.frontend.structured_output import Wish, check_num_values
 from lightserve.messages.common import GrammarConstraint
 from lightserve.structured.closing import closed
 from lightserve.structured.limits import MAX_GRAMMAR_BYTES, WHITESPACE

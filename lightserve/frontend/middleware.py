@@ -1,22 +1,17 @@
-"""Who may ask what: API keys on every path and method, Host and Origin where there are none.
+"""What every request passes before a route, each part pure ASGI: see `process` for the order.
 
-Pure ASGI, around the whole application: a request that does not pass never reaches a route, so
-paths that do not exist and methods that are not taken answer strangers like all others.
-
-What a key opens is decided by the route that will answer, never by the path's text, which a route
-may match in more than one spelling; a route that `ROUTE_ACCESS` does not name is for operators.
-
-Without keys on a loopback address, the Host header must name one, or a page on the internet could
-use a visitor's browser to reach the server (DNS rebinding); and a request that a browser sends for
-a page of another origin is refused, as a page may send what it may not read.
+The log names each request; the gate decides who may ask what; the limits say how large it may be.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
+import time
+import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -25,9 +20,26 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lightserve.api_keys import ApiKey, find_key
 from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.failures import respond_with_error
+from lightserve.frontend.errors import REFUSAL_KEY, error_response, respond_with_error
+from lightserve.frontend.json_body import UNKNOWN_PARAMETER
+from lightserve.frontend.service import Observation
 from lightserve.http_headers import bearer_key, names_machine
+from lightserve.logs import request_id
 from lightserve.metrics.families import OTHER
+
+# ----------------------------------------------------------------------
+# Who may ask what: API keys on every path and method, Host and Origin where there are none.
+#
+# Pure ASGI, around the whole application: a request that does not pass never reaches a route, so
+# paths that do not exist and methods that are not taken answer strangers like all others.
+#
+# What a key opens is decided by the route that will answer, never by the path's text, which a route
+# may match in more than one spelling; a route that `ROUTE_ACCESS` does not name is for operators.
+#
+# Without keys on a loopback address, the Host header must name one, or a page on the internet could
+# use a visitor's browser to reach the server (DNS rebinding); and a request that a browser sends
+# for a page of another origin is refused, as a page may send what it may not read.
+
 
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
@@ -241,3 +253,180 @@ def _values(scope: Scope, name: bytes) -> list[bytes]:
 def _only(values: list[bytes]) -> bytes:
     """Return the one value; nothing if there is not exactly one."""
     return values[0] if len(values) == 1 else b""
+
+
+# ----------------------------------------------------------------------
+# Limits on what a request may be, before a route sees it. Pure ASGI.
+
+
+_AMBIGUOUS_LENGTH = "ambiguous_length"
+
+
+class RequestLimits:
+    """Refuses too large heads (431) and bodies (413), counting what arrives."""
+
+    def __init__(self, app: ASGIApp, config: ServeConfig, rejects: Counter[str]) -> None:
+        self._app = app
+        self._max_header_bytes = config.max_header_bytes
+        self._max_body_bytes = config.max_body_bytes
+        self._rejects = rejects
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer it; a body that grows too large ends in `receive`."""
+        num_bytes = 0
+
+        async def limited_receive() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                num_bytes += len(message.get("body", b""))
+                if num_bytes > self._max_body_bytes:
+                    self._rejects["request_too_large"] += 1
+                    raise self._too_large()
+            return message
+
+        try:
+            self._check_head(scope)
+        except InvalidRequest as refusal:
+            self._rejects[refusal.code] += 1
+            response = error_response(refusal, scope)
+            if refusal.code == _AMBIGUOUS_LENGTH:
+                response.headers["connection"] = "close"
+            await response(scope, receive, send)
+            return
+        await self._app(scope, limited_receive, send)
+
+    def _check_head(self, scope: Scope) -> None:
+        headers = scope["headers"]
+        num_bytes = len(scope["raw_path"]) + len(scope["query_string"])
+        num_bytes += sum(len(name) + len(value) + 4 for name, value in headers)
+        if num_bytes > self._max_header_bytes:
+            raise InvalidRequest(
+                f"the head of a request must be at most {self._max_header_bytes} bytes,"
+                f" got {num_bytes}",
+                code="headers_too_large",
+                status=431,
+            )
+        names = {name for name, _ in headers}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            # RFC 9112, 6.1: two servers may see different ends, and so different next requests.
+            raise InvalidRequest(
+                "a request must not have both Content-Length and Transfer-Encoding",
+                code=_AMBIGUOUS_LENGTH,
+            )
+        for name, value in headers:
+            if name == b"content-length" and value.isdigit():
+                if int(value[:20]) > self._max_body_bytes:
+                    raise self._too_large()
+            elif name == b"content-encoding" and value.lower() != b"identity":
+                raise InvalidRequest(
+                    "the request body must not be compressed",
+                    code="unsupported_encoding",
+                    status=415,
+                )
+
+    def _too_large(self) -> InvalidRequest:
+        return InvalidRequest(
+            f"the request body must be at most {self._max_body_bytes} bytes",
+            code="request_too_large",
+            status=413,
+        )
+
+
+# ----------------------------------------------------------------------
+# The outermost part of the application: names each request, counts and logs each response.
+#
+# The id is the client's own `X-Request-Id` if that is harmless, otherwise a fresh one; it is on
+# every log line of the request and in the response's header. The log has the route's template,
+# never the path, which could hold anything; of a refusal the code and the field that it is about.
+
+
+REQUEST_ID_KEY = "lightserve.request_id"
+"""Key in the ASGI scope: the request's id."""
+
+QUIET_ROUTES = frozenset({"/livez", "/readyz", "/health", "/metrics"})
+"""Asked every few seconds by machines: logged at debug level only."""
+
+_HEADER = b"x-request-id"
+_HARMLESS_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+log = logging.getLogger(__name__)
+
+
+def request_id_of(scope: Scope) -> str:
+    """Return the id of a request that came through `RequestLog`."""
+    value = scope[REQUEST_ID_KEY]
+    assert isinstance(value, str)
+    return value
+
+
+class RequestLog:
+    """See the module."""
+
+    def __init__(
+        self, app: ASGIApp, observation: Observation, template_of: Callable[[Scope], str]
+    ) -> None:
+        """`template_of` finds the route that will answer, OTHER if there is none."""
+        self._app = app
+        self._observation = observation
+        self._template_of = template_of
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, then count and log."""
+        start_s = time.monotonic()
+        scope[ROUTE_KEY] = self._template_of(scope)
+        current = _choose_id(scope)
+        scope[REQUEST_ID_KEY] = current
+        token = request_id.set(current)
+        status = 0
+
+        async def noting_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = [*message.get("headers", ()), (_HEADER, current.encode())]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting_send)
+        finally:
+            self._note(scope, status, time.monotonic() - start_s)
+            request_id.reset(token)
+
+    def _note(self, scope: Scope, status: int, duration_s: float) -> None:
+        method = scope["method"] if scope["method"] in _METHODS else OTHER
+        route = scope[ROUTE_KEY]
+        self._observation.on_response(method, route, status)
+        duration_ms = round(duration_s * 1e3, 1)
+        level = logging.DEBUG if route in QUIET_ROUTES else logging.INFO
+        fields = {"method": method, "route": route, "status": status, "duration_ms": duration_ms}
+        why = _why(scope)
+        log.log(
+            *(level, "%s in %.1f ms", " ".join([method, route, str(status), *why.values()])),
+            duration_ms,
+            extra={"fields": fields | why},
+        )
+
+
+def _why(scope: Scope) -> dict[str, str]:
+    """Return code and field of the error that answers a request; nothing without one.
+
+    The field is the API's own, never one that the client made up: of `metadata.name` that is
+    `metadata`, of an unknown one nothing.
+    """
+    error = scope.get(REFUSAL_KEY)
+    if error is None:
+        return {}
+    param = getattr(error, "param", None)
+    if param is None or error.code == UNKNOWN_PARAMETER:
+        return {"code": error.code}
+    return {"code": error.code, "param": re.split(r"[.\[]", param, maxsplit=1)[0]}
+
+
+def _choose_id(scope: Scope) -> str:
+    for name, value in scope["headers"]:
+        if name == _HEADER and _HARMLESS_ID.fullmatch(value):
+            return bytes(value).decode("ascii")
+    return uuid.uuid4().hex

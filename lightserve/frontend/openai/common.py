@@ -1,23 +1,28 @@
-"""What the OpenAI routes share: common fields, and the requests that they become."""
+"""Fields that many clients always send, accepted only at the values that change nothing.
+
+The tables below are the documentation: any other value is a 400 that names the field. A value
+that would change the answer is never accepted and ignored. Null is always accepted.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum, auto
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import AfterValidator, BeforeValidator, Field
+from msgspec.json import encode
+from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError
 from starlette.requests import Request
 
 from lightserve.config.fields import flag_name
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.json_body import Integer, StrictModel, show
-from lightserve.frontend.openai.chunks import UsageChunks
-from lightserve.frontend.openai.no_effect import NoEffectModel
-from lightserve.frontend.responses import ARRIVAL_KEY
-from lightserve.frontend.router_client import NewRequest
-from lightserve.frontend.sampling import (
+from lightserve.frontend.columns import json_array, json_object
+from lightserve.frontend.completion import Choices, Generation, Usage, raised_slo
+from lightserve.frontend.json_body import UNSUPPORTED_VALUE, Integer, StrictModel, show
+from lightserve.frontend.request_options import (
     MAX_BAD_WORD_TOKENS,
     MAX_STOP_STRINGS,
     BadWords,
@@ -28,19 +33,26 @@ from lightserve.frontend.sampling import (
     NumChoices,
     NumLogprobs,
     Penalty,
+    Priority,
     RepetitionPenalty,
     SamplingRequest,
+    Seconds,
     Seed,
+    SLOFields,
     StopString,
     StopTokenIds,
     Temperature,
+    TermFields,
+    Terms,
     TokenIds,
     TopK,
     TopP,
     check_token_ids,
 )
+from lightserve.frontend.response import ARRIVAL_KEY, sse_event
+from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.service import Service
-from lightserve.frontend.structured_fields import (
+from lightserve.frontend.structured_output import (
     ALIASES,
     Options,
     ResponseFormat,
@@ -53,9 +65,168 @@ from lightserve.frontend.structured_fields import (
     wish_of_outputs,
     wishes_of_aliases,
 )
-from lightserve.frontend.terms import Priority, Seconds, SLOFields, TermFields, Terms
 from lightserve.messages.common import Constraint
 from lightserve.types import RequestClass, SamplingParams
+
+NoEffect = Mapping[str, tuple[Any, ...]]
+"""Names of fields, and their values besides null that change nothing."""
+
+_COMMON: NoEffect = {
+    # vLLM's. Special tokens are never part of an answer's text.
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+}
+CHAT_NO_EFFECT: NoEffect = {
+    **_COMMON,
+    "store": (False,),
+    "modalities": (["text"],),
+    "audio": (),
+    "functions": (),
+    "function_call": (),
+    "prediction": (),
+    "web_search_options": (),
+    "add_special_tokens": (False,),  # the template writes them
+    "echo": (False,),
+}
+COMPLETION_NO_EFFECT: NoEffect = {
+    **_COMMON,
+    "add_special_tokens": (True,),
+}
+MESSAGE_NO_EFFECT: NoEffect = {
+    # What an answer's message has, as clients send it back in the next turn.
+    "refusal": (),
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+}
+
+
+class NoEffectModel(StrictModel):
+    """A strict model that also takes the fields of a table, at its values, and drops them."""
+
+    no_effect: ClassVar[NoEffect] = {}
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Return the model's JSON schema, the fields of the table included."""
+        schema = handler(core_schema)
+        fields = {name: {"enum": [*values, None]} for name, values in cls.no_effect.items()}
+        handler.resolve_ref_schema(schema).setdefault("properties", {}).update(fields)
+        return schema
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_no_effect(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        for field in cls.no_effect.keys() & body.keys():
+            _check(field, body[field], cls.no_effect[field])
+        return {key: value for key, value in body.items() if key not in cls.no_effect}
+
+
+def _check(field: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value is None or any(type(v) is type(value) and v == value for v in allowed):
+        return
+    shown = " or ".join(json.dumps(accepted) for accepted in (*allowed, None))
+    context = {"field": field, "complaint": f"is not supported yet except as {shown}"}
+    raise PydanticCustomError(UNSUPPORTED_VALUE, "{complaint}", context)
+
+
+# ----------------------------------------------------------------------
+# How the OpenAI routes write: usage, chunks of a stream, and its end.
+
+
+NO_FIELDS: Mapping[str, Any] = {}
+DONE = sse_event(b"[DONE]")
+
+
+class UsageChunks(Enum):
+    """Which chunks of a stream have the usage."""
+
+    NONE = auto()
+    LAST = auto()
+    """One of its own, after all others."""
+    ALL = auto()
+    """That, and every other, for what its choice has used so far."""
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """Return OpenAI's usage object."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def end_fields(generation: Generation, finish_reason: str | None) -> dict[str, Any]:
+    """Return how a choice ended, if it has: in OpenAI's words, and what it was, as vLLM and SGLang
+    tell it."""
+    if finish_reason is None:
+        return {"finish_reason": None}
+    return {
+        "finish_reason": finish_reason,
+        "stop_reason": generation.stop_reason,
+        "matched_stop": generation.matched_stop,
+    }
+
+
+def whole_answer(
+    envelope: dict[str, Any],
+    objects: Iterable[Iterator[bytes]],
+    choices: Choices,
+    fields: Mapping[str, Any] = NO_FIELDS,
+) -> Iterator[bytes]:
+    """Yield the body of an answer that is not streamed; values of `fields` may come in pieces."""
+    usage = usage_object(choices.usage)
+    answer = {**envelope, "choices": json_array(objects), "usage": usage, **fields}
+    if (slo := raised_slo(choices.generations)) is not None:
+        answer["slo"] = slo
+    return json_object(answer)
+
+
+class ChunkWriter:
+    """Writes chunks of one stream; what never changes within it is encoded once."""
+
+    def __init__(self, envelope: dict[str, Any], *, usage: UsageChunks) -> None:
+        """`envelope`: id, object, created, model, service_tier."""
+        self._prefix = b"data: " + encode(envelope)[:-1]
+        self._usage = usage
+        self._suffix = b"}\n\n" if usage is UsageChunks.NONE else b',"usage":null}\n\n'
+
+    def chunk(
+        self, choice: dict[str, Any], usage: Usage, fields: dict[str, Any] | None = None
+    ) -> bytes:
+        """Return one chunk with this choice, and with `fields` of its own that are not null.
+
+        `usage` is the choice's so far.
+        """
+        prefix = self._prefix
+        for name, value in (fields or {}).items():
+            if value is not None:
+                prefix += b"," + encode(name) + b":" + encode(value)
+        suffix = self._suffix
+        if self._usage is UsageChunks.ALL:
+            suffix = b',"usage":' + encode(usage_object(usage)) + b"}\n\n"
+        return prefix + b',"choices":[' + encode(choice) + b"]" + suffix
+
+    def closing(self, usage: Usage) -> bytes:
+        """Return the usage chunk, if wanted, and the mark of the end."""
+        if self._usage is UsageChunks.NONE:
+            return DONE
+        encoded = encode(usage_object(usage))
+        return self._prefix + b',"choices":[],"usage":' + encoded + b"}\n\n" + DONE
+
+
+# ----------------------------------------------------------------------
+# What the OpenAI routes share: common fields, and the requests that they become.
 
 
 class StreamOptions(StrictModel):

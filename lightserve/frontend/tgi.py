@@ -16,7 +16,6 @@ from pydantic import Field
 from starlette.responses import Response
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.choices import Choices
 from lightserve.frontend.columns import (
     ITEMS_PER_PIECE,
     Piece,
@@ -26,39 +25,33 @@ from lightserve.frontend.columns import (
     json_object,
     json_text,
 )
-from lightserve.frontend.generation import Generation, TextDelta
+from lightserve.frontend.completion import Choices, Generation, TextDelta, raised_slo
 from lightserve.frontend.json_body import Integer, StrictModel, read_model, show
+from lightserve.frontend.openai.common import NoEffect, NoEffectModel
 from lightserve.frontend.openai.logprobs import LOWEST, token_text
-from lightserve.frontend.openai.no_effect import NoEffect, NoEffectModel
-from lightserve.frontend.raised_targets import raised_slo
-from lightserve.frontend.responses import (
-    ARRIVAL_KEY,
-    GenerationResponse,
-    new_request_id,
-    sse_event,
-)
-from lightserve.frontend.router_client import NewRequest
-from lightserve.frontend.sampling import (
+from lightserve.frontend.request_options import (
     MAX_STOP_STRINGS,
     MaxTokens,
     NumLogprobs,
     Penalty,
+    Priority,
     RepetitionPenalty,
     SamplingDefaults,
     SamplingRequest,
+    Seconds,
     Seed,
+    SLOFields,
     StopString,
     Temperature,
+    TermFields,
+    Terms,
     TopK,
     TopP,
 )
+from lightserve.frontend.response import ARRIVAL_KEY, GenerationResponse, new_request_id, sse_event
+from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.service import AnswerSize, Service
-from lightserve.frontend.structured_fields import (
-    NativeGrammar,
-    resolve_constraint,
-    wish_of_grammar,
-)
-from lightserve.frontend.terms import Priority, Seconds, SLOFields, TermFields, Terms
+from lightserve.frontend.structured_output import NativeGrammar, resolve_constraint, wish_of_grammar
 from lightserve.types import FinishReason, RequestClass
 
 DEFAULT_MAX_NEW_TOKENS = 100

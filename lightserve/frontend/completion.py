@@ -1,7 +1,11 @@
-"""From a validated request to text: submit, detokenise, find stop strings, count."""
+"""From a validated request to text: submit, detokenise, find stop strings, count.
+
+Several completions of one HTTP request are read as one sequence of news.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import time
@@ -10,12 +14,17 @@ from dataclasses import dataclass
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import LogprobColumns, Piece
-from lightserve.frontend.failures import RequestFailed
+from lightserve.frontend.errors import ClientGone, RequestFailed
+from lightserve.frontend.json_body import StrictModel
 from lightserve.frontend.router_client import Delta, LiveRequest, NewRequest
 from lightserve.frontend.service import Service
 from lightserve.metrics.requests import RequestMetrics
 from lightserve.tokenization.stop_strings import StopMatcher, Stopped
 from lightserve.types import SLO, FinishReason
+
+# ----------------------------------------------------------------------
+# From a validated request to text: submit, detokenise, find stop strings, count.
+
 
 log = logging.getLogger(__name__)
 
@@ -233,3 +242,169 @@ class Generation:
 
     def _tail(self) -> str:
         return "" if self.finish_reason is None else self._detokenizer.finish()
+
+
+# ----------------------------------------------------------------------
+# Several completions of one HTTP request, read as one sequence of news.
+
+
+LONG_PROMPT_TOKENS = 4096
+
+_News = tuple[int, TextDelta] | BaseException
+
+
+class Choices:
+    """All completions of a request, in the order of their indices; made by `start`."""
+
+    def __init__(self, generations: Sequence[Generation], *, per_prompt: int) -> None:
+        self.generations = tuple(generations)
+        self._per_prompt = per_prompt
+        self._num_open = len(generations)
+        self._is_aborted = False
+        self._pumps: list[asyncio.Task[None]] = []
+        self._news: asyncio.Queue[_News] = asyncio.Queue(maxsize=len(generations))
+
+    @classmethod
+    async def start(
+        cls, service: Service, requests: Sequence[NewRequest], *, per_prompt: int, by_token: bool
+    ) -> Choices:
+        """Submit all or none; `per_prompt` of them share a prompt. Raises RequestFailed."""
+        started: list[Generation] = []
+        try:
+            for request in requests:
+                started.append(Generation.start(service, request, by_token=by_token))
+                if len(request.prompt_token_ids) > LONG_PROMPT_TOKENS:
+                    await asyncio.sleep(0)  # each is copied: others have their turn
+        except BaseException:
+            for generation in started:
+                generation.abort()
+            raise
+        return cls(started, per_prompt=per_prompt)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every completion has its finish reason, and it has been read."""
+        return self._num_open == 0
+
+    @property
+    def first(self) -> Generation:
+        """The completion with index 0."""
+        return self.generations[0]
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of all completions; a prompt counts once, however many completions it has."""
+        usages = [generation.usage for generation in self.generations]
+        prompts = usages[:: self._per_prompt]
+        return Usage(
+            sum(usage.prompt_tokens for usage in prompts),
+            sum(usage.completion_tokens for usage in usages),
+            sum(usage.cached_tokens for usage in prompts),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """About as many as the answer, if it is kept, has in memory."""
+        return sum(generation.num_bytes for generation in self.generations)
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Of news that have not been read."""
+        return sum(generation.num_unread_bytes for generation in self.generations)
+
+    async def next_news(self) -> tuple[int, TextDelta]:
+        """Wait for news of any completion; return its index and the news.
+
+        Raises:
+            InvalidRequest, RequestFailed: one of them failed.
+            ClientGone: they were aborted.
+        """
+        if len(self.generations) == 1:
+            index, delta = 0, await self.first.next_delta()
+        else:
+            if not self._pumps:
+                self._pumps = [asyncio.create_task(self._pump(i)) for i in self._indices()]
+            news = await self._news.get()
+            if isinstance(news, BaseException):
+                raise news
+            index, delta = news
+        self._num_open -= delta.finish_reason is not None
+        return index, delta
+
+    def check_wanted(self) -> None:
+        """Raise ClientGone if they were aborted."""
+        if self._is_aborted:
+            raise ClientGone
+
+    def abort(self) -> None:
+        """End all of them, and whoever waits for news; no effect on those that are over."""
+        self._is_aborted = True
+        for generation in self.generations:
+            generation.abort()
+        for pump in self._pumps:
+            pump.cancel()
+        while not self._news.empty():  # so that there is room
+            self._news.get_nowait()
+        self._news.put_nowait(ClientGone())
+
+    def end(self, failure: RequestFailed) -> None:
+        """End with a failure those that are not over; `next_news` raises it."""
+        for generation in self.generations:
+            generation.end(failure)
+
+    def _indices(self) -> range:
+        return range(len(self.generations))
+
+    async def _pump(self, index: int) -> None:
+        generation = self.generations[index]
+        try:
+            while generation.finish_reason is None:
+                await self._news.put((index, await generation.next_delta()))
+        except Exception as failure:
+            await self._news.put(failure)
+
+
+# ----------------------------------------------------------------------
+# What an answer says of targets that no server could have met: `slo`, on every route.
+#
+# It is there only if the router schedules by others than were asked for (architecture 7). A whole
+# answer has it once; in a stream the first event of each choice has it.
+
+
+_DIGITS = 3
+
+
+class TargetsObject(StrictModel):
+    """Targets in the units of a request's `slo`; those that there are."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    mtpot_ms: float | None = None
+    completion_s: float | None = None
+
+
+class RaisedSLOObject(StrictModel):
+    """`slo` of an answer."""
+
+    asked: TargetsObject
+    """By the request, or else by the server for it; attainment is judged by these."""
+    scheduled: TargetsObject
+    """What it is scheduled by."""
+
+
+def raised_slo(generations: Sequence[Generation]) -> dict[str, dict[str, float]] | None:
+    """Return `slo` of an answer with these completions, None if all are scheduled as asked.
+
+    Of several, the loosest targets count.
+    """
+    if all(generation.scheduled_slo is None for generation in generations):
+        return None
+    asked = generations[0].request.slo  # one request, one set of targets
+    scheduled = [_targets(g.scheduled_slo or asked) for g in generations]
+    loosest = {name: max(slo[name] for slo in scheduled) for name in scheduled[0]}
+    return {"asked": _targets(asked), "scheduled": loosest}
+
+
+def _targets(slo: SLO) -> dict[str, float]:
+    values = {name: getattr(slo, name) for name in SLO.__struct_fields__}
+    return {name: round(value, _DIGITS) for name, value in values.items() if value is not None}

@@ -5,7 +5,7 @@ happen when it is called, under one watch for the client's hang-up. The watch ab
 state: while the prompt is encoded, queued, prefilled, or streamed, and also when nothing is
 streamed (plain FastAPI would go on computing for nobody). So does a request's own `timeout`, with
 an error for the client. A client that stays but does not read
-is cut off by its connection (see `http_protocol`), which to the watch is a hang-up too.
+is cut off by its connection (see `http_server`), which to the watch is a hang-up too.
 """
 
 from __future__ import annotations
@@ -23,20 +23,13 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.access import KEYLESS, Caller, caller_of, owner_of
-from lightserve.frontend.choices import Choices
-from lightserve.frontend.failures import (
-    ClientGone,
-    RequestFailed,
-    error_body,
-    overloaded,
-    timed_out,
-)
-from lightserve.frontend.generation import TextDelta
+from lightserve.frontend.completion import Choices, TextDelta
+from lightserve.frontend.errors import ClientGone, RequestFailed, error_body, overloaded, timed_out
 from lightserve.frontend.json_body import BODY_BYTES_KEY
+from lightserve.frontend.middleware import KEYLESS, Caller, caller_of, owner_of
+from lightserve.frontend.request_options import Terms
 from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.service import Service, Turns
-from lightserve.frontend.terms import Terms
 from lightserve.logs import request_id
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,418 @@
+"""What a request says about sampling and its service, checked once for all routes."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, TypeAdapter
+from starlette.datastructures import Headers
+
+from lightserve.config import ServeConfig
+from lightserve.config.fields import flag_name
+from lightserve.errors import InvalidRequest
+from lightserve.frontend.json_body import (
+    UNKNOWN_PARAMETER,
+    WHOLE_NUMBERS,
+    Integer,
+    StrictModel,
+    show,
+)
+from lightserve.models.json_fields import JsonFields
+from lightserve.tokenization.tokenizer import GENERATION_CONFIG_FILE, read_optional
+from lightserve.types import MTPOT_FACTOR, NO_SLO, SLO, RequestClass, SamplingParams
+
+# ----------------------------------------------------------------------
+# Sampling parameters of a request: what it says, else what the model's files say, else OpenAI's.
+#
+# The limits of every field are here, once, for all routes.
+
+
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
+
+MAX_TEMPERATURE = 2.0
+
+Temperature = Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE)]
+TopP = Annotated[float, Field(gt=0.0, le=1.0)]
+TopK = Annotated[Integer, Field(ge=-1)]
+Seed = Annotated[Integer, Field(ge=MIN_SEED, le=MAX_SEED)]
+MaxTokens = Annotated[Integer, Field(ge=1)]
+MinP = Annotated[float, Field(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 10.0
+"""Logits are divided by it: far below the least of these they would be infinite."""
+RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
+LogitBias = Annotated[dict[str, Bias], Field(max_length=1024)]
+TokenIds = Annotated[
+    list[int], Field(min_length=1, max_length=65536, fail_fast=True), WHOLE_NUMBERS
+]
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 64, 32
+BadWord = Annotated[str, Field(min_length=1, max_length=128, pattern=r"\S")]
+BadWords = Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)]
+StopTokenIds = Annotated[list[int], Field(max_length=64, fail_fast=True), WHOLE_NUMBERS]
+MinTokens = Annotated[Integer, Field(ge=0)]
+NumLogprobs = Annotated[Integer, Field(ge=0, le=20)]
+NumChoices = Annotated[Integer, Field(ge=1, le=16)]
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+MAX_STOP_STRINGS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingDefaults:
+    """What holds where a request says nothing."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+
+
+def read_sampling_defaults(model_dir: Path, *, vocab_size: int) -> SamplingDefaults:
+    """Return what generation_config.json recommends, under the limits of requests.
+
+    A `top_k` above the vocabulary means all of it.
+
+    Raises:
+        ModelLoadError: a value is outside the limits; names file and key.
+    """
+    fields = read_optional(model_dir, GENERATION_CONFIG_FILE)
+    top_p = fields.number("top_p", default=1.0)
+    if top_p > 1.0:
+        raise fields.error("top_p", f"must be at most 1, got {top_p}")
+    top_k = fields.integer("top_k", default=0, low=-1) if fields.has("top_k") else 0
+    return SamplingDefaults(
+        temperature=_temperature(fields),
+        top_p=top_p,
+        top_k=max(top_k, 0) if top_k <= vocab_size else 0,
+        repetition_penalty=_repetition_penalty(fields),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRequest:
+    """What a request says about sampling, whatever its fields are called; None: nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[str, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[tuple[int, ...]] = ()
+    """As tokens."""
+    min_tokens: int | None = None
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+
+    def resolve(self, defaults: SamplingDefaults, *, vocab_size: int) -> SamplingParams:
+        """Return the parameters; without a seed they get a random one.
+
+        Raises:
+            InvalidRequest: a number beyond the vocabulary.
+        """
+        if self.top_k is not None and self.top_k > vocab_size:
+            raise InvalidRequest(
+                f"top_k must be at most {vocab_size}, the size of the vocabulary, got"
+                f" {str(self.top_k)[:64]}",
+                param="top_k",
+            )
+        top_k = defaults.top_k if self.top_k is None else self.top_k
+        return SamplingParams(
+            temperature=_first(self.temperature, defaults.temperature),
+            top_p=_first(self.top_p, defaults.top_p),
+            top_k=max(0, top_k),  # -1 and 0: all tokens
+            min_p=_first(self.min_p, 0.0),
+            seed=random_seed() if self.seed is None else self.seed,
+            frequency_penalty=_first(self.frequency_penalty, 0.0),
+            presence_penalty=_first(self.presence_penalty, 0.0),
+            repetition_penalty=_first(self.repetition_penalty, defaults.repetition_penalty),
+            logit_bias=_bias_of(self.logit_bias or {}, vocab_size),
+            allowed_token_ids=tuple(
+                check_token_ids(
+                    self.allowed_token_ids or (), vocab_size=vocab_size, param="allowed_token_ids"
+                )
+            ),
+            bad_words=tuple(self.bad_words),
+            min_tokens=self.min_tokens or 0,
+            num_logprobs=self.num_logprobs,
+            num_prompt_logprobs=self.num_prompt_logprobs,
+        )
+
+
+def check_token_ids(token_ids: Sequence[int], *, vocab_size: int, param: str) -> list[int]:
+    """Return ids, each once. Raises InvalidRequest for one that is not in the vocabulary."""
+    check_token_range(token_ids, vocab_size=vocab_size, param=param)
+    return list(dict.fromkeys(token_ids))
+
+
+def check_token_range(token_ids: Sequence[int], *, vocab_size: int, param: str) -> None:
+    """Raise InvalidRequest for an id that is not in the vocabulary."""
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"{param} must hold token ids from 0 to {vocab_size - 1}, got {str(token_id)[:64]}",
+                param=param,
+            )
+
+
+def _first(given: float | None, default: float) -> float:
+    return default if given is None else given
+
+
+def _bias_of(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """Return (token id, bias) pairs; the keys are ids in decimal, as JSON has no others."""
+    for key in biases:
+        if not (key.isascii() and key.isdigit() and len(key) < 20 and int(key) < vocab_size):
+            raise InvalidRequest(
+                f"logit_bias must have token ids from 0 to {vocab_size - 1} as keys,"
+                f" got {show(key)}",
+                param="logit_bias",
+            )
+    return tuple({int(key): bias for key, bias in biases.items()}.items())
+
+
+def random_seed() -> int:
+    """Return a signed 64-bit seed that nobody can guess."""
+    return int.from_bytes(os.urandom(8), "little", signed=True)
+
+
+def _repetition_penalty(fields: JsonFields) -> float:
+    if not fields.has("repetition_penalty"):
+        return 1.0
+    penalty = fields.number("repetition_penalty")
+    if not MIN_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY:
+        limits = f"from {MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}"
+        raise fields.error("repetition_penalty", f"must be {limits}, got {penalty}")
+    return penalty
+
+
+def _temperature(fields: JsonFields) -> float:
+    value: Any = dict(fields.items()).get("temperature")
+    if value is None:
+        return 1.0
+    if value == 0 and not isinstance(value, bool):
+        return 0.0
+    temperature = fields.number("temperature")
+    if temperature > MAX_TEMPERATURE:
+        raise fields.error("temperature", f"must be at most {MAX_TEMPERATURE}, got {temperature}")
+    return temperature
+
+
+# ----------------------------------------------------------------------
+# On what terms a request is served: its class, targets, priority and timeout.
+#
+# Targets come in the body's `slo` or in headers; where both say something it has to be the same.
+# What a real-time request says nothing about holds as the server promises it. Times and targets are
+# checked here, once, for all routes.
+
+
+MAX_TARGET_MS = 3_600_000.0
+MAX_SECONDS = 86_400.0
+MAX_PRIORITY = 1000
+
+TargetMs = Annotated[float, Field(gt=0.0, le=MAX_TARGET_MS)]
+Seconds = Annotated[float, Field(gt=0.0, le=MAX_SECONDS)]
+Priority = Annotated[Integer, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+
+TOKEN_TARGETS = ("ttft_ms", "tpot_ms", "mtpot_ms")
+"""Fields of `slo` that are about tokens; the other one is about the whole."""
+_HEADER_PREFIX = "x-slo-"
+TARGET_HEADERS = {
+    f"{_HEADER_PREFIX}{name.replace('_', '-')}": name for name in SLO.__struct_fields__
+}
+"""Headers, in lower case, and the fields of `slo` that they stand for."""
+_NUMBER = re.compile(r"\d{1,32}(\.\d{1,32})?([eE][+-]?\d{1,3})?", re.ASCII)
+
+
+class SLOFields(StrictModel):
+    """`slo`; null is the same as absent."""
+
+    ttft_ms: TargetMs | None = None
+    tpot_ms: TargetMs | None = None
+    mtpot_ms: TargetMs | None = None
+    completion_s: Seconds | None = None
+
+
+def header_schemas() -> list[dict[str, Any]]:
+    """Return the headers as parameters of OpenAPI."""
+    schemas = {
+        name: TypeAdapter(TargetMs if name in TOKEN_TARGETS else Seconds).json_schema()
+        for name in SLO.__struct_fields__
+    }
+    return [
+        {"name": header, "in": "header", "required": False, "schema": schemas[name]}
+        for header, name in TARGET_HEADERS.items()
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a request, and all its completions, may expect."""
+
+    request_class: RequestClass
+    arrival_s: float
+    """Monotonic time at which the headers were there."""
+    slo: SLO = NO_SLO
+    """The server's targets included."""
+    priority: int = 0
+    timeout_s: float | None = None
+    """From its arrival to its last token; what is not done by then ends with an error."""
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until it times out; None: it never does."""
+        if self.timeout_s is None:
+            return None
+        return max(0.0, self.arrival_s + self.timeout_s - time.monotonic())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TermFields:
+    """What the body of a request says about its terms; None: nothing."""
+
+    request_class: RequestClass
+    slo: SLOFields | None
+    priority: int | None
+    timeout_s: float | None
+    param_prefix: str = ""
+    """Of the names of these fields in the body."""
+
+    def resolve(self, headers: Headers, config: ServeConfig, *, arrival_s: float) -> Terms:
+        """Return the terms. Raises InvalidRequest."""
+        asked = _join(_from_headers(headers), self._from_body())
+        _check_class(asked, self.request_class)
+        _check_least(asked, config)
+        slo = _with_defaults(asked, self.request_class, config)
+        if slo.mtpot_ms is not None and slo.mtpot_ms < (slo.tpot_ms or 0.0):
+            place = asked["mtpot_ms"].place
+            raise InvalidRequest(
+                f"{place} must be at least the target of the mean, {slo.tpot_ms:g}, got"
+                f" {slo.mtpot_ms:g}",
+                param=place,
+            )
+        return Terms(
+            request_class=self.request_class,
+            arrival_s=arrival_s,
+            slo=slo,
+            priority=self.priority or 0,
+            timeout_s=self.timeout_s,
+        )
+
+    def _from_body(self) -> dict[str, _Asked]:
+        slo = self.slo or SLOFields()
+        values = {name: getattr(slo, name) for name in SLO.__struct_fields__}
+        return {
+            name: _Asked(value, f"{self.param_prefix}slo.{name}")
+            for name, value in values.items()
+            if value is not None
+        }
+
+
+class _Asked(NamedTuple):
+    """A target of a request."""
+
+    value: float
+    place: str
+    """Header or field that has it."""
+
+
+def server_slo(config: ServeConfig) -> SLO:
+    """Return what the server promises real-time requests that bring no targets of their own."""
+    mtpot_ms = config.mtpot_slo_ms or MTPOT_FACTOR * config.tpot_slo_ms
+    return SLO(config.ttft_slo_ms or None, config.tpot_slo_ms or None, mtpot_ms or None)
+
+
+def _from_headers(headers: Headers) -> dict[str, _Asked]:
+    asked: dict[str, _Asked] = {}
+    for header, text in headers.items():
+        if not header.startswith(_HEADER_PREFIX):
+            continue
+        if header not in TARGET_HEADERS:
+            raise InvalidRequest(
+                f"the header {header[:64]} is not supported; known are {', '.join(TARGET_HEADERS)}",
+                param=header[:64],
+                code=UNKNOWN_PARAMETER,
+            )
+        name = TARGET_HEADERS[header]
+        if name in asked:
+            raise InvalidRequest(f"the header {header} must be given once", param=header)
+        value = float(text) if _NUMBER.fullmatch(text) else 0.0
+        is_ms = name in TOKEN_TARGETS
+        most, unit = (MAX_TARGET_MS, "milliseconds") if is_ms else (MAX_SECONDS, "seconds")
+        if not 0.0 < value <= most:
+            raise InvalidRequest(
+                f"the header {header} must be a number of {unit} greater than 0 and at most"
+                f" {most:.0f}, got {show(text)}",
+                param=header,
+            )
+        asked[name] = _Asked(value, header)
+    return asked
+
+
+def _join(headers: Mapping[str, _Asked], body: Mapping[str, _Asked]) -> dict[str, _Asked]:
+    for name in headers.keys() & body.keys():
+        (given, header), (other, field) = headers[name], body[name]
+        if given != other:
+            raise InvalidRequest(
+                f"the header {header} ({given:g}) and {field} ({other:g}) must be equal, or only"
+                " one of them given",
+                param=field,
+            )
+    return {**headers, **body}
+
+
+def _check_class(asked: Mapping[str, _Asked], request_class: RequestClass) -> None:
+    """Refuse targets that a class does not have, and those that exclude each other."""
+    of_tokens = [asked[name].place for name in TOKEN_TARGETS if name in asked]
+    if not of_tokens:
+        return
+    if request_class is RequestClass.BE:
+        raise InvalidRequest(
+            f"{of_tokens[0]} is for real-time requests; best-effort ones (service_tier flex) may"
+            " have slo.completion_s",
+            param=of_tokens[0],
+        )
+    if "completion_s" in asked:
+        job = asked["completion_s"].place
+        raise InvalidRequest(f"{job} cannot be combined with {of_tokens[0]}", param=job)
+
+
+def _check_least(asked: Mapping[str, _Asked], config: ServeConfig) -> None:
+    """Refuse targets below what the server lets clients ask for."""
+    for name, option in (
+        ("ttft_ms", "min_ttft_slo_ms"),
+        ("tpot_ms", "min_tpot_slo_ms"),
+        ("mtpot_ms", "min_tpot_slo_ms"),
+    ):
+        least_ms: float = getattr(config, option)
+        if name in asked and asked[name].value < least_ms:
+            value, place = asked[name]
+            raise InvalidRequest(
+                f"{place} must be at least {least_ms:g}, as this server sets it"
+                f" ({flag_name(option)}), got {value:g}",
+                param=place,
+            )
+
+
+def _with_defaults(
+    asked: Mapping[str, _Asked], request_class: RequestClass, config: ServeConfig
+) -> SLO:
+    """Return the targets; where a request says nothing, the server's hold, if any can."""
+    own = SLO(**{name: target.value for name, target in asked.items()})
+    if request_class is RequestClass.BE or own.completion_s is not None:
+        return own
+    server = server_slo(config)
+    mtpot_ms = own.mtpot_ms
+    if mtpot_ms is None:
+        mtpot_ms = server.mtpot_ms if own.tpot_ms is None else MTPOT_FACTOR * own.tpot_ms
+    return SLO(own.ttft_ms or server.ttft_ms, own.tpot_ms or server.tpot_ms, mtpot_ms)
