@@ -12,6 +12,8 @@ Reading: uvicorn waits for ever. Here one timer follows what is awaited:
               `RATE_WINDOW_S`, and what has come counts in the frontend's sum (`connections`)
     rest      an answer (a refusal) has gone out before the body was there: what still comes is
               thrown away for a moment, as closing at once would destroy the answer on its way
+    end       the same where the answer ends the connection: our side is closed after it, and the
+              socket once the client has closed its own
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ import socket
 import ssl
 import struct
 from asyncio.sslproto import SSLProtocol
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import h11
 import uvicorn
@@ -68,6 +70,7 @@ class _Awaited(Enum):
     HEAD = "head"
     BODY = "body"
     REST = "rest"
+    END = "end"
 
 
 class _CountedLines(ReceiveBuffer):
@@ -134,6 +137,42 @@ class _H11(h11.Connection):
         return event
 
 
+class _PatientTransport:
+    """A transport that stays open behind its `close`, while its owner says so.
+
+    A kernel that gets data for a socket that is closed, or closes one with data to be read, resets
+    the connection: the client may lose an answer that it has not read yet.
+    """
+
+    def __init__(self, transport: asyncio.Transport, on_close: Callable[[], bool]) -> None:
+        """`on_close` says whether the transport is to stay; its owner then calls `close_now`."""
+        self._transport = transport
+        self._on_close = on_close
+        self._is_ended = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """Whether `close` was called, or the connection is lost."""
+        return self._is_ended or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Write what is left to be written; close now, or when the owner says so."""
+        if self.is_closing():
+            return
+        self._is_ended = True
+        if not self._on_close():
+            self._transport.close()
+        elif not self._transport.get_extra_info("sslcontext"):  # TLS knows no half of an end
+            with contextlib.suppress(OSError):  # the client is gone, as the loop will notice
+                self._transport.write_eof()
+
+    def close_now(self) -> None:
+        """Close, without regard to what the client still sends."""
+        self._transport.close()
+
+
 class HttpProtocol(H11Protocol):
     """See the module. The application finds it in its scope, as a `responses.Connection`."""
 
@@ -170,10 +209,11 @@ class HttpProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin; what the kernel does not take at once counts as waiting, however little."""
-        super().connection_made(transport)
+        self._patient = _PatientTransport(transport, self._on_close)
+        super().connection_made(cast(asyncio.Transport, self._patient))
         # What waits above TLS counts from the first byte: there, "full" means at the limit.
         transport.set_write_buffer_limits(high=0 if self.scheme == "http" else 1)
-        reason = self.take_place(transport) if self.scheme == "http" else None
+        reason = self.take_place(self.transport) if self.scheme == "http" else None
         if reason is None:
             self._await(_Awaited.HEAD)
             return
@@ -191,6 +231,30 @@ class HttpProtocol(H11Protocol):
         self._stop_deadline()
         self._await(_Awaited.NOTHING)
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Close as soon as the answer is out; at once where only the client's end is missing."""
+        if self._awaited is _Awaited.END:
+            self._patient.close_now()
+        else:
+            super().shutdown()
+
+    def _on_close(self) -> bool:
+        """Return whether to wait for the client's end: part of a request may be on its way."""
+        state = self.conn.their_state
+        is_amid_head = state is h11.IDLE and self.conn.trailing_data[0] != b""
+        if not is_amid_head and state not in (h11.SEND_BODY, h11.ERROR):
+            return False
+        self._await(_Awaited.END)
+        self._table.mark_idle(self)
+        self._unset_keepalive_if_required()
+        self.flow.resume_reading()
+        if self.cycle is not None and not self.cycle.response_complete:
+            # Its reader need not wait for the connection to be gone.
+            self.cycle.disconnected = True
+            self.cycle.body = bytearray()
+            self.cycle.message_event.set()
+        return True
 
     def evict(self) -> None:
         """Close an idle connection whose place is needed."""
@@ -222,6 +286,8 @@ class HttpProtocol(H11Protocol):
 
     def _look(self, num_new_bytes: int = 0) -> None:
         """Follow the state of the client's side."""
+        if self._awaited is _Awaited.END:
+            return
         if self.transport.is_closing():
             self._await(_Awaited.NOTHING)
             return
@@ -258,7 +324,7 @@ class HttpProtocol(H11Protocol):
             self._read_deadline = None
         if awaited is _Awaited.HEAD:
             self._wait(self._table.limits.header_timeout_s)
-        elif awaited is _Awaited.REST:
+        elif awaited in (_Awaited.REST, _Awaited.END):
             self._wait(self.rest_timeout_s)
         elif awaited is _Awaited.BODY:
             self._wait(min(self.rate_window_s, self._table.limits.body_timeout_s))
@@ -270,6 +336,10 @@ class HttpProtocol(H11Protocol):
 
     def _on_read_deadline(self) -> None:
         awaited, limits = self._awaited, self._table.limits
+        if awaited is _Awaited.END:
+            self._await(_Awaited.NOTHING)
+            self._patient.close_now()
+            return
         if awaited is _Awaited.BODY:
             left_s = self._awaited_since_s + limits.body_timeout_s - self.loop.time()
             least = limits.min_body_bytes_per_s * self.rate_window_s
@@ -286,17 +356,12 @@ class HttpProtocol(H11Protocol):
 
     def _end(self, failure: InvalidRequest | RequestFailed) -> None:
         """End the request that is arriving: answer it if it can be, and let go of its body."""
-        awaited = self._awaited
+        may_answer = self._awaited is _Awaited.HEAD or not self.cycle.response_started
         self._await(_Awaited.NOTHING)
-        if awaited is _Awaited.HEAD:
+        if may_answer:
             self._answer(failure)
-            return
-        if self.cycle.response_started:
-            self.transport.abort()
         else:
-            self._answer(failure)
-        self.cycle.disconnected = True  # its reader need not wait for the connection to be gone
-        self.cycle.message_event.set()
+            self.transport.abort()
 
     # ------------------------------------------------------------------ writing
 

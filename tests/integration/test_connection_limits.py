@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import socket
 import ssl
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -273,17 +275,87 @@ def test_a_body_that_is_too_large_is_answered_although_it_keeps_coming(
     _serve(tmp_path, scenario)
 
 
-def test_a_body_nobody_reads_is_not_read_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+CHUNKED = f"{HEAD}transfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        ("GET /livez HTTP/1.1\r\nhost: localhost\r\nx: ", 408),
+        (f"{HEAD}content-length: 4000000\r\n\r\n", 408),
+        (f"{HEAD}connection: close\r\ncontent-length: 40000000\r\n\r\n", 413),
+        (f"GET /livez HTTP/1.1\r\n{'x: y' + chr(13) + chr(10)}" * 300, 431),
+        (CHUNKED + "1\r\n \r\n" * (FREE_CHUNKS + 64), 400),
+        (f"{HEAD}content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n", 400),
+    ],
+)
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_the_last_answer_reaches_a_client_that_still_sends(
+    tmp_path: Path, sent: str, status: int, has_tls: bool
 ) -> None:
-    monkeypatch.setattr(HttpProtocol, "rest_timeout_s", 0.2)
+    """A socket that is closed under a client resets it: the answer may be lost unread."""
+    files, context = _certificate(tmp_path) if has_tls else ({}, None)
+
+    def ask(port: int) -> bytes:
+        connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+        if context is not None:
+            connection = context.wrap_socket(connection, server_hostname="localhost")
+        with connection:
+            connection.sendall(sent.encode())
+            data = connection.recv(1)
+            for _ in range(20):
+                connection.sendall(b"x" * 50_000)  # the second would fail after a reset
+                time.sleep(0.002)
+            while b"}" not in data:
+                data += connection.recv(1000)
+            if context is None:
+                assert connection.recv(1000) == b""  # the server has closed its half
+            return data
 
     async def scenario(running: Running) -> None:
-        client = await running.send(f"{HEAD}content-length: 10000000000\r\n\r\n")
+        answer = await asyncio.to_thread(ask, running.port)
+        assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+        assert answer.count(b"HTTP/1.1") == 1
+
+    _serve(tmp_path, scenario, **files, header_timeout_s=0.5, body_timeout_s=0.5, max_headers=99)
+
+
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+def test_a_body_that_has_no_reader_is_not_taken_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connection: str
+) -> None:
+    monkeypatch.setattr(HttpProtocol, "rest_timeout_s", 0.2)
+    tables = _tables(monkeypatch)
+
+    async def scenario(running: Running) -> None:
+        head = f"{HEAD}connection: {connection}\r\ncontent-length: 10000000000\r\n\r\n"
+        client = await running.send(head)
         await client.until(b" 413 ")
-        await _rest(client)
+        assert tables[0].num_open == 1
+        await eventually(lambda: tables[0].num_open == 0)
+        client.hang_up()
 
     _serve(tmp_path, scenario)
+
+
+def test_a_client_that_was_answered_for_good_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place is that of an idle connection, however much it sends."""
+    monkeypatch.setattr(HttpProtocol, "rest_timeout_s", 300.0)
+
+    async def scenario(running: Running) -> None:
+        head = f"{HEAD}connection: close\r\ncontent-length: 10000000000\r\n\r\n"
+        client = await running.send(head)
+        await client.until(b" 413 ")
+        assert (await running.get("/livez"))[0] == 200
+        async with asyncio.timeout(60):
+            with pytest.raises(ConnectionError):
+                while True:
+                    client.writer.write(b"x" * 1000)
+                    await client.writer.drain()
+
+    _serve(tmp_path, scenario, max_connections=1)
 
 
 def test_a_client_that_asks_before_it_sends_is_refused_at_once(tmp_path: Path) -> None:
