@@ -15,7 +15,7 @@ SOAK_MINUTES ?= 120
 # How many processes run the tests; each computes with one thread.
 TEST_JOBS ?= 2
 # Further flags of `lightserve serve`, for instance ARGS="--model path --tp 2"; of `lightserve chat`
-# for `make chat`, of bench/load_test.py for `make bench-client`.
+# for `make chat`, of `lightserve bench` for `make bench-client`.
 ARGS   ?=
 # For a GPU machine without internet: a directory of wheels, the Python they are for, and where
 # gpu-check leaves its report.
@@ -54,7 +54,7 @@ chat: $(HAS_CLIENTS)
 	@exec $(CLIENTS)/bin/lightserve chat $(ARGS)
 
 bench-client: $(HAS_CLIENTS)
-	@exec $(CLIENTS)/bin/python bench/load_test.py $(or $(ARGS),--help)
+	@exec $(CLIENTS)/bin/lightserve bench $(or $(ARGS),--help)
 
 test: $(HAS_TEST)
 	$(BIN)/pytest -n $(TEST_JOBS) --dist loadfile

@@ -25,9 +25,10 @@ from pathlib import Path
 
 import numpy as np
 from live import load, load_average, pinned_server, write_profile, write_random_model
-from loadtest.options import BE, RT
-from loadtest.result import RequestRow, Run
 from server import Server
+
+from lightserve.loadtest.options import BE, RT
+from lightserve.loadtest.result import RequestRow, Run
 
 POLICIES = ("unified", "fcfs", "chunked", "priority")
 NUM_CLIENTS = 64

@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 import transformers
 from engine import HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, MAX_LEN
-from loadtest import result
-from loadtest.result import Run
 from server import Server, running_server
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
+from lightserve.loadtest import result
+from lightserve.loadtest.result import Run
 
 LAYERS = 17
 """With the vocabulary of the bundled tokenizer: 150 M parameters."""

@@ -1,7 +1,12 @@
 #!/usr/bin/env python
-"""Loads any OpenAI-compatible server: `python bench/load_test.py --help`."""
+"""`lightserve bench` from a checkout: `python bench/load_test.py --help`."""
 
-from loadtest.cli import main
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lightserve.cli.main import main
 
 if __name__ == "__main__":
-    main()
+    main(["bench", *sys.argv[1:]])

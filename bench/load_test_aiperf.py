@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 from load_test_check import running_mock
-from loadtest import result
-from loadtest.calibration import WORDS, Calibration
-from loadtest.client import StreamClient
-from loadtest.options import ServerOptions
-from loadtest.prompts import UNIQUE, PromptMaker, Segment
-from loadtest.session import calibrate_client
+
+from lightserve.loadtest import result
+from lightserve.loadtest.client import StreamClient
+from lightserve.loadtest.options import ServerOptions
+from lightserve.loadtest.prompts import UNIQUE, WORDS, Calibration, PromptMaker, Segment
+from lightserve.loadtest.session import calibrate_client
 
 BENCH = Path(__file__).parent
 TOKENIZER = BENCH.parent / "lightserve" / "bundled" / "model"

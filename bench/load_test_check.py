@@ -19,21 +19,18 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import httpcore
 import httpx
 import numpy as np
-from loadtest.arrivals import ArrivalKind
-from loadtest.calibration import UNCALIBRATED
-from loadtest.client import StreamClient
-from loadtest.options import ServerOptions, Traffic
-from loadtest.prompts import PromptMaker
-from loadtest.runner import Runner, RunOutcome, RunSettings
-from loadtest.session import make_plans
-from loadtest.sse import EventLines, decode_event
+
+from lightserve.loadtest.client import EventLines, StreamClient, decode_event
+from lightserve.loadtest.options import ArrivalKind, ServerOptions, Traffic
+from lightserve.loadtest.prompts import UNCALIBRATED, PromptMaker
+from lightserve.loadtest.runner import Runner, RunOutcome, RunSettings
+from lightserve.loadtest.session import make_plans
 
 TTFT_S, GAP_S, NUM_TOKENS = 0.1, 0.05, 40
 ARRIVALS_S = 20.0
@@ -44,8 +41,7 @@ def running_mock(ttft_s: float, gap_s: float) -> Iterator[str]:
     """Run the mock as a process; yields its address."""
     command = [sys.executable, "-m", "loadtest.mock_server"]
     process = subprocess.Popen(
-        [*command, "--ttft-s", str(ttft_s), "--gap-s", str(gap_s)],
-        cwd=Path(__file__).parent,
+        [sys.executable, str(mock), "--ttft-s", str(ttft_s), "--gap-s", str(gap_s)],
         stdout=subprocess.PIPE,
         text=True,
     )

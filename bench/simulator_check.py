@@ -25,11 +25,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from live import load, load_average, pinned_server, write_profile
-from loadtest.result import RequestRow, Run
-from loadtest.traces import read_trace
 from server import Server
 
 from lightserve.cost.shape import StepShape
+from lightserve.loadtest.result import RequestRow, Run
+from lightserve.loadtest.workload import load_trace
 from lightserve.sim.class_report import Targets
 from lightserve.sim.hardware import ProfiledHardware
 from lightserve.sim.hybrid import HybridConfig, HybridRun
@@ -71,7 +71,7 @@ class Scaled:
 
 def scaled_trace(first_row: int, num_rows: int) -> Scaled:
     """Return rows, times as in the trace."""
-    trace = read_trace(TRACE, first_row=first_row, num_rows=num_rows)
+    trace = load_trace(TRACE, first_row=first_row, num_rows=num_rows)
     assert trace.times_s is not None
     prompt, output = (
         np.clip(np.rint(LENGTH_SCALE * tokens), low, most).astype(np.int64)

@@ -8,6 +8,7 @@
     ├── DeviceError        a worker's GPU failed in a step: the group of workers is replaced
     ├── GrammarError       a schema, pattern or grammar that cannot be enforced
     ├── ChatError          `lightserve chat` got no answer: exit code 1 and one line
+    ├── LoadTestError      `lightserve bench` got no server or no file: exit code 1 and one line
     ├── KVMapError         `lightserve kv-map` got or wrote no picture: exit code 1 and one line
     ├── DecisionLogError   a decision log that cannot be read or was changed: exit code 1, one line
     ├── ProtocolError      a peer process sent what this version does not understand
@@ -68,6 +69,10 @@ class DecisionLogError(LightserveError):
 
 class ChatError(LightserveError):
     """A server that cannot be reached, refused, or broke an answer off; the text is for people."""
+
+
+class LoadTestError(LightserveError):
+    """A server that cannot be loaded, or a result file of a load test that cannot be used."""
 
 
 class KVMapError(LightserveError):

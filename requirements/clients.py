@@ -2,7 +2,7 @@
 
     python requirements/clients.py pyproject.toml [EXTRA ...]
 
-That is what the extras name (by default `bench`, for bench/load_test.py) and, of the server's own
+That is what the extras name (by default `bench`, for `lightserve bench`) and, of the server's own
 dependencies, the few that clients share; installing the package itself would bring torch.
 """
 

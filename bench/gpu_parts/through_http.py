@@ -21,7 +21,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from loadtest import result
 from safetensors.torch import save_file
 from server import Server, running_server
 from torch import Tensor
@@ -31,6 +30,7 @@ from gpu_parts.driver import Sequences, run_plans
 from gpu_parts.machine import Machine
 from gpu_parts.models import LLAMA_8B, TINY_LLAMA, RandomModel, RandomReader
 from lightserve.bundled import BUNDLED_MODEL_DIR
+from lightserve.loadtest import result
 from lightserve.models.weight_files import LM_HEAD, expected_tensors
 
 LOAD_TEST = Path(__file__).parents[1] / "load_test.py"

@@ -1,4 +1,4 @@
-"""bench/load_test.py as its users run it, against the mock server as a process of its own."""
+"""`lightserve bench` as its users run it, against the mock server as a process of its own."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ from pathlib import Path
 import jsonschema_rs
 import pytest
 
-from bench.loadtest import result
+from lightserve.loadtest import result
 
-BENCH = Path(__file__).parents[2] / "bench"
+ROOT = Path(__file__).parents[2]
+BENCH = [sys.executable, "-m", "lightserve", "bench"]
 KEY = "sk-very-secret"
 
 
 @pytest.fixture(scope="module")
 def mock_url() -> Iterator[str]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "loadtest.mock_server", "--ttft-s=0.002", "--gap-s=0.001"],
-        cwd=BENCH,
+        [
+            sys.executable,
+            str(ROOT / "tests/support/mock_server.py"),
+            "--ttft-s=0.002",
+            "--gap-s=0.001",
+        ],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -35,16 +40,20 @@ def mock_url() -> Iterator[str]:
 
 
 def load_test(*args: str, exit_code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, str(BENCH / "load_test.py"), *args],
+    done = run_bench(*args)
+    assert done.returncode == exit_code, done.stderr
+    return done.stdout + done.stderr
+
+
+def run_bench(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*BENCH, *args],
         capture_output=True,
         text=True,
         check=False,
         timeout=600,
         env={**os.environ, "LOAD_TEST_API_KEY": KEY, "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == exit_code, done.stderr
-    return done.stdout + done.stderr
 
 
 SMALL = ("--num-requests=20", "--prompt-tokens=50", "--output-tokens=4:8", "--warmup=1")
@@ -62,6 +71,7 @@ def sweep(mock_url: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     for wanted in ("real time", "best effort", "together", "TTFT", "MTPOT", "first rate=100"):
         assert wanted in text
+    assert text.count("┏") == 1, "one table at the end"
     return directory
 
 
@@ -83,6 +93,70 @@ def test_plots_are_pictures(sweep: Path) -> None:
     names = {path.name for path in sweep.glob("*.png")}
     assert {"cdf.png", "rates.png"} < names and len(names) == 4
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in sweep.glob("*.png"))
+
+
+def test_a_run_ends_with_one_table_and_a_picture_over_time(mock_url: str, tmp_path: Path) -> None:
+    picture = tmp_path / "over_time.svg"
+    text = load_test(
+        f"--url={mock_url}", "--rate=50", *SMALL, f"--plot={picture}", "--targets=ttft=20s",
+        "--be=concurrency=2 prompt-tokens=30 output-tokens=3",
+    )  # fmt: skip
+    assert text.count("┏") == 1 and f"plots: {picture}" in text
+    for row in ("arrived", "goodput, requests/s", "TTFT, ms", "ITL, ms", "(≤ 20,000: 100.0 %)"):
+        assert row in text, text
+    assert picture.read_text().count("</svg>") == 1
+
+
+def test_json_is_all_that_is_printed(mock_url: str, tmp_path: Path) -> None:
+    picture = tmp_path / "over_time.png"
+    done = run_bench(
+        f"--url={mock_url}",
+        "--rate=50",
+        *SMALL,
+        "--json",
+        f"--plot={picture}",
+        "--targets=ttft=1us",
+    )
+    assert done.returncode == 2 and "not a target" in done.stderr
+    done = run_bench(f"--url={mock_url}", "--rate=50", *SMALL, "--json", f"--plot={picture}")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    jsonschema_rs.validator_for(json.loads(load_test("--schema"))).validate(document)
+    (run,) = document["runs"]
+    assert run["classes"]["rt"]["num_completed"] == 20
+    assert sum(run["timeline"]["goodput_requests_per_s"]["rt"]) * run["timeline"]["bin_s"] == 20
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_drawn_is_said_before_the_run(tmp_path: Path) -> None:
+    for path, message in (
+        (tmp_path / "x.docx", "must end with"),
+        (tmp_path / "no/x.png", "no dir"),
+    ):
+        done = run_bench("--url=http://127.0.0.1:1", "--rate=1", f"--plot={path}")
+        assert done.returncode == 2 and message in done.stderr
+
+
+@pytest.mark.parametrize(("module", "words"), [("matplotlib", "--plot=x.png"), ("aiohttp", "")])
+def test_a_missing_extra_is_named(module: str, words: str) -> None:
+    script = (
+        f"import sys; sys.modules[{module!r}] = None\n"
+        "from lightserve.cli.main import main\n"
+        f"main(['bench', '--rate=1', '--url=http://127.0.0.1:1', *{words.split()!r}])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert f"{module} is missing:" in done.stderr and "pip install" in done.stderr
+
+
+def test_the_command_imports_no_torch() -> None:
+    script = (
+        "import sys, lightserve.cli.bench, lightserve.loadtest.session, lightserve.loadtest.plots\n"
+        "assert not {'torch', 'transformers', 'zmq'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=600)
 
 
 def test_files_are_compared(sweep: Path, mock_url: str, tmp_path: Path) -> None:
@@ -137,7 +211,7 @@ def test_ctrl_c_reports_what_there_is(mock_url: str, tmp_path: Path) -> None:
     output = tmp_path / "cut.json"
     num_before = _num_received(mock_url)
     process = subprocess.Popen(
-        [sys.executable, str(BENCH / "load_test.py"), f"--url={mock_url}", "--rate=50",
+        [*BENCH, f"--url={mock_url}", "--rate=50",
          "--duration-s=600", "--output-tokens=2", f"--output={output}", "--quiet"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

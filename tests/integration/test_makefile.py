@@ -104,7 +104,7 @@ def _client_requirements() -> list[str]:
     ("target", "program"),
     [
         ("chat", "bin/lightserve chat --more"),
-        ("bench-client", "bin/python bench/load_test.py --more"),
+        ("bench-client", "bin/lightserve bench --more"),
     ],
 )
 def test_clients_get_an_environment_without_torch(
@@ -151,6 +151,7 @@ def _without_the_server(*arguments: str, question: str = "") -> subprocess.Compl
         (("lightserve", "chat", "--url", "http://127.0.0.1:1"), "lightserve: error: "),
         (("lightserve", "kv-map", "http://127.0.0.1:1", "-o", "kv.png"), "lightserve: error: "),
         (("bench/load_test.py", "--url", "http://127.0.0.1:1", "--rate", "1"), "127.0.0.1:1"),
+        (("lightserve", "bench", "--url", "http://127.0.0.1:1", "--rate", "1"), "127.0.0.1:1"),
     ],
     ids=lambda value: str(value)[:32],
 )

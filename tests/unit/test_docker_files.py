@@ -207,7 +207,7 @@ def test_both_commands_are_ones_that_the_server_takes(
 def test_the_load_clients_options_exist(compose: dict[str, Any]) -> None:
     options = [word.split("=")[0] for word in compose["services"]["loadtest"]["command"]]
     shown = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "load_test.py"), "--help"],
+        [sys.executable, "-m", "lightserve", "bench", "--help"],
         capture_output=True,
         text=True,
         timeout=600,

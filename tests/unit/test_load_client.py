@@ -10,18 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.mock_server import Behaviour, MockServer, count_tokens
 
-from bench.loadtest.arrivals import ArrivalKind
-from bench.loadtest.calibration import UNCALIBRATED
-from bench.loadtest.client import StreamClient, api_base, clock
-from bench.loadtest.mock_server import Behaviour, MockServer, count_tokens
-from bench.loadtest.options import ServerOptions, Targets, Traffic
-from bench.loadtest.prompts import PromptMaker
-from bench.loadtest.report import counting_window, make_run
-from bench.loadtest.result import Run
-from bench.loadtest.runner import Runner, RunOutcome, RunSettings
-from bench.loadtest.session import make_plans
-from bench.loadtest.sse import EventLines
+from lightserve.loadtest.client import EventLines, StreamClient, api_base, clock
+from lightserve.loadtest.options import ArrivalKind, ServerOptions, Targets, Traffic
+from lightserve.loadtest.prompts import UNCALIBRATED, PromptMaker
+from lightserve.loadtest.result import Run
+from lightserve.loadtest.runner import Runner, RunOutcome, RunSettings
+from lightserve.loadtest.session import counting_window, make_plans, make_run
 
 Meanwhile = Callable[[MockServer, Runner], Coroutine[Any, Any, None]]
 
@@ -68,7 +64,7 @@ def test_an_open_loop_does_not_wait_for_a_server_that_answers_nobody() -> None:
     async def open_when_all_are_there(server: MockServer, runner: Runner) -> None:
         while len(server.received) < count:
             await asyncio.sleep(0.001)
-        assert runner.progress.num_done == 0
+        assert runner.progress["rt"].num_done == 0
         server.gate.set()
 
     outcome, _ = run(open_loop(count), is_gated=True, meanwhile=open_when_all_are_there)
@@ -84,8 +80,9 @@ def test_a_closed_loop_never_has_more_in_flight_than_clients() -> None:
 
     async def watch(_: MockServer, runner: Runner) -> None:
         nonlocal most
-        while runner.progress.num_done < 30:
-            most = max(most, runner.progress.num_sent - runner.progress.num_done)
+        counts = runner.progress["rt"]
+        while counts.num_done < 30:
+            most = max(most, counts.num_sent - counts.num_done)
             await asyncio.sleep(0)
 
     traffic = Traffic(arrivals=ArrivalKind.CLOSED, concurrency=3, num_requests=30)
@@ -225,6 +222,11 @@ def test_a_run_of_failures_and_answers_is_reported_whole() -> None:
     assert sum(map(sum, timeline.arrivals.values())) == 8
     assert sum(map(sum, timeline.tokens.values())) == 8 * 5
     assert all(counts[-1] == 0 for counts in timeline.in_flight.values())
+    assert sum(map(sum, timeline.goodput_requests_per_s.values())) * timeline.bin_s == 8
+    for name, bins in timeline.ttft_ms.items():
+        seen = [point for point in bins if point is not None]
+        assert max(point.p50 for point in seen) <= (report.classes[name].ttft_ms.max or 0) + 1e-3
+    assert any(point is not None for point in timeline.itl_ms["rt"])
 
 
 @given(st.lists(st.integers(0, 200), max_size=12))

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from bench.loadtest import plots
-from bench.loadtest.statistics import QUANTILES
 from lightserve.kv_map.picture import COLOURS
+from lightserve.loadtest import plots
+from lightserve.loadtest.statistics import QUANTILES
 from lightserve.types import SlotKind
 
 FIELDS = [field for field, _ in plots._CDF_FIELDS]

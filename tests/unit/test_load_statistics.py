@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.loadtest.errors import LoadTestError
-from bench.loadtest.options import Targets
-from bench.loadtest.records import Record
-from bench.loadtest.statistics import Measures, Window, spread, summarize, weighted_quantile
+from lightserve.errors import ConfigError
+from lightserve.loadtest.options import Targets
+from lightserve.loadtest.records import Record
+from lightserve.loadtest.statistics import Measures, Window, spread, summarize, weighted_quantile
 
 ALL = Window(0.0, 10.0)
 
@@ -155,5 +155,5 @@ def test_targets(text: str, targets: Targets) -> None:
 
 @pytest.mark.parametrize("text", ["itl=5", "ttft", "ttft=0", "ttft=-1", "ttft=1m", "ttft=x"])
 def test_bad_targets(text: str) -> None:
-    with pytest.raises(LoadTestError):
+    with pytest.raises(ConfigError):
         Targets.parse(text)

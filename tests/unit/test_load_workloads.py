@@ -8,15 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.loadtest.arrivals import ArrivalKind, arrival_offsets, trace_offsets
-from bench.loadtest.calibration import WORDS, calibrate
-from bench.loadtest.errors import LoadTestError
-from bench.loadtest.lengths import LengthDistribution
-from bench.loadtest.options import Traffic
-from bench.loadtest.prompts import UNIQUE, PromptMaker, Segment
-from bench.loadtest.session import make_plans
-from bench.loadtest.traces import read_trace, trace_names
-from bench.loadtest.workload import Plan, make_plan
+from lightserve.errors import ConfigError
+from lightserve.loadtest.options import ArrivalKind, Traffic
+from lightserve.loadtest.prompts import UNIQUE, WORDS, PromptMaker, Segment, calibrate
+from lightserve.loadtest.session import make_plans
+from lightserve.loadtest.workload import (
+    LengthDistribution,
+    Plan,
+    arrival_offsets,
+    load_trace,
+    make_plan,
+    trace_names,
+    trace_offsets,
+)
 
 COUNT = 20_000
 
@@ -80,13 +84,13 @@ def test_lengths(text: str, low: int, high: int, mean: float) -> None:
     "text", ["", "0", "-3", "a", "3:", "30:10", "normal:5", "normal:5,-1", "zipf:3", "nan", "1:inf"]
 )
 def test_bad_lengths(text: str) -> None:
-    with pytest.raises(LoadTestError):
+    with pytest.raises(ConfigError):
         LengthDistribution.parse(text)
 
 
 @pytest.mark.parametrize("name", trace_names())
 def test_every_trace_of_the_repository_can_be_read(name: str) -> None:
-    trace = read_trace(name, num_rows=300)
+    trace = load_trace(name, num_rows=300)
     assert len(trace) == (120 if name == "burstgpt_burst120" else 300)
     assert trace.prompt_tokens.min() >= 1 and trace.output_tokens.min() >= 1
     assert (trace.times_s is None) == name.endswith("_lengths")
@@ -102,10 +106,10 @@ def test_every_trace_of_the_repository_can_be_read(name: str) -> None:
 )  # fmt: skip
 def test_files_that_are_no_traces(tmp_path: Path, content: str) -> None:
     (tmp_path / "bad.csv").write_text(content)
-    with pytest.raises(LoadTestError):
-        read_trace(str(tmp_path / "bad.csv"))
-    with pytest.raises(LoadTestError, match="azure2023_conv"):
-        read_trace("no_such_trace")
+    with pytest.raises(ConfigError):
+        load_trace(str(tmp_path / "bad.csv"))
+    with pytest.raises(ConfigError, match="azure2023_conv"):
+        load_trace("no_such_trace")
 
 
 def plan(**fields: object) -> Plan:
@@ -118,7 +122,7 @@ def totals(made: Plan) -> list[int]:
 
 
 def test_a_plan_of_a_trace_keeps_its_lengths_scaled_and_cut() -> None:
-    trace = read_trace("azure2023_conv", first_row=5, num_rows=50)
+    trace = load_trace("azure2023_conv", first_row=5, num_rows=50)
     made = plan(
         trace="azure2023_conv", first_row=5, num_requests=50, length_scale=0.5,
         max_prompt_tokens=300, arrivals=ArrivalKind.TRACE, rate=None, time_scale=0.5,
@@ -131,7 +135,7 @@ def test_a_plan_of_a_trace_keeps_its_lengths_scaled_and_cut() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 0.1])
 def test_blocks_of_a_trace_become_shared_prefixes_of_the_right_length(scale: float) -> None:
-    trace = read_trace("mooncake_conversation", num_rows=60)
+    trace = load_trace("mooncake_conversation", num_rows=60)
     made = plan(trace="mooncake_conversation", num_requests=60, length_scale=scale)
     wanted = np.maximum(1, np.rint(trace.prompt_tokens * scale))
     assert np.abs(np.array(totals(made)) - wanted).max() <= 1
@@ -160,7 +164,7 @@ def test_an_endless_open_loop_ends_with_the_first_traffic() -> None:
     other = Traffic(arrivals=ArrivalKind.CONSTANT, rate=2.0, request_class="be")
     plans = make_plans([first, other], 0)
     assert [len(made) for made in plans] == [51, 10]
-    with pytest.raises(LoadTestError):
+    with pytest.raises(ConfigError):
         make_plans([other], 0)
 
 

@@ -1,31 +1,21 @@
-"""Every option, by section: flag, type, default and help."""
+"""The options of `lightserve bench`, by section; those of traffic are also names inside --be."""
 
 from __future__ import annotations
 
-import math
+import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
-from .arrivals import ArrivalKind
-from .command import SectionOption
+from lightserve.cli.options import FiniteRange
+from lightserve.loadtest.options import ArrivalKind
 
-DEFAULT_KEY_VARIABLE = "LOAD_TEST_API_KEY"
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
-
-class _FiniteRange(click.FloatRange):
-    """Unlike click's own it takes neither NaN nor infinity."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{number} is not a finite number.", param, ctx)
-        return number
-
-
-_POSITIVE = _FiniteRange(min=0, min_open=True)
-_AT_LEAST_0 = _FiniteRange(min=0)
+_POSITIVE = FiniteRange(min=0, min_open=True)
+_AT_LEAST_0 = FiniteRange(min=0)
 _COUNT = click.IntRange(min=1)
 
 
@@ -50,329 +40,326 @@ class _Numbers(click.ParamType[list[float]]):
         return numbers
 
 
-class _Row:
-    """An option to be: its flag, its help, and click's keywords for the rest."""
-
-    def __init__(self, flag: str, text: str, **keywords: Any) -> None:
-        self.flag = flag
-        self.keywords = keywords | {"help": text, "show_default": "default" in keywords}
+def _option(flag: str, text: str, **keywords: Any) -> click.Option:
+    return click.Option([flag], help=text, show_default="default" in keywords, **keywords)
 
 
-def _options(section: str, *rows: _Row) -> list[SectionOption]:
-    return [SectionOption([row.flag], section=section, **row.keywords) for row in rows]
-
-
-SERVER_OPTIONS = _options(
-    "Server",
-    _Row(
+SERVER_OPTIONS = [
+    _option(
         "--url",
         "With or without /v1.",
         default="http://127.0.0.1:8000",
     ),
-    _Row(
+    _option(
         "--model",
         "Default: the first of GET /v1/models.",
     ),
-    _Row(
+    _option(
         "--endpoint",
         "Both are streamed.",
         type=click.Choice(["chat", "completions"]),
         default="chat",
     ),
-    _Row(
+    _option(
         "--api-key-env",
         "Environment variable with the API key; never an argument, which others could read.",
         metavar="NAME",
-        default=DEFAULT_KEY_VARIABLE,
+        default="LOAD_TEST_API_KEY",
     ),
-    _Row(
+    _option(
         "--api-key-file",
         "File with the API key; stands before the variable.",
         type=click.Path(path_type=Path),
     ),
-    _Row(
+    _option(
         "--ca-file",
         "PEM file of the authority that signed the server's certificate.",
         type=click.Path(exists=True),
     ),
-    _Row(
+    _option(
         "--body",
         "Merged into all requests, such as '{\"temperature\": 0}'.",
         metavar="JSON",
         default="{}",
     ),
-    _Row(
+    _option(
         "--force-lengths",
         "Ask for exactly the wanted outputs by ignore_eos and min_tokens, which vLLM, "
         "SGLang and lightserve know. Otherwise answers may end earlier.",
         is_flag=True,
     ),
-    _Row(
+    _option(
         "--usage/--no-usage",
         "Ask for usage, by which tokens are counted, through stream_options.",
         default=True,
     ),
-    _Row(
+    _option(
         "--timeout-s",
         "From the intended arrival to the end of an answer.",
         type=_POSITIVE,
         default=600.0,
     ),
-)
+]
 
-_WHAT = _options(
-    "What is sent",
-    _Row(
+_WHAT = [
+    _option(
         "--trace",
         "Lengths (and times, shared blocks) of a trace in bench/traces or of a file like them.",
         metavar="NAME|FILE",
     ),
-    _Row(
+    _option(
         "--first-row",
         "Row of the trace to start at.",
         type=click.IntRange(min=0),
         default=0,
     ),
-    _Row(
+    _option(
         "--length-scale",
         "Factor on all lengths, so that a trace fits a smaller model.",
         type=_POSITIVE,
         default=1.0,
     ),
-    _Row(
+    _option(
         "--max-prompt-tokens",
         "Longer prompts are cut to this.",
         type=_COUNT,
     ),
-    _Row(
+    _option(
         "--max-output-tokens",
         "Longer outputs are cut to this.",
         type=_COUNT,
     ),
-    _Row(
+    _option(
         "--prompt-tokens",
         "Without a trace. LENGTHS is 512, 128:512 (uniform), normal:MEAN,STD, "
         "lognormal:MEDIAN,SIGMA, loguniform:LOW,HIGH or exponential:MEAN.",
         metavar="LENGTHS",
         default="256",
     ),
-    _Row(
+    _option(
         "--output-tokens",
         "Sent as max_tokens; see --force-lengths.",
         metavar="LENGTHS",
         default="128",
     ),
-    _Row(
+    _option(
         "--documents",
         "Shared prefixes: this many documents, with --questions about each; a prompt is"
         " a document, then a question of --prompt-tokens.",
         type=_COUNT,
     ),
-    _Row(
+    _option(
         "--questions",
         "Questions per document.",
         type=_COUNT,
         default=10,
     ),
-    _Row(
+    _option(
         "--document-tokens",
         "Length of documents.",
         metavar="LENGTHS",
         default="1024",
     ),
-    _Row(
+    _option(
         "--question-order",
         "At random, or document by document.",
         type=click.Choice(["mixed", "grouped"]),
         default="mixed",
     ),
-    _Row(
+    _option(
         "--priorities",
         "Each request has one of these, drawn at random: the priority of lightserve and vLLM, of "
         "which lower ones go first. Default: nothing is said.",
         type=_Numbers(int, above=-1001, below=1001),
     ),
-)
+]
 
-_WHEN = _options(
-    "When it arrives",
-    _Row(
+_WHEN = [
+    _option(
         "--rate",
         "Open loop: mean arrivals per second. A trace that has times is stretched to it.",
         type=_POSITIVE,
         metavar="PER_S",
     ),
-    _Row(
+    _option(
         "--arrivals",
         "Default: closed with --concurrency, as in the trace if that has times, else poisson.",
         type=click.Choice([kind.value for kind in ArrivalKind]),
     ),
-    _Row(
+    _option(
         "--burstiness",
         "Coefficient of variation of gamma gaps: 1 is Poisson, 3 very bursty.",
         type=_AT_LEAST_0,
         default=1.0,
     ),
-    _Row(
+    _option(
         "--time-scale",
         "Seconds that a second of the trace takes: 0.1 is ten times as fast.",
         type=_POSITIVE,
     ),
-    _Row(
+    _option(
         "--concurrency",
         "Closed loop: this many clients, each of which waits for its answer.",
         type=_COUNT,
     ),
-    _Row(
+    _option(
         "--think-s",
         "Pause of such a client after an answer.",
         type=_AT_LEAST_0,
         default=0.0,
     ),
-    _Row(
+    _option(
         "--num-requests",
         "Requests in all. Default: 100, unless --duration-s is given or --documents say how many.",
         type=_COUNT,
     ),
-    _Row(
+    _option(
         "--duration-s",
         "Arrivals end after this time.",
         type=_POSITIVE,
     ),
-)
+]
 
 TRAFFIC_OPTIONS = _WHAT + _WHEN
 """What describes one traffic; --be takes the same names."""
 
-CLASS_OPTIONS = _options(
-    "Classes and targets",
-    _Row(
+CLASS_OPTIONS = [
+    _option(
         "--be-share",
         "Share of these requests, drawn at random, that is sent best effort; 1 is all.",
-        type=_FiniteRange(0, 1),
+        type=FiniteRange(0, 1),
         default=0.0,
     ),
-    _Row(
+    _option(
         "--be",
         "Best-effort traffic of its own beside it: options of the two sections above "
         "without --, such as 'concurrency=8 prompt-tokens=512:1024'. A closed loop "
         "without an end goes on as long as the other traffic arrives.",
         metavar="'NAME=VALUE ...'",
     ),
-    _Row(
+    _option(
         "--targets",
         "What a good request keeps: ttft, tpot, mtpot (largest gap), e2el, normalized "
         "(e2el per output token), as in ttft=400ms,mtpot=1.5s.",
         metavar="NAME=TIME,...",
     ),
-    _Row(
+    _option(
         "--be-targets",
         "The same for best-effort requests. Without targets a request is good when it "
         "is completed.",
         metavar="NAME=TIME,...",
     ),
-    _Row(
+    _option(
         "--be-body",
         "Merged into best-effort requests: how the server is told.",
         metavar="JSON",
         default='{"service_tier": "flex"}',
     ),
-    _Row(
+    _option(
         "--send-targets",
         "Tell lightserve: ttft, tpot and mtpot of real-time requests as x-slo-*-ms headers; e2el "
         "as slo.completion_s of best-effort ones, and of real-time ones that have no other.",
         is_flag=True,
     ),
-)
+]
 
-RUN_OPTIONS = _options(
-    "Runs",
-    _Row(
+RUN_OPTIONS = [
+    _option(
         "--rates",
         "Sweep: a run per rate.",
         type=_Numbers(float),
     ),
-    _Row(
+    _option(
         "--concurrencies",
         "Sweep: a run per number of clients.",
         type=_Numbers(int),
     ),
-    _Row(
+    _option(
         "--warmup",
         "Requests before the first run that are not counted.",
         type=click.IntRange(min=0),
         default=4,
     ),
-    _Row(
+    _option(
         "--skip-first-s",
         "Count arrivals and tokens from here on only.",
         type=_AT_LEAST_0,
         default=0.0,
     ),
-    _Row(
+    _option(
         "--skip-last-s",
         "Count until this long before arrivals end; 0 counts to the last answer's end.",
         type=_AT_LEAST_0,
         default=0.0,
     ),
-    _Row(
+    _option(
         "--drain-s",
         "Time for requests in flight once arrivals have ended; what is left is unfinished.",
         type=_AT_LEAST_0,
         default=120.0,
     ),
-    _Row(
+    _option(
         "--seed",
         "Of arrivals, lengths, classes.",
         type=click.IntRange(min=0),
         default=0,
     ),
-    _Row(
+    _option(
         "--text-seed",
         "Of texts. Default: another one in every run, so that none finds its prompts in"
         " a prefix cache.",
         type=click.IntRange(min=0),
     ),
-)
+]
 
-OUTPUT_OPTIONS = _options(
-    "Output",
-    _Row(
+OUTPUT_OPTIONS = [
+    _option(
         "--label",
         "Name of the run in tables, plots and comparisons.",
     ),
-    _Row(
+    _option(
         "--output",
         "Write the result as JSON.",
         type=click.Path(path_type=Path, dir_okay=False),
     ),
-    _Row(
+    _option(
         "--save-requests",
         "With a row per request in it.",
         is_flag=True,
     ),
-    _Row(
+    _option(
         "--plots",
         "Write PNGs into this directory: timeline, CDFs and, of several runs, "
         "attainment over rate.",
         type=click.Path(path_type=Path, file_okay=False),
     ),
-    _Row(
+    _option(
+        "--plot",
+        "Draw TTFT, ITL and goodput over time, per class, into this file: .png, .svg or .pdf.",
+        metavar="FILE",
+        type=click.Path(path_type=Path, dir_okay=False),
+    ),
+    _option(
+        "--json",
+        "Print the result as one JSON document, no tables.",
+        is_flag=True,
+    ),
+    _option(
         "--quiet",
         "One line per run (times are p50/p99), no tables, no progress bar.",
         is_flag=True,
     ),
-    _Row(
+    _option(
         "--compare",
         "Run nothing: compare the result files given.",
         is_flag=True,
     ),
-    _Row(
+    _option(
         "--schema",
         "Run nothing: print the JSON schema of results.",
         is_flag=True,
     ),
-)
+]
 
 ALL_OPTIONS = [
     *SERVER_OPTIONS,
@@ -381,3 +368,36 @@ ALL_OPTIONS = [
     *RUN_OPTIONS,
     *OUTPUT_OPTIONS,
 ]
+SECTIONS = {
+    "url": "Server",
+    "trace": "What is sent",
+    "rate": "When it arrives",
+    "be_share": "Classes and targets",
+    "rates": "Runs",
+    "label": "Output",
+    "help": "Help",
+}
+"""Titles of --help, by the first option of each."""
+
+
+def bench_options(function: FunctionT) -> FunctionT:
+    """Decorate a command with all options, in their order."""
+    params: list[click.Parameter] = function.__dict__.setdefault("__click_params__", [])
+    params.extend(reversed(ALL_OPTIONS))  # click reverses them again
+    return function
+
+
+def parse_nested(text: str, options: Sequence[click.Option], *, param_hint: str) -> dict[str, Any]:
+    """Parse "rate=4 prompt-tokens=64:256" into values by name, as a command line would be.
+
+    Raises:
+        click.BadParameter: an unknown name or a value that its option refuses.
+    """
+    command = click.Command(param_hint, params=list(options), add_help_option=False)
+    try:
+        args = [f"--{part}" for part in shlex.split(text)]
+        return command.make_context(param_hint, args).params
+    except click.UsageError as error:
+        raise click.BadParameter(error.format_message(), param_hint=param_hint) from error
+    except ValueError as error:  # quotes that do not close
+        raise click.BadParameter(str(error), param_hint=param_hint) from error

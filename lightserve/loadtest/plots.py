@@ -1,8 +1,9 @@
-"""Results as pictures: timeline and CDFs of a run, attainment and goodput over the rate."""
+"""Results as pictures: over time, as CDFs, and attainment and goodput over the rate."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -11,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .result import Run
-from .statistics import QUANTILES
-from .tables import TITLES
+from lightserve.loadtest.result import Run
+from lightserve.loadtest.statistics import QUANTILES
+from lightserve.loadtest.tables import TITLES
 
 # Real time and best effort as in pictures of the KV pool (`lightserve kv-map`).
 COLORS = {"rt": "#d55e00", "be": "#0072b2", "all": "#555555"}
@@ -26,6 +27,50 @@ _CDF_FIELDS = (
     ("normalized_ms", "normalized latency per token"),
 )
 _STYLES = ("-", "--", ":", "-.")
+
+
+_OVER_TIME = (("ttft_ms", "TTFT, ms"), ("itl_ms", "ITL, ms"))
+
+
+def plot_over_time(path: Path, runs: list[Run]) -> None:
+    """Write TTFT, ITL and goodput over time, per class; a column of pictures per run.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    mpl.use("Agg")
+    figure = Figure(figsize=(2 + 8 * len(runs), 9), layout="constrained")
+    rows = figure.subplots(3, len(runs), sharex="col", sharey="row", squeeze=False)
+    for run, column in zip(runs, rows.T, strict=True):
+        _plot_run(column, run)
+    figure.savefig(path, dpi=110)
+
+
+def _plot_run(column: Sequence[Axes], run: Run) -> None:
+    timeline = run.timeline
+    for name in timeline.arrivals:
+        times = (np.arange(len(timeline.arrivals[name])) + 0.5) * timeline.bin_s
+        for axis, (field, _) in zip(column, _OVER_TIME, strict=False):
+            points = getattr(timeline, field)[name]
+            for quantile, dashes in (("p50", "-"), ("p99", ":")):
+                values = [np.nan if p is None else getattr(p, quantile) for p in points]
+                label = f"{TITLES[name]}, {quantile}"
+                axis.plot(times, values, dashes, color=COLORS[name], marker=".", label=label)
+            target = {"ttft_ms": "ttft_ms", "itl_ms": "mtpot_ms"}[field]
+            if (limit := getattr(run.classes[name].targets, target)) is not None:
+                axis.axhline(limit, color=COLORS[name], linestyle="--", linewidth=0.8)
+        goodput = timeline.goodput_requests_per_s[name]
+        column[2].plot(times, goodput, color=COLORS[name], marker=".", label=TITLES[name])
+    titles = (*(title for _, title in _OVER_TIME), "goodput, requests per second")
+    for axis, title in zip(column, titles, strict=True):
+        axis.set_ylabel(title)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+        for edge in run.window_s:
+            axis.axvline(edge, color="#999999", linewidth=0.8)
+        axis.legend(loc="upper right", fontsize="small")
+    column[0].set_title(f"{run.label} (dashed: targets)")
+    column[2].set_xlabel("seconds (counted between the grey lines)")
 
 
 def write_plots(directory: Path, runs: list[Run]) -> list[Path]:

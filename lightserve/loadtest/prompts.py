@@ -1,18 +1,64 @@
-"""Texts of a wanted number of tokens.
+"""Texts of a wanted number of tokens, without knowing the tokenizer.
 
-All texts are cut from one long tape of random words whose costs in tokens are known
-(calibration.py). A prompt of its own starts at a place of the tape that no other has; what is
-shared, a document or a block of a trace, starts at the place that its key is mapped to.
+How many tokens words cost is measured through `usage.prompt_tokens`: one short request per word
+(the word repeated, one token of output), and one more for what chat template and BOS add.
+Tokenizers that split at spaces before they merge, as nearly all do, then give a text of these words
+the sum of their costs; the result reports how far prompts were off.
+
+All texts are cut from one long tape of random words. A prompt of its own starts at a place of the
+tape that no other has; what is shared, a document or a block of a trace, starts at the place that
+its key is mapped to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from .calibration import WORDS, Calibration
+_WORDS = (
+    "the of and to in is that it was for on are as with his they "
+    "at be this have from or one had by word but not what all were we"
+)
+WORDS = tuple(_WORDS.split())
+"""Common and short: one token each for most tokenizers."""
+
+_SHORT, _LONG = 8, 40
+_GUESS_TOKENS_PER_WORD = 1.0
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Costs in tokens."""
+
+    word_tokens: tuple[float, ...]
+    """Of each of `WORDS`, with the space before it."""
+    overhead_tokens: float
+    """What every prompt costs besides its words."""
+    is_measured: bool
+
+
+UNCALIBRATED = Calibration((_GUESS_TOKENS_PER_WORD,) * len(WORDS), 0.0, is_measured=False)
+"""One token per word: what is left where a server reports no usage."""
+
+
+async def calibrate(count_tokens: Callable[[str], Awaitable[int | None]]) -> Calibration:
+    """Measure; `count_tokens` returns the prompt tokens of a text, or None where unknown."""
+    short, *longs = [
+        await count_tokens(" ".join([word] * count))
+        for word, count in [(WORDS[0], _SHORT), *((word, _LONG) for word in WORDS)]
+    ]
+    if short is None or any(count is None for count in longs):
+        return UNCALIBRATED
+    counts = [count for count in longs if count is not None]
+    first = (counts[0] - short) / (_LONG - _SHORT)
+    overhead = max(0.0, short - first * _SHORT)
+    # A word that a tokenizer drops would make texts endless.
+    costs = tuple(max(0.05, (count - overhead) / _LONG) for count in counts)
+    return Calibration(costs, overhead, is_measured=True)
+
 
 UNIQUE = -1
 """The key of a segment that no other prompt has."""

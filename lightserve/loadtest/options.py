@@ -1,14 +1,25 @@
-"""What a run is told: traffic, targets and the server. Built by cli.py, recorded in the result."""
+"""What a run is told: traffic, targets and the server. Recorded in the result."""
 
 from __future__ import annotations
 
 import re
+from enum import StrEnum
 from typing import Any
 
 import msgspec
 
-from .arrivals import ArrivalKind
-from .errors import LoadTestError
+from lightserve.errors import ConfigError
+
+
+class ArrivalKind(StrEnum):
+    """How arrivals are spaced; all but `CLOSED` are open loops."""
+
+    TRACE = "trace"
+    POISSON = "poisson"
+    GAMMA = "gamma"
+    CONSTANT = "constant"
+    CLOSED = "closed"
+
 
 RT = "rt"
 BE = "be"
@@ -32,7 +43,7 @@ class Targets(msgspec.Struct, frozen=True, omit_defaults=True):
         """Parse `ttft=400ms,mtpot=1.5s`; a number without a unit is in ms.
 
         Raises:
-            LoadTestError: an unknown name, or not a positive time.
+            ConfigError: an unknown name, or not a positive time.
         """
         limits: dict[str, float] = {}
         for part in filter(None, re.split(r"[,\s]+", text.strip())):
@@ -40,10 +51,10 @@ class Targets(msgspec.Struct, frozen=True, omit_defaults=True):
             name = "" if match is None else f"{match[1]}_ms"
             if match is None or name not in cls.__struct_fields__:
                 names = ", ".join(field.removesuffix("_ms") for field in cls.__struct_fields__)
-                raise LoadTestError(f"not a target: {part!r}; targets are {names}, as in ttft=1.5s")
+                raise ConfigError(f"not a target: {part!r}; targets are {names}, as in ttft=1.5s")
             limits[name] = float(match[2]) * _UNIT_MS[match[3]]
         if any(limit <= 0 for limit in limits.values()):
-            raise LoadTestError(f"targets are above 0: {text!r}")
+            raise ConfigError(f"targets are above 0: {text!r}")
         return cls(**limits)
 
     def items(self) -> list[tuple[str, float]]:

@@ -32,9 +32,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from .options import Targets
-from .records import Record
-from .result import ClassSummary, ErrorCount, Lengths, Spread
+from lightserve.loadtest.options import Targets
+from lightserve.loadtest.records import Record
+from lightserve.loadtest.result import ClassSummary, ErrorCount, Lengths, Spread
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -67,30 +67,35 @@ class Measures:
 
     @property
     def ttft_ms(self) -> float | None:
+        """Return TTFT; None where nothing came."""
         if len(self.times_s):
             return float(self.times_s[0] - self.record.intended_s) * 1e3
         return self.e2el_ms
 
     @property
     def e2el_ms(self) -> float | None:
+        """Return E2EL of a completed request."""
         if not self.record.is_completed or self.record.end_s is None:
             return None
         return (self.record.end_s - self.record.intended_s) * 1e3
 
     @property
     def tpot_ms(self) -> float | None:
+        """Return TPOT of a completed request of several tokens."""
         if not self.record.is_completed or self.num_tokens < 2 or len(self.times_s) < 2:
             return None
         return float(self.times_s[-1] - self.times_s[0]) * 1e3 / (self.num_tokens - 1)
 
     @property
     def mtpot_ms(self) -> float | None:
+        """Return the largest gap of a completed request."""
         if not self.record.is_completed or not len(self.gaps_ms):
             return None
         return float(self.gaps_ms.max())
 
     @property
     def normalized_ms(self) -> float | None:
+        """Return E2EL by output token."""
         if (e2el_ms := self.e2el_ms) is None or not self.num_tokens:
             return None
         return e2el_ms / self.num_tokens
@@ -116,9 +121,11 @@ class Window:
 
     @property
     def length_s(self) -> float:
+        """Return its length, above 0."""
         return max(1e-9, self.end_s - self.start_s)
 
     def holds(self, moment_s: float) -> bool:
+        """Whether a moment is in it."""
         return self.start_s <= moment_s <= self.end_s
 
 

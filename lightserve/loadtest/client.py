@@ -1,7 +1,8 @@
 """Sends one request and writes down when every event of its answer arrived.
 
-aiohttp, since of the clients compared (`bench/load_test_check.py --clients`) it costs least per
-event. Nothing is retried: an arrival is sent once, and what became of it is its result.
+aiohttp, since of the HTTP libraries compared it costs least per event. Nothing is retried: an
+arrival is sent once, and what became of it is its result. All times are seconds after the start of
+the run, on the client's monotonic clock.
 """
 
 from __future__ import annotations
@@ -17,10 +18,80 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
-from . import records
-from .options import BE, ServerOptions, Targets
-from .records import Record
-from .sse import DONE, Event, EventLines, decode_event
+from lightserve.loadtest import records
+from lightserve.loadtest.options import BE, ServerOptions, Targets
+from lightserve.loadtest.records import Record
+
+DONE = b"[DONE]"
+_DATA = b"data:"
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    """`usage.prompt_tokens_details`."""
+
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """`usage`."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class _Delta(msgspec.Struct, frozen=True):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[msgspec.Raw] | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class Event(msgspec.Struct, frozen=True):
+    """What is looked at of a chunk of either endpoint."""
+
+    choices: list[_Choice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+    @property
+    def num_chars(self) -> int:
+        """How much a reader sees of it: text, reasoning, tool calls."""
+        count = 0
+        for choice in self.choices:
+            count += len(choice.text or "")
+            if (delta := choice.delta) is not None:
+                count += len(delta.content or "")
+                count += len(delta.reasoning_content or delta.reasoning or "")
+                count += sum(len(bytes(call)) for call in delta.tool_calls or ())
+        return count
+
+    @property
+    def is_finish(self) -> bool:
+        """Whether it ends an answer."""
+        return any(choice.finish_reason for choice in self.choices)
+
+
+class EventLines:
+    """Cuts a byte stream into the payloads of its `data:` lines."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Return the payloads that `piece` completes; comments and other fields are dropped."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        return [line[len(_DATA) :].strip() for line in lines if line.startswith(_DATA)]
+
+
+decode_event = msgspec.json.Decoder(Event).decode
+
 
 _KEEP_ALIVE_S = 2.0
 """Below what servers usually have (5 s), so that no request meets a connection that is closing."""

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from .errors import LoadTestError
-from .options import ServerOptions, Targets, Traffic
+from lightserve.errors import LoadTestError
+from lightserve.loadtest.options import ServerOptions, Targets, Traffic
 
-FORMAT = "lightserve-load-test/1"
+FORMAT = "lightserve-bench/1"
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -85,8 +85,15 @@ class ClientReport(msgspec.Struct, frozen=True):
     is_calibrated: bool
 
 
+class Percentiles(msgspec.Struct, frozen=True):
+    """Of the samples of a bin, in ms."""
+
+    p50: float
+    p99: float
+
+
 class Timeline(msgspec.Struct, frozen=True):
-    """Counts in bins of `bin_s`, from the start of the run."""
+    """Figures of bins of `bin_s`, from the start of the run, by class."""
 
     bin_s: float
     arrivals: dict[str, list[int]]
@@ -94,6 +101,12 @@ class Timeline(msgspec.Struct, frozen=True):
     tokens: dict[str, list[float]]
     in_flight: dict[str, list[int]]
     """At the end of the bin."""
+    ttft_ms: dict[str, list[Percentiles | None]]
+    """Of the first events in the bin; None without any."""
+    itl_ms: dict[str, list[Percentiles | None]]
+    """Of the gaps that end in the bin."""
+    goodput_requests_per_s: dict[str, list[float]]
+    """Of requests that end in the bin, within their targets."""
 
 
 class RequestRow(msgspec.Struct, frozen=True, array_like=True):
@@ -139,12 +152,16 @@ class ResultFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     runs: list[Run]
 
 
+def document(runs: list[Run]) -> bytes:
+    """Return the text of a result file."""
+    return msgspec.json.format(msgspec.json.encode(ResultFile(format=FORMAT, runs=runs))) + b"\n"
+
+
 def save(path: Path, runs: list[Run]) -> None:
     """Write a result file. Raises LoadTestError."""
-    document = msgspec.json.encode(ResultFile(format=FORMAT, runs=runs))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.format(document) + b"\n")
+        path.write_bytes(document(runs))
     except OSError as error:
         raise LoadTestError(f"cannot write {path}: {error}") from error
 
@@ -152,14 +169,14 @@ def save(path: Path, runs: list[Run]) -> None:
 def load(path: Path) -> list[Run]:
     """Read a result file. Raises LoadTestError: unreadable, or another format."""
     try:
-        document = msgspec.json.decode(path.read_bytes(), type=ResultFile)
+        loaded = msgspec.json.decode(path.read_bytes(), type=ResultFile)
     except OSError as error:
         raise LoadTestError(f"cannot read {path}: {error}") from error
     except msgspec.MsgspecError as error:
         raise LoadTestError(f"{path} is not a result of this program: {error}") from error
-    if document.format != FORMAT:
-        raise LoadTestError(f"{path} has format {document.format!r}, not {FORMAT!r}")
-    return document.runs
+    if loaded.format != FORMAT:
+        raise LoadTestError(f"{path} has format {loaded.format!r}, not {FORMAT!r}")
+    return loaded.runs
 
 
 def schema() -> bytes:

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from .client import Now, Outgoing, StreamClient
-from .options import BE, RT
-from .prompts import PromptMaker
-from .records import Record
-from .workload import Plan
+from lightserve.loadtest.client import Now, Outgoing, StreamClient
+from lightserve.loadtest.options import BE, CLASSES, RT
+from lightserve.loadtest.prompts import PromptMaker
+from lightserve.loadtest.records import Record
+from lightserve.loadtest.workload import Plan
 
 _SPIN_S = 0.0015
 """Timers of an event loop are exact to 1 ms and late: the rest is waited for by looking."""
@@ -33,7 +33,7 @@ _SPIN_GAP_S = 0.025
 
 @dataclass
 class Progress:
-    """Counts for the progress bar, live."""
+    """Counts of a class for its progress bar, live."""
 
     num_sent: int = 0
     num_done: int = 0
@@ -70,8 +70,8 @@ class Runner:
     prompts: PromptMaker
     settings: RunSettings
     now: Now
-    progress: Progress = field(default_factory=Progress)
-    on_progress: Callable[[], None] = lambda: None
+    progress: dict[str, Progress] = field(default_factory=lambda: {c: Progress() for c in CLASSES})
+    on_progress: Callable[[str], None] = lambda _: None
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Set it to end the run early."""
 
@@ -175,15 +175,16 @@ class Runner:
         """From here on it is an arrival, which counts whatever becomes of it."""
         record.index = len(self._records)
         self._records.append(record)
-        self.progress.num_sent += 1
+        self.progress[record.request_class].num_sent += 1
 
     async def _one(self, record: Record, outgoing: Outgoing) -> None:
         try:
             await self.client.send(record, outgoing, self.now)
         finally:
-            self.progress.num_done += 1
-            self.progress.num_failed += record.error is not None
-            self.on_progress()
+            progress = self.progress[record.request_class]
+            progress.num_done += 1
+            progress.num_failed += record.error is not None
+            self.on_progress(record.request_class)
 
     def _record(self, source: int, plan: Plan, row: int, intended_s: float) -> Record:
         return Record(

@@ -1,8 +1,8 @@
 """A server of the OpenAI shape whose every delay is known, and that writes down what it did when.
 
-Used by the tests and by `bench/load_test_check.py`, which runs it as a process of its own:
-`python -m loadtest.mock_server --ttft-s 0.05 --gap-s 0.05` prints its address. GET /log returns,
-per X-Request-Id, the moments on the machine's monotonic clock: arrival, then every event written.
+Used by tests of the load client and by the benchmark that checks it, as a process of its own:
+`python tests/support/mock_server.py --ttft-s 0.05 --gap-s 0.05` prints its address. GET /log
+returns, per X-Request-Id, the moments on the machine's monotonic clock: arrival, then every event written.
 """
 
 from __future__ import annotations
