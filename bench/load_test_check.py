@@ -19,6 +19,7 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -39,7 +40,7 @@ ARRIVALS_S = 20.0
 @contextmanager
 def running_mock(ttft_s: float, gap_s: float) -> Iterator[str]:
     """Run the mock as a process; yields its address."""
-    command = [sys.executable, "-m", "loadtest.mock_server"]
+    mock = Path(__file__).parents[1] / "tests" / "support" / "mock_server.py"
     process = subprocess.Popen(
         [sys.executable, str(mock), "--ttft-s", str(ttft_s), "--gap-s", str(gap_s)],
         stdout=subprocess.PIPE,

@@ -2,7 +2,8 @@
 
 Used by tests of the load client and by the benchmark that checks it, as a process of its own:
 `python tests/support/mock_server.py --ttft-s 0.05 --gap-s 0.05` prints its address. GET /log
-returns, per X-Request-Id, the moments on the machine's monotonic clock: arrival, then every event written.
+returns, per X-Request-Id, the moments on the machine's monotonic clock: arrival, then every event
+written.
 """
 
 from __future__ import annotations
