@@ -1,4 +1,5 @@
-"""Every relative link of every page leads to a file that exists, and to a heading of it."""
+"""Every relative link of a page leads to a file that exists, and to a heading of it; every file of
+the repository that a page names is there."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import pytest
 
 import lightserve
 
-ROOT = Path(lightserve.__file__).parents[1]
+PACKAGE = Path(lightserve.__file__).parent
+ROOT = PACKAGE.parent
 _FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!\\)\[[^\]]*\]\(\s*<?([^)\s>]+)")
 _HTML_LINK = re.compile(r"(?:src|srcset|href)=\"([^\"]+)\"")
@@ -59,9 +61,37 @@ def broken_links(path: Path) -> list[str]:
     return broken
 
 
+def missing_files(page: str) -> list[str]:
+    """Return the paths in backticks, from the root or from the package, at which nothing is.
+
+    A name in capitals stands for any.
+    """
+    named = re.findall(r"`((?:[\w.-]+/)+[\w.-]*)`", _FENCE.sub("", page))
+    tops = {path.name for top in (ROOT, PACKAGE) for path in top.iterdir() if path.is_dir()}
+    return [
+        name
+        for name in named
+        if name.split("/")[0] in tops - {"build"}
+        and not re.search(r"[A-Z]{3}", name)
+        and not any((top / name).exists() for top in (ROOT, PACKAGE))
+    ]
+
+
 @pytest.mark.parametrize("path", _pages(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
     assert broken_links(path) == []
+
+
+@pytest.mark.parametrize("path", _pages(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_are_named_are_there(path: Path) -> None:
+    assert missing_files(path.read_text()) == []
+
+
+def test_paths_are_told_from_other_words() -> None:
+    text = (
+        "`router/gone.py` `lightserve/router/process.py` `router/NAME.py` `a/b` `docs/` `tests/x/`"
+    )
+    assert missing_files(text) == ["router/gone.py", "tests/x/"]
 
 
 def test_headings_and_links_are_read_as_they_are_shown(tmp_path: Path) -> None:
