@@ -16,7 +16,7 @@ from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import LogprobColumns, Piece
 from lightserve.frontend.errors import ClientGone, RequestFailed
 from lightserve.frontend.json_body import StrictModel
-from lightserve.frontend.router_client import Delta, LiveRequest, NewRequest
+from lightserve.frontend.news import Delta, LiveRequest, NewRequest
 from lightserve.frontend.service import Service
 from lightserve.metrics.requests import RequestMetrics
 from lightserve.tokenization.stop_strings import StopMatcher, Stopped

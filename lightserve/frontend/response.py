@@ -27,8 +27,8 @@ from lightserve.frontend.completion import Choices, TextDelta
 from lightserve.frontend.errors import ClientGone, RequestFailed, error_body, overloaded, timed_out
 from lightserve.frontend.json_body import BODY_BYTES_KEY
 from lightserve.frontend.middleware import KEYLESS, Caller, caller_of, owner_of
+from lightserve.frontend.news import NewRequest
 from lightserve.frontend.request_options import Terms
-from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.service import Service, Turns
 from lightserve.logs import request_id
 

@@ -16,15 +16,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightserve.channels.base import AsyncLink
-from lightserve.errors import ChannelFull, FrameTooLarge, InvalidRequest, ProtocolError
-from lightserve.frontend.columns import LogprobColumns
+from lightserve.errors import ChannelFull, FrameTooLarge, ProtocolError
 from lightserve.frontend.errors import (
-    ClientGone,
     RequestFailed,
     from_router,
     not_ready,
@@ -32,8 +29,13 @@ from lightserve.frontend.errors import (
     router_lost,
     too_large_to_submit,
 )
-from lightserve.frontend.kv_query import KVQuery
-from lightserve.messages.common import Constraint, TokenLogprob, TokenSegment, pack_int32
+from lightserve.frontend.news import LiveRequest, NewRequest
+from lightserve.messages.common import (
+    TokenSegment,
+    pack_int32,
+    unpack_int32,
+    unpack_int64,
+)
 from lightserve.messages.device import DeviceFacts
 from lightserve.messages.frontend_router import (
     Abort,
@@ -50,266 +52,18 @@ from lightserve.messages.frontend_router import (
     Submit,
     TokenDelta,
 )
-from lightserve.messages.kv_map import KVMap, KVPool
+from lightserve.messages.kv_map import DescribeKV, KVMap, KVPool
 from lightserve.types import (
-    NO_SLO,
-    SLO,
-    FinishReason,
-    RequestClass,
     RequestId,
-    SamplingParams,
 )
 
 log = logging.getLogger(__name__)
 
 RouterLink = AsyncLink[FrontendMessage, RouterMessage]
 
-MAX_TOKENS_PER_TURN = 128
-"""Of one completion: even 128 completions at a time keep the event loop for some 50 ms only."""
-
-MAX_TOKEN_ID = 2**31 - 1
 
 MAX_FOREIGN = 3
 """Statuses of another session, about a second apart, after which this one is given up."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NewRequest:
-    """A validated request."""
-
-    prompt_token_ids: Sequence[int]
-    max_tokens: int
-    eos_token_ids: tuple[int, ...]
-    """Any of these ends the output …"""
-    sampling: SamplingParams
-    request_class: RequestClass
-    arrival_s: float
-    """Monotonic time at which the headers were there."""
-    slo: SLO = NO_SLO
-    """The server's targets included."""
-    priority: int = 0
-    """Within its class, lower ones start first."""
-    prediction_key: str = ""
-    """As in `Submit`: requests with equal keys are expected to have outputs of like length."""
-    prefix_salt: str = ""
-    """As in `Submit`: set by the response, from whoever asks."""
-    num_retained_tokens: int = 0
-    """As in `Submit`: of the prompt, to stay longer in the prefix cache."""
-    retention_s: float = 0.0
-    stop_strings: tuple[str, ...] = ()
-    """Any of these ends the output where it is complete."""
-    includes_stop: bool = False
-    """Whether the output shows the stop string that ended it."""
-    constraint: Constraint | None = None
-    names: tuple[str, ...] = ()
-    """As in `Submit`: set by the response."""
-    stop_token_ids: frozenset[int] = frozenset()
-    """… of which these do so only because the request says it."""
-    discards_output: bool = False
-    """Only the prompt's log-probabilities are wanted: the one token that is drawn is dropped."""
-
-
-@dataclass
-class Delta:
-    """News of a request since the last time it was asked."""
-
-    token_ids: array[int] = field(default_factory=lambda: array("i"))
-    finish_reason: FinishReason | None = None
-    logprobs: LogprobColumns | None = None
-    """One for each of `token_ids`, if asked for."""
-    prompt_logprobs: LogprobColumns | None = None
-    """The next ones of the prompt's tokens 1 …"""
-    num_cached_tokens: int = 0
-    scheduled_slo: SLO | None = None
-    """As in `RequestDelta`."""
-    num_read: int = 0
-    """Of the tokens, by `next_part`."""
-
-    def next_part(self) -> Delta:
-        """Return what can be worked on in one turn of the event loop, at best all of it."""
-        start, num_tokens = self.num_read, len(self.token_ids)
-        most = MAX_TOKENS_PER_TURN
-        if self.logprobs is not None:
-            most = min(most, max(4, self.logprobs.tokens_per_piece // 8))
-        self.num_read = stop = min(start + most, num_tokens)
-        if stop - start == num_tokens:
-            return self
-        is_first, is_last = start == 0, stop == num_tokens
-        return Delta(
-            self.token_ids[start:stop],
-            self.finish_reason if is_last else None,
-            None if self.logprobs is None else self.logprobs.part(start, stop),
-            self.prompt_logprobs if is_first else None,
-            self.num_cached_tokens if is_first else 0,
-            self.scheduled_slo if is_first else None,
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        """Of memory, without the prompt's log-probabilities."""
-        num_bytes = 4 * len(self.token_ids)
-        return num_bytes + (0 if self.logprobs is None else self.logprobs.num_bytes)
-
-    @property
-    def is_read(self) -> bool:
-        """Whether there are no further parts."""
-        return self.num_read == len(self.token_ids)
-
-
-class LiveRequest:
-    """A request's news; made by `RouterClient.submit`, read by one task."""
-
-    def __init__(self, request_id: RequestId, client: RouterClient, request: NewRequest) -> None:
-        self.request_id = request_id
-        self._client = client
-        self._has_stop_strings = bool(request.stop_strings)
-        self._num_logprobs = request.sampling.num_logprobs
-        self._num_prompt_logprobs = request.sampling.num_prompt_logprobs
-        self._num_prompt_left = 0
-        """Of the prompt's log-probabilities, those that have not come."""
-        if self._num_prompt_logprobs is not None:
-            self._num_prompt_left = len(request.prompt_token_ids) - 1
-        self._has_tokens = False
-        self.on_unread: Callable[[], None] | None = None
-        """Called when the reader falls behind."""
-        self._pending = Delta()
-        self._reading: Delta | None = None
-        """News that have been read in part."""
-        self._is_finished = False
-        self._failure: InvalidRequest | RequestFailed | ClientGone | None = None
-        self._news = asyncio.Event()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no more news will come."""
-        return self._is_finished or self._failure is not None
-
-    @property
-    def num_unread_bytes(self) -> int:
-        """Of news that have not been read to their end."""
-        return self._pending.num_bytes + (self._reading.num_bytes if self._reading else 0)
-
-    @property
-    def is_kept_by_router(self) -> bool:
-        """Whether the router still has it: it waits for `finish` or `abort`."""
-        return self._failure is None and (self._has_stop_strings or not self._is_finished)
-
-    async def next_delta(self) -> Delta:
-        """Wait for news and take them, a long backlog in parts.
-
-        Raises:
-            InvalidRequest, RequestFailed: the request ended without the rest of its answer;
-                tokens that came before are delivered first.
-            ClientGone: it was aborted.
-        """
-        if self._reading is None:
-            await self._news.wait()
-            self._news.clear()
-            self._reading, self._pending = self._pending, Delta()
-        else:
-            await asyncio.sleep(0)  # between the parts, others have their turn
-        news = self._reading.next_part()
-        if self._reading.is_read:
-            self._reading = None
-        if self._failure is None:
-            return news
-        if news.token_ids and not isinstance(self._failure, ClientGone):
-            self._news.set()
-            return news
-        raise self._failure
-
-    def acknowledge(self, num_tokens: int) -> None:
-        """Say that the first `num_tokens` of the output have no stop string."""
-        self._client.acknowledge(self.request_id, num_tokens)
-
-    def finish(self, num_tokens: int) -> None:
-        """End a request with stop strings after `num_tokens`, also if it is over by itself."""
-        self._is_finished = True
-        self._client.finish(self.request_id, num_tokens)
-
-    def abort(self) -> None:
-        """End the request here and in the router; no effect once both have its end."""
-        if self.is_over:
-            self._client.abort(self.request_id)
-        else:
-            self.end(ClientGone())
-
-    def end(self, failure: InvalidRequest | RequestFailed | ClientGone) -> None:
-        """The same with a failure to be told; no effect once it is over."""
-        if not self.is_over:
-            self.fail(failure)
-            self._client.abort(self.request_id)
-
-    def fail(self, failure: InvalidRequest | RequestFailed | ClientGone) -> None:
-        """End the request with a failure."""
-        self._failure = failure
-        self._news.set()
-
-    def append(self, delta: RequestDelta) -> None:
-        """Merge news from the router; none after the end.
-
-        Raises:
-            ProtocolError: the router may not say that of this request, which has to be ended.
-        """
-        if self.is_over:
-            return
-        pending = self._pending
-        self._check(delta)
-        pending.token_ids.extend(delta.token_ids)
-        if self._num_logprobs is not None and delta.logprobs:
-            pending.logprobs = _with(pending.logprobs, delta.logprobs)
-        if self._num_prompt_logprobs is not None and delta.prompt_logprobs:
-            pending.prompt_logprobs = _with(pending.prompt_logprobs, delta.prompt_logprobs)
-        pending.num_cached_tokens += delta.num_cached_tokens
-        pending.scheduled_slo = delta.scheduled_slo or pending.scheduled_slo
-        if delta.error is not None:
-            self._failure = from_router(
-                delta.error, retry_after_s=delta.retry_after_s, max_tokens=delta.max_tokens
-            )
-        else:
-            pending.finish_reason = delta.finish_reason
-            self._is_finished = delta.finish_reason is not None
-        self._news.set()
-        if self.on_unread is not None and len(pending.token_ids) > MAX_TOKENS_PER_TURN:
-            self.on_unread()
-
-    def _check(self, delta: RequestDelta) -> None:
-        """Check what readers rely on; raises ProtocolError."""
-        _check_ids(delta.token_ids)
-        if (delta.error is not None) != (delta.finish_reason is FinishReason.ERROR):
-            raise ProtocolError(f"finish reason {delta.finish_reason} with error {delta.error}")
-        if self._num_logprobs is not None:
-            if len(delta.logprobs) != len(delta.token_ids):
-                what = f"{len(delta.logprobs)} log-probabilities"
-                raise ProtocolError(f"{what} for {len(delta.token_ids)} tokens")
-            _check_logprobs(delta.logprobs, self._num_logprobs)
-        if self._num_prompt_logprobs is not None:
-            _check_logprobs(delta.prompt_logprobs, self._num_prompt_logprobs)
-            self._num_prompt_left -= len(delta.prompt_logprobs)
-        self._has_tokens |= bool(delta.token_ids)
-        if self._num_prompt_left < 0 or (self._has_tokens and self._num_prompt_left):
-            raise ProtocolError("another number of log-probabilities than the prompt has tokens")
-        if not delta.token_ids and delta.error is None and delta.finish_reason is not None:
-            raise ProtocolError("an end without a token")
-
-
-def _check_ids(token_ids: Sequence[int]) -> None:
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= MAX_TOKEN_ID:
-        raise ProtocolError(f"token ids from {min(token_ids)} to {max(token_ids)}")
-
-
-def _check_logprobs(logprobs: Sequence[TokenLogprob], num_top: int) -> None:
-    for logprob in logprobs:
-        if not len(logprob.top_token_ids) == len(logprob.top_logprobs) == num_top:
-            raise ProtocolError(f"not {num_top} most probable tokens: {logprob}")
-        _check_ids(logprob.top_token_ids)
-
-
-def _with(columns: LogprobColumns | None, logprobs: Sequence[TokenLogprob]) -> LogprobColumns:
-    columns = columns or LogprobColumns()
-    for logprob in logprobs:
-        columns.append(logprob)
-    return columns
 
 
 @dataclass
@@ -360,6 +114,62 @@ def _on_status(connection: _Connection, status: RouterStatus) -> None:
     connection.status = status
     connection.num_kv_slots = status.num_kv_slots or connection.num_kv_slots
     connection.workers_ready = status.workers_ready and connection.num_kv_slots > 0
+
+
+ANSWER_TIMEOUT_S = 5.0
+
+
+class KVQuery:
+    """Asks; askers at the same time share one answer, so that they cost the router one map."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._pending: asyncio.Future[KVPool] | None = None
+
+    async def ask(self, send: Callable[[DescribeKV], None]) -> KVPool:
+        """Return the pool as it is now.
+
+        Raises:
+            RequestFailed: no answer within ANSWER_TIMEOUT_S (504), a full queue to the router
+                (429), no workers, or the router was lost meanwhile (503).
+        """
+        pending = self._pending or self._send(send)
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await asyncio.shield(pending)
+        except TimeoutError:
+            if self._pending is pending:
+                self._pending = None
+            raise RequestFailed(
+                f"the router did not answer within {ANSWER_TIMEOUT_S:g} s; try again",
+                code="router_timeout",
+                status=504,
+            ) from None
+
+    def on_map(self, message: KVMap) -> None:
+        """Take in an answer; one that nobody waits for any more is dropped."""
+        if self._pending is None or message.query_id != self._number:
+            return
+        if message.pool is None:
+            self.fail(not_ready())
+        else:
+            self._pending.set_result(message.pool)
+            self._pending = None
+
+    def fail(self, failure: RequestFailed) -> None:
+        """End a question that is waiting for its answer."""
+        if self._pending is not None:
+            self._pending.set_exception(failure)
+            self._pending = None
+
+    def _send(self, send: Callable[[DescribeKV], None]) -> asyncio.Future[KVPool]:
+        self._number += 1
+        try:
+            send(DescribeKV(query_id=self._number))
+        except ChannelFull:
+            raise overloaded() from None
+        self._pending = asyncio.get_running_loop().create_future()
+        return self._pending
 
 
 class RouterClient:
@@ -470,8 +280,9 @@ class RouterClient:
         if isinstance(message, TokenDelta):
             if connection.num_deltas is not None:
                 connection.num_deltas += 1
+            self._on_tokens(connection, message)
             for delta in message.requests:
-                self._on_delta(delta)
+                self._on_news(delta.request_id, delta)
         elif isinstance(message, RouterStatus):
             _on_status(connection, message)
         elif isinstance(message, RouterWelcome) and message.boot_id == connection.boot_id:
@@ -485,19 +296,37 @@ class RouterClient:
             self._send_end(end)
         self._send_progress()
 
-    def _on_delta(self, delta: RequestDelta) -> None:
-        request = self._live.get(delta.request_id)
+    def _on_tokens(self, connection: _Connection, message: TokenDelta) -> None:
+        """Take in the tokens of requests that go on; nothing else is to be said of them."""
+        try:
+            request_ids = unpack_int64(message.request_ids).tolist()
+            token_ids = unpack_int32(message.token_ids).tolist()
+            news = list(zip(request_ids, token_ids, strict=True))
+        except ValueError as error:
+            self.num_rejected += 1
+            log.error("the router said tokens of no request: %s", error)
+            connection.is_out_of_step = True
+            return
+        for request_id, token_id in news:
+            self._on_news(request_id, token_id)
+
+    def _on_news(self, request_id: RequestId, news: RequestDelta | int) -> None:
+        """Take in a token, or other news."""
+        request = self._live.get(request_id)
         if request is None:
             return  # aborted while the news were on their way
         try:
-            request.append(delta)
+            if isinstance(news, int):
+                request.append_token(news)
+                return
+            request.append(news)
         except ProtocolError as error:
             self.num_rejected += 1
-            log.error("request %d failed: the router said %s", delta.request_id, error)
+            log.error("request %d failed: the router said %s", request_id, error)
             request.end(from_router(ErrorCode.INVALID))
             return
         if not request.is_kept_by_router:
-            self._live.pop(delta.request_id, None)  # it may have been given up meanwhile
+            self._live.pop(request_id, None)  # it may have been given up meanwhile
 
     # ------------------------------------------------------------------ requests
 

@@ -27,6 +27,7 @@ from lightserve.frontend.columns import (
 )
 from lightserve.frontend.completion import Choices, Generation, TextDelta, raised_slo
 from lightserve.frontend.json_body import Integer, StrictModel, read_model, show
+from lightserve.frontend.news import NewRequest
 from lightserve.frontend.openai.common import NoEffect, NoEffectModel
 from lightserve.frontend.openai.logprobs import LOWEST, token_text
 from lightserve.frontend.request_options import (
@@ -49,7 +50,6 @@ from lightserve.frontend.request_options import (
     TopP,
 )
 from lightserve.frontend.response import ARRIVAL_KEY, GenerationResponse, new_request_id, sse_event
-from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.service import AnswerSize, Service
 from lightserve.frontend.structured_output import NativeGrammar, resolve_constraint, wish_of_grammar
 from lightserve.types import FinishReason, RequestClass

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Raised by one whenever a message changes; the hello of every link carries it."""
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
@@ -18,6 +18,7 @@ MAX_FRAME_BYTES = 16 * 1024 * 1024
 MAX_INT32 = 2**31 - 1
 
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 
 
 def pack_int32(values: Sequence[int] | Int32Array) -> bytes:
@@ -32,6 +33,20 @@ def unpack_int32(data: bytes) -> Int32Array:
         ValueError: the length is not a multiple of four.
     """
     return np.frombuffer(data, dtype="<i4")
+
+
+def pack_int64(values: Sequence[int] | Int64Array) -> bytes:
+    """Encode numbers of requests as little-endian int64 bytes."""
+    return np.asarray(values, dtype="<i8").tobytes()
+
+
+def unpack_int64(data: bytes) -> Int64Array:
+    """Decode `pack_int64`'s bytes into a read-only int64 array, shape [len(data) // 8].
+
+    Raises:
+        ValueError: the length is not a multiple of eight.
+    """
+    return np.frombuffer(data, dtype="<i8")
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

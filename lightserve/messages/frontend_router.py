@@ -170,9 +170,14 @@ class RequestDelta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenDelta(Message, frozen=True):
-    """All of one step's news for one frontend."""
+    """All of one step's news for one frontend: a request is in its columns or in its list."""
 
-    requests: list[RequestDelta]
+    request_ids: bytes = b""
+    """int64, see `pack_int64`: those of which the only news is one token each."""
+    token_ids: bytes = b""
+    """int32, see `pack_int32`: these tokens, in the same order."""
+    requests: list[RequestDelta] = msgspec.field(default_factory=list)
+    """All other news: ends, errors, log-probabilities, several tokens."""
 
 
 class ClassLoad(msgspec.Struct, frozen=True, array_like=True):

@@ -20,7 +20,7 @@ from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.channels.zmq import ZmqAsyncLink
 from lightserve.errors import ChannelFull
 from lightserve.frontend.http_server import HttpProtocol
-from lightserve.frontend.router_client import MAX_TOKENS_PER_TURN
+from lightserve.frontend.news import MAX_TOKENS_PER_TURN
 from lightserve.messages.common import TokenLogprob
 from lightserve.messages.frontend_router import (
     Abort,

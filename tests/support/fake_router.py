@@ -20,7 +20,7 @@ from lightserve.errors import ChannelFull
 from lightserve.frontend.process import create_app
 from lightserve.frontend.router_client import RouterClient
 from lightserve.frontend.service import Service, load_service
-from lightserve.messages.common import TokenLogprob, unpack_int32
+from lightserve.messages.common import TokenLogprob, pack_int32, pack_int64, unpack_int32
 from lightserve.messages.frontend_router import (
     Abort,
     ClassLoad,
@@ -86,6 +86,17 @@ def made_prompt_logprobs(submit: Submit) -> list[TokenLogprob]:
     return [logprob for n in range(1, num_tokens) for logprob in made_logprobs(wanted, n)]
 
 
+def token_delta(deltas: list[RequestDelta]) -> TokenDelta:
+    """Return the message with these news, as a router sends it: what can be is in columns."""
+    plain = [d for d in deltas if d == RequestDelta(d.request_id, d.token_ids[:1]) and d.token_ids]
+    ids = [delta.request_id for delta in plain]
+    return TokenDelta(
+        request_ids=pack_int64(ids),
+        token_ids=pack_int32([token_id for delta in plain for token_id in delta.token_ids]),
+        requests=[delta for delta in deltas if delta not in plain],
+    )
+
+
 def says(token_ids: list[int], finish: FinishReason = FinishReason.STOP) -> Answer:
     """Answer every request with these tokens, one per step, cut at its max_tokens."""
 
@@ -139,7 +150,7 @@ class FakeRouter:
     async def _play(self, deltas: list[RequestDelta]) -> None:
         """Deliver the deltas one by one, leaving the reader time to take each."""
         for delta in deltas:
-            self.client.on_message(TokenDelta(requests=[delta]))
+            self.client.on_message(token_delta([delta]))
             for _ in range(self.turns_between):
                 await asyncio.sleep(0)
 

@@ -32,7 +32,7 @@ from lightserve.messages.frontend_router import (
 )
 from lightserve.tokenization.tokenizer import Tokenizer
 from lightserve.types import FinishReason, RequestId
-from support.fake_router import Setup, frontend, made_logprobs, sse_data
+from support.fake_router import Setup, frontend, made_logprobs, sse_data, token_delta
 
 STEP_S = 0.001
 LAGS_S = (0.0, 0.005, 0.05)
@@ -175,7 +175,7 @@ class DistantRouter:
 
     def _deliver(self, frame: list[RequestDelta]) -> None:
         if frame:
-            self._to_frontend.append(TokenDelta(requests=list(frame)))
+            self._to_frontend.append(token_delta(frame))
             frame.clear()
             loop = asyncio.get_running_loop()
             loop.call_at(self._arrival_s(loop.time()), self._arrive)

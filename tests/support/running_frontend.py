@@ -37,7 +37,7 @@ from lightserve.messages.supervision import (
     SupervisorMessage,
 )
 from lightserve.metrics.turns import TurnSelector
-from support.fake_router import Answer, eventually, router_status
+from support.fake_router import Answer, eventually, router_status, token_delta
 from support.processes import PATIENCE_S
 
 NUM_KV_SLOTS = 10_000_000
@@ -133,7 +133,7 @@ class ScriptedHub:
             self._send(peer, RouterWelcome(boot_id=self.boot_id, num_kv_slots=NUM_KV_SLOTS))
         if isinstance(message, Submit) and self.answer is not None:
             for delta in self.answer(message):
-                self._send(peer, TokenDelta(requests=[delta]))
+                self._send(peer, token_delta([delta]))
         self.received.append(message)
 
 

@@ -10,7 +10,8 @@ import pytest
 from support.fake_router import BOOT_ID, FakeRouter, frontend, router_status
 
 from lightserve.frontend.completion import Choices
-from lightserve.frontend.router_client import NewRequest, RouterClient
+from lightserve.frontend.news import NewRequest
+from lightserve.frontend.router_client import RouterClient
 from lightserve.messages.frontend_router import (
     Acknowledge,
     Finish,

@@ -9,7 +9,7 @@ from support.fake_router import Setup, frontend
 
 from lightserve.frontend.completion import Choices
 from lightserve.frontend.errors import ClientGone
-from lightserve.frontend.router_client import NewRequest
+from lightserve.frontend.news import NewRequest
 from lightserve.messages.frontend_router import RequestDelta, TokenDelta
 from lightserve.types import RequestClass, SamplingParams
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.fake_router import BOOT_ID, Setup, eventually, frontend, kv_pool, router_status
 
-from lightserve.frontend import kv_query
+from lightserve.frontend import router_client
 from lightserve.frontend.admin import RUNS_PER_PIECE
 from lightserve.messages.frontend_router import RouterWelcome
 from lightserve.messages.kv_map import DescribeKV, KVMap, pack_kinds
@@ -129,11 +129,11 @@ def test_a_router_that_is_lost_or_silent(monkeypatch: pytest.MonkeyPatch) -> Non
 
             client.attach(router, BOOT_ID)
             client.on_message(RouterWelcome(boot_id=BOOT_ID, num_kv_slots=8))
-            monkeypatch.setattr(kv_query, "ANSWER_TIMEOUT_S", 0.02)
+            monkeypatch.setattr(router_client, "ANSWER_TIMEOUT_S", 0.02)
             assert _error(await setup.http.get("/debug/kv")) == (504, "router_timeout")
             answer(setup, 1, 7)  # nobody waits for it any more
 
-            monkeypatch.setattr(kv_query, "ANSWER_TIMEOUT_S", 30.0)
+            monkeypatch.setattr(router_client, "ANSWER_TIMEOUT_S", 30.0)
             waiting = asyncio.create_task(setup.http.get("/debug/kv"))
             await eventually(lambda: len(_questions(setup)) == 3)
             answer(setup, 1, 7)  # nor for it a second time

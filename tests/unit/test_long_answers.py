@@ -17,7 +17,7 @@ import pytest
 from support.fake_router import Setup, copy_bundled_model, frontend, made_logprobs, says
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
-from lightserve.frontend.router_client import MAX_TOKENS_PER_TURN, Delta, NewRequest
+from lightserve.frontend.news import MAX_TOKENS_PER_TURN, Delta, NewRequest
 from lightserve.frontend.service import Turns
 from lightserve.messages.common import unpack_int32
 from lightserve.messages.frontend_router import RequestDelta, Submit, TokenDelta

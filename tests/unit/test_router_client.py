@@ -12,8 +12,9 @@ from support.fake_router import BOOT_ID, FakeRouter, router_status
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.errors import ClientGone, RequestFailed, draining
-from lightserve.frontend.router_client import LiveRequest, NewRequest, RouterClient
-from lightserve.messages.common import TokenLogprob
+from lightserve.frontend.news import LiveRequest, NewRequest
+from lightserve.frontend.router_client import RouterClient
+from lightserve.messages.common import TokenLogprob, pack_int32, pack_int64
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta, RouterWelcome, TokenDelta
 from lightserve.types import FinishReason, RequestClass, RequestId, SamplingParams
 
@@ -212,6 +213,58 @@ def test_readiness_follows_the_workers() -> None:
         client.submit(_request())
     client.on_message(RouterWelcome(boot_id=BOOT_ID, num_kv_slots=128))
     assert client.num_kv_slots == 128
+
+
+def _columns(live: list[LiveRequest], tokens: list[int]) -> TokenDelta:
+    ids = pack_int64([request.request_id for request in live])
+    return TokenDelta(request_ids=ids, token_ids=pack_int32(tokens))
+
+
+def test_tokens_come_in_columns_too() -> None:
+    async def scenario() -> None:
+        client, _, _ = _connected()
+        live = [client.submit(_request()) for _ in range(3)]
+        client.on_message(_columns(live, [7, 8, 9]))
+        _news(client, live[1], [10, 11])
+        client.on_message(_columns(live[:2], [12, 13]))
+        tokens = [(await request.next_delta()).token_ids.tolist() for request in live]
+        assert tokens == [[7, 12], [8, 10, 11, 13], [9]]
+        live[0].abort()
+        client.on_message(_columns(live, [1, 2, 3]))  # was on its way
+        assert (await live[2].next_delta()).token_ids.tolist() == [3]
+        assert not client.is_out_of_step
+
+    _run(scenario())
+
+
+def test_a_column_may_not_say_what_readers_do_not_expect() -> None:
+    """A negative token, and one without the log-probabilities that were asked for."""
+
+    async def scenario() -> None:
+        client, router, _ = _connected()
+        asking = SamplingParams(num_logprobs=1)
+        live = [client.submit(_request()), client.submit(_request(sampling=asking))]
+        other = client.submit(_request())
+        client.on_message(_columns([*live, other], [-1, 7, 9]))
+        for request in live:
+            with pytest.raises(RequestFailed) as caught:
+                await request.next_delta()
+            assert caught.value.code == "internal_error"
+        assert (await other.next_delta()).token_ids.tolist() == [9]
+        assert client.num_rejected == 2
+        assert router.aborted_ids == [request.request_id for request in live]
+
+    _run(scenario())
+
+
+@pytest.mark.parametrize(("ids", "tokens"), [(16, 4), (8, 0), (0, 4), (7, 4), (8, 3)])
+def test_columns_that_do_not_fit_together_end_the_session(ids: int, tokens: int) -> None:
+    client, _, _ = _connected()
+    client.submit(_request())
+    assert not client.is_out_of_step
+    client.on_message(TokenDelta(request_ids=bytes(ids), token_ids=bytes(tokens)))
+    assert client.is_out_of_step
+    assert client.num_rejected == 1
 
 
 TOP = TokenLogprob(-0.5, [7], [-0.5])

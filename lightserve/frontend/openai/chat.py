@@ -24,6 +24,7 @@ from lightserve.frontend.json_body import (
     read_model,
     show,
 )
+from lightserve.frontend.news import NewRequest
 from lightserve.frontend.openai.common import (
     CHAT_NO_EFFECT,
     MESSAGE_NO_EFFECT,
@@ -55,7 +56,6 @@ from lightserve.frontend.openai.tools import (
 )
 from lightserve.frontend.request_options import MaxTokens, NumLogprobs, Terms
 from lightserve.frontend.response import GenerationResponse, new_request_id
-from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.service import AnswerSize, Service
 from lightserve.tokenization.chat_template import (
     ChatMessage,

@@ -22,6 +22,7 @@ from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import json_array, json_object
 from lightserve.frontend.completion import Choices, Generation, Usage, raised_slo
 from lightserve.frontend.json_body import UNSUPPORTED_VALUE, Integer, StrictModel, show
+from lightserve.frontend.news import NewRequest
 from lightserve.frontend.request_options import (
     MAX_BAD_WORD_TOKENS,
     MAX_STOP_STRINGS,
@@ -50,7 +51,6 @@ from lightserve.frontend.request_options import (
     check_token_ids,
 )
 from lightserve.frontend.response import ARRIVAL_KEY, sse_event
-from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.service import Service
 from lightserve.frontend.structured_output import (
     ALIASES,

@@ -28,6 +28,7 @@ from lightserve.frontend.columns import (
 )
 from lightserve.frontend.completion import Choices, TextDelta, raised_slo
 from lightserve.frontend.json_body import Integer, read_model, show, whole_numbers
+from lightserve.frontend.news import NewRequest
 from lightserve.frontend.openai.common import (
     COMPLETION_NO_EFFECT,
     ChunkWriter,
@@ -43,7 +44,6 @@ from lightserve.frontend.openai.logprobs import (
 )
 from lightserve.frontend.request_options import NumChoices, NumLogprobs, Terms
 from lightserve.frontend.response import GenerationResponse, new_request_id
-from lightserve.frontend.router_client import NewRequest
 from lightserve.frontend.service import AnswerSize, Service
 
 # ----------------------------------------------------------------------
