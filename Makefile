@@ -142,7 +142,7 @@ $(HAS_VENV):
 
 $(HAS_TORCH): $(HAS_VENV) requirements/serve.txt
 	@echo "Installing '$(TORCH)' and what lightserve needs into $(VENV), once: on disk about 1 GB"
-	@echo "with a build of torch for CPUs, several GB with one for GPUs (README.md says how to choose)."
+	@echo "with a build of torch for CPUs, several GB with one for GPUs (docs/install.md says how to choose)."
 	$(PIP) $(LOCKED) requirements/serve.txt
 	$(PIP) '$(TORCH)'
 	@rm -f $(VENV)/.has-torch-*

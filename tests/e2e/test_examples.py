@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -76,3 +78,15 @@ def test_tools(run: Run) -> None:
     assert said == (
         "no answer: messages cannot be rendered by the model's chat template: Unknown role: tool"
     )
+
+
+def test_load_test(server: LiveServer, tmp_path: Path) -> None:
+    bin_dir = Path(sys.executable).parent
+    subprocess.run(
+        [EXAMPLES / "load_test.sh", "--duration-s=1", "--rate=6", "--drain-s=300"],
+        env={**os.environ, "LIGHTSERVE_URL": server.url, "PATH": f"{bin_dir}:{os.environ['PATH']}"},
+        cwd=tmp_path,
+        check=True,
+    )
+    (run,) = json.loads((tmp_path / "load_test.json").read_text())["runs"]
+    assert set(run["classes"]) >= {"rt", "be"}, run.keys()
