@@ -1,4 +1,4 @@
-"""The router's queues: waiting requests in order, running ones by row."""
+"""The router's queue: waiting requests in order."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from lightserve.router.deadline_queue import DeadlineQueue
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.lanes import PriorityLanes
 from lightserve.router.request import Request
+from lightserve.router.rows import RowTable as RowTable
 from lightserve.router.slo import CompletionLedger
 from lightserve.router.turns import Turn
-from lightserve.types import BE, RT, RequestClass, RequestKey, RowId
+from lightserve.types import BE, RT, RequestClass, RequestKey
 
 
 class Backlog(NamedTuple):
@@ -196,44 +197,3 @@ class _Job(NamedTuple):
 
 def _place(request: Request) -> tuple[int, int]:
     return request.priority, request.arrival_number
-
-
-class RowTable:
-    """Rows of the workers' tables: which are free, and who runs in the others."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._free = list(range(num_rows))
-        self._requests: dict[RowId, Request] = {}
-        self._left: set[RowId] = set()
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        """Iterate over requests that hold a row, in order of admission."""
-        return iter(self._requests.values())
-
-    @property
-    def num_free(self) -> int:
-        """Rows that nobody holds."""
-        return len(self._free)
-
-    def acquire(self, request: Request) -> RowId:
-        """Give the lowest free row to a request."""
-        row = RowId(heapq.heappop(self._free))
-        self._requests[row] = request
-        request.row = row
-        return row
-
-    def release(self, request: Request) -> None:
-        """Take a request's row back."""
-        assert request.row is not None
-        del self._requests[request.row]
-        heapq.heappush(self._free, request.row)
-        self._left.add(request.row)
-        request.row = None
-
-    def take_left(self) -> tuple[RowId, ...]:
-        """Return the rows that were taken back since the last call."""
-        left, self._left = tuple(sorted(self._left)), set()
-        return left
