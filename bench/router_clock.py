@@ -30,7 +30,7 @@ from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import PlannedStep, WaitUntil
 from lightserve.router.factory import make_core_config
-from lightserve.router.kv.store import KVStore
+from lightserve.router.kv.cache import KVStore
 from lightserve.router.process import RouterProcess
 from lightserve.router.request import Request, RequestState
 from lightserve.types import StepId

@@ -36,8 +36,8 @@ from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend, PlannedStep, WorkersReady
 from lightserve.router.factory import make_core_config
 from lightserve.router.intake import QueueLimits
+from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.prefix_tree import PrefixTree
-from lightserve.router.kv.store import KVStore
 from lightserve.router.request import Request
 from lightserve.sim.workload import load_workload
 from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams, StepId

@@ -6,8 +6,8 @@ from lightserve.messages.common import Int32Array
 from lightserve.messages.router_worker import StepPlan
 from lightserve.router.counters import KVCounters, SkipCounters
 from lightserve.router.events import PlannedStep
-from lightserve.router.kv.checkpoints import MAX_AHEAD_PER_PLAN
-from lightserve.router.kv.store import KVStore
+from lightserve.router.kv.cache import KVStore
+from lightserve.router.kv.host import MAX_AHEAD_PER_PLAN
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.plan_builder import build_plan
 from lightserve.router.queues import RowTable, WaitingQueue

@@ -40,7 +40,7 @@ from lightserve.router.events import (
     WorkersReady,
 )
 from lightserve.router.intake import request_of
-from lightserve.router.kv.store import KVStore
+from lightserve.router.kv.cache import KVStore
 from lightserve.router.plan_builder import nums_of_samples
 from lightserve.router.plan_bytes import most_tokens_in_plans
 from lightserve.router.prompt_logprobs import take_news

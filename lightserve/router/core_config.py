@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.intake import QueueLimits
-from lightserve.router.kv.options import KVOptions
+from lightserve.router.kv.cache import KVOptions
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.pipeline import MAX_STEPS_IN_FLIGHT
 from lightserve.router.policies.base import NO_LIMIT, Policy

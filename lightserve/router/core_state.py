@@ -13,8 +13,8 @@ from lightserve.router.counters import KVCounters, SkipCounters
 from lightserve.router.demand import RealTimeDemand
 from lightserve.router.intake import HeldParameters
 from lightserve.router.integrity import check_integrity
-from lightserve.router.kv.description import describe_kv
-from lightserve.router.kv.store import KVStore
+from lightserve.router.kv.cache import KVStore
+from lightserve.router.kv.kv_map import describe_kv
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.planning import StepPlanner
 from lightserve.router.queues import RowTable, WaitingQueue

@@ -9,7 +9,7 @@ from lightserve.router.admission.registry import ADMISSION_RULES
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.intake import QueueLimits
-from lightserve.router.kv.options import KVOptions, Preemption
+from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import EvictionOrder, least_recently_used, task_aware
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.base import NO_LIMIT

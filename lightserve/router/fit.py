@@ -6,8 +6,8 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.prefix_node import PrefixNode
-from lightserve.router.kv.store import KVStore
 from lightserve.router.reasons import Reason
 from lightserve.router.request import RUNNING, Request
 from lightserve.router.shares import Allotment, Loading, Share

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightserve.router.kv.store import KVStore
+from lightserve.router.kv.cache import KVStore
 from lightserve.router.queues import RowTable, WaitingQueue
 from lightserve.router.request import Request, RequestState
 from lightserve.types import RequestKey

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from lightserve.router.fit import Fit, Tails, Take, runs
+from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.prefix_node import PrefixNode, path_of
-from lightserve.router.kv.store import KVStore
 from lightserve.router.plan_bytes import FEW_NEWCOMER_BYTES, MAX_NEWCOMER_BYTES, newcomer_bytes
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request

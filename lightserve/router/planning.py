@@ -16,7 +16,7 @@ from lightserve.router.be_pool import prefix_in_flight
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.demand import Outlook, RealTimeDemand
 from lightserve.router.fit import Fit
-from lightserve.router.kv.store import KVStore
+from lightserve.router.kv.cache import KVStore
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.policies.base import StepLimits, Waiting
 from lightserve.router.preemption import fit_into_memory

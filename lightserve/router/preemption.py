@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from lightserve.router.fit import Fit, of_running
-from lightserve.router.kv.store import KVStore
+from lightserve.router.kv.cache import KVStore
 from lightserve.router.placement import Placement
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request

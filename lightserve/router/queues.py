@@ -13,7 +13,7 @@ from lightserve.router.deadline_queue import DeadlineQueue
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.lanes import PriorityLanes
 from lightserve.router.request import Request
-from lightserve.router.rows import RowTable as RowTable
+from lightserve.router.rows import RowTable as RowTable  # noqa: PLC0414
 from lightserve.router.slo import CompletionLedger
 from lightserve.router.turns import Turn
 from lightserve.types import BE, RT, RequestClass, RequestKey

@@ -31,7 +31,6 @@ import numpy as np
 
 from lightserve.messages.common import Constraint, Int32Array
 from lightserve.messages.frontend_router import MAX_UNACKNOWLEDGED_TOKENS
-from lightserve.router.kv.host import HostRange
 from lightserve.router.kv.prefix_node import PrefixNode
 from lightserve.router.kv.prefix_tree import Hit, Lease
 from lightserve.router.slo import DeadlineTracker
@@ -52,6 +51,24 @@ class RequestState(Enum):
 
 WAITING, RUNNING, ENDED = RequestState.WAITING, RequestState.RUNNING, RequestState.ENDED
 """For loops over requests, see `types.RT`."""
+
+
+@dataclass(slots=True, eq=False)
+class HostRange:
+    """Consecutive positions of one request that are, or will be with the next plan, on the host."""
+
+    start: int
+    slots: Int32Array
+    """int32 [n], host slots of positions start … start+n-1."""
+
+    @property
+    def end(self) -> int:
+        """First position behind it."""
+        return self.start + len(self.slots)
+
+    def slots_from(self, position: int) -> Int32Array:
+        """Return the host slots of positions `position` … end-1; `position` is in the range."""
+        return self.slots[position - self.start :]
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightserve.router.core_config import CoreConfig
-from lightserve.router.kv.store import KVStore
+from lightserve.router.kv.cache import KVStore
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.request import ENDED, Request
 from lightserve.router.slo import CompletionLedger, FeasibleSLO, IdleTimes, raise_to_feasible, track

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from lightserve.messages.frontend_router import ClassLoad, RouterStatus
-from lightserve.router.kv.store import KVStore
+from lightserve.router.kv.cache import KVStore
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.queues import Backlog, RowTable, WaitingQueue
 from lightserve.types import RequestClass

@@ -24,7 +24,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightserve.router.kv.store import KVStore
+from lightserve.router.kv.cache import KVStore
 from lightserve.router.output_lengths import expected_output
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.queues import Backlog, RowTable, WaitingQueue

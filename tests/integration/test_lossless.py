@@ -17,7 +17,7 @@ from support.lossless import Catalogue, Fault, Tally, make_runner, make_schedule
 
 from lightserve.messages.common import pack_int32, unpack_int32
 from lightserve.messages.router_worker import KVCopies, StepPlan
-from lightserve.router.kv.options import Preemption
+from lightserve.router.kv.cache import Preemption
 from lightserve.worker.model_runner import ModelRunner
 
 NUM_SCHEDULES = 50

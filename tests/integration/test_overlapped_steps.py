@@ -14,7 +14,7 @@ from support.recorded_plans import RecordedStep, make_runner, record_steps
 from support.tensor_kernels import TensorKernels
 
 from lightserve.messages.router_worker import OutputKind, RowResult
-from lightserve.router.kv.options import Preemption
+from lightserve.router.kv.cache import Preemption
 from lightserve.worker.graphs import DecodeGraphs
 from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.pending import Pending

@@ -16,7 +16,7 @@ from support.core_scenes import (
 
 from lightserve.messages.frontend_router import Abort
 from lightserve.router.events import FromFrontend
-from lightserve.router.kv.options import KVOptions, Preemption
+from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import task_aware
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.sim.worker import SimulatedWorker

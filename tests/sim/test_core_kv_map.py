@@ -18,7 +18,7 @@ from support.core_scenes import (
 
 from lightserve.messages.kv_map import KVPool, unpack_kinds
 from lightserve.router.core import RouterCore
-from lightserve.router.kv.options import KVOptions, Preemption
+from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import task_aware
 from lightserve.sim.simulation import Simulation
 from lightserve.sim.worker import SimulatedWorker

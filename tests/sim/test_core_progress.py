@@ -30,7 +30,7 @@ from lightserve.router.events import (
     WorkersGone,
     WorkersReady,
 )
-from lightserve.router.kv.options import KVOptions, Preemption
+from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.policies.registry import POLICIES
 from lightserve.sim.simulation import Outcome

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from lightserve import sim
-from lightserve.router.kv.store import KVStore
+from lightserve.router.kv.cache import KVStore
 
 CONFIG = sim.HybridConfig(
     rt="poisson:14",

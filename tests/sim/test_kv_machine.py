@@ -29,7 +29,7 @@ from lightserve.messages.frontend_router import Abort
 from lightserve.messages.router_worker import StepPlan
 from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, WorkersReady
-from lightserve.router.kv.options import KVOptions, Preemption
+from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import MAX_DEPTH, least_recently_used, task_aware
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.reasons import Reason
@@ -94,7 +94,7 @@ class KVMachine(RuleBasedStateMachine):
         )
         ready = WorkersReady(NUM_SLOTS, self.num_host_slots, self.step_cost, self.overlaps_copies)
         shallow = partial(PrefixTree, max_depth=self.max_depth)
-        with patch("lightserve.router.kv.store.PrefixTree", shallow):
+        with patch("lightserve.router.kv.cache.PrefixTree", shallow):
             self.tell(ready)
 
     def tell(self, event: FromFrontend | WorkersReady | WorkersGone) -> None:

@@ -28,7 +28,7 @@ from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.admission.conservative import ConservativeAdmission
 from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend, FrontendGone, PlannedStep, WorkersGone
-from lightserve.router.kv.options import KVOptions
+from lightserve.router.kv.cache import KVOptions
 from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.reasons import Reason

@@ -13,7 +13,7 @@ from support.core_scenes import (
     make_simulation,
 )
 
-from lightserve.router.kv.options import KVOptions
+from lightserve.router.kv.cache import KVOptions
 from lightserve.router.kv.prefix_node import task_aware
 from lightserve.types import RequestClass
 

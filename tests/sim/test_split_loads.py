@@ -20,7 +20,7 @@ from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, WorkersReady
 from lightserve.router.intake import QueueLimits
-from lightserve.router.kv.options import KVOptions, Preemption
+from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.reasons import Reason

@@ -16,7 +16,7 @@ from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import FromFrontend
 from lightserve.router.intake import QueueLimits
-from lightserve.router.kv.options import KVOptions
+from lightserve.router.kv.cache import KVOptions
 from lightserve.router.kv.prefix_node import EvictionOrder
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES

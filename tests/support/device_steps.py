@@ -46,7 +46,7 @@ from lightserve.kernels.triton.offline import _NoGpu
 from lightserve.messages.common import RegexConstraint, TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, StepPlan
 from lightserve.models.parallel import SingleRank
-from lightserve.router.kv.options import Preemption
+from lightserve.router.kv.cache import Preemption
 from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.constraints import StepMasks
 from lightserve.worker.device_queue import CudaQueue, HostMark, Mark

@@ -21,7 +21,7 @@ from lightserve.messages.frontend_router import Submit
 from lightserve.messages.router_worker import AddSequence, StepPlan, StepResult
 from lightserve.models.parallel import SingleRank
 from lightserve.router.events import FromFrontend
-from lightserve.router.kv.options import KVOptions, Preemption
+from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.types import FrontendId, RequestClass, RequestId, RowId, SamplingParams
 from lightserve.worker.constraints import StepMasks

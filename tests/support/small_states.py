@@ -15,8 +15,7 @@ from lightserve.router.admission.base import PoolView
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.demand import RealTimeDemand
 from lightserve.router.fit import runs
-from lightserve.router.kv.options import KVOptions, Preemption
-from lightserve.router.kv.store import KVStore
+from lightserve.router.kv.cache import KVOptions, KVStore, Preemption
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.planning import StepPlanner

@@ -38,7 +38,7 @@ from lightserve.router.events import (
     WorkersReady,
 )
 from lightserve.router.intake import QueueLimits
-from lightserve.router.kv.options import KVOptions, Preemption
+from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import least_recently_used, task_aware
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.base import NO_LIMIT, StepLimits, Waiting

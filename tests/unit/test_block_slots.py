@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from lightserve.router.kv.block_slots import BlockSlotPool
+from lightserve.router.kv.slots import BlockSlotPool
 from lightserve.types import RequestClass
 
 RT, BE = RequestClass.RT, RequestClass.BE

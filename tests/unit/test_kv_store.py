@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from lightserve.messages.common import unpack_int32
-from lightserve.router.kv.options import KVOptions, Preemption
+from lightserve.router.kv.cache import KVOptions, KVStore, Preemption
 from lightserve.router.kv.prefix_node import task_aware
-from lightserve.router.kv.store import KVStore
 from lightserve.router.request import Request, RequestState
 from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey, SamplingParams
 

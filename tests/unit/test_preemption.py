@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from lightserve.router.fit import Fit
-from lightserve.router.kv.options import KVOptions, Preemption
-from lightserve.router.kv.store import KVStore
+from lightserve.router.kv.cache import KVOptions, KVStore, Preemption
 from lightserve.router.preemption import fit_into_memory
 from lightserve.router.request import Request, RequestState
 from lightserve.router.shares import Allotment

@@ -10,7 +10,7 @@ from support.core_scenes import Arrival, make_core, make_simulation, submit
 
 from lightserve.messages.common import Int32Array
 from lightserve.router.events import FromFrontend
-from lightserve.router.kv.options import KVOptions
+from lightserve.router.kv.cache import KVOptions, RetainedPrefixes
 from lightserve.router.kv.prefix_node import (
     EvictionOrder,
     PrefixNode,
@@ -18,7 +18,6 @@ from lightserve.router.kv.prefix_node import (
     task_aware,
 )
 from lightserve.router.kv.prefix_tree import PrefixTree
-from lightserve.router.kv.retained import RetainedPrefixes
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.types import FrontendId, RequestId, RequestKey
 

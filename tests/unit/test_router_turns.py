@@ -11,8 +11,8 @@ from lightserve.messages.router_worker import RowResult, StepPlan, StepResult
 from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend, PlannedStep, WorkersReady
 from lightserve.router.kv import prefix_tree
+from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.prefix_node import common_len, task_aware
-from lightserve.router.kv.store import KVStore
 from lightserve.router.planning import MAX_NEWCOMERS
 from lightserve.types import NO_SLO, SLO, FrontendId, RequestClass
 

@@ -20,7 +20,7 @@ from lightserve.messages.kv_map import (
     pack_kinds,
     unpack_kinds,
 )
-from lightserve.router.kv.slot_map import SlotUser, describe_pool, slot_kinds
+from lightserve.router.kv.kv_map import SlotUser, describe_pool, slot_kinds
 from lightserve.types import RequestClass, SlotKind
 
 RT, BE = RequestClass

@@ -10,8 +10,7 @@ from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.admission.conservative import ConservativeAdmission
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.intake import QueueLimits
-from lightserve.router.kv.options import KVOptions
-from lightserve.router.kv.store import KVStore
+from lightserve.router.kv.cache import KVOptions, KVStore
 from lightserve.router.output_lengths import PRIOR_MOST, OutputLengths, expected_output
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.policies.registry import POLICIES

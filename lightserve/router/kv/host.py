@@ -3,11 +3,17 @@
 BROS (section V) copies to the host only what is about to be overwritten. KV is written once, so a
 copy never goes stale: it stays, while there is room, when its tokens are back in the pool, and
 taking them again costs nothing.
+
+Memory is taken from the end of a paused request; before its slots are overwritten, exactly the
+tokens in them that are not on the host yet are saved. `copy_ahead` saves the tails of those who
+would be paused next while they still run, so that taking them is free (clean-ahead). When the host
+is full, copies that are spare, because their tokens are in the pool as well, are given up; when
+that is not enough, the tokens are lost and will be computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,24 +21,13 @@ import numpy as np
 
 from lightserve.messages.common import Int32Array, pack_int32
 from lightserve.messages.router_worker import NO_COPIES, KVCopies
+from lightserve.router.request import HostRange, Request
 
-
-@dataclass(slots=True, eq=False)
-class HostRange:
-    """Consecutive positions of one request that are, or will be with the next plan, on the host."""
-
-    start: int
-    slots: Int32Array
-    """int32 [n], host slots of positions start … start+n-1."""
-
-    @property
-    def end(self) -> int:
-        """First position behind it."""
-        return self.start + len(self.slots)
-
-    def slots_from(self, position: int) -> Int32Array:
-        """Return the host slots of positions `position` … end-1; `position` is in the range."""
-        return self.slots[position - self.start :]
+MIN_AHEAD_TOKENS = 16
+"""A tail that has grown by less is not copied ahead yet: few long copies instead of many short."""
+MAX_AHEAD_PER_PLAN = 256
+"""Tokens copied ahead with one plan, so that the plan behind it does not wait for long."""
+_NO_SLOTS: Int32Array = np.empty(0, dtype=np.int32)
 
 
 class HostSlots:
@@ -90,3 +85,144 @@ class PlanCopies(NamedTuple):
 
 def _packed(parts: Sequence[Int32Array]) -> bytes:
     return pack_int32(np.concatenate(parts))
+
+
+class Checkpoints:
+    """The host ranges of all requests, and the copies that the next plan is to make."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._host = HostSlots(num_slots)
+        self._owners: dict[Request, None] = {}
+        """Requests with a host range, those that got it first at the front."""
+        self._saves, self._loads = CopyList(), CopyList()
+        self._ahead_saves, self._ahead_loads = CopyList(), CopyList()
+
+    @property
+    def num_slots(self) -> int:
+        """Size of the host pool."""
+        return self._host.num_slots
+
+    @property
+    def num_used(self) -> int:
+        """Host slots that hold copies."""
+        return self._host.num_slots - self._host.num_free
+
+    def take_copies(self) -> PlanCopies:
+        """Return what the plan that is being made has to copy."""
+        lists = self._saves, self._loads, self._ahead_saves, self._ahead_loads
+        return PlanCopies(*[copies.take() for copies in lists])
+
+    def save(self, request: Request, start: int) -> int | None:
+        """See that positions `start` … of a paused request are on the host.
+
+        Returns:
+            How many tokens are copied for that; None: there is no room for them, and no copy of
+            the request is left.
+        """
+        if request.host is not None and request.host.end < start:
+            self.drop(request)  # the gap would be copied though nobody overwrites it
+        num_saved = self._cover(request, start, request.num_kept_tokens, self._saves)
+        if num_saved is None:
+            self.drop(request)
+        return num_saved
+
+    def load(self, request: Request, start: int, end: int, *, is_ahead: bool) -> None:
+        """Bring positions start … end-1 of a request, all on the host, back to its slots.
+
+        The copies stay, now spare. `is_ahead`: the plan's step does not wait for them.
+        """
+        assert request.host is not None and request.slots is not None
+        copies = self._ahead_loads if is_ahead else self._loads
+        copies.add(request.slots[start:end], request.host.slots_from(start)[: end - start])
+
+    def drop(self, request: Request) -> None:
+        """Give up all copies of a request."""
+        if request.host is not None:
+            self._host.release(request.host.slots)
+            request.host = None
+            del self._owners[request]
+
+    def copy_ahead(self, victims: Iterable[tuple[Request, int]], num_tokens: int, most: int) -> int:
+        """Have the last `num_tokens` tokens that would be taken next on the host.
+
+        Args:
+            victims: requests, the first to go first, and how many tokens at the end of what they
+                hold could be taken.
+            num_tokens: over all of them.
+            most: tokens after which no more are copied with this plan.
+
+        Returns how many tokens are copied for that.
+        """
+        num_left, num_copied = num_tokens, 0
+        for request, num_takeable in victims:
+            if num_left <= 0 or num_copied >= most:
+                break
+            end = min(request.num_held_tokens, request.num_computed_tokens)  # confirmed
+            start = max(0, end - num_left, request.num_held_tokens - num_takeable)
+            num_left -= max(0, end - start)
+            num_copied += self._keep_tail(request, start, end)
+        return num_copied
+
+    def _keep_tail(self, request: Request, start: int, end: int) -> int:
+        """Copy some of what of positions start … end-1 is not on the host; returns how much.
+
+        From the end downwards, as it would be taken; first what has grown since.
+        """
+        if request.host is not None and request.host.end < start:
+            self.drop(request)
+        kept = request.host or HostRange(end, _NO_SLOTS)
+        first, last = kept.start, kept.end
+        if end - last >= MIN_AHEAD_TOKENS:
+            last = min(end, last + MAX_AHEAD_PER_PLAN)
+        elif first - start >= MIN_AHEAD_TOKENS:
+            first = max(start, first - MAX_AHEAD_PER_PLAN)
+        else:
+            return 0
+        return self._cover(request, first, last, self._ahead_saves, may_displace=False) or 0
+
+    def _cover(
+        self,
+        request: Request,
+        start: int,
+        end: int,
+        copies: CopyList,
+        *,
+        may_displace: bool = True,
+    ) -> int | None:
+        """Widen a request's host range to start … end-1; None if the host has no room."""
+        kept = request.host or HostRange(start, _NO_SLOTS)
+        positions = np.concatenate([np.arange(start, kept.start), np.arange(kept.end, end)])
+        count = len(positions)
+        if count == 0:
+            return 0
+        if count > self._host.num_free and not (
+            may_displace and self._displace(count, except_for=request)
+        ):
+            return None
+        assert request.slots is not None
+        new = self._host.acquire(count)
+        copies.add(request.slots[positions], new)
+        num_before = max(0, kept.start - start)
+        slots = np.concatenate([new[:num_before], kept.slots, new[num_before:]])
+        request.host = HostRange(min(start, kept.start), slots)
+        self._owners[request] = None
+        return count
+
+    def _displace(self, num_slots: int, *, except_for: Request) -> bool:
+        """Give up spare copies, oldest first, until `num_slots` are free; whether they are."""
+        for owner in list(self._owners):
+            if self._host.num_free >= num_slots:
+                break
+            host = owner.host
+            assert host is not None
+            if owner is not except_for and owner.num_held_tokens >= host.end:
+                self.drop(owner)
+        return self._host.num_free >= num_slots
+
+    def check_integrity(self, requests: Iterable[Request]) -> None:
+        """Assert that every host slot is free or one request's."""
+        ranges = [request.host.slots for request in requests if request.host is not None]
+        held = np.concatenate([_NO_SLOTS, *ranges])
+        assert len(np.unique(held)) == len(held), "a host slot has two owners"
+        assert len(held) == self.num_used, "host slots leaked"
+        assert len(ranges) == len(self._owners)

@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 from lightserve.messages.common import Int32Array
 from lightserve.messages.kv_map import ClassSlots, KVPool, UInt8Array, pack_kinds
+from lightserve.router.kv.cache import KVStore
+from lightserve.router.request import Request
 from lightserve.types import RequestClass, SlotKind
 
 BoolArray = npt.NDArray[np.bool_]
@@ -122,3 +124,28 @@ def _blocks_with(mask: BoolArray, block_size: int) -> BoolArray:
 def _num_runs(slots: Int32Array) -> int:
     """Return how many runs a request's slots are; as they are different, no run turns round."""
     return 1 + int(np.count_nonzero(np.abs(np.diff(slots)) != 1))
+
+
+def describe_kv(requests: Iterable[Request], store: KVStore) -> KVPool:
+    """Return what every slot is for.
+
+    Args:
+        requests: all that may hold slots: running, paused, and ended ones that a plan in flight
+            still names; others do no harm.
+        store: where they hold them.
+    """
+    nodes = () if store.tree is None else store.tree.nodes()
+    return describe_pool(
+        store.num_slots,
+        [_user(request) for request in requests if request.slots is not None],
+        [node.slots for node in nodes if node.slots is not None],
+        block_size=store.options.block_size,
+        num_host_slots=store.checkpoints.num_slots,
+        num_used_host_slots=store.checkpoints.num_used,
+    )
+
+
+def _user(request: Request) -> SlotUser:
+    host = request.host
+    saved = range(0) if host is None else range(host.start, host.end)
+    return SlotUser(request.held_slots, request.request_class, saved)

@@ -16,23 +16,21 @@ it that was in the tree, with nobody else as a user, leaves the tree and is priv
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 
 from lightserve.messages.common import Int32Array
-from lightserve.router.kv.block_slots import BlockSlotPool
-from lightserve.router.kv.checkpoints import Checkpoints
-from lightserve.router.kv.host import PlanCopies
-from lightserve.router.kv.options import KVOptions, Preemption
-from lightserve.router.kv.prefix_node import PrefixNode
+from lightserve.router.kv.host import Checkpoints, PlanCopies
+from lightserve.router.kv.prefix_node import EvictionOrder, PrefixKey, PrefixNode, path_of
 from lightserve.router.kv.prefix_tree import PrefixTree
-from lightserve.router.kv.retained import RetainedPrefixes
+from lightserve.router.kv.slots import BlockSlotPool
 from lightserve.router.request import Request
 from lightserve.types import RT
-
-PrefixKey = tuple[str]
-"""The salt; an adapter and content ids may join it."""
 
 LoadIsCheaper = Callable[[int, int], bool]
 """Whether loading n tokens from a position on is predicted to cost less than computing them."""
@@ -42,6 +40,47 @@ EVICTION_PORTIONS = 128
 step otherwise, and leave no request room to grow side by side (bench/README.md, slots)."""
 
 _NO_SLOTS: Int32Array = np.empty(0, dtype=np.int32)
+
+
+class Preemption(StrEnum):
+    """What becomes of the KV of a request whose memory is needed; choices of `--preemption`."""
+
+    CHECKPOINT = "checkpoint"
+    """It loses as much from its end as is needed, which is saved on the host (BROS)."""
+    SWAP = "swap"
+    """All that nobody else reads is saved and taken at once."""
+    RECOMPUTE = "recompute"
+    """All is given up, and computed again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVOptions:
+    """What `KVStore` is made of."""
+
+    cache_order: EvictionOrder | None = None
+    """In which order cached prefixes go; None: nothing is cached."""
+    block_size: int = 1
+    """Slots per block of the allocator."""
+    is_exclusive: bool = False
+    """Whether a block belongs to one request; then nothing is cached."""
+    preemption: Preemption = Preemption.RECOMPUTE
+    clean_ahead_tokens: int = 0
+    """Tokens of the next victims that are kept on the host as well; -1: 2 % of the pool."""
+    rt_cache_min_tokens: int = 0
+    """Cached tokens of real-time requests that best-effort ones may not take."""
+    max_retained_tokens: int = 0
+    """Of each key, tokens that are kept longer where requests ask for it; -1: a tenth of the
+    pool."""
+
+    def num_retained(self, num_slots: int) -> int:
+        """Return how many tokens of each key may be kept longer in a pool of `num_slots`."""
+        return num_slots // 10 if self.max_retained_tokens < 0 else self.max_retained_tokens
+
+    def num_clean_ahead(self, num_slots: int) -> int:
+        """Return the tokens to be kept clean in a pool of `num_slots`."""
+        if self.preemption is not Preemption.CHECKPOINT:
+            return 0
+        return num_slots // 50 if self.clean_ahead_tokens < 0 else self.clean_ahead_tokens
 
 
 class KVStore:
@@ -426,3 +465,83 @@ def _num_final_tokens(request: Request) -> int:
 
 def _key(request: Request) -> PrefixKey:
     return (request.prefix_salt,)
+
+
+class RetainedPrefixes:
+    """Prefixes that requests asked to be kept longer: a preference, never a pin.
+
+    They are evicted after what no request waits for, but before what one does, and like all else
+    when memory is needed. Of each key only so many tokens are preferred: beyond them, those that
+    were asked for longest ago are again like all others. Times are the router's.
+    """
+
+    def __init__(self, tree: PrefixTree, *, max_tokens: int) -> None:
+        """`max_tokens` of each key."""
+        self._tree = tree
+        self._max_tokens = max_tokens
+        self._until_s: dict[PrefixKey, dict[PrefixNode, float]] = {}
+        """Of each key, where its prefixes end and how long they are kept, the newest last."""
+        self._num_tokens: dict[PrefixKey, int] = {}
+        self._num_prefixes = 0
+        self._heap: list[tuple[float, int, PrefixKey, PrefixNode]] = []
+        """Which expire next; those that are kept for another time by now are passed over."""
+        self._ticket = itertools.count()
+
+    def num_tokens(self, key: PrefixKey) -> int:
+        """Return how many tokens of a key are preferred, shared ones counted once."""
+        return self._num_tokens.get(key, 0)
+
+    def keep(self, key: PrefixKey, prefix: Int32Array, *, until_s: float) -> None:
+        """Prefer a prefix, or as much of it as a key may have, until then.
+
+        No prefix begins another: both are one, the longer, until the later time. So what clients
+        ask for leaves few boundaries on a path of the tree.
+        """
+        end, num_more = self._tree.retain(key, prefix[: self._max_tokens])
+        self._num_tokens[key] = self.num_tokens(key) + num_more
+        prefixes = self._until_s.setdefault(key, {})
+        is_longest = end in prefixes or end.num_retained == 1  # then it may have many children
+        longest = end if is_longest else _longest_through(end)
+        covered = [node for node in path_of(longest) if node in prefixes]
+        until_s = max(until_s, *(prefixes[node] for node in covered), 0.0)
+        if longest in prefixes:  # counted already, to its end or beyond this one's
+            self._tree.let_go(end)
+        else:
+            self._num_prefixes += 1
+        prefixes.pop(longest, None)
+        prefixes[longest] = until_s
+        heapq.heappush(self._heap, (until_s, next(self._ticket), key, longest))
+        for node in covered:
+            if node is not longest:
+                self._drop(key, node)
+        while self._num_tokens[key] > self._max_tokens:
+            self._drop(key, next(iter(prefixes)))
+        if len(self._heap) > 2 * self._num_prefixes + 64:
+            self._heap = [entry for entry in self._heap if self._is_current(entry)]
+            heapq.heapify(self._heap)
+
+    def expire(self, now_s: float) -> None:
+        """Treat those like all others whose time is over."""
+        while self._heap and self._heap[0][0] <= now_s:
+            entry = heapq.heappop(self._heap)
+            if self._is_current(entry):
+                self._drop(entry[2], entry[3])
+
+    def _is_current(self, entry: tuple[float, int, PrefixKey, PrefixNode]) -> bool:
+        until_s, _, key, node = entry
+        return self._until_s.get(key, {}).get(node) == until_s
+
+    def _drop(self, key: PrefixKey, node: PrefixNode) -> None:
+        del self._until_s[key][node]
+        self._num_prefixes -= 1
+        self._num_tokens[key] -= self._tree.let_go(node)
+        if not self._until_s[key]:
+            del self._until_s[key], self._num_tokens[key]
+
+
+def _longest_through(node: PrefixNode) -> PrefixNode:
+    """Return where a retained prefix ends that begins as the one that ends here; perhaps here."""
+    at = node
+    while below := next((child for child in at.children.values() if child.num_retained), None):
+        at = below
+    return at
