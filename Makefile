@@ -76,9 +76,9 @@ fmt: $(HAS_TEST)
 	$(BIN)/ruff format $(SOURCES)
 
 bench: $(HAS_TEST)
-	$(BIN)/python bench/engine.py
-	$(BIN)/python bench/faults.py
-	$(BIN)/python bench/dead_ranks.py
+	$(BIN)/python -m bench.engine.throughput
+	$(BIN)/python -m bench.faults.recovery
+	$(BIN)/python -m bench.faults.dead_ranks
 
 # Everything that only a GPU can show; with WHEELS nothing is fetched, and $(PYTHON) must have
 # PyTorch, Triton and transformers. ARGS="--rehearse" tries every part on the CPU.
@@ -88,17 +88,17 @@ gpu-check:
 	@rm -rf $(GPU_SITE)
 	@$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir \
 		--target $(GPU_SITE) $(WHEELS)/*.whl
-	@PYTHONPATH=$(GPU_SITE):$(CURDIR) $(PYTHON) bench/gpu.py --out $(GPU_OUT) $(ARGS)
+	@PYTHONPATH=$(GPU_SITE):$(CURDIR) $(PYTHON) -m bench.gpu --out $(GPU_OUT) $(ARGS)
 else
 gpu-check: $(HAS_TEST)
-	@$(BIN)/python bench/gpu.py --out $(GPU_OUT) $(ARGS)
+	@$(BIN)/python -m bench.gpu --out $(GPU_OUT) $(ARGS)
 endif
 
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp \
 		--python-version $(WHEELS_FOR) --platform manylinux2014_x86_64 \
 		$(foreach n,17 24 26 28 31 34,--platform manylinux_2_$(n)_x86_64) \
-		--dest $(or $(WHEELS),.whl) --requirement bench/gpu_wheels.txt
+		--dest $(or $(WHEELS),.whl) --requirement bench/gpu/wheels.txt
 
 # The versions and hashes of requirements/*.txt anew, from what pyproject.toml asks for. Versions stay
 # where they can; ARGS=--upgrade takes the newest, ARGS="--upgrade-package NAME" that of one package.

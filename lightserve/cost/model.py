@@ -7,7 +7,7 @@ Below the knee a step's time is that of reading the weights, above it that of mu
 them: AccelGen's pivot, and `max(floor, linear)` by another name. A mixed step is *joint*: it
 reads the weights once, so its tokens share one floor and one knee, and the rest is a sum. That
 rule has a lower error on mixed steps that were not fitted than the maximum and the sum of a step
-of each phase, and than Echo's mixture of both (`bench/step_cost.py`). Copies that a step
+of each phase, and than Echo's mixture of both (`bench/engine/step_cost.py`). Copies that a step
 waits for are added (B5 takes the maximum, which is right where they overlap).
 
 No coefficient is negative, so time is monotone in every part of a shape.

@@ -21,8 +21,7 @@ from support.memory_limits import (
     with_no_more_addresses,
 )
 from support.processes import PATIENCE_S, is_running, wait_for, wait_gone
-
-from bench.streams import Outcome, StreamLoad, StreamResult, stream_once
+from support.streams import Outcome, StreamLoad, StreamResult, stream_once
 
 NUM_STREAMS = 8
 LONG = "Tell me a story about Mira and the brass lantern."

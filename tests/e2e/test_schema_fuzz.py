@@ -1,4 +1,4 @@
-"""schemathesis over the running server's own schema; bench/abuse.py schema is the long version."""
+"""schemathesis over the running server's own schema; bench/abuse schema is the long version."""
 
 from __future__ import annotations
 

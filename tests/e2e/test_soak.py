@@ -1,4 +1,4 @@
-"""A server over hours, as `make test-long` runs it: see bench/soak.py."""
+"""A server over hours, as `make test-long` runs it: see bench/faults/soak.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import lightserve
 
-SOAK = Path(lightserve.__file__).parents[1] / "bench" / "soak.py"
+ROOT = Path(lightserve.__file__).parents[1]
 MINUTES = os.environ.get("SOAK_MINUTES", "120")
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(0)]
@@ -21,4 +21,4 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(0)]
     "arguments", [["mixed", "--minutes", MINUTES], ["shared"]], ids=["mixed", "shared"]
 )
 def test_nothing_grows(arguments: list[str]) -> None:
-    subprocess.run([sys.executable, str(SOAK), *arguments], check=True)
+    subprocess.run([sys.executable, "-m", "bench.faults.soak", *arguments], cwd=ROOT, check=True)

@@ -11,29 +11,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.kernel_grid import AttentionCase
+from torch import Tensor
+
+from bench.gpu import attention, kernels, parity
+from bench.gpu.attention import Heads, Order, make_batch, make_pool, worst_error
+from bench.gpu.context import Bench
+from bench.gpu.driver import Sequences, run_plans
+from bench.gpu.machine import Machine, this_machine
+from bench.gpu.models import TINY_LLAMA, RandomModel
+from bench.gpu.report import Row, RowFile, Verdict, read_rows
+from bench.gpu.self_check import WrongScale
+from lightserve.kernels.triton.kernels import TritonKernels
 
 ROOT = Path(__file__).parents[2]
-if str(ROOT / "bench") not in sys.path:
-    sys.path.append(str(ROOT / "bench"))
-
-from gpu_parts import attention, kernels, parity  # noqa: E402
-from gpu_parts.attention import Heads, Order, make_batch, make_pool, worst_error  # noqa: E402
-from gpu_parts.context import Bench  # noqa: E402
-from gpu_parts.driver import Sequences, run_plans  # noqa: E402
-from gpu_parts.machine import Machine, this_machine  # noqa: E402
-from gpu_parts.models import TINY_LLAMA, RandomModel  # noqa: E402
-from gpu_parts.report import Row, RowFile, Verdict, read_rows  # noqa: E402
-from gpu_parts.self_check import WrongScale  # noqa: E402
-from support.kernel_grid import AttentionCase  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from lightserve.kernels.triton.kernels import TritonKernels  # noqa: E402
 
 
 def rehearse(part: str, out: Path) -> list[Row]:
     rows = RowFile(out / "rows", part, is_rehearsal=True)
     bench = Bench(this_machine(rehearse=True), rows, out, rehearse=True)
-    importlib.import_module(f"gpu_parts.{part}").run(bench)
+    importlib.import_module(f"bench.gpu.{part}").run(bench)
     return read_rows(out / "rows")
 
 
@@ -113,9 +110,10 @@ def test_the_loop_runs_plans_as_the_runner_does(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_one_table(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "bench" / "gpu.py")]
+    command = [sys.executable, "-m", "bench.gpu"]
     done = subprocess.run(
         [*command, "ceilings", "--rehearse", "--out", str(tmp_path)],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=600,
@@ -126,7 +124,7 @@ def test_the_command_prints_one_table(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "report.json").read_text())
     assert [row["part"] for row in report] == ["ceilings"] * 2
     refused = subprocess.run(
-        [*command, "nonsense"], capture_output=True, text=True, timeout=600, check=False
+        [*command, "nonsense"], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
     assert refused.returncode == 2 and "no such part: nonsense" in refused.stderr
 

@@ -80,13 +80,13 @@ def test_the_gpu_check_with_wheels_fetches_nothing() -> None:
     commands = _dry_run("gpu-check", "WHEELS=some-wheels", "GPU_OUT=there", "ARGS=ceilings")
     assert "python-of-it -m pip install" in commands and "some-wheels/*.whl" in commands
     assert "--no-index" in commands and "--no-deps" in commands and "venv" not in commands
-    assert commands.rstrip().endswith("python-of-it bench/gpu.py --out there ceilings")
+    assert commands.rstrip().endswith("python-of-it -m bench.gpu --out there ceilings")
 
 
 def test_wheels_for_the_gpu_check_are_downloaded_for_its_python() -> None:
     commands = _dry_run("gpu-wheels", "WHEELS_FOR=3.13")
     assert "pip download" in commands and "--python-version 3.13" in commands
-    assert "--dest .whl --requirement bench/gpu_wheels.txt" in commands
+    assert "--dest .whl --requirement bench/gpu/wheels.txt" in commands
 
 
 CLIENT_EXTRAS = ("bench", "chat", "plots")

@@ -1,6 +1,6 @@
 """What the compiler makes of the kernels that matter most: no GPU, no interpreter.
 
-The whole table is printed by bench/kernels_offline.py.
+The whole table is printed by bench/engine/kernels_offline.py.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ def test_attention_as_a_hopper_gpu_gets_it(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     environment |= {"TRITON_DEFAULT_FP_FUSION": "0"}  # kernels say for themselves what they want
-    script = ROOT / "bench" / "kernels_offline.py"
     options = ["--capability", "90", "--json", str(table), "--name", "28/4 heads of 128, window"]
     done = subprocess.run(
-        [sys.executable, str(script), *options],
-        env=environment, capture_output=True, text=True, timeout=600, check=False,
+        [sys.executable, "-m", "bench.engine.kernels_offline", *options],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(table.read_text())
@@ -47,7 +46,7 @@ def test_attention_as_a_hopper_gpu_gets_it(tmp_path: Path) -> None:
 def test_a_kernel_that_spills_is_a_fault() -> None:
     """Blocks that do not fit into registers: the table says so."""
     code = """
-from bench.kernels_offline import Case, attend, compile_cases
+from bench.engine.kernels_offline import Case, attend, compile_cases
 from lightserve.kernels.triton import configs, plan
 configs.default_prefill = lambda shape, gpu: configs.PrefillConfig(128, 128, 4, 1)
 (line,) = [line for line in compile_cases([Case("", lambda: attend(8, 1, 128))], 90)

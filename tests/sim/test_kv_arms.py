@@ -1,30 +1,21 @@
-"""The comparison of `bench/kv_arms.py`, small: what its arms have in common, and what they do."""
+"""The comparison of `bench.memory.arms`, small: what its arms have in common, and what they do."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
+from bench.memory import arms
 from lightserve import sim
-
-BENCH = Path(__file__).parents[2] / "bench"
 
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, sim.HybridReport]:
     """Return a short run of every arm, memory so short that best-effort requests are paused."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCH)
-        kv_arms: Any = importlib.import_module("kv_arms")
-        patch.delitem(sys.modules, "kv_arms")
-    cells = {arm: kv_arms.Cell(arm, 4.0, 7000, 0, 10.0, 1.0) for arm in kv_arms.ARMS}
-    outcomes = {arm: kv_arms.run(cell) for arm, cell in cells.items()}
-    assert all(kv_arms.row_of(arm, [outcome]) for arm, outcome in outcomes.items())
+    cells = {arm: arms.Cell(arm, 4.0, 7000, 0, 10.0, 1.0) for arm in arms.ARMS}
+    outcomes = {arm: arms.run(cell) for arm, cell in cells.items()}
+    assert all(arms.row_of(arm, [outcome]) for arm, outcome in outcomes.items())
     return {arm: outcome.report for arm, outcome in outcomes.items()}
 
 

@@ -2,7 +2,8 @@
 
 `support.small_states` says what is feasible: B3 with deadlines of `slo.py`, leaving out requests
 that are late, or would be even if they had the server for themselves; and steps in which late
-requests have their turn. `bench/planner_optimality.py` is the same for as many states as one likes.
+requests have their turn. `bench.scheduling.planner_optimality` is the same for as many states as
+one likes.
 """
 
 from __future__ import annotations

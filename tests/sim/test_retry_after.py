@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.retry_after import BE, RT, Scene, play
+from bench.scheduling.retry_after import BE, RT, Scene, play
 from lightserve.types import RequestClass
 
 

@@ -13,17 +13,15 @@ import pytest
 import torch
 from support.processes import wait_gone
 
-ROOT = Path(__file__).parents[2]
-if str(ROOT / "bench") not in sys.path:
-    sys.path.append(str(ROOT / "bench"))
+from bench.gpu.attention import Heads, Order, slot_table
+from bench.gpu.children import Job, run_job
+from bench.gpu.machine import DELAY_CYCLES, MAX_ROUNDS, Machine
+from bench.gpu.models import LLAMA_8B, QWEN_HALF_B, TINY_LLAMA, RandomModel
+from bench.gpu.overlap import idle_pct, overlapped_pct
+from bench.gpu.prefill_attention import Chunk
+from bench.gpu.report import Row, RowFile, Verdict, exit_status, markdown, read_rows
 
-from gpu_parts.attention import Heads, Order, slot_table  # noqa: E402
-from gpu_parts.children import Job, run_job  # noqa: E402
-from gpu_parts.machine import DELAY_CYCLES, MAX_ROUNDS, Machine  # noqa: E402
-from gpu_parts.models import LLAMA_8B, QWEN_HALF_B, TINY_LLAMA, RandomModel  # noqa: E402
-from gpu_parts.overlap import idle_pct, overlapped_pct  # noqa: E402
-from gpu_parts.prefill_attention import Chunk  # noqa: E402
-from gpu_parts.report import Row, RowFile, Verdict, exit_status, markdown, read_rows  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 
 def rows_of(path: Path, *, is_rehearsal: bool) -> list[Row]:
@@ -189,7 +187,7 @@ PRESENT = {
 
 def test_wheels_are_those_that_lightserve_needs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = (ROOT / "bench" / "gpu_wheels.txt").read_text().splitlines()
+    lines = (ROOT / "bench" / "gpu" / "wheels.txt").read_text().splitlines()
     wheels = {line.partition("==")[0] for line in lines if not line.startswith("#")}
     needed = {re.split(r"[<>=\[]", need)[0] for need in project["dependencies"]}
     assert needed - PRESENT <= wheels

@@ -1,6 +1,6 @@
 """How attention kernels are cut up: block sizes, warps, stages, splits.
 
-The built-in ones are made by reading what the compiler makes of them (bench/kernels_offline.py,
+The built-in ones are made by reading what the compiler makes of them (bench/engine/kernels_offline.py,
 with the reasons in bench/README.md); `tuning` measures better ones for a machine.
 """
 

@@ -1,1 +1,0 @@
-"""The parts of bench/abuse.py: one file per kind of abuse."""

@@ -1,0 +1,335 @@
+"""Compile every Triton kernel for GPUs that need not be there and print what the compiler made.
+
+    python -m bench.engine.kernels_offline [--name PART ...] [--capability 80 90 120] [--json FILE]
+
+Exits with 1 if a kernel spills registers, does not fit, or lacks the instructions that it is built
+on: 16-byte loads, and warp-group products for prefill on sm_90. A new kernel is one more `Case`:
+call the function that launches it, with tensors made by `meta`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightserve.kernels.interface import AttentionBatch, QKNorm
+from lightserve.kernels.triton import elementwise
+from lightserve.kernels.triton.attention import attention
+from lightserve.kernels.triton.configs import GPUS, AttentionConfigs
+from lightserve.kernels.triton.copies import TritonCopies
+from lightserve.kernels.triton.offline import (
+    Launch,
+    Resources,
+    compiling,
+    max_shared_bytes,
+    read,
+)
+from lightserve.kernels.triton.rotary_write import rotate_and_write
+from lightserve.messages.router_worker import AddSequence
+from lightserve.types import RowId, SamplingParams
+from lightserve.worker.sampling.interface import SamplingBatch
+from lightserve.worker.sampling.known_counts import KnownCounts
+from lightserve.worker.sampling.sampler import sample
+from lightserve.worker.sampling.table import SamplingTable
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return a tensor that has no memory: launches on it are compiled."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call whose launches are compiled."""
+
+    name: str
+    call: Callable[[], object]
+    wide_loads: str = ".*"
+    """Kernels that must have loads of 16 bytes per thread, as a regular expression."""
+    wgmma: str = "$^"
+    """Kernels that must have warp-group products on sm_90."""
+    resident: str = "$^"
+    """Kernels whose programs must all be on the GPU at once: they share the work evenly."""
+    spills: str = "$^"
+    """Kernels that may spill registers: where no choice of blocks avoids it."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One launch of a case."""
+
+    case: Case
+    launch: Launch
+    resources: Resources
+
+    @property
+    def faults(self) -> list[str]:
+        """What may not be."""
+        found = []
+        resources, name = self.resources, self.launch.name
+        if resources.num_local and not re.search(self.case.spills, name):
+            found.append(f"{resources.num_local} accesses to local memory: registers spilled")
+        if resources.shared_bytes > max_shared_bytes(self.launch.capability):
+            found.append(f"{resources.shared_bytes} bytes of shared memory")
+        if not resources.num_wide_loads and re.search(self.case.wide_loads, name):
+            found.append("no loads of 16 bytes")
+        if not self.launch.is_fused:
+            found.append("products and sums are not fused")
+        num_sms = GPUS[self.launch.capability].num_sms
+        if re.search(self.case.resident, name) and (
+            self.launch.grid[0] > resources.blocks_per_sm * num_sms
+        ):
+            found.append(f"{self.launch.grid[0]} programs are not on the GPU all at once")
+        is_hopper = self.launch.capability == 90
+        if is_hopper and not resources.num_wgmma and re.search(self.case.wgmma, name):
+            found.append("no warp-group products")
+        return found
+
+
+DECODES = ((1, 1024),) * 63
+"""(new tokens, context) of each row."""
+BATCHES = {
+    "mixed": (*DECODES, (512, 1024)),
+    "decodes alone": (*DECODES, (1, 1024)),
+    "cut": ((64, 8192),),
+    "16,384 decodes": ((1, 64),) * 16_384,
+}
+
+
+def attention_batch(name: str) -> AttentionBatch:
+    """Return one of `BATCHES`."""
+    q_lens, context_lens = zip(*BATCHES[name], strict=True)
+    num_rows, num_tokens = len(q_lens), sum(q_lens)
+    return AttentionBatch(
+        positions=meta(num_tokens, dtype=torch.int64),
+        slot_mapping=meta(num_tokens, dtype=torch.int64),
+        req_to_slot=meta(max(256, num_rows) + 1, 8193, dtype=torch.int32),
+        rows=meta(num_rows, dtype=torch.int64),
+        cu_seqlens_q=meta(num_rows + 1, dtype=torch.int32),
+        context_lens=meta(num_rows, dtype=torch.int32),
+        host_rows=tuple(range(num_rows)),
+        host_q_lens=q_lens,
+        host_context_lens=context_lens,
+    )
+
+
+def attend(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    window: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    rows: str = "mixed",
+) -> None:
+    """Launch attention as a model does: queries are a view, pools have a head's slots together."""
+    batch = attention_batch(rows)
+    qkv = meta(len(batch.positions), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    pools = meta(2, num_kv_heads, 100_001, head_dim, dtype=dtype).transpose(1, 2)
+    configs = AttentionConfigs()
+    attention(
+        qkv[:, :num_heads],
+        pools[0],
+        pools[1],
+        batch,
+        configs=configs,
+        scale=head_dim**-0.5,
+        sliding_window=window,
+    )
+
+
+def attention_case(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    dtype: torch.dtype,
+    *,
+    rows: str = "mixed",
+) -> Case:
+    """Return a batch of this shape."""
+    name = f"attention {num_heads}/{num_kv_heads} heads of {head_dim}"
+    name += f", window {window}" if window else ""
+    name += "" if dtype == torch.bfloat16 else f", {str(dtype).removeprefix('torch.')}"
+    name += "" if rows == "mixed" else f", {rows}"
+    return Case(
+        name,
+        lambda: attend(num_heads, num_kv_heads, head_dim, window=window, dtype=dtype, rows=rows),
+        wide_loads="prefill|decode|merge",
+        wgmma="prefill" if dtype.itemsize == 2 else "$^",
+        resident="decode",
+    )
+
+
+def norm(width: int) -> None:
+    """Normalise, alone and with a residual."""
+    elementwise.rms_norm(meta(256, width), meta(width), 1e-5)
+    elementwise.add_rms_norm(meta(256, width), meta(256, width), meta(width), 1e-5)
+
+
+def norm_case(width: int) -> Case:
+    """Return both norms of a width."""
+    return Case(f"norms of {width}", lambda: norm(width))
+
+
+def gate(width: int) -> None:
+    """Launch the gated activation."""
+    elementwise.silu_and_mul(meta(256, 2 * width))
+
+
+def rotate_case(num_heads: int, num_kv_heads: int, head_dim: int, *, has_norm: bool) -> Case:
+    """Return rotary and KV write of a model's heads, views of one product."""
+
+    def call() -> None:
+        qkv = meta(256, num_heads + 2 * num_kv_heads, head_dim)
+        q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
+        pools = meta(2, num_kv_heads, 100_001, head_dim).transpose(1, 2)
+        angles = meta(256, head_dim // 2, dtype=torch.float32)
+        rotate_and_write(
+            q,
+            k,
+            v,
+            cos=angles,
+            sin=angles,
+            k_pool=pools[0],
+            v_pool=pools[1],
+            slot_mapping=meta(256, dtype=torch.int64),
+            qk_norm=QKNorm(meta(head_dim), meta(head_dim), 1e-6) if has_norm else None,
+        )
+
+    name = f"rotate, write {num_heads}/{num_kv_heads} heads of {head_dim}"
+    return Case(name + (", QK-norm" if has_norm else ""), call)
+
+
+def copy_slots(num_layers: int, num_kv_heads: int, head_dim: int) -> None:
+    """Move 1,000 slots to staging memory, to the host and back."""
+    kernels, ids = TritonCopies(), meta(1000, dtype=torch.int32)
+    pool = meta(2, num_layers, num_kv_heads, 100_001, head_dim)
+    rows = meta(1000, 2 * num_layers * num_kv_heads, head_dim)
+    kernels.gather(pool, ids, rows)
+    kernels.put_rows(rows, rows, ids)
+    kernels.take_rows(rows, ids, rows)
+    kernels.scatter(rows, pool, ids)
+
+
+def sample_rows(vocab_size: int, params: SamplingParams) -> None:
+    """Sample 64 rows that all have these parameters."""
+    rows, table = [RowId(row) for row in range(64)], SamplingTable(64)
+    table.update([AddSequence(row, [], params, 1, [2]) for row in rows])
+    picked = table.rows(rows, lambda arrays: [torch.from_numpy(a).to("meta") for a in arrays])
+    positions = meta(64, dtype=torch.int64)
+    known = meta(65, 8193, dtype=torch.int32)
+    counts = KnownCounts(64, vocab_size, torch.device("meta"))
+    batch = SamplingBatch(picked, positions, known, known_counts=counts)
+    sample(meta(64, vocab_size), batch)
+
+
+SAMPLED = {
+    "greedy": SamplingParams(temperature=0.0),
+    "temperature": SamplingParams(),
+    "top-p": SamplingParams(top_p=0.9),
+    "options": SamplingParams(
+        top_k=40,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        allowed_token_ids=(1, 2),
+        min_tokens=3,
+        num_logprobs=5,
+    ),
+    "bias": SamplingParams(temperature=0.0, logit_bias=((1, 2.0),)),
+}
+"""Together every sampling kernel; their common variants."""
+
+HEADS = [(32, 32), (32, 8), (28, 4), (32, 4)]
+"""Groups of 1, 4, 7 and 8."""
+ATTENTION_CASES = [
+    attention_case(*heads, head_dim, window, torch.bfloat16, rows=rows)
+    for head_dim in (64, 80, 96, 128, 256)
+    for heads in HEADS
+    for window in (None, 4096)
+    for rows in ("mixed", "cut")
+]
+
+CASES: list[Case] = [
+    *ATTENTION_CASES,
+    attention_case(32, 8, 128, None, torch.bfloat16, rows="decodes alone"),
+    attention_case(28, 4, 128, 4096, torch.bfloat16, rows="16,384 decodes"),
+    attention_case(32, 8, 128, None, torch.float16),
+    attention_case(32, 8, 128, None, torch.float32),
+    *(norm_case(width) for width in (64, 128, 896, 4096, 5120, 8192)),
+    *(Case(f"silu_and_mul {width}", partial(gate, width)) for width in (4864, 14336)),
+    *(
+        rotate_case(*heads, has_norm=has_norm)
+        for heads in ((32, 8, 128), (14, 2, 64), (40, 40, 80), (4, 1, 128))
+        for has_norm in (False, True)
+    ),
+    *(
+        Case(f"copies of slots, {heads[1]} KV heads of {heads[2]}", partial(copy_slots, *heads))
+        for heads in ((32, 8, 128), (24, 2, 64), (4, 3, 80))
+    ),
+    *(
+        Case(
+            f"sampling of {vocab_size}, {name}",
+            partial(sample_rows, vocab_size, params),
+            # Those that read logits; counts of tokens go to scattered places.
+            wide_loads="scan|gather|adjust|draw",
+        )
+        for vocab_size in (128_256, 151_936)
+        for name, params in SAMPLED.items()
+    ),
+]
+
+
+def compile_cases(cases: list[Case], capability: int) -> Iterator[Line]:
+    """Compile each case's launches for a compute capability; the same code is read once."""
+    seen: set[bytes] = set()
+    for case in cases:
+        with compiling(capability) as launches:
+            case.call()
+        assert launches, f"{case.name} launches nothing"
+        for launch in launches:
+            if launch.cubin not in seen:
+                seen.add(launch.cubin)
+                yield Line(case, launch, read(launch))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--name", nargs="+", default=[""], help="only cases with one of these")
+    parser.add_argument("--capability", type=int, nargs="+", default=list(GPUS))
+    parser.add_argument("--json", type=Path, help="also write the table here")
+    options = parser.parse_args()
+    cases = [case for case in CASES if any(part in case.name for part in options.name)]
+    table, num_faults = [], 0
+    header = "sm warps stages regs local  shared blocks wgmma tcmma  mma 16B"
+    print(f"{'case':40} {'kernel':24}  {header}")
+    for capability in options.capability:
+        for line in compile_cases(cases, capability):
+            launch, r = line.launch, line.resources
+            print(
+                f"{line.case.name:40} {launch.name:24} {capability:3} {launch.num_warps:5}"
+                f" {launch.num_stages:6} {r.num_registers:4} {r.num_local:5} {r.shared_bytes:7}"
+                f" {r.blocks_per_sm:6} {r.num_wgmma:5} {r.num_tensor_memory:5} {r.num_mma:4}"
+                f" {r.num_wide_loads:3}" + "".join(f"  FAULT: {fault}" for fault in line.faults),
+                flush=True,
+            )
+            num_faults += len(line.faults)
+            row = {"case": line.case.name, "kernel": launch.name, "capability": capability}
+            table.append({**row, **asdict(r), "faults": line.faults})
+    if options.json:
+        options.json.write_text(json.dumps(table, indent=1) + "\n")
+    print(f"{len(table)} kernels, {num_faults} faults")
+    return 1 if num_faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""What becomes of best-effort KV when real-time requests need room: `python -m bench.memory.arms`.
+
+Ways to keep the pool and to take memory, under the same load (the hybrid workload of BROS): the
+real router core on virtual hardware (A100, Llama-2-7B), policy `priority`, a pool too small, an
+endless backlog of best-effort requests, real-time ones with the lengths of ShareGPT. Nothing is
+cached in any of them: blocks with one owner cannot be shared, and prompts here do not begin alike.
+
+`bursts` compares amounts of clean-ahead, `kv_arms_live.py` does both on a real server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from bench.memory.burst_headroom import DURATION_S as BURSTS_DURATION_S
+from bench.memory.burst_headroom import write_bursts
+from lightserve import sim
+from lightserve.sim.hybrid import HybridRun
+
+LENGTHS = Path(__file__).parents[1] / "traces" / "sharegpt_lengths.csv.gz"
+ARMS: dict[str, dict[str, float | str]] = {
+    "two-ended 16, checkpoint": {"block_size": 16, "preemption": "checkpoint"},
+    "B = 1, checkpoint": {"block_size": 1, "preemption": "checkpoint"},
+    "exclusive 16, swap": {
+        "block_size": 16,
+        "block_owner": "exclusive",
+        "preemption": "swap",
+    },
+    "exclusive 16, recompute": {
+        "block_size": 16,
+        "block_owner": "exclusive",
+        "preemption": "recompute",
+    },
+    "two-ended 16, recompute": {"block_size": 16, "preemption": "recompute"},
+}
+ALONE = "no best-effort requests"
+TARGETS = sim.Targets(ttft_s=0.4, tpot_s=0.2, mtpot_s=0.2)
+TIGHT_TPOT_S = (0.04, 0.03, 0.025)
+RATES = {20_000: (16.0, 18.0, 19.0, 20.0), 30_000: (20.0, 21.0, 22.0, 24.0)}
+"""Per second, by the size of the pool: around what it can hold of real-time requests alone."""
+CLEAN_AHEAD = (0, -1)
+
+
+class Cell(NamedTuple):
+    """One run."""
+
+    arm: str
+    rate: float
+    """Real-time requests per second; 0: bursts."""
+    capacity_tokens: int
+    seed: int
+    duration_s: float = 60.0
+    margin_s: float = 20.0
+    clean_ahead_tokens: int = -1
+
+
+class Outcome(NamedTuple):
+    """What a run came to."""
+
+    report: sim.HybridReport
+    tight_tpot: list[float]
+    """Attainment with each of `TIGHT_TPOT_S` in place of the target."""
+
+
+def config_of(cell: Cell, trace: Path | None = None) -> sim.HybridConfig:
+    """Return the simulation of a cell, with its rate or the bursts of a trace."""
+    config = sim.HybridConfig(
+        rt=f"poisson:{cell.rate:g}" if trace is None else str(trace),
+        rt_lengths=str(LENGTHS) if trace is None else None,
+        be="closed:256",
+        be_lengths="uniform:512-1024,32-128",
+        duration_s=cell.duration_s,
+        margin_s=cell.margin_s,
+        capacity_tokens=cell.capacity_tokens,
+        policy="priority",
+        targets=TARGETS,
+        seed=cell.seed,
+    )
+    if cell.arm == ALONE:
+        return dataclasses.replace(
+            config, be=None, be_lengths=None, serve_options={"cache_policy": "off"}
+        )
+    options = ARMS[cell.arm] | {"cache_policy": "off"}
+    if options["preemption"] == "checkpoint":
+        options["clean_ahead_tokens"] = cell.clean_ahead_tokens
+    return dataclasses.replace(config, serve_options=options)
+
+
+def run(cell: Cell) -> Outcome:
+    """Run one cell."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = None
+        if cell.rate == 0:
+            trace = Path(folder) / "bursts.csv.gz"
+            write_bursts(trace, cell.seed)
+        simulation = HybridRun(config_of(cell, trace))
+    simulation.advance(cell.duration_s)
+    report, tight = simulation.report(), []
+    for tpot_s in TIGHT_TPOT_S:
+        targets = TARGETS._replace(tpot_s=tpot_s)
+        simulation.config = dataclasses.replace(simulation.config, targets=targets)
+        tight.append(simulation.report().rt.tpot_attainment or 0.0)
+    return Outcome(report, tight)
+
+
+def mean(values: Iterable[float | None]) -> float:
+    """Return the mean of those that there are."""
+    return float(np.mean([value for value in values if value is not None]))
+
+
+HEADER = (
+    "| arm | TTFT ≤ 0.4 s | p99 ms | TPOT ≤ 0.2 s | TPOT ≤ 40 / 30 / 25 ms | BE req/s | BE tokens/s"
+    " | saved | ahead | loaded | GiB copied | recomputed | RT / BE evictions | pauses | run"
+    " | plan bytes | router µs |"
+)
+
+
+def row_of(arm: str, outcomes: Sequence[Outcome]) -> str:
+    """Return a line of the table: means over the seeds."""
+    reports = [outcome.report for outcome in outcomes]
+    tight = np.mean([outcome.tight_tpot for outcome in outcomes], axis=0)
+    figures = [
+        f"{mean(r.rt.ttft_attainment for r in reports):.1%}",
+        f"{mean(r.rt.ttft_ms_p99 for r in reports):.0f}",
+        f"{mean(r.rt.tpot_attainment for r in reports):.1%}",
+        " / ".join(f"{share:.1%}" for share in tight),
+        f"{mean(r.be.throughput_rps for r in reports):.2f}",
+        f"{mean(r.be.throughput_tps for r in reports):.0f}",
+        f"{mean(r.kv.saved_tokens for r in reports):,.0f}",
+        f"{mean(r.kv.ahead_tokens for r in reports):,.0f}",
+        f"{mean(r.kv.loaded_tokens for r in reports):,.0f}",
+        f"{mean(r.kv.copied_bytes for r in reports) / 2**30:.1f}",
+        f"{mean(r.kv.recomputed_tokens for r in reports):,.0f}",
+        f"{mean(r.rt.evictions for r in reports):.0f} /"
+        f" {mean(r.be.evictions for r in reports):.0f}",
+        f"{mean(r.kv.pauses for r in reports):.0f}",
+        f"{mean(r.kv.mean_run_tokens for r in reports):.1f}",
+        f"{mean(r.router.plan_bytes_mean for r in reports):,.0f}",
+        f"{1e3 * mean(r.router.cpu_ms_p50 for r in reports):.0f}",
+    ]
+    return f"| {arm} | " + " | ".join(figures) + " |"
+
+
+BURSTS_HEADER = (
+    "| clean-ahead | RT TTFT p99 ms | TTFT ≤ 0.4 s | largest step ms | steps waited for copies, s"
+    " | saved | ahead | loaded | BE tokens/s |"
+)
+
+
+def bursts_row_of(cell: Cell, outcomes: Sequence[Outcome]) -> str:
+    """Return a line of the table of clean-ahead."""
+    reports = [outcome.report for outcome in outcomes]
+    figures = [
+        f"{mean(r.rt.ttft_ms_p99 for r in reports):.0f}",
+        f"{mean(r.rt.ttft_attainment for r in reports):.2%}",
+        f"{max(r.kv.max_step_ms for r in reports):.0f}",
+        f"{mean(r.kv.copy_wait_s for r in reports):.2f}",
+        f"{mean(r.kv.saved_tokens for r in reports):,.0f}",
+        f"{mean(r.kv.ahead_tokens for r in reports):,.0f}",
+        f"{mean(r.kv.loaded_tokens for r in reports):,.0f}",
+        f"{mean(r.be.throughput_tps for r in reports):.0f}",
+    ]
+    return f"| {cell.clean_ahead_tokens} | " + " | ".join(figures) + " |"
+
+
+def tables(seeds: int) -> Iterator[tuple[str, list[list[Cell]]]]:
+    """Yield the title of each table, and the cells of each of its lines."""
+    for capacity_tokens, rates in RATES.items():
+        for rate in rates:
+            groups = [
+                [Cell(arm, rate, capacity_tokens, seed) for seed in range(seeds)]
+                for arm in (ALONE, *ARMS)
+            ]
+            yield f"M = {capacity_tokens:,}, {rate:g} real-time requests per second", groups
+
+
+def burst_groups(seeds: int) -> list[list[Cell]]:
+    """Return the cells of each line of the table of clean-ahead."""
+    arm = next(iter(ARMS))
+    return [
+        [Cell(arm, 0.0, 20_000, seed, BURSTS_DURATION_S / 2, 20.0, amount) for seed in range(seeds)]
+        for amount in CLEAN_AHEAD
+    ]
+
+
+def print_header(header: str) -> None:
+    """Print a table's head."""
+    print(header)
+    print("| --- " * (header.count(" | ") + 1) + "|", flush=True)
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", nargs="?", choices=["arms", "bursts"], default="arms")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="also write every run's report here")
+    args = parser.parse_args()
+    start_s = time.perf_counter()
+    log: list[dict[str, object]] = []
+
+    def note(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> None:
+        for cell, outcome in zip(cells, outcomes, strict=True):
+            report = dataclasses.asdict(outcome.report)
+            log.append({**cell._asdict(), "tight_tpot": outcome.tight_tpot, **report})
+        if args.json:
+            args.json.write_text(json.dumps(log))
+
+    with ProcessPoolExecutor(args.jobs) as pool:
+        if args.what == "bursts":
+            groups = burst_groups(args.seeds)
+            pending = [pool.map(run, cells) for cells in groups]
+            print_header(BURSTS_HEADER)
+            for cells, outcomes in zip(groups, map(list, pending), strict=True):
+                note(cells, outcomes)
+                print(bursts_row_of(cells[0], outcomes), flush=True)
+        else:
+            planned = [
+                (title, groups, [pool.map(run, cells) for cells in groups])
+                for title, groups in tables(args.seeds)
+            ]
+            for title, groups, pending in planned:
+                print(f"\n{title}:\n")
+                print_header(HEADER)
+                for cells, outcomes in zip(groups, map(list, pending), strict=True):
+                    note(cells, outcomes)
+                    print(row_of(cells[0].arm, outcomes), flush=True)
+    print(f"\n{time.perf_counter() - start_s:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

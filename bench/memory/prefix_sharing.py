@@ -1,0 +1,428 @@
+"""What the prefix cache brings: `python -m bench.memory.prefix_sharing policies|documents|live`.
+
+policies: `--cache-policy` and the order of best-effort requests, on mooncake's block ids. The real
+router core on virtual hardware (A100, Llama-2-7B): of each trace, rows of at most
+MAX_PROMPT_TOKENS; a quarter of the conversations are real-time and come at the trace's times,
+stretched; the others are a backlog of best-effort requests that is known from the start (Echo's
+reference counts, E7, need that). The pool is far smaller than all that could be cached. Hit rate:
+prompt tokens that were not computed when a request first started, of all prompt tokens of those
+that have begun to answer.
+
+documents: questions about long documents, shuffled, under the unified policy, beside a few
+real-time requests; by arrival and by what is shared.
+
+live: 50 requests that begin with the same 2,000 tokens, through HTTP, with the bundled model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from itertools import product, takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+
+from bench.serving.server import running_server
+from lightserve.config import ServeConfig
+from lightserve.router.events import FromFrontend
+from lightserve.router.factory import make_core_config
+from lightserve.sim.fitted_profile import fitted_profile
+from lightserve.sim.hardware import A100_LLAMA2_7B
+from lightserve.sim.simulation import Outcome, Simulation, TimedEvent
+from lightserve.sim.timed_core import TimedCore
+from lightserve.sim.traffic import Job, TraceTraffic, parse_block_ids, parse_traffic
+from lightserve.sim.virtual_worker import LengthWorker, VirtualWorker
+from lightserve.sim.workload import Trace, read_trace
+from lightserve.types import SLO, FrontendId, RequestClass, RequestId, RequestKey
+
+TRACES = ("mooncake_conversation", "mooncake_synthetic")
+ARMS = (
+    ("off", "arrival"),
+    ("lru", "arrival"),
+    ("task-aware", "arrival"),
+    ("lru", "sharing"),
+    ("task-aware", "sharing"),
+)
+"""--cache-policy, and the order in which best-effort requests start: that of their arrival, or
+first those who share most with what is cached (as the server does)."""
+MAX_PROMPT_TOKENS = 16_384
+STRETCH = {"mooncake_conversation": 2.5, "mooncake_synthetic": 1.5}
+"""So many times slower than the trace: what one such GPU can serve."""
+BE_SHARE = 0.75
+"""Of the conversations."""
+PEAK_S = 30.0
+PEAK_SHARE = 0.1
+"""RT peaks: of all stretches of PEAK_S, those with the most real-time prompt tokens."""
+MAX_NUM_SEQS = 256
+BUDGET_TOKENS = 2048
+
+NUM_DOCUMENTS, QUESTIONS_EACH = 60, 20
+DOCUMENTS_CAPACITY = 60_000
+DOCUMENTS_RT_RPS = 4.0
+DOCUMENTS_S = 240.0
+DOCUMENTS_SLO = SLO(ttft_ms=400.0, tpot_ms=200.0, mtpot_ms=200.0)
+
+NUM_SHARED_TOKENS = 2000
+NUM_OWN_TOKENS = 20
+NUM_LIVE_REQUESTS = 50
+LIVE_TOKENS = (300, 1000)
+"""Prompts are drawn from these ids of the bundled model."""
+LIVE_POLICIES = ("off", "task-aware")
+
+
+class Cell(NamedTuple):
+    """One run."""
+
+    trace: str
+    cache_policy: str
+    capacity_tokens: int
+    be_order: str
+    max_be_seqs: int
+    """0: as many as fit, which leaves the cache next to nothing."""
+    num_rows: int
+    seed: int
+
+
+class Sent(NamedTuple):
+    """A request of a run."""
+
+    request_class: RequestClass
+    time_s: float
+    num_prompt_tokens: int
+    outcome: Outcome
+
+
+class Answer(NamedTuple):
+    """What a run came to; hit rates are shares of prompt tokens."""
+
+    hit_rt: float
+    hit_rt_peak: float
+    hit_be: float
+    hit_all: float
+    rt_ttft_p50_s: float
+    rt_ttft_p99_s: float
+    be_finished: int
+    be_tokens_per_s: float
+    """Prompt and output tokens of best-effort requests that ended, by virtual second."""
+
+
+def read_rows(name: str, num_rows: int) -> Trace:
+    """Return the first rows of a trace whose prompts are not too long."""
+    trace = read_trace(Path(__file__).parents[1] / "traces" / f"{name}.csv.gz")
+    assert trace.arrival_s is not None and trace.block_ids is not None
+    rows = np.flatnonzero(trace.prompt_tokens <= MAX_PROMPT_TOKENS)[:num_rows]
+    return Trace(
+        trace.prompt_tokens[rows],
+        trace.output_tokens[rows],
+        [trace.clients[row] for row in rows],
+        trace.arrival_s[rows],
+        [trace.block_ids[row] for row in rows],
+    )
+
+
+def classes_of(trace: Trace, rng: np.random.Generator) -> list[RequestClass]:
+    """Return a class per row; rows whose prompts begin with the same two blocks have the same."""
+    assert trace.block_ids is not None
+    conversations = [tuple(parse_block_ids(ids)[:2]) for ids in trace.block_ids]
+    is_be = {each: rng.random() < BE_SHARE for each in dict.fromkeys(conversations)}
+    return [RequestClass.BE if is_be[each] else RequestClass.RT for each in conversations]
+
+
+def events_of(cell: Cell) -> Iterator[tuple[RequestClass, TimedEvent, Job]]:
+    """Yield all requests: real-time ones at their times, best-effort ones at the start."""
+    rng = np.random.default_rng(cell.seed)
+    trace = read_rows(cell.trace, cell.num_rows)
+    classes = classes_of(trace, rng)
+    jobs = TraceTraffic(trace, max_tokens=None).jobs(rng)
+    for number, (request_class, (time_s, job)) in enumerate(zip(classes, jobs, strict=True)):
+        at_s = 0.0 if request_class is RequestClass.BE else time_s * STRETCH[cell.trace]
+        message = FromFrontend(FrontendId(0), job.submit(number, request_class))
+        yield request_class, TimedEvent(at_s, message), job
+
+
+def run(cell: Cell) -> Answer:
+    """Run one cell until the last real-time arrival."""
+    sent = list(events_of(cell))
+    longest = max(len(job.prompt_token_ids) + job.max_tokens for _, _, job in sent)
+    options: dict[str, Any] = {
+        "policy": "priority",
+        "max_be_seqs": cell.max_be_seqs,
+        "cache_policy": cell.cache_policy,
+        "be_order": cell.be_order,
+        "max_num_batched_tokens": BUDGET_TOKENS,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "be_max_waiting_requests": len(sent),
+        "be_max_waiting_tokens": 1 << 40,
+        "rt_max_waiting_requests": len(sent),
+        "rt_max_waiting_tokens": 1 << 40,
+    }
+    config = make_core_config(ServeConfig(**options), max_model_len=longest, seed=cell.seed)
+    worker = VirtualWorker(
+        A100_LLAMA2_7B,
+        LengthWorker(max_num_seqs=config.max_num_seqs, max_model_len=longest),
+        noise=0.0,
+        rng=np.random.default_rng(cell.seed),
+    )
+    simulation = Simulation(
+        TimedCore(config),
+        worker,
+        worker.seconds,
+        num_slots=cell.capacity_tokens,
+        num_host_slots=cell.capacity_tokens // 2,
+    )
+    end_s = max(event.time_s for _, event, _ in sent)
+    simulation.run([event for _, event, _ in sent], until_s=end_s)
+    seen = [
+        Sent(request_class, event.time_s, len(job.prompt_token_ids), outcome)
+        for number, (request_class, event, job) in enumerate(sent)
+        if (outcome := simulation.outcomes.get(RequestKey(FrontendId(0), RequestId(number))))
+    ]
+    return answer(seen, end_s)
+
+
+def answer(seen: Sequence[Sent], end_s: float) -> Answer:
+    """Return the figures of a run that lasted `end_s`."""
+    rt = [each for each in seen if each.request_class is RequestClass.RT]
+    be = [each for each in seen if each.request_class is RequestClass.BE]
+    ended = [each for each in be if each.outcome.finish_reason is not None]
+    ttft_s = [
+        (each.outcome.token_times_s[0] if each.outcome.token_times_s else end_s) - each.time_s
+        for each in rt
+    ]
+    p50, p99 = np.percentile(ttft_s, [50, 99])
+    tokens = sum(each.num_prompt_tokens + len(each.outcome.token_ids) for each in ended)
+    return Answer(
+        hit_rate(rt),
+        hit_rate(in_peaks(rt)),
+        hit_rate(be),
+        hit_rate(seen),
+        float(p50),
+        float(p99),
+        len(ended),
+        tokens / end_s,
+    )
+
+
+def hit_rate(seen: Sequence[Sent]) -> float:
+    """Return the cached share of the prompt tokens of requests that have begun to answer."""
+    begun = [each for each in seen if each.outcome.token_times_s]
+    cached = sum(each.outcome.num_cached_tokens for each in begun)
+    return cached / max(1, sum(each.num_prompt_tokens for each in begun))
+
+
+def in_peaks(rt: Sequence[Sent]) -> list[Sent]:
+    """Return those that came in the stretches of time with the most prompt tokens."""
+    stretches = np.array([int(each.time_s // PEAK_S) for each in rt])
+    load = np.bincount(stretches, weights=[each.num_prompt_tokens for each in rt])
+    busiest = np.argsort(load)[::-1][: max(1, round(PEAK_SHARE * len(load)))]
+    return [each for each, stretch in zip(rt, stretches, strict=True) if stretch in busiest]
+
+
+def compare_policies(args: argparse.Namespace) -> None:
+    """Print the table of the cache policies."""
+    cells = [
+        Cell(trace, policy, args.capacity, be_order, max_be_seqs, args.rows, args.seed)
+        for max_be_seqs, trace, (policy, be_order) in product(args.max_be_seqs, TRACES, ARMS)
+    ]
+    print(
+        "| trace | most BE at once | cache policy | BE order | hit RT | RT peaks | BE | all |"
+        " RT TTFT p50 s | p99 s | BE ended | BE tokens/s |"
+    )
+    print("|---" * 12 + "|")
+    with ProcessPoolExecutor(args.processes) as pool:
+        for cell, got in zip(cells, pool.map(run, cells), strict=True):
+            print(
+                f"| {cell.trace} | {cell.max_be_seqs or 'what fits'} | {cell.cache_policy} |"
+                f" {cell.be_order} |"
+                f" {got.hit_rt:.1%} | {got.hit_rt_peak:.1%} | {got.hit_be:.1%} |"
+                f" {got.hit_all:.1%} | {got.rt_ttft_p50_s:.2f} | {got.rt_ttft_p99_s:.2f} |"
+                f" {got.be_finished} | {got.be_tokens_per_s:,.0f} |",
+                flush=True,
+            )
+
+
+def compare_orders(args: argparse.Namespace) -> None:
+    """Print the table of the documents."""
+    cells = [
+        Cell("documents", policy, DOCUMENTS_CAPACITY, order, 0, 0, args.seed)
+        for policy, order in product(("lru", "task-aware"), ("arrival", "sharing"))
+    ]
+    print("| cache policy | BE order | hit BE | RT in time | BE ended/s | x arrival | max wait s |")
+    print("|---" * 7 + "|")
+    with ProcessPoolExecutor(args.processes) as pool:
+        by_arrival = 0.0
+        for cell, got in zip(cells, pool.map(ask_about_documents, cells), strict=True):
+            if cell.be_order == "arrival":
+                by_arrival = got.be_ended_per_s
+            ratio = got.be_ended_per_s / by_arrival
+            print(
+                f"| {cell.cache_policy} | {cell.be_order} | {got.hit_be:.1%} |"
+                f" {got.rt_in_time:.1%} | {got.be_ended_per_s:.2f} | {ratio:.2f} |"
+                f" {got.longest_wait_s:.0f} |",
+                flush=True,
+            )
+
+
+class Asked(NamedTuple):
+    """What a run of the documents came to."""
+
+    hit_be: float
+    rt_in_time: float
+    """Share of real-time requests whose first token came within DOCUMENTS_SLO."""
+    be_ended_per_s: float
+    longest_wait_s: float
+    """Of best-effort requests that have begun, until their first token."""
+
+
+def questions(rng: np.random.Generator) -> list[Job]:
+    """Return questions about documents, shuffled."""
+    jobs = []
+    for document in range(NUM_DOCUMENTS):
+        length = int(rng.integers(6000, 10_001))
+        text = rng.integers(1000 * document, 1000 * document + 1000, length)
+        for _ in range(QUESTIONS_EACH):
+            own = rng.integers(100_000, 200_000, int(rng.integers(20, 61)))
+            num_output = int(rng.integers(32, 129))
+            prompt = np.concatenate([text, own]).astype(np.int32)
+            jobs.append(Job(prompt, num_output, 128))
+    return [jobs[number] for number in rng.permutation(len(jobs))]
+
+
+def ask_about_documents(cell: Cell) -> Asked:
+    """Run one cell until all questions are answered, or DOCUMENTS_S have passed."""
+    rng = np.random.default_rng(cell.seed)
+    asked = questions(rng)
+    lengths = str(Path(__file__).parents[1] / "traces/sharegpt_lengths.csv.gz")
+    real_time = parse_traffic(
+        f"poisson:{DOCUMENTS_RT_RPS}", lengths, request_class=RequestClass.RT, max_tokens=2048
+    )
+    arrivals = takewhile(lambda timed: timed[0] < DOCUMENTS_S, real_time.jobs(rng))
+    events = [
+        TimedEvent(0.0, FromFrontend(FrontendId(1), job.submit(number, RequestClass.BE)))
+        for number, job in enumerate(asked)
+    ] + [
+        TimedEvent(
+            time_s,
+            FromFrontend(FrontendId(0), job.submit(number, RequestClass.RT, DOCUMENTS_SLO)),
+        )
+        for number, (time_s, job) in enumerate(arrivals)
+    ]
+    longest = 16_384
+    options: dict[str, Any] = {"cache_policy": cell.cache_policy, "be_order": cell.be_order}
+    config = make_core_config(
+        ServeConfig(max_num_batched_tokens=512, **options), max_model_len=longest, seed=cell.seed
+    )
+    worker = VirtualWorker(
+        A100_LLAMA2_7B,
+        LengthWorker(max_num_seqs=config.max_num_seqs, max_model_len=longest),
+        noise=0.05,
+        rng=rng,
+    )
+    simulation = Simulation(
+        TimedCore(config),
+        worker,
+        worker.seconds,
+        num_slots=cell.capacity_tokens,
+        num_host_slots=cell.capacity_tokens // 2,
+        step_cost=fitted_profile(A100_LLAMA2_7B, noise=0.05, rng=rng),
+        overlaps_copies=A100_LLAMA2_7B.overlaps_copies,
+    )
+    now_s = 0.0
+    outcomes = simulation.outcomes
+    while now_s < DOCUMENTS_S:
+        now_s += 5.0
+        simulation.run(events, until_s=now_s)
+        events = []
+        best_effort = [o for key, o in outcomes.items() if key.frontend_id == 1]
+        if all(outcome.finish_reason is not None for outcome in best_effort):
+            break
+    ended_s = [o.token_times_s[-1] for o in best_effort if o.finish_reason is not None]
+    if len(ended_s) == len(asked):
+        now_s = max(ended_s)
+    seen = [
+        Sent(RequestClass.BE, 0.0, len(job.prompt_token_ids), outcome)
+        for number, job in enumerate(asked)
+        if (outcome := outcomes.get(RequestKey(FrontendId(1), RequestId(number))))
+    ]
+    assert DOCUMENTS_SLO.ttft_ms is not None
+    in_time = [
+        bool(o.token_times_s) and o.token_times_s[0] - o.arrival_s <= DOCUMENTS_SLO.ttft_ms / 1e3
+        for key, o in outcomes.items()
+        if key.frontend_id == 0 and o.arrival_s < now_s - 1.0
+    ]
+    waits_s = [o.token_times_s[0] for o in best_effort if o.token_times_s]
+    return Asked(hit_rate(seen), float(np.mean(in_time)), len(ended_s) / now_s, max(waits_s))
+
+
+def measure_live(args: argparse.Namespace) -> None:
+    """Print TTFT over requests that share their first tokens, with and without the cache.
+
+    Both servers run, and are asked in turn: other load of the machine falls on both alike.
+    """
+    rng = np.random.default_rng(args.seed)
+    shared = _draw(rng, NUM_SHARED_TOKENS)
+    prompts = [shared + _draw(rng, NUM_OWN_TOKENS) for _ in range(NUM_LIVE_REQUESTS)]
+    answers: dict[str, list[tuple[float, int]]] = {policy: [] for policy in LIVE_POLICIES}
+    with ExitStack() as stack:
+        ask = {policy: stack.enter_context(asker(policy, args.serve)) for policy in LIVE_POLICIES}
+        for prompt in [_draw(rng, 64), *prompts]:
+            for policy in LIVE_POLICIES:
+                answers[policy].append(ask[policy](prompt))
+    print("| cache policy | first ms | others p50 | p10 | p90 | cached tokens of the others |")
+    print("|---|---|---|---|---|---|")
+    for policy in LIVE_POLICIES:
+        _, first, *others = answers[policy]  # the very first warms up
+        p10, p50, p90 = np.percentile([ms for ms, _ in others], [10, 50, 90])
+        cached = np.mean([num_cached for _, num_cached in others])
+        print(f"| {policy} | {first[0]:.0f} | {p50:.1f} | {p10:.1f} | {p90:.1f} | {cached:,.0f} |")
+
+
+@contextmanager
+def asker(policy: str, serve: Sequence[str]) -> Iterator[Callable[[list[int]], tuple[float, int]]]:
+    """Start a server; yield what asks it for one token, which is when the answer ends.
+
+    It returns milliseconds on the client's clock, and how many prompt tokens were cached.
+    """
+    options = ["--cache-policy", policy, "--num-threads", "1", *serve]
+    with (
+        running_server(options) as server,
+        httpx.Client(base_url=server.url, timeout=120) as client,
+    ):
+
+        def ask(prompt: list[int]) -> tuple[float, int]:
+            body = {"model": server.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+            start = time.perf_counter()
+            response = client.post("/v1/completions", json=body).raise_for_status()
+            ms = 1e3 * (time.perf_counter() - start)
+            return ms, response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        yield ask
+
+
+def _draw(rng: np.random.Generator, count: int) -> list[int]:
+    return [int(token) for token in rng.integers(*LIVE_TOKENS, size=count)]
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("policies", "documents", "live"))
+    parser.add_argument("--rows", type=int, default=1500)
+    parser.add_argument("--capacity", type=int, default=120_000)
+    parser.add_argument("--max-be-seqs", type=int, nargs="+", default=[8, 0])
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--serve", nargs="*", default=[], help="further options of the servers")
+    args = parser.parse_args()
+    what = {"policies": compare_policies, "documents": compare_orders, "live": measure_live}
+    what[args.what](args)
+
+
+if __name__ == "__main__":
+    main()

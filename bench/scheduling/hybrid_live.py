@@ -1,0 +1,299 @@
+"""Real-time requests over an endless backlog, live: `python -m bench.scheduling.hybrid_live`.
+
+Two cores, one server per policy, all up at once; they are loaded in turns, several rounds, so that
+whatever else the machine does falls on all alike (`bench/serving/live.py` says who runs where).
+
+1. capacity: real-time requests per second of 64 closed-loop clients, the best policy's
+2. targets: three times the p99 of TTFT, TPOT and largest gap, real-time requests alone, Poisson at
+   0.6 of the capacity
+3. the same arrivals over a backlog, every policy in turn; real-time alone and best effort alone
+4. decode gaps of running chats while prompts of 1,024 to 2,048 tokens stream in (bundled model)
+
+Bars: attainment 99 %; best-effort tokens per second 0.85 * 0.4 of what they are alone, as 0.4 is
+what real-time requests at 0.6 leave.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from bench.serving.live import load, load_average, pinned_server, write_profile, write_random_model
+from bench.serving.server import Server
+from lightserve.loadtest.options import BE, RT
+from lightserve.loadtest.result import RequestRow, Run
+
+POLICIES = ("unified", "fcfs", "chunked", "priority")
+NUM_CLIENTS = 64
+RT_SHARE = 0.6
+TARGET_FACTOR = 3.0
+ATTAINMENT_BAR, BE_BAR = 0.99, 0.85 * (1 - RT_SHARE)
+RAMP_S = 3.0
+"""At the start of a run: not counted."""
+DRAIN_S = 30.0
+"""For who is in flight at the end of a run, until targets are known: who is left then is late."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its traffic: (prompt, output) tokens, uniform."""
+
+    rt: tuple[str, str]
+    be: tuple[str, str]
+    num_be_clients: int
+
+
+CASES = {
+    "bundled": Case(("64:256", "32:96"), ("256:512", "64:128"), 48),
+    "random": Case(("16:64", "8:24"), ("32:96", "16:32"), 32),
+}
+
+
+@dataclass
+class Sums:
+    """What came of one line of the table."""
+
+    rows: list[RequestRow] = field(default_factory=list)
+    attainments: list[float] = field(default_factory=list)
+    """Of each round, as the load client judges."""
+    be_tokens_per_s: list[float] = field(default_factory=list)
+    client_cpu: list[float] = field(default_factory=list)
+
+    def add(self, run: Run) -> None:
+        """Take in a run."""
+        self.client_cpu.append(run.client.cpu_share)
+        self.rows += [row for row in run.requests if _counts(run, row)]
+        if (rt := run.classes.get(RT)) is not None and rt.attainment is not None:
+            self.attainments.append(rt.attainment)
+        if (be := run.classes.get(BE)) is not None:
+            self.be_tokens_per_s.append(be.output_tokens_per_s)
+
+    @property
+    def attainment(self) -> float:
+        """Over all rounds."""
+        return float(np.mean([row.is_met for row in self.rows]))
+
+    def quantile_ms(self, name: str, share: float) -> float:
+        """Return a quantile of ttft, tpot or mtpot over requests that have it."""
+        values = [value for row in self.rows if (value := _measure_ms(row, name)) is not None]
+        return float(np.quantile(values, share)) if values else float("nan")
+
+
+def _counts(run: Run, row: RequestRow) -> bool:
+    start_s, end_s = run.window_s
+    return row.request_class == RT and start_s <= row.intended_s <= end_s
+
+
+def _measure_ms(row: RequestRow, name: str) -> float | None:
+    if row.first_s is None:
+        return None
+    if name == "ttft":
+        return 1e3 * (row.first_s - row.intended_s)
+    if row.error is not None or row.end_s is None or not row.output_tokens:
+        return None
+    if name == "tpot":
+        return 1e3 * (row.end_s - row.first_s) / max(1, row.output_tokens - 1)
+    return row.mtpot_ms
+
+
+class Bench:
+    """One model on a server per policy."""
+
+    def __init__(self, name: str, servers: Mapping[str, Server], seconds: float) -> None:
+        self.case = CASES[name]
+        self.servers = servers
+        self.seconds = seconds
+        self._rt_lengths = _lengths(*self.case.rt)
+        self.targets: tuple[str, ...] = ()
+        self._drain_s = DRAIN_S
+
+    def _window(self, seconds: float) -> tuple[str, ...]:
+        skipped = ("--skip-first-s", str(RAMP_S), "--skip-last-s", "1")
+        return ("--duration-s", str(RAMP_S + seconds + 1), *skipped)
+
+    def capacity_rps(self, policy: str) -> float:
+        """Return requests per second that end, of 64 closed-loop clients.
+
+        Counted from the end of half as many requests until the last one is sent: then all
+        clients are busy, however slow the machine is.
+        """
+        traffic = ("--concurrency", str(NUM_CLIENTS), "--num-requests", str(3 * NUM_CLIENTS))
+        run = load(self.servers[policy], *self._rt_lengths, *traffic, "--save-requests")
+        ends = sorted(row.end_s for row in run.requests if row.error is None and row.end_s)
+        start_s, end_s = ends[NUM_CLIENTS // 2], max(row.intended_s for row in run.requests)
+        return sum(start_s < moment_s <= end_s for moment_s in ends) / (end_s - start_s)
+
+    def alone(self, rate_rps: float, seed: int, *, scale: float = 1.0) -> Run:
+        """Run real-time requests alone, on the unified server."""
+        return load(self.servers["unified"], *self._rt(rate_rps, seed, scale), *self.targets)
+
+    def mixed(self, policy: str, rate_rps: float, seed: int) -> Run:
+        """Run both classes."""
+        prompts, outputs = self.case.be
+        backlog = (
+            f"concurrency={self.case.num_be_clients} prompt-tokens={prompts}"
+            f" output-tokens={outputs}"
+        )
+        traffic = (*self._rt(rate_rps, seed, 1.0), "--be", backlog)
+        return load(self.servers[policy], *traffic, *self.targets)
+
+    def backlog_alone(self, seed: int) -> Run:
+        """Run best-effort requests alone, on the unified server."""
+        traffic = ("--be-share", "1", "--concurrency", str(self.case.num_be_clients))
+        return load(
+            self.servers["unified"],
+            *(*_lengths(*self.case.be), *traffic, "--seed", str(seed)),
+            *(*self._window(self.seconds * 0.7), "--drain-s", "0.1"),
+        )
+
+    def _rt(self, rate_rps: float, seed: int, scale: float) -> tuple[str, ...]:
+        arrivals = ("--rate", f"{rate_rps:.3f}", "--seed", str(seed))
+        ending = ("--save-requests", "--drain-s", f"{self._drain_s:.1f}")
+        return (*self._rt_lengths, *arrivals, *self._window(scale * self.seconds), *ending)
+
+    def set_targets(self, alone: Sums) -> dict[str, float]:
+        """Take targets from a run without others; returns them in ms."""
+        limits = {
+            name: TARGET_FACTOR * alone.quantile_ms(name, 0.99)
+            for name in ("ttft", "tpot", "mtpot")
+        }
+        most_tokens = int(self.case.rt[1].partition(":")[2])
+        self._drain_s = (limits["ttft"] + most_tokens * limits["tpot"]) / 1e3
+        text = ",".join(f"{name}={limit:.1f}ms" for name, limit in limits.items())
+        self.targets = ("--targets", text, "--send-targets")
+        return limits
+
+    def gaps(self, policy: str, long_prompts: str | None) -> Run:
+        """Run eight chats, and two clients of long prompts of a class; None: chats alone."""
+        chats = (*_lengths("64:128", "256"), "--concurrency", "8")
+        stream: tuple[str, ...] = ()
+        if long_prompts is not None:
+            stream = ("--be", "concurrency=2 prompt-tokens=1024:2048 output-tokens=1")
+            tier = {RT: "default", BE: "flex"}[long_prompts]
+            stream += ("--be-body", f'{{"service_tier": "{tier}"}}')
+        # Nothing is skipped: a gap counts where its chat's arrival does.
+        window = ("--duration-s", str(RAMP_S + self.seconds / 2), "--drain-s", "0.1")
+        return load(self.servers[policy], *chats, *stream, *self.targets, *window)
+
+
+def _lengths(prompts: str, outputs: str) -> tuple[str, ...]:
+    return ("--prompt-tokens", prompts, "--output-tokens", outputs)
+
+
+def compare(bench: Bench, rounds: int) -> None:
+    """Print capacity, targets and the table of policies."""
+    capacities = {policy: bench.capacity_rps(policy) for policy in POLICIES}
+    rate_rps = RT_SHARE * max(capacities.values())
+    print("capacity, requests/s: " + ", ".join(f"{p} {c:.2f}" for p, c in capacities.items()))
+    first = Sums()
+    first.add(bench.alone(rate_rps, 100, scale=2.0))
+    limits = bench.set_targets(first)
+    print(
+        f"real-time at {rate_rps:.2f}/s; targets, ms: "
+        + ", ".join(f"{name} {limit:.0f}" for name, limit in limits.items())
+        + f" ({len(first.rows)} requests alone)\n",
+        flush=True,
+    )
+    lines = {policy: Sums() for policy in POLICIES}
+    alone, backlog = Sums(), Sums()
+    for number in range(rounds):
+        for policy in POLICIES:
+            lines[policy].add(bench.mixed(policy, rate_rps, number))
+        alone.add(bench.alone(rate_rps, number))
+        backlog.add(bench.backlog_alone(number))
+    print_comparison(lines | {"no best effort": alone}, float(np.mean(backlog.be_tokens_per_s)))
+    of_rounds = " / ".join(f"{value:.0f}" for value in backlog.be_tokens_per_s)
+    print(f"\nbest effort alone, tokens/s by round: {of_rounds}; load average {load_average()}\n")
+
+
+def print_comparison(lines: Mapping[str, Sums], be_alone: float) -> None:
+    """Print a line per policy, by round in parentheses."""
+    heads = (
+        *("policy", "arrivals", f"attainment (≥ {ATTAINMENT_BAR:.0%})", "TTFT p50 / p99, ms"),
+        *("TPOT p50 / p99, ms", "largest gap p99, ms", "BE tokens/s"),
+        *(f"of BE alone (≥ {BE_BAR:.2f})", "client's CPU"),
+    )
+    print("| " + " | ".join(heads) + " |\n" + "| --- " * len(heads) + "|")
+    for name, sums in lines.items():
+        be = float(np.mean(sums.be_tokens_per_s or [0.0]))
+        pairs = {
+            measure: " / ".join(f"{sums.quantile_ms(measure, q):.0f}" for q in (0.5, 0.99))
+            for measure in ("ttft", "tpot")
+        }
+        cells = (
+            *(name, len(sums.rows), f"{sums.attainment:.1%}{_rounds(sums.attainments, '.0%')}"),
+            *(pairs["ttft"], pairs["tpot"], f"{sums.quantile_ms('mtpot', 0.99):.0f}"),
+            *(f"{be:.0f}{_rounds(sums.be_tokens_per_s, '.0f')}", f"{be / be_alone:.2f}"),
+            f"{np.mean(sums.client_cpu):.0%}",
+        )
+        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+def _rounds(values: Sequence[float], spec: str) -> str:
+    return f" ({', '.join(format(value, spec) for value in values)})" if len(values) > 1 else ""
+
+
+def gaps(bench: Bench) -> None:
+    """Print decode gaps of chats while long prompts come."""
+    heads = ("policy", "long prompts", "chat ITL p50 / p99 / max, ms", "chat tokens/s", "prompts/s")
+    print("| " + " | ".join(heads) + " |\n" + "| --- " * len(heads) + "|")
+    for kind in (None, BE, RT):
+        for policy in POLICIES if kind else ("unified",):
+            run = bench.gaps(policy, kind)
+            chats, prompts = run.classes[RT], run.classes.get(BE)
+            itl = chats.itl_ms
+            cells = (
+                *(policy, {None: "none", BE: "best effort", RT: "real time"}[kind]),
+                f"{itl.p50 or 0:.1f} / {itl.p99 or 0:.1f} / {itl.max or 0:.0f}",
+                f"{chats.output_tokens_per_s:.0f}",
+                f"{prompts.requests_per_s:.2f}" if prompts else "",
+            )
+            print("| " + " | ".join(cells) + " |", flush=True)
+    print(f"\nload average {load_average()}\n")
+
+
+def run_case(name: str, parts: Sequence[str], seconds: float, rounds: int) -> None:
+    """Start a server per policy and load them."""
+    start_s = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        model = Path(directory) / "model"
+        args = ["--model", str(model)] if name == "random" else []
+        if args:
+            write_random_model(model)
+        profile = Path(directory) / "profile.json"
+        write_profile(profile, args, seconds=seconds)
+        args += ["--profile", str(profile)]
+        servers = {
+            policy: stack.enter_context(pinned_server([*args, "--policy", policy]))
+            for policy in POLICIES
+        }
+        bench = Bench(name, servers, seconds)
+        print(f"#### {name} model; load average {load_average()}\n", flush=True)
+        if "policies" in parts:
+            compare(bench, rounds)
+        if "gaps" in parts and name == "bundled":
+            gaps(bench)
+    print(f"{time.perf_counter() - start_s:.0f} s\n", flush=True)
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", default="bundled,random")
+    parser.add_argument("--parts", default="policies,gaps")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=8.0, help="counted, of a run")
+    args = parser.parse_args()
+    for name in args.models.split(","):
+        run_case(name, args.parts.split(","), args.seconds, args.rounds)
+
+
+if __name__ == "__main__":
+    main()
