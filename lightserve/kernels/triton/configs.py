@@ -1,7 +1,8 @@
 """How attention kernels are cut up: block sizes, warps, stages, splits.
 
-The built-in ones are made by reading what the compiler makes of them (bench/engine/kernels_offline.py,
-with the reasons in bench/README.md); `tuning` measures better ones for a machine.
+The built-in ones are made by reading what the compiler makes of them, by
+bench/engine/kernels_offline.py, with the reasons in docs/results/kernels_offline.md; `tuning`
+measures better ones for a machine.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Inside `compiling(capability)` every launch of a Triton kernel compiles it for t
 very constants and alignments of the launch, and runs nothing: call the functions that launch, with
 tensors on the device "meta". Then `read` tells registers, spills, shared memory and instructions.
 
-Not under TRITON_INTERPRET=1: there kernels are Python functions. Used by bench/engine/kernels_offline.py.
+Not under TRITON_INTERPRET=1: there kernels are Python functions. Used by
+bench/engine/kernels_offline.py.
 """
 
 from __future__ import annotations
