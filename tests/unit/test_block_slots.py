@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -132,6 +132,58 @@ def test_shares_of_one_step_are_those_taken_one_by_one(block_size: int) -> None:
         together.release(gone)
         single.release(gone)
     together.check_integrity()
+
+
+@given(
+    seed=st.integers(0, 1 << 32),
+    num_slots=st.integers(30, 300),
+    block_size=st.sampled_from([*BLOCK_SIZES, 3]),
+    is_exclusive=st.booleans(),
+)
+def test_one_slot_for_each_row_is_what_the_loop_gives(
+    seed: int, num_slots: int, block_size: int, is_exclusive: bool
+) -> None:
+    """Two pools with one history; where others have to be searched, growing rows go first."""
+    rng = np.random.default_rng(seed)
+    by_rows, by_loop = (
+        BlockSlotPool(num_slots, block_size=block_size, is_exclusive=is_exclusive) for _ in range(2)
+    )
+    held: dict[int, np.ndarray] = {}  # owners have their number as their row, but some move
+    shift = 0
+    for _ in range(40):
+        owners = rng.permutation(12)[: rng.integers(1, 13)].tolist()
+        shares = [(owner, RT if owner % 2 else BE, 1) for owner in owners]
+        if rng.random() < 0.1:
+            shift += 1
+        for share in shares:
+            by_rows.bind((share[0] + shift) % 12, share[0], share[1])
+        rows = np.array([(owner + shift) % 12 for owner in owners])
+        if sum(by_loop.cost(*share) for share in shares) > by_loop.num_free:
+            with pytest.raises(ValueError, match="slots asked for"):
+                by_rows.acquire_one_each(rows)
+            by_rows.check_integrity()
+        else:
+            masks, growing = by_rows.block_masks(), [by_rows._rows.blocks[row] for row in rows]
+            num_new = sum(
+                block < 0 or (masks[block] ^ by_rows._full).bit_count() < 2 for block in growing
+            )
+            slots, expected = by_rows.acquire_one_each(rows), by_loop.acquire_many(shares)
+            if num_new <= len(by_rows._empty) + num_new * is_exclusive or by_rows.num_free == 0:
+                assert slots.tolist() == expected.tolist()
+            assert by_rows.num_free == by_loop.num_free
+            if slots.tolist() != expected.tolist():
+                return  # two histories from here on
+            for owner, slot in zip(owners, slots, strict=True):
+                held[owner] = np.append(held.get(owner, int32([])), slot)
+        for owner in [owner for owner in held if rng.random() < 0.15]:
+            gone = held.pop(owner)
+            keeps = rng.random() < 0.5
+            held[owner], gone = (gone[:1], gone[1:]) if keeps else (int32([]), gone)
+            for pool in (by_rows, by_loop):
+                pool.release(gone)
+                if not keeps:
+                    pool.stop_growing(owner)
+    by_rows.check_integrity()
 
 
 @pytest.mark.parametrize("request_class", [RT, BE])

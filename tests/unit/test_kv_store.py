@@ -9,7 +9,14 @@ from lightserve.messages.common import unpack_int32
 from lightserve.router.kv.cache import KVOptions, KVStore, Preemption
 from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.request import Request, RequestState
-from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey, SamplingParams
+from lightserve.types import (
+    FrontendId,
+    RequestClass,
+    RequestId,
+    RequestKey,
+    RowId,
+    SamplingParams,
+)
 
 
 def make_request(
@@ -261,3 +268,32 @@ def test_best_effort_leaves_some_of_what_real_time_cached() -> None:
     other.prompt_token_ids = other.prompt_token_ids + 1000
     kv.acquire([(other, 30)])
     assert (kv.num_cached, kv.num_available) == (10, 10)
+
+
+def test_one_slot_for_each_row_evicts_as_slots_for_each_request_do() -> None:
+    """Also after one was paused and resumed in another row."""
+    stores: list[list[list[int]]] = []
+    for by_rows in (True, False):
+        scene = Scene(num_slots=64)
+        gone = scene.run(make_request(9, 33))
+        scene.kv.release(gone, keep=True)
+        running = [make_request(number, 4) for number in range(3)]
+        running[1].request_class = RequestClass.RT
+        for row, request in enumerate(running):
+            request.prompt_token_ids = np.full(4, 50 + row, dtype=np.int32)
+            request.row = RowId(row)
+            scene.run(request)
+        running[0].pause()
+        running[0].row = RowId(3)
+        scene.run(running[0])
+        taken = []
+        for _ in range(12):
+            if by_rows:
+                rows = np.array([int(request.row or 0) for request in running])
+                slots = scene.kv.acquire_one_each(rows)
+            else:
+                slots = scene.kv.acquire([(request, 1) for request in running])
+            taken.append(slots.tolist())
+        stores.append(taken)
+        assert scene.kv.num_cached < 33, "some of what was cached made room"
+    assert stores[0] == stores[1]

@@ -28,7 +28,7 @@ from lightserve.messages.common import Int32Array
 from lightserve.router.kv.host import Checkpoints, PlanCopies
 from lightserve.router.kv.prefix_node import EvictionOrder, PrefixKey, PrefixNode, path_of
 from lightserve.router.kv.prefix_tree import PrefixTree
-from lightserve.router.kv.slots import BlockSlotPool
+from lightserve.router.kv.slots import BlockSlotPool, IndexArray
 from lightserve.router.request import Request
 from lightserve.types import RT
 
@@ -183,6 +183,8 @@ class KVStore:
         """
         if request.slots is None:
             request.slots = np.empty(request.max_kv_tokens, dtype=np.int32)
+        if request.row is not None:
+            self._pool.bind(request.row, request, request.request_class)
         start = request.num_computed_tokens - request.num_loaded_by_start
         self.hold(request)
         if not request.num_loaded_by_start and request.host and request.host.end > start:
@@ -302,15 +304,26 @@ class KVStore:
             ValueError: more than `num_available`.
         """
         wanted = [(request, request.request_class, count) for request, count in shares]
-        if self._tree is not None:
-            total = sum([count for _, count in shares])
-            if total > self._pool.num_free:
-                rt = sum([count for _, of, count in wanted if of is RT])
-                self._evict(rt - self._pool.num_free, 0)
-                self._evict(
-                    total - self._pool.num_free, self.num_reserved_for_rt if rt < total else 0
-                )
+        total = sum([count for _, count in shares])
+        if total > self._pool.num_free:
+            self._make_free(total, sum([count for _, of, count in wanted if of is RT]))
         return self._pool.acquire_many(wanted)
+
+    def acquire_one_each(self, rows: IndexArray) -> Int32Array:
+        """Take one slot for the next token of each request that runs in `rows`, int64 [n].
+
+        As `acquire`, for the decodes of a step, without looking at each request.
+        """
+        if len(rows) > self._pool.num_free:
+            self._make_free(len(rows), self._pool.num_real_time(rows))
+        return self._pool.acquire_one_each(rows)
+
+    def _make_free(self, num_slots: int, num_real_time: int) -> None:
+        """Evict what is cached until so many slots are free, some of them for real-time."""
+        if self._tree is not None:
+            num_reserved = self.num_reserved_for_rt if num_real_time < num_slots else 0
+            self._evict(num_real_time - self._pool.num_free, 0)
+            self._evict(num_slots - self._pool.num_free, num_reserved)
 
     def _evict(self, num_tokens: int, num_protected_rt: int) -> None:
         """Free cached slots; real-time's cache is protected while there is anything else."""

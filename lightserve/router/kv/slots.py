@@ -33,17 +33,19 @@ import numpy as np
 import numpy.typing as npt
 
 from lightserve.messages.common import Int32Array
-from lightserve.types import RT, RequestClass
+from lightserve.types import BE, RT, RequestClass
 
 UInt16Array = npt.NDArray[np.uint16]
+IndexArray = npt.NDArray[np.int64]
 
 MAX_BLOCK_SIZE = 16
 
-_FEW_BLOCKS = 4
+_FEW_BLOCKS, _FEW_SLOTS = 4, 32
 """Up to here a loop is faster than numpy."""
 
-_FEW_SLOTS = 32
-"""Up to here a loop is faster than numpy."""
+
+NOWHERE = -1
+"""Stands for the block or the place of a sequence that does not grow."""
 
 
 class BlockSlotPool:
@@ -71,8 +73,9 @@ class BlockSlotPool:
         self._mask_array: UInt16Array = np.frombuffer(self._masks, dtype=np.uint16)
         self._empty = array("i", range(num_whole - 1, -1, -1))
         """Empty blocks of full size, the next one last."""
-        self._rt = BlockEnd(self._masks, block_size, is_low=True)
-        self._be = BlockEnd(self._masks, block_size, is_low=False)
+        self._rows = GrowingRows(block_size)
+        self._rt = BlockEnd(self._masks, block_size, self._rows, is_low=True)
+        self._be = BlockEnd(self._masks, block_size, self._rows, is_low=False)
         self._bits: UInt16Array = (1 << np.arange(block_size)).astype(np.uint16)
         self._scratch: Int32Array = np.empty(num_blocks, dtype=np.int32)
 
@@ -153,6 +156,49 @@ class BlockSlotPool:
         else:
             self._take(shares, slots)
         return slots
+
+    def bind(self, row: int, owner: Hashable, request_class: RequestClass) -> None:
+        """Know a sequence by a row from now on, until another one is bound to it."""
+        end = self._end(request_class)
+        self._rows.bind(row, owner, end.block_of.get(owner, NOWHERE), is_low=end.is_low)
+
+    def num_real_time(self, rows: IndexArray) -> int:
+        """Return how many sequences of rows, int64 [n], are real-time."""
+        return len(rows) - int(np.count_nonzero(self._rows.is_high.take(rows)))
+
+    def acquire_one_each(self, rows: IndexArray) -> Int32Array:
+        """Take the next slot of each of the sequences bound to `rows`, int64 [n], all different.
+
+        Those are the slots of `acquire_many`, but where blocks that are not empty have to be
+        searched: then those go first that have room to grow where they do.
+
+        Raises:
+            ValueError: together they cost more than is free; nothing is taken then.
+        """
+        if self._is_exclusive or len(rows) >= self._num_free:
+            return self.acquire_many(self._shares(rows))
+        self._num_free -= len(rows)
+        blocks = self._rows.blocks.take(rows)
+        places = self._rows.next_places(rows, self._mask_array.take(blocks))
+        if places.min() != NOWHERE:
+            return self._take_places(blocks, places)
+        is_next, others = places != NOWHERE, np.flatnonzero(places == NOWHERE)
+        slots, taken = np.empty(len(rows), np.int32), np.empty(len(others), np.int32)
+        slots[is_next] = self._take_places(blocks[is_next], places[is_next])
+        self._take(self._shares(rows[others]), taken)
+        slots[others] = taken
+        return slots
+
+    def _take_places(self, blocks: IndexArray, places: IndexArray) -> Int32Array:
+        """Take a free place of each block, int64 [n] both; returns their slots."""
+        np.add.at(self._mask_array, blocks, self._bits.take(places))
+        slots: Int32Array = (blocks * self.block_size + places).astype(np.int32)
+        return slots
+
+    def _shares(self, rows: IndexArray) -> list[tuple[Hashable, RequestClass, int]]:
+        """Return shares of one slot for the sequences bound to rows."""
+        owners, is_high = self._rows.owners, self._rows.is_high
+        return [(owners[row], BE if is_high[row] else RT, 1) for row in rows.tolist()]
 
     def _take(
         self, shares: Sequence[tuple[Hashable, RequestClass, int]], slots: Int32Array
@@ -282,6 +328,7 @@ class BlockSlotPool:
         """Open the end at which a sequence grows to others: it has ended, paused or moved."""
         self._rt.stop(owner)
         self._be.stop(owner)
+        self._rows.unbind(owner)
 
     def _distinct(self, blocks: Int32Array) -> Int32Array:
         """Return blocks once each, in order (of the last time each occurs)."""
@@ -303,8 +350,63 @@ class BlockSlotPool:
         for end in (self._rt, self._be):
             end.check_integrity()
             assert not set(end.owner_of) & set(empty), "somebody grows in an empty block"
+        self._rows.check_integrity(self._rt, self._be)
         if self._is_exclusive:
             assert not set(self._rt.owner_of) & set(self._be.owner_of), "a block has two owners"
+
+
+class GrowingRows:
+    """Where the sequences of running requests grow, as columns by their rows."""
+
+    def __init__(self, block_size: int) -> None:
+        self.blocks: IndexArray = np.empty(0, dtype=np.int64)
+        """int64 [rows]; `NOWHERE`: in no block."""
+        self.is_high: IndexArray = np.empty(0, dtype=np.int64)
+        """1 for those that grow from the high end, int64 [rows]."""
+        self.owners: list[Hashable] = []
+        self._row_of: dict[Hashable, int] = {}
+        free = np.arange((1 << block_size) - 1, -1, -1)  # of each mask, which slots are not taken
+        lowest, highest = np.frexp(free & -free)[1] - 1, np.frexp(free)[1] - 1
+        # Of two that grow in one block with a single free slot only the first may have it.
+        is_one = free & (free - 1) == 0
+        places = [np.where(is_one, NOWHERE, one) for one in (lowest, highest)]
+        self._places: IndexArray = np.concatenate(places).astype(np.int64)
+        """The next place by end and mask."""
+        self._num_masks = len(free)
+
+    def next_places(self, rows: IndexArray, masks: UInt16Array) -> IndexArray:
+        """Return the next place in each row's block, int64 [n]; `NOWHERE`: perhaps none is free."""
+        blocks = self.blocks.take(rows)
+        places = self._places.take(self.is_high.take(rows) * self._num_masks + masks)
+        return places if blocks.min() != NOWHERE else np.where(blocks == NOWHERE, NOWHERE, places)
+
+    def bind(self, row: int, owner: Hashable, block: int, *, is_low: bool) -> None:
+        """Give a row to a sequence that grows in a block."""
+        if (num_more := row + 1 - len(self.owners)) > 0:
+            self.blocks = np.append(self.blocks, np.full(num_more, NOWHERE))
+            self.is_high = np.append(self.is_high, np.zeros(num_more, np.int64))
+            self.owners += [None] * num_more
+        self.unbind(self.owners[row])
+        self.unbind(owner)
+        self.owners[row], self._row_of[owner] = owner, row
+        self.blocks[row], self.is_high[row] = block, not is_low
+
+    def unbind(self, owner: Hashable) -> None:
+        """Know a sequence by no row, if it had one."""
+        if (row := self._row_of.pop(owner, None)) is not None:
+            self.owners[row] = None
+            self.blocks[row] = NOWHERE
+
+    def note(self, owner: Hashable, block: int) -> None:
+        """Note where a sequence grows now."""
+        if (row := self._row_of.get(owner)) is not None:
+            self.blocks[row] = block
+
+    def check_integrity(self, low: BlockEnd, high: BlockEnd) -> None:
+        """Assert that the columns say what the ends do."""
+        for owner, row in self._row_of.items():
+            block_of = (high if self.is_high[row] else low).block_of
+            assert self.owners[row] is owner and self.blocks[row] == block_of.get(owner, NOWHERE)
 
 
 class BlockEnd:
@@ -316,8 +418,11 @@ class BlockEnd:
     bucket at or above its rank, and is found in amortized constant time.
     """
 
-    def __init__(self, masks: array[int], block_size: int, *, is_low: bool) -> None:
+    def __init__(
+        self, masks: array[int], block_size: int, rows: GrowingRows, *, is_low: bool
+    ) -> None:
         self.is_low = is_low
+        self._rows = rows
         places = range(block_size) if is_low else range(block_size - 1, -1, -1)
         self.first_place = places[0]
         """The place in an empty block that is taken first, 0 … B-1."""
@@ -350,8 +455,10 @@ class BlockEnd:
         if self._masks[block] == self._full:
             if before is not None:
                 del self.block_of[owner]
+                self._rows.note(owner, NOWHERE)
             return
         self.block_of[owner] = block
+        self._rows.note(owner, block)
         self.owner_of[block] = owner
         self._is_grown[block] = 1
 
@@ -359,6 +466,7 @@ class BlockEnd:
         """Let a sequence grow nowhere, if it did."""
         block = self.block_of.pop(owner, None)
         if block is not None:
+            self._rows.note(owner, NOWHERE)
             del self.owner_of[block]
             self._is_grown[block] = 0
             self._buckets = None
