@@ -30,6 +30,7 @@ from lightserve.messages.router_worker import (
     PlanRow,
     SlotRange,
     StepPlan,
+    pack_decodes,
 )
 from lightserve.models.base import Model
 from lightserve.models.kv_layout import KVGroup, KVLayout
@@ -128,13 +129,15 @@ def first_plan(num_rows: int, params: SamplingParams) -> StepPlan:
 def decode_plan(num_rows: int, step: int) -> bytes:
     """Return the message: each row has one new token, in a slot that it got just now."""
     at = PROMPT_LEN + step
-    rows = [RowId(row) for row in range(num_rows)]
+    rows = range(num_rows)
+    slots = [row * CONTEXT_LEN + at for row in rows]
     return msgspec.msgpack.encode(
         StepPlan(
             step_id=StepId(step + 1),
             sequences=[],
-            slot_ranges=[_slots(row, at, 1) for row in rows],
-            rows=[PlanRow(row, at, 1, OutputKind.SAMPLE) for row in rows],
+            slot_ranges=[],
+            rows=[],
+            decodes=pack_decodes(rows, [at] * num_rows, slots),
         )
     )
 

@@ -30,6 +30,8 @@ from lightserve.messages.router_worker import (
     StepPlan,
     StepResult,
     WorkerToRouter,
+    pack_decodes,
+    row_results,
 )
 from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.model_runner import ModelRunner
@@ -86,6 +88,7 @@ class ScriptedLink:
 class Run:
     """What a run of plans gave."""
 
+    plans: Sequence[StepPlan]
     results: list[StepResult]
     gaps_s: list[float]
     """Between successive results, those of the first steps left out."""
@@ -101,8 +104,8 @@ class Run:
     def token_ids(self) -> dict[RowId, list[int]]:
         """Return the tokens of each row, in order."""
         found: dict[RowId, list[int]] = {}
-        for result in self.results:
-            for row in result.rows:
+        for plan, result in zip(self.plans, self.results, strict=True):
+            for row in row_results(plan, result):
                 assert row.error is None, row
                 found.setdefault(row.row, []).extend(row.token_ids)
         return found
@@ -124,7 +127,7 @@ def run_plans(runner: ModelRunner, plans: Sequence[StepPlan]) -> Run:
     assert len(link.results) == len(plans), (len(link.results), len(plans))
     gaps_s = [after - before for before, after in pairwise(link.sent_s)]
     skipped = max(0, min(WARM_STEPS, len(gaps_s) - 1))
-    return Run(link.results, gaps_s[skipped:], link.sent_s[-1] - start_s)
+    return Run(numbered, link.results, gaps_s[skipped:], link.sent_s[-1] - start_s)
 
 
 class Sequences:
@@ -183,13 +186,19 @@ class Sequences:
     ) -> StepPlan:
         """Return a plan of (row, start, number of tokens); `context`: where prompts end."""
         pieces = list(pieces)
+        decodes = [piece for piece in pieces if piece[1] and piece[2] == 1 and piece[1] >= context]
+        own = [self.slots[row, start] for row, start, _ in decodes]
+        others = [piece for piece in pieces if piece not in decodes]
         return StepPlan(
             step_id=StepId(0),
             sequences=[self._sequence(row, context) for row, start, _ in pieces if start == 0],
             slot_ranges=[
                 SlotRange(self._id(row), start, pack_int32(self.slots[row, start : start + count]))
-                for row, start, count in pieces
+                for row, start, count in others
             ],
+            decodes=pack_decodes(
+                [self._id(row) for row, _, _ in decodes], [start for _, start, _ in decodes], own
+            ),
             rows=[
                 PlanRow(
                     self._id(row),
@@ -197,7 +206,7 @@ class Sequences:
                     count,
                     OutputKind.SAMPLE if start + count >= context else OutputKind.NONE,
                 )
-                for row, start, count in pieces
+                for row, start, count in others
             ],
         )
 

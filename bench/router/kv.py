@@ -29,7 +29,11 @@ import numpy as np
 from lightserve.config import ServeConfig
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Submit
-from lightserve.messages.router_worker import RowResult, StepPlan, StepResult
+from lightserve.messages.router_worker import (
+    StepPlan,
+    StepResult,
+    sampling_rows,
+)
 from lightserve.router import core as core_module
 from lightserve.router.admission.base import AdmissionRule, PoolView
 from lightserve.router.core import RouterCore
@@ -210,12 +214,11 @@ class Run:
             self.submit()
 
     def _result(self, plan: StepPlan) -> StepResult:
-        rows = [row.row for row in plan.rows if row.output]
-        tokens = self._rng.integers(0, VOCABULARY, len(rows)).tolist()
+        tokens = self._rng.integers(0, VOCABULARY, len(sampling_rows(plan)))
         return StepResult(
             step_id=plan.step_id,
             generation=0,
-            rows=[RowResult(row, [token]) for row, token in zip(rows, tokens, strict=True)],
+            token_ids=pack_int32(tokens),
             exec_s=STEP_S,
             idle_s=0.0,
         )

@@ -25,7 +25,7 @@ from lightserve.router.reasons import Reason, Unseen
 from lightserve.router.request import Request
 from lightserve.types import FrontendId, RequestClass, RequestId, StepId
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 HASH_BYTES = 8
 """Of a plan, and of all lines so far; written as hexadecimal digits."""
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Raised by one whenever a message changes; the hello of every link carries it."""
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024

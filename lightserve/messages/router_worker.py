@@ -5,21 +5,37 @@ order, and one plan may wait at the worker while another runs. Full data once (`
 then deltas.
 
 Worker state that a plan refers to, per row r: `token_ids[r, position]` (written by
-`AddSequence` and by sampling) and `req_to_slot[r, position]` (written by `SlotRange`). A
-`PlanRow` runs the model over positions start … start+num_tokens-1 of its row, whose KV goes to
-the row's slots; if it samples, the new token is stored at position start+num_tokens. So a
-decode never needs its input token from the router, and a row is simply overwritten by the next
-`AddSequence` that names it: there is no removal message.
+`AddSequence` and by sampling) and `req_to_slot[r, position]` (written by `SlotRange` and
+`DecodeRows`). A `PlanRow` runs the model over positions start … start+num_tokens-1 of its row,
+whose KV goes to the row's slots; if it samples, the new token is stored at position
+start+num_tokens. So a decode never needs its input token from the router, and a row is simply
+overwritten by the next `AddSequence` that names it: there is no removal message.
+
+Most rows of most steps compute one token and sample the next. They travel as columns, in plans
+(`DecodeRows`) as in results (`StepResult.token_ids`), so that neither side handles them one by one.
+The functions at the end build and read both messages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum, IntFlag
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from lightserve.messages.common import Constraint, Message, PromptSegment, TokenLogprob
+from lightserve.errors import ProtocolError
+from lightserve.messages.common import (
+    Constraint,
+    Int32Array,
+    Message,
+    PromptSegment,
+    TokenLogprob,
+    pack_int32,
+    unpack_int32,
+)
 from lightserve.messages.device import DeviceFacts
 from lightserve.messages.step_cost import StepCoefficients
 from lightserve.types import RowId, SamplingParams, StepId
@@ -97,6 +113,19 @@ class PlanRow(msgspec.Struct, frozen=True, array_like=True):
     output: OutputKind
 
 
+class DecodeRows(msgspec.Struct, frozen=True, array_like=True):
+    """Rows that compute one token and sample the next; int32 [n] each, see `pack_int32`."""
+
+    rows: bytes = b""
+    start_positions: bytes = b""
+    """The position that each computes."""
+    slots: bytes = b""
+    """Where the KV of that position goes; no `SlotRange` says it again."""
+
+
+NO_DECODES = DecodeRows()
+
+
 class KVCopies(msgspec.Struct, frozen=True, array_like=True):
     """Tokens whose KV is copied between the pool and the host pool, all layers of them."""
 
@@ -115,7 +144,8 @@ many are kept far smaller (`lightserve.router.plan_bytes`)."""
 
 
 class StepPlan(Message, frozen=True):
-    """One step: tables (`sequences`, then `slot_ranges`), `saves`, `loads`, one forward pass.
+    """One step: tables (`sequences`, `slot_ranges`, the slots of `decodes`), `saves`, `loads`, one
+    forward pass over the rows of `decodes`, then `rows`.
 
     Copies of several requests are merged. Nobody in the step waits for `ahead_saves` and
     `ahead_loads`: they begin behind `saves` and `loads`, go on beside the forward pass (or follow
@@ -134,7 +164,10 @@ class StepPlan(Message, frozen=True):
     sequences: list[AddSequence]
     slot_ranges: list[SlotRange]
     rows: list[PlanRow]
-    """Each row at most once."""
+    """Each row at most once, here or in `decodes`."""
+    decodes: DecodeRows = NO_DECODES
+    """The plain ones: what samples after one token and wants nothing of its prompt. A row of
+    `sequences` is never among them."""
     saves: KVCopies = NO_COPIES
     """To the host, before this plan writes anything to the pool."""
     loads: KVCopies = NO_COPIES
@@ -164,7 +197,7 @@ class RowError(IntEnum):
 
 
 class RowResult(msgspec.Struct, frozen=True, array_like=True):
-    """Output of one row that wanted any."""
+    """Output of one row that has more to say than its tokens."""
 
     row: RowId
     token_ids: list[int]
@@ -177,6 +210,9 @@ class RowResult(msgspec.Struct, frozen=True, array_like=True):
     """With PROMPT_LOGPROBS: of prompt tokens start+1 … start+num_tokens, those that exist."""
 
 
+NO_TOKEN = -1
+
+
 class StepResult(Message, frozen=True):
     """What a step gave, sent by rank 0 the moment its tokens are on the host."""
 
@@ -185,12 +221,19 @@ class StepResult(Message, frozen=True):
 
     step_id: StepId
     generation: int
-    rows: list[RowResult]
-    """In the plan's order, rows with OutputKind.NONE left out."""
+    token_ids: bytes
+    """int32 [rows that sample, tokens_per_row], see `pack_int32`, in the plan's order: first
+    `decodes`, then those of `rows` with SAMPLE. A row's tokens, then NO_TOKEN; nothing else where
+    `rows` has the row."""
     exec_s: float
     """From the start of the step to its tokens on the host, `copy_s` included."""
     idle_s: float
     """From the end of the step before (or the first plan) to the start of this one."""
+    tokens_per_row: int = 1
+    """Most tokens that a row of this step yields."""
+    rows: list[RowResult] = msgspec.field(default_factory=list)
+    """Rows that have more to say, in any order: an error, log-probabilities, or no token though one
+    was asked for; and all that want PROMPT_LOGPROBS alone."""
     copy_s: float = 0.0
     """What `saves` and `loads` added to the step."""
     launch_s: float = 0.0
@@ -199,3 +242,196 @@ class StepResult(Message, frozen=True):
 
 
 WorkerToRouter = WorkerHello | StepResult
+
+
+# ------------------------------------------------------------------------ plans
+
+
+class DecodeColumns(NamedTuple):
+    """`DecodeRows` as arrays."""
+
+    rows: Int32Array
+    start_positions: Int32Array
+    slots: Int32Array
+
+
+class PlanColumns(NamedTuple):
+    """All rows of a plan as arrays [R], in its order: first `decodes`, then `rows`."""
+
+    rows: Int32Array
+    start_positions: Int32Array
+    num_tokens: Int32Array
+    outputs: Int32Array
+    """`OutputKind`s."""
+
+    @property
+    def samples(self) -> npt.NDArray[np.bool_]:
+        """Return which of them sample."""
+        wants: npt.NDArray[np.bool_] = (self.outputs & int(OutputKind.SAMPLE)) != 0
+        return wants
+
+
+def pack_decodes(
+    rows: Sequence[int] | Int32Array,
+    start_positions: Sequence[int] | Int32Array,
+    slots: Sequence[int] | Int32Array,
+) -> DecodeRows:
+    """Return the columns as a message."""
+    return DecodeRows(pack_int32(rows), pack_int32(start_positions), pack_int32(slots))
+
+
+def unpack_decodes(decodes: DecodeRows) -> DecodeColumns:
+    """Return the columns of a message; they are read-only.
+
+    Raises:
+        ProtocolError: they are of different lengths, or none of int32.
+    """
+    lengths = len(decodes.rows), len(decodes.start_positions), len(decodes.slots)
+    if len(set(lengths)) > 1 or lengths[0] % 4:
+        raise ProtocolError(
+            "decodes: {} bytes of rows, {} of start_positions, {} of slots".format(*lengths)
+        )
+    return DecodeColumns(
+        unpack_int32(decodes.rows),
+        unpack_int32(decodes.start_positions),
+        unpack_int32(decodes.slots),
+    )
+
+
+def plan_columns(plan: StepPlan) -> PlanColumns:
+    """Return all rows of a plan. Raises ProtocolError as `unpack_decodes` does."""
+    rows, starts, _ = unpack_decodes(plan.decodes)
+    num_decodes = len(rows)
+    ones = np.ones(num_decodes, dtype=np.int32)
+    if not plan.rows:
+        return PlanColumns(rows, starts, ones, ones)  # SAMPLE is 1
+    table = [(row.row, row.start_position, row.num_tokens, row.output) for row in plan.rows]
+    others = np.array(table, dtype=np.int32).T
+    if not num_decodes:
+        return PlanColumns(*others)
+    parts = zip((rows, starts, ones, ones), others, strict=True)
+    return PlanColumns(*(np.concatenate(pair) for pair in parts))
+
+
+def plan_rows(plan: StepPlan) -> list[PlanRow]:
+    """Return all rows of a plan one by one. Raises ProtocolError as `unpack_decodes` does."""
+    rows, starts, _ = unpack_decodes(plan.decodes)
+    pairs = zip(rows.tolist(), starts.tolist(), strict=True)
+    return [*(PlanRow(row, start, 1, OutputKind.SAMPLE) for row, start in pairs), *plan.rows]
+
+
+# ------------------------------------------------------------------------ results
+
+
+class StepOutput(NamedTuple):
+    """What the rows of a step gave."""
+
+    token_ids: Int32Array
+    """[rows that sample, tokens_per_row], in the plan's order; a row's tokens, then NO_TOKEN."""
+    others: dict[RowId, RowResult]
+    """Rows that have more to say, with their tokens."""
+
+
+def sampling_rows(plan: StepPlan) -> Int32Array:
+    """Return the rows that sample, in the plan's order. Raises as `unpack_decodes` does."""
+    decodes = unpack_decodes(plan.decodes).rows
+    others = [row.row for row in plan.rows if row.output & OutputKind.SAMPLE]
+    return np.concatenate([decodes, np.array(others, dtype=np.int32)]) if others else decodes
+
+
+def read_result(plan: StepPlan, result: StepResult) -> StepOutput:
+    """Return what the rows of a plan gave.
+
+    Raises:
+        ProtocolError: the result does not fit the plan; the text says what of it.
+    """
+    rows, width = sampling_rows(plan), result.tokens_per_row
+    if width < 1 or len(result.token_ids) != 4 * width * len(rows):
+        raise ProtocolError(
+            f"{len(result.token_ids)} bytes of tokens for {len(rows)} rows of {width}"
+        )
+    token_ids = unpack_int32(result.token_ids).reshape(len(rows), width)
+    is_token = token_ids >= 0
+    if not is_token.all() and (
+        (token_ids < NO_TOKEN).any() or (is_token[:, 1:] & ~is_token[:, :-1]).any()
+    ):
+        raise ProtocolError("a token that is none")
+    others = {other.row: other for other in result.rows}
+    _check_others(plan, result, others, rows[~is_token[:, 0]].tolist())
+    return StepOutput(token_ids, others)
+
+
+def _check_others(
+    plan: StepPlan, result: StepResult, others: dict[RowId, RowResult], without: list[RowId]
+) -> None:
+    """Raise ProtocolError unless exactly those rows are in `rows` that have to be.
+
+    `without` are rows that sample and have no token of their own in the columns.
+    """
+    alone = [row.row for row in plan.rows if row.output == OutputKind.PROMPT_LOGPROBS]
+    if not others and not without and not alone:
+        return
+    if len(others) != len(result.rows):
+        raise ProtocolError("a row has two results")
+    wanted = {*without, *alone}
+    if missing := wanted - others.keys():
+        raise ProtocolError(f"row {min(missing)} has no result")
+    if odd := others.keys() - wanted:
+        raise ProtocolError(f"row {min(odd)} has a result though it has tokens, or wants none")
+
+
+def row_results(plan: StepPlan, result: StepResult) -> list[RowResult]:
+    """Return the output of every row that wants any, one by one, in the plan's order.
+
+    Raises:
+        ProtocolError: as `read_result` does.
+    """
+    token_ids, others = read_result(plan, result)
+    tokens = iter(token_ids.tolist())
+    found: list[RowResult] = []
+    for row in plan_rows(plan):
+        own = next(tokens) if row.output & OutputKind.SAMPLE else []
+        if row.output:
+            own_result = others.get(row.row)
+            known = [token_id for token_id in own if token_id != NO_TOKEN]
+            found.append(own_result or RowResult(row.row, known))
+    return found
+
+
+def pack_results(
+    plan: StepPlan,
+    results: Sequence[RowResult],
+    *,
+    generation: int = 0,
+    exec_s: float,
+    idle_s: float = 0.0,
+) -> StepResult:
+    """Return the message that says the same as `row_results`.
+
+    Raises:
+        ProtocolError: the results are not those of the plan's rows that want any, in its order.
+    """
+    wanted = [row for row in plan_rows(plan) if row.output]
+    if [row.row for row in wanted] != [result.row for result in results]:
+        raise ProtocolError(f"{len(results)} results that are not those of {len(wanted)} rows")
+    width = max((len(result.token_ids) for result in results), default=1) or 1
+    tokens: list[list[int]] = []
+    others: list[RowResult] = []
+    for row, result in zip(wanted, results, strict=True):
+        is_plain = result.token_ids and not (
+            result.error is not None or result.logprobs or result.prompt_logprobs
+        )
+        if not is_plain:
+            others.append(result)
+        if row.output & OutputKind.SAMPLE:
+            own = result.token_ids if is_plain else []
+            tokens.append([*own, *[NO_TOKEN] * (width - len(own))])
+    return StepResult(
+        step_id=plan.step_id,
+        generation=generation,
+        token_ids=pack_int32([token_id for row in tokens for token_id in row]),
+        exec_s=exec_s,
+        idle_s=idle_s,
+        tokens_per_row=width,
+        rows=others,
+    )

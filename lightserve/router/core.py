@@ -24,7 +24,15 @@ from lightserve.messages.frontend_router import (
     Finish,
     Submit,
 )
-from lightserve.messages.router_worker import OutputKind, PlanRow, RowResult, StepPlan, StepResult
+from lightserve.messages.router_worker import (
+    OutputKind,
+    PlanRow,
+    RowResult,
+    StepPlan,
+    StepResult,
+    plan_rows,
+    row_results,
+)
 from lightserve.router.burst import expected_kv_tokens
 from lightserve.router.core_state import CoreState
 from lightserve.router.deltas import DeltaBatch
@@ -257,17 +265,19 @@ class RouterCore(CoreState):
             self._kv.expire(now_s)
         step = self._pipeline.pop(result, now_s)
         deltas = DeltaBatch()
-        rows = iter(result.rows)
+        rows = {row.row: row for row in plan_rows(step.plan)}
+        results = {row.row: row for row in row_results(step.plan, result)}
         decoded: list[int] = []
-        for (request, num_tokens), samples, row in zip(
-            step.planned.allotments, step.planned.num_samples, step.plan.rows, strict=True
+        for (request, num_tokens), samples in zip(
+            step.planned.allotments, step.planned.num_samples, strict=True
         ):
+            assert request.row is not None, "a step in flight names it"
             request.num_inflight_samples -= samples
             request.num_inflight_tokens -= num_tokens  # computed from now on
             request.num_inflight_steps -= 1
             if num_tokens == 1 and request.request_class is RT:
                 decoded.append(request.num_computed_tokens)
-            row_result = next(rows) if row.output else None
+            row, row_result = rows[request.row], results.get(request.row)
             if request.state is ENDED:
                 self._release_if_idle(request)
             elif row_result is not None:

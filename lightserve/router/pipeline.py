@@ -13,7 +13,13 @@ from dataclasses import dataclass
 
 from lightserve.errors import ProtocolError
 from lightserve.messages.common import MAX_INT32
-from lightserve.messages.router_worker import OutputKind, StepPlan, StepResult
+from lightserve.messages.router_worker import (
+    OutputKind,
+    StepPlan,
+    StepResult,
+    plan_rows,
+    row_results,
+)
 from lightserve.router.copy_cost import CopyCost
 from lightserve.router.events import PlannedStep
 from lightserve.router.policies.base import NO_LIMIT
@@ -225,12 +231,18 @@ def _misfit(sent: SentStep, result: StepResult) -> str | None:
     times_s = (result.exec_s, result.idle_s, result.copy_s, result.launch_s)
     if not all(0.0 <= time_s < math.inf for time_s in times_s):  # nor one that is no number
         return "times must be finite and not negative"
-    shares = zip(sent.plan.rows, sent.planned.allotments, sent.planned.num_samples, strict=True)
-    wanted = [share for share in shares if share[0].output]
-    if [row.row for row, _, _ in wanted] != [got.row for got in result.rows]:
-        return f"{len(result.rows)} rows that are not the {len(wanted)} of the plan"
-    for (row, (request, _), num_samples), got in zip(wanted, result.rows, strict=True):
-        token_ids = got.token_ids
+    try:
+        results = {got.row: got for got in row_results(sent.plan, result)}
+    except ProtocolError as error:
+        return str(error)
+    rows = {row.row: row for row in plan_rows(sent.plan)}
+    for (request, _), num_samples in zip(
+        sent.planned.allotments, sent.planned.num_samples, strict=True
+    ):
+        assert request.row is not None, "a step in flight names it"
+        if (got := results.get(request.row)) is None:
+            continue
+        row, token_ids = rows[request.row], got.token_ids
         if len(token_ids) > num_samples:
             return f"{len(token_ids)} tokens of row {row.row}, at most {num_samples} were wanted"
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= MAX_INT32:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
+import numpy as np
+
 from lightserve.messages.common import Int32Array, TokenSegment, pack_int32
 from lightserve.messages.router_worker import (
+    NO_DECODES,
     AddSequence,
+    DecodeRows,
     OutputKind,
     PlanRow,
     SlotRange,
     StepPlan,
+    pack_decodes,
 )
 from lightserve.router.events import PlannedStep
 from lightserve.router.kv.host import PlanCopies
@@ -63,37 +68,51 @@ def build_plan(
         copies: what is copied for them, and for others.
         left_rows: those that were given up since the last plan.
     """
-    all_slots = pack_int32(slots)
     offset = 0
     sequences: list[AddSequence] = []
     slot_ranges: list[SlotRange] = []
     plan_rows: list[PlanRow] = []
+    decodes: list[tuple[RowId, int, int]] = []
     for (request, num_tokens), num_wanted in zip(step.allotments, step.num_samples, strict=True):
         row, start = request.row, request.next_position
         assert row is not None and request.slots is not None
-        if request in newcomers:
-            sequences.append(_sequence(request, row))
-            if start > 0:
-                slot_ranges.append(SlotRange(row, 0, pack_int32(request.slots[:start])))
-        end = offset + 4 * num_tokens
-        slot_ranges.append(SlotRange(row, start, all_slots[offset:end]))
-        offset = end
         if request.sampling.num_prompt_logprobs is None:
             output = _SAMPLE if num_wanted else _NONE
         else:
             output = _wanted_output(request, num_wanted)
+        is_newcomer = request in newcomers
+        if num_tokens == 1 and output is _SAMPLE and not is_newcomer:
+            decodes.append((row, start, offset))
+            offset += 1
+            continue
+        if is_newcomer:
+            sequences.append(_sequence(request, row))
+            if start > 0:
+                slot_ranges.append(SlotRange(row, 0, pack_int32(request.slots[:start])))
+        end = offset + num_tokens
+        slot_ranges.append(SlotRange(row, start, pack_int32(slots[offset:end])))
+        offset = end
         plan_rows.append(PlanRow(row, start, num_tokens, output))
     return StepPlan(
         step_id=step.step_id,
         sequences=sequences,
         slot_ranges=slot_ranges,
         rows=plan_rows,
+        decodes=_decode_rows(decodes, slots),
         saves=copies.saves,
         loads=copies.loads,
         ahead_saves=copies.ahead_saves,
         ahead_loads=copies.ahead_loads,
         left_rows=left_rows,
     )
+
+
+def _decode_rows(decodes: list[tuple[RowId, int, int]], slots: Int32Array) -> DecodeRows:
+    """Return rows, given with their positions and with the places of their slots."""
+    if not decodes:
+        return NO_DECODES
+    rows, starts, places = np.array(decodes, dtype=np.int32).T
+    return pack_decodes(rows, starts, slots[places])
 
 
 def _sequence(request: Request, row: RowId) -> AddSequence:

@@ -23,7 +23,7 @@ from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.messages.common import TokenSegment
 from lightserve.messages.frontend_router import Submit
-from lightserve.messages.router_worker import RowResult, StepPlan, StepResult
+from lightserve.messages.router_worker import RowResult, StepPlan, pack_results, plan_rows
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.oracle import OracleAdmission
 from lightserve.router.admission.registry import ADMISSION_RULES
@@ -47,6 +47,7 @@ ARTIFACT_HISTORY = (512,) * 500
 _FRONTEND = FrontendId(0)
 _UNBOUNDED = QueueLimits(max_requests=1 << 60, max_tokens=1 << 60)
 _EOS, _TOKEN = 0, 1
+_Output = tuple[Request, list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +180,7 @@ class OfflineRun:
         self._now_s += exec_s
         start_s = time.process_time()
         plan = core.commit(step, self._now_s)
-        result = _result_of(plan, outputs, exec_s)
+        result = pack_results(plan, _in_order(plan, outputs), exec_s=exec_s)
         num_used = core.num_used_slots
         news = core.on_result(result, self._now_s)
         measured.router_s.append(router_s + time.process_time() - start_s)
@@ -222,17 +223,17 @@ class OfflineRun:
             return num_steps
         return 1 + bisect.bisect_left(range(1, num_steps), left_s, key=seconds)
 
-    def _execute(self, step: PlannedStep) -> tuple[list[list[int]], float]:
-        """Return the tokens of each row that yields any, and the virtual hardware's seconds."""
+    def _execute(self, step: PlannedStep) -> tuple[list[_Output], float]:
+        """Return the tokens of each request that yields any, and the virtual hardware's seconds."""
         outputs = [
-            _tokens(request, num_samples)
+            (request, _tokens(request, num_samples))
             for (request, _), num_samples in zip(step.allotments, step.num_samples, strict=True)
             if num_samples
         ]
         if any(not request.is_decoding for request, _ in step.allotments):
             exec_s = self._measured.prompts(step)
         else:
-            num_steps = max(map(len, outputs))
+            num_steps = max(len(tokens) for _, tokens in outputs)
             core = self._core
             exec_s = self._measured.decodes(step, num_steps, core.num_used_slots, core.running)
             self._policy.advance(num_steps)
@@ -265,16 +266,10 @@ class OfflineRun:
             self._core.on_message(FromFrontend(_FRONTEND, submit), self._now_s)
 
 
-def _result_of(plan: StepPlan, outputs: Sequence[list[int]], exec_s: float) -> StepResult:
-    """Return a plan's result; `outputs` are in the order of its rows that want any."""
-    rows = [row.row for row in plan.rows if row.output]
-    return StepResult(
-        step_id=plan.step_id,
-        generation=0,
-        rows=[RowResult(row, tokens) for row, tokens in zip(rows, outputs, strict=True)],
-        exec_s=exec_s,
-        idle_s=0.0,
-    )
+def _in_order(plan: StepPlan, outputs: Sequence[_Output]) -> list[RowResult]:
+    """Return what a plan's rows yield, in its order; they have their rows by now."""
+    tokens = {request.row: token_ids for request, token_ids in outputs}
+    return [RowResult(row.row, tokens[row.row]) for row in plan_rows(plan) if row.output]
 
 
 def _tokens(request: Request, num_samples: int) -> list[int]:

@@ -15,21 +15,21 @@ import msgspec
 import numpy as np
 
 from lightserve.cost.shape import StepShape, chunk_pairs
-from lightserve.messages.common import Int32Array, unpack_int32
+from lightserve.messages.common import Int32Array, pack_int32, unpack_int32
 from lightserve.messages.router_worker import (
     KVCopies,
-    OutputKind,
-    RowResult,
     SlotRange,
     StepPlan,
     StepResult,
+    plan_columns,
+    plan_rows,
+    unpack_decodes,
 )
 from lightserve.sim.hardware import Hardware
 from lightserve.sim.simulation import Worker
 from lightserve.sim.worker import EOS_TOKEN_ID
 
 _TOKEN = EOS_TOKEN_ID + 1
-_SAMPLING = (OutputKind.SAMPLE, OutputKind.SAMPLE | OutputKind.PROMPT_LOGPROBS)
 _SLOT_BYTES = 4
 _RUNS_EVERY = 50
 """Runs of slots are measured in every so many-th step."""
@@ -121,7 +121,7 @@ class VirtualWorker:
 
 def _shape_of(plan: StepPlan) -> StepShape:
     num_new = decode_context = pairs = num_decodes = num_chunks = chunk_context = 0
-    for row in plan.rows:
+    for row in plan_rows(plan):
         count = row.num_tokens
         num_new += count
         if count == 1:
@@ -155,7 +155,7 @@ class LengthWorker:
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int) -> None:
         self.run_lengths = RunLengths()
-        self._total_len = [0] * max_num_seqs
+        self._total_len = np.zeros(max_num_seqs, dtype=np.int64)
         self._slots: Int32Array = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
 
     def execute(self, plan: StepPlan, *, exec_s: float, idle_s: float) -> StepResult:
@@ -163,15 +163,20 @@ class LengthWorker:
         for sequence in plan.sequences:
             self._total_len[sequence.row] = sequence.sampling.seed
         self._note_slots(plan.slot_ranges)
+        decodes = unpack_decodes(plan.decodes)
+        self._slots[decodes.rows, decodes.start_positions] = decodes.slots
         if plan.step_id % _RUNS_EVERY == 0:
             self._measure_runs(plan)
-        rows = [
-            RowResult(row.row, [self._token(row.row, row.start_position + row.num_tokens)])
-            for row in plan.rows
-            if row.output in _SAMPLING
-        ]
+        columns = plan_columns(plan)
+        rows = columns.rows[columns.samples]
+        ends = (columns.start_positions + columns.num_tokens)[columns.samples]
+        tokens = np.where(ends == self._total_len[rows] - 1, EOS_TOKEN_ID, _TOKEN)
         return StepResult(
-            step_id=plan.step_id, generation=0, rows=rows, exec_s=exec_s, idle_s=idle_s
+            step_id=plan.step_id,
+            generation=0,
+            token_ids=pack_int32(tokens),
+            exec_s=exec_s,
+            idle_s=idle_s,
         )
 
     def _note_slots(self, ranges: Sequence[SlotRange]) -> None:
@@ -184,12 +189,9 @@ class LengthWorker:
             if len(slots) != _SLOT_BYTES:
                 self._slots[row, start : start + len(slots) // _SLOT_BYTES] = unpack_int32(slots)
 
-    def _token(self, row: int, position: int) -> int:
-        return EOS_TOKEN_ID if position == self._total_len[row] - 1 else _TOKEN
-
     def _measure_runs(self, plan: StepPlan) -> None:
         num_tokens, num_runs = self.run_lengths
-        for row in plan.rows:
+        for row in plan_rows(plan):
             end = row.start_position + row.num_tokens
             num_tokens += end
             jumps = np.abs(np.diff(self._slots[row.row, :end])) != 1

@@ -18,6 +18,9 @@ from lightserve.messages.router_worker import (
     RowResult,
     StepPlan,
     StepResult,
+    pack_results,
+    plan_rows,
+    unpack_decodes,
 )
 
 EOS_TOKEN_ID = 0
@@ -60,23 +63,23 @@ class SimulatedWorker:
             slots = unpack_int32(part.slots)
             end = part.start_position + len(slots)
             self._req_to_slot[part.row, part.start_position : end] = slots
+        decodes = unpack_decodes(plan.decodes)
+        self._req_to_slot[decodes.rows, decodes.start_positions] = decodes.slots
         _check_copies(plan)
         self.num_saved_tokens += self._save(plan.saves)
         self.num_loaded_tokens += self._load(plan.loads)
-        rows = [result for row in plan.rows if (result := self._run(row)) is not None]
+        results = [result for row in plan_rows(plan) if (result := self._run(row)) is not None]
         self._check_ahead_loads(plan)
         self.num_ahead_saved_tokens += self._save(plan.ahead_saves)
         self.num_ahead_loaded_tokens += self._load(plan.ahead_loads)
-        return StepResult(
-            step_id=plan.step_id, generation=0, rows=rows, exec_s=exec_s, idle_s=idle_s
-        )
+        return pack_results(plan, results, exec_s=exec_s, idle_s=idle_s)
 
     def _check_ahead_loads(self, plan: StepPlan) -> None:
         """Raise PlanError if a row of the plan uses a slot that is loaded beside it."""
         if not plan.ahead_loads.slots:
             return
         loaded = unpack_int32(plan.ahead_loads.slots)
-        for row in plan.rows:
+        for row in plan_rows(plan):
             used = self._req_to_slot[row.row, : row.start_position + row.num_tokens]
             if len(np.intersect1d(used, loaded)):
                 raise PlanError(f"row {row.row}: a slot of it is loaded ahead by the same plan")

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightserve.messages.common import pack_int32
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.models.base import Model
 from lightserve.models.parallel import TensorParallel
@@ -179,6 +180,7 @@ class ModelRunner:
         constraints = self._constraints
         return Pending(
             plan=plan,
+            num_rows=len(inputs.host_rows),
             drawn=drawn,
             prompts=prompts,
             constrained_rows=(
@@ -196,16 +198,17 @@ class ModelRunner:
             RuntimeError: it failed on the device.
         """
         pending.marks.end.wait()
-        rows = pending.row_results()
+        token_ids, rows = pending.row_results()
         if self._constraints is not None and pending.constrained_rows:
             drawn = pending.drawn
             self._constraints.advance(drawn.rows, drawn.token_ids.tolist(), drawn.unready)
-            if len(drawn.unready) == len(pending.plan.rows):
+            if len(drawn.unready) == pending.num_rows:
                 self._constraints.wait_for_any(drawn.rows)
         marks = pending.marks
         return StepResult(
             step_id=pending.plan.step_id,
             generation=self._generation,
+            token_ids=pack_int32(token_ids),
             rows=rows,
             exec_s=marks.end.seconds_since(marks.start),
             idle_s=marks.start.seconds_since(marks.idle_since),

@@ -10,10 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
-from lightserve.messages.common import TokenLogprob
-from lightserve.messages.router_worker import PlanRow, RowError, RowResult, StepPlan
+from lightserve.messages.common import Int32Array, TokenLogprob
+from lightserve.messages.router_worker import (
+    NO_TOKEN,
+    RowError,
+    RowResult,
+    StepPlan,
+    plan_columns,
+)
 from lightserve.types import RowId
 from lightserve.worker.device_queue import Mark
 from lightserve.worker.host_pool import CopyWait
@@ -51,32 +58,21 @@ class Drawn:
     num_logprobs: Sequence[int] = ()
     """… and how many of the most probable tokens each of them wants."""
 
-    def plain_token_ids(self) -> list[int] | None:
-        """Return the tokens if there is nothing else to say of any row; most steps are so."""
-        if self.logprobs is not None or self.unready:
-            return None
-        if self.is_finite is not None and not bool(self.is_finite.all()):
-            return None
-        token_ids: list[int] = self.token_ids.tolist()
-        return token_ids
+    def others(self) -> dict[int, _Token | None]:
+        """Return by index what came of the rows that have more to say than a token.
 
-    def results(self) -> dict[RowId, _Token]:
-        """Return what came of each row."""
-        token_ids = self.token_ids.tolist()
-        is_finite = [True] * len(token_ids) if self.is_finite is None else self.is_finite.tolist()
-        logprobs: dict[int, TokenLogprob] = {}
+        None: the grammar of the row is not compiled yet.
+        """
+        found: dict[int, _Token | None] = {}
         if self.logprobs is not None:
-            found = to_token_logprobs(self.logprobs, self.num_logprobs)
-            logprobs = dict(zip(self.logprob_indices, found, strict=True))
-        return {
-            row: _Token(
-                token_ids[index],
-                None if is_finite[index] else self._error(index),
-                logprobs.get(index),
-            )
-            for index, row in enumerate(self.rows)
-            if index not in self.unready
-        }
+            logprobs = to_token_logprobs(self.logprobs, self.num_logprobs)
+            for index, logprob in zip(self.logprob_indices, logprobs, strict=True):
+                found[index] = _Token(int(self.token_ids[index]), None, logprob)
+        if self.is_finite is not None and not bool(self.is_finite.all()):
+            for index in (~self.is_finite).nonzero().flatten().tolist():
+                found[index] = _Token(NO_TOKEN, self._error(index), None)
+        found.update(dict.fromkeys(self.unready))
+        return found
 
     def _error(self, index: int) -> RowError:
         """Return what kept a row from a token."""
@@ -109,6 +105,7 @@ class Pending:
     """A launched step."""
 
     plan: StepPlan
+    num_rows: int
     drawn: Drawn
     prompts: Mapping[RowId, PromptLogprobs]
     """By row with PROMPT_LOGPROBS."""
@@ -129,20 +126,27 @@ class Pending:
         Its own tokens decide what its constrained rows may draw next.
         """
         return bool(self.constrained_rows) and not self.constrained_rows.isdisjoint(
-            [row.row for row in plan.rows] + [sequence.row for sequence in plan.sequences]
+            [*plan_columns(plan).rows.tolist(), *(sequence.row for sequence in plan.sequences)]
         )
 
-    def row_results(self) -> list[RowResult]:
-        """Return the results of a step that is over, in the plan's order."""
-        if not self.prompts and (token_ids := self.drawn.plain_token_ids()) is not None:
-            rows = zip(self.drawn.rows, token_ids, strict=True)
-            return [RowResult(row, [token_id]) for row, token_id in rows]
-        tokens = self.drawn.results()
-        return [
-            _row_result(row, tokens.get(row.row), self.prompts.get(row.row))
-            for row in self.plan.rows
-            if row.output
+    def row_results(self) -> tuple[Int32Array, list[RowResult]]:
+        """Return what a step that is over gave, as `StepResult` has it.
+
+        One token, or NO_TOKEN, of each row that samples; and the rows that have more to say.
+        """
+        drawn, prompts = self.drawn, self.prompts
+        token_ids = drawn.token_ids.numpy().astype(np.int32)
+        others = drawn.others()
+        places = {row: index for index, row in enumerate(drawn.rows)} if prompts else {}
+        for row in [row for row in prompts if row in places]:
+            others.setdefault(places[row], _Token(int(token_ids[places[row]]), None, None))
+        results = [
+            _row_result(row, token, prompts.get(row))
+            for row, token in [(drawn.rows[index], token) for index, token in others.items()]
         ]
+        results += [_row_result(row, None, prompts[row]) for row in prompts if row not in places]
+        token_ids[list(others)] = NO_TOKEN
+        return token_ids, results
 
 
 class _Token(NamedTuple):
@@ -152,18 +156,14 @@ class _Token(NamedTuple):
     logprob: TokenLogprob | None
 
 
-def _row_result(
-    plan_row: PlanRow, token: _Token | None, prompt: PromptLogprobs | None
-) -> RowResult:
+def _row_result(row: RowId, token: _Token | None, prompt: PromptLogprobs | None) -> RowResult:
     """Return a row's share of the result; `token` and `prompt` None: none was wanted."""
     prompt_logprobs = [] if prompt is None else prompt.result()
     if prompt_logprobs is None:
-        return RowResult(plan_row.row, [], RowError.NON_FINITE_LOGITS)
+        return RowResult(row, [], RowError.NON_FINITE_LOGITS)
     if token is not None and token.error is not None:
-        return RowResult(plan_row.row, [], token.error)
+        return RowResult(row, [], token.error)
     if token is None:
-        return RowResult(plan_row.row, [], prompt_logprobs=prompt_logprobs)
+        return RowResult(row, [], prompt_logprobs=prompt_logprobs)
     logprobs = [] if token.logprob is None else [token.logprob]
-    return RowResult(
-        plan_row.row, [token.token_id], logprobs=logprobs, prompt_logprobs=prompt_logprobs
-    )
+    return RowResult(row, [token.token_id], logprobs=logprobs, prompt_logprobs=prompt_logprobs)

@@ -24,7 +24,14 @@ from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
 from lightserve.messages.common import Int32Array, unpack_int32
-from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, StepPlan
+from lightserve.messages.router_worker import (
+    AddSequence,
+    OutputKind,
+    PlanRow,
+    StepPlan,
+    plan_columns,
+    unpack_decodes,
+)
 from lightserve.types import RowId
 from lightserve.worker.device_queue import Array, DeviceQueue
 
@@ -120,19 +127,19 @@ class SequenceTable:
 
     def begin(self, plan: StepPlan) -> StepInputs:
         """Take in a plan's new sequences and slots and return what its step needs."""
-        rows = np.array([row.row for row in plan.rows], dtype=np.int64)
-        starts = np.array([row.start_position for row in plan.rows], dtype=np.int64)
-        counts = np.array([row.num_tokens for row in plan.rows], dtype=np.int64)
-        # Flags are slow to look into, and almost every row wants the same.
-        odd = [index for index, row in enumerate(plan.rows) if row.output is not OutputKind.SAMPLE]
-        wants = np.ones(len(rows), dtype=bool)
-        for index in odd:
-            wants[index] = bool(plan.rows[index].output & OutputKind.SAMPLE)
-        ends = starts + counts
+        columns = plan_columns(plan)
+        rows, starts, counts = (
+            part.astype(np.int64)
+            for part in (columns.rows, columns.start_positions, columns.num_tokens)
+        )
+        wants, ends = columns.samples, starts + counts
         offsets = np.concatenate([[0], np.cumsum(counts)])
         token_rows, positions = _ranges(rows, starts, counts)
         news = self._take_in(plan)
-        spans = self._prompt_spans([(plan.rows[index], int(offsets[index])) for index in odd])
+        first_other = len(rows) - len(plan.rows)
+        spans = self._prompt_spans(
+            list(zip(plan.rows, offsets[first_other:-1].tolist(), strict=True))
+        )
         arrays: list[Array] = [
             rows,
             positions,
@@ -184,7 +191,8 @@ class SequenceTable:
 
     def _take_in(self, plan: StepPlan) -> list[Array]:
         """Note what is new; return places and contents of tokens, and of slots, or nothing."""
-        if not plan.sequences and not plan.slot_ranges:
+        decodes = unpack_decodes(plan.decodes)
+        if not plan.sequences and not plan.slot_ranges and not len(decodes.rows):
             return []
         tokens = [_tokens_of(sequence) for sequence in plan.sequences]
         for sequence in plan.sequences:
@@ -198,13 +206,18 @@ class SequenceTable:
                 [len(part) for part in tokens],
             ),
             np.concatenate([_NO_TOKENS, *tokens]),
-            self._places(
-                [part.row for part in plan.slot_ranges],
-                [part.start_position for part in plan.slot_ranges],
-                [len(part) // _NO_TOKENS.itemsize for part in slots],
+            np.concatenate(
+                [
+                    decodes.rows.astype(np.int64) * self._width + decodes.start_positions,
+                    self._places(
+                        [part.row for part in plan.slot_ranges],
+                        [part.start_position for part in plan.slot_ranges],
+                        [len(part) // _NO_TOKENS.itemsize for part in slots],
+                    ),
+                ]
             ),
             # A copy: what was read from a message may not be written, and torch warns of that.
-            unpack_int32(b"".join(slots)).copy(),
+            unpack_int32(b"".join([plan.decodes.slots, *slots])).copy(),
         ]
 
     def _places(

@@ -213,7 +213,7 @@ def _num_decodes(plan: StepPlan) -> int | None:
     """Return how many rows a step has if each has one token and no copy is waited for."""
     if plan.saves.slots or plan.loads.slots or any(row.num_tokens > 1 for row in plan.rows):
         return None
-    return len(plan.rows)
+    return len(plan.decodes.rows) // 4 + len(plan.rows)
 
 
 class _MarkWatch:

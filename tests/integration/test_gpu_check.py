@@ -23,6 +23,7 @@ from bench.gpu.models import TINY_LLAMA, RandomModel
 from bench.gpu.report import Row, RowFile, Verdict, read_rows
 from bench.gpu.self_check import WrongScale
 from lightserve.kernels.triton.kernels import TritonKernels
+from lightserve.messages.router_worker import plan_rows, row_results
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,17 +89,17 @@ def test_the_loop_runs_plans_as_the_runner_does(tmp_path: Path) -> None:
         runner = model.runner(this_machine(rehearse=True), max_kv_tokens=200)
         rows = Sequences(3, 30, vocab_size=200)
         plans = [*rows.prefills(20, budget=13), *rows.decodes(20, 8)]
-        assert max(sum(row.num_tokens for row in plan.rows) for plan in plans) == 13
+        assert max(sum(row.num_tokens for row in plan_rows(plan)) for plan in plans) == 13
         if runs_loop:
             tokens.append(run_plans(runner, plans).token_ids)
         else:
-            results = [runner.execute(plan) for plan in plans]
+            results = [row_results(plan, runner.execute(plan)) for plan in plans]
             tokens.append(
                 {
                     number: [
                         token
                         for r in results
-                        for row in r.rows
+                        for row in r
                         if row.row == number
                         for token in row.token_ids
                     ]

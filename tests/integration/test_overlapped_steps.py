@@ -13,7 +13,14 @@ from support.late_queue import LateQueue
 from support.recorded_plans import RecordedStep, make_runner, record_steps
 from support.tensor_kernels import TensorKernels
 
-from lightserve.messages.router_worker import OutputKind, RowResult
+from lightserve.messages.common import pack_int32
+from lightserve.messages.router_worker import (
+    OutputKind,
+    RowResult,
+    StepResult,
+    plan_rows,
+    row_results,
+)
 from lightserve.router.kv.cache import Preemption
 from lightserve.worker.graphs import DecodeGraphs
 from lightserve.worker.model_runner import ModelRunner
@@ -43,7 +50,8 @@ def run_overlapped(runner: ModelRunner, steps: list[RecordedStep]) -> list[list[
     found = []
 
     def finish() -> None:
-        found.append(runner.finish(launched.popleft()).rows)
+        step = launched.popleft()
+        found.append(row_results(step.plan, runner.finish(step)))
 
     for step in steps:
         must_wait = bool(launched) and launched[0].must_precede(step.plan)
@@ -55,11 +63,15 @@ def run_overlapped(runner: ModelRunner, steps: list[RecordedStep]) -> list[list[
     return found
 
 
+def expected(steps: list[RecordedStep]) -> list[list[RowResult]]:
+    return [row_results(step.plan, step.result) for step in steps]
+
+
 def has_everything(steps: list[RecordedStep]) -> bool:
     """Whether the plans show what there is: chunks beside decodes, copies, all outputs."""
-    rows = [row for step in steps for row in step.plan.rows]
-    lengths = [{row.num_tokens > 1 for row in step.plan.rows} for step in steps]
-    results = [row for step in steps for row in step.result.rows]
+    rows = [row for step in steps for row in plan_rows(step.plan)]
+    lengths = [{row.num_tokens > 1 for row in plan_rows(step.plan)} for step in steps]
+    results = [row for rows in expected(steps) for row in rows]
     return (
         {frozenset({False}), frozenset({False, True})} <= {frozenset(kinds) for kinds in lengths}
         and any(row.output & OutputKind.PROMPT_LOGPROBS for row in rows)
@@ -75,14 +87,14 @@ def test_the_same_results(seed: int, preemption: Preemption) -> None:
     copied = sum(len(step.plan.saves.slots) + len(step.plan.loads.slots) for step in steps)
     assert bool(copied) == (preemption is not Preemption.RECOMPUTE)
     again = run_overlapped(make_runner(LateQueue()), steps)
-    assert again == [step.result.rows for step in steps]
+    assert again == expected(steps)
 
 
 def test_the_same_results_under_constraints(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step ahead that did not wait for the tokens before would have been noticed."""
     steps = record_steps(make_runner(is_constrained=True), 1, preemption=Preemption.CHECKPOINT)
     again = run_overlapped(make_runner(LateQueue(), is_constrained=True), steps)
-    assert again == [step.result.rows for step in steps]
+    assert again == expected(steps)
     monkeypatch.setattr(Pending, "must_precede", lambda *_: False)
     with pytest.raises(AssertionError, match="is not known yet"):
         run_overlapped(make_runner(LateQueue(), is_constrained=True), steps)
@@ -112,9 +124,9 @@ def test_the_same_results_with_graphs() -> None:
     runner.use_graphs(graphs)
     again = run_overlapped(runner, steps)
     assert recorder.num_recorded == 4
-    assert any(len(plan.rows) > 1 and all(r.num_tokens == 1 for r in plan.rows) for plan in plans)
+    assert any(len(plan.decodes.rows) > 4 and not plan.rows for plan in plans)
     tokens = [[row.token_ids for row in rows] for rows in again]
-    assert tokens == [[row.token_ids for row in step.result.rows] for step in steps]
+    assert tokens == [[row.token_ids for row in rows] for rows in expected(steps)]
 
 
 def spoil_order(runner: ModelRunner, steps: list[RecordedStep]) -> list[list[RowResult]]:
@@ -123,7 +135,11 @@ def spoil_order(runner: ModelRunner, steps: list[RecordedStep]) -> list[list[Row
     for step in steps:
         pending = runner.launch(step.plan)
         runner.copy_ahead(step.plan)
-        found.append(pending.row_results())
+        token_ids, others = pending.row_results()
+        early = StepResult(
+            step.plan.step_id, 0, pack_int32(token_ids), exec_s=0.0, idle_s=0.0, rows=others
+        )
+        found.append(row_results(step.plan, early))
     return found
 
 
@@ -141,4 +157,4 @@ def test_teeth(
     spoil: Callable[[ModelRunner, list[RecordedStep]], list[list[RowResult]]],
 ) -> None:
     steps = recorded(*SCHEDULES[0])
-    assert spoil(make_runner(LateQueue()), steps) != [step.result.rows for step in steps]
+    assert spoil(make_runner(LateQueue()), steps) != expected(steps)

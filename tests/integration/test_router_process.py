@@ -39,6 +39,7 @@ from lightserve.messages.router_worker import (
     StepResult,
     WorkerHello,
     WorkerToRouter,
+    sampling_rows,
 )
 from lightserve.messages.supervision import (
     ChildMessage,
@@ -156,9 +157,12 @@ def received(link: MemoryLink[FrontendMessage, RouterMessage]) -> list[RouterMes
 
 
 def result(step_id: int, *tokens: int, generation: int = 0) -> StepResult:
-    rows = [RowResult(RowId(0), list(tokens))] if tokens else []
     return StepResult(
-        step_id=StepId(step_id), generation=generation, rows=rows, exec_s=0.01, idle_s=0.0
+        step_id=StepId(step_id),
+        generation=generation,
+        token_ids=pack_int32(tokens),
+        exec_s=0.01,
+        idle_s=0.0,
     )
 
 
@@ -620,8 +624,7 @@ def test_messages_in_any_order_any_number_of_times_leave_the_books_whole() -> No
             frontend.send(message)
             scene.turn()
             while isinstance(plan := worker.receive(0.0), StepPlan):
-                rows = [RowResult(row.row, [7]) for row in plan.rows if row.output]
-                worker.send(msgspec.structs.replace(result(step_id), rows=rows))
+                worker.send(result(step_id, *[7] * len(sampling_rows(plan))))
                 step_id += 1
             scene.process.core.check_integrity()
         for number in range(8):
@@ -630,8 +633,7 @@ def test_messages_in_any_order_any_number_of_times_leave_the_books_whole() -> No
             scene.turn()
             if not isinstance(plan := worker.receive(0.0), StepPlan):
                 break
-            rows = [RowResult(row.row, [7]) for row in plan.rows if row.output]
-            worker.send(msgspec.structs.replace(result(step_id), rows=rows))
+            worker.send(result(step_id, *[7] * len(sampling_rows(plan))))
             step_id += 1
         scene.process.core.check_integrity()
         core = scene.process.core
@@ -641,18 +643,28 @@ def test_messages_in_any_order_any_number_of_times_leave_the_books_whole() -> No
 
 def test_nothing_is_taken_of_a_result_that_does_not_fit_its_plan() -> None:
     """Two requests run; what is wrong with the second row may not cost the first its token."""
-    good = [RowResult(RowId(0), [7]), RowResult(RowId(1), [8])]
     odd = TokenLogprob(-1.0, [], [])
+    one_alone = {"token_ids": pack_int32([7, -1])}
     wrong: list[dict[str, object]] = [
-        {"rows": good[:1]},
-        {"rows": good[::-1]},
-        {"rows": [*good, RowResult(RowId(2), [9])]},
-        {"rows": [good[0], good[0]]},
-        {"rows": [good[0], RowResult(RowId(1), [8, 9])]},
-        {"rows": [good[0], RowResult(RowId(1), [2**31])]},
-        {"rows": [good[0], RowResult(RowId(1), [-1])]},
-        {"rows": [good[0], RowResult(RowId(1), [8], logprobs=[odd])]},
-        {"rows": [good[0], RowResult(RowId(1), [8], prompt_logprobs=[odd])]},
+        {"token_ids": pack_int32([7])},
+        {"token_ids": pack_int32([7, 8, 9])},
+        {"token_ids": pack_int32([7, 8])[:-1]},
+        {"token_ids": pack_int32([7, -2])},
+        {"token_ids": b"", "tokens_per_row": 0},
+        {"token_ids": b"", "tokens_per_row": -1},
+        {"tokens_per_row": 2},
+        {"token_ids": pack_int32([7, -1, 8, 9]), "tokens_per_row": 2},
+        {"token_ids": pack_int32([7, -1, -1, 8]), "tokens_per_row": 2},
+        one_alone,
+        {"rows": [RowResult(RowId(1), [8])]},
+        {"rows": [RowResult(RowId(2), [9])]},
+        one_alone | {"rows": [RowResult(RowId(1), [8])] * 2},
+        one_alone | {"rows": [RowResult(RowId(0), [8])]},
+        one_alone | {"rows": [RowResult(RowId(1), [8, 9])]},
+        one_alone | {"rows": [RowResult(RowId(1), [2**31])]},
+        one_alone | {"rows": [RowResult(RowId(1), [-1])]},
+        one_alone | {"rows": [RowResult(RowId(1), [8], logprobs=[odd])]},
+        one_alone | {"rows": [RowResult(RowId(1), [8], prompt_logprobs=[odd])]},
         {"exec_s": math.nan},
         {"idle_s": -1.0},
         {"launch_s": math.inf},
@@ -667,7 +679,8 @@ def test_nothing_is_taken_of_a_result_that_does_not_fit_its_plan() -> None:
         plan, ahead = worker.receive(0.0), worker.receive(0.0)
         assert isinstance(plan, StepPlan) and len(plan.rows) == 2 and isinstance(ahead, StepPlan)
         received(frontend)
-        fields: dict[str, object] = {"rows": good, "exec_s": 0.01, "idle_s": 0.0, **changes}
+        good = {"token_ids": pack_int32([7, 8]), "exec_s": 0.01, "idle_s": 0.0}
+        fields: dict[str, object] = good | changes
         worker.send(StepResult(step_id=plan.step_id, generation=0, **fields))  # type: ignore[arg-type]
         scene.turn()
         assert received(frontend) == [], changes

@@ -17,7 +17,13 @@ from support.core_scenes import (
 )
 
 from lightserve.messages.frontend_router import Abort, ErrorCode, RequestDelta
-from lightserve.messages.router_worker import RowError, RowResult, StepPlan, StepResult
+from lightserve.messages.router_worker import (
+    RowError,
+    RowResult,
+    StepPlan,
+    pack_results,
+    row_results,
+)
 from lightserve.router.admission.conservative import ConservativeAdmission
 from lightserve.router.core import RouterCore
 from lightserve.router.events import (
@@ -120,14 +126,13 @@ class FaultyWorld:
 
     def finish_step(self, *, may_fail: bool) -> None:
         assert self.worker is not None
-        result = self.worker.execute(self.sent.popleft(), exec_s=0.005, idle_s=0.0)
-        if may_fail and result.rows and self.rng.random() < 0.05:
-            rows = list(result.rows)
+        plan = self.sent.popleft()
+        result = self.worker.execute(plan, exec_s=0.005, idle_s=0.0)
+        rows = row_results(plan, result)
+        if may_fail and rows and self.rng.random() < 0.05:
             index = self.rng.randrange(len(rows))
             rows[index] = RowResult(rows[index].row, [], RowError.NON_FINITE_LOGITS)
-            result = StepResult(
-                step_id=result.step_id, generation=0, rows=rows, exec_s=0.005, idle_s=0.0
-            )
+            result = pack_results(plan, rows, exec_s=0.005)
         self.deliver(self.core.on_result(result, self.now_s))
 
     def move(self) -> None:

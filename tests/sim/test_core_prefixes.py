@@ -23,6 +23,7 @@ from support.core_scenes import (
 
 from lightserve.messages.common import RegexConstraint
 from lightserve.messages.frontend_router import ClassLoad
+from lightserve.messages.router_worker import pack_results, plan_rows, row_results
 from lightserve.router.events import (
     FromFrontend,
     FrontendGone,
@@ -157,11 +158,11 @@ def test_a_prompt_is_shared_before_its_grammar_is_ready() -> None:
             result = worker.execute(plan, exec_s=0.01, idle_s=0.0)
             rows = [
                 msgspec.structs.replace(row, token_ids=[] if row.row == 0 else row.token_ids)
-                for row in result.rows
+                for row in row_results(plan, result)
             ]
-            core.on_result(msgspec.structs.replace(result, rows=rows), now_s)
+            core.on_result(pack_results(plan, rows, exec_s=0.01), now_s)
             core.check_integrity()
-            taken.append([(row.row, row.start_position, row.num_tokens) for row in plan.rows])
+            taken.append([(row.row, row.start_position, row.num_tokens) for row in plan_rows(plan)])
         return taken
 
     again = (0, 40, 1)

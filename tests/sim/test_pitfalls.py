@@ -17,7 +17,11 @@ from support.core_scenes import Arrival, RecklessAdmission, check_outcome, submi
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ProtocolError
-from lightserve.messages.router_worker import StepPlan, StepResult
+from lightserve.messages.router_worker import (
+    StepPlan,
+    StepResult,
+    plan_rows,
+)
 from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.classwise import ClasswiseAdmission
@@ -116,7 +120,7 @@ class Scene:
             if not self.sent:
                 return
             plan = self.sent.popleft()
-            exec_s = BASE_S + TOKEN_S * sum(row.num_tokens for row in plan.rows)
+            exec_s = BASE_S + TOKEN_S * sum(row.num_tokens for row in plan_rows(plan))
             self.now_s += 0.99 * exec_s
             if not self.sent:
                 self.plan()
@@ -294,7 +298,9 @@ def test_results_belong_to_plans() -> None:
     scene.plan()
     (plan,) = scene.sent
     for number in (plan.step_id + 1, plan.step_id - 1):
-        late = StepResult(step_id=StepId(number), generation=0, rows=[], exec_s=0.0, idle_s=0.0)
+        late = StepResult(
+            step_id=StepId(number), generation=0, token_ids=b"", exec_s=0.0, idle_s=0.0
+        )
         with pytest.raises(ProtocolError, match="out of order"):
             scene.core.on_result(late, scene.now_s)
     scene.run_dry()

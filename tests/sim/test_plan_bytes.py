@@ -21,8 +21,9 @@ from lightserve.messages.router_worker import (
     RouterToWorker,
     RowResult,
     StepPlan,
-    StepResult,
     WorkerToRouter,
+    pack_results,
+    plan_rows,
 )
 from lightserve.router import placement, plan_bytes
 from lightserve.router.core import RouterCore
@@ -56,8 +57,8 @@ def _submit(number: int, **changes: Any) -> FromFrontend:
 
 
 def _finish(core: RouterCore, plan: StepPlan, now_s: float) -> None:
-    rows = [RowResult(row.row, [7]) for row in plan.rows if row.output]
-    result = StepResult(step_id=plan.step_id, generation=0, rows=rows, exec_s=0.01, idle_s=0.0)
+    rows = [RowResult(row.row, [7]) for row in plan_rows(plan) if row.output]
+    result = pack_results(plan, rows, exec_s=0.01)
     core.on_result(result, now_s)
 
 

@@ -9,7 +9,10 @@ from typing import Any
 from lightserve.decisions.recording import CoreCalls
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Abort, Submit
-from lightserve.messages.router_worker import StepPlan
+from lightserve.messages.router_worker import (
+    StepPlan,
+    plan_rows,
+)
 from lightserve.router.admission.base import AdmissionRule, PoolView
 from lightserve.router.admission.conservative import ConservativeAdmission
 from lightserve.router.core import RouterCore
@@ -101,7 +104,7 @@ def make_core(
 
 
 def step_time(plan: StepPlan) -> float:
-    return 0.004 + 0.0005 * sum(row.num_tokens for row in plan.rows)
+    return 0.004 + 0.0005 * sum(row.num_tokens for row in plan_rows(plan))
 
 
 def make_simulation(core: CoreCalls, frontend: Frontend | None = None) -> Simulation:

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightserve.messages.common import TokenSegment, pack_int32
-from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
+from lightserve.messages.router_worker import (
+    AddSequence,
+    OutputKind,
+    PlanRow,
+    SlotRange,
+    StepPlan,
+    pack_decodes,
+)
 from lightserve.types import RowId, SamplingParams, StepId
 
 EOS = 2
@@ -43,14 +50,25 @@ class PlanMaker:
         for number in range(count):
             news = self._admit() if not self._live or self._rng.random() < 0.15 else []
             rows: list[PlanRow] = []
+            decodes: list[tuple[RowId, int, int]] = []
             ranges: list[SlotRange] = []
             for sequence in self._rng.permutation(np.array(self._live, dtype=object)).tolist():
-                if rows and self._rng.random() < 0.1:
+                if (rows or decodes) and self._rng.random() < 0.1:
                     continue  # it waits
-                rows.append(self._advance(sequence))
-                added = sequence.slots[rows[-1].start_position :]
-                ranges.append(SlotRange(sequence.row, rows[-1].start_position, pack_int32(added)))
-            yield StepPlan(step_id=StepId(number), sequences=news, slot_ranges=ranges, rows=rows)
+                row = self._advance(sequence)
+                start, added = row.start_position, sequence.slots[row.start_position :]
+                if start and (row.num_tokens, row.output) == (1, OutputKind.SAMPLE):
+                    decodes.append((row.row, start, *added))
+                    continue
+                rows.append(row)
+                ranges.append(SlotRange(row.row, start, pack_int32(added)))
+            yield StepPlan(
+                step_id=StepId(number),
+                sequences=news,
+                slot_ranges=ranges,
+                rows=rows,
+                decodes=pack_decodes(*np.array(decodes, dtype=np.int32).reshape(-1, 3).T),
+            )
             self._end_some()
 
     def _admit(self) -> list[AddSequence]:

@@ -22,7 +22,10 @@ from lightserve.messages.frontend_router import (
     Progress,
     RequestDelta,
 )
-from lightserve.messages.router_worker import StepPlan
+from lightserve.messages.router_worker import (
+    StepPlan,
+    plan_rows,
+)
 from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.admission.base import AdmissionRound, AdmissionRule
 from lightserve.router.admission.classwise import ClasswiseAdmission
@@ -207,7 +210,7 @@ class Storm:
         assert self.worker is not None
         plan = self.sent.popleft()
         base_s, token_s = self.step_s
-        exec_s = base_s + token_s * sum(row.num_tokens for row in plan.rows)
+        exec_s = base_s + token_s * sum(row.num_tokens for row in plan_rows(plan))
         exec_s *= self.rng.uniform(1 - self.error, 1 + 3 * self.error)
         result = self.worker.execute(plan, exec_s=exec_s, idle_s=0.0)
         group = self._group

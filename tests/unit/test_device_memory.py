@@ -11,7 +11,10 @@ from support.tiny_models import TINY_MODELS, write_tiny_model
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, StartupError
 from lightserve.messages.common import unpack_int32
-from lightserve.messages.router_worker import OutputKind
+from lightserve.messages.router_worker import (
+    OutputKind,
+    row_results,
+)
 from lightserve.models.kv_layout import KVGroup, KVLayout
 from lightserve.worker.device_memory import (
     DeviceMemory,
@@ -232,4 +235,5 @@ def test_the_largest_steps_run(tmp_path: Path) -> None:
         context_len=runner.context_len,
         num_kv_tokens=1000,
     ):
-        assert [row.row for row in runner.execute(plan).rows] == [row.row for row in plan.rows]
+        found = row_results(plan, runner.execute(plan))
+        assert [row.row for row in found] == [row.row for row in plan.rows]

@@ -19,7 +19,11 @@ from lightserve.messages.frontend_router import (
     RequestDelta,
     RouterMessage,
 )
-from lightserve.messages.router_worker import RowResult, StepResult
+from lightserve.messages.router_worker import (
+    RowResult,
+    pack_results,
+    plan_rows,
+)
 from lightserve.router.core import RouterCore
 from lightserve.router.events import (
     FromFrontend,
@@ -153,8 +157,8 @@ def test_parameters_are_counted_until_the_last_choice_has_ended() -> None:
         _sent(core, number, sampling=large, needs_acknowledgement=is_looked_at)
     while isinstance(step := core.plan(5.0), PlannedStep):
         plan = core.commit(step, 5.0)
-        rows = [RowResult(row.row, [1]) for row in plan.rows if row.output]  # EOS
-        result = StepResult(step_id=plan.step_id, generation=0, rows=rows, exec_s=0.01, idle_s=0.0)
+        rows = [RowResult(row.row, [1]) for row in plan_rows(plan) if row.output]  # EOS
+        result = pack_results(plan, rows, exec_s=0.01)
         core.on_result(result, 5.0)
         core.check_integrity()
         counts.append(core.parameter_bytes[RT])

@@ -18,6 +18,7 @@ from lightserve.messages.common import (
     Message,
     TokenLogprob,
     TokenSegment,
+    pack_int32,
 )
 from lightserve.messages.frontend_router import (
     Acknowledge,
@@ -125,6 +126,7 @@ LARGEST: Mapping[str, tuple[Any, Any, Message]] = {
         StepResult(
             step_id=StepId(BIG),
             generation=BIG,
+            token_ids=pack_int32([-1] * MAX_ROWS),
             rows=[
                 _row(0, MAX_PROMPT_LOGPROB_POSITIONS),
                 *[_row(number) for number in range(1, MAX_ROWS)],

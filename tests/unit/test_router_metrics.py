@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 from support.core_scenes import MAX_SEQS, Arrival, RecklessAdmission, make_core, step_time, submit
 
-from lightserve.messages.router_worker import OutputKind, RowResult, StepPlan, StepResult
+from lightserve.messages.router_worker import (
+    OutputKind,
+    RowResult,
+    StepPlan,
+    StepResult,
+    pack_results,
+    plan_rows,
+)
 from lightserve.messages.step_cost import StepCoefficients
 from lightserve.metrics.recording import Recorder
 from lightserve.router.admission.ema import EmaAdmission
@@ -42,10 +49,8 @@ class Driver:
 
     def finish(self, plan: StepPlan, exec_s: float) -> None:
         self.now_s += exec_s
-        rows = [RowResult(r.row, [5]) for r in plan.rows if r.output is OutputKind.SAMPLE]
-        result = StepResult(
-            step_id=plan.step_id, generation=0, rows=rows, exec_s=exec_s, idle_s=0.25
-        )
+        rows = [RowResult(r.row, [5]) for r in plan_rows(plan) if r.output is OutputKind.SAMPLE]
+        result = pack_results(plan, rows, exec_s=exec_s, idle_s=0.25)
         self.metrics.on_result(result, self.core.num_used_slots)
         self.core.on_result(result, self.now_s)
 
@@ -124,7 +129,7 @@ def test_steps_of_lost_workers_are_not_waited_for() -> None:
     driver.core.on_message(WorkersGone(), driver.now_s)
     driver.metrics.on_workers_gone()
     driver.metrics.on_result(
-        StepResult(step_id=lost.step_id, generation=0, rows=[], exec_s=1.0, idle_s=0.0),
+        StepResult(step_id=lost.step_id, generation=0, token_ids=b"", exec_s=1.0, idle_s=0.0),
         num_used_slots=0,
     )
     values = driver.values()
@@ -166,7 +171,7 @@ def test_skipped_requests_are_counted_by_reason() -> None:
     for number in range(9):
         driver.arrive(number, Arrival(0.0, 4, 5, 5))
     plan = driver.send()
-    assert plan is not None and len(plan.rows) == MAX_SEQS
+    assert plan is not None and len(plan_rows(plan)) == MAX_SEQS
     driver.finish(plan, 0.01)
     plan = driver.send()
     assert plan is not None

@@ -15,6 +15,7 @@ from lightserve.messages.router_worker import (
     PlanRow,
     StepPlan,
     StepResult,
+    unpack_decodes,
 )
 from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.conservative import ConservativeAdmission
@@ -109,18 +110,19 @@ def test_build_plan_splits_slots_and_samples_at_the_end() -> None:
         (r.row, r.start_position, np.frombuffer(r.slots, "<i4").tolist()) for r in plan.slot_ranges
     ]
     found = (2, 0, [200, 201, 202])
-    assert starts == [(0, 8, [0]), (1, 0, [1, 2, 3]), found, (2, 3, [4, 5, 6, 7, 8])]
-    assert [row.start_position for row in plan.rows] == [8, 0, 3]
-    assert [row.output for row in plan.rows] == [
-        OutputKind.SAMPLE,
-        OutputKind.NONE,
-        OutputKind.SAMPLE,
+    assert starts == [(1, 0, [1, 2, 3]), found, (2, 3, [4, 5, 6, 7, 8])]
+    assert [part.tolist() for part in unpack_decodes(plan.decodes)] == [[0], [8], [0]]
+    assert plan.rows == [
+        PlanRow(RowId(1), 0, 3, OutputKind.NONE),
+        PlanRow(RowId(2), 3, 5, OutputKind.SAMPLE),
     ]
 
 
 class TestPipeline:
     def step(self, pipeline: Pipeline, now_s: float, num_tokens: int = 4) -> PlannedStep:
-        allotments = (Allotment(make_request(0, prompt=64), num_tokens),)
+        request = make_request(0, prompt=64)
+        request.row = CHUNK.row
+        allotments = (Allotment(request, num_tokens),)
         predicted_s = pipeline.predict(allotments, 0)
         return PlannedStep(pipeline.next_step_id, allotments, (1,), (), (), (), now_s, predicted_s)
 
@@ -130,7 +132,7 @@ class TestPipeline:
 
     def result(self, step_id: int, exec_s: float = 0.02, idle_s: float = 0.0) -> StepResult:
         return StepResult(
-            step_id=StepId(step_id), generation=0, rows=[], exec_s=exec_s, idle_s=idle_s
+            step_id=StepId(step_id), generation=0, token_ids=b"", exec_s=exec_s, idle_s=idle_s
         )
 
     def test_the_next_plan_leaves_just_before_the_end(self) -> None:

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 from support.core_scenes import Arrival, make_core, submit
 
-from lightserve.messages.router_worker import RowResult, StepPlan, StepResult
+from lightserve.messages.router_worker import (
+    RowResult,
+    StepPlan,
+    pack_results,
+    plan_rows,
+)
 from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend, PlannedStep, WorkersReady
 from lightserve.router.kv import prefix_tree
@@ -39,10 +44,8 @@ def _step(core: RouterCore) -> StepPlan:
 
 
 def _finish(core: RouterCore, plan: StepPlan) -> None:
-    rows = [RowResult(row.row, [7]) for row in plan.rows if row.output]
-    core.on_result(
-        StepResult(step_id=plan.step_id, generation=0, rows=rows, exec_s=0.01, idle_s=0.0), 1.0
-    )
+    rows = [RowResult(row.row, [7]) for row in plan_rows(plan) if row.output]
+    core.on_result(pack_results(plan, rows, exec_s=0.01), 1.0)
 
 
 @pytest.mark.parametrize("slo", [NO_SLO, SLO(ttft_ms=60_000.0)])

@@ -12,7 +12,13 @@ from support.random_plans import PlanMaker
 from support.tensor_kernels import TensorKernels
 from torch import Tensor
 
-from lightserve.messages.router_worker import OutputKind, StepPlan, StepResult
+from lightserve.messages.router_worker import (
+    OutputKind,
+    StepPlan,
+    StepResult,
+    plan_rows,
+    row_results,
+)
 from lightserve.models.parallel import SingleRank
 from lightserve.worker.device_queue import HostQueue
 from lightserve.worker.graph_ladder import ladder
@@ -96,19 +102,21 @@ def test_the_same_tokens(seed: int) -> None:
     runner.use_graphs(graphs)
     found = run(runner, steps)
     num_tokens = 0
-    for one, other in zip(expected, found, strict=True):
-        assert [(row.row, row.token_ids, row.error) for row in one.rows] == [
-            (row.row, row.token_ids, row.error) for row in other.rows
+    for plan, *results in zip(steps, expected, found, strict=True):
+        one, other = (row_results(plan, result) for result in results)
+        assert [(row.row, row.token_ids, row.error) for row in one] == [
+            (row.row, row.token_ids, row.error) for row in other
         ]
-        assert not any(row.error for row in one.rows)
-        num_tokens += sum(len(row.token_ids) for row in one.rows)
-        for left, right in zip(one.rows, other.rows, strict=True):
+        assert not any(row.error for row in one)
+        num_tokens += sum(len(row.token_ids) for row in one)
+        for left, right in zip(one, other, strict=True):
             for wanted, got in zip(left.logprobs, right.logprobs, strict=True):
                 assert (got.top_token_ids, got.logprob) == (
                     wanted.top_token_ids,
                     pytest.approx(wanted.logprob, abs=1e-5),
                 )
-    decodes = [len(p.rows) for p in steps if all(_is_plain(row) for row in p.rows)]
+    rows = [plan_rows(plan) for plan in steps]
+    decodes = [len(one) for one in rows if all(_is_plain(row) for row in one)]
     assert graphs.sizes_run == [count for count in decodes if count <= SIZES[-1]]
     assert len(graphs.sizes_run) > NUM_STEPS // 5 and num_tokens > 2 * NUM_STEPS
     assert len(set(graphs.sizes_run)) >= 5

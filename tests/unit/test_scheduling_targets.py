@@ -10,7 +10,12 @@ from support.core_scenes import MAX_LEN, Arrival, make_core, submit
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.messages.frontend_router import RequestDelta
-from lightserve.messages.router_worker import OutputKind, RowResult, StepResult
+from lightserve.messages.router_worker import (
+    OutputKind,
+    RowResult,
+    pack_results,
+    plan_rows,
+)
 from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend, Outgoing, PlannedStep, WorkersReady
@@ -54,10 +59,8 @@ class Server:
         plan = self.core.commit(step, self.now_s)
         seconds = step.predicted_s or 0.01
         self.now_s += seconds
-        rows = [RowResult(r.row, [5]) for r in plan.rows if r.output is OutputKind.SAMPLE]
-        result = StepResult(
-            step_id=plan.step_id, generation=0, rows=rows, exec_s=seconds, idle_s=0.0
-        )
+        rows = [RowResult(r.row, [5]) for r in plan_rows(plan) if r.output is OutputKind.SAMPLE]
+        result = pack_results(plan, rows, exec_s=seconds)
         news = self.core.on_result(result, self.now_s)
         shares: dict[int, int] = {r.key.request_id: num_tokens for r, num_tokens in step.allotments}
         return shares, [delta for outgoing in news for delta in outgoing.message.requests]

@@ -98,6 +98,7 @@ class ScriptedRunner:
             self._note(f"sample {plan.step_id}")
         return Pending(
             plan=plan,
+            num_rows=len(plan.rows),
             drawn=Drawn([], torch.empty(0, dtype=torch.int64)),
             prompts={},
             constrained_rows=self.constrained,
@@ -109,7 +110,7 @@ class ScriptedRunner:
     def finish(self, pending: Pending) -> StepResult:
         pending.marks.end.wait()
         self._note(f"finish {pending.plan.step_id}")
-        return StepResult(pending.plan.step_id, 0, [], exec_s=self.exec_s, idle_s=0.0)
+        return StepResult(pending.plan.step_id, 0, b"", exec_s=self.exec_s, idle_s=0.0)
 
     def copy_ahead(self, plan: StepPlan) -> None:
         self._note(f"copy {plan.step_id}")

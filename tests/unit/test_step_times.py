@@ -112,7 +112,7 @@ class GpuRunner:
 
     def finish(self, pending: int) -> StepResult:
         self.calls.append("finish")
-        return StepResult(StepId(0), 0, [], exec_s=float(pending), idle_s=0.0)
+        return StepResult(StepId(0), 0, b"", exec_s=float(pending), idle_s=0.0)
 
 
 def test_a_profile_times_steps_that_follow_others() -> None:

@@ -1,0 +1,190 @@
+"""Plans and results as columns: what is packed is read again, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightserve.errors import ProtocolError
+from lightserve.messages.common import TokenLogprob, pack_int32, unpack_int32
+from lightserve.messages.router_worker import (
+    NO_TOKEN,
+    DecodeRows,
+    OutputKind,
+    PlanRow,
+    RowError,
+    RowResult,
+    StepPlan,
+    StepResult,
+    pack_decodes,
+    pack_results,
+    plan_columns,
+    plan_rows,
+    read_result,
+    row_results,
+    sampling_rows,
+    unpack_decodes,
+)
+from lightserve.types import RowId, StepId
+
+TOKENS = st.integers(0, 2**31 - 1)
+LOGPROB = TokenLogprob(-0.5, [3], [-0.25])
+PROMPT = OutputKind.PROMPT_LOGPROBS
+OUTPUTS = (OutputKind.NONE, OutputKind.SAMPLE, PROMPT, OutputKind.SAMPLE | PROMPT)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> StepPlan:
+    rows = draw(st.lists(st.integers(0, 500), unique=True, max_size=8))
+    num_decodes = draw(st.integers(0, len(rows)))
+    places = st.lists(TOKENS, min_size=num_decodes, max_size=num_decodes)
+    return StepPlan(
+        step_id=StepId(draw(st.integers(0, 9))),
+        sequences=[],
+        slot_ranges=[],
+        rows=[
+            PlanRow(
+                RowId(row),
+                draw(st.integers(0, 99)),
+                draw(st.integers(1, 9)),
+                draw(st.sampled_from(OUTPUTS)),
+            )
+            for row in rows[num_decodes:]
+        ],
+        decodes=pack_decodes(rows[:num_decodes], draw(places), draw(places)),
+    )
+
+
+@st.composite
+def answered(draw: st.DrawFn) -> tuple[StepPlan, list[RowResult]]:
+    """Return a plan, and what its rows may have given."""
+    plan, results = draw(plans()), []
+    for row in plan_rows(plan):
+        if not row.output:
+            continue
+        samples, wants_prompt = row.output & OutputKind.SAMPLE, row.output & PROMPT
+        token_ids = draw(st.lists(TOKENS, max_size=3)) if samples else []
+        results.append(
+            RowResult(
+                row.row,
+                token_ids,
+                error=draw(st.sampled_from([None, *RowError])) if not token_ids else None,
+                logprobs=[LOGPROB] * len(token_ids) if draw(st.booleans()) else [],
+                prompt_logprobs=[LOGPROB] * draw(st.integers(0, 2)) if wants_prompt else [],
+            )
+        )
+    return plan, results
+
+
+def passed_on(plan: StepPlan) -> StepPlan:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
+
+
+@given(plans())
+def test_a_plan_says_the_same_as_columns_and_row_by_row(plan: StepPlan) -> None:
+    plan = passed_on(plan)
+    rows = plan_rows(plan)
+    columns = plan_columns(plan)
+    assert [tuple(row) for row in np.array(columns).T.tolist()] == [
+        (row.row, row.start_position, row.num_tokens, int(row.output)) for row in rows
+    ]
+    assert all(column.dtype == np.int32 for column in columns)
+    wants = [bool(row.output & OutputKind.SAMPLE) for row in rows]
+    assert columns.samples.tolist() == wants
+    assert sampling_rows(plan).tolist() == columns.rows[columns.samples].tolist()
+
+
+@given(st.lists(st.tuples(TOKENS, TOKENS, TOKENS), max_size=9))
+def test_decodes_are_read_as_they_were_packed(decodes: list[tuple[int, int, int]]) -> None:
+    rows, starts, slots = ([decode[index] for decode in decodes] for index in range(3))
+    unpacked = unpack_decodes(pack_decodes(rows, starts, slots))
+    assert [column.tolist() for column in unpacked] == [rows, starts, slots]
+    again = pack_decodes(*(np.array(column, dtype=np.int64) for column in (rows, starts, slots)))
+    assert again == pack_decodes(rows, starts, slots)
+
+
+@pytest.mark.parametrize(
+    ("decodes", "said"),
+    [
+        (DecodeRows(bytes(8), bytes(4), bytes(8)), "8 bytes of rows, 4 of start_positions, 8 of"),
+        (DecodeRows(bytes(4), bytes(4), b""), "4 bytes of rows, 4 of start_positions, 0 of slots"),
+        (DecodeRows(bytes(6), bytes(6), bytes(6)), "6 bytes of rows, 6 of start_positions, 6 of"),
+    ],
+)
+def test_decodes_of_different_lengths_are_refused(decodes: DecodeRows, said: str) -> None:
+    plan = StepPlan(StepId(0), [], [], [], decodes)
+    for read in (plan_columns, plan_rows, sampling_rows):
+        with pytest.raises(ProtocolError, match=said):
+            read(plan)
+
+
+@given(answered())
+def test_a_result_is_read_as_it_was_packed(scene: tuple[StepPlan, list[RowResult]]) -> None:
+    plan, results = scene
+    message = pack_results(plan, results, exec_s=0.5, generation=3)
+    message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=StepResult)
+    assert (message.step_id, message.generation, message.exec_s) == (plan.step_id, 3, 0.5)
+    assert row_results(plan, message) == results
+    token_ids, others = read_result(plan, message)
+    by_row = {result.row: result for result in results}
+    assert token_ids.shape == (len(sampling_rows(plan)), message.tokens_per_row)
+    for row, own in zip(sampling_rows(plan).tolist(), token_ids.tolist(), strict=True):
+        wanted = [] if row in others else by_row[row].token_ids
+        assert own == wanted + [NO_TOKEN] * (message.tokens_per_row - len(wanted))
+    for row in others:
+        result = by_row[row]
+        assert not result.token_ids or result.logprobs or result.prompt_logprobs
+
+
+PLAN = StepPlan(
+    StepId(0),
+    [],
+    [],
+    [
+        PlanRow(RowId(7), 0, 9, OutputKind.NONE),
+        PlanRow(RowId(5), 0, 4, OutputKind.SAMPLE),
+        PlanRow(RowId(6), 0, 4, PROMPT),
+    ],
+    pack_decodes([2, 1], [8, 9], [3, 4]),
+)
+"""Rows 2, 1 and 5 sample, row 6 wants log-probabilities alone, row 7 wants nothing."""
+OF_PROMPT = RowResult(RowId(6), [], prompt_logprobs=[LOGPROB])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "rows", "said"),
+    [
+        ([1, 2], 1, [OF_PROMPT], "8 bytes of tokens for 3 rows of 1"),
+        ([1, 2, 3, 4], 1, [OF_PROMPT], "16 bytes of tokens for 3 rows of 1"),
+        ([1, 2, 3], 2, [OF_PROMPT], "12 bytes of tokens for 3 rows of 2"),
+        ([], 0, [OF_PROMPT], "0 bytes of tokens for 3 rows of 0"),
+        ([1, -2, 3], 1, [OF_PROMPT], "a token that is none"),
+        ([1, 1, -1, 2, 3, 3], 2, [OF_PROMPT], "a token that is none"),
+        ([1, -1, 3], 1, [OF_PROMPT], "row 1 has no result"),
+        ([1, 2, 3], 1, [], "row 6 has no result"),
+        ([1, 2, 3], 1, [OF_PROMPT, RowResult(RowId(1), [2])], "row 1 has a result though it has"),
+        ([1, 2, 3], 1, [OF_PROMPT, RowResult(RowId(7), [])], "row 7 .* or wants none"),
+        ([1, 2, 3], 1, [OF_PROMPT, RowResult(RowId(9), [])], "row 9 .* or wants none"),
+        ([1, 2, 3], 1, [OF_PROMPT] * 2, "a row has two results"),
+    ],
+)
+def test_results_that_do_not_fit_are_refused(
+    tokens: list[int], width: int, rows: list[RowResult], said: str
+) -> None:
+    result = StepResult(
+        StepId(0), 0, pack_int32(tokens), exec_s=0.0, idle_s=0.0, tokens_per_row=width, rows=rows
+    )
+    with pytest.raises(ProtocolError, match=said):
+        read_result(PLAN, result)
+
+
+def test_the_tokens_of_plain_decodes_are_those_of_the_message() -> None:
+    """Read in place: nothing is copied, nothing is done row by row."""
+    plan = StepPlan(StepId(0), [], [], [], pack_decodes([4, 2], [1, 1], [0, 9]))
+    result = StepResult(StepId(0), 0, pack_int32([11, 22]), exec_s=0.0, idle_s=0.0)
+    token_ids, others = read_result(plan, result)
+    assert token_ids.tolist() == [[11], [22]] and not others
+    assert np.shares_memory(token_ids, unpack_int32(result.token_ids))
