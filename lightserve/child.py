@@ -115,7 +115,12 @@ def _run(spec: ChildSpec, runner: Runner) -> int:
 
 
 def _report_failure(spec: ChildSpec, reason: str) -> None:
-    """Tell the supervisor why, over a link of its own: the role's may be in any state."""
+    """Tell the supervisor why, over a link of its own: the role's may be in any state.
+
+    What was logged is written first: where no memory is left, opening a link ends the process.
+    """
+    for handler in logging.getLogger().handlers:
+        handler.flush()
     control = connect_control(spec, linger_s=_LAST_WORDS_S)
     control.send(ChildFailed(reason=reason[:_MAX_REASON_CHARS]))
     control.close()

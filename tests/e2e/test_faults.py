@@ -16,6 +16,7 @@ import psutil
 import pytest
 from support.live_server import LiveServer, live_server
 from support.memory_limits import (
+    NO_HOARD,
     MemoryLimit,
     in_a_small_control_group,
     with_no_more_addresses,
@@ -30,7 +31,8 @@ LONG = "Tell me a story about Mira and the brass lantern."
 @pytest.fixture(scope="module")
 def sturdy(run_parent: Path) -> Iterator[LiveServer]:
     """A server with two frontends that may be killed often."""
-    with live_server(run_parent, "--http-workers=2", "--max-restarts=50") as running:
+    flags = "--http-workers=2", "--max-restarts=50"
+    with live_server(run_parent, *flags, environment=NO_HOARD) as running:
         yield running
 
 

@@ -6,6 +6,7 @@ import ctypes
 import logging
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -200,6 +201,52 @@ class TestMissing:
         first, second = caplog.messages
         assert "1.1 to 1.7 times as long" in first and "there is no reason" in first
         assert second.startswith("float16 is computed by torch")
+
+
+WITHOUT_MEMORY = """
+import resource
+import torch
+from lightserve.kernels.cpu.native import NativeKernels
+
+def inputs(num_tokens, size):
+    q, k, v = (torch.empty(num_tokens, 1, size) for _ in range(3))
+    cos, sin = (torch.empty(num_tokens, size // 2) for _ in range(2))
+    pools = [torch.empty(num_tokens, 1, size) for _ in range(2)]
+    slots = torch.arange(num_tokens)
+    return dict(
+        q=q, k=k, v=v, cos=cos, sin=sin, k_pool=pools[0], v_pool=pools[1], slot_mapping=slots
+    )
+
+kernels = NativeKernels()
+few, large = inputs(200, 16), inputs(1, 16 << 20)
+for name in ("k", "v", "cos", "sin"):
+    few[name].normal_()
+few["q"].copy_(few["k"])
+torch.set_num_threads(1)
+kernels.rotate_and_write(**few, qk_norm=None)
+few["q"].copy_(few["k"])
+few["k_pool"].zero_()
+torch.set_num_threads(4)
+resource.setrlimit(resource.RLIMIT_AS, (0, 0))
+kernels.rotate_and_write(**few, qk_norm=None)
+assert torch.equal(few["q"], few["k_pool"])
+print("the same with fewer threads", flush=True)
+kernels.rotate_and_write(**large, qk_norm=None)
+print("not reached", flush=True)
+"""
+
+
+def test_without_memory_it_makes_do_with_fewer_threads_and_else_ends_at_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_MEMORY],
+        check=False,
+        timeout=600,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "the same with fewer threads\n", done.stderr
+    assert done.returncode == -signal.SIGABRT
+    assert "the CPU core has no memory for 83886080 bytes" in done.stderr
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler")

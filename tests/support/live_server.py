@@ -36,7 +36,11 @@ class LiveServer:
     """A server that has been started; `wait_ready` before anything else."""
 
     def __init__(
-        self, flags: Sequence[str], run_parent: Path, verify: ssl.SSLContext | bool = True
+        self,
+        flags: Sequence[str],
+        run_parent: Path,
+        verify: ssl.SSLContext | bool = True,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._verify = verify
         self.run_parent = run_parent
@@ -49,7 +53,7 @@ class LiveServer:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         )
         self._readers = [
             threading.Thread(target=self._read, args=pair, daemon=True)
@@ -191,7 +195,10 @@ class LiveServer:
 
 @contextmanager
 def live_server(
-    run_parent: Path, *flags: str, verify: ssl.SSLContext | bool = True
+    run_parent: Path,
+    *flags: str,
+    verify: ssl.SSLContext | bool = True,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[LiveServer]:
     """Run a server that is ready; whatever happens, nothing of it is left afterwards.
 
@@ -199,7 +206,7 @@ def live_server(
     """
     own_parent = Path(tempfile.mkdtemp(dir=run_parent))
     own_parent.chmod(0o755)
-    server = LiveServer(flags, own_parent, verify)
+    server = LiveServer(flags, own_parent, verify, environment)
     try:
         server.wait_ready()
         yield server

@@ -9,12 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 import pytest
 
 LIMIT_BYTES = 1024 * 1024
 """Of pages that come after the limit: less than a step of a model takes."""
+NO_HOARD = MappingProxyType({"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"})
+"""Environment of a process that is to run out of memory. The C library then gives back what is
+freed, and maps each larger block anew: else a process that has been through its largest step needs
+no memory that it has not got."""
 _ROOT = Path("/sys/fs/cgroup")
 
 
@@ -67,9 +72,8 @@ def _remove(group: Path) -> None:
 
 @contextmanager
 def with_no_more_addresses(process: psutil.Process) -> Iterator[None]:
-    """Let a process have no more address space than it has: each new mapping fails."""
-    size = process.memory_info().vms
-    process.rlimit(resource.RLIMIT_AS, (size, size))
+    """Let a process have no more address space, whatever it gives back: each new mapping fails."""
+    process.rlimit(resource.RLIMIT_AS, (0, 0))
     yield
 
 

@@ -7,6 +7,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <mutex>
 
@@ -112,7 +113,10 @@ void* scratch(int slot, size_t num_bytes) {
     std::free(own.memory[slot]);
     own.size[slot] = (num_bytes + num_bytes / 4 + 4095) / 4096 * 4096;
     own.memory[slot] = std::aligned_alloc(4096, own.size[slot]);
-    if (own.memory[slot] == nullptr) std::abort();
+    if (own.memory[slot] == nullptr) {
+      std::fprintf(stderr, "the CPU core has no memory for %zu bytes\n", own.size[slot]);
+      std::abort();
+    }
   }
   return own.memory[slot];
 }
