@@ -9,8 +9,10 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import LogprobColumns, Piece
@@ -20,7 +22,7 @@ from lightserve.frontend.news import Delta, LiveRequest, NewRequest
 from lightserve.frontend.service import Service
 from lightserve.metrics.requests import RequestMetrics
 from lightserve.tokenization.stop_strings import StopMatcher, Stopped
-from lightserve.types import SLO, FinishReason
+from lightserve.types import SLO, FinishReason, RequestClass
 
 # ----------------------------------------------------------------------
 # From a validated request to text: submit, detokenise, find stop strings, count.
@@ -29,8 +31,7 @@ from lightserve.types import SLO, FinishReason
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """News of one completion. At least one of the fields is not empty."""
 
     text: str
@@ -62,7 +63,7 @@ class Generation:
         *,
         by_token: bool,
     ) -> None:
-        self._live = live
+        self.live = live
         self._tokenizer = service.model.tokenizer
         self._detokenizer = self._tokenizer.detokenizer(request.prompt_token_ids)
         self._eos_token_ids = frozenset(request.eos_token_ids)
@@ -133,60 +134,56 @@ class Generation:
     @property
     def num_unread_bytes(self) -> int:
         """Of news that have not been read."""
-        return self._live.num_unread_bytes
+        return self.live.num_unread_bytes
 
     def watch(self, on_unread: Callable[[], None]) -> None:
         """Have this called when its reader falls behind."""
-        self._live.on_unread = on_unread
+        self.live.on_unread = on_unread
 
     def abort(self) -> None:
         """End it; no effect once it is over."""
         self._metrics.on_abort()
-        self._live.abort()
+        self.live.abort()
 
     def end(self, failure: RequestFailed) -> None:
         """End it with a failure, which `next_delta` raises; no effect once it is over."""
-        if not self._live.is_over:
+        if not self.live.is_over:
             self._metrics.on_failure(failure.code)
-            self._live.end(failure)
+            self.live.end(failure)
 
-    async def next_delta(self) -> TextDelta:
-        """Wait for news; the last have the finish reason, after which there are no more.
+    def take(self, now_s: float) -> TextDelta | None:
+        """Take the news that are there; None: they have nothing to show.
+
+        The last ones have the finish reason, after which there are no more.
 
         Raises:
             InvalidRequest, RequestFailed: it ended without the rest of its answer.
             ClientGone: it was aborted.
         """
-        assert self.finish_reason is None, "it is over"
-        while True:
-            news = await self._next_news()
-            if news.prompt_logprobs is not None:
-                self.prompt_logprobs.extend(news.prompt_logprobs)
-                self.num_bytes += news.prompt_logprobs.num_bytes
-            self._num_cached_tokens += news.num_cached_tokens
-            self.scheduled_slo = news.scheduled_slo or self.scheduled_slo
-            now_s = time.monotonic()
-            if news.token_ids and self.first_token_s is None:
-                self.first_token_s = now_s
-            num_before = self.num_tokens
-            delta = self._take(news)
-            self.num_bytes += len(delta.text)
-            if self._by_token:
-                self.num_bytes += len(delta.text) + 8 * len(news.token_ids)
-                self.num_bytes += 0 if news.logprobs is None else news.logprobs.num_bytes
-            if self.num_tokens > num_before:
-                self._metrics.on_tokens(self.num_tokens - num_before, now_s)
-            if self.finish_reason is not None:
-                self._metrics.on_finish(self.finish_reason)
-            if delta.text or delta.pieces or delta.finish_reason is not None:
-                return delta
-
-    async def _next_news(self) -> Delta:
         try:
-            return await self._live.next_delta()
+            news = self.live.take()
         except (InvalidRequest, RequestFailed) as failure:
             self._metrics.on_failure(failure.code)
             raise
+        if news.prompt_logprobs is not None:
+            self.prompt_logprobs.extend(news.prompt_logprobs)
+            self.num_bytes += news.prompt_logprobs.num_bytes
+        self._num_cached_tokens += news.num_cached_tokens
+        self.scheduled_slo = news.scheduled_slo or self.scheduled_slo
+        if news.token_ids and self.first_token_s is None:
+            self.first_token_s = now_s
+        num_before = self.num_tokens
+        delta = self._take(news)
+        self.num_bytes += len(delta.text)
+        if self._by_token:
+            self.num_bytes += len(delta.text) + 8 * len(news.token_ids)
+            self.num_bytes += 0 if news.logprobs is None else news.logprobs.num_bytes
+        if self.num_tokens > num_before:
+            self._metrics.on_tokens(self.num_tokens - num_before, now_s)
+        if self.finish_reason is not None:
+            self._metrics.on_finish(self.finish_reason)
+        is_empty = not (delta.text or delta.pieces) and delta.finish_reason is None
+        return None if is_empty else delta
 
     def _take(self, news: Delta) -> TextDelta:
         """Take in tokens up to a stop string or the end."""
@@ -224,9 +221,9 @@ class Generation:
                 break
         if self._stops is not None:
             if self.finish_reason is None:
-                self._live.acknowledge(self.num_tokens)
+                self.live.acknowledge(self.num_tokens)
             else:
-                self._live.finish(self.num_tokens)
+                self.live.finish(self.num_tokens)
         return TextDelta("".join(texts), tuple(pieces), self.finish_reason)
 
     def _look_for_stops(self, text: str) -> str:
@@ -250,19 +247,46 @@ class Generation:
 
 LONG_PROMPT_TOKENS = 4096
 
-_News = tuple[int, TextDelta] | BaseException
+News = tuple[int, TextDelta]
+"""The index of a completion, and what is new of it."""
+
+
+class Sink(Protocol):
+    """Where news can go at once."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing that went there before is still waiting."""
+
+    def take(self, news: Sequence[News], now_s: float) -> None:
+        """Take in news of completions that go on."""
 
 
 class Choices:
-    """All completions of a request, in the order of their indices; made by `start`."""
+    """All completions of a request, in the order of their indices; made by `start`.
+
+    One task reads them, and while it waits, what needs no more than to be written goes straight to
+    its `Sink` (see `read`): a turn of a task for each token would cost more than the token.
+    """
 
     def __init__(self, generations: Sequence[Generation], *, per_prompt: int) -> None:
         self.generations = tuple(generations)
+        self.is_urgent = self.first.request.request_class is RequestClass.RT
         self._per_prompt = per_prompt
         self._num_open = len(generations)
         self._is_aborted = False
-        self._pumps: list[asyncio.Task[None]] = []
-        self._news: asyncio.Queue[_News] = asyncio.Queue(maxsize=len(generations))
+        self._ready: dict[int, None] = {}
+        """Indices of those with news, those that are to be read first in front."""
+        self._left: deque[News] = deque()
+        """News that were taken, but not by the sink."""
+        self._bug: Exception | None = None
+        self._sink: Sink | None = None
+        """While the task waits, if it has one."""
+        self._awake = asyncio.Event()
+        for index, generation in enumerate(self.generations):
+            generation.live.reader, generation.live.index = self, index
+            if generation.live.has_news:
+                self._ready[index] = None
 
     @classmethod
     async def start(
@@ -312,24 +336,81 @@ class Choices:
         """Of news that have not been read."""
         return sum(generation.num_unread_bytes for generation in self.generations)
 
-    async def next_news(self) -> tuple[int, TextDelta]:
-        """Wait for news of any completion; return its index and the news.
+    async def next_news(self, sink: Sink | None = None) -> News:
+        """Wait for news of any completion that `sink` has not taken.
 
         Raises:
             InvalidRequest, RequestFailed: one of them failed.
             ClientGone: they were aborted.
         """
-        if len(self.generations) == 1:
-            index, delta = 0, await self.first.next_delta()
-        else:
-            if not self._pumps:
-                self._pumps = [asyncio.create_task(self._pump(i)) for i in self._indices()]
-            news = await self._news.get()
-            if isinstance(news, BaseException):
-                raise news
-            index, delta = news
-        self._num_open -= delta.finish_reason is not None
-        return index, delta
+        while True:
+            self.check_wanted()
+            if self._bug is not None:
+                raise self._bug
+            if not self._left and not self._ready:
+                self._awake.clear()
+                self._sink = sink
+                try:
+                    await self._awake.wait()
+                finally:
+                    self._sink = None
+                continue
+            if not self._left:
+                first = self.generations[next(iter(self._ready))]
+                if first.live.is_read_in_part:
+                    await asyncio.sleep(0)  # between the parts, others have their turn
+                    self.check_wanted()
+                self._take_one(time.monotonic())
+            if self._left:
+                index, delta = self._left.popleft()
+                self._num_open -= delta.finish_reason is not None
+                return index, delta
+
+    def _take_one(self, now_s: float) -> None:
+        """Take the news that come first."""
+        index = next(iter(self._ready))
+        del self._ready[index]
+        live = self.generations[index].live
+        delta = self.generations[index].take(now_s)
+        if live.has_news:
+            self._ready[index] = None
+        if delta is not None:
+            self._left.append((index, delta))
+
+    def note(self, index: int) -> bool:
+        """Note news of a completion; return whether there were none of any."""
+        is_first = not self._ready
+        self._ready[index] = None
+        return is_first
+
+    def read(self, now_s: float) -> None:
+        """Hand news to the sink, if nothing else is to be done with them, or wake the task."""
+        sink = self._sink
+        if sink is None or self._awake.is_set() or not sink.is_open:
+            self._awake.set()
+            return
+        for index in self._ready:
+            if not self.generations[index].live.has_quick_news:
+                self._awake.set()
+                return
+        ready, self._ready = self._ready, {}
+        try:
+            for index in ready:
+                delta = self.generations[index].take(now_s)
+                if delta is not None:
+                    self._left.append((index, delta))
+                    if delta.finish_reason is not None:  # a stop string
+                        self._awake.set()
+            if self._left and not self._awake.is_set():
+                sink.take(self._left, now_s)
+                self._left.clear()
+        except Exception as bug:  # it is this request's alone
+            self._bug = bug
+            self._awake.set()
+
+    def wake(self) -> None:
+        """Wake the task that waits for news."""
+        self._awake.set()
 
     def check_wanted(self) -> None:
         """Raise ClientGone if they were aborted."""
@@ -341,27 +422,12 @@ class Choices:
         self._is_aborted = True
         for generation in self.generations:
             generation.abort()
-        for pump in self._pumps:
-            pump.cancel()
-        while not self._news.empty():  # so that there is room
-            self._news.get_nowait()
-        self._news.put_nowait(ClientGone())
+        self._awake.set()
 
     def end(self, failure: RequestFailed) -> None:
         """End with a failure those that are not over; `next_news` raises it."""
         for generation in self.generations:
             generation.end(failure)
-
-    def _indices(self) -> range:
-        return range(len(self.generations))
-
-    async def _pump(self, index: int) -> None:
-        generation = self.generations[index]
-        try:
-            while generation.finish_reason is None:
-                await self._news.put((index, await generation.next_delta()))
-        except Exception as failure:
-            await self._news.put(failure)
 
 
 # ----------------------------------------------------------------------

@@ -376,6 +376,18 @@ class HttpProtocol(H11Protocol):
         self._stop_deadline()
         super().resume_writing()
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether the kernel has taken everything, and the client is there."""
+        is_gone = self.cycle.disconnected or self.transport.is_closing()
+        return not (is_gone or self.flow.write_paused)
+
+    def write_body(self, data: bytes) -> None:
+        """Write a part of an answer of unknown length, as h11 would, without its objects."""
+        if (self.conn.their_http_version or b"") >= b"1.1":
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        self.transport.write(data)
+
     async def drained(self) -> None:
         """Wait until everything written is through, or the connection is lost."""
         await self.flow.drain()

@@ -6,11 +6,10 @@ more than its tokens.
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from lightserve.errors import InvalidRequest, ProtocolError
 from lightserve.frontend.columns import LogprobColumns
@@ -42,6 +41,9 @@ if TYPE_CHECKING:
 MAX_TOKENS_PER_TURN = 128
 """Of one completion: even 128 completions at a time keep the event loop for some 50 ms only."""
 
+
+QUICK_TOKENS = 16
+"""Of one completion: so few are worked on where they arrive, without a task's turn."""
 
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -82,7 +84,23 @@ class NewRequest:
     """Only the prompt's log-probabilities are wanted: the one token that is drawn is dropped."""
 
 
-@dataclass
+class Reader(Protocol):
+    """Takes in news of requests, each of which has an index there."""
+
+    is_urgent: bool
+    """Whether it goes before others, as it is real-time."""
+
+    def note(self, index: int) -> bool:
+        """Note news of a request; return whether these are the first to be read."""
+
+    def read(self, now_s: float) -> None:
+        """Take in what was noted, or wake the task that does so."""
+
+    def wake(self) -> None:
+        """Wake that task."""
+
+
+@dataclass(slots=True)
 class Delta:
     """News of a request since the last time it was asked."""
 
@@ -130,10 +148,13 @@ class Delta:
 
 
 class LiveRequest:
-    """A request's news; made by `RouterClient.submit`, read by one task."""
+    """A request's news; made by `RouterClient.submit`, read by one `Reader`."""
 
     def __init__(self, request_id: RequestId, client: RouterClient, request: NewRequest) -> None:
         self.request_id = request_id
+        self.reader: Reader | None = None
+        self.index = 0
+        """Among the reader's requests."""
         self._client = client
         self._has_stop_strings = bool(request.stop_strings)
         self._num_logprobs = request.sampling.num_logprobs
@@ -150,7 +171,6 @@ class LiveRequest:
         """News that have been read in part."""
         self._is_finished = False
         self._failure: InvalidRequest | RequestFailed | ClientGone | None = None
-        self._news = asyncio.Event()
 
     @property
     def is_over(self) -> bool:
@@ -167,8 +187,28 @@ class LiveRequest:
         """Whether the router still has it: it waits for `finish` or `abort`."""
         return self._failure is None and (self._has_stop_strings or not self._is_finished)
 
-    async def next_delta(self) -> Delta:
-        """Wait for news and take them, a long backlog in parts.
+    @property
+    def is_read_in_part(self) -> bool:
+        """Whether there are parts of news of which others were taken."""
+        return self._reading is not None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to be taken."""
+        if self._reading is not None or self._failure is not None or self._pending.token_ids:
+            return True
+        return self._pending.finish_reason is not None or self._pending.prompt_logprobs is not None
+
+    @property
+    def has_quick_news(self) -> bool:
+        """Whether they are a few tokens, and it goes on."""
+        if self._failure is not None or self._is_finished or self._reading is not None:
+            return False
+        pending = self._pending
+        return 0 < len(pending.token_ids) <= QUICK_TOKENS and pending.logprobs is None
+
+    def take(self) -> Delta:
+        """Take the news, a long backlog in parts.
 
         Raises:
             InvalidRequest, RequestFailed: the request ended without the rest of its answer;
@@ -176,18 +216,16 @@ class LiveRequest:
             ClientGone: it was aborted.
         """
         if self._reading is None:
-            await self._news.wait()
-            self._news.clear()
-            self._reading, self._pending = self._pending, Delta()
+            news, self._pending = self._pending, Delta()
         else:
-            await asyncio.sleep(0)  # between the parts, others have their turn
-        news = self._reading.next_part()
-        if self._reading.is_read:
-            self._reading = None
+            news = self._reading
+        if len(news.token_ids) > QUICK_TOKENS or news.logprobs is not None:
+            self._reading, news = news, news.next_part()
+            if self._reading.is_read:
+                self._reading = None
         if self._failure is None:
             return news
         if news.token_ids and not isinstance(self._failure, ClientGone):
-            self._news.set()
             return news
         raise self._failure
 
@@ -216,7 +254,9 @@ class LiveRequest:
     def fail(self, failure: InvalidRequest | RequestFailed | ClientGone) -> None:
         """End the request with a failure."""
         self._failure = failure
-        self._news.set()
+        if self.reader is not None:
+            self.reader.note(self.index)
+            self.reader.wake()
 
     def append_token(self, token_id: int) -> None:
         """Merge a token that comes alone; none after the end. Raises ProtocolError as `append`."""
@@ -254,8 +294,9 @@ class LiveRequest:
         self._tell()
 
     def _tell(self) -> None:
-        """Tell the reader that there are news."""
-        self._news.set()
+        """Tell the reader, once all of a message has been taken in, that there are news."""
+        if self.reader is not None and self.reader.note(self.index):
+            self._client.tell(self.reader)
         if self.on_unread is not None and len(self._pending.token_ids) > MAX_TOKENS_PER_TURN:
             self.on_unread()
 

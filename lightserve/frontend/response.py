@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.completion import Choices, TextDelta
+from lightserve.frontend.completion import Choices, News, TextDelta
 from lightserve.frontend.errors import ClientGone, RequestFailed, error_body, overloaded, timed_out
 from lightserve.frontend.json_body import BODY_BYTES_KEY
 from lightserve.frontend.middleware import KEYLESS, Caller, caller_of, owner_of
@@ -56,6 +56,13 @@ class Connection(Protocol):
 
     def cut_off(self) -> None:
         """Close it for that reason."""
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether everything written is through, and there may be more."""
+
+    def write_body(self, data: bytes) -> None:
+        """Write a part of the body, in the middle of one that is streamed."""
 
     async def drained(self) -> None:
         """Wait until everything written is through, or the connection is lost."""
@@ -112,10 +119,22 @@ class Turn:
 
 
 class EventWriter:
-    """The body of a stream: the status leaves with the first event, comments keep it alive."""
+    """The body of a stream: the status leaves with the first event, comments keep it alive.
 
-    def __init__(self, send: Send, keepalive_s: float) -> None:
+    Once it has begun it is a `Sink`: what comes then goes from the router's message to the
+    connection, without a turn of the task.
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        keepalive_s: float,
+        events_of: Callable[[int, TextDelta], Iterable[bytes]],
+        connection: Connection | None,
+    ) -> None:
         self._send = send
+        self._events_of = events_of
+        self._connection = connection
         self._keepalive_s = keepalive_s
         self._written_s = time.monotonic()
         self.has_begun = False
@@ -127,6 +146,19 @@ class EventWriter:
             self.has_begun = True
             await self._send(_start(_SSE_HEADERS))
         await self._send(_body(data, more=more))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether events can be written at once."""
+        return self.has_begun and self._connection is not None and self._connection.is_writable
+
+    def take(self, news: Sequence[News], now_s: float) -> None:
+        """Write events of completions that go on, all together."""
+        assert self._connection is not None
+        self._written_s = now_s
+        data = b"".join(event for index, delta in news for event in self._events_of(index, delta))
+        if data:
+            self._connection.write_body(data)
 
     async def keep_alive(self) -> None:
         """Send a comment whenever nothing has been sent for a while; until cancelled."""
@@ -309,14 +341,19 @@ class GenerationResponse(Response):
     async def _send_stream(self, choices: Choices, send: Send) -> None:
         """Send one event per news; the status waits for the first, as they may be a failure,
         but no longer than for the first comment."""
-        writer = EventWriter(send, self._service.config.sse_keepalive_s)
+        writer = EventWriter(
+            send,
+            self._service.config.sse_keepalive_s,
+            lambda index, delta: self._shape.delta(index, delta, choices),
+            self._connection,
+        )
         keeping_alive = asyncio.create_task(writer.keep_alive())
         is_first, turn = True, Turn(self._service.turns)
         for generation in choices.generations:
             generation.watch(lambda: self._count(choices.num_unread_bytes))
         try:
             while not choices.is_over:
-                index, delta = await choices.next_news()
+                index, delta = await choices.next_news(writer)
                 if choices.num_unread_bytes == 0:
                     self._service.kept.release(self)
                 data = self._shape.opening() if is_first else b""

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -29,7 +30,7 @@ from lightserve.frontend.errors import (
     router_lost,
     too_large_to_submit,
 )
-from lightserve.frontend.news import LiveRequest, NewRequest
+from lightserve.frontend.news import LiveRequest, NewRequest, Reader
 from lightserve.messages.common import (
     TokenSegment,
     pack_int32,
@@ -61,6 +62,9 @@ log = logging.getLogger(__name__)
 
 RouterLink = AsyncLink[FrontendMessage, RouterMessage]
 
+
+MAX_READ_S = 0.002
+"""How long news that are not urgent may be read at a time."""
 
 MAX_FOREIGN = 3
 """Statuses of another session, about a second apart, after which this one is given up."""
@@ -184,6 +188,11 @@ class RouterClient:
         self._live: dict[RequestId, LiveRequest] = {}
         self._next_id = 0
         self._kv_query = KVQuery()
+        self._urgent: list[Reader] = []
+        """Those with news, of the message that is being taken in."""
+        self._others: deque[Reader] = deque()
+        """The same without urgency, of messages that have been."""
+        self._will_read = False
         self.num_rejected = 0
         """News that may not be said of their requests."""
 
@@ -282,7 +291,8 @@ class RouterClient:
                 connection.num_deltas += 1
             self._on_tokens(connection, message)
             for delta in message.requests:
-                self._on_news(delta.request_id, delta)
+                self._on_delta(delta)
+            self._read_urgent(connection.heard_s)
         elif isinstance(message, RouterStatus):
             _on_status(connection, message)
         elif isinstance(message, RouterWelcome) and message.boot_id == connection.boot_id:
@@ -296,6 +306,33 @@ class RouterClient:
             self._send_end(end)
         self._send_progress()
 
+    def tell(self, reader: Reader) -> None:
+        """Have news read: urgent ones with this message, others after all that has arrived."""
+        if reader.is_urgent:
+            self._urgent.append(reader)
+        else:
+            self._others.append(reader)
+
+    def _read_urgent(self, now_s: float) -> None:
+        urgent, self._urgent = self._urgent, []
+        for reader in urgent:
+            reader.read(now_s)
+        if self._others and not self._will_read:
+            self._will_read = True
+            # Messages are taken in one after the other while there are some: this comes after them.
+            asyncio.get_running_loop().call_soon(self._read_others)
+
+    def _read_others(self) -> None:
+        self._will_read = False
+        now_s = self._clock()
+        end_s = now_s + MAX_READ_S
+        while self._others and now_s < end_s:
+            self._others.popleft().read(now_s)
+            now_s = self._clock()
+        if self._others:
+            self._will_read = True
+            asyncio.get_running_loop().call_soon(self._read_others)
+
     def _on_tokens(self, connection: _Connection, message: TokenDelta) -> None:
         """Take in the tokens of requests that go on; nothing else is to be said of them."""
         try:
@@ -307,26 +344,34 @@ class RouterClient:
             log.error("the router said tokens of no request: %s", error)
             connection.is_out_of_step = True
             return
+        live = self._live
         for request_id, token_id in news:
-            self._on_news(request_id, token_id)
+            request = live.get(request_id)
+            if request is None:
+                continue  # aborted while the token was on its way
+            try:
+                request.append_token(token_id)
+            except ProtocolError as error:
+                self._refuse(request, error)
 
-    def _on_news(self, request_id: RequestId, news: RequestDelta | int) -> None:
-        """Take in a token, or other news."""
-        request = self._live.get(request_id)
+    def _on_delta(self, delta: RequestDelta) -> None:
+        """Take in other news."""
+        request = self._live.get(delta.request_id)
         if request is None:
-            return  # aborted while the news were on their way
+            return
         try:
-            if isinstance(news, int):
-                request.append_token(news)
-                return
-            request.append(news)
+            request.append(delta)
         except ProtocolError as error:
-            self.num_rejected += 1
-            log.error("request %d failed: the router said %s", request_id, error)
-            request.end(from_router(ErrorCode.INVALID))
+            self._refuse(request, error)
             return
         if not request.is_kept_by_router:
-            self._live.pop(request_id, None)  # it may have been given up meanwhile
+            self._live.pop(delta.request_id, None)  # it may have been given up meanwhile
+
+    def _refuse(self, request: LiveRequest, error: ProtocolError) -> None:
+        """End a request of which the router said what it may not."""
+        self.num_rejected += 1
+        log.error("request %d failed: the router said %s", request.request_id, error)
+        request.end(from_router(ErrorCode.INVALID))
 
     # ------------------------------------------------------------------ requests
 

@@ -61,7 +61,8 @@ class Detokenizer:
 
     def __init__(self, table: PieceTable, *, continues: bool) -> None:
         self._table = table
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = b""
+        """Of a character that is not whole."""
         self._is_first = not continues
         self._num_to_strip = 0 if continues else table.num_stripped
 
@@ -71,11 +72,16 @@ class Detokenizer:
             data = b"".join(self._start_bytes_of(token_id) for token_id in token_ids)
         else:
             data = b"".join(map(self._table.bytes_of, token_ids))
-        return self._decoder.decode(data)
+        if self._held:
+            data = self._held + data
+        text, num_bytes = codecs.utf_8_decode(data, "replace", False)
+        self._held = data[num_bytes:]
+        return text
 
     def finish(self) -> str:
         """Return what was held back: nothing, or U+FFFD for an incomplete character."""
-        return self._decoder.decode(b"", final=True)
+        held, self._held = self._held, b""
+        return held.decode(errors="replace")
 
     def _start_bytes_of(self, token_id: int) -> bytes:
         """Return a token's bytes while the start of the text is still to be cleaned."""

@@ -12,11 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_router import copy_bundled_model, eventually, router_status, says
+from support.fake_router import (
+    copy_bundled_model,
+    eventually,
+    router_status,
+    says,
+    sse_data,
+    token_delta,
+)
 from support.patient_loop import run_patiently
 from support.running_frontend import NUM_KV_SLOTS, Running, running_frontend
 
-from lightserve.bundled import BUNDLED_MODEL_NAME
+from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
 from lightserve.channels.zmq import ZmqAsyncLink
 from lightserve.errors import ChannelFull
 from lightserve.frontend.http_server import HttpProtocol
@@ -33,6 +40,7 @@ from lightserve.messages.frontend_router import (
 from lightserve.messages.metrics import MetricsSnapshot
 from lightserve.messages.supervision import Heartbeat, RouterUp
 from lightserve.metrics.catalogue import IPC_REJECTED
+from lightserve.tokenization.tokenizer import Tokenizer
 from lightserve.types import FinishReason, RequestId
 
 CHAT = {"model": BUNDLED_MODEL_NAME, "messages": [{"role": "user", "content": "hi"}]}
@@ -85,6 +93,57 @@ def test_a_client_that_leaves_is_aborted_in_every_state(
             await client.until(b"data: ")
         client.hang_up()
         await eventually(lambda: len(hub.of(Abort)) == 2)
+
+    _serve(tmp_path, scenario)
+
+
+def _texts(events: list[Any]) -> dict[int, str]:
+    """Return the text of each choice; the fields that all events share must be the same."""
+    texts: dict[int, str] = {}
+    for choice in (choice for event in events for choice in event["choices"]):
+        text = choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+        texts[choice["index"]] = texts.get(choice["index"], "") + text
+        assert choice["logprobs"] is None
+    assert len({(event["id"], event["created"], event["model"]) for event in events}) == 1
+    return texts
+
+
+@pytest.mark.parametrize("name", ["completion-stream", "chat-stream"])
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+def test_tokens_that_go_round_the_application_are_framed_as_http_wants_it(
+    tmp_path: Path, name: str, version: str
+) -> None:
+    path, body = PATHS[name]
+    tokens = [300, 301, 90, 1500, 301]
+    body = body | {"n": 2, "stop": "§"}
+
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up()
+        data = json.dumps(body)
+        client = await running.send(
+            f"POST {path} HTTP/{version}\r\nhost: localhost\r\nconnection: close\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n{data}"
+        )
+        await eventually(lambda: len(hub.of(Submit)) == 2)
+        ids = [submit.request_id for submit in hub.of(Submit)]
+        for number, token in enumerate(tokens, 1):
+            hub.say(token_delta([RequestDelta(request_id, [token]) for request_id in ids]))
+            await client.until(b'"index":1', number)  # each on its own
+        for request_id in ids:
+            hub.say(TokenDelta(requests=[RequestDelta(request_id, [2], FinishReason.STOP)]))
+        status, rest = await client.rest()
+        assert status == 200
+        if version == "1.1":
+            rest, chunked = b"", rest
+            while chunked:
+                size, _, chunked = chunked.partition(b"\r\n")
+                rest += chunked[: int(size, 16)]
+                assert chunked[int(size, 16) :][:2] == b"\r\n"
+                chunked = chunked[int(size, 16) + 2 :]
+        *events, done = sse_data(rest.decode())
+        assert done == "[DONE]"
+        text = Tokenizer(BUNDLED_MODEL_DIR).decode(tokens)
+        assert _texts(events) == {0: text, 1: text}
 
     _serve(tmp_path, scenario)
 

@@ -17,6 +17,7 @@ from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.channels.codec import Codec
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull
+from lightserve.frontend.news import Delta, LiveRequest
 from lightserve.frontend.process import create_app
 from lightserve.frontend.router_client import RouterClient
 from lightserve.frontend.service import Service, load_service
@@ -175,6 +176,13 @@ class FakeRouter:
     async def submitted(self, number: int = 1) -> None:
         """Wait until so many requests have arrived."""
         await eventually(lambda: len(self.submits) >= number)
+
+
+async def next_delta(live: LiveRequest) -> Delta:
+    """Wait for news of a request that has no reader, and take them."""
+    while not live.has_news:
+        await asyncio.sleep(0)
+    return live.take()
 
 
 async def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from support.fake_router import BOOT_ID, FakeRouter, frontend, router_status
+from support.fake_router import BOOT_ID, FakeRouter, frontend, next_delta, router_status
 
 from lightserve.frontend.completion import Choices
 from lightserve.frontend.news import NewRequest
@@ -145,7 +145,7 @@ def test_an_unread_end_is_still_read_when_the_router_is_lost() -> None:
         news = RequestDelta(live.request_id, [7, 2], FinishReason.STOP)
         client.on_message(TokenDelta(requests=[news]))
         client.detach()
-        assert (await live.next_delta()).finish_reason is FinishReason.STOP
+        assert (await next_delta(live)).finish_reason is FinishReason.STOP
         assert client.num_live == 0
 
     _run(scenario())

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_router import Setup, copy_bundled_model, frontend, made_logprobs, says
+from support.fake_router import Setup, copy_bundled_model, frontend, made_logprobs, next_delta, says
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.frontend.news import MAX_TOKENS_PER_TURN, Delta, NewRequest
@@ -322,9 +322,9 @@ def test_a_backlog_is_taken_in_parts() -> None:
             tokens, end = list(range(1000)), FinishReason.LENGTH
             news = RequestDelta(live.request_id, tokens, end, logprobs=known, num_cached_tokens=1)
             setup.service.router.on_message(TokenDelta(requests=[news]))
-            deltas = [await live.next_delta()]
+            deltas = [await next_delta(live)]
             while deltas[-1].finish_reason is None:
-                deltas.append(await live.next_delta())
+                deltas.append(await next_delta(live))
             return deltas
 
     deltas = asyncio.run(scenario())

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from support.fake_router import BOOT_ID, FakeRouter, router_status
+from support.fake_router import BOOT_ID, FakeRouter, next_delta, router_status
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.errors import ClientGone, RequestFailed, draining
@@ -78,12 +78,12 @@ def test_unread_news_are_merged() -> None:
         live = client.submit(_request())
         for token in range(100):
             _news(client, live, [token])
-        delta = await live.next_delta()
+        delta = await next_delta(live)
         assert delta.token_ids.tolist() == list(range(100))
         assert delta.finish_reason is None
         _news(client, live, [7])
         _news(client, live, [2], finish_reason=FinishReason.STOP)
-        delta = await live.next_delta()
+        delta = await next_delta(live)
         assert (delta.token_ids.tolist(), delta.finish_reason) == ([7, 2], FinishReason.STOP)
         assert live.is_over
         assert client.num_live == 0
@@ -98,8 +98,8 @@ def test_requests_do_not_mix() -> None:
         assert first.request_id != second.request_id
         news = [RequestDelta(second.request_id, [9]), RequestDelta(first.request_id, [8])]
         client.on_message(TokenDelta(requests=news))
-        assert (await first.next_delta()).token_ids.tolist() == [8]
-        assert (await second.next_delta()).token_ids.tolist() == [9]
+        assert (await next_delta(first)).token_ids.tolist() == [8]
+        assert (await next_delta(second)).token_ids.tolist() == [9]
 
     _run(scenario())
 
@@ -111,9 +111,9 @@ def test_tokens_before_an_error_are_delivered(error: ErrorCode) -> None:
         live = client.submit(_request())
         _news(client, live, [7])
         _news(client, live, [], finish_reason=FinishReason.ERROR, error=error)
-        assert (await live.next_delta()).token_ids.tolist() == [7]
+        assert (await next_delta(live)).token_ids.tolist() == [7]
         with pytest.raises((InvalidRequest, RequestFailed)):
-            await live.next_delta()
+            await next_delta(live)
         live.abort()
         assert router.aborted_ids == []  # the router has ended it itself
 
@@ -124,7 +124,7 @@ def test_abort_wakes_the_reader_and_tells_the_router_once() -> None:
     async def scenario() -> None:
         client, router, _ = _connected()
         live = client.submit(_request())
-        reading = asyncio.create_task(live.next_delta())
+        reading = asyncio.create_task(next_delta(live))
         await asyncio.sleep(0)
         live.abort()
         live.abort()
@@ -165,10 +165,10 @@ def test_losing_the_router_fails_everything() -> None:
         live = [client.submit(_request()) for _ in range(3)]
         _news(client, live[0], [7])
         client.detach()
-        assert (await live[0].next_delta()).token_ids.tolist() == [7]
+        assert (await next_delta(live[0])).token_ids.tolist() == [7]
         for request in live:
             with pytest.raises(RequestFailed) as caught:
-                await request.next_delta()
+                await next_delta(request)
             assert caught.value.status == 503
         assert client.num_live == 0
         clock.now_s += 3.0
@@ -193,7 +193,7 @@ def test_failing_all_aborts_in_the_router() -> None:
         live = client.submit(_request())
         client.fail_all(draining())
         with pytest.raises(RequestFailed):
-            await live.next_delta()
+            await next_delta(live)
         assert router.aborted_ids == [live.request_id]
 
     _run(scenario())
@@ -227,11 +227,11 @@ def test_tokens_come_in_columns_too() -> None:
         client.on_message(_columns(live, [7, 8, 9]))
         _news(client, live[1], [10, 11])
         client.on_message(_columns(live[:2], [12, 13]))
-        tokens = [(await request.next_delta()).token_ids.tolist() for request in live]
+        tokens = [(await next_delta(request)).token_ids.tolist() for request in live]
         assert tokens == [[7, 12], [8, 10, 11, 13], [9]]
         live[0].abort()
         client.on_message(_columns(live, [1, 2, 3]))  # was on its way
-        assert (await live[2].next_delta()).token_ids.tolist() == [3]
+        assert (await next_delta(live[2])).token_ids.tolist() == [3]
         assert not client.is_out_of_step
 
     _run(scenario())
@@ -248,9 +248,9 @@ def test_a_column_may_not_say_what_readers_do_not_expect() -> None:
         client.on_message(_columns([*live, other], [-1, 7, 9]))
         for request in live:
             with pytest.raises(RequestFailed) as caught:
-                await request.next_delta()
+                await next_delta(request)
             assert caught.value.code == "internal_error"
-        assert (await other.next_delta()).token_ids.tolist() == [9]
+        assert (await next_delta(other)).token_ids.tolist() == [9]
         assert client.num_rejected == 2
         assert router.aborted_ids == [request.request_id for request in live]
 
@@ -304,10 +304,10 @@ def test_what_may_not_be_said_of_a_request_ends_it_alone(
         legal = RequestDelta(other.request_id, [9], logprobs=[TOP], prompt_logprobs=[TOP])
         client.on_message(TokenDelta(requests=[illegal, legal]))
         with pytest.raises(RequestFailed) as caught:
-            await struck.next_delta()
+            await next_delta(struck)
         assert (caught.value.code, caught.value.status) == ("internal_error", 500)
         assert (client.num_rejected, router.aborted_ids) == (1, [struck.request_id])
-        delta = await other.next_delta()
+        delta = await next_delta(other)
         assert list(delta.token_ids) == [9]
         assert client.num_live == 1
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
+from msgspec.json import encode
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
 from starlette.responses import Response
 
@@ -376,6 +377,8 @@ class ChatShape:
         """What to look for in the output; set before it begins."""
         self._parsers: dict[int, OutputParser] = {}
         """Of the choices that have begun."""
+        self._frames: dict[tuple[int, str], tuple[bytes, bytes] | None] = {}
+        """By choice and field of its message: what chunks with that field alone have in common."""
         self._messages: defaultdict[int, MessageBuffer] = defaultdict(MessageBuffer)
         self._pieces: defaultdict[int, PieceColumns] = defaultdict(PieceColumns)
         """Of the choices of an answer as a whole."""
@@ -390,6 +393,11 @@ class ChatShape:
         if index not in self._parsers:
             yield self._first_chunk(index, generation)
         parts = self._parts(index, delta)
+        if len(parts) == 1 and delta.finish_reason is None and not self.wants_pieces:
+            ((field, text),) = parts[0].items()
+            if isinstance(text, str) and (frame := self._frame(index, field)) is not None:
+                yield frame[0] + encode(text) + frame[1]
+                return
         reason = self._reason(index, delta.finish_reason)
         if not parts and (delta.pieces or reason is not None):
             parts = [{"content": ""} if reason is None else {}]
@@ -400,6 +408,13 @@ class ChatShape:
             choice |= end_fields(generation, reason if is_last else None)
             yield self._writer.chunk(choice, generation.usage)
             pieces = ()
+
+    def _frame(self, index: int, field: str) -> tuple[bytes, bytes] | None:
+        """Return what stands before and behind a text that is all that a chunk has."""
+        if (index, field) not in self._frames:
+            choice = self._choice(index, {field: ""}, ())
+            self._frames[index, field] = self._writer.frame(choice | {"finish_reason": None})
+        return self._frames[index, field]
 
     def _first_chunk(self, index: int, generation: Generation) -> bytes:
         """Return the chunk that names a choice's role."""

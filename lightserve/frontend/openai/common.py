@@ -217,6 +217,16 @@ class ChunkWriter:
             suffix = b',"usage":' + encode(usage_object(usage)) + b"}\n\n"
         return prefix + b',"choices":[' + encode(choice) + b"]" + suffix
 
+    def frame(self, choice: dict[str, Any]) -> tuple[bytes, bytes] | None:
+        """Return what stands before and behind the text in chunks that differ in nothing else.
+
+        `choice` has an empty text; None: something else differs in every chunk.
+        """
+        if self._usage is UsageChunks.ALL:
+            return None
+        head, tail = encode(choice).split(b'""')
+        return self._prefix + b',"choices":[' + head, tail + b"]" + self._suffix
+
     def closing(self, usage: Usage) -> bytes:
         """Return the usage chunk, if wanted, and the mark of the end."""
         if self._usage is UsageChunks.NONE:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
+from msgspec.json import encode
 from pydantic import BeforeValidator, Field
 from starlette.responses import JSONResponse, Response
 
@@ -194,6 +195,8 @@ class CompletionShape:
         self._writer = ChunkWriter(self._envelope, usage=request.usage_chunks)
         self._begun: dict[int, CompletionLogprobs] = {}
         """Of the completions that have begun, in a stream."""
+        self._frames: dict[int, tuple[bytes, bytes] | None] = {}
+        """Of the same: what their chunks have in common."""
         self._texts: defaultdict[int, TextBuffer] = defaultdict(TextBuffer)
         self._pieces: defaultdict[int, PieceColumns] = defaultdict(PieceColumns)
         """Of the completions of an answer as a whole."""
@@ -202,8 +205,14 @@ class CompletionShape:
         """Return nothing: completions have no first chunk of their own."""
         return b""
 
-    def delta(self, index: int, delta: TextDelta, choices: Choices) -> Iterator[bytes]:
-        """Yield one chunk; after those of an echoed prompt, if it is long."""
+    def delta(self, index: int, delta: TextDelta, choices: Choices) -> Iterable[bytes]:
+        """Return one chunk; after those of an echoed prompt, if it is long."""
+        frame = self._frames.get(index)
+        if frame is None or delta.finish_reason is not None:
+            return self._chunks(index, delta, choices)
+        return (frame[0] + encode(delta.text) + frame[1],)
+
+    def _chunks(self, index: int, delta: TextDelta, choices: Choices) -> Iterator[bytes]:
         generation = choices.generations[index]
         usage, text = generation.usage, delta.text
         first: dict[str, Any] = {}
@@ -212,6 +221,9 @@ class CompletionShape:
         prompt: Iterable[Piece] = ()
         if index not in self._begun:
             self._begun[index] = CompletionLogprobs(self._tokenizer)
+            if not self.wants_pieces:
+                plain = self._choice(index, "", ([], True), end_fields(generation, None))
+                self._frames[index] = self._writer.frame(plain)
             fields = {"slo": raised_slo([generation])}
             text = self._prompt_text(index) + text
             own, known = generation.request.prompt_token_ids, generation.prompt_logprobs
