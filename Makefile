@@ -78,7 +78,7 @@ fmt: $(HAS_TEST)
 bench: $(HAS_TEST)
 	$(BIN)/python -m bench.engine.throughput
 	$(BIN)/python -m bench.faults.recovery
-	$(BIN)/python -m bench.faults.dead_ranks
+	$(BIN)/python -m bench.faults.recovery ranks
 
 # Everything that only a GPU can show; with WHEELS nothing is fetched, and $(PYTHON) must have
 # PyTorch, Triton and transformers. ARGS="--rehearse" tries every part on the CPU.

@@ -6,7 +6,7 @@
     python -m bench.abuse all             attacks, then those six parts
     python -m bench.abuse --list
 
-Attacks are tried on live servers with the bundled model; abuse_parts/arena.py says how one is
+Attacks are tried on live servers with the bundled model; abuse/arena.py says how one is
 written. A part starts servers of its own (`parsing` none) and prints its own figures. Ends with
 code 1 if a bound was missed.
 """
@@ -14,26 +14,41 @@ code 1 if a bound was missed.
 from __future__ import annotations
 
 import argparse
-import importlib
-import pkgutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import bench.abuse
-from bench.abuse import bad_input, crowd, overload, parsing, schema, storm
-from bench.abuse.arena import Arena, Attack, Outcome, Seen, Setup, running_arena
-from bench.abuse.client import percentile, raise_file_limit
+from bench.abuse import bodies, connections, requests
+from bench.abuse.arena import (
+    Arena,
+    Attack,
+    Outcome,
+    Seen,
+    Setup,
+    percentile,
+    raise_file_limit,
+    running_arena,
+)
 
+SUBJECTS: Mapping[str, Sequence[Attack]] = {
+    "calm": requests.CALM,
+    "answers": requests.ANSWERS,
+    "constraints": requests.CONSTRAINTS,
+    "doors": connections.DOORS,
+    "memory": requests.MEMORY,
+    "prefixes": requests.PREFIXES,
+    "router_load": requests.ROUTER_LOAD,
+}
+"""What there is without an attack comes first."""
 PARTS: Mapping[str, Callable[[], bool]] = {
-    "input": bad_input.run,
-    "parsing": parsing.run,
-    "storm": storm.run,
-    "crowd": crowd.run,
-    "overload": overload.run,
-    "schema": schema.run,
+    "input": bodies.bad_input,
+    "parsing": bodies.parsing,
+    "storm": connections.storm,
+    "crowd": connections.crowd,
+    "overload": bodies.overload,
+    "schema": bodies.schema,
 }
 MAX_TURN_S = 0.1
 MAX_LIVEZ_MS = 100.0
@@ -70,20 +85,6 @@ class Row:
         if self.num_tracebacks:
             wrong.append(f"{self.num_tracebacks} tracebacks")
         return "; ".join([self.outcome.figures, *wrong])
-
-
-def all_attacks() -> dict[str, Sequence[Attack]]:
-    """Return the attacks of each file in abuse_parts that has some, by its name."""
-    found: dict[str, Sequence[Attack]] = {}
-    names = sorted(info.name for info in pkgutil.iter_modules(bench.abuse.__path__))
-    for name in names:
-        if name in ("observer", "__main__"):  # a script of its own
-            continue
-        module = importlib.import_module(f"bench.abuse.{name}")
-        if "ATTACKS" in vars(module):
-            found[name] = module.ATTACKS
-    # What there is without an attack comes first.
-    return {"calm": found.pop("calm"), **found}
 
 
 def run_attack(arena: Arena, attack: Attack) -> Row:
@@ -221,9 +222,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print what there is, and stop")
     args = parser.parse_args()
     raise_file_limit()
-    by_subject = all_attacks()
     if args.list:
-        for subject, attacks in by_subject.items():
+        for subject, attacks in SUBJECTS.items():
             for attack in attacks:
                 print(f"{subject:16} {attack.name}")
         print("parts:", *PARTS)
@@ -233,7 +233,7 @@ def main() -> int:
     words = [word for word in args.what if word not in PARTS and word != "all"]
     chosen = [
         attack
-        for subject, attacks in by_subject.items()
+        for subject, attacks in SUBJECTS.items()
         for attack in attacks
         if everything or not args.what or any(w == subject or w in attack.name for w in words)
     ]

@@ -1,6 +1,6 @@
 """What an attack of bench/abuse is, and the live server that it is tried on.
 
-To add one, write in a file of your own beside this one, named by its subject:
+To add one, write in requests.py or connections.py, by its subject:
 
     def unfinished_bodies(arena: Arena) -> Outcome:
         before = arena.resident_mib()["frontend-0"]
@@ -8,26 +8,28 @@ To add one, write in a file of your own beside this one, named by its subject:
         grown = arena.seen().peak_mib["frontend-0"] - before
         return Outcome(f"+{grown:.0f} MiB", met=grown < 64)
 
-    ATTACKS = [
+    DOORS = [
         Attack("200 bodies without an end", unfinished_bodies,
                before="+841 MiB, for up to 68 minutes", bound="< 64 MiB"),
     ]
 
-bench/abuse finds every module's ATTACKS by itself; `python -m bench.abuse SUBJECT` (the file's
-name, or words of an attack's) runs yours alone. Attacks with the same `Setup` share one server, in
-any order, so leave nothing behind. Around each one the frame watches from a process of its own: an
-uninvolved client that asks for /livez, a stream whose gaps are measured (not if `has_victim` is
-False: then the worker is idle), memory, restarts, turns of the loops, tracebacks in the log. A row
-is met if your Outcome is, the server lives, no process was replaced (but with `may_restart`) and
-the log has no traceback. Report times, but let `met` depend on one only where the bound is a time.
+`python -m bench.abuse SUBJECT` (or words of an attack's name) runs yours alone. Attacks with the
+same `Setup` share one server, in any order, so leave nothing behind. Around each one the frame
+watches from a process of its own (`bench.abuse.arena` itself): an uninvolved client that asks for
+/livez, a stream whose gaps are measured (not if `has_victim` is False: then the worker is idle),
+memory, restarts, turns of the loops, tracebacks in the log. A row is met if your Outcome is, the
+server lives, no process was replaced (but with `may_restart`) and the log has no traceback. Report
+times, but let `met` depend on one only where the bound is a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import re
+import resource
 import secrets
 import subprocess
 import sys
@@ -39,11 +41,240 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import psutil
 
-from bench.abuse.client import QUIET, Address, Answer, address_of, ask, get, post
 from bench.serving.server import Server, running_server
+
+QUIET = ["--num-threads", "1", "--log-level", "error"]
+"""Flags of the servers: beside its clients, two threads of a worker wait for each other."""
+PROMPT = "Tell me a story about Mira and the brass lantern."
+
+
+class Address(NamedTuple):
+    """Where the server listens."""
+
+    host: str
+    port: int
+
+
+def address_of(url: str) -> Address:
+    """Return the address in a URL."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None and parts.port is not None
+    return Address(parts.hostname, parts.port)
+
+
+def raise_file_limit() -> None:
+    """Allow this process as many connections as it may have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+@dataclass
+class Answer:
+    """One request as its client saw it; times are monotonic."""
+
+    start_s: float
+    status: int = 0
+    """0: the connection ended without an answer."""
+    chunk_times_s: list[float] = field(default_factory=list)
+    end_s: float = 0.0
+    data: bytes = b""
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first chunk; infinite if there was none."""
+        return self.chunk_times_s[0] - self.start_s if self.chunk_times_s else float("inf")
+
+    @property
+    def gaps_s(self) -> Iterator[float]:
+        """Times between chunks."""
+        times = self.chunk_times_s
+        return (later - earlier for earlier, later in itertools.pairwise(times))
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time between chunks."""
+        times = self.chunk_times_s
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
+
+
+def post(path: str, body: bytes | dict[str, Any], *, key: str = "") -> bytes:
+    """Return a request that closes its connection."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+    head += f"content-type: application/json\r\n{_authorization(key)}"
+    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
+
+
+def get(path: str, *, close: bool = True, key: str = "") -> bytes:
+    """Return a request without a body."""
+    head = f"GET {path} HTTP/1.1\r\nhost: localhost\r\n{_authorization(key)}"
+    return f"{head}{'connection: close' if close else 'connection: keep-alive'}\r\n\r\n".encode()
+
+
+def _authorization(key: str) -> str:
+    return f"authorization: Bearer {key}\r\n" if key else ""
+
+
+async def ask(address: Address, request: bytes, *, start_s: float | None = None) -> Answer:
+    """Send one request and read its answer to the end; never raises for the server's behaviour."""
+    answer = Answer(time.monotonic() if start_s is None else start_s)
+    writer: asyncio.StreamWriter | None = None
+    with contextlib.suppress(OSError):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(request)
+        while data := await reader.read(65536):
+            answer.data += data
+            if not answer.status:
+                answer.status = int(answer.data.split(maxsplit=2)[1])
+            if b"data: {" in data:
+                answer.chunk_times_s.append(time.monotonic())
+    answer.end_s = time.monotonic()
+    if writer is not None:
+        writer.transport.abort()
+    return answer
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the smallest value that at least `share` of all do not exceed; nan of none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+
+
+def row(name: str, figure: str, target: str) -> None:
+    """Print one figure beside its target."""
+    print(f"  {name:58} {figure:>16}   {target}", flush=True)
+
+
+LIVEZ_EVERY_S = 0.02
+REPORT_EVERY_S = 0.1
+NO_ANSWER_S = 60.0
+
+
+class Observer:
+    """Collects until it reports."""
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        self._address = Address(told["host"], told["port"])
+        self._pid: int = told["pid"]
+        body = {"model": told["model"], "prompt": PROMPT, "max_tokens": 1500, "stream": True}
+        body |= {"ignore_eos": True, "temperature": 1.0}
+        self._request = post("/v1/completions", body, key=told["key"])
+        self._wants_victim = asyncio.Event()
+        self._processes: dict[str, psutil.Process] = {}
+        self._rescan_s = 0.0
+        self.livez: list[tuple[float, float, bool]] = []
+        """When it was asked, seconds until the answer, whether that was a 200."""
+        self.gaps: list[tuple[float, float]] = []
+        """When a chunk of the stream came, seconds since the one before."""
+        self.num_broken = 0
+        """Streams that were refused or did not come to their end."""
+
+    async def poll(self) -> None:
+        """Ask for /livez, one request after the other, over one connection while it holds."""
+        while True:
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
+                await self._poll_connection()
+            await asyncio.sleep(LIVEZ_EVERY_S)
+
+    async def _poll_connection(self) -> None:
+        asked_s, is_good = time.monotonic(), False
+        writer: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(NO_ANSWER_S):
+                reader, writer = await asyncio.open_connection(*self._address)
+            while True:
+                asked_s, is_good = time.monotonic(), False
+                writer.write(get("/livez", close=False))
+                async with asyncio.timeout(NO_ANSWER_S):
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    fields = head.lower()
+                    if b"content-length:" in fields:
+                        length = int(fields.split(b"content-length:")[1].split(b"\r\n")[0])
+                        await reader.readexactly(length)
+                is_good = head.split(maxsplit=2)[1] == b"200"
+                self.livez.append((asked_s, time.monotonic() - asked_s, is_good))
+                await asyncio.sleep(LIVEZ_EVERY_S)
+        except (OSError, asyncio.IncompleteReadError, TimeoutError):
+            self.livez.append((asked_s, time.monotonic() - asked_s, False))
+            raise
+        finally:
+            if writer is not None:
+                writer.transport.abort()
+
+    async def stream(self) -> None:
+        """Keep a stream running while one is wanted."""
+        while True:
+            await self._wants_victim.wait()
+            data = b""
+            with contextlib.suppress(OSError):
+                data = await self._one_stream()
+            if not data.endswith(b"data: [DONE]\n\n") and self._wants_victim.is_set():
+                self.num_broken += 1
+                await asyncio.sleep(0.1)
+
+    async def _one_stream(self) -> bytes:
+        reader, writer = await asyncio.open_connection(*self._address)
+        last, last_s = b"", 0.0
+        try:
+            writer.write(self._request)
+            while self._wants_victim.is_set() and (data := await reader.read(65536)):
+                now_s = time.monotonic()
+                if b"data: {" in data:
+                    if last_s:
+                        self.gaps.append((now_s, now_s - last_s))
+                    last_s = now_s
+                last = (last + data)[-64:].removesuffix(b"\r\n0\r\n\r\n")
+            return last
+        finally:
+            writer.transport.abort()
+
+    async def listen(self) -> None:
+        """Do as standard input says, until its end."""
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        while line := await reader.readline():
+            if line == b"victim on\n":
+                self._wants_victim.set()
+            else:
+                self._wants_victim.clear()
+
+    async def report(self) -> None:
+        """Write a line every 0.1 s."""
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            memory = self._resident_mib()
+            line = {"at_s": time.monotonic(), "livez": self.livez, "gaps": self.gaps}
+            print(json.dumps({**line, "memory": memory, "broken": self.num_broken}), flush=True)
+            self.livez, self.gaps, self.num_broken = [], [], 0
+
+    def _resident_mib(self) -> dict[str, float]:
+        now_s = time.monotonic()
+        with contextlib.suppress(psutil.Error):
+            if now_s >= self._rescan_s:
+                self._rescan_s = now_s + 1.0
+                parent = psutil.Process(self._pid)
+                self._processes = {child.name(): child for child in parent.children()}
+                self._processes["supervisor"] = parent
+        memory = {}
+        for name, process in self._processes.items():
+            with contextlib.suppress(psutil.Error):
+                memory[name] = round(process.memory_info().rss / 2**20, 2)
+        return memory
+
+
+async def _main() -> None:
+    observer = Observer(json.loads(sys.argv[1]))
+    tasks = [asyncio.create_task(c) for c in (observer.poll(), observer.stream())]
+    tasks.append(asyncio.create_task(observer.report()))
+    await observer.listen()
+    for task in tasks:
+        task.cancel()
+
 
 READY_WITHIN_S = 120.0
 ANSWER_WITHIN_S = 120.0
@@ -102,13 +333,13 @@ class Seen:
 
 
 class Watcher:
-    """Runs `observer.py` and keeps its lines."""
+    """Runs an `Observer` in a process and keeps its lines."""
 
     def __init__(self, server: Server, key: str) -> None:
         told = {**address_of(server.url)._asdict(), "pid": server.process.pid}
         told |= {"model": server.model, "key": key}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.abuse.observer", json.dumps(told)],
+            [sys.executable, "-m", "bench.abuse.arena", json.dumps(told)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -314,3 +545,7 @@ def cpu_s(process: psutil.Process) -> float:
     """Return the CPU time that a process has used."""
     times = process.cpu_times()
     return float(times.user + times.system)
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())

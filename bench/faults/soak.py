@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 
-from bench.abuse.client import QUIET, Address, address_of, ask, get, post
+from bench.abuse.arena import QUIET, Address, address_of, ask, get, post
 from bench.serving.server import Server, running_server
 
 MAX_SLOPE_MB_H = 1.0

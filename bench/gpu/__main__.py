@@ -16,11 +16,11 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.gpu.children import Job, run_jobs
-from bench.gpu.report import Row, RowFile, exit_status, markdown
+from bench.gpu.table import Bench, Job, Row, RowFile, exit_status, markdown, run_jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,41 +29,51 @@ ROOT = Path(__file__).resolve().parents[2]
 class Part:
     """How a part is run."""
 
+    module: str
+    """Of this package, with a function of the part's name."""
     limit_s: float
     is_timed: bool = True
     """Whether it is alone on the device."""
 
 
 PARTS: dict[str, Part] = {
-    "kernels": Part(200, is_timed=False),
-    "self-check": Part(120, is_timed=False),
-    "parity": Part(180, is_timed=False),
-    "graphs": Part(120),  # alone: how much memory graphs will take is read off the whole GPU
-    "tensor-parallel": Part(120, is_timed=False),
-    "dead-rank": Part(180, is_timed=False),
-    "ceilings": Part(60),
-    "decode-attention": Part(90),
-    "prefill-attention": Part(90),
-    "sampling": Part(90),
-    "whole-model": Part(150),
-    "checkpoints": Part(90),
-    "through-http": Part(240),
+    "kernels": Part("correctness", 200, is_timed=False),
+    "self-check": Part("correctness", 120, is_timed=False),
+    "parity": Part("correctness", 180, is_timed=False),
+    "graphs": Part(
+        "whole_model", 120
+    ),  # alone: how much memory graphs will take is read off the whole GPU
+    "tensor-parallel": Part("correctness", 120, is_timed=False),
+    "dead-rank": Part("correctness", 180, is_timed=False),
+    "ceilings": Part("device", 60),
+    "decode-attention": Part("attention", 90),
+    "prefill-attention": Part("attention", 90),
+    "sampling": Part("correctness", 90),
+    "whole-model": Part("whole_model", 150),
+    "checkpoints": Part("whole_model", 90),
+    "through-http": Part("through_http", 240),
 }
-"""In the order of the table; each module of `gpu_parts` says what it does."""
+"""In the order of the table."""
 AT_ONCE = 4
 """Parts beside each other that are not timed."""
 
 
+def function_of(name: str) -> Callable[[Bench], None]:
+    """Return what a part does."""
+    module = importlib.import_module(f"bench.gpu.{PARTS[name].module}")
+    function: Callable[[Bench], None] = getattr(module, name.replace("-", "_"))
+    return function
+
+
 def run_part(name: str, rows: Path, out: Path, *, rehearse: bool) -> None:
     """Be a part."""
-    from bench.gpu.context import Bench  # noqa: PLC0415 - torch, which the parent does without
-    from bench.gpu.machine import this_machine  # noqa: PLC0415
 
-    module = importlib.import_module(f"bench.gpu.{name.replace('-', '_')}")
+    from bench.gpu.device import this_machine  # noqa: PLC0415 - torch, which the parent lacks
+
     machine = this_machine(rehearse=rehearse)
     row_file = RowFile(rows, name, is_rehearsal=rehearse)
     print(f"\n## {name}\n", flush=True)
-    module.run(Bench(machine, row_file, out, rehearse))
+    function_of(name)(Bench(machine, row_file, out, rehearse))
 
 
 def job_of(name: str, out: Path, *, rehearse: bool) -> Job:

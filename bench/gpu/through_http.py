@@ -24,10 +24,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bench.gpu.context import Bench
-from bench.gpu.driver import Sequences, run_plans
-from bench.gpu.machine import Machine
-from bench.gpu.models import LLAMA_8B, TINY_LLAMA, RandomModel, RandomReader
+from bench.gpu.device import Machine
+from bench.gpu.models import LLAMA_8B, TINY_LLAMA, RandomModel, RandomReader, Sequences, run_plans
+from bench.gpu.table import Bench
 from bench.serving.server import Server, running_server
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.loadtest import result
@@ -93,7 +92,7 @@ REHEARSED = Scale(
 )
 
 
-def run(bench: Bench) -> None:
+def through_http(bench: Bench) -> None:
     """Compare output tokens per second."""
     scale = REHEARSED if bench.rehearse else GPU
     with TemporaryDirectory() as directory:
@@ -231,6 +230,6 @@ def engine_rates(model: RandomModel, machine: Machine, scale: Scale) -> dict[int
         prefills = rows.prefills(scale.mean_prompt, budget=scale.budget)
         decodes = rows.decodes(scale.mean_prompt, scale.mean_output - 1)
         run_plans(runner, [*prefills, *decodes[:3]])
-        run = run_plans(runner, [*prefills, *decodes])
-        rates[number] = number * scale.mean_output / run.whole_s
+        through_http = run_plans(runner, [*prefills, *decodes])
+        rates[number] = number * scale.mean_output / through_http.whole_s
     return rates

@@ -1,32 +1,41 @@
-"""Whole models with random weights, driven by the worker's loop: decode, prefill, graphs.
-
-A decode must read every weight but the embedding and the KV of its rows once: that, over the
-measured copy bandwidth, is its floor. A prefill's operations over its time stand beside the
-measured matrix rate.
-"""
+"""Whole models driven by the worker's own loop: decodes, graphs, checkpoints to the host."""
 
 from __future__ import annotations
 
+import gzip
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.gpu.ceilings import copy_bandwidth, matrix_rate
-from bench.gpu.context import Bench
-from bench.gpu.driver import Run, Sequences, run_plans
+import numpy as np
+import torch
+from msgspec.structs import replace
+from support.graph_recorders import TapeRecorder
+from support.tensor_kernels import TensorKernels
+from torch import Tensor
+
+from bench.gpu.device import copy_bandwidth, idle_pct, matrix_rate, overlapped_pct, profiled
 from bench.gpu.models import (
     LLAMA_8B,
     QWEN_HALF_B,
     TINY_LLAMA,
     TINY_QWEN,
+    WARM_STEPS,
     RandomModel,
+    Run,
+    Sequences,
     graphs_in_use,
+    run_plans,
 )
-from bench.gpu.overlap import idle_pct, profiled
-from lightserve.messages.router_worker import StepPlan
+from bench.gpu.table import Bench
+from lightserve.messages.common import pack_int32
+from lightserve.messages.router_worker import KVCopies, StepPlan
+from lightserve.types import SamplingParams
 from lightserve.worker.graph_ladder import ladder
+from lightserve.worker.graphs import DecodeGraphs
 from lightserve.worker.model_runner import ModelRunner
 
 
@@ -52,7 +61,7 @@ LADDER_STEPS = 20
 _GRAPHS = {True: "graphs on", False: "graphs off"}
 
 
-def run(bench: Bench) -> None:
+def whole_model(bench: Bench) -> None:
     """Measure both shapes, with graphs and without."""
     scale = REHEARSED if bench.rehearse else GPU
     bandwidth, rate = copy_bandwidth(bench.machine), matrix_rate(bench.machine)
@@ -72,9 +81,11 @@ def _small(bench: Bench, model: RandomModel, scale: Scale, bandwidth: float) -> 
     for graphs in (True, False):
         name = f"Qwen2.5-0.5B shape, batch 1, {_GRAPHS[graphs]}"
         with graphs_in_use(runner, graphs):
-            run = run_plans(runner, one.decodes(scale.context, scale.num_steps))
-            bench.rows.figure(name, 1e3 * run.median_s, "ms", at_most=1.5 if graphs else None)
-            bench.rows.figure(f"{name}: to its floor", run.median_s / floor_s, "x")
+            whole_model = run_plans(runner, one.decodes(scale.context, scale.num_steps))
+            bench.rows.figure(
+                name, 1e3 * whole_model.median_s, "ms", at_most=1.5 if graphs else None
+            )
+            bench.rows.figure(f"{name}: to its floor", whole_model.median_s / floor_s, "x")
             _idle(bench, runner, one.decodes(scale.context, scale.profiled_steps), name)
 
 
@@ -86,11 +97,13 @@ def _large(bench: Bench, model: RandomModel, scale: Scale, bandwidth: float, rat
             steps = rows.decodes(scale.context, scale.num_steps, num_rows=num_rows)
             name = f"Llama-3-8B shape, batch {num_rows}, context {scale.context}, {_GRAPHS[graphs]}"
             with graphs_in_use(runner, graphs):
-                run = run_plans(runner, steps)
-                bench.rows.figure(name, 1e3 * run.median_s, "ms", note=_device_s(run))
+                whole_model = run_plans(runner, steps)
+                bench.rows.figure(
+                    name, 1e3 * whole_model.median_s, "ms", note=_device_s(whole_model)
+                )
                 bench.rows.figure(
                     f"{name}: to weights + KV over the bandwidth",
-                    run.median_s / _floor_s(model, num_rows, scale, bandwidth),
+                    whole_model.median_s / _floor_s(model, num_rows, scale, bandwidth),
                     "x",
                     at_most=limit if graphs else None,
                 )
@@ -120,10 +133,10 @@ def _prefill(
     """Time a prompt as one step; the slots are those of the decodes, whose KV is overwritten."""
     sequence = Sequences(1, scale.prefill, vocab_size=model.config.vocab_size, seed=2)
     plans = sequence.prefills(scale.prefill, budget=scale.prefill) * NUM_PREFILLS
-    run = run_plans(runner, plans)
-    achieved = model.prefill_operations(scale.prefill) / run.median_s
+    whole_model = run_plans(runner, plans)
+    achieved = model.prefill_operations(scale.prefill) / whole_model.median_s
     name = f"Llama-3-8B shape, prefill of {scale.prefill}"
-    bench.rows.figure(name, 1e3 * run.median_s, "ms", note=f"{achieved / 1e12:.4g} TFLOP/s")
+    bench.rows.figure(name, 1e3 * whole_model.median_s, "ms", note=f"{achieved / 1e12:.4g} TFLOP/s")
     bench.rows.figure(f"{name}: of the matrix rate", 100 * achieved / rate, "%", at_least=55.0)
 
 
@@ -153,9 +166,9 @@ def _floor_s(model: RandomModel, num_rows: int, scale: Scale, bandwidth: float) 
     return (model.decode_weight_bytes + kv_bytes) / bandwidth
 
 
-def _device_s(run: Run) -> str:
+def _device_s(whole_model: Run) -> str:
     """Return what the worker itself says of a step."""
-    exec_s = sorted(result.exec_s for result in run.results)[len(run.results) // 2]
+    exec_s = sorted(result.exec_s for result in whole_model.results)[len(whole_model.results) // 2]
     return f"the worker says {1e3 * exec_s:.4g} ms"
 
 
@@ -170,3 +183,257 @@ def _idle(bench: Bench, runner: ModelRunner, steps: Sequence[StepPlan], name: st
         bench.rows.skip(f"{name}: device idle", "nothing ran on a device")
     else:
         bench.rows.figure(f"{name}: device idle", share, "%", note="profiled")
+
+
+MAX_RATIO = 1.2
+REPEATS = 3
+TRACE = "checkpoint.trace.json.gz"
+
+
+@dataclass(frozen=True)
+class CheckpointScale:
+    """Sizes of the scene."""
+
+    shape: Mapping[str, Any]
+    num_rows: int
+    context: int
+    long_tokens: int
+    piece: int
+    budget: int
+    host_memory: str
+    quiet_steps: int
+    """Without copies, before the first and behind the last."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of one way, to the host or back."""
+        return WARM_STEPS + self.long_tokens // self.piece + 2 * self.quiet_steps
+
+
+CHECKPOINTS_GPU = CheckpointScale(LLAMA_8B, 64, 1024, 8192, 1024, 8192, "1280MiB", 8)
+CHECKPOINTS_REHEARSED = CheckpointScale(TINY_LLAMA, 2, 12, 24, 8, 16, "1MiB", 1)
+
+
+def checkpoints(bench: Bench) -> None:
+    """Measure both ways of copying, and write a trace."""
+    scale = CHECKPOINTS_REHEARSED if bench.rehearse else CHECKPOINTS_GPU
+    with TemporaryDirectory() as directory:
+        model = RandomModel.make(Path(directory), scale.shape)
+        scene = Scene(bench, model, scale)
+        pieces = [
+            range(start, start + scale.piece) for start in range(0, scale.long_tokens, scale.piece)
+        ]
+        for name, ranges, limit in (
+            (f"{scale.piece} tokens per step", pieces, MAX_RATIO),
+            ("all at once", [range(scale.long_tokens)], None),
+        ):
+            ratios = [scene.longest_ratio(ranges) for _ in range(REPEATS)]
+            bench.rows.figure(
+                f"{scale.long_tokens} tokens out and back, {name}: longest step to median",
+                statistics.median(ratios),
+                "x",
+                at_most=limit,
+                note=", ".join(f"{ratio:.3g}" for ratio in ratios),
+            )
+        gigabytes = scale.long_tokens * model.kv_bytes_per_token / 1e9
+        bench.rows.claim(
+            f"KV bytes are the same, {gigabytes:.3g} GB", scene.is_equal, "old slots poisoned"
+        )
+        bench.rows.claim("the decodes' tokens are those without copies", scene.is_undisturbed, "")
+        bench.rows.claim("the long request goes on with the same token", scene.is_resumed, "")
+        _trace(bench, scene, pieces)
+
+
+class Scene:
+    """Decodes, and beside them one long request that does not run."""
+
+    def __init__(self, bench: Bench, model: RandomModel, scale: CheckpointScale) -> None:
+        self._machine, self._scale = bench.machine, scale
+        length = scale.context + scale.num_steps
+        num_short = scale.num_rows * length
+        self._runner = self._make_runner(model, num_short + 2 * scale.long_tokens)
+        vocab_size = model.config.vocab_size
+        self._rows = Sequences(scale.num_rows, length, vocab_size=vocab_size)
+        self._long = Sequences(
+            1,
+            scale.long_tokens,
+            vocab_size=vocab_size,
+            first_row=scale.num_rows,
+            first_slot=num_short,
+        )
+        run_plans(self._runner, self._rows.prefills(scale.context, budget=scale.budget))
+        run_plans(self._runner, self._long.prefills(scale.long_tokens, budget=scale.budget))
+        self._slots = self._long.slots[0].copy()
+        self._spare = np.arange(num_short + scale.long_tokens, num_short + 2 * scale.long_tokens)
+        self._expected = run_plans(self._runner, self._decodes()).token_ids
+        self._next = self._resume()
+        self._kv = self._read()
+        self.is_equal = self.is_undisturbed = self.is_resumed = True
+
+    def longest_ratio(self, ranges: Sequence[range]) -> float:
+        """Save and load the long request's ranges of tokens; the longest step over the median."""
+        there = self._note(run_plans(self._runner, self.plans("ahead_saves", ranges)))
+        self._poison()
+        self._slots, self._spare = self._spare, self._slots
+        back = self._note(run_plans(self._runner, self.plans("ahead_loads", ranges)))
+        self.is_equal &= all(
+            torch.equal(before, now) for before, now in zip(self._kv, self._read(), strict=True)
+        )
+        self.is_resumed &= self._resume() == self._next
+        gaps_s = there.gaps_s + back.gaps_s
+        return max(gaps_s) / statistics.median(gaps_s)
+
+    def plans(self, kind: str, ranges: Sequence[range]) -> list[StepPlan]:
+        """Return decodes, some of which copy a range of the long request's tokens each."""
+        plans = self._decodes()
+        for number, tokens in enumerate(ranges, WARM_STEPS + self._scale.quiet_steps):
+            slots = self._slots[tokens.start : tokens.stop]
+            copies = KVCopies(pack_int32(slots), pack_int32(tokens))
+            plans[number] = replace(plans[number], **{kind: copies})
+        return plans
+
+    def checkpoints(self, plans: Sequence[StepPlan]) -> None:
+        """Execute plans."""
+        run_plans(self._runner, plans)
+
+    def _decodes(self) -> list[StepPlan]:
+        return self._rows.decodes(self._scale.context, self._scale.num_steps)
+
+    def _note(self, checkpoints: Run) -> Run:
+        self.is_undisturbed &= checkpoints.token_ids == self._expected
+        return checkpoints
+
+    def _make_runner(self, model: RandomModel, num_slots: int) -> ModelRunner:
+        scale = self._scale
+        return model.runner(
+            self._machine,
+            max_num_seqs=scale.num_rows + 1,
+            max_num_batched_tokens=scale.budget,
+            max_kv_tokens=num_slots,
+            host_kv_memory=scale.host_memory,
+        )
+
+    def _resume(self) -> list[int]:
+        """Compute the long request's last token where its KV is now; return what follows it."""
+        moved = self._long.move(0, self._slots)
+        last = self._long.plan([(0, self._scale.long_tokens - 1, 1)], self._scale.long_tokens)
+        [tokens] = run_plans(self._runner, [replace(last, slot_ranges=[moved])]).token_ids.values()
+        return tokens
+
+    def _read(self) -> list[Tensor]:
+        """Return the long request's KV, on the host."""
+        slots = torch.from_numpy(self._slots.astype(np.int64)).to(self._machine.device)
+        return [tensor.index_select(3, slots).cpu() for tensor in self._runner._pool.tensors]
+
+    def _poison(self) -> None:
+        self._machine.synchronize()
+        for places in (self._slots, self._spare):
+            slots = torch.from_numpy(places.astype(np.int64)).to(self._machine.device)
+            for tensor in self._runner._pool.tensors:
+                tensor.index_fill_(3, slots, torch.nan)
+
+
+def _trace(bench: Bench, scene: Scene, ranges: Sequence[range]) -> None:
+    """Write the trace of both ways, and report how much of the copies passes ran beside."""
+    plain = bench.out / TRACE.removesuffix(".gz")
+    with profiled(bench.machine, plain):
+        scene.run(scene.plans("ahead_saves", ranges))
+        scene.run(scene.plans("ahead_loads", ranges))
+    (bench.out / TRACE).write_bytes(gzip.compress(plain.read_bytes()))
+    plain.unlink()
+    share = overlapped_pct(bench.out / TRACE)
+    if share is None:
+        bench.rows.skip("copies beside passes", "copies have no stream of their own here")
+    else:
+        bench.rows.figure("copies beside passes", share, "%", note=f"trace: {TRACE}")
+
+
+@dataclass(frozen=True)
+class GraphScale:
+    """Sizes of the comparison."""
+
+    shape: Mapping[str, Any]
+    max_rows: int
+    captured: Sequence[int]
+    """Numbers of rows that there is a graph for."""
+    between: Sequence[int]
+    """And that there is none for."""
+    context: int
+    num_steps: int
+
+
+GRAPHS_GPU = GraphScale(QWEN_HALF_B, 64, (1, 8, 64), (3, 50), 256, 64)
+BUDGET = 4096
+"""Most tokens of a prefill."""
+GRAPHS_REHEARSED = GraphScale(TINY_QWEN, 4, (1, 4), (3,), 5, 3)
+
+
+def graphs(bench: Bench) -> None:
+    """Compare tokens, greedy and drawn."""
+    scale = GRAPHS_REHEARSED if bench.rehearse else GRAPHS_GPU
+    assert set(scale.captured) <= set(ladder(scale.max_rows))
+    assert not set(scale.between) & set(ladder(scale.max_rows))
+    with TemporaryDirectory() as directory:
+        model = RandomModel.make(Path(directory), scale.shape)
+        runner = _graph_runner(bench, model, scale)
+        for temperature in (0.0, 1.0):
+            sampling = SamplingParams(temperature=temperature, seed=3)
+            for num_rows in (*scale.captured, *scale.between):
+                runs = [
+                    _run(runner, model, scale, num_rows, sampling, graphs=graphs)
+                    for graphs in (True, False)
+                ]
+                total = num_rows * scale.num_steps
+                different = _num_different(*runs)
+                name = f"{num_rows} rows, temperature {temperature:g}: graphs on against off"
+                note = f"{different} of {total} tokens differ"
+                if num_rows in scale.captured:
+                    bench.rows.claim(name, different == 0, note)
+                else:
+                    bench.rows.figure(name, float(different), f"of {total} tokens differ")
+
+
+def _graph_runner(bench: Bench, model: RandomModel, scale: GraphScale) -> ModelRunner:
+    """Return a runner; on the CPU a tape of torch operations stands for a graph."""
+    runner = model.runner(
+        bench.machine,
+        max_num_seqs=scale.max_rows,
+        max_num_batched_tokens=BUDGET,
+        max_kv_tokens=scale.max_rows * (scale.context + scale.num_steps) + 16,
+        kernels=None if bench.machine.is_gpu else TensorKernels(),
+        **({"kernel_tuning": "off"} if bench.machine.is_gpu else {}),  # others run beside it
+    )
+    if not bench.machine.is_gpu:
+        recorded = DecodeGraphs(
+            runner._model,
+            runner._pool,
+            runner.tables,
+            sizes=ladder(scale.max_rows),
+            recorder=TapeRecorder(),
+            has_logits=True,
+        )
+        recorded.capture()
+        runner.use_graphs(recorded)
+    return runner
+
+
+def _run(
+    runner: ModelRunner,
+    model: RandomModel,
+    scale: GraphScale,
+    num_rows: int,
+    sampling: SamplingParams,
+    *,
+    graphs: bool,
+) -> Run:
+    length = scale.context + scale.num_steps
+    rows = Sequences(num_rows, length, vocab_size=model.config.vocab_size, sampling=sampling)
+    run_plans(runner, rows.prefills(scale.context, budget=BUDGET))
+    with graphs_in_use(runner, graphs):
+        return run_plans(runner, rows.decodes(scale.context, scale.num_steps))
+
+
+def _num_different(graphs: Run, other: Run) -> int:
+    """Return the number of tokens that differ, row by row and step by step."""
+    pairs = zip(graphs.token_ids.values(), other.token_ids.values(), strict=True)
+    return sum(a != b for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))

@@ -5,13 +5,18 @@ real router core on virtual hardware (A100, Llama-2-7B), policy `priority`, a po
 endless backlog of best-effort requests, real-time ones with the lengths of ShareGPT. Nothing is
 cached in any of them: blocks with one owner cannot be shared, and prompts here do not begin alike.
 
-`bursts` compares amounts of clean-ahead, `kv_arms_live.py` does both on a real server.
+`bursts` compares amounts of clean-ahead, `headroom` what KV memory left free for bursts brings
+(Echo, section 5): two real-time requests per second and bursts of twenty, `--burst-headroom-s` at 0
+and above, for best-effort requests that are checkpointed and for ones that are computed anew.
+`bench.memory.live` has arms and clean-ahead on a real server.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
+import gzip
 import json
 import tempfile
 import time
@@ -22,10 +27,111 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.memory.burst_headroom import DURATION_S as BURSTS_DURATION_S
-from bench.memory.burst_headroom import write_bursts
 from lightserve import sim
 from lightserve.sim.hybrid import HybridRun
+from lightserve.sim.workload import read_trace
+
+LENGTHS = Path(__file__).parents[1] / "traces" / "sharegpt_lengths.csv.gz"
+CAPACITY_TOKENS = 20_000
+BURSTS_DURATION_S, MARGIN_S = 240.0, 30.0
+RATE, BURST_RATE = 2.0, 20.0
+BURST_S, BETWEEN_BURSTS_S = 4.0, 20.0
+"""Of a burst, and on average from the end of one to the start of the next."""
+HEADROOMS_S = (0.0, 0.5, 2.0, 10.0)
+PREEMPTIONS = ("checkpoint", "recompute")
+
+
+class HeadroomCell(NamedTuple):
+    """One run."""
+
+    preemption: str
+    headroom_s: float
+    seed: int
+
+
+def write_bursts(path: Path, seed: int) -> None:
+    """Write a trace of real-time requests: a steady rate, and bursts at random times."""
+    rng = np.random.default_rng(seed)
+    lengths = read_trace(LENGTHS)
+    times, start_s = _arrivals(rng, 0.0, BURSTS_DURATION_S, RATE), 0.0
+    while (start_s := start_s + rng.exponential(BETWEEN_BURSTS_S)) < BURSTS_DURATION_S:
+        times += _arrivals(rng, start_s, start_s + BURST_S, BURST_RATE)
+        start_s += BURST_S
+    rows = rng.integers(len(lengths.prompt_tokens), size=len(times))
+    with gzip.open(path, "wt", encoding="ascii", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["t", "prompt_tokens", "output_tokens"])
+        for at_s, row in zip(sorted(times), rows, strict=True):
+            writer.writerow([at_s, lengths.prompt_tokens[row], lengths.output_tokens[row]])
+
+
+def _arrivals(rng: np.random.Generator, start_s: float, end_s: float, rate: float) -> list[float]:
+    count = rng.poisson(rate * (end_s - start_s))
+    return rng.uniform(start_s, end_s, count).tolist()  # type: ignore[no-any-return]
+
+
+def run_headroom(cell: HeadroomCell) -> sim.HybridReport:
+    """Run one cell."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "bursts.csv.gz"
+        write_bursts(trace, cell.seed)
+        config = sim.HybridConfig(
+            rt=str(trace),
+            be="closed:400",
+            be_lengths="uniform:512-1024,32-128",
+            duration_s=BURSTS_DURATION_S,
+            margin_s=MARGIN_S,
+            capacity_tokens=CAPACITY_TOKENS,
+            policy="priority",
+            serve_options={
+                "preemption": cell.preemption,
+                "burst_headroom_s": cell.headroom_s,
+            },
+            seed=cell.seed,
+        )
+        return sim.run_hybrid(config)
+
+
+HEADROOM_HEADER = (
+    "| preemption | headroom s | RT TTFT p99 ms | TTFT ≤ 0.4 s | MTPOT ≤ 0.2 s | BE tokens/s"
+    " | BE evicted | recomputed | copied in steps | copied ahead | loaded |"
+)
+
+
+def headroom_row_of(cells: Sequence[HeadroomCell], reports: Sequence[sim.HybridReport]) -> str:
+    """Return a line of the table: means over the seeds, the middle one's p99."""
+
+    def mean(values: Iterable[float | None]) -> float:
+        return float(np.mean([value for value in values if value is not None]))
+
+    ttft_ms = float(np.median([r.rt.ttft_ms_p99 or 0.0 for r in reports]))
+    figures = [
+        f"{ttft_ms:.0f}",
+        f"{mean(r.rt.ttft_attainment for r in reports):.1%}",
+        f"{mean(r.rt.mtpot_attainment for r in reports):.1%}",
+        f"{mean(r.be.throughput_tps for r in reports):.0f}",
+        f"{mean(r.be.evictions for r in reports):.0f}",
+        f"{mean(r.be.recomputed_tokens for r in reports):,.0f}",
+        f"{mean(r.kv.saved_tokens for r in reports):,.0f}",
+        f"{mean(r.kv.ahead_tokens for r in reports):,.0f}",
+        f"{mean(r.kv.loaded_tokens for r in reports):,.0f}",
+    ]
+    return f"| {cells[0].preemption} | {cells[0].headroom_s:g} | " + " | ".join(figures) + " |"
+
+
+def headroom(num_seeds: int, num_jobs: int) -> None:
+    """Print one line per way to preempt and headroom."""
+    print_header(HEADROOM_HEADER)
+    groups = [
+        [HeadroomCell(preemption, headroom_s, seed) for seed in range(num_seeds)]
+        for preemption in PREEMPTIONS
+        for headroom_s in HEADROOMS_S
+    ]
+    with ProcessPoolExecutor(num_jobs) as pool:
+        pending = [pool.map(run_headroom, cells) for cells in groups]
+        for cells, reports in zip(groups, pending, strict=True):
+            print(headroom_row_of(cells, list(reports)), flush=True)
+
 
 LENGTHS = Path(__file__).parents[1] / "traces" / "sharegpt_lengths.csv.gz"
 ARMS: dict[str, dict[str, float | str]] = {
@@ -202,7 +308,7 @@ def print_header(header: str) -> None:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="?", choices=["arms", "bursts"], default="arms")
+    parser.add_argument("what", nargs="?", choices=["arms", "bursts", "headroom"], default="arms")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path, help="also write every run's report here")
@@ -217,6 +323,9 @@ def main() -> None:
         if args.json:
             args.json.write_text(json.dumps(log))
 
+    if args.what == "headroom":
+        headroom(args.seeds, args.jobs)
+        return
     with ProcessPoolExecutor(args.jobs) as pool:
         if args.what == "bursts":
             groups = burst_groups(args.seeds)

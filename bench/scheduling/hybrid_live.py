@@ -1,7 +1,7 @@
 """Real-time requests over an endless backlog, live: `python -m bench.scheduling.hybrid_live`.
 
 Two cores, one server per policy, all up at once; they are loaded in turns, several rounds, so that
-whatever else the machine does falls on all alike (`bench/serving/live.py` says who runs where).
+whatever else the machine does falls on all alike (`bench/serving/server.py` says who runs where).
 
 1. capacity: real-time requests per second of 64 closed-loop clients, the best policy's
 2. targets: three times the p99 of TTFT, TPOT and largest gap, real-time requests alone, Poisson at
@@ -25,8 +25,14 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.serving.live import load, load_average, pinned_server, write_profile, write_random_model
-from bench.serving.server import Server
+from bench.serving.server import (
+    Server,
+    load,
+    load_average,
+    pinned_server,
+    write_profile,
+    write_random_model,
+)
 from lightserve.loadtest.options import BE, RT
 from lightserve.loadtest.result import RequestRow, Run
 

@@ -25,8 +25,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bench.serving.live import load, load_average, pinned_server, write_profile
-from bench.serving.server import Server
+from bench.serving.server import Server, load, load_average, pinned_server, write_profile
 from lightserve.cost.shape import StepShape
 from lightserve.loadtest.result import RequestRow, Run
 from lightserve.loadtest.workload import load_trace

@@ -1,24 +1,41 @@
-"""What HTTP, router and messages cost per token with 64 streams of the bundled model.
+"""What everything but the model costs, with the bundled model.
 
-    python -m bench.serving.cost [--streams 64] [--tokens 200] [--rounds 3]
-
-CPU seconds of the frontend and of the router, as the kernel counts them, per token sent; and how
-long, and in what share of the steps' time, the worker stood idle although requests could have
-gone on: steps delayed by everything that is not the model. The clients are one process of asyncio
-that reads bytes without parsing them, so that they take little of the cores that all share.
+python -m bench.serving.cost [--streams 64 256] [--tokens 200] [--rounds 3]
+    CPU seconds of the frontend and of the router, as the kernel counts them, per token sent;
+    and how long, and in what share of the steps' time, the worker stood idle although requests
+    could have gone on. The clients are one process of asyncio that reads bytes without parsing
+    them, so that they take little of the cores that all share
+python -m bench.serving.cost idle
+    time to first token through HTTP minus inside the worker, resident memory, and CPU time of
+    each process while nothing happens
+python -m bench.serving.cost metrics
+    CPU time of each piece of metrics, and their share of a frontend's time per token
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 
-from bench.serving.server import Server, running_server
+from bench.serving.server import Server, loaded_libraries, running_server
+from lightserve.config import ServeConfig
+from lightserve.frontend.middleware import RequestLog
+from lightserve.frontend.service import Observation
+from lightserve.metrics.catalogue import INTER_TOKEN_LATENCY
+from lightserve.metrics.exposition import make_registry, render
+from lightserve.metrics.ledger import Ledger
+from lightserve.metrics.recording import Recorder
+from lightserve.metrics.turns import TurnClock
+from lightserve.types import FinishReason, RequestClass
 
 ROLES = ("frontend", "router", "worker")
 
@@ -51,19 +68,21 @@ async def _round(server: Server, num_streams: int, options: dict[str, Any]) -> i
         return sum(await asyncio.gather(*streams))
 
 
-def measure(server: Server, args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, float]:
+def measure_streams(
+    server: Server, num_streams: int, max_tokens: int, rounds: int, extra: dict[str, Any]
+) -> dict[str, float]:
     """Return figures of some rounds, after one that is not counted."""
-    options = {"max_tokens": args.tokens, "ignore_eos": True, **extra}
-    asyncio.run(_round(server, args.streams, options))
+    options = {"max_tokens": max_tokens, "ignore_eos": True, **extra}
+    asyncio.run(_round(server, num_streams, options))
     health, cpu = server.health(), cpu_seconds(server)
     start_s = time.perf_counter()
-    num_events = sum(asyncio.run(_round(server, args.streams, options)) for _ in range(args.rounds))
+    num_events = sum(asyncio.run(_round(server, num_streams, options)) for _ in range(rounds))
     wall_s = time.perf_counter() - start_s
     after = cpu_seconds(server)
     latest = server.health()
     figures = ("worker_busy_s", "worker_idle_s", "num_steps")
     busy_s, idle_s, num_steps = (latest[key] - health[key] for key in figures)
-    num_tokens = args.rounds * args.streams * args.tokens
+    num_tokens = rounds * num_streams * max_tokens
     used_us = {role: 1e6 * (after[role] - cpu[role]) / num_tokens for role in ROLES}
     return {
         "tokens_per_s": num_tokens / wall_s,
@@ -76,23 +95,199 @@ def measure(server: Server, args: argparse.Namespace, extra: dict[str, Any]) -> 
     }
 
 
+def ttft_overhead(server: Server, num_requests: int = 100) -> dict[str, float]:
+    """One request at a time, one token each: what HTTP, router and links add."""
+    body = {"model": server.model, "prompt": "Tell me a story.", "max_tokens": 1, "stream": True}
+    before = server.health()
+    times_ms = []
+    with httpx.Client(base_url=server.url) as client:
+        for _ in range(num_requests):
+            start_s = time.perf_counter()
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                chunks = response.iter_bytes()
+                next(chunks)
+                times_ms.append(1e3 * (time.perf_counter() - start_s))
+                for _ in chunks:
+                    pass
+    busy_s = server.health()["worker_busy_s"] - before["worker_busy_s"]
+    in_worker_ms = 1e3 * busy_s / num_requests
+    median_ms = statistics.median(times_ms)
+    return {
+        "http_ttft_ms": median_ms,
+        "worker_ttft_ms": in_worker_ms,
+        "overhead_ms": median_ms - in_worker_ms,
+    }
+
+
+def idle_cpu(server: Server, seconds: float = 20.0) -> dict[str, float]:
+    """CPU seconds per second of each process while nothing happens, in percent of a core."""
+    processes = server.tree()
+    before = {role: sum(process.cpu_times()[:2]) for role, process in processes.items()}
+    time.sleep(seconds)
+    shares = {
+        role: 100 * (sum(process.cpu_times()[:2]) - before[role]) / seconds
+        for role, process in processes.items()
+    }
+    return shares | {"all": sum(shares.values())}
+
+
+def memory(server: Server) -> dict[str, Any]:
+    """Resident MiB of each process, and whether it has torch."""
+    return {
+        role: {
+            "rss_mib": process.memory_info().rss / 2**20,
+            "torch": any("torch" in name for name in loaded_libraries(process)),
+        }
+        for role, process in server.tree().items()
+    }
+
+
+ROUNDS = 5
+
+
+def cpu_s(work: Callable[[int], None], count: int) -> float:
+    """Return the CPU seconds of one of `count` repetitions: the best of some rounds."""
+    best_s = float("inf")
+    for _ in range(ROUNDS):
+        start_s = time.process_time()
+        work(count)
+        best_s = min(best_s, time.process_time() - start_s)
+    return best_s / count
+
+
+def _observe(count: int) -> None:
+    histogram = Recorder().histogram(INTER_TOKEN_LATENCY, "rt")
+    for _ in range(count):
+        histogram.observe(0.021)
+
+
+def _turns(count: int) -> None:
+    clock = TurnClock(Recorder(), "router-0")
+    for _ in range(count):
+        clock.begin()
+        clock.end()
+
+
+def _nothing(count: int) -> None:
+    for _ in range(count):
+        pass
+
+
+def _tokens(count: int) -> None:
+    metrics = Observation(ServeConfig()).requests
+    request = metrics.request(RequestClass.RT, arrival_s=0.0, num_prompt_tokens=9)
+    for number in range(count):
+        request.on_tokens(1, number * 0.02)
+
+
+def _requests(count: int) -> None:
+    metrics = Observation(ServeConfig(ttft_slo_ms=100, tpot_slo_ms=10)).requests
+    for _ in range(count):
+        request = metrics.request(RequestClass.RT, arrival_s=0.0, num_prompt_tokens=9)
+        request.on_tokens(1, 0.1)
+        request.on_finish(FinishReason.STOP)
+
+
+def _events(app: Any, count: int) -> None:
+    """Send `count` events of a stream through an ASGI application."""
+
+    async def drop(_message: Any) -> None:
+        pass
+
+    async def nothing() -> Any:
+        return {"type": "http.disconnect"}
+
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "count": count}
+    asyncio.run(app(scope, nothing, drop))
+
+
+async def _made_stream(scope: Any, _receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    event = {"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True}
+    for _ in range(scope["count"]):
+        await send(event)
+
+
+def measure_pieces() -> dict[str, float]:
+    """Return the CPU seconds of each piece."""
+    loop_s = cpu_s(_nothing, 200_000)
+    observation = Observation(ServeConfig())
+    logged = RequestLog(_made_stream, observation, frozenset())
+    snapshot = observation.snapshot(num_in_flight=0, num_rejected_frames=0)
+    encoder, ledger = msgspec.msgpack.Encoder(), Ledger()
+    ledger.update("a", snapshot.samples)
+    registry = make_registry(ledger, "tiny")
+
+    def take_snapshot(count: int) -> None:
+        for _ in range(count):
+            encoder.encode(observation.snapshot(num_in_flight=0, num_rejected_frames=0))
+
+    def update(count: int) -> None:
+        for _ in range(count):
+            ledger.update("a", snapshot.samples)
+
+    def scrape(count: int) -> None:
+        for _ in range(count):
+            render(registry)
+
+    return {
+        "histogram.observe": cpu_s(_observe, 200_000) - loop_s,
+        "turn of a loop": cpu_s(_turns, 100_000) - loop_s,
+        "delivery of a token": cpu_s(_tokens, 200_000) - loop_s,
+        "event of a stream through RequestLog": cpu_s(lambda n: _events(logged, n), 100_000)
+        - cpu_s(lambda n: _events(_made_stream, n), 100_000),
+        "request, begin to end": cpu_s(_requests, 20_000),
+        "snapshot of a frontend, encoded": cpu_s(take_snapshot, 300),
+        "snapshot taken in by the supervisor": cpu_s(update, 300),
+        "scrape of a frontend's families": cpu_s(scrape, 20),
+    }
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stop string": {"stop": "§§§"},
+    "5 logprobs": {"logprobs": 5},
+}
+
+
 def main() -> None:
-    """Measure plain streams, and such as have a stop string or log-probabilities."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=64)
+    """Measure what the command line names; print JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument(
+        "what", nargs="?", choices=("streams", "idle", "metrics"), default="streams"
+    )
+    parser.add_argument("--streams", type=int, nargs="+", default=[64])
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     args = parser.parse_args()
     start_s = time.perf_counter()
-    kinds: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "stop string": {"stop": "§§§"},
-        "5 logprobs": {"logprobs": 5},
-    }
     # One thread: two of them, the other processes and the clients do not share two cores well.
     with running_server(["--log-level", "warning", "--num-threads", "1"]) as server:
-        for kind, extra in kinds.items():
-            print(json.dumps({kind: measure(server, args, extra)}, indent=2), flush=True)
+        if args.what == "idle":
+            report = {
+                "ttft": ttft_overhead(server),
+                "memory": memory(server),
+                "idle_cpu_pct": idle_cpu(server),
+            }
+            print(json.dumps(report, indent=2))
+            return
+        if args.what == "metrics":
+            args.kinds = ["plain"]
+        for count, kind in itertools.product(args.streams, args.kinds):
+            figures = measure_streams(server, count, args.tokens, args.rounds, KINDS[kind])
+            print(json.dumps({f"{count} {kind}": figures}, indent=2), flush=True)
+    if args.what == "metrics":
+        pieces = measure_pieces()
+        for name, seconds in pieces.items():
+            print(f"{name:40s} {seconds * 1e6:10.2f} µs")
+        per_token_us = 1e6 * (
+            pieces["delivery of a token"]
+            + pieces["event of a stream through RequestLog"]
+            + pieces["snapshot of a frontend, encoded"] / figures["tokens_per_s"]
+        )
+        share = per_token_us / figures["frontend_cpu_us_per_token"]
+        print(f"metrics: {per_token_us:.2f} µs per token, {share:.1%} of the frontend's time")
     print(f"took {time.perf_counter() - start_s:.0f} s")
 
 

@@ -1,11 +1,21 @@
-"""Starts a real server for a benchmark and looks at its processes from outside."""
+"""Starts a real server for a benchmark and looks at its processes from outside.
+
+For figures over time the server is pinned: the worker has one core to itself (`--num-threads 1`:
+two OpenMP threads that wait for each other measure whatever else the cores do). The load client is
+pinned to the other core, which it shares with the frontend and the router; its CPU is part of every
+result.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +25,13 @@ from typing import IO
 
 import httpx
 import psutil
+import torch
+import transformers
+
+from bench.engine.throughput import HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, MAX_LEN
+from lightserve.bundled import BUNDLED_MODEL_DIR
+from lightserve.loadtest import result
+from lightserve.loadtest.result import Run
 
 READY_PREFIX = "lightserve: ready on "
 
@@ -79,3 +96,113 @@ def running_server(
 def loaded_libraries(process: psutil.Process) -> set[str]:
     """Return the names of the shared libraries that a process has mapped."""
     return {Path(part.path).name for part in process.memory_maps()}
+
+
+LAYERS = 17
+"""With the vocabulary of the bundled tokenizer: 150 M parameters."""
+ONE_THREAD = ("--num-threads", "1")
+QUIET = ("--log-level", "warning")
+_WORD = re.compile("Ġ?[a-z]+")
+_BODY = json.dumps({"temperature": 0.0})
+
+
+def worker_core() -> int:
+    """Return the core of the workers: the first one."""
+    return min(os.sched_getaffinity(0))
+
+
+def other_cores() -> set[int]:
+    """Return the cores of everything else; the same one if there is no other."""
+    cores = os.sched_getaffinity(0)
+    return cores - {worker_core()} or cores
+
+
+def load_average() -> str:
+    """Return the system's load averages over 1, 5 and 15 minutes."""
+    return " / ".join(f"{value:.1f}" for value in os.getloadavg())
+
+
+def write_random_model(path: Path) -> None:
+    """Write a random Llama of 150 M parameters whose greedy answers are words.
+
+    It has the bundled tokenizer. The logits of all tokens but words are 0, so that the largest
+    one is a word's, every token has text, and every event is one token.
+    """
+    torch.manual_seed(0)
+    vocab = json.loads((BUNDLED_MODEL_DIR / "tokenizer.json").read_text())["model"]["vocab"]
+    config = transformers.LlamaConfig(
+        vocab_size=json.loads((BUNDLED_MODEL_DIR / "config.json").read_text())["vocab_size"],
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=MAX_LEN,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    words = [number for piece, number in vocab.items() if _WORD.fullmatch(piece)]
+    is_word = torch.zeros(config.vocab_size, 1, dtype=torch.bfloat16)
+    is_word[words] = 1
+    with torch.no_grad():
+        model.lm_head.weight *= is_word
+    model.save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED_MODEL_DIR / name, path)
+
+
+def write_profile(path: Path, args: Sequence[str], *, seconds: float) -> None:
+    """Measure step times on the workers' core; `args` are the server's that matter for them."""
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "lightserve.cli.main", "profile", *ONE_THREAD, *args),
+            *("--seconds", str(seconds), "--output", str(path)),
+        ],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: os.sched_setaffinity(0, {worker_core()}),
+    )
+
+
+@contextmanager
+def pinned_server(args: Sequence[str] = ()) -> Iterator[Server]:
+    """Start a server whose worker has a core to itself, as far as there are several."""
+    with running_server([*ONE_THREAD, *QUIET, *args]) as server:
+        for role, process in server.tree().items():
+            cores = {worker_core()} if role.startswith("worker") else other_cores()
+            for thread in Path(f"/proc/{process.pid}/task").iterdir():
+                os.sched_setaffinity(int(thread.name), cores)
+        yield server
+
+
+def load(server: Server, *args: str) -> Run:
+    """Run the load client, pinned, with greedy answers of exactly the drawn lengths."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        finished = subprocess.run(
+            [
+                *(
+                    sys.executable,
+                    "-m",
+                    "lightserve",
+                    "bench",
+                    "--url",
+                    server.url,
+                    "--model",
+                    server.model,
+                ),
+                *("--endpoint", "completions", "--force-lengths", "--body", _BODY, "--quiet"),
+                *("--output", file.name, *args),
+            ],
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, other_cores()),
+        )
+        if finished.returncode == 2 or not Path(file.name).stat().st_size:
+            raise SystemExit(f"the load client failed: {finished.stdout[-2000:]}")
+        return result.load(Path(file.name))[0]

@@ -25,7 +25,7 @@ def _is_quiet(process: psutil.Process) -> bool:
 
 
 def test_the_group_is_replaced(run_parent: Path) -> None:
-    """A rank that hangs is test_faults's, and bench/faults/dead_ranks.py's, which measures both."""
+    """A rank that hangs is test_faults's, and bench/faults/recovery.py's, which measures both."""
     with live_server(run_parent, "--tp=2", "--max-kv-tokens=4096") as server:
         ranks = [server.tree()[f"worker-{rank}"] for rank in range(2)]
         with server.healing(), StreamLoad(server.url, _body(server), 2) as load:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -14,14 +13,13 @@ import torch
 from support.kernel_grid import AttentionCase
 from torch import Tensor
 
-from bench.gpu import attention, kernels, parity
+from bench.gpu import attention, correctness
+from bench.gpu.__main__ import function_of
 from bench.gpu.attention import Heads, Order, make_batch, make_pool, worst_error
-from bench.gpu.context import Bench
-from bench.gpu.driver import Sequences, run_plans
-from bench.gpu.machine import Machine, this_machine
-from bench.gpu.models import TINY_LLAMA, RandomModel
-from bench.gpu.report import Row, RowFile, Verdict, read_rows
-from bench.gpu.self_check import WrongScale
+from bench.gpu.correctness import WrongScale
+from bench.gpu.device import Machine, this_machine
+from bench.gpu.models import TINY_LLAMA, RandomModel, Sequences, run_plans
+from bench.gpu.table import Bench, Row, RowFile, Verdict, read_rows
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.messages.router_worker import plan_rows, row_results
 
@@ -31,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 def rehearse(part: str, out: Path) -> list[Row]:
     rows = RowFile(out / "rows", part, is_rehearsal=True)
     bench = Bench(this_machine(rehearse=True), rows, out, rehearse=True)
-    importlib.import_module(f"bench.gpu.{part}").run(bench)
+    function_of(part)(bench)
     return read_rows(out / "rows")
 
 
@@ -39,11 +37,11 @@ def rehearse(part: str, out: Path) -> list[Row]:
     ("part", "num_rows"),
     [
         ("ceilings", 2),
-        ("decode_attention", 7),
-        ("prefill_attention", 17),
+        ("decode-attention", 7),
+        ("prefill-attention", 17),
         ("sampling", 14),
         ("graphs", 6),
-        ("whole_model", 18),
+        ("whole-model", 18),
         ("checkpoints", 5),
     ],
 )
@@ -77,7 +75,7 @@ def test_a_timed_kernel_is_checked_first() -> None:
 
 def test_parity_notices_a_wrong_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = WrongScale()
-    monkeypatch.setattr(parity, "make_kernels", lambda *_, **__: wrong)
+    monkeypatch.setattr(correctness, "make_kernels", lambda *_, **__: wrong)
     [row] = rehearse("parity", tmp_path)
     assert row.verdict is Verdict.FAILED, row
 
@@ -132,9 +130,9 @@ def test_the_command_prints_one_table(tmp_path: Path) -> None:
 
 def test_reports_of_the_grid_are_added_up() -> None:
     case = AttentionCase("one decode", "scattered", (4, 4, 64), None, torch.bfloat16)
-    some = kernels.attention([case], "cpu")
+    some = correctness.attention([case], "cpu")
     other = replace(some, num_cases=3, worst={"attention bfloat16": 0.5}, failures=["a case"])
-    whole = kernels.merged([some, other])
+    whole = correctness.merged([some, other])
     assert (whole.num_cases, whole.failures) == (4, ["a case"])
     assert whole.worst == {"attention bfloat16": 0.5}
     assert some.worst["attention bfloat16"] < 2e-2 and not some.failures

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench.memory import table1
+from bench.memory import past_future as table1
 from lightserve.cli.simulate import command
 from lightserve.errors import ConfigError
 

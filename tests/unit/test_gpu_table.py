@@ -13,13 +13,10 @@ import pytest
 import torch
 from support.processes import wait_gone
 
-from bench.gpu.attention import Heads, Order, slot_table
-from bench.gpu.children import Job, run_job
-from bench.gpu.machine import DELAY_CYCLES, MAX_ROUNDS, Machine
+from bench.gpu.attention import Chunk, Heads, Order, slot_table
+from bench.gpu.device import DELAY_CYCLES, MAX_ROUNDS, Machine, idle_pct, overlapped_pct
 from bench.gpu.models import LLAMA_8B, QWEN_HALF_B, TINY_LLAMA, RandomModel
-from bench.gpu.overlap import idle_pct, overlapped_pct
-from bench.gpu.prefill_attention import Chunk
-from bench.gpu.report import Row, RowFile, Verdict, exit_status, markdown, read_rows
+from bench.gpu.table import Job, Row, RowFile, Verdict, exit_status, markdown, read_rows, run_job
 
 ROOT = Path(__file__).parents[2]
 

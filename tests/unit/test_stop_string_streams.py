@@ -1,6 +1,6 @@
 """Forced tokens that cut characters and stop strings: the same answer whatever the frontend's lag.
 
-`python -m bench.serving.exact_streams` runs as many cases as wanted; here is a bounded share.
+`python -m bench.engine.exact streams` runs as many cases as wanted; here is a bounded share.
 """
 
 from __future__ import annotations

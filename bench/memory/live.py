@@ -1,9 +1,14 @@
-"""The arms of `kv_arms.py` on a real server: `python -m bench.memory.arms_live`.
+"""Memory too small on a real server, the bundled model on one thread.
 
-The bundled model on one thread with a pool of a few thousand tokens: bursts of real-time requests
-over a closed loop of best-effort ones. One server after the other, every arm once per round. The
-targets are three times what real-time requests get without any others. Counts are those of
-/metrics; times depend on what else the machine does.
+python -m bench.memory.live arms [--rounds 2] [--bursts 4]
+    the arms of `bench.memory.arms`: bursts of real-time requests over a closed loop of
+    best-effort ones, one server after the other, every arm once per round. The targets are
+    three times what real-time requests get without any others. Counts are those of /metrics;
+    times depend on what else the machine does
+python -m bench.memory.live rules [--requests 200] [--max-kv-tokens 1500]
+    every admission rule on a server of its own, all up at once; the same chats go to each of
+    them in turn, a share at a time, so that whatever else the machine does falls on all alike.
+    Answers end by themselves; a client declares more than it will need, as clients do
 """
 
 from __future__ import annotations
@@ -13,8 +18,10 @@ import asyncio
 import json
 import random
 import re
+import sys
 import time
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -23,13 +30,14 @@ import numpy as np
 
 from bench.memory.arms import ARMS
 from bench.serving.server import Server, running_server
+from lightserve.bundled.corpus import draw_exchange
 
 TARGET_FACTOR = 3.0
 BURST_SIZE, BURST_EVERY_S = 16, 2.5
 NUM_BE_CLIENTS = 24
 SETTLE_S = 2.5
 """Until the router's counters are new."""
-COUNTERS = (
+ARM_COUNTERS = (
     "kv_tokens_saved_total",
     "kv_tokens_saved_ahead_total",
     "kv_tokens_loaded_total",
@@ -53,7 +61,7 @@ class Seen:
 
 
 @dataclass
-class Tally:
+class ArmTally:
     """What came of the requests to one server, or to all of an arm."""
 
     seconds: float = 0.0
@@ -65,7 +73,7 @@ class Tally:
     largest_step_s: float = 0.0
     """The end of the last bucket of step times that has any."""
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: ArmTally) -> None:
         """Add another round."""
         self.seconds += other.seconds
         self.num_sent += other.num_sent
@@ -92,7 +100,7 @@ class Load:
         self._session = session
         self._rng = random.Random(seed)
         self._best_effort_rng = random.Random(seed + 1)
-        self.tally = Tally()
+        self.tally = ArmTally()
 
     async def run(self, num_bursts: int, *, with_best_effort: bool) -> None:
         """Send bursts over a backlog and wait for their answers."""
@@ -166,7 +174,7 @@ def read_metrics(server: Server) -> tuple[Counter[str], dict[float, float]]:
     counters: Counter[str] = Counter()
     buckets: dict[float, float] = {}
     for name, labels, value in _SAMPLE.findall(httpx.get(f"{server.url}/metrics").text):
-        if name in COUNTERS:
+        if name in ARM_COUNTERS:
             counters[name] += int(float(value))
         elif name == "step_time_seconds_bucket":
             end_s = float(_BUCKET.search(labels)[1])  # type: ignore[index]
@@ -174,7 +182,7 @@ def read_metrics(server: Server) -> tuple[Counter[str], dict[float, float]]:
     return counters, buckets
 
 
-async def drive(server: Server, seed: int, num_bursts: int, *, with_best_effort: bool) -> Tally:
+async def drive(server: Server, seed: int, num_bursts: int, *, with_best_effort: bool) -> ArmTally:
     """Load a server and return what its clients saw."""
     timeout = aiohttp.ClientTimeout(total=60)
     connector = aiohttp.TCPConnector(limit=0)
@@ -185,7 +193,9 @@ async def drive(server: Server, seed: int, num_bursts: int, *, with_best_effort:
     return load.tally
 
 
-def measure(args: list[str], seed: int, num_bursts: int, *, with_best_effort: bool = True) -> Tally:
+def measure(
+    args: list[str], seed: int, num_bursts: int, *, with_best_effort: bool = True
+) -> ArmTally:
     """Start a server, load it, and read what it counted."""
     with running_server(args) as server:
         tally = asyncio.run(drive(server, seed, num_bursts, with_best_effort=with_best_effort))
@@ -212,7 +222,7 @@ def arms() -> dict[str, list[str]]:
     return options | nothing_ahead
 
 
-def main() -> None:
+def arms_main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=2)
@@ -221,8 +231,8 @@ def main() -> None:
     args = parser.parse_args()
     common = [*PORT, "--max-kv-tokens", str(args.max_kv_tokens)]
     start_s = time.perf_counter()
-    alone = Tally()
-    tallies = {arm: Tally() for arm in arms()}
+    alone = ArmTally()
+    tallies = {arm: ArmTally() for arm in arms()}
     for seed in range(args.rounds):
         alone.add(measure(common, seed, args.bursts, with_best_effort=False))
         for arm, options in arms().items():
@@ -244,11 +254,125 @@ def main() -> None:
             f"{1e3 * tally.quantile('largest_gap_s', 1.0):.0f}",
             f"{1e3 * tally.largest_step_s:.0f}",
             f"{tally.best_effort_tokens / tally.seconds:.0f}",
-            *(f"{tally.counters[name]:,}" for name in COUNTERS),
+            *(f"{tally.counters[name]:,}" for name in ARM_COUNTERS),
         ]
         print(f"| {arm} | " + " | ".join(figures) + " |")
     print(f"\n{alone.num_sent} real-time requests per line; {time.perf_counter() - start_s:.0f} s")
 
 
+RULES: dict[str, list[str]] = {
+    "risk": [],
+    "past-future": [],
+    "conservative": [],
+    "aggressive": [],
+    "ema": [],
+}
+RULE_COUNTERS = ("num_preemptions_total", "preempted_tokens_total")
+
+
+@dataclass
+class Tally:
+    """What came of one rule's requests."""
+
+    seconds: float = 0.0
+    num_finished: int = 0
+    num_tokens: int = 0
+    latency_s: float = 0.0
+
+
+def counters(server: Server) -> dict[str, float]:
+    """Read the router's counters, once they are new."""
+    time.sleep(2.5)
+    text = httpx.get(f"{server.url}/metrics").text
+    return {
+        name: float(found[1])
+        for name in RULE_COUNTERS
+        if (found := re.search(rf"^lightserve_{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+    }
+
+
+async def send(server: Server, prompts: list[str], max_tokens: int, tally: Tally) -> None:
+    """Send chats all at once and wait for all answers."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=600) as client:
+
+        async def one(number: int, prompt: str) -> None:
+            start_s = time.perf_counter()
+            answer = await client.post(
+                "/v1/chat/completions",
+                json={
+                    "model": server.model,
+                    "messages": [{"role": "user", "content": prompt}],
+                    "max_tokens": max_tokens,
+                    "seed": number,
+                },
+            )
+            tally.num_tokens += answer.raise_for_status().json()["usage"]["completion_tokens"]
+            tally.num_finished += 1
+            tally.latency_s += time.perf_counter() - start_s
+
+        start_s = time.perf_counter()
+        await asyncio.gather(*(one(*item) for item in enumerate(prompts)))
+        tally.seconds += time.perf_counter() - start_s
+
+
+def rules_main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--shares", type=int, default=4)
+    parser.add_argument("--warm-up", type=int, default=40)
+    parser.add_argument("--max-kv-tokens", type=int, default=1500)
+    parser.add_argument("--max-tokens", type=int, default=512)
+    args = parser.parse_args()
+    rng = random.Random(0)
+    prompts = [draw_exchange(rng).prompt for _ in range(args.warm_up + args.requests)]
+    warm_up, prompts = prompts[: args.warm_up], prompts[args.warm_up :]
+    size = -(-len(prompts) // args.shares)
+    start_s = time.perf_counter()
+    with ExitStack() as stack:
+        servers = {
+            rule: stack.enter_context(
+                running_server(
+                    [
+                        *("--admission", rule, *options),
+                        *("--max-kv-tokens", str(args.max_kv_tokens), "--num-threads", "1"),
+                    ]
+                )
+            )
+            for rule, options in RULES.items()
+        }
+        for server in servers.values():
+            asyncio.run(send(server, warm_up, args.max_tokens, Tally()))
+        before = {rule: counters(server) for rule, server in servers.items()}
+        tallies = {rule: Tally() for rule in servers}
+        for first in range(0, len(prompts), size):
+            for rule, server in servers.items():
+                share = prompts[first : first + size]
+                asyncio.run(send(server, share, args.max_tokens, tallies[rule]))
+        after = {rule: counters(server) for rule, server in servers.items()}
+    print(
+        "| rule | finished | evictions | recomputed tokens | total s | mean latency s | tokens/s |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for rule, tally in tallies.items():
+        evictions, redone = (after[rule][name] - before[rule][name] for name in RULE_COUNTERS)
+        print(
+            f"| {rule} | {tally.num_finished} | {evictions:.0f} | {redone:.0f}"
+            f" | {tally.seconds:.1f} | {tally.latency_s / tally.num_finished:.2f}"
+            f" | {tally.num_tokens / tally.seconds:.0f} |"
+        )
+    tokens = tallies["risk"].num_tokens / len(prompts)
+    print(
+        f"\nPool of {args.max_kv_tokens} tokens, {tokens:.0f} tokens per answer of"
+        f" {args.max_tokens} declared, {size} requests at a time;"
+        f" {time.perf_counter() - start_s:.0f} s"
+    )
+
+
+COMMANDS = {"arms": arms_main, "rules": rules_main}
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+        COMMANDS[sys.argv.pop(1)]()
+    else:
+        raise SystemExit(__doc__)

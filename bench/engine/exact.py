@@ -1,13 +1,13 @@
-"""Parity: every tiny model against transformers, over the whole grid.
+"""Whether answers are exact: beside transformers, over pauses and copies, cut into streams.
 
-    python -m bench.engine.parity [--kernels torch] [--models qwen3,qwen2]
-
-float32 and bfloat16; alone and with 16 others in the same passes; chunks of 16, 37, 64 and the
-whole prompt; one rank and two (over gloo). Prints a table per grid column, and exits with 1 if
-parity is broken anywhere. `different` must be 0; `excused` are positions where the reference's two
-best tokens are tied. The reference is transformers in
-float32; the last table compares with transformers in bfloat16, beside what transformers itself
-loses by it (see `support.parity`).
+python -m bench.engine.exact parity [--models NAME,...] [--kernels NAME]
+    tokens and log-probabilities against transformers, over the whole grid
+python -m bench.engine.exact lossless [--schedules 1000] [--jobs 2] [--seconds 900]
+    T15: random schedules of the real core over a real runner of a small random model, in
+    virtual time: all tokens compared with each request run alone (`--batch-invariant`,
+    float32), all KV that is read with what was computed. Exits with 1 if anything differs
+python -m bench.engine.exact streams [--cases 10000]
+    forced outputs through the whole HTTP path, characters and stop strings cut across tokens
 """
 
 from __future__ import annotations
@@ -15,12 +15,24 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from hypothesis import HealthCheck, given, settings
+from support.forced_streams import (
+    LAGS_S,
+    ForcedCase,
+    ForcedFrontend,
+    forced_cases,
+)
+from support.lossless import Catalogue, Tally, make_runner, make_schedule
 from support.model_runs import (
     NUM_DECODES,
     load_tiny,
@@ -42,7 +54,9 @@ from support.tiny_models import (
 from support.tp_run import Job, run_ranks
 from torch import Tensor
 
+from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.kernels.select import make_kernels
+from lightserve.models.config import load_model_config
 
 CHUNKS = (16, 37, 64, 0)
 TP_SIZE = 2
@@ -174,7 +188,7 @@ def print_table(title: str, reports: dict[str, ParityReport]) -> None:
         )
 
 
-def main() -> int:
+def parity() -> int:
     """Run everything and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kernels", default="torch", help="name for make_kernels")
@@ -202,5 +216,82 @@ def main() -> int:
     return 1 if broken else 0
 
 
+SCHEDULES_PER_CATALOGUE = 25
+
+
+def run_part(first: int, count: int) -> Tally:
+    """Run schedules first … over requests of their own."""
+    torch.set_num_threads(1)
+    tally = Tally()
+    with tempfile.TemporaryDirectory() as directory:
+        catalogue = Catalogue(make_runner(Path(directory)), first)
+    for number in range(first, first + count):
+        tally.add(catalogue.run(make_schedule(number)))
+    return tally
+
+
+def lossless() -> None:
+    """Run the schedules and print what they contained."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--schedules", type=int, default=1000)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=900.0, help="begin nothing after these")
+    options = parser.parse_args()
+    start_s = time.monotonic()
+    total = Tally()
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        parts = [
+            pool.submit(run_part, first, min(SCHEDULES_PER_CATALOGUE, options.schedules - first))
+            for first in range(0, options.schedules, SCHEDULES_PER_CATALOGUE)
+        ]
+        for part in as_completed(parts):
+            if part.cancelled():
+                continue
+            total.add(part.result())
+            elapsed_s = time.monotonic() - start_s
+            done = f"{total.num_schedules} schedules, {total.num_different} different"
+            print(f"{elapsed_s:.0f} s: {done}", file=sys.stderr)
+            if elapsed_s > options.seconds:
+                for other in parts:
+                    other.cancel()
+    figures = asdict(total)
+    for name, value in {**figures, **figures.pop("seen")}.items():
+        if name != "seen":
+            print(f"{name:24} {value:,}")
+    print(f"{'seconds':24} {time.monotonic() - start_s:.0f}")
+    sys.exit(total.num_different > 0)
+
+
+def streams() -> None:
+    """Run the cases and print how many there were."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--cases", type=int, default=10_000)
+    num_cases: int = parser.parse_args().cases
+    start_s = time.monotonic()
+    num_run = num_stopped = 0
+    with ForcedFrontend() as forced:
+        vocab_size = load_model_config(BUNDLED_MODEL_DIR).vocab_size
+
+        @given(forced_cases(forced.tokenizer, vocab_size=vocab_size))
+        @settings(
+            max_examples=num_cases,
+            deadline=None,
+            database=None,
+            suppress_health_check=[*HealthCheck],
+        )
+        def check(case: ForcedCase) -> None:
+            nonlocal num_run, num_stopped
+            num_stopped += forced.check(case)
+            num_run += 1
+
+        check()
+    print(f"cases {num_run}, of these ended by a stop string {num_stopped}, different 0")
+    print(f"answers {num_run * 2 * len(LAGS_S)}, seconds {time.monotonic() - start_s:.0f}")
+
+
+COMMANDS = {"parity": parity, "lossless": lossless, "streams": streams}
+
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+        sys.exit(COMMANDS[sys.argv.pop(1)]())
+    raise SystemExit(__doc__)

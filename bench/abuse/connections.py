@@ -1,0 +1,554 @@
+"""Attacks by connections: heads, bodies and doors, clients that leave, crowds that want nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import AsyncExitStack
+from typing import NamedTuple
+
+import httpx
+import psutil
+
+from bench.abuse.arena import (
+    PROMPT,
+    QUIET,
+    Address,
+    Arena,
+    Attack,
+    Outcome,
+    Setup,
+    address_of,
+    ask,
+    get,
+    percentile,
+    post,
+    raise_file_limit,
+    row,
+)
+from bench.serving.server import Server, running_server
+
+OPERATORS = ("/metrics", "/load", "/debug/kv")
+SPELLINGS = ("", "%0A", "%0D", "%00", "%0A%0A")
+
+
+def spellings(arena: Arena) -> Outcome:
+    """Ask for operators' routes with a user's key, in more than one spelling."""
+    paths = [path + more for path in OPERATORS for more in SPELLINGS]
+    answers = arena.ask_all([arena.get(path) for path in paths])
+    num_answered = sum(answer.status not in (400, 403) for answer in answers)
+    return Outcome(f"{num_answered} of {len(paths)} answered", met=num_answered == 0)
+
+
+async def _open(arena: Arena, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection(*arena.address)
+    writer.write(data)
+    return reader, writer
+
+
+async def _until_end(reader: asyncio.StreamReader) -> bytes:
+    with contextlib.suppress(OSError):
+        return await reader.read(-1)
+    return b""
+
+
+NUM_BODIES = 200
+BODY_BYTES = 4 * 2**20
+GIVE_UP_S = 40.0
+
+
+def unfinished_bodies(arena: Arena) -> Outcome:
+    """Send all of a body but its last three bytes, and wait."""
+    before = arena.resident_mib()["frontend-0"]
+    request = arena.post("/v1/completions", b" " * BODY_BYTES)[:-3]
+
+    async def one() -> bool:
+        """Say whether the server ended it."""
+        with contextlib.suppress(OSError):
+            reader, writer = await _open(arena, request)
+            try:
+                async with asyncio.timeout(GIVE_UP_S):
+                    await _until_end(reader)
+            except TimeoutError:
+                return False
+            finally:
+                writer.transport.abort()
+        return True
+
+    async def run() -> int:
+        return sum(await asyncio.gather(*(one() for _ in range(NUM_BODIES))))
+
+    start_s = time.monotonic()
+    num_ended = asyncio.run(run())
+    seconds = time.monotonic() - start_s
+    time.sleep(0.5)
+    grown = arena.seen().peak_mib["frontend-0"] - before
+    figures = f"+{grown:.0f} MiB, {num_ended} of {NUM_BODIES} ended within {seconds:.0f} s"
+    return Outcome(figures, met=grown <= 160 and num_ended == NUM_BODIES)
+
+
+NUM_CROWD = 600
+
+
+def crowd(arena: Arena) -> Outcome:
+    """Open more connections than the server may have files."""
+
+    async def run() -> int:
+        found = await asyncio.gather(
+            *(_open(arena, b"") for _ in range(NUM_CROWD)), return_exceptions=True
+        )
+        await asyncio.sleep(5.0)
+        for pair in found:
+            if not isinstance(pair, BaseException):
+                pair[1].transport.abort()
+        return sum(not isinstance(pair, BaseException) for pair in found)
+
+    num_open = asyncio.run(run())
+    time.sleep(1.5)
+    log = arena.log()
+    num_lines, num_failed = log.count("\n"), arena.seen().num_livez_failed
+    figures = f"{num_open} opened, {num_lines} log lines, {num_failed} /livez failed"
+    return Outcome(figures, met=num_lines <= 20)
+
+
+def two_lengths(arena: Arena) -> Outcome:
+    """Hide a second request in a body whose end two servers see in two places."""
+    hidden = arena.get("/livez")
+    request = re.sub(
+        rb"content-length: \d+",
+        b"content-length: 5\r\ntransfer-encoding: chunked",
+        post("/v1/completions", b"", key=arena.user_key),
+    ).replace(b"connection: close\r\n", b"")
+
+    async def run() -> bytes:
+        reader, writer = await _open(arena, request + b"0\r\n\r\n" + hidden)
+        try:
+            async with asyncio.timeout(10):
+                return await _until_end(reader)
+        except TimeoutError:
+            return b"left open"
+        finally:
+            writer.transport.abort()
+
+    data = asyncio.run(run())
+    num_answers = data.count(b"HTTP/1.1 ")
+    return Outcome(f"{num_answers} answers, then {data[-9:]!r}"[:40], met=num_answers == 1)
+
+
+def half_a_head(arena: Arena) -> Outcome:
+    """Send a request and half of the next head, and wait."""
+    request = arena.get("/livez").replace(b"connection: close\r\n", b"")
+
+    async def run() -> float:
+        start_s = time.monotonic()
+        reader, writer = await _open(arena, request + request[:-6])
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(100):
+                await _until_end(reader)
+        writer.transport.abort()
+        return time.monotonic() - start_s
+
+    seconds = asyncio.run(run())
+    return Outcome(f"open for {seconds:.0f} s", met=seconds <= 15)
+
+
+def foreign_pages(arena: Arena) -> Outcome:
+    """Send what a browser sends for a page of another origin, to a server without keys."""
+    body = b'{"model": "%s", "prompt": [5], "max_tokens": 1}' % arena.model.encode()
+    plain = arena.post("/v1/completions", body)
+    json_type = b"content-type: application/json\r\n"
+    sent = {
+        "text/plain": plain.replace(json_type, b"content-type: text/plain\r\n"),
+        "no type": plain.replace(json_type, b""),
+        "origin": plain.replace(json_type, json_type + b"origin: http://evil.example\r\n"),
+        "site": plain.replace(json_type, json_type + b"sec-fetch-site: cross-site\r\n"),
+    }
+    answers = arena.ask_all(list(sent.values()))
+    passed = [
+        name for name, answer in zip(sent, answers, strict=True) if answer.status not in (403, 415)
+    ]
+    return Outcome(f"passed: {', '.join(passed) or 'none'}", met=not passed)
+
+
+def _metrics_port(arena: Arena) -> int:
+    """Return the port of the supervisor's own listener."""
+    main = arena.address.port
+    supervisor = psutil.Process(arena.server.process.pid)
+    ports = {c.laddr.port for c in supervisor.net_connections("tcp") if c.status == "LISTEN"}
+    return next(port for port in ports if port != main)
+
+
+def _scrape(port: int, host: str = "localhost") -> float | None:
+    """Return the seconds that a scrape took, None if it failed."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Host": host})
+    start_s = time.monotonic()
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            answer.read()
+    except (OSError, urllib.error.URLError):
+        return None
+    return time.monotonic() - start_s
+
+
+def trickled_scrapes(arena: Arena) -> Outcome:
+    """Send the heads of scrapes byte by byte, on more connections than are answered at once."""
+    port = _metrics_port(arena)
+
+    async def trickle() -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                for byte in b"GET /metrics HTTP/1.1\r\nx: " + b"y" * 1000:
+                    writer.write(bytes([byte]))
+                    await writer.drain()
+                    await asyncio.sleep(1.0)
+
+    async def run() -> list[float | None]:
+        tasks = [asyncio.create_task(trickle()) for _ in range(12)]
+        await asyncio.sleep(1.0)
+        times = []
+        for _ in range(10):
+            times.append(await asyncio.to_thread(_scrape, port))
+            await asyncio.sleep(0.8)
+        for task in tasks:
+            task.cancel()
+        return times
+
+    num_failed = sum(seconds is None for seconds in asyncio.run(run()))
+    rebound = _scrape(port, host="evil.example") is not None
+    figures = f"{num_failed} of 10 scrapes failed; a foreign Host is {'' if rebound else 'not '}"
+    return Outcome(figures + "answered", met=num_failed == 0 and not rebound)
+
+
+STORM_S = 5.0
+
+
+def scrape_storm(arena: Arena) -> Outcome:
+    """Scrape both ports without a pause, by several clients."""
+    port = _metrics_port(arena)
+    end_s = time.monotonic() + STORM_S
+    times: list[float | None] = []
+
+    def scrape() -> None:
+        while time.monotonic() < end_s:
+            times.append(_scrape(port))
+
+    threads = [threading.Thread(target=scrape) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    statuses: list[int] = []
+    while time.monotonic() < end_s:
+        answers = arena.ask_all([arena.get("/metrics", admin=True)] * 10)
+        statuses += [answer.status for answer in answers]
+    for thread in threads:
+        thread.join()
+    num_bad = sum(seconds is None for seconds in times) + sum(s != 200 for s in statuses)
+    figures = f"{len(times)} + {len(statuses)} scrapes, {num_bad} failed"
+    return Outcome(figures, met=num_bad == 0)
+
+
+DOORS = [
+    Attack(
+        "operators' routes in other spellings",
+        spellings,
+        before="/metrics%0A, /load%0A, /debug/kv%0A answered any key",
+        bound="none answered",
+    ),
+    Attack(
+        "200 bodies of 4 MiB without an end",
+        unfinished_bodies,
+        before="+841 MiB, for up to 68 minutes",
+        bound="+160 MiB, all ended in 40 s",
+    ),
+    Attack(
+        "600 connections, 256 files",
+        crowd,
+        before="39,056 tracebacks in the log",
+        bound="20 log lines",
+        setup=Setup(prefix=("prlimit", "--nofile=256")),
+    ),
+    Attack(
+        "Content-Length and Transfer-Encoding",
+        two_lengths,
+        before="the connection stayed open, the hidden request was answered",
+        bound="one answer, then the end",
+    ),
+    Attack("half a head behind a request", half_a_head, before="75 s", bound="15 s"),
+    Attack(
+        "a web page of another origin",
+        foreign_pages,
+        before="answered, whatever the type",
+        bound="403 or 415",
+        setup=Setup(has_keys=False),
+    ),
+    Attack(
+        "trickled scrapes",
+        trickled_scrapes,
+        before="8 of them blocked all scrapes",
+        bound="no scrape fails",
+    ),
+    Attack(
+        "scrapes without a pause",
+        scrape_storm,
+        before="each one was rendered anew",
+        bound="all answered",
+    ),
+]
+
+
+ROUNDS = 10
+NUM_CLIENTS = 200
+"""Of each kind."""
+LEAVE_WITHIN_S = 2.0
+SETTLE_S = 15.0
+"""The router reports once a second, and a step that runs keeps its slots to its end."""
+
+
+class Watch:
+    """Asks for the number of requests in flight as often as it can, over one connection."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self.samples: list[tuple[float, int]] = []
+
+    async def storm(self) -> None:
+        """Sample until cancelled."""
+        reader, writer = await asyncio.open_connection(*self._address)
+        try:
+            while True:
+                writer.write(get("/health", close=False))
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+                body = await reader.readexactly(length)
+                count = int(body.split(b'"num_in_flight":')[1].split(b",")[0].split(b"}")[0])
+                self.samples.append((time.monotonic(), count))
+                await asyncio.sleep(0.005)
+        finally:
+            writer.transport.abort()
+
+
+async def _leaver(address: Address, request: bytes, leave_after_s: float) -> float:
+    """Ask, and hang up after this time at the latest; returns when it was over for this client."""
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(request)
+    with contextlib.suppress(TimeoutError, OSError):
+        async with asyncio.timeout(leave_after_s):
+            while await reader.read(65536):
+                pass
+    writer.transport.abort()
+    return time.monotonic()
+
+
+async def _round(address: Address, model: str, rng: random.Random) -> tuple[list[float], float]:
+    """Return how late the server noticed each end, and when it had noticed the last."""
+    watch = Watch(address)
+    watching = asyncio.create_task(watch.run())
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 1500}
+    clients = [
+        _leaver(
+            address,
+            post("/v1/completions", {**body, "stream": number % 2 == 0}),
+            rng.uniform(0.0, LEAVE_WITHIN_S),
+        )
+        for number in range(2 * NUM_CLIENTS)
+    ]
+    left_s = sorted(await asyncio.gather(*clients))
+    deadline_s = time.monotonic() + 30.0
+    while watch.samples[-1][1] or watch.samples[-1][0] < left_s[-1]:
+        if time.monotonic() > deadline_s:
+            break
+        await asyncio.sleep(0.005)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    # With c requests in flight after the k-th last departure, at most k may be left.
+    lateness = []
+    for place, moment_s in enumerate(left_s, 1):
+        num_left = len(left_s) - place
+        seen_s = next(
+            (at_s for at_s, count in watch.samples if at_s >= moment_s and count <= num_left),
+            deadline_s,
+        )
+        lateness.append(seen_s - moment_s)
+    return lateness, watch.samples[-1][0]
+
+
+def _cpu_s(server: Server) -> dict[str, float]:
+    """Return the CPU time of each process, in seconds."""
+    times = {name: process.cpu_times() for name, process in server.tree().items()}
+    return {name: used.user + used.system for name, used in times.items()}
+
+
+def _until_free(server: Server) -> tuple[float, int]:
+    """Wait until no slot is used; returns how long that took, and how many still were."""
+    start_s = time.monotonic()
+    time.sleep(1.2)
+    while True:
+        num_used = int(httpx.get(f"{server.url}/load").json()["num_used_slots"])
+        waited_s = time.monotonic() - start_s
+        if num_used == 0 or waited_s > SETTLE_S:
+            return waited_s, num_used
+        time.sleep(0.1)
+
+
+def storm(rounds: int = ROUNDS) -> bool:
+    """Measure; returns whether the targets were met."""
+    raise_file_limit()
+    rng = random.Random(1)
+    lateness: list[float] = []
+    used: list[int] = []
+    lates: list[float] = []
+    waits: list[float] = []
+    with running_server(QUIET) as server:
+        address = address_of(server.url)
+        cpu_before_s = _cpu_s(server)
+        for _ in range(rounds):
+            late, _ = asyncio.run(_round(address, server.model, rng))
+            lateness += late
+            waited_s, num_used = _until_free(server)
+            used.append(num_used)
+            waits.append(waited_s)
+            lates.append(percentile(late, 0.99))
+        cpu_after_s = _cpu_s(server)
+    print(f"disconnect storm: {rounds} rounds of {NUM_CLIENTS} streaming and as many other clients")
+    row("slots used afterwards", f"{max(used)}", "0")
+    row("until /load said so, longest", f"{max(waits):.1f} s", "1 s between reports")
+    for name, before_s in cpu_before_s.items():
+        row(f"CPU time of {name}", f"{cpu_after_s[name] - before_s:.1f} s", "-")
+    print(f"  release p99 by round, in ms: {[round(late * 1e3) for late in lates]}")
+    p99 = percentile(lateness, 0.99)
+    row("release p50", f"{percentile(lateness, 0.5) * 1e3:.0f} ms", "-")
+    row("release p99", f"{p99 * 1e3:.0f} ms", "< 500 ms")
+    return max(used) == 0 and p99 < 0.5
+
+
+NUM_HALF_OPEN = 500
+NUM_IDLE = 5000
+NUM_REQUESTS = 100
+LIMITS = ["--max-connections", "8192", "--max-connections-per-ip", "8192", *QUIET]
+CLOSED_WITHIN_S = 15.0
+
+
+class Crowd:
+    """Open connections."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._open: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.last_closed_s = 0.0
+        """When (monotonic) the server last closed one."""
+
+    @property
+    def num_open(self) -> int:
+        """Those that the server has not closed."""
+        return len(self._open)
+
+    async def add(self, num: int, first_words: bytes, *, wants_answer: bool) -> None:
+        """Open connections that say this and no more."""
+        for start in range(0, num, 100):
+            batch = (self._one(first_words, wants_answer) for _ in range(min(100, num - start)))
+            await asyncio.gather(*batch)
+
+    async def _one(self, first_words: bytes, wants_answer: bool) -> None:
+        reader, writer = await asyncio.open_connection(*self._address)
+        writer.write(first_words)
+        if wants_answer:
+            await reader.readuntil(b"}")
+        self._open.add(writer)
+        task = asyncio.create_task(self._follow(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while await reader.read(1024):
+                pass
+        except OSError:
+            pass
+        self._open.discard(writer)
+        self.last_closed_s = time.monotonic()
+        writer.transport.abort()
+
+    async def leave(self) -> None:
+        """Close all."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._open:
+            writer.transport.abort()
+        self._open.clear()
+
+
+class Normal(NamedTuple):
+    """How normal requests fare, in seconds."""
+
+    p99_s: float
+    frontend_cpu_s: float
+    """CPU time of the frontend per request: unlike times, hardly changed by other programs."""
+
+
+async def _normal(address: Address, model: str, frontend: psutil.Process) -> Normal:
+    """Send one-token completions, one after the other."""
+    request = post("/v1/completions", {"model": model, "prompt": [5, 6, 7], "max_tokens": 1})
+    times = []
+    before = frontend.cpu_times()
+    for _ in range(NUM_REQUESTS):
+        answer = await ask(address, request)
+        assert answer.status == 200, answer.data
+        times.append(answer.end_s - answer.start_s)
+    after = frontend.cpu_times()
+    cpu_s = after.user + after.system - before.user - before.system
+    return Normal(percentile(times, 0.99), cpu_s / NUM_REQUESTS)
+
+
+def _row(name: str, normal: Normal, target: str) -> None:
+    cpu_ms = normal.frontend_cpu_s * 1e3
+    row(f"{name} (frontend's CPU {cpu_ms:.1f} ms)", f"{normal.p99_s * 1e3:.1f} ms", target)
+
+
+async def _measure(server: Server) -> bool:
+    good = True
+    address, model = address_of(server.url), server.model
+    frontend = server.tree()["frontend-0"]
+    async with AsyncExitStack() as stack:
+        await _normal(address, model, frontend)
+        baseline = await _normal(address, model, frontend)
+        _row("p99 of one-token completions", baseline, "-")
+        half_open = Crowd(address)
+        stack.push_async_callback(half_open.leave)
+        start_s = time.monotonic()
+        await half_open.add(NUM_HALF_OPEN, b"GET /livez HTTP/1.1\r\nhost", wants_answer=False)
+        crowded = await _normal(address, model, frontend)
+        good = good and crowded.p99_s <= 2 * baseline.p99_s
+        _row(f"with {NUM_HALF_OPEN} half-open ones", crowded, "<= 2x baseline")
+        while half_open.num_open and time.monotonic() - start_s < 2 * CLOSED_WITHIN_S:
+            await asyncio.sleep(0.1)
+        closed_s = half_open.last_closed_s - start_s
+        good = good and not half_open.num_open and closed_s <= CLOSED_WITHIN_S
+        row("all half-open ones closed after", f"{closed_s:.1f} s", f"<= {CLOSED_WITHIN_S:.0f} s")
+        idle = Crowd(address)
+        stack.push_async_callback(idle.leave)
+        await idle.add(NUM_IDLE, get("/livez", close=False), wants_answer=True)
+        crowded = await _normal(address, model, frontend)
+        good = good and crowded.p99_s <= 2 * baseline.p99_s and idle.num_open == NUM_IDLE
+        _row(f"with {idle.num_open} idle ones", crowded, "<= 2x baseline, all kept")
+    return good
+
+
+def crowd() -> bool:
+    """Measure; returns whether the targets were met."""
+    raise_file_limit()
+    print("connections that want nothing")
+    with running_server(LIMITS) as server:
+        before = server.tree()["frontend-0"].num_fds()
+        good = asyncio.run(_measure(server))
+        time.sleep(1.0)
+        after = server.tree()["frontend-0"].num_fds()
+    row("frontend's open files before and after", f"{before}, {after}", "equal")
+    return good and after <= before + 1

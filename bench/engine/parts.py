@@ -1,0 +1,377 @@
+"""Parts of a step on a CPU, each by itself.
+
+python -m bench.engine.parts host [--rows 1 64 256] [--steps 300] [--profile]
+    what a step of decodes costs the host, everything but the device's work: graphs that do
+    nothing, a vocabulary of few tokens, one thread. While a step runs on a GPU the host has
+    that long for the next one; a GPU adds what its driver takes per launch
+python -m bench.engine.parts products [--threads 2] [--rows 1,8,32] [--rounds 7] [--cpu-time]
+    how fast the native core multiplies, beside torch's packed products, in turns: GB/s of
+    weights, TFLOP/s, torch's time over the core's. On a machine with other work `--cpu-time`
+    with one thread takes that thread's CPU time instead
+python -m bench.engine.parts sampling
+    what sampling costs per step beside greedy decoding
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lightserve.kernels.cpu.core import Level
+from lightserve.kernels.cpu.default import TorchKernels
+from lightserve.kernels.cpu.native import NativeKernels
+from lightserve.kernels.interface import Kernels
+from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.messages.router_worker import (
+    AddSequence,
+    OutputKind,
+    PlanRow,
+    SlotRange,
+    StepPlan,
+    pack_decodes,
+)
+from lightserve.models.base import Model
+from lightserve.models.kv_layout import KVGroup, KVLayout
+from lightserve.models.parallel import SingleRank
+from lightserve.types import RowId, SamplingParams, StepId
+from lightserve.worker.device import resolve_device
+from lightserve.worker.device_queue import CudaQueue, HostMark, Mark, make_queue
+from lightserve.worker.graph_ladder import ladder
+from lightserve.worker.graph_recorder import MemoryUse
+from lightserve.worker.graphs import DecodeGraphs
+from lightserve.worker.host_pool import DirectHostPool
+from lightserve.worker.kv_pool import KVPool
+from lightserve.worker.model_runner import ModelRunner
+from lightserve.worker.sampling.interface import SamplingBatch
+from lightserve.worker.sampling.known_counts import KnownCounts
+from lightserve.worker.sampling.sampler import sample
+from lightserve.worker.sampling.table import SamplingTable
+
+VOCAB_SIZE = 64
+CONTEXT_LEN = 4096
+PROMPT_LEN = 16
+PARTS = ("read plan", "launch", "finish", "write result")
+HOST_OPTIONS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "random": SamplingParams(temperature=1.0, seed=7),
+    "top-p": SamplingParams(temperature=1.0, top_p=0.9, seed=7),
+}
+
+
+class NullModel:
+    """A model whose pass takes no time."""
+
+    config = SimpleNamespace(vocab_size=VOCAB_SIZE)
+    context_len = CONTEXT_LEN
+
+    def hidden(self, input_ids: Tensor, batch: Any, kv: Any, rows: Tensor | None) -> Tensor:
+        return torch.zeros(len(input_ids) if rows is None else len(rows), 1)
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.zeros(len(hidden), VOCAB_SIZE) if out is None else out.zero_()
+
+
+class PackingQueue(CudaQueue):
+    """A GPU's, which packs what goes up and copies what comes down, on memory of any kind."""
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def mark(self) -> Mark:
+        return HostMark()
+
+
+class NullRecorder:
+    """Runs what is recorded, and repeats nothing."""
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        function()
+        return lambda: None
+
+    def memory(self) -> MemoryUse:
+        return MemoryUse(0, 0)
+
+
+def make_runner(num_rows: int) -> ModelRunner:
+    device = torch.device("cpu")
+    layout = KVLayout((KVGroup(num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32"),))
+    pool = KVPool(layout, num_rows * CONTEXT_LEN, device)
+    model = cast(Model, NullModel())
+    runner = ModelRunner(
+        model,
+        pool,
+        SingleRank(),
+        host_pool=DirectHostPool(0, pool),
+        queue=PackingQueue(device),
+        max_num_seqs=num_rows,
+    )
+    graphs = DecodeGraphs(
+        model,
+        pool,
+        runner.tables,
+        sizes=ladder(num_rows),
+        recorder=NullRecorder(),
+        has_logits=True,
+    )
+    graphs.capture()
+    runner.use_graphs(graphs)
+    return runner
+
+
+def first_plan(num_rows: int, params: SamplingParams) -> StepPlan:
+    prompt = TokenSegment(token_ids=pack_int32([3] * PROMPT_LEN))
+    rows = [RowId(row) for row in range(num_rows)]
+    return StepPlan(
+        step_id=StepId(0),
+        sequences=[AddSequence(row, [prompt], params, PROMPT_LEN, []) for row in rows],
+        slot_ranges=[_slots(row, 0, PROMPT_LEN) for row in rows],
+        rows=[PlanRow(row, 0, PROMPT_LEN, OutputKind.SAMPLE) for row in rows],
+    )
+
+
+def decode_plan(num_rows: int, step: int) -> bytes:
+    """Return the message: each row has one new token, in a slot that it got just now."""
+    at = PROMPT_LEN + step
+    rows = range(num_rows)
+    slots = [row * CONTEXT_LEN + at for row in rows]
+    return msgspec.msgpack.encode(
+        StepPlan(
+            step_id=StepId(step + 1),
+            sequences=[],
+            slot_ranges=[],
+            rows=[],
+            decodes=pack_decodes(rows, [at] * num_rows, slots),
+        )
+    )
+
+
+def _slots(row: RowId, start: int, count: int) -> SlotRange:
+    first = row * CONTEXT_LEN + start
+    return SlotRange(row, start, pack_int32(range(first, first + count)))
+
+
+def measure_host(num_rows: int, params: SamplingParams, num_steps: int) -> list[float]:
+    """Return the median seconds of CPU time of each of `PARTS`."""
+    runner = make_runner(num_rows)
+    runner.execute(first_plan(num_rows, params))
+    plans = [decode_plan(num_rows, step) for step in range(num_steps)]
+    decoder = msgspec.msgpack.Decoder(StepPlan)
+    encoder = msgspec.msgpack.Encoder()
+    times: list[tuple[float, ...]] = []
+    for data in plans:
+        start_s = time.thread_time()
+        plan = decoder.decode(data)
+        read_s = time.thread_time()
+        pending = runner.launch(plan)
+        launched_s = time.thread_time()
+        result = runner.finish(pending)
+        finished_s = time.thread_time()
+        encoder.encode(result)
+        end_s = time.thread_time()
+        times.append(
+            (read_s - start_s, launched_s - read_s, finished_s - launched_s, end_s - finished_s)
+        )
+    return [median(part) for part in zip(*times[num_steps // 10 :], strict=True)]
+
+
+def host() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print("µs per step " + "".join(f"{part:>14}" for part in (*PARTS, "all")))
+    for name, params in HOST_OPTIONS.items():
+        for num_rows in args.rows:
+            profile = cProfile.Profile()
+            if args.profile:
+                profile.enable()
+            parts = measure_host(num_rows, params, args.steps)
+            profile.disable()
+            cells = "".join(f"{1e6 * part:14.0f}" for part in (*parts, sum(parts)))
+            print(f"{name} {num_rows:<{11 - len(name)}}{cells}", flush=True)
+            if args.profile:
+                pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+
+
+SHAPES = ((1152, 896), (896, 896), (9728, 896), (896, 4864))
+"""(outputs, inputs) of a layer's products."""
+LAYERS = 4
+
+
+class Product(NamedTuple):
+    """One weight, packed by some kernels."""
+
+    kernels: Kernels
+    weight: Tensor
+
+
+def packed(kernels: Kernels, dtype: torch.dtype) -> list[Product]:
+    """Return the weights of all layers."""
+    return [
+        Product(kernels, kernels.pack_weight(torch.randn(shape).to(dtype) * shape[1] ** -0.5))
+        for _ in range(LAYERS)
+        for shape in SHAPES
+    ]
+
+
+def multiply(products: list[Product], inputs: dict[int, Tensor]) -> None:
+    """Multiply by all of them."""
+    for kernels, weight in products:
+        kernels.linear(inputs[weight.shape[1]], weight, None)
+
+
+def products() -> None:
+    """See above."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rows", default="1,2,4,8,16,32,64,128,256,512,2048")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--cpu-time", action="store_true")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--level", choices=[level.name.lower() for level in Level][1:])
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    clock: Callable[[], float] = time.thread_time if options.cpu_time else time.perf_counter
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    level = Level[options.level.upper()] if options.level else None
+    both = {
+        "core": packed(NativeKernels(level=level), dtype),
+        "torch": packed(TorchKernels(), dtype),
+    }
+    numbers = LAYERS * sum(outputs * inputs for outputs, inputs in SHAPES)
+    for rows in map(int, options.rows.split(",")):
+        inputs = {size: torch.randn(rows, size).to(dtype) for size in {k for _, k in SHAPES}}
+        seconds: dict[str, list[float]] = {name: [] for name in both}
+        for _ in range(options.rounds + 1):
+            for name, products in both.items():
+                start_s = clock()
+                multiply(products, inputs)
+                seconds[name].append(clock() - start_s)
+        best = {name: min(times[1:]) for name, times in seconds.items()}
+        median = {name: statistics.median(times[1:]) for name, times in seconds.items()}
+        figures = " | ".join(
+            f"{name} {numbers * dtype.itemsize / s / 1e9:5.1f} GB/s"
+            f" {2 * numbers * rows / s / 1e12:5.2f} TFLOP/s"
+            for name, s in best.items()
+        )
+        print(
+            f"{rows:5d} rows: {figures} | torch / core: best {best['torch'] / best['core']:.2f},"
+            f" median {median['torch'] / median['core']:.2f}",
+            flush=True,
+        )
+
+
+HISTORY = 1000
+PEAKED, FLAT = 4.0, 0.1
+SAMPLING_OPTIONS: dict[str, tuple[float, dict[str, Any]]] = {
+    "greedy": (PEAKED, {"temperature": 0.0}),
+    "temperature": (PEAKED, {}),
+    "top-k 40": (PEAKED, {"top_k": 40}),
+    "top-p 0.9, temperature 0.6": (PEAKED, {"top_p": 0.9, "temperature": 0.6}),
+    "top-p 0.9": (PEAKED, {"top_p": 0.9}),
+    "min-p 0.1": (PEAKED, {"min_p": 0.1}),
+    "logit bias, 100 entries": (PEAKED, {"logit_bias": tuple((i, 1.0) for i in range(100))}),
+    "frequency and presence penalty": (
+        PEAKED,
+        {"frequency_penalty": 0.5, "presence_penalty": 0.5},
+    ),
+    "repetition penalty": (PEAKED, {"repetition_penalty": 1.2}),
+    "1000 allowed tokens": (PEAKED, {"allowed_token_ids": tuple(range(1000))}),
+    "min_tokens": (PEAKED, {"min_tokens": 10_000}),
+    "logprobs, no top": (PEAKED, {"temperature": 0.0, "num_logprobs": 0}),
+    "logprobs, top 20": (PEAKED, {"temperature": 0.0, "num_logprobs": 20}),
+    "top-k 40, flat": (FLAT, {"top_k": 40}),
+    "top-p 0.9, flat": (FLAT, {"top_p": 0.9}),
+}
+CACHE_BYTES = 256 << 20
+"""More than any GPU's cache."""
+
+
+def make_step(
+    device: torch.device, shape: tuple[int, int], spread: float, params: SamplingParams
+) -> Callable[[], None]:
+    """Return what samples the next step of a batch whose rows all have these parameters."""
+    num_rows, vocab_size = shape
+    torch.manual_seed(0)
+    queue = make_queue(device)
+    rows = [RowId(row) for row in range(num_rows)]
+    table = SamplingTable(num_rows)
+    table.update([AddSequence(row, [], params, HISTORY // 2, [2]) for row in rows])
+    known = torch.randint(0, vocab_size, (num_rows, HISTORY + 1), dtype=torch.int32).to(device)
+    positions = torch.full((num_rows,), HISTORY, device=device)
+    counts = KnownCounts(num_rows, vocab_size, device)
+    num_steps = 1
+    if device.type != "cpu":
+        num_steps += CACHE_BYTES // (4 * num_rows * vocab_size)
+    logits = [spread * torch.randn(shape, device=device) for _ in range(num_steps)]
+    number = 0
+
+    def step() -> None:
+        nonlocal number
+        number += 1
+        batch = SamplingBatch(table.rows(rows, queue.upload), positions, known, known_counts=counts)
+        counts.num_counted.fill_(HISTORY - 1)  # a token more in every step
+        sample(logits[number % num_steps], batch)
+
+    return step
+
+
+def median_ms(device: torch.device, step: Callable[[], None]) -> float:
+    """Return the median time of some steps, in milliseconds."""
+    queue = make_queue(device)
+    num_steps, num_skipped = (9, 2) if device.type == "cpu" else (60, 10)
+    times = []
+    for _ in range(num_steps):
+        start = queue.mark()
+        step()
+        end = queue.mark()
+        end.wait()
+        times.append(end.seconds_since(start))
+    return 1e3 * statistics.median(times[num_skipped:])
+
+
+def sampling() -> None:
+    """Print a row per option, a column per shape."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=[32_000, 152_000])
+    args = parser.parse_args()
+    device = resolve_device(args.device, 0)
+    torch.set_num_threads(1)
+    start_s = time.perf_counter()
+    shapes = [(batch, vocab) for vocab in args.vocabularies for batch in args.batches]
+    print("| ms per step | " + " | ".join(f"{b} x {v // 1000}k" for b, v in shapes) + " |")
+    print("| --- |" + " --- |" * len(shapes))
+    for name, (spread, options) in SAMPLING_OPTIONS.items():
+        cells = []
+        for shape in shapes:
+            with torch.inference_mode():
+                step = make_step(device, shape, spread, SamplingParams(seed=1, **options))
+                cells.append(median_ms(device, step))
+        print(f"| {name} | " + " | ".join(f"{cell:.3f}" for cell in cells) + " |", flush=True)
+    seconds = time.perf_counter() - start_s
+    print(f"\n{device}; {HISTORY} tokens of history; {seconds:.0f} s")
+
+
+COMMANDS = {"host": host, "products": products, "sampling": sampling}
+
+if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+        COMMANDS[sys.argv.pop(1)]()
+    else:
+        raise SystemExit(__doc__)
