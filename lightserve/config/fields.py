@@ -21,6 +21,9 @@ _MEMORY_UNITS = {
     "GB": 10**9,
 }
 _MEMORY_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+CLASS_PATH = "MODULE:CLASS"
+"""Stands among the choices of an option that also takes a class from outside the package."""
+_CLASS_PATTERN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def option(
@@ -30,17 +33,19 @@ def option(
     low: float | None = None,
     high: float | None = None,
     choices: tuple[str, ...] = (),
+    takes_class: bool = False,
     zero_word: str = "",
 ) -> Any:
     """Declare one configuration field: default, help text and inclusive limits.
 
-    `zero_word` is what may be written for 0, and is shown for it.
+    `takes_class` allows MODULE:CLASS beside the choices. `zero_word` is what may be written for 0,
+    and is shown for it.
     """
     metadata = {
         "help": help_text,
         "low": low,
         "high": high,
-        "choices": choices,
+        "choices": (*choices, CLASS_PATH) if takes_class else choices,
         "zero_word": zero_word,
     }
     return field(default=default, metadata=metadata)
@@ -58,6 +63,11 @@ def parse_memory(text: str, flag: str) -> int:
     return int(float(match[1]) * _MEMORY_UNITS[match[2].upper()])
 
 
+def is_class_path(value: str) -> bool:
+    """Return whether an option's value names a class: MODULE:CLASS."""
+    return _CLASS_PATTERN.fullmatch(value) is not None
+
+
 def flag_name(field_name: str) -> str:
     """Return the command-line flag of a configuration field."""
     return "--" + field_name.replace("_", "-")
@@ -67,7 +77,8 @@ def check_limits(spec: dataclasses.Field[Any], value: Any) -> None:
     """Raise ConfigError, with flag, limit and value, if a field's value is outside its limits."""
     low, high, choices = (spec.metadata[key] for key in ("low", "high", "choices"))
     flag = flag_name(spec.name)
-    if choices and value not in choices:
+    is_class = CLASS_PATH in choices and is_class_path(value)
+    if choices and value not in choices and not is_class:
         raise ConfigError(f"{flag} must be one of {', '.join(choices)}, got {value!r}")
     if low is not None and not value >= low:
         raise ConfigError(f"{flag} must be at least {low}, got {value!r}")

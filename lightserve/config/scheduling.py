@@ -76,8 +76,10 @@ class SchedulingOptions:
         " the time that is left), priority (real-time before best-effort), sjf (the same, shortest"
         " prompts first), round-robin (the classes in turn), and three that know no classes:"
         " chunked (decodes, then chunks of prompts in order of arrival), fcfs (whole prompts, else"
-        " decodes), mlfq (those who got least).",
+        " decodes), mlfq (those who got least). MODULE:CLASS is a policy of your own, from a module"
+        " that PYTHONPATH finds.",
         choices=("chunked", "fcfs", "mlfq", "priority", "round-robin", "sjf", "unified"),
+        takes_class=True,
     )
     be_order: str = option(
         "auto",

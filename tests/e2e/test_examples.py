@@ -1,4 +1,4 @@
-"""Every script of examples/, run against one server with the bundled model."""
+"""Every script of examples/, run against one server, whose policy is an example as well."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ Run = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def server(run_parent: Path) -> Iterator[LiveServer]:
-    with live_server(run_parent, "--tool-call-parser=hermes") as running:
-        yield running
+    flags = ("--tool-call-parser=hermes", "--policy=own_policy:ShortAnswersFirst")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(EXAMPLES))
+        with live_server(run_parent, *flags) as running:
+            yield running
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def _other_value(spec: dataclasses.Field[Any]) -> object:
         (
             ["serve", "--policy", "lifo"],
             "--policy must be one of chunked, fcfs, mlfq, priority, round-robin, sjf, unified,"
-            " got 'lifo'",
+            " MODULE:CLASS, got 'lifo'",
         ),
         (["serve", "--host", "0.0.0.0"], "give --api-key-file, or --insecure-no-auth"),
         (["serve", "--host", ""], "can be reached from other machines"),

@@ -70,7 +70,7 @@ def test_values_keep_their_types(tmp_path: Path, text: str, expected: dict[str, 
         (
             "policy: lifo",
             "line 1: --policy must be one of chunked, fcfs, mlfq, priority, round-robin, sjf,"
-            " unified, got 'lifo'",
+            " unified, MODULE:CLASS, got 'lifo'",
         ),
         ("prot: 1", "line 1: no such option 'prot'"),
         ("config: other.yaml", "line 1: no such option 'config'"),

@@ -1,10 +1,13 @@
-"""The policies by name."""
+"""The policies by name, and those of other packages."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 from lightserve.config import ServeConfig
+from lightserve.config.fields import is_class_path
+from lightserve.errors import ConfigError
 from lightserve.router.policies.base import Policy
 from lightserve.router.policies.chunked import ChunkedPolicy
 from lightserve.router.policies.fcfs import FcfsPolicy
@@ -27,7 +30,13 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 
 
 def make_policy(config: ServeConfig) -> Policy:
-    """Return the configured policy."""
+    """Return the configured policy.
+
+    Raises:
+        ConfigError: a class of another package cannot be had, or is no policy.
+    """
+    if is_class_path(config.policy):
+        return _own_policy(config.policy)
     if config.policy == "unified":
         return UnifiedPolicy(
             UnifiedOptions(
@@ -38,3 +47,21 @@ def make_policy(config: ServeConfig) -> Policy:
             )
         )
     return POLICIES[config.policy]()
+
+
+def _own_policy(path: str) -> Policy:
+    """Return what MODULE:CLASS makes, called without arguments."""
+    module_name, _, name = path.partition(":")
+    try:
+        policy = getattr(importlib.import_module(module_name), name)()
+    except Exception as error:
+        raise ConfigError(f"--policy {path}: {type(error).__name__}: {error}") from error
+    missing = [member for member in _MEMBERS if not hasattr(policy, member)]
+    if missing:
+        raise ConfigError(f"--policy {path} is no policy: it has no {', '.join(missing)}")
+    made: Policy = policy
+    return made
+
+
+_MEMBERS = ("is_class_aware", "meets_deadlines", "select")
+"""Of `Policy`."""
