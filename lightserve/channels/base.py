@@ -10,6 +10,7 @@ thread uses a channel at a time.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
 from lightserve.channels.wait import Waitable
@@ -58,6 +59,13 @@ class Hub(Waitable, Protocol, Generic[SendT_contra, RecvT_co]):
 
     def send(self, peer: str, message: SendT_contra) -> None:
         """Queue a message to a peer. Raises ChannelFull; a vanished peer loses it silently."""
+
+    def send_to_all(self, peers: Iterable[str], message: SendT_contra) -> None:
+        """Queue a message to each of several peers as `send` does, encoded once.
+
+        Raises:
+            ChannelFull: a peer's queue is full; those before it have the message.
+        """
 
     def receive(self, timeout_s: float | None = 0.0) -> tuple[str, RecvT_co] | None:
         """Return (peer, message), or None after `timeout_s` (None waits for ever)."""

@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, Generic
 
 from lightserve.channels.codec import Codec, RecvT, SendT, check_peer_name
@@ -132,9 +133,14 @@ class MemoryHub(_End[SendT, RecvT]):
 
     def send(self, peer: str, message: SendT) -> None:
         """Queue a message to a peer. Raises ChannelFull; a vanished peer loses it silently."""
+        self.send_to_all([peer], message)
+
+    def send_to_all(self, peers: Iterable[str], message: SendT) -> None:
+        """Queue a message to several peers, encoded once; see `Hub.send_to_all`."""
         frame = self._codec.encode(message)
-        if peer in self._peers:
-            self._peers[peer].put("", frame)
+        for peer in peers:
+            if peer in self._peers:
+                self._peers[peer].put("", frame)
 
     def receive(self, timeout_s: float | None = 0.0) -> tuple[str, RecvT] | None:
         """Return (peer, message), or None after `timeout_s` (None waits for ever)."""

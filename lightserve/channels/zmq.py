@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic
 
 import zmq
@@ -151,7 +151,15 @@ class ZmqHub(_Channel[SendT, RecvT]):
 
     def send(self, peer: str, message: SendT) -> None:
         """Queue a message to a peer. Raises ChannelFull; a vanished peer loses it silently."""
+        self.send_to_all([peer], message)
+
+    def send_to_all(self, peers: Iterable[str], message: SendT) -> None:
+        """Queue a message to several peers, encoded once; see `Hub.send_to_all`."""
         frame = self._codec.encode(message)
+        for peer in peers:
+            self._send_frame(peer, frame)
+
+    def _send_frame(self, peer: str, frame: bytes) -> None:
         try:
             self._socket.raw.send_multipart([peer.encode("ascii"), frame], zmq.NOBLOCK)
         except zmq.Again as error:

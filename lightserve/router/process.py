@@ -229,8 +229,7 @@ class RouterProcess:
         now_s = time.monotonic()
         self._metrics.on_commit(step, now_s)
         plan = self._calls.commit(step, now_s)
-        for rank in range(self._spec.config.tp):
-            self._workers.send(_worker_name(rank), plan)
+        self._workers.send_to_all(map(_worker_name, range(self._spec.config.tp)), plan)
         return now_s
 
     # ---------------------------------------------------------------- workers

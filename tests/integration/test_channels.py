@@ -184,6 +184,28 @@ def test_a_vanished_peer_loses_messages_silently(wire: Wire) -> None:
     wire.hub.send("frontend-9", DELTA)
 
 
+def test_one_message_to_several_peers_is_encoded_once(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its order among other messages is kept; a peer that is not there loses it, no other does."""
+    links = {name: wire.link(name) for name in ("worker-0", "worker-1")}
+    for name, link in links.items():
+        _introduce(wire, link, name)
+    encoded: list[object] = []
+
+    class Noting(Codec[Any, Any]):
+        def encode(self, message: object) -> bytes:
+            encoded.append(message)
+            return super().encode(message)
+
+    monkeypatch.setattr(wire.hub._codec, "__class__", Noting)
+    wire.hub.send("worker-1", other := TokenDelta(requests=[]))
+    wire.hub.send_to_all(iter(["worker-0", "worker-9", "worker-1"]), DELTA)
+    assert encoded == [other, DELTA]
+    assert links["worker-0"].receive(TIMEOUT_S) == DELTA
+    assert [links["worker-1"].receive(TIMEOUT_S) for _ in range(2)] == [other, DELTA]
+
+
 def test_a_reconnecting_peer_takes_over_its_name(wire: Wire) -> None:
     old = wire.link("frontend-0")
     _introduce(wire, old, "frontend-0")
