@@ -152,16 +152,16 @@ class RowConstraints:
 
     def among(self, rows: Sequence[RowId]) -> frozenset[RowId]:
         """Return those of `rows` that are constrained."""
-        return frozenset(self._rows.keys() & rows)
+        return frozenset(self._rows.keys() & rows) if self._rows else frozenset()
 
     def begin(self, rows: Sequence[RowId]) -> Callable[[], StepMasks] | None:
         """Start on the masks of a step that samples these rows, and return how to wait for them.
 
         None: none of the rows is constrained.
         """
-        indices = [index for index, row in enumerate(rows) if row in self._rows]
-        if not indices:
+        if self._rows.keys().isdisjoint(rows):
             return None
+        indices = [index for index, row in enumerate(rows) if row in self._rows]
         masks: Future[StepMasks] = self._thread.submit(
             self._masks, indices, [self._rows[rows[index]].matcher for index in indices]
         )

@@ -68,8 +68,8 @@ class Drawn:
             logprobs = to_token_logprobs(self.logprobs, self.num_logprobs)
             for index, logprob in zip(self.logprob_indices, logprobs, strict=True):
                 found[index] = _Token(int(self.token_ids[index]), None, logprob)
-        if self.is_finite is not None and not bool(self.is_finite.all()):
-            for index in (~self.is_finite).nonzero().flatten().tolist():
+        if self.is_finite is not None and not self.is_finite.numpy().all():
+            for index in (~self.is_finite.numpy()).nonzero()[0].tolist():
                 found[index] = _Token(NO_TOKEN, self._error(index), None)
         found.update(dict.fromkeys(self.unready))
         return found
@@ -145,7 +145,8 @@ class Pending:
             for row, token in [(drawn.rows[index], token) for index, token in others.items()]
         ]
         results += [_row_result(row, None, prompts[row]) for row in prompts if row not in places]
-        token_ids[list(others)] = NO_TOKEN
+        if others:
+            token_ids[list(others)] = NO_TOKEN
         return token_ids, results
 
 

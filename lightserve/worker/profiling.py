@@ -30,7 +30,7 @@ from lightserve.cost.profile import (
 )
 from lightserve.cost.shape import StepShape
 from lightserve.errors import ConfigError
-from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.messages.common import Int32Array, TokenSegment, pack_int32
 from lightserve.messages.router_worker import (
     AddSequence,
     KVCopies,
@@ -38,6 +38,7 @@ from lightserve.messages.router_worker import (
     PlanRow,
     SlotRange,
     StepPlan,
+    pack_decodes,
 )
 from lightserve.models.config import load_model_config, resolve_dtype
 from lightserve.models.parallel import TensorParallel
@@ -124,15 +125,19 @@ class StepTimer:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
+        self._slots: list[Int32Array] = []
+        """Of each row that was prepared, by position."""
 
     def prepare(self, rows: list[Row]) -> None:
         """Put sequences into the tables, one row of which is run for a plan to have any."""
         sequences, ranges, first_slot = [], [], 0
+        self._slots = []
         for row, (start, count) in enumerate(rows):
             tokens = TokenSegment(token_ids=pack_int32([0] * (start + count)))
             sequences.append(AddSequence(RowId(row), [tokens], SamplingParams(), start + count, []))
             slots = (first_slot + np.arange(start + count + 1)) % self._runner.num_kv_slots
-            ranges.append(SlotRange(RowId(row), 0, pack_int32(slots.astype(np.int32))))
+            self._slots.append(slots.astype(np.int32))
+            ranges.append(SlotRange(RowId(row), 0, pack_int32(self._slots[-1])))
             first_slot += start + count + 1
         self._runner.execute(
             StepPlan(
@@ -149,11 +154,21 @@ class StepTimer:
         On a GPU it runs behind the same one, as in serving: alone, its time would be what the
         host takes to launch it.
         """
+        decodes = [
+            (row, start, self._slots[row][start])
+            for row, (start, count) in enumerate(rows)
+            if count == 1
+        ]
         plan = StepPlan(
             step_id=StepId(0),
             sequences=[],
             slot_ranges=[],
-            rows=[PlanRow(RowId(i), s, n, OutputKind.SAMPLE) for i, (s, n) in enumerate(rows)],
+            rows=[
+                PlanRow(RowId(row), start, count, OutputKind.SAMPLE)
+                for row, (start, count) in enumerate(rows)
+                if count > 1
+            ],
+            decodes=pack_decodes(*np.array(decodes, dtype=np.int32).reshape(-1, 3).T),
         )
         if self._runner.device.type == "cpu":
             return self._runner.execute(plan).exec_s

@@ -26,6 +26,7 @@ from lightserve.kernels.interface import AttentionBatch
 from lightserve.messages.common import Int32Array, unpack_int32
 from lightserve.messages.router_worker import (
     AddSequence,
+    DecodeColumns,
     OutputKind,
     PlanRow,
     StepPlan,
@@ -111,6 +112,9 @@ class SequenceTable:
         self._req_to_slot = torch.zeros(shape, dtype=torch.int32, device=queue.device)
         self._req_to_slot[max_num_seqs, :1].fill_(scratch_slot)
         self._flat_tokens, self._flat_slots = self._token_ids.view(-1), self._req_to_slot.view(-1)
+        self._offsets = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=queue.device)
+        self._indices = torch.arange(max_num_seqs, device=queue.device)
+        """These two are the same in every step of one token each."""
         self._num_prompt = [0] * max_num_seqs
         self._num_top = [0] * max_num_seqs
         """Most probable tokens that are wanted at each place of the prompt."""
@@ -127,6 +131,8 @@ class SequenceTable:
 
     def begin(self, plan: StepPlan) -> StepInputs:
         """Take in a plan's new sequences and slots and return what its step needs."""
+        if not (plan.rows or plan.sequences or plan.slot_ranges):
+            return self._begin_decodes(unpack_decodes(plan.decodes))
         columns = plan_columns(plan)
         rows, starts, counts = (
             part.astype(np.int64)
@@ -163,6 +169,36 @@ class SequenceTable:
             sampled_rows=cast("list[RowId]", rows[wants].tolist()),
             host_rows=rows.tolist(),
             host_q_lens=counts.tolist(),
+            host_context_lens=ends.tolist(),
+        )
+
+    def _begin_decodes(self, decodes: DecodeColumns) -> StepInputs:
+        """Do the same for a plan of plain decodes, most of which is known beforehand."""
+        num_rows = len(decodes.rows)
+        rows, starts = decodes.rows.astype(np.int64), decodes.start_positions.astype(np.int64)
+        places, ends = rows * self._width + starts, starts + 1
+        arrays: list[Array] = [rows, starts, places, places + 1, ends]
+        # A copy: what was read from a message may not be written, and torch warns of that.
+        arrays += [ends.astype(np.int32), decodes.slots.copy()]
+        uploaded = self._queue.upload(arrays)
+        row_ids, positions, token_places, next_places, next_positions, lengths, slots = uploaded
+        self._flat_slots.index_copy_(0, token_places, slots)
+        host_rows = rows.tolist()
+        return StepInputs(
+            tensors=StepTensors(
+                rows=row_ids,
+                positions=positions,
+                places=token_places,
+                cu_seqlens_q=self._offsets[: num_rows + 1],
+                context_lens=lengths,
+                logit_rows=self._indices[:num_rows],
+                sampled_places=next_places,
+                sampled_positions=next_positions,
+            ),
+            prompt_spans=[],
+            sampled_rows=host_rows,
+            host_rows=host_rows,
+            host_q_lens=[1] * num_rows,
             host_context_lens=ends.tolist(),
         )
 

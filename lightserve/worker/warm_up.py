@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightserve.messages.common import Constraint, RegexConstraint, TokenSegment, pack_int32
-from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
+from lightserve.messages.router_worker import (
+    NO_DECODES,
+    AddSequence,
+    DecodeRows,
+    OutputKind,
+    PlanRow,
+    SlotRange,
+    StepPlan,
+    pack_decodes,
+)
 from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.memory import MIN_SLOTS
 from lightserve.worker.model_runner import ModelRunner
@@ -135,6 +144,7 @@ def _execute(
     Every rank runs the same number of steps, though rank 0 alone may know constraints.
     """
     tokens = [TokenSegment(token_ids=pack_int32([0] * prompt))]
+    decodes = [part for part in parts if part.num_tokens == 1 and part.start >= prompt]
     begun = [(RowId(part.row), kinds[part.row]) for part in parts if part.start == 0]
     _run(
         runner,
@@ -149,11 +159,17 @@ def _execute(
             )
             for row, kind in begun
         ],
-        [_slots_of(part) for part in parts],
+        [_slots_of(part) for part in parts if part not in decodes],
         [
             PlanRow(RowId(p.row), p.start, p.num_tokens, _output(p, kinds.get(p.row, _PLAIN)))
             for p in parts
+            if p not in decodes
         ],
+        pack_decodes(
+            [part.row for part in decodes],
+            [part.start for part in decodes],
+            [_first_slot(part) for part in decodes],
+        ),
     )
 
 
@@ -162,13 +178,17 @@ def _run(
     sequences: list[AddSequence],
     slot_ranges: list[SlotRange],
     rows: list[PlanRow],
+    decodes: DecodeRows = NO_DECODES,
 ) -> None:
-    plan = StepPlan(step_id=StepId(0), sequences=sequences, slot_ranges=slot_ranges, rows=rows)
-    runner.execute(plan)
+    runner.execute(StepPlan(StepId(0), sequences, slot_ranges, rows, decodes))
+
+
+def _first_slot(part: _Part) -> int:
+    return part.row * _SLOTS_PER_ROW + part.start
 
 
 def _slots_of(part: _Part) -> SlotRange:
-    first = part.row * _SLOTS_PER_ROW + part.start
+    first = _first_slot(part)
     slots = pack_int32(range(first, first + part.num_tokens))
     return SlotRange(RowId(part.row), part.start, slots)
 

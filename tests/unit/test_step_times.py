@@ -117,5 +117,5 @@ class GpuRunner:
 
 def test_a_profile_times_steps_that_follow_others() -> None:
     runner = GpuRunner()
-    assert StepTimer(runner).run([(5, 1)]) == 2.0  # type: ignore[arg-type]
+    assert StepTimer(runner).run([(5, 3)]) == 2.0  # type: ignore[arg-type]
     assert runner.calls == ["launch", "launch", "finish", "finish"]

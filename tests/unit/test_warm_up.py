@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from lightserve.messages.common import unpack_int32
-from lightserve.messages.router_worker import OutputKind, StepPlan
+from lightserve.messages.router_worker import (
+    OutputKind,
+    StepPlan,
+    plan_rows,
+)
 from lightserve.worker.memory import MIN_SLOTS
 from lightserve.worker.warm_up import warm_up
 
@@ -40,12 +44,13 @@ def test_within_limits(device: str, context_len: int, max_num_seqs: int, max_tok
     plans = plans_of(device, context_len, max_num_seqs, max_tokens)
     assert plans
     for plan in plans:
-        assert 0 < sum(row.num_tokens for row in plan.rows) <= max_tokens
-        for row in plan.rows:
+        assert 0 < sum(row.num_tokens for row in plan_rows(plan)) <= max_tokens
+        for row in plan_rows(plan):
             assert row.num_tokens > 0 and row.row < max_num_seqs
             assert row.start_position + row.num_tokens <= context_len
         for part in plan.slot_ranges:
             assert unpack_int32(part.slots).max() < MIN_SLOTS
+        assert unpack_int32(plan.decodes.slots).max(initial=0) < MIN_SLOTS
         for sequence in plan.sequences:
             assert sequence.num_prompt_tokens < context_len
 
@@ -53,17 +58,18 @@ def test_within_limits(device: str, context_len: int, max_num_seqs: int, max_tok
 def test_every_rank_runs_the_same_steps() -> None:
     """Though rank 0 alone knows constraints."""
     first, other = (plans_of("cuda", 4096, 256, 2048, rank=rank) for rank in (0, 1))
-    assert [plan.rows for plan in first] == [plan.rows for plan in other]
+    assert [plan_rows(plan) for plan in first] == [plan_rows(plan) for plan in other]
     constrained = [plan for plan in first if any(s.constraint for s in plan.sequences)]
     assert constrained and not any(s.constraint for plan in other for s in plan.sequences)
 
 
 def test_kinds_of_steps() -> None:
     plans = plans_of("cuda", 4096, 256, 2048)
-    kinds = {frozenset(row.num_tokens > 1 for row in plan.rows) for plan in plans}
+    kinds = {frozenset(row.num_tokens > 1 for row in plan_rows(plan)) for plan in plans}
     assert kinds == {frozenset({True}), frozenset({False}), frozenset({True, False})}
-    outputs = {row.output for plan in plans for row in plan.rows}
+    outputs = {row.output for plan in plans for row in plan_rows(plan)}
     assert {OutputKind.NONE, OutputKind.SAMPLE} < outputs
-    assert max(row.num_tokens for plan in plans for row in plan.rows) == 4095 // 3
+    assert max(row.num_tokens for plan in plans for row in plan_rows(plan)) == 4095 // 3
+    assert any(len(unpack_int32(plan.decodes.rows)) == 2 for plan in plans)
     # On the CPU, where nothing is compiled, a start is not to take longer.
     assert len(plans_of("cpu", 4096, 256, 2048)) == 2
