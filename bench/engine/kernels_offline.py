@@ -23,9 +23,10 @@ from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch, QKNorm
 from lightserve.kernels.triton import elementwise
-from lightserve.kernels.triton.attention import attention
 from lightserve.kernels.triton.configs import GPUS, AttentionConfigs
 from lightserve.kernels.triton.copies import TritonCopies
+from lightserve.kernels.triton.elementwise import rotate_and_write
+from lightserve.kernels.triton.kernels import attention
 from lightserve.kernels.triton.offline import (
     Launch,
     Resources,
@@ -33,13 +34,11 @@ from lightserve.kernels.triton.offline import (
     max_shared_bytes,
     read,
 )
-from lightserve.kernels.triton.rotary_write import rotate_and_write
 from lightserve.messages.router_worker import AddSequence
 from lightserve.types import RowId, SamplingParams
-from lightserve.worker.sampling.interface import SamplingBatch
-from lightserve.worker.sampling.known_counts import KnownCounts
+from lightserve.worker.sampling.interface import KnownCounts, SamplingBatch
 from lightserve.worker.sampling.sampler import sample
-from lightserve.worker.sampling.table import SamplingTable
+from lightserve.worker.tables import SamplingTable
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

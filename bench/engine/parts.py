@@ -42,22 +42,17 @@ from lightserve.messages.router_worker import (
     StepPlan,
     pack_decodes,
 )
-from lightserve.models.base import Model
-from lightserve.models.kv_layout import KVGroup, KVLayout
+from lightserve.models.base import KVGroup, KVLayout, Model
 from lightserve.models.parallel import SingleRank
 from lightserve.types import RowId, SamplingParams, StepId
-from lightserve.worker.device import resolve_device
-from lightserve.worker.device_queue import CudaQueue, HostMark, Mark, make_queue
-from lightserve.worker.graph_ladder import ladder
-from lightserve.worker.graph_recorder import MemoryUse
-from lightserve.worker.graphs import DecodeGraphs
+from lightserve.worker.device import CudaQueue, HostMark, Mark, make_queue, resolve_device
+from lightserve.worker.graphs import DecodeGraphs, MemoryUse, ladder
 from lightserve.worker.host_pool import DirectHostPool
-from lightserve.worker.kv_pool import KVPool
+from lightserve.worker.memory import KVPool
 from lightserve.worker.model_runner import ModelRunner
-from lightserve.worker.sampling.interface import SamplingBatch
-from lightserve.worker.sampling.known_counts import KnownCounts
+from lightserve.worker.sampling.interface import KnownCounts, SamplingBatch
 from lightserve.worker.sampling.sampler import sample
-from lightserve.worker.sampling.table import SamplingTable
+from lightserve.worker.tables import SamplingTable
 
 VOCAB_SIZE = 64
 CONTEXT_LEN = 4096

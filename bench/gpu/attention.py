@@ -18,14 +18,13 @@ from torch.nn.attention.bias import causal_lower_right
 
 from bench.gpu.device import Machine, copy_bandwidth
 from bench.gpu.table import Bench
-from lightserve.kernels.interface import AttentionBatch, Kernels
+from lightserve.kernels.interface import AttentionBatch, Kernels, KernelShapes
 from lightserve.kernels.reference import ReferenceKernels
-from lightserve.kernels.shapes import KernelShapes
+from lightserve.kernels.select import tune_kernels
 from lightserve.kernels.triton.configs import AttentionShape, ChunkClass, gpu_of
 from lightserve.kernels.triton.kernels import TritonKernels
-from lightserve.kernels.tune import tune_kernels
-from lightserve.models.kv_layout import KVGroup, KVLayout
-from lightserve.worker.kv_pool import KVPool
+from lightserve.models.base import KVGroup, KVLayout
+from lightserve.worker.memory import KVPool
 
 BLOCK_SIZE = 16
 """Slots that the router's allocator hands out together."""

@@ -44,18 +44,17 @@ from torch import Tensor
 from bench.faults.recovery import fault_in_all_reduce
 from bench.gpu.table import Bench
 from lightserve.errors import StartupError
+from lightserve.kernels.interface import KernelShapes
 from lightserve.kernels.select import make_kernels
 from lightserve.kernels.self_check import check_kernels
-from lightserve.kernels.shapes import KernelShapes
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence
 from lightserve.types import RowId, SamplingParams
-from lightserve.worker.device_queue import make_queue
-from lightserve.worker.sampling.interface import Sampled, SamplingBatch
-from lightserve.worker.sampling.known_counts import KnownCounts
+from lightserve.worker.device import make_queue
+from lightserve.worker.sampling.interface import KnownCounts, Sampled, SamplingBatch
 from lightserve.worker.sampling.sampler import sample
-from lightserve.worker.sampling.table import SamplingTable
+from lightserve.worker.tables import SamplingTable
 
 
 def _shapes(

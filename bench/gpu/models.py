@@ -44,13 +44,12 @@ from lightserve.messages.router_worker import (
     pack_decodes,
     row_results,
 )
-from lightserve.models.base import Model
+from lightserve.models.base import Model, kv_layout
 from lightserve.models.config import CONFIG_FILE, ModelConfig, load_model_config
 from lightserve.models.context import ModelContext
-from lightserve.models.kv_layout import kv_layout
 from lightserve.models.layers.linear import UnquantizedMethod
+from lightserve.models.loader import MODELS
 from lightserve.models.parallel import Part, TensorParallel
-from lightserve.models.registry import MODELS
 from lightserve.models.weight_files import EMBEDDING, expected_tensors
 from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.engine import build_runner

@@ -34,8 +34,7 @@ from bench.gpu.table import Bench
 from lightserve.messages.common import pack_int32
 from lightserve.messages.router_worker import KVCopies, StepPlan
 from lightserve.types import SamplingParams
-from lightserve.worker.graph_ladder import ladder
-from lightserve.worker.graphs import DecodeGraphs
+from lightserve.worker.graphs import DecodeGraphs, ladder
 from lightserve.worker.model_runner import ModelRunner
 
 

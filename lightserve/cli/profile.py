@@ -49,7 +49,7 @@ FIELDS = (
     "num_threads",
 )
 """Options of the server that step times depend on."""
-RANK_COMMAND = (sys.executable, "-P", "-m", "lightserve.worker.profile_run")
+RANK_COMMAND = (sys.executable, "-P", "-m", "lightserve.worker.process")
 LAST_WORDS_S = 5.0
 """When another rank has failed, rank 0 may go on this long."""
 _BAR_LENGTH = 1000

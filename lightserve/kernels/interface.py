@@ -10,9 +10,34 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
+import torch
 from torch import Tensor
+
+# Moving the KV of single tokens between a pool, whose layers lie apart, and rows that hold all.
+#
+#   pool  [2, num_layers, num_kv_heads, num_slots, head_dim]    one slot: 2 * layers * heads pieces
+#   rows  [num_rows, 2 * num_layers * num_kv_heads, head_dim]   one row: all pieces, side by side
+#
+# Bytes are never altered (contract N1). Rows are staging memory on the device or memory of the
+# host; on a GPU in `kernels.triton.copies`.
+
+
+class CopyKernels(Protocol):
+    """What the host pool needs; all indices are int32 [n], where the pool is."""
+
+    def gather(self, pool: Tensor, slots: Tensor, rows: Tensor) -> None:
+        """Copy slot slots[i] of the pool to rows[i], for rows [n, …]."""
+
+    def scatter(self, rows: Tensor, pool: Tensor, slots: Tensor) -> None:
+        """Copy rows[i] to slot slots[i] of the pool, for rows [n, …]."""
+
+    def put_rows(self, source: Tensor, rows: Tensor, row_ids: Tensor) -> None:
+        """Copy source[i] to rows[row_ids[i]]; `rows` may be page-locked memory of the host."""
+
+    def take_rows(self, rows: Tensor, row_ids: Tensor, target: Tensor) -> None:
+        """Copy rows[row_ids[i]] to target[i]; `rows` may be page-locked memory of the host."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,3 +165,82 @@ class Kernels(Protocol):
         A query at position p sees positions max(0, p - sliding_window + 1) … p. Hq is a multiple
         of Hkv; query head h reads KV head h // (Hq / Hkv).
         """
+
+
+# Fused operations made of the single ones, for kernels that have nothing faster.
+
+
+def rotate_and_write(
+    kernels: Kernels,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cos: Tensor,
+    sin: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    slot_mapping: Tensor,
+    qk_norm: QKNorm | None,
+) -> Tensor:
+    """See `Kernels.rotate_and_write`."""
+    if qk_norm is not None:
+        q = kernels.rms_norm(q, qk_norm.q_weight, qk_norm.eps)
+        k = kernels.rms_norm(k, qk_norm.k_weight, qk_norm.eps)
+    q, k = kernels.rotary(q, k, cos, sin)
+    kernels.write_kv(k, v, k_pool, v_pool, slot_mapping)
+    return q
+
+
+# Stand-ins for values of the host in a pass that is recorded as a graph.
+
+
+class UnknownValues(Sequence[int]):
+    """Values of the host that change from replay to replay: only their number can be read."""
+
+    def __init__(self, name: str, length: int) -> None:
+        self._name = name
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: object) -> NoReturn:
+        """Refuse: a graph would keep the values of its capture for ever."""
+        raise RuntimeError(f"{self._name} of a recorded pass was read: every replay has others")
+
+
+# What of a model the kernels see, on one rank: sizes, type and windows.
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelShapes:
+    """Sizes of one rank's part of a model."""
+
+    dtype: torch.dtype
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    """A divisor of `num_heads`."""
+    head_dim: int
+    rotary_dim: int
+    """How many of a head's dimensions are rotated."""
+    sliding_windows: tuple[int | None, ...]
+    """The different ones of all layers."""
+    rms_norm_eps: float
+    qk_norm: bool
+    """Whether heads are normalised one by one."""
+    qkv_bias: bool
+    context_len: int
+    """Longest sequence that is served."""
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Return (outputs, inputs) of a layer's products, by name."""
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "qkv": (q_size + 2 * kv_size, self.hidden_size),
+            "out": (self.hidden_size, q_size),
+            "gate_up": (2 * self.intermediate_size, self.hidden_size),
+            "down": (self.hidden_size, self.intermediate_size),
+        }

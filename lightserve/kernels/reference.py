@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightserve.kernels import unfused
+from lightserve.kernels import interface
 from lightserve.kernels.interface import AttentionBatch, QKNorm
 
 
@@ -71,7 +71,7 @@ class ReferenceKernels:
         qk_norm: QKNorm | None,
     ) -> Tensor:
         """See `Kernels.rotate_and_write`."""
-        return unfused.rotate_and_write(
+        return interface.rotate_and_write(
             self,
             q,
             k,

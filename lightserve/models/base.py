@@ -3,16 +3,86 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lightserve.kernels.interface import AttentionBatch
+from lightserve.kernels.interface import AttentionBatch, KernelShapes
 from lightserve.models.config import ModelConfig
+from lightserve.models.parallel import TensorParallel, even_part, kv_head_part
+
+# The sizes of a model's parts as the kernels of one rank see them.
 
 
-class KVPool(Protocol):
+def kernel_shapes(
+    config: ModelConfig, tp: TensorParallel, *, dtype: torch.dtype, context_len: int
+) -> KernelShapes:
+    """Return the sizes of this rank's part of a model."""
+    return KernelShapes(
+        dtype=dtype,
+        hidden_size=config.hidden_size,
+        intermediate_size=even_part(config.intermediate_size, tp).size,
+        num_heads=even_part(config.num_heads, tp).size,
+        num_kv_heads=kv_head_part(config.num_kv_heads, tp).size,
+        head_dim=config.head_dim,
+        rotary_dim=config.head_dim,
+        sliding_windows=tuple(dict.fromkeys(config.sliding_windows)),
+        rms_norm_eps=config.rms_norm_eps,
+        qk_norm=config.qk_norm,
+        qkv_bias=config.qkv_bias,
+        context_len=context_len,
+    )
+
+
+# How much memory a token's keys and values take: the only module that knows. Torch-free.
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVGroup:
+    """Layers whose KV has one shape and one lifetime."""
+
+    num_layers: int
+    num_kv_heads: int
+    """KV heads of one rank."""
+    head_dim: int
+    dtype: str
+    """Key of DTYPE_BYTES."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers of the group, on one rank."""
+        per_layer = 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.num_layers * per_layer
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """The KV of one rank; a list of groups, of which today's models have one."""
+
+    groups: tuple[KVGroup, ...]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one slot takes on one rank."""
+        return sum(group.bytes_per_token for group in self.groups)
+
+
+def kv_layout(config: ModelConfig, *, tp_size: int, dtype: str) -> KVLayout:
+    """Return the layout of each rank's KV pool; `dtype` is float32, bfloat16 or float16."""
+    group = KVGroup(
+        num_layers=config.num_layers,
+        num_kv_heads=max(1, config.num_kv_heads // tp_size),
+        head_dim=config.head_dim,
+        dtype=dtype,
+    )
+    return KVLayout(groups=(group,))
+
+
+class KVTensors(Protocol):
     """The KV of all layers, addressed by slots."""
 
     @property
@@ -41,7 +111,7 @@ class Model(Protocol):
     """Longest sequence it was loaded for: positions must be below."""
 
     def forward(
-        self, input_ids: Tensor, batch: AttentionBatch, kv: KVPool, logit_rows: Tensor
+        self, input_ids: Tensor, batch: AttentionBatch, kv: KVTensors, logit_rows: Tensor
     ) -> Tensor | None:
         """Run one mixed pass of prefill chunks and decodes under `torch.inference_mode`.
 
@@ -57,7 +127,7 @@ class Model(Protocol):
         """
 
     def hidden(
-        self, input_ids: Tensor, batch: AttentionBatch, kv: KVPool, logit_rows: Tensor | None
+        self, input_ids: Tensor, batch: AttentionBatch, kv: KVTensors, logit_rows: Tensor | None
     ) -> Tensor:
         """Run the same pass up to the LM head; return its input [L, hidden_size].
 

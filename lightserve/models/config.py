@@ -6,19 +6,279 @@ Imported by the supervisor, the router and the frontends as well as by the worke
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from lightserve.errors import ConfigError, ModelLoadError
-from lightserve.models.json_fields import JsonFields, read_json_object
-from lightserve.models.rope_config import (
-    DynamicRope,
-    LinearRope,
-    RopeConfig,
-    YarnRope,
-    parse_rope,
-)
+
+# Typed, checked reading of JSON objects: every complaint names the file and the key.
+#
+# Torch-free. A `JsonFields` wraps one object of a file; its getters return a value of the asked
+# type within the asked limits, or raise `ModelLoadError`.
+
+MAX_JSON_BYTES = 64 * 1024 * 1024
+"""No configuration or shard index is nearly as long."""
+
+MAX_INT = 2**31 - 1
+"""Sizes, ids and lengths are 32-bit everywhere else."""
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`. Raises ModelLoadError naming the file."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise ModelLoadError(f"{path}: {size} bytes, more than {MAX_JSON_BYTES}")
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{path}: no such file") from error
+    except OSError as error:
+        raise ModelLoadError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path}: must hold a JSON object, got {_describe(value)}")
+    return value
+
+
+class JsonFields:
+    """One JSON object of a file. A key that is absent and one that is null count as the same."""
+
+    def __init__(self, path: Path, values: dict[str, Any], *, prefix: str = "") -> None:
+        self.path = path
+        self._values = values
+        self._prefix = prefix
+
+    def error(self, key: str, complaint: str) -> ModelLoadError:
+        """Return the error that names file, key and complaint."""
+        return ModelLoadError(f"{self.path}: key {self._prefix + key!r} {complaint}")
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there and not null."""
+        return self._values.get(key) is not None
+
+    def is_null(self, key: str) -> bool:
+        """Whether the key is there with the value null."""
+        return key in self._values and self._values[key] is None
+
+    def integer(
+        self, key: str, *, default: int | None = None, low: int = 1, high: int = MAX_INT
+    ) -> int:
+        """Return an integer between `low` and `high`; without a default the key is required."""
+        value = self._get(key, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(key, f"must be an integer, got {_describe(value)}")
+        if not low <= value <= high:
+            raise self.error(key, f"must be between {low} and {high}, got {value}")
+        return value
+
+    def number(self, key: str, *, default: float | None = None, above: float = 0.0) -> float:
+        """Return a finite number greater than `above`."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, f"must be a number, got {_describe(value)}")
+        if not math.isfinite(value) or value <= above:
+            raise self.error(key, f"must be finite and greater than {above}, got {value}")
+        return float(value)
+
+    def optional_number(self, key: str, *, above: float = 0.0) -> float | None:
+        """Return a finite number greater than `above`, or None when the key is absent."""
+        return self.number(key, above=above) if self.has(key) else None
+
+    def boolean(self, key: str, *, default: bool) -> bool:
+        """Return true or false."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, f"must be true or false, got {_describe(value)}")
+        return value
+
+    def string(self, key: str, *, default: str | None = None) -> str:
+        """Return a string."""
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, f"must be a string, got {_describe(value)}")
+        return value
+
+    def array(self, key: str) -> list[Any]:
+        """Return a list."""
+        value = self._get(key, None)
+        if not isinstance(value, list):
+            raise self.error(key, f"must be a list, got {_describe(value)}")
+        return value
+
+    def child(self, key: str) -> JsonFields:
+        """Return the object under a key."""
+        value = self._get(key, None)
+        if not isinstance(value, dict):
+            raise self.error(key, f"must be an object, got {_describe(value)}")
+        return JsonFields(self.path, value, prefix=f"{self._prefix}{key}.")
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Return all keys with their raw values."""
+        return list(self._values.items())
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self._values.get(key)
+        if value is not None:
+            return value
+        if default is None:
+            raise self.error(key, "is missing" if key not in self._values else "is null")
+        return default
+
+
+def _describe(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+# Kinds of rotary embedding that the served families use, parsed from `config.json`. Torch-free.
+#
+# Two layouts are read: the old one (`rope_theta` beside `rope_scaling`) and transformers 5's
+# (`rope_parameters`, which holds both). As in transformers, a non-empty `rope_scaling` wins, a
+# base inside the object wins over the one beside it, and `original_max_position_embeddings`
+# beside it wins over the one inside.
+
+DEFAULT_THETA = 10_000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DefaultRope:
+    """The original rotary embedding."""
+
+    theta: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearRope:
+    """Positions divided by `factor`."""
+
+    theta: float
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicRope:
+    """NTK scaling: beyond the trained length, a base that grows with the context length."""
+
+    theta: float
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Rope:
+    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a ramp between."""
+
+    theta: float
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnRope:
+    """YaRN: NTK by parts, and a factor on cos and sin."""
+
+    theta: float
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float | None
+    mscale: float | None
+    mscale_all_dim: float | None
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+
+
+RopeConfig = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope
+
+
+def parse_rope(config: JsonFields, *, max_position_embeddings: int) -> RopeConfig:
+    """Return the rotary embedding of a model. Raises ModelLoadError naming the key."""
+    outer_theta = config.number("rope_theta", default=DEFAULT_THETA, above=1.0)
+    fields = _rope_object(config)
+    if fields is None:
+        return DefaultRope(theta=outer_theta)
+    theta = fields.number("rope_theta", default=outer_theta, above=1.0)
+    for holder in (config, fields):
+        if holder.number("partial_rotary_factor", default=1.0) != 1.0:
+            raise holder.error("partial_rotary_factor", "must be 1 in this architecture")
+    kind = fields.string("rope_type", default=fields.string("type", default="default"))
+    match kind:
+        case "default":
+            return DefaultRope(theta=theta)
+        case "linear":
+            return LinearRope(theta=theta, factor=_factor(fields))
+        case "dynamic":
+            return DynamicRope(theta=theta, factor=_factor(fields))
+        case "llama3":
+            original = _original_length(config, fields, max_position_embeddings)
+            return _llama3(fields, theta=theta, original=original)
+        case "yarn":
+            original = _original_length(config, fields, max_position_embeddings)
+            return _yarn(fields, theta, original, max_position_embeddings)
+        case _:
+            known = "default, linear, dynamic, llama3, yarn"
+            raise fields.error("rope_type", f"must be one of {known}, got {kind!r}")
+
+
+def _rope_object(config: JsonFields) -> JsonFields | None:
+    for key in ("rope_scaling", "rope_parameters"):
+        if config.has(key):
+            fields = config.child(key)
+            if fields.items():
+                return fields
+    return None
+
+
+def _factor(fields: JsonFields) -> float:
+    factor = fields.number("factor")
+    if factor < 1:
+        raise fields.error("factor", f"must be at least 1, got {factor}")
+    return factor
+
+
+def _original_length(config: JsonFields, fields: JsonFields, max_position_embeddings: int) -> int:
+    key = "original_max_position_embeddings"
+    inner = fields.integer(key, default=max_position_embeddings)
+    return config.integer(key, default=inner)
+
+
+def _llama3(fields: JsonFields, *, theta: float, original: int) -> Llama3Rope:
+    low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+    if high <= low:
+        raise fields.error("high_freq_factor", f"must exceed low_freq_factor {low}, got {high}")
+    return Llama3Rope(
+        theta=theta,
+        factor=_factor(fields),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position_embeddings=original,
+    )
+
+
+def _yarn(
+    fields: JsonFields, theta: float, original: int, max_position_embeddings: int
+) -> YarnRope:
+    has_factor = fields.has("factor") or not fields.is_null("factor")
+    return YarnRope(
+        theta=theta,
+        factor=_factor(fields) if has_factor else max_position_embeddings / original,
+        original_max_position_embeddings=original,
+        attention_factor=fields.optional_number("attention_factor"),
+        mscale=fields.optional_number("mscale", above=-1.0),
+        mscale_all_dim=fields.optional_number("mscale_all_dim", above=-1.0),
+        beta_fast=fields.number("beta_fast", default=32.0),
+        beta_slow=fields.number("beta_slow", default=1.0),
+        truncate=fields.boolean("truncate", default=True),
+    )
+
 
 CONFIG_FILE = "config.json"
 MAX_LAYERS = 4096

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from lightserve.kernels.interface import Kernels
 from lightserve.models.config import ModelConfig
-from lightserve.models.layers.linear import LinearMethod
-from lightserve.models.layers.norm import RMSNorm
-from lightserve.models.layers.weights import WeightReader
+from lightserve.models.layers.linear import LinearMethod, RMSNorm, WeightReader
 from lightserve.models.parallel import TensorParallel
 
 

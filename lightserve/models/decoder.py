@@ -12,13 +12,50 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
-from lightserve.models.base import KVPool
+from lightserve.models.base import KVTensors
 from lightserve.models.context import ModelContext
 from lightserve.models.layers.attention import AttentionInputs, SelfAttention
-from lightserve.models.layers.mlp import GatedMLP
+from lightserve.models.layers.linear import (
+    ColumnParallelLinear,
+    LMHead,
+    RowParallelLinear,
+    VocabEmbedding,
+    VocabWeight,
+)
 from lightserve.models.layers.rotary import RotaryTable, frequencies
-from lightserve.models.layers.vocab import LMHead, VocabEmbedding, VocabWeight
+from lightserve.models.parallel import even_part
 from lightserve.models.weight_files import EMBEDDING, LM_HEAD
+
+# The gated feed-forward block.
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)), gate and up merged into one weight."""
+
+    def __init__(self, context: ModelContext, prefix: str) -> None:
+        config, tp = context.config, context.tp
+        part = even_part(config.intermediate_size, tp)
+        self._kernels = context.kernels
+        self._gate_up = ColumnParallelLinear(
+            context.method,
+            context.reader,
+            [(f"{prefix}.gate_proj", part), (f"{prefix}.up_proj", part)],
+            in_size=config.hidden_size,
+            has_bias=config.mlp_bias,
+        )
+        self._down = RowParallelLinear(
+            context.method,
+            context.reader,
+            tp,
+            f"{prefix}.down_proj",
+            columns=part,
+            out_size=config.hidden_size,
+            has_bias=config.mlp_bias,
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        return self._down(self._kernels.silu_and_mul(self._gate_up(x)))
 
 
 class DecoderLayer:
@@ -39,7 +76,7 @@ class DecoderLayer:
         self._mlp = GatedMLP(context, f"{prefix}.mlp")
 
     def attend(
-        self, x: Tensor, residual: Tensor | None, inputs: AttentionInputs, kv: KVPool
+        self, x: Tensor, residual: Tensor | None, inputs: AttentionInputs, kv: KVTensors
     ) -> tuple[Tensor, Tensor]:
         """Write every new token's KV and attend.
 
@@ -89,7 +126,7 @@ class DecoderModel:
         self._lm_head = LMHead(head, context.tp, context.kernels)
 
     def forward(
-        self, input_ids: Tensor, batch: AttentionBatch, kv: KVPool, logit_rows: Tensor
+        self, input_ids: Tensor, batch: AttentionBatch, kv: KVTensors, logit_rows: Tensor
     ) -> Tensor | None:
         """See `Model.forward`."""
         return self.logits(self.hidden(input_ids, batch, kv, logit_rows))
@@ -99,7 +136,7 @@ class DecoderModel:
         return self._lm_head(hidden, out) if hidden.shape[0] else self._lm_head.no_logits()
 
     def hidden(
-        self, input_ids: Tensor, batch: AttentionBatch, kv: KVPool, logit_rows: Tensor | None
+        self, input_ids: Tensor, batch: AttentionBatch, kv: KVTensors, logit_rows: Tensor | None
     ) -> Tensor:
         """See `Model.hidden`.
 

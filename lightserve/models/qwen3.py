@@ -6,7 +6,7 @@ from lightserve.kernels.interface import QKNorm
 from lightserve.models.context import ModelContext
 from lightserve.models.decoder import DecoderLayer, DecoderModel
 from lightserve.models.layers.attention import SelfAttention
-from lightserve.models.layers.weights import read_vector
+from lightserve.models.layers.linear import read_vector
 
 
 class Qwen3Attention(SelfAttention):

@@ -15,8 +15,7 @@ from pathlib import Path, PurePosixPath
 from safetensors import SafetensorError, safe_open
 
 from lightserve.errors import ModelLoadError
-from lightserve.models.config import ModelConfig
-from lightserve.models.json_fields import JsonFields, read_json_object
+from lightserve.models.config import JsonFields, ModelConfig, read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightserve.models.json_fields import JsonFields
+from lightserve.models.config import JsonFields
 
 _BYTE_PIECE_LEN = len("<0x0A>")
 

@@ -27,7 +27,7 @@ from lightserve.structured.grammars import compile_matcher, kept_bytes
 from lightserve.structured.limits import yield_to_others
 from lightserve.types import RowId
 from lightserve.worker.sampling.interface import RowMasks
-from lightserve.worker.sampling.table import Upload
+from lightserve.worker.tables import Upload
 
 MAX_KEPT_BYTES = 64 * 1024
 """Of the texts of compiled grammars that are kept for sequences to come, see `kept_bytes`."""

@@ -2,43 +2,237 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from lightserve.config import ServeConfig
+from lightserve.errors import ConfigError
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.interface import Kernels
-from lightserve.kernels.select import make_kernels, missing_core
-from lightserve.kernels.self_check import check_kernels
-from lightserve.kernels.tune import tune_kernels
-from lightserve.models.base import Model
+from lightserve.kernels.select import make_kernels, missing_core, tune_kernels
+from lightserve.kernels.self_check import LIMITS, check_kernels
+from lightserve.messages.router_worker import StepPlan
+from lightserve.models.base import KVLayout, KVTensors, Model, kernel_shapes, kv_layout
 from lightserve.models.config import (
     ModelConfig,
     load_model_config,
     resolve_context_len,
     resolve_dtype,
 )
-from lightserve.models.kernel_shapes import kernel_shapes
-from lightserve.models.kv_layout import kv_layout
 from lightserve.models.loader import load_model
 from lightserve.models.parallel import SingleRank, TensorParallel
+from lightserve.progress import progress
 from lightserve.structured.vocabulary import model_vocabulary
 from lightserve.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from lightserve.worker.constraints import RowConstraints
-from lightserve.worker.device import resolve_device
-from lightserve.worker.device_memory import DeviceMemory
-from lightserve.worker.device_queue import make_queue
-from lightserve.worker.graph_capture import capture_graphs, graph_sizes
+from lightserve.worker.device import make_queue, resolve_device
+from lightserve.worker.graphs import (
+    MAX_ROWS,
+    CudaGraphRecorder,
+    DecodeGraphs,
+    DecodeTables,
+    estimated_graph_bytes,
+    ladder,
+)
 from lightserve.worker.host_pool import DirectHostPool, HostPool
-from lightserve.worker.kv_pool import KVPool
+from lightserve.worker.memory import (
+    MIN_SLOTS,
+    CudaStatistics,
+    DeviceMemory,
+    KVPool,
+    MemoryStatistics,
+    free_memory_bytes,
+    measure_step,
+    num_device_slots,
+    num_host_slots,
+    num_kv_slots,
+    num_staged_slots,
+)
 from lightserve.worker.model_runner import ModelRunner
-from lightserve.worker.pools import make_pools, measure_gpu
-from lightserve.worker.warm_up import warm_up
+from lightserve.worker.staged_host_pool import make_host_pool
+from lightserve.worker.warm_up import largest_steps, warm_up
+
+# Whether this worker runs decodes as CUDA graphs, and their capture at the start.
+
+
+def graph_sizes(config: ServeConfig, kernels: Kernels, device: torch.device) -> tuple[int, ...]:
+    """Return the numbers of rows to capture graphs for; none where there are to be no graphs.
+
+    Raises:
+        ConfigError: options of graphs are given, and nothing here has a use for them.
+    """
+    can_capture = device.type == "cuda" and kernels.is_capturable
+    if not can_capture:
+        for flag in config.given_graph_flags:
+            raise ConfigError(
+                f"{flag} needs a GPU and --attention-backend triton,"
+                f" got {device.type} and {kernels.name}"
+            )
+    if not can_capture or config.cuda_graphs == "off":
+        return ()
+    return ladder(config.cuda_graph_max_seqs or min(config.max_num_seqs, MAX_ROWS))
+
+
+def make_graphs(
+    model: Model,
+    pool: KVTensors,
+    tables: DecodeTables,
+    sizes: Sequence[int],
+    *,
+    tp: TensorParallel,
+) -> DecodeGraphs:
+    """Return CUDA graphs that are yet to be captured, on the device of the tables."""
+    return DecodeGraphs(
+        model,
+        pool,
+        tables,
+        sizes=sizes,
+        recorder=CudaGraphRecorder(tables.token_ids.device, recording=tp.recording),
+        has_logits=tp.rank == 0,
+    )
+
+
+def capture_graphs(
+    runner: ModelRunner,
+    model: Model,
+    pool: KVTensors,
+    sizes: Sequence[int],
+    *,
+    tp: TensorParallel,
+) -> None:
+    """Capture graphs with a progress bar, for `runner` to use; nothing without sizes.
+
+    Every rank does, in the same order: collectives are part of the graphs.
+
+    Raises:
+        StartupError: one could not be captured, or replays other logits than its kernels give one
+            by one. That ends the process, and with it the group.
+    """
+    if not sizes:
+        return
+    start_s = time.monotonic()
+    graphs = make_graphs(model, pool, runner.tables, sizes, tp=tp)
+    with progress("capturing CUDA graphs", len(sizes), is_shown=tp.rank == 0) as advance:
+        used = graphs.capture(advance)
+    graphs.check(LIMITS[pool.k[0].dtype])
+    log.info(
+        "%d CUDA graphs of 1 to %d decodes: %.1f s, %.2f GiB",
+        len(sizes),
+        sizes[-1],
+        time.monotonic() - start_s,
+        (sum(used) + graphs.static_bytes) / 2**30,
+    )
+    runner.use_graphs(graphs)
+
+
+# Makes a rank's KV pool and host pool, as large as flags and what is free allow.
+
+
+class Pools(NamedTuple):
+    """Where a rank keeps KV."""
+
+    kv: KVPool
+    host: HostPool
+
+
+def make_pools(
+    config: ServeConfig,
+    layout: KVLayout,
+    device: torch.device,
+    *,
+    is_shown: bool,
+    measure: Callable[[KVPool], DeviceMemory],
+) -> Pools:
+    """Return the pools of a rank.
+
+    Args:
+        config: sizes, given or auto.
+        layout: of both pools.
+        device: of the KV pool.
+        is_shown: whether to show progress: rank 0 does.
+        measure: called on a GPU with a pool of a few slots: what everything else takes there.
+
+    Raises:
+        ConfigError, StartupError: they do not fit.
+    """
+    free_bytes, num_staged = free_memory_bytes(), 0
+    is_on_gpu = device.type == "cuda"
+    if is_on_gpu:
+        memory = measure(KVPool(layout, MIN_SLOTS, device))
+        num_staged = num_staged_slots(config, layout, total_bytes=memory.total)
+        memory = dataclasses.replace(memory, staging=num_staged * layout.bytes_per_token)
+        num_slots = num_device_slots(config, layout, memory)
+        log.info(
+            "of %.1f GiB on %s: %s, KV pool %.2f GiB",
+            memory.total / 2**30,
+            device,
+            memory,
+            (num_slots + 1) * layout.bytes_per_token / 2**30,
+        )
+    else:
+        num_slots = num_kv_slots(config, layout, free_bytes=free_bytes)
+    num_on_host = num_host_slots(
+        config, layout, num_slots=num_slots, free_bytes=free_bytes, is_beside_gpu=is_on_gpu
+    )
+    pool = KVPool(layout, num_slots, device)
+    num_staged = min(num_staged, num_on_host)
+    return Pools(pool, make_host_pool(num_on_host, pool, num_staged=num_staged, is_shown=is_shown))
+
+
+def measure_gpu(
+    config: ServeConfig,
+    model: Model,
+    pool: KVPool,
+    make_runner: Callable[[KVPool], ModelRunner],
+    *,
+    graph_sizes: Sequence[int],
+    tp: TensorParallel,
+) -> DeviceMemory:
+    """Run the largest steps on `pool`, capture two CUDA graphs, and return what it all takes.
+
+    Every rank does; nothing of it is kept. `make_runner` makes a runner on a pool.
+    """
+    statistics = CudaStatistics(pool.device)
+    plans = largest_steps(
+        max_num_batched_tokens=config.max_tokens_of_step(pool.device.type),
+        max_num_seqs=config.max_num_seqs,
+        context_len=model.context_len,
+        num_kv_tokens=statistics.total() // pool.bytes_per_token,
+    )
+
+    def graph_bytes(tables: DecodeTables) -> int:
+        if not graph_sizes:
+            return 0
+        return estimated_graph_bytes(partial(make_graphs, model, pool, tables, tp=tp), graph_sizes)
+
+    memory = _measure(statistics, make_runner(pool), plans, graph_bytes)
+    gc.collect()  # the runner, before the pool takes all there is
+    statistics.end()
+    return memory
+
+
+def _measure(
+    statistics: MemoryStatistics,
+    runner: ModelRunner,
+    plans: list[StepPlan],
+    graph_bytes: Callable[[DecodeTables], int],
+) -> DeviceMemory:
+    def run() -> None:
+        for plan in plans:
+            runner.execute(plan)
+
+    memory = measure_step(statistics, run)
+    return dataclasses.replace(memory, graphs=graph_bytes(runner.tables))
+
 
 log = logging.getLogger(__name__)
 

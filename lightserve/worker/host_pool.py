@@ -17,7 +17,7 @@ from torch import Tensor
 from lightserve.errors import ProtocolError
 from lightserve.messages.common import Int32Array, unpack_int32
 from lightserve.messages.router_worker import KVCopies, StepPlan
-from lightserve.worker.kv_pool import KVPool
+from lightserve.worker.memory import KVPool
 
 MIN_TOKENS_BY_LAYER = 64
 """From so many tokens on, copies go layer by layer: 2 to 4 times as fast at 1,024 of a model of

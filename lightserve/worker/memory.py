@@ -6,13 +6,115 @@ has available.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from lightserve.config import ServeConfig
 from lightserve.config.fields import parse_memory
 from lightserve.errors import ConfigError, StartupError
-from lightserve.models.kv_layout import KVLayout
-from lightserve.worker.cgroups import group_folders, read_number
+from lightserve.models.base import KVLayout
+
+# Linux control groups: where the limits of this process's container are, and those of CPU time.
+#
+# Version 2 has one hierarchy, version 1 one per controller; the limits of the own group and of all
+# above it hold. In a container the own group is the root of what is mounted.
+
+
+def group_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
+    """Yield every control group this process is in, from its own up, with its version, 1 or 2."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            base, version = root / "sys/fs/cgroup", 2
+        elif controller in controllers.split(","):
+            base, version = root / "sys/fs/cgroup" / controller, 1
+        else:
+            continue
+        own = Path(path.lstrip("/"))
+        for folder in (own, *own.parents):
+            yield base / folder, version
+
+
+def read_number(path: Path) -> int | None:
+    """Return the number in a file; None if there is no such file or it says `max`."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Return how many cores this process may keep busy: those that it may run on, or fewer where
+    a container limits its CPU time (`docker --cpus`, limits of Kubernetes).
+
+    More threads than that would be stopped for most of each period, all in the middle of a step.
+    """
+    cores = float(len(os.sched_getaffinity(0)))
+    for folder, version in group_folders("cpu", root):
+        quota, period = _quota_v2(folder) if version == 2 else _quota_v1(folder)
+        if quota is not None and period:
+            cores = min(cores, quota / period)
+    return max(1, int(cores))
+
+
+def _quota_v2(folder: Path) -> tuple[int | None, int | None]:
+    try:
+        quota, _, period = (folder / "cpu.max").read_text().strip().partition(" ")
+    except OSError:
+        return None, None
+    return (int(quota), int(period)) if quota.isdigit() and period.isdigit() else (None, None)
+
+
+def _quota_v1(folder: Path) -> tuple[int | None, int | None]:
+    """A quota of -1 is none."""
+    return read_number(folder / "cpu.cfs_quota_us"), read_number(folder / "cpu.cfs_period_us")
+
+
+# The KV tensors of one rank: one pool of token slots per layer.
+
+
+class KVPool:
+    """Keys and values of `num_slots` tokens; pages are touched only when they are written.
+
+    In memory a head's tokens lie together, [num_kv_heads, num_slots + 1, head_dim]: what
+    attention gathers is then in the order in which it multiplies, and consecutive slots need no
+    gather.
+
+        slot:  0 ······················ num_slots-1 │ num_slots
+               └── the router gives these out ────┘ │ scratch: what pads CUDA graphs writes here
+    """
+
+    def __init__(self, layout: KVLayout, num_slots: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        """Slots that can be given out; slot `num_slots`, behind them, belongs to nobody."""
+        self.bytes_per_token = layout.bytes_per_token
+        self.device = device
+        self.tensors: list[Tensor] = []
+        """One per group, [2, num_layers, num_kv_heads, num_slots + 1, head_dim], keys first."""
+        self.k: list[Tensor] = []
+        """One view [num_slots + 1, num_kv_heads, head_dim] per layer."""
+        self.v: list[Tensor] = []
+        for group in layout.groups:
+            shape = (2, group.num_layers, group.num_kv_heads, num_slots + 1, group.head_dim)
+            tensor = torch.empty(shape, dtype=getattr(torch, group.dtype), device=device)
+            # Padding rows read the scratch slot: no garbage of before may become NaN.
+            tensor.select(3, num_slots).zero_()
+            self.tensors.append(tensor)
+            keys, values = tensor.transpose(2, 3).unbind(0)
+            self.k.extend(keys.unbind(0))
+            self.v.extend(values.unbind(0))
+
 
 AUTO_LIMIT_BYTES = 4 * 2**30
 AUTO_LOCKED_BYTES = 16 * 2**30
@@ -133,3 +235,175 @@ def _mem_available(path: Path) -> int:
         if name == "MemAvailable":
             return int(rest.split()[0]) * 1024
     raise StartupError(f"{path} has no MemAvailable")
+
+
+# How much of a GPU the KV pool may take: what is left once everything else has been measured.
+#
+#     │ others │ weights │ activations │ graphs │ staging │ KV pool ·········· │ kept free │
+#     └────────────────── total * --gpu-memory-utilization ────────────────────┘
+#
+# `others` is what other processes and the CUDA libraries of this one take. Weights are loaded and
+# the largest steps run before the pool is made, so that nothing is guessed but the memory of CUDA
+# graphs, which are captured behind it: two of them say what all will take.
+
+MAX_STAGED_TOKENS = 8192
+STAGING_SHARE = 128
+"""Staging memory for copies is at most this part of the device: 1.1 GiB of an H200, enough for
+8,192 tokens of a model of 8 B parameters to leave the pool within one step."""
+
+
+KEPT_FREE = 50
+"""One part in so many of the device is free where --kv-memory is given, 2.8 GiB of an H200: what is
+measured at the start is not all (blocks of torch's allocator with gaps, what drivers and NCCL take
+late)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """What takes how many bytes of a GPU beside the KV pool."""
+
+    total: int
+    others: int
+    """Other processes, and what CUDA and its libraries hold in this one."""
+    weights: int
+    activations: int
+    """What the largest step takes more, as torch's allocator reserves it."""
+    graphs: int = 0
+    staging: int = 0
+
+    @property
+    def taken(self) -> int:
+        """All of it."""
+        return self.others + self.weights + self.activations + self.graphs + self.staging
+
+    def __str__(self) -> str:
+        parts = {
+            "weights": self.weights,
+            "the largest step": self.activations,
+            "CUDA graphs": self.graphs,
+            "staged copies": self.staging,
+            "other processes and libraries": self.others,
+        }
+        return ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+
+
+def num_device_slots(config: ServeConfig, layout: KVLayout, memory: DeviceMemory) -> int:
+    """Return the size in tokens of a KV pool on a GPU; it takes one slot more.
+
+    Args:
+        config: --gpu-memory-utilization, or --kv-memory, beside which `KEPT_FREE` is free; and
+            --max-kv-tokens.
+        layout: knows the bytes of one token on this rank.
+        memory: of this rank's GPU.
+
+    Raises:
+        StartupError: what is asked for does not fit, or not even `MIN_SLOTS` tokens do.
+    """
+    if config.kv_memory == "auto":
+        limit = int(memory.total * config.gpu_memory_utilization)
+        asked = f"--gpu-memory-utilization {config.gpu_memory_utilization:g}"
+        budget = limit - memory.taken
+    else:
+        asked = f"--kv-memory {config.kv_memory}"
+        limit = memory.total - memory.total // KEPT_FREE
+        budget = parse_memory(config.kv_memory, "--kv-memory")
+    num_slots = budget // layout.bytes_per_token - 1
+    if config.max_kv_tokens:
+        num_slots = min(num_slots, config.max_kv_tokens)
+    needed = (num_slots + 1) * layout.bytes_per_token
+    if config.kv_memory != "auto" and needed > limit - memory.taken:
+        raise StartupError(
+            f"{asked} does not fit on a GPU of {_gib(memory.total)}: {memory}, and"
+            f" {_gib(memory.total - limit)} that are kept free, leave"
+            f" {_gib(max(0, limit - memory.taken))}, and the pool would take {_gib(needed)}"
+        )
+    if num_slots < MIN_SLOTS:
+        raise StartupError(
+            f"no room for a KV pool: {memory} leave {_gib(max(0, budget))} of the {_gib(limit)}"
+            f" that {asked} allows of {_gib(memory.total)}, {max(0, num_slots)} tokens where"
+            f" {MIN_SLOTS} are needed. Lower --max-num-batched-tokens or --max-num-seqs, use more"
+            " ranks (--tp), or free the GPU"
+        )
+    return num_slots
+
+
+def num_staged_slots(config: ServeConfig, layout: KVLayout, *, total_bytes: int) -> int:
+    """Return how many tokens on their way to the host the GPU has staging memory for."""
+    if config.preemption == "recompute" or config.host_kv_memory == "0":
+        return 0
+    return max(1, min(MAX_STAGED_TOKENS, total_bytes // STAGING_SHARE // layout.bytes_per_token))
+
+
+class MemoryStatistics(Protocol):
+    """What a GPU and torch's allocator on it say."""
+
+    def begin(self) -> int:
+        """Forget peaks and unused blocks; return the bytes that tensors take."""
+
+    def peak(self) -> int:
+        """Return the most bytes that were reserved since, once all work is done."""
+
+    def others(self) -> int:
+        """Return the bytes that are taken now, and not by this process's allocator."""
+
+    def total(self) -> int:
+        """Return the size of the GPU."""
+
+    def end(self) -> None:
+        """Give unused blocks back."""
+
+
+def measure_step(statistics: MemoryStatistics, largest_steps: Callable[[], None]) -> DeviceMemory:
+    """Run the largest steps and return what they and all that was there before take.
+
+    Args:
+        statistics: of the GPU that they run on.
+        largest_steps: runs them on a pool of a few slots; weights and tables are in place.
+    """
+    weights = statistics.begin()
+    largest_steps()
+    peak = statistics.peak()
+    memory = DeviceMemory(
+        total=statistics.total(),
+        others=statistics.others(),
+        weights=weights,
+        activations=max(0, peak - weights),
+    )
+    statistics.end()
+    return memory
+
+
+class CudaStatistics:
+    """See `MemoryStatistics`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def begin(self) -> int:
+        """See `MemoryStatistics.begin`."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        """See `MemoryStatistics.peak`: reserved and not allocated, so that gaps count."""
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_reserved(self._device)
+
+    def others(self) -> int:
+        """See `MemoryStatistics.others`."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free - torch.cuda.memory_reserved(self._device)
+
+    def total(self) -> int:
+        """See `MemoryStatistics.total`."""
+        return torch.cuda.mem_get_info(self._device)[1]
+
+    def end(self) -> None:
+        """See `MemoryStatistics.end`."""
+        torch.cuda.empty_cache()
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

@@ -43,8 +43,7 @@ from lightserve.messages.router_worker import (
 from lightserve.models.config import load_model_config, resolve_dtype
 from lightserve.models.parallel import TensorParallel
 from lightserve.types import RowId, SamplingParams, StepId
-from lightserve.worker.device import resolve_device
-from lightserve.worker.device_facts import facts_of
+from lightserve.worker.device import facts_of, resolve_device
 from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.threads import LoadWatch
 

@@ -27,8 +27,11 @@ Each place in the pool or on the host is so read and written in the order of the
 from __future__ import annotations
 
 import math
+import mmap
+import sys
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -38,14 +41,82 @@ import torch
 from torch import Tensor
 
 from lightserve.errors import StartupError
-from lightserve.kernels.copies import CopyKernels
+from lightserve.kernels.interface import CopyKernels
 from lightserve.logs import one_line
 from lightserve.messages.common import Int32Array, unpack_int32
 from lightserve.messages.router_worker import KVCopies, StepPlan
+from lightserve.progress import progress
+from lightserve.worker.device import CopyStreams, Event, Stream, cuda_copy_streams
 from lightserve.worker.host_pool import CopyWait, DirectHostPool, HostPool, Waited
-from lightserve.worker.kv_pool import KVPool
-from lightserve.worker.pinned import pinned_bytes
-from lightserve.worker.streams import CopyQueues, Event, Queue, cuda_copy_queues
+from lightserve.worker.memory import KVPool
+
+# Large page-locked host memory: what a GPU reads and writes beside everything else.
+#
+# torch's own `pin_memory` rounds up to a power of two (33 GiB would take 64) and is silent for as
+# long as it takes. Here memory is mapped first, in huge pages where the system has them, and locked
+# as one: a copy may not cross from what was locked by one call to what was by another.
+
+_MAPPED_AND_PORTABLE = 0x03
+"""cudaHostRegisterPortable | cudaHostRegisterMapped: with an address on the device."""
+
+
+class _Pages(mmap.mmap):
+    """Mapped memory that is unlocked before it is unmapped.
+
+    `weakref.finalize` would come too late: a mapping is gone by then, and CUDA's error about that
+    would be raised by whatever is launched next.
+    """
+
+    locked_at = 0
+
+    def __del__(self) -> None:
+        if self.locked_at and not sys.is_finalizing():
+            _unlock(self.locked_at)
+
+
+def pinned_bytes(num_bytes: int, *, label: str, is_shown: bool = True) -> Tensor:
+    """Return page-locked memory, uint8 [num_bytes], unlocked when nobody refers to it any more.
+
+    Args:
+        num_bytes: at least 1.
+        label: what progress calls it.
+        is_shown: whether progress is shown.
+
+    Raises:
+        StartupError: the system gives no memory, or locks no more of it.
+    """
+    try:
+        # Private: shared pages are never huge but where the system was told so.
+        pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError) as error:
+        raise StartupError(f"no {_gib(num_bytes)} of host memory: {error}") from error
+    with suppress(OSError):  # a kernel without them: slower to lock, and nothing else
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    with progress(label, num_bytes, is_shown=is_shown, in_bytes=True) as advance:
+        _lock(memory.data_ptr(), num_bytes)
+        pages.locked_at = memory.data_ptr()
+        advance(num_bytes)
+    return memory
+
+
+def _lock(address: int, num_bytes: int) -> None:
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = int(cudart.cudaHostRegister(address, num_bytes, _MAPPED_AND_PORTABLE))
+    if error:
+        raise StartupError(
+            f"cannot page-lock {_gib(num_bytes)} of host memory (CUDA error {error}):"
+            " --host-kv-memory takes less"
+        )
+
+
+def _unlock(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
 
 NUM_DRAINS = 8
 """One drain takes at most this share of the staging memory, which is so free again bit by bit."""
@@ -67,7 +138,7 @@ class StagedHostPool(HostPool):
         rows: list[Tensor],
         staging: list[Tensor],
         *,
-        queues: CopyQueues,
+        queues: CopyStreams,
         kernels: CopyKernels,
         max_runs: int = MAX_RUNS,
     ) -> None:
@@ -224,7 +295,7 @@ class _Ring:
     (behind `next`, drains of the lap before, each waited for before it is overwritten)
     """
 
-    def __init__(self, num_tokens: int, pool: Queue) -> None:
+    def __init__(self, num_tokens: int, pool: Stream) -> None:
         self._num_tokens = num_tokens
         self._max_tokens = -(-num_tokens // NUM_DRAINS)
         self._pool = pool
@@ -327,7 +398,7 @@ def make_host_pool(
         pool,
         rows,
         [tensor.new_empty(_row_shape(tensor, num_staged)) for tensor in pool.tensors],
-        queues=cuda_copy_queues(pool.device),
+        queues=cuda_copy_streams(pool.device),
         kernels=TritonCopies(),
     )
     try:

@@ -31,8 +31,8 @@ from lightserve.channels.wait import Waitable, wait_readable
 from lightserve.errors import DeviceError, ProtocolError
 from lightserve.messages.router_worker import RouterToWorker, StepPlan, StepResult, WorkerToRouter
 from lightserve.types import StepId
-from lightserve.worker.device_queue import Mark
-from lightserve.worker.pending import Pending
+from lightserve.worker.device import Mark
+from lightserve.worker.model_runner import Pending
 from lightserve.worker.threads import Threads
 
 SPIN_S = 200e-6

@@ -27,7 +27,7 @@ import torch
 from lightserve.config import ServeConfig
 from lightserve.models.config import load_model_config
 from lightserve.models.weight_files import expected_tensors
-from lightserve.worker.cgroups import usable_cores
+from lightserve.worker.memory import usable_cores
 
 WEIGHTS_PER_THREAD = 8_000_000
 """Parameters that are worth a thread: with fewer, a step of decodes gains about a tenth."""

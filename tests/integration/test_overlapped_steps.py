@@ -23,8 +23,7 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.router.kv.cache import Preemption
 from lightserve.worker.graphs import DecodeGraphs
-from lightserve.worker.model_runner import ModelRunner
-from lightserve.worker.pending import Pending
+from lightserve.worker.model_runner import ModelRunner, Pending
 
 SCHEDULES = [(0, Preemption.CHECKPOINT), (1, Preemption.SWAP), (2, Preemption.RECOMPUTE)]
 

@@ -19,10 +19,9 @@ from lightserve.kernels.triton.configs import (
     default_prefill,
     num_prefill_programs,
 )
-from lightserve.kernels.triton.cuts import blocks_of, cut, rows_to_cut
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.kernels.triton.merge import max_splits
-from lightserve.kernels.triton.plan import attention_work
+from lightserve.kernels.triton.plan import attention_work, blocks_of, cut, rows_to_cut
 
 H200 = GPUS[90]
 LLAMA = AttentionShape(32, 8, 128, torch.bfloat16, False)

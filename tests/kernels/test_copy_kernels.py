@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.immediate_copies import TorchCopies
 from torch import Tensor
 
-from lightserve.kernels.copies import CopyKernels
+from lightserve.kernels.interface import CopyKernels
 from lightserve.kernels.triton import copies
 from lightserve.kernels.triton.copies import TritonCopies
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightserve.kernels import unfused
+from lightserve.kernels import interface
 from lightserve.kernels.interface import QKNorm
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.triton import elementwise
@@ -159,7 +159,7 @@ def test_fused_is_what_the_single_operations_give(dtype: torch.dtype, has_norm: 
     for heads in (HEADS[0], HEADS[3]):
         scene = Scene(heads, dtype, 3, norm=has_norm)
         single = Scene(heads, dtype, 3, norm=has_norm)
-        q = unfused.rotate_and_write(
+        q = interface.rotate_and_write(
             TRITON,
             single.q,
             single.k,

@@ -11,10 +11,9 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from lightserve.kernels.device.kernels import DeviceTorchKernels
-from lightserve.kernels.interface import AttentionBatch, Kernels
+from lightserve.kernels.interface import AttentionBatch, Kernels, KernelShapes
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.self_check import _comparisons, _Pair
-from lightserve.kernels.shapes import KernelShapes
 
 CUDA = torch.device("cuda", 0)
 ROWS = [(1, 50), (17, 17), (1, 51), (40, 90), (1, 700), (3, 20), (1, 2)]

@@ -25,7 +25,7 @@ from support.kernel_grid import (
 from torch import Tensor
 
 from lightserve.errors import StartupError
-from lightserve.kernels.cpu import packed
+from lightserve.kernels.cpu import default
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
 from lightserve.kernels.cpu.native import NativeKernels
@@ -206,15 +206,15 @@ class TestInvariance:
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return (x @ weight.T) * (1 + 1e-7 * torch.arange(len(x))[:, None])
 
-        monkeypatch.setattr(packed, "pack", lambda weight: weight)
-        monkeypatch.setattr(packed, "linear", linear)
+        monkeypatch.setattr(default, "pack", lambda weight: weight)
+        monkeypatch.setattr(default, "linear", linear)
         with pytest.raises(StartupError, match="batch-invariant is not possible"):
             InvariantKernels().pack_weight(torch.randn(40, 24))
 
 
 def test_rows_are_padded_to_few_numbers() -> None:
     # Code is kept for each.
-    numbers = {packed.padded_rows(num_rows) for num_rows in range(1, 513)}
+    numbers = {default.padded_rows(num_rows) for num_rows in range(1, 513)}
     assert len(numbers) == 24
-    assert all(packed.padded_rows(number) == number for number in numbers)
-    assert all(0 <= packed.padded_rows(n) - n < max(4, n / 4) for n in range(1, 5000))
+    assert all(default.padded_rows(number) == number for number in numbers)
+    assert all(0 <= default.padded_rows(n) - n < max(4, n / 4) for n in range(1, 5000))

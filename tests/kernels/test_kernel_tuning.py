@@ -14,7 +14,8 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from lightserve.kernels.shapes import KernelShapes
+from lightserve.kernels.interface import KernelShapes
+from lightserve.kernels.select import tune_kernels
 from lightserve.kernels.triton import tuning
 from lightserve.kernels.triton.configs import (
     INTERPRETER,
@@ -24,9 +25,16 @@ from lightserve.kernels.triton.configs import (
     default_decode,
     default_prefill,
 )
-from lightserve.kernels.triton.tuned_files import TuningKey, load_choices, tuning_path
-from lightserve.kernels.triton.tuning import Work, choose, scenes, tuned_configs, works
-from lightserve.kernels.tune import tune_kernels
+from lightserve.kernels.triton.tuning import (
+    TuningKey,
+    Work,
+    choose,
+    load_choices,
+    scenes,
+    tuned_configs,
+    tuning_path,
+    works,
+)
 
 CPU = torch.device("cpu")
 GPUS = [

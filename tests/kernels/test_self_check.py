@@ -19,11 +19,10 @@ from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.device.kernels import DeviceTorchKernels
-from lightserve.kernels.interface import Kernels
+from lightserve.kernels.interface import Kernels, KernelShapes
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.self_check import check_kernels, relative_error
-from lightserve.kernels.shapes import KernelShapes
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.worker import engine
 

@@ -23,10 +23,10 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from lightserve.kernels.interface import AttentionBatch
 from lightserve.kernels.reference import ReferenceKernels
-from lightserve.kernels.triton import attention, decode, merge, prefill
+from lightserve.kernels.triton import decode, kernels, merge, prefill
 from lightserve.kernels.triton.configs import INTERPRETER
 from lightserve.kernels.triton.kernels import TritonKernels
-from lightserve.kernels.triton.online_softmax import MASKED, walk
+from lightserve.kernels.triton.merge import MASKED, walk
 
 HEADS = (4, 2, 32)
 
@@ -103,7 +103,7 @@ def test_a_decode_has_the_same_bits_beside_anyone(
     assert torch.equal(decodes_beside([(1, 400), (1, 3)], window), alone)
     assert torch.equal(decodes_beside([(40, 90), (1, 700), (0, 4)], window), alone)
     gpu = replace(INTERPRETER, num_sms=7)
-    monkeypatch.setattr(attention, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(kernels, "gpu_of", lambda device: gpu)
     assert torch.equal(decodes_beside([], window), alone), "however many programs there are"
 
 

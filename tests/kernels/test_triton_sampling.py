@@ -22,14 +22,11 @@ from torch import Tensor
 from lightserve.kernels.triton import sampling, sampling_adjust, sampling_scan, sampling_search
 from lightserve.messages.router_worker import AddSequence
 from lightserve.types import RowId, SamplingParams
-from lightserve.worker.sampling.adjustments import adjust
 from lightserve.worker.sampling.device import _adjusted, logprobs_on_device, sample_on_device
-from lightserve.worker.sampling.host import sample_on_host
-from lightserve.worker.sampling.interface import SamplingBatch
-from lightserve.worker.sampling.known_counts import KnownCounts
-from lightserve.worker.sampling.logprobs import logprob_tensors
-from lightserve.worker.sampling.random_draw import sequence_state, uniform
-from lightserve.worker.sampling.table import SamplingTable
+from lightserve.worker.sampling.host import adjust, sample_on_host
+from lightserve.worker.sampling.interface import KnownCounts, SamplingBatch, sequence_state, uniform
+from lightserve.worker.sampling.sampler import logprob_tensors
+from lightserve.worker.tables import SamplingTable
 
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},

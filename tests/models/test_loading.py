@@ -19,8 +19,8 @@ from support.tiny_models import write_tiny_model as write
 
 from lightserve.config import ServeConfig
 from lightserve.kernels.reference import ReferenceKernels
+from lightserve.models.base import kv_layout
 from lightserve.models.config import load_model_config, resolve_dtype
-from lightserve.models.kv_layout import kv_layout
 from lightserve.models.loader import SafetensorsReader
 from lightserve.models.weight_files import (
     EMBEDDING,

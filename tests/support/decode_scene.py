@@ -10,9 +10,8 @@ from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch, Kernels
 from lightserve.models.decoder import DecoderModel
-from lightserve.worker.graph_recorder import GraphRecorder
-from lightserve.worker.graphs import DecodeGraphs, DecodeTables
-from lightserve.worker.kv_pool import KVPool
+from lightserve.worker.graphs import DecodeGraphs, DecodeTables, GraphRecorder
+from lightserve.worker.memory import KVPool
 from support.random_model import layout_of, random_model, tiny_config
 from support.tensor_kernels import TensorKernels
 

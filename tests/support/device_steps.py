@@ -49,15 +49,12 @@ from lightserve.models.parallel import SingleRank
 from lightserve.router.kv.cache import Preemption
 from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.constraints import StepMasks
-from lightserve.worker.device_queue import CudaQueue, HostMark, Mark
-from lightserve.worker.graph_ladder import ladder
-from lightserve.worker.graphs import DecodeGraphs
-from lightserve.worker.kv_pool import KVPool
-from lightserve.worker.model_runner import ModelRunner
-from lightserve.worker.pending import Pending
+from lightserve.worker.device import CopyStreams, CudaQueue, Event, HostMark, Mark
+from lightserve.worker.graphs import DecodeGraphs, ladder
+from lightserve.worker.memory import KVPool
+from lightserve.worker.model_runner import ModelRunner, Pending
 from lightserve.worker.profiling import ShapeLimits, random_steps
 from lightserve.worker.staged_host_pool import StagedHostPool
-from lightserve.worker.streams import CopyQueues, Event
 from lightserve.worker.warm_up import warm_up
 from support.graph_recorders import RerunRecorder
 from support.immediate_copies import ImmediateEvent
@@ -190,7 +187,7 @@ def make_runner(queue: StepQueue, size: Size = SMALL) -> ModelRunner:
         pool,
         rows(NUM_SLOTS),
         rows(NUM_STAGED),
-        queues=CopyQueues(copies, copies, copies),
+        queues=CopyStreams(copies, copies, copies),
         kernels=TritonCopies(),
     )
     host_pool.warm_up()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from lightserve.worker.graph_recorder import MemoryUse
+from lightserve.worker.graphs import MemoryUse
 
 _READ_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Of operations for which the host waits for the device."""

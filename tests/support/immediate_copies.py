@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from lightserve.worker.streams import CopyQueues, Event
+from lightserve.worker.device import CopyStreams, Event
 
 
-def immediate_copy_queues() -> CopyQueues:
+def immediate_copy_queues() -> CopyStreams:
     """Return queues that run everything at once, in the order in which it is queued."""
     queue = ImmediateQueue()
-    return CopyQueues(queue, queue, queue)
+    return CopyStreams(queue, queue, queue)
 
 
 class ImmediateQueue:

@@ -22,7 +22,7 @@ from lightserve.kernels.interface import AttentionBatch
 from lightserve.messages.common import unpack_int32
 from lightserve.messages.router_worker import KVCopies, StepPlan
 from lightserve.models.base import Model
-from lightserve.worker.kv_pool import KVPool
+from lightserve.worker.memory import KVPool
 from lightserve.worker.model_runner import ModelRunner
 
 Hashes = npt.NDArray[np.int64]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightserve.worker.device_queue import Array, HostMark, HostQueue, Mark
+from lightserve.worker.device import Array, HostMark, HostQueue, Mark
 
 
 class LateMark(HostMark):

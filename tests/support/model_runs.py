@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import Kernels
-from lightserve.models.base import Model
+from lightserve.models.base import Model, kv_layout
 from lightserve.models.config import ModelConfig, load_model_config
-from lightserve.models.kv_layout import kv_layout
 from lightserve.models.loader import load_model
 from lightserve.models.parallel import SingleRank, TensorParallel
 from support.parity import CPU, Chunk, DirectDriver, TokenSequence, make_sequences, run_sequences

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import Kernels
-from lightserve.models.config import Architecture, ModelConfig
+from lightserve.models.base import KVLayout, kv_layout
+from lightserve.models.config import Architecture, DefaultRope, ModelConfig
 from lightserve.models.context import ModelContext
 from lightserve.models.decoder import DecoderModel
-from lightserve.models.kv_layout import KVLayout, kv_layout
 from lightserve.models.layers.linear import UnquantizedMethod
 from lightserve.models.parallel import Part, SingleRank, TensorParallel
-from lightserve.models.rope_config import DefaultRope
 
 CPU = torch.device("cpu")
 

@@ -25,9 +25,9 @@ from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.types import FrontendId, RequestClass, RequestId, RowId, SamplingParams
 from lightserve.worker.constraints import StepMasks
-from lightserve.worker.device_queue import DeviceQueue, HostQueue
+from lightserve.worker.device import DeviceQueue, HostQueue
 from lightserve.worker.host_pool import DirectHostPool
-from lightserve.worker.kv_pool import KVPool
+from lightserve.worker.memory import KVPool
 from lightserve.worker.model_runner import ModelRunner
 from support.lossless import MAX_LEN, MAX_SEQS, NUM_SLOTS, Schedule, make_core
 from support.random_model import layout_of, random_model, tiny_config

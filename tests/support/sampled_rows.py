@@ -31,9 +31,8 @@ from lightserve.messages.router_worker import AddSequence
 from lightserve.types import RowId, SamplingParams
 from lightserve.worker.constraints import StepMasks
 from lightserve.worker.sampling.host import sample_on_host
-from lightserve.worker.sampling.interface import SamplingBatch, Tokens
-from lightserve.worker.sampling.known_counts import KnownCounts
-from lightserve.worker.sampling.table import SamplingTable
+from lightserve.worker.sampling.interface import KnownCounts, SamplingBatch, Tokens
+from lightserve.worker.tables import SamplingTable
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import sys
 import torch
 
 from lightserve.worker.graphs import DecodeGraphs, DecodeTables
-from lightserve.worker.kv_pool import KVPool
+from lightserve.worker.memory import KVPool
 from lightserve.worker.tensor_parallel import join_group
 from support.decode_scene import Scene
 from support.graph_recorders import RerunRecorder

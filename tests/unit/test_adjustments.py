@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from support.sampled_rows import History, draw, make_batch
 
 from lightserve.types import SamplingParams
-from lightserve.worker.sampling.adjustments import adjust
-from lightserve.worker.sampling.host import sample_on_host
+from lightserve.worker.sampling.host import adjust, sample_on_host
 
 VOCAB = 12
 TOKENS = st.integers(0, VOCAB - 1)

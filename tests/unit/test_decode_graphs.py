@@ -17,16 +17,16 @@ from support.graph_recorders import TapeRecorder
 from torch import Tensor
 
 from lightserve.errors import StartupError
-from lightserve.kernels.interface import AttentionBatch
-from lightserve.kernels.unknown_values import UnknownValues
-from lightserve.models.base import KVPool as PoolOfModel
+from lightserve.kernels.interface import AttentionBatch, UnknownValues
+from lightserve.models.base import KVTensors as PoolOfModel
 from lightserve.models.decoder import DecoderModel
-from lightserve.worker.graph_ladder import MAX_ROWS, ladder
 from lightserve.worker.graphs import (
+    MAX_ROWS,
     NUM_ESTIMATED,
     estimated_graph_bytes,
+    ladder,
 )
-from lightserve.worker.kv_pool import KVPool
+from lightserve.worker.memory import KVPool
 
 
 @pytest.mark.parametrize(

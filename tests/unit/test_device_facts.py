@@ -14,8 +14,9 @@ from lightserve.messages.device import DeviceFacts
 from lightserve.metrics.catalogue import DEVICE_INFO
 from lightserve.metrics.recording import Recorder
 from lightserve.router.metrics import RouterMetrics
-from lightserve.worker import device_facts, profiling
-from lightserve.worker.device_facts import facts_of
+from lightserve.worker import device as device_facts
+from lightserve.worker import profiling
+from lightserve.worker.device import facts_of
 
 CUDA = torch.device("cuda", 0)
 DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n"

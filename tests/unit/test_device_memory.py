@@ -15,16 +15,18 @@ from lightserve.messages.router_worker import (
     OutputKind,
     row_results,
 )
-from lightserve.models.kv_layout import KVGroup, KVLayout
-from lightserve.worker.device_memory import (
+from lightserve.models.base import KVGroup, KVLayout
+from lightserve.worker.engine import build_runner
+from lightserve.worker.memory import (
+    AUTO_LOCKED_BYTES,
     DeviceMemory,
     measure_step,
     num_device_slots,
+    num_host_slots,
+    num_kv_slots,
     num_staged_slots,
 )
-from lightserve.worker.engine import build_runner
-from lightserve.worker.largest_steps import largest_steps
-from lightserve.worker.memory import AUTO_LOCKED_BYTES, num_host_slots, num_kv_slots
+from lightserve.worker.warm_up import largest_steps
 
 GIB = 2**30
 LAYOUT = KVLayout((KVGroup(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16"),))

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from lightserve.errors import StartupError
-from lightserve.worker.graph_recorder import MemoryUse
-from lightserve.worker.graphs import DecodeGraphs, DecodeTables
-from lightserve.worker.kv_pool import KVPool
+from lightserve.worker.graphs import DecodeGraphs, DecodeTables, MemoryUse
+from lightserve.worker.memory import KVPool
 
 CUDA = torch.device("cuda", 0)
 SIZES = (1, 2, 4, 8)

@@ -17,11 +17,16 @@ from support.tensor_kernels import TensorKernels
 
 from lightserve.errors import StartupError
 from lightserve.models.parallel import SingleRank
-from lightserve.worker import graph_capture
-from lightserve.worker.graph_capture import capture_graphs
-from lightserve.worker.graph_recorder import NUM_WARM_UPS, CudaGraphRecorder, MemoryUse
-from lightserve.worker.graphs import DecodeGraphs, DecodeTables
-from lightserve.worker.kv_pool import KVPool
+from lightserve.worker import engine
+from lightserve.worker.engine import capture_graphs
+from lightserve.worker.graphs import (
+    NUM_WARM_UPS,
+    CudaGraphRecorder,
+    DecodeGraphs,
+    DecodeTables,
+    MemoryUse,
+)
+from lightserve.worker.memory import KVPool
 
 CUDA = torch.device("cuda", 0)
 
@@ -141,9 +146,7 @@ def captured(kernels: TensorKernels, sizes: tuple[int, ...]) -> Runner:
 def test_a_start_with_graphs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(
-        graph_capture, "CudaGraphRecorder", lambda device, recording: TapeRecorder()
-    )
+    monkeypatch.setattr(engine, "CudaGraphRecorder", lambda device, recording: TapeRecorder())
     with caplog.at_level(logging.INFO):
         graphs = captured(TensorKernels(), (1, 2, 4)).graphs
     assert graphs is not None and graphs.sizes == (1, 2, 4)
@@ -166,7 +169,7 @@ def test_why_a_capture_failed(monkeypatch: pytest.MonkeyPatch) -> None:
             finally:
                 raise RuntimeError("capture was invalidated")
 
-    monkeypatch.setattr(graph_capture, "CudaGraphRecorder", lambda device, recording: Broken())
+    monkeypatch.setattr(engine, "CudaGraphRecorder", lambda device, recording: Broken())
     with pytest.raises(
         StartupError, match=r"graph of 4 decodes .* out of memory; --cuda-graphs off"
     ):
@@ -194,15 +197,13 @@ def test_a_graph_that_replays_something_else(fault: str, monkeypatch: pytest.Mon
 
             return replay if self.num_recorded == 1 else wrong
 
-    monkeypatch.setattr(graph_capture, "CudaGraphRecorder", lambda device, recording: Wrong())
+    monkeypatch.setattr(engine, "CudaGraphRecorder", lambda device, recording: Wrong())
     with pytest.raises(StartupError, match=r"graph of [12] decodes replays other logits .*limit"):
         captured(TensorKernels(), (1, 2, 4))
 
 
 def test_a_check_leaves_the_tables_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        graph_capture, "CudaGraphRecorder", lambda device, recording: TapeRecorder()
-    )
+    monkeypatch.setattr(engine, "CudaGraphRecorder", lambda device, recording: TapeRecorder())
     for table in captured(TensorKernels(), (1, 2, 4)).tables:
         assert not table.any()
 
@@ -222,7 +223,7 @@ def test_the_first_replay_is_part_of_the_start(monkeypatch: pytest.MonkeyPatch) 
                 raise RuntimeError("an illegal memory access was encountered")
             return super().memory()
 
-    monkeypatch.setattr(graph_capture, "CudaGraphRecorder", lambda device, recording: Failing())
+    monkeypatch.setattr(engine, "CudaGraphRecorder", lambda device, recording: Failing())
     with pytest.raises(StartupError, match=r"graph of 2 decodes .* an illegal memory access"):
         captured(TensorKernels(), (1, 2, 4))
 

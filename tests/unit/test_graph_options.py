@@ -12,8 +12,8 @@ from lightserve.cli.profile import FIELDS
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.kernels.reference import ReferenceKernels
-from lightserve.worker.graph_capture import graph_sizes
-from lightserve.worker.graph_ladder import ladder
+from lightserve.worker.engine import graph_sizes
+from lightserve.worker.graphs import ladder
 from lightserve.worker.profiling import profile_key
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")

@@ -9,12 +9,11 @@ from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, ProtocolError
 from lightserve.messages.common import pack_int32
 from lightserve.messages.router_worker import KVCopies, StepPlan
-from lightserve.models.kv_layout import KVGroup, KVLayout
+from lightserve.models.base import KVGroup, KVLayout
 from lightserve.sim.worker import PlanError, SimulatedWorker
 from lightserve.types import StepId
 from lightserve.worker.host_pool import MIN_TOKENS_BY_LAYER, DirectHostPool
-from lightserve.worker.kv_pool import KVPool
-from lightserve.worker.memory import num_host_slots
+from lightserve.worker.memory import KVPool, num_host_slots
 
 NUM_SLOTS, NUM_HOST_SLOTS = 40, 16
 

@@ -8,8 +8,7 @@ from support.sampled_rows import make_batch
 
 from lightserve.messages.common import TokenLogprob
 from lightserve.types import SamplingParams
-from lightserve.worker.sampling.logprobs import logprob_tensors, to_token_logprobs
-from lightserve.worker.sampling.sampler import sample
+from lightserve.worker.sampling.sampler import logprob_tensors, sample, to_token_logprobs
 
 
 def token_logprobs(

@@ -8,7 +8,7 @@ import pytest
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
-from lightserve.models.kv_layout import KVGroup, KVLayout
+from lightserve.models.base import KVGroup, KVLayout
 from lightserve.worker.memory import num_host_slots
 
 EXCLUSIVE = {"block_owner": "exclusive", "preemption": "swap", "cache_policy": "off"}

@@ -14,15 +14,14 @@ from lightserve.config import ServeConfig
 from lightserve.errors import StartupError
 from lightserve.messages.common import pack_int32
 from lightserve.messages.router_worker import KVCopies, StepPlan
-from lightserve.models.kv_layout import KVGroup, KVLayout
+from lightserve.models.base import KVGroup, KVLayout
 from lightserve.models.parallel import SingleRank
 from lightserve.types import StepId
-from lightserve.worker import engine, pinned, pools, staged_host_pool
-from lightserve.worker.device_memory import DeviceMemory
-from lightserve.worker.device_queue import make_queue
+from lightserve.worker import engine, staged_host_pool
+from lightserve.worker.device import make_queue
 from lightserve.worker.engine import build_runner
 from lightserve.worker.host_pool import DirectHostPool
-from lightserve.worker.kv_pool import KVPool
+from lightserve.worker.memory import DeviceMemory, KVPool
 from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.staged_host_pool import StagedHostPool, make_host_pool
 
@@ -44,7 +43,7 @@ def test_a_pool_of_what_was_measured() -> None:
         return MEMORY
 
     with FakeTensorMode():
-        made = pools.make_pools(
+        made = engine.make_pools(
             ServeConfig(preemption="recompute"),
             LAYOUT,
             torch.device("cuda"),
@@ -103,8 +102,8 @@ def test_measuring_runs_the_largest_steps_and_tries_graphs(
     config = ServeConfig(model=str(tmp_path), max_num_seqs=3, max_num_batched_tokens=40)
     model, executed = build_runner(config)._model, list[StepPlan]()
     pool = KVPool(LAYOUT, 16, torch.device("cpu"))
-    monkeypatch.setattr(pools, "CudaStatistics", Statistics)
-    monkeypatch.setattr(pools, "estimated_graph_bytes", lambda _, sizes: 1000 * len(sizes))
+    monkeypatch.setattr(engine, "CudaStatistics", Statistics)
+    monkeypatch.setattr(engine, "estimated_graph_bytes", lambda _, sizes: 1000 * len(sizes))
     monkeypatch.setattr(ModelRunner, "execute", lambda _, plan: executed.append(plan), raising=True)
 
     def make_runner(pool: KVPool) -> ModelRunner:
@@ -115,7 +114,7 @@ def test_measuring_runs_the_largest_steps_and_tries_graphs(
 
     for sizes, graphs in (((), 0), ((1, 2, 4), 3000)):
         executed.clear()
-        memory = pools.measure_gpu(
+        memory = engine.measure_gpu(
             config, model, pool, make_runner, graph_sizes=sizes, tp=SingleRank()
         )
         assert memory == DeviceMemory(
@@ -134,7 +133,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> KVPool:
         "pinned_bytes",
         lambda size, **_: torch.full((size,), 77, dtype=torch.uint8),
     )
-    monkeypatch.setattr(staged_host_pool, "cuda_copy_queues", lambda _: immediate_copy_queues())
+    monkeypatch.setattr(staged_host_pool, "cuda_copy_streams", lambda _: immediate_copy_queues())
     monkeypatch.setattr("lightserve.kernels.triton.copies.TritonCopies", TorchCopies)
     return pool
 
@@ -207,7 +206,7 @@ def is_mapped(address: int) -> bool:
 def test_locked_memory_is_unlocked_with_its_last_user(monkeypatch: pytest.MonkeyPatch) -> None:
     cudart = Cudart(error=0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    memory = pinned.pinned_bytes(100_000, label="locking")
+    memory = staged_host_pool.pinned_bytes(100_000, label="locking")
     part = memory[10:20].view(2, 5)
     assert cudart.locked == {memory.data_ptr(): 100_000} and memory.data_ptr() % 4096 == 0
     del memory
@@ -220,6 +219,6 @@ def test_locked_memory_is_unlocked_with_its_last_user(monkeypatch: pytest.Monkey
 def test_memory_that_cannot_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(error=2))
     with pytest.raises(StartupError, match=r"cannot page-lock 0\.0 GiB .*CUDA error 2"):
-        pinned.pinned_bytes(100, label="locking")
+        staged_host_pool.pinned_bytes(100, label="locking")
     with pytest.raises(StartupError, match=r"no 1048576\.0 GiB of host memory"):
-        pinned.pinned_bytes(2**50, label="locking")
+        staged_host_pool.pinned_bytes(2**50, label="locking")

@@ -20,11 +20,10 @@ from lightserve.messages.router_worker import (
     row_results,
 )
 from lightserve.models.parallel import SingleRank
-from lightserve.worker.device_queue import HostQueue
-from lightserve.worker.graph_ladder import ladder
-from lightserve.worker.graphs import DecodeGraphs
+from lightserve.worker.device import HostQueue
+from lightserve.worker.graphs import DecodeGraphs, ladder
 from lightserve.worker.host_pool import DirectHostPool
-from lightserve.worker.kv_pool import KVPool
+from lightserve.worker.memory import KVPool
 from lightserve.worker.model_runner import ModelRunner
 
 MAX_SEQS, MAX_LEN, NUM_STEPS = 12, 40, 100

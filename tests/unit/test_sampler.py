@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.sampled_rows import barred_tokens, draw, extreme_rows
 
 from lightserve.types import SamplingParams
-from lightserve.worker.sampling.random_draw import sequence_state, uniform, uniform_at
+from lightserve.worker.sampling.interface import sequence_state, uniform, uniform_at
 
 NUM_DRAWS = 20_000
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.0, -3.0, 0.0])

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from lightserve.messages.common import pack_int32
 from lightserve.messages.router_worker import KVCopies, StepPlan
-from lightserve.models.kv_layout import KVGroup, KVLayout
+from lightserve.models.base import KVGroup, KVLayout
 from lightserve.types import StepId
-from lightserve.worker.kv_pool import KVPool
+from lightserve.worker.device import CopyStreams, Event
+from lightserve.worker.memory import KVPool
 from lightserve.worker.staged_host_pool import StagedHostPool, make_host_pool
-from lightserve.worker.streams import CopyQueues, Event
 
 NUM_SLOTS, NUM_HOST_SLOTS = 24, 16
 LAYOUT = KVLayout((KVGroup(num_layers=2, num_kv_heads=1, head_dim=3, dtype="float32"),))
@@ -98,7 +98,7 @@ class LateQueues:
             )
             for name in ("compute", "pool", "drain")
         }
-        self.queues = CopyQueues(**self._queues)
+        self.queues = CopyStreams(**self._queues)
         self._random = random.Random(seed)
         self._order = order
 
@@ -215,7 +215,7 @@ def kv_of(value: int) -> Tensor:
 class Worker:
     """Launches steps; forward passes look at their slots when they run at last."""
 
-    def __init__(self, queues: CopyQueues, num_staged: int, max_runs: int = 32) -> None:
+    def __init__(self, queues: CopyStreams, num_staged: int, max_runs: int = 32) -> None:
         self.pool = KVPool(LAYOUT, NUM_SLOTS, torch.device("cpu"))
         self.rows = torch.full((NUM_HOST_SLOTS, 4, 3), torch.nan)
         staging = torch.full((num_staged, 4, 3), torch.nan)

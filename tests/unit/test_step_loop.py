@@ -28,8 +28,8 @@ from lightserve.messages.router_worker import (
     WorkerToRouter,
 )
 from lightserve.types import RowId, StepId
-from lightserve.worker.device_queue import Mark
-from lightserve.worker.pending import Drawn, Pending, StepMarks
+from lightserve.worker.device import Mark
+from lightserve.worker.model_runner import Drawn, Pending, StepMarks
 from lightserve.worker.step_loop import SPIN_S, StepLoop, serve
 from lightserve.worker.threads import Cores, CpuTimes, Threads
 

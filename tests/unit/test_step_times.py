@@ -19,7 +19,7 @@ from lightserve.messages.router_worker import (
     StepResult,
 )
 from lightserve.types import RowId, SamplingParams, StepId
-from lightserve.worker.device_queue import CudaMark, Mark
+from lightserve.worker.device import CudaMark, Mark
 from lightserve.worker.profiling import StepTimer
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightserve.worker.device_queue import Array, CudaQueue
+from lightserve.worker.device import Array, CudaQueue
 
 TYPES = (np.bool_, np.uint8, np.int32, np.int64, np.float32, np.float64)
 

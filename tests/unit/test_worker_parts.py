@@ -13,13 +13,11 @@ from lightserve.config.fields import parse_memory
 from lightserve.errors import ConfigError, StartupError
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
-from lightserve.models.kv_layout import KVGroup, KVLayout
+from lightserve.models.base import KVGroup, KVLayout
 from lightserve.types import RowId, SamplingParams, StepId
-from lightserve.worker.cgroups import usable_cores
-from lightserve.worker.device_queue import HostQueue
-from lightserve.worker.kv_pool import KVPool
-from lightserve.worker.memory import free_memory_bytes, num_kv_slots
-from lightserve.worker.sequence_table import SequenceTable
+from lightserve.worker.device import HostQueue
+from lightserve.worker.memory import KVPool, free_memory_bytes, num_kv_slots, usable_cores
+from lightserve.worker.tables import SequenceTable
 
 LAYOUT = KVLayout((KVGroup(num_layers=2, num_kv_heads=3, head_dim=8, dtype="bfloat16"),))
 """192 bytes per token."""

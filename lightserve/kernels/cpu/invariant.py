@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.errors import StartupError
-from lightserve.kernels.cpu import packed
+from lightserve.kernels.cpu import default
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.plan import KVSource
 from lightserve.kernels.interface import AttentionBatch
@@ -47,9 +47,9 @@ class InvariantKernels(TorchKernels):
 
     def pack_weight(self, weight: Tensor) -> Tensor:
         """See `Kernels.pack_weight`."""
-        result = packed.pack(weight)
+        result = default.pack(weight)
         rows = torch.linspace(-1.0, 1.0, weight.shape[1]).to(weight.dtype).expand(ROW_TILE, -1)
-        products = packed.linear(rows, result, None)
+        products = default.linear(rows, result, None)
         if not bool((products == products[0]).all()):
             raise StartupError(
                 "--batch-invariant is not possible on this machine: with a weight of shape"
@@ -64,7 +64,7 @@ class InvariantKernels(TorchKernels):
         out = x.new_empty(padded.shape[0], weight.shape[0])
         for start in range(0, num_rows, ROW_TILE):
             tile = slice(start, start + ROW_TILE)
-            out[tile] = packed.linear(padded[tile], weight, bias)
+            out[tile] = default.linear(padded[tile], weight, bias)
         return out[:num_rows]
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:

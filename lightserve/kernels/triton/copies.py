@@ -1,4 +1,4 @@
-"""Copies of KV slots, see `kernels.copies`: one launch for all layers of a list of tokens.
+"""Copies of KV slots, see `kernels.interface`: one launch for all layers of a list of tokens.
 
 Everything is moved as integers, 16 bytes at a time where a head has them. Compiled once per model:
 neither the number of tokens nor where lists begin makes another kernel.

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
 from lightserve.kernels.triton.configs import AttentionShape, DecodeConfig
-from lightserve.kernels.triton.merge import Parts, make_parts, max_splits, merge
-from lightserve.kernels.triton.online_softmax import MIN_DOT, walk
+from lightserve.kernels.triton.merge import MIN_DOT, Parts, make_parts, max_splits, merge, walk
 
 _ROW, _TOKEN, _BEGIN, _END, _LAST, _PART = (tl.constexpr(field) for field in range(6))
 _NUM_FIELDS = tl.constexpr(6)

@@ -3,7 +3,7 @@
 Queries that share a KV head are stacked, so that every key and value is read once for the whole
 group:  row r of a program is token r // GROUP, query head kv_head * GROUP + r % GROUP.
 
-Where blocks are few and contexts long, a program walks one stretch of the context (see `cuts`)
+Where blocks are few and contexts long, a program walks one stretch of the context (see `plan`)
 and leaves parts, which are merged as those of decodes are.
 
 Source: FlashAttention-2 (Dao 2023).
@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
-from lightserve.kernels.triton.merge import merge
-from lightserve.kernels.triton.online_softmax import MIN_DOT, walk
+from lightserve.kernels.triton.merge import MIN_DOT, merge, walk
 from lightserve.kernels.triton.plan import ChunkWork
 
 

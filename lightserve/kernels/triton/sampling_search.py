@@ -1,11 +1,11 @@
-"""Kernels of `sampling` that search among the tokens of a row, by their keys (`sampling_rows`)."""
+"""Kernels of `sampling` that search among the tokens of a row, by their keys (`sampling_scan`)."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from lightserve.kernels.triton.sampling_rows import (
+from lightserve.kernels.triton.sampling_scan import (
     BELOW_ONE,
     chunk_totals,
     key_of,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightserve.models.rope_config import (
+from lightserve.models.config import (
     DefaultRope,
     DynamicRope,
     LinearRope,

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from lightserve.kernels.triton import sampling as kernels
 from lightserve.kernels.triton.sampling_adjust import Changes, adjust
-from lightserve.worker.sampling.bad_words import bar_words
-from lightserve.worker.sampling.interface import LogprobTensors, SamplingBatch, Tokens
+from lightserve.worker.sampling.interface import LogprobTensors, SamplingBatch, Tokens, bar_words
 
 
 def sample_on_device(logits: Tensor, batch: SamplingBatch) -> Tokens:
@@ -66,7 +65,7 @@ def _adjusted(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def logprobs_on_device(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTensors:
-    """See `logprobs.logprob_tensors`."""
+    """See `sampler.logprob_tensors`."""
     num_rows = len(logits)
     ones = logits.new_ones(num_rows, dtype=torch.float32)
     none = logits.new_zeros(num_rows, dtype=torch.int64)

@@ -7,14 +7,83 @@ know (which kernels are needed at all) it knows from the parameters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from lightserve.worker.sampling.known_counts import KnownCounts
+# How often each token is known in rows with penalties: kept on a GPU from step to step.
+#
+#     counts[row, token]    of the row's first `num_counted[row]` known tokens
+#
+# Nothing tells it of tokens that are drawn: before a row's penalties are applied, the kernel of
+# `kernels.triton.sampling_adjust` counts what the token table has beyond `num_counted`. That is one
+# token in steady decoding, none when the same token is drawn once more (its grammar was not ready),
+# and everything when a sequence has come to the row, new, resumed or from another row.
+
+
+class KnownCounts:
+    """Of one rank's rows."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
+        """As `count_kernel` has it."""
+        self.num_counted = torch.zeros(num_rows, dtype=torch.int32, device=device)
+
+    def begin(self, rows: Tensor) -> None:
+        """Forget what was in rows, int64 [n], to which other sequences have come."""
+        self.counts.index_fill_(0, rows, 0)
+        self.num_counted.index_fill_(0, rows, 0)
+
+
+# Uniform numbers that are a function of (seed, choice, position), and of nothing else.
+#
+# Contract N1: a draw never depends on the batch, so a request gives the same tokens wherever and
+# whenever it runs. Counter-based: the 64-bit finaliser of SplitMix64 (Steele, Lea, Flood 2014)
+# over the three numbers, one after the other. Seed and choice stay the same for all of a sequence:
+# their share is worked out once (`sequence_state`), the position's in every step, here on the CPU
+# and to the same bits in `kernels.triton.sampling` on a GPU.
+
+_UInt64 = npt.NDArray[np.uint64]
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MASK = (1 << 64) - 1
+
+
+def uniform(
+    seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]
+) -> npt.NDArray[np.float64]:
+    """Return numbers in [0, 1), float64 [n]; seeds are signed 64-bit."""
+    state = _mix(_unsigned(seeds))
+    state = _mix(state ^ _unsigned(choices))
+    return uniform_at(state, _unsigned(positions))
+
+
+def sequence_state(seed: int, choice: int) -> np.uint64:
+    """Return what seed and choice contribute to all numbers of a sequence."""
+    state: np.uint64 = _mix(_mix(_unsigned([seed])) ^ _unsigned([choice]))[0]
+    return state
+
+
+def uniform_at(states: _UInt64, positions: _UInt64) -> npt.NDArray[np.float64]:
+    """Return the numbers of sequences, by `sequence_state`, at positions; float64 [n]."""
+    state = _mix(states ^ positions)
+    result: npt.NDArray[np.float64] = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return result
+
+
+def _unsigned(values: Sequence[int]) -> _UInt64:
+    return np.array([value & _MASK for value in values], dtype=np.uint64)
+
+
+def _mix(value: _UInt64) -> _UInt64:
+    value = value + _GAMMA
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +134,7 @@ class SampledRows:
     rows: Tensor
     """int64 [L], of the token table."""
     states: Tensor
-    """int64 [L], bits of `random_draw.sequence_state`."""
+    """int64 [L], bits of `sequence_state`."""
     temperature: Tensor
     """float32 [L]; 0 is greedy, all others are at least MIN_TEMPERATURE."""
     min_p: Tensor
@@ -151,3 +220,28 @@ class Sampled(NamedTuple):
     is_finite: Tensor
     logprobs: LogprobTensors | None
     """Of the rows `SampledRows.logprob_indices`, in their order; None if there are none."""
+
+
+# Bars the last token of a bad word where the output ends with the others, on any device.
+
+
+def bar_words(logits: Tensor, rows: Tensor, options: Adjustments, batch: SamplingBatch) -> None:
+    """Bar the ends of bad words in logits, contiguous float32 [rows, vocab], in place.
+
+    `rows`, int64 [A]: where each of the A has its logits. Waits for nothing.
+    """
+    if not len(options.word_ends):
+        return
+    owners = options.word_rows
+    indices = options.indices[owners]
+    width = options.word_starts.shape[1]
+    # The last tokens before each new one, [entries, width]; those of a prompt are no output.
+    places = torch.arange(-width, 0, device=logits.device) + batch.positions[indices, None]
+    known = batch.token_ids[batch.rows.rows[indices, None], places.clamp(min=0)]
+    is_output = places >= options.num_prompt_tokens[owners, None]
+    fits = (known == options.word_starts) & is_output | (options.word_starts < 0)
+    # Added, as words of a row may have the same end: what is barred by one of them is barred.
+    added = torch.zeros(len(owners), dtype=logits.dtype, device=logits.device)
+    added.masked_fill_(fits.all(dim=1), float("-inf"))
+    place = rows[owners] * logits.shape[1] + options.word_ends
+    logits.view(-1).scatter_add_(0, place, added)
