@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import operator
 import re
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import lightserve
+from lightserve.config import ServeConfig
+from lightserve.config.fields import flag_name
 from lightserve.frontend.json_body import StrictModel
 from lightserve.frontend.openai.chat import ChatRequest
 from lightserve.frontend.openai.completions import CompletionRequest
 
-DOCS = Path(lightserve.__file__).parents[1] / "docs"
+PACKAGE = Path(lightserve.__file__).parent
+DOCS = PACKAGE.parent / "docs"
 
 
 @pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
@@ -20,3 +28,135 @@ def test_every_field_of_the_api_is_described(model: type[StrictModel]) -> None:
     page = (DOCS / "api.md").read_text()
     described = set(re.findall(r"`(\w+)`", page))
     assert set(model.model_fields) - described == set()
+
+
+# ---------------------------------------------------------------------- the numbers of the router
+
+HEADING = "The numbers at which the router guesses"
+BOUNDS = {
+    "ALWAYS",
+    "BIAS_BYTES",
+    "CHARACTER_BYTES",
+    "COPY_BYTES",
+    "EOS_BYTES",
+    "FEW_NEWCOMER_BYTES",
+    "IDLE_TICKS",
+    "ID_BYTES",
+    "LEAST_FOR_FRONTENDS_S",
+    "MAX_ADDED",
+    "MAX_BAD_WORDS",
+    "MAX_BAD_WORD_TOKENS",
+    "MAX_BLOCK_SIZE",
+    "MAX_DELTAS",
+    "MAX_DEPTH",
+    "MAX_KEYS",
+    "MAX_LOGPROBS",
+    "MAX_NEWCOMER_BYTES",
+    "MAX_REMEMBERED",
+    "MAX_SECONDS",
+    "MAX_SPARE_NODES",
+    "MAX_STEPS_IN_FLIGHT",
+    "MAX_TURN_S",
+    "MAX_VISITS",
+    "NOWHERE",
+    "NO_LIMIT",
+    "REST_BYTES",
+    "ROW_BYTES",
+    "SCHEMA_VERSION",
+    "SEQUENCE_BYTES",
+    "SLOT_BYTES",
+    "STATUS_INTERVAL_S",
+    "TOKEN_BYTES",
+    "WORD_BYTES",
+    "YOUNG_OBJECTS",
+}
+"""Numbers that guess nothing: sizes of messages and memory, bounds of work, marks of no value."""
+_OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+    ast.LShift: lambda left, right: int(left) << int(right),
+}
+
+Number = float | tuple[float, ...]
+
+
+def _number(node: ast.expr) -> Number | None:
+    """Return what an expression of nothing but numbers is."""
+    match node:
+        case ast.Constant(value=bool()):
+            return None
+        case ast.Constant(value=int() | float() as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            value = _number(operand)
+            return -value if isinstance(value, int | float) else None
+        case ast.BinOp(left=left, op=operation, right=right):
+            first, second = _number(left), _number(right)
+            if isinstance(first, int | float) and isinstance(second, int | float):
+                return _OPERATIONS[type(operation)](first, second)
+        case ast.Tuple(elts=parts):
+            numbers = [number for part in parts if isinstance(number := _number(part), int | float)]
+            return tuple(numbers) if len(numbers) == len(parts) else None
+    return None
+
+
+def _assigned(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the names that a module assigns, each with its expression."""
+    for node in tree.body:
+        match node:
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                yield name, value
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+                for part, value in zip(names, values, strict=True):
+                    if isinstance(part, ast.Name):
+                        yield part.id, value
+            case ast.Assign(targets=targets, value=value):
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        yield target.id, value
+
+
+def _numbers_of_the_router() -> dict[str, Number]:
+    """Return its constants that are numbers, as MODULE.NAME where a name occurs twice."""
+    paths = [
+        path for part in ("router", "cost") for path in sorted(PACKAGE.glob(f"{part}/**/*.py"))
+    ]
+    found = [
+        (path.stem, name, number)
+        for path in [*paths, *PACKAGE.glob("cost.py")]
+        for name, value in _assigned(ast.parse(path.read_text()))
+        if name.isupper() and (number := _number(value)) is not None
+    ]
+    times = Counter(name for _, name, _ in found)
+    return {
+        name if times[name] == 1 else f"{module}.{name}": number for module, name, number in found
+    }
+
+
+def _told() -> dict[str, object]:
+    """Return the numbers of the table of docs/scheduling.md."""
+    _, _, section = (DOCS / "scheduling.md").read_text().partition(f"\n## {HEADING}\n")
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+?) \| [^|]+ \| [^|]+ \|$", section, re.MULTILINE)
+    return {name: ast.literal_eval(value) for name, value in rows}
+
+
+def test_the_numbers_of_the_router_are_those_of_the_table() -> None:
+    """A new number has a row in docs/scheduling.md, with how it was found, or stands in BOUNDS."""
+    told = {name: value for name, value in _told().items() if not name.startswith("--")}
+    numbers = _numbers_of_the_router()
+    guesses = {
+        name: value
+        for name, value in numbers.items()
+        if name in told or not (name in BOUNDS or name.rsplit(".", 1)[-1].startswith("_"))
+    }
+    assert told == guesses
+
+
+def test_the_defaults_of_the_table_are_those_of_the_options() -> None:
+    told = {name: value for name, value in _told().items() if name.startswith("--")}
+    defaults = {flag_name(spec.name): spec.default for spec in dataclasses.fields(ServeConfig)}
+    assert told == {name: defaults.get(name) for name in told}
+    assert len(told) >= 10
