@@ -195,6 +195,8 @@ def parity() -> int:
     parser.add_argument("--models", default="", help="comma-separated names; default: all")
     arguments = parser.parse_args()
     names = set(filter(None, arguments.models.split(",")))
+    if unknown := names - {tiny.name for tiny in TINY_MODELS}:
+        parser.error(f"no such model: {', '.join(sorted(unknown))}")
     chosen = [tiny for tiny in TINY_MODELS if not names or tiny.name in names]
     with tempfile.TemporaryDirectory() as directory:
         reports = measure(chosen, arguments.kernels, Path(directory))

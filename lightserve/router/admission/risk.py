@@ -37,7 +37,7 @@ MIN_FUTURES, MAX_FUTURES = 32, 1024
 FUTURES_IN_TAIL = 3.2
 WAVES = 0.015
 """Variance of a history's mean rank beyond that of as many independent lengths, in units of one
-length's: lengths come in waves. Chosen by measurement; see bench/README.md."""
+length's: lengths come in waves. Chosen by measurement; see docs/results/admission.md."""
 _MIN_HISTORY = 20
 _RANK_TILT = 2.0 / np.sqrt(3.0)
 """An exponent of 1 + e moves the mean of uniform numbers by e / 4; the mean of n is off by

@@ -37,7 +37,7 @@ LoadIsCheaper = Callable[[int, int], bool]
 
 EVICTION_PORTIONS = 128
 """Of the pool, one part is evicted at least, if it is in few nodes: full pools would evict in every
-step otherwise, and leave no request room to grow side by side (bench/README.md, slots)."""
+step otherwise, and leave no request room to grow side by side (docs/results/router.md)."""
 
 _NO_SLOTS: Int32Array = np.empty(0, dtype=np.int32)
 
