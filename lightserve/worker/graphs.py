@@ -39,7 +39,7 @@ from lightserve.progress import Advance
 # computed for nothing against graphs to capture and to keep. What a padding row costs: attention to
 # one token, and its share of the products, which up to about 180 rows of bfloat16 wait for the
 # weights anyway (an H200's operations per byte). So the steps may grow with the size;
-# bench/README.md has the figures.
+# docs/results/host_step.md has the figures.
 #
 #     1 2 4 8 16 24 32 … 64 80 96 … 256 288 320 … 512 576 640 …
 
