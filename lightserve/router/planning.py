@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.sharing import SharedPrefixes
-from lightserve.router.be_pool import prefix_in_flight
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.demand import Outlook, RealTimeDemand
 from lightserve.router.fit import Fit
@@ -21,6 +20,7 @@ from lightserve.router.pipeline import Pipeline
 from lightserve.router.policies.base import StepLimits, Waiting
 from lightserve.router.preemption import fit_into_memory
 from lightserve.router.prompt_logprobs import cap_positions
+from lightserve.router.queue import prefix_in_flight
 from lightserve.router.queues import RowTable, WaitingQueue
 from lightserve.router.reasons import Reason, Skipped, Skips, Unseen
 from lightserve.router.request import RUNNING, WAITING, Request

@@ -49,6 +49,11 @@ class Turn:
             self._is_known = True
         return self._oldest
 
+    @property
+    def next_if_oldest(self) -> Request | None:
+        """The oldest, if no other may start."""
+        return self.oldest if self.is_of_oldest else None
+
     def allows(self, request: Request) -> bool:
         """Whether a request may start now."""
         return not self.is_of_oldest or self.oldest in (None, request)

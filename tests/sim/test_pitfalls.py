@@ -54,7 +54,7 @@ ELSEWHERE = {
         ("tests/sim/test_abort_storms.py", "test_nothing_is_left_after_a_storm"),
     ],
     "opposite signs of priority": [
-        ("tests/unit/test_priority_lanes.py", "test_under_every_policy_lower_numbers_start_first"),
+        ("tests/unit/test_queue.py", "test_under_every_policy_lower_numbers_start_first"),
     ],
     "SGLang 17026: metrics by class": [
         (

@@ -214,6 +214,9 @@ def check_structure(tree: PrefixTree) -> None:
         assert node.residents == {
             token: child for token, child in node.children.items() if child.slots is not None
         }
+        assert node.awaited == {
+            token: child for token, child in node.children.items() if child.num_expected
+        }
         for array_ in (node.tokens, node.slots):
             if array_ is not None and array_.base is not None:
                 assert array_.base.nbytes <= 2 * array_.nbytes

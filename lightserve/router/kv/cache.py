@@ -30,7 +30,7 @@ from lightserve.router.kv.prefix_node import EvictionOrder, PrefixKey, PrefixNod
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.kv.slots import BlockSlotPool, IndexArray
 from lightserve.router.request import Request
-from lightserve.types import RT
+from lightserve.types import BE, RT
 
 LoadIsCheaper = Callable[[int, int], bool]
 """Whether loading n tokens from a position on is predicted to cost less than computing them."""
@@ -256,14 +256,20 @@ class KVStore:
             self._tree.extend(request.lease, tokens[start:], slots)
 
     def expect(self, request: Request) -> None:
-        """Count a request that begins to wait as a future user of its tokens' KV (E7)."""
+        """Count a request that begins to wait as a future user of its tokens' KV (E7).
+
+        Best-effort ones that never ran may start in any order: `PrefixTree.waiting` tells of them.
+        """
         if self._tree is not None:
-            request.expected = self._tree.expect(_key(request), request.known_token_ids())
+            is_free = request.request_class is BE and request.num_requeues == 0
+            request.expected = self._tree.expect(
+                _key(request), request.known_token_ids(), request if is_free else None
+            )
 
     def forget(self, request: Request) -> None:
         """Take `expect` back: the request waits no longer."""
         if self._tree is not None and request.expected is not None:
-            self._tree.forget(request.expected)
+            self._tree.forget(request.expected, request)
             request.expected = None
 
     def retain(self, request: Request, now_s: float) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lightserve.messages.common import Int32Array
+
+if TYPE_CHECKING:
+    from lightserve.router.request import Request
 
 PrefixKey = Hashable
 """What besides equal tokens two requests must have in common to share KV: the salt, the adapter."""
@@ -35,6 +39,10 @@ class PrefixNode:
     """By their first token."""
     residents: dict[int, PrefixNode] = field(default_factory=dict)
     """Those of the children that are resident."""
+    awaited: dict[int, PrefixNode] = field(default_factory=dict)
+    """Those of the children that requests are expected in."""
+    waiting: dict[Request, None] = field(default_factory=dict)
+    """Requests whose expected prefixes end here, those that may start in any order."""
     height: int = 1
     """Nodes on the longest path from here down."""
     heights: dict[int, int] = field(default_factory=dict)

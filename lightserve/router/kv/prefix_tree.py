@@ -26,7 +26,7 @@ import itertools
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -44,6 +44,12 @@ from lightserve.router.kv.prefix_node import (
     task_aware,
 )
 
+if TYPE_CHECKING:
+    from lightserve.router.request import Request
+
+MAX_VISITS = 512
+"""Resident nodes at which is looked for those that wait: bounds the time of an answer, and with it
+what sharing may be missed."""
 MAX_SPARE_NODES = 256
 """After so many an eviction gives up no more than it has to: each takes more than ten microseconds,
 and nodes may be as short as one token."""
@@ -243,23 +249,58 @@ class PrefixTree:
 
     # ---------------------------------------------------------------- waiting requests
 
-    def expect(self, key: PrefixKey, prompt: Int32Array) -> PrefixNode:
+    def expect(
+        self, key: PrefixKey, prompt: Int32Array, request: Request | None = None
+    ) -> PrefixNode:
         """Count a waiting request as a future user of its prompt's prefixes.
+
+        Args:
+            key: whose prefixes.
+            prompt: its tokens.
+            request: to be found by `waiting`; None: it is not.
 
         Returns where they end, for `forget`: perhaps early, so as not to lie too deep.
         """
         end = self._reach(key, prompt)
         for part in path_of(end):
             part.num_expected += 1
+            if part.num_expected == 1 and part.parent is not None:
+                part.parent.awaited[part.first_token] = part
             self._offer(part)
+        if request is not None:
+            end.waiting[request] = None
         return end
 
-    def forget(self, end: PrefixNode) -> None:
+    def forget(self, end: PrefixNode, request: Request | None = None) -> None:
         """Take back the `expect` that returned this."""
         for node in path_of(end):
             node.num_expected -= 1
+            if node.num_expected == 0 and node.parent is not None:
+                del node.parent.awaited[node.first_token]
             self._offer(node)
+        if request is not None:
+            end.waiting.pop(request, None)
         self._tidy(end)
+
+    def waiting(self, key: PrefixKey) -> Iterator[tuple[int, Request]]:
+        """Iterate over requests whose prompts begin with resident tokens, and how many these are.
+
+        Those that share most come first. Nothing may change meanwhile.
+        """
+        if (root := self._roots.get(key)) is None:
+            return
+        found: list[tuple[int, int, PrefixNode]] = []
+        ticket = itertools.count()
+        ahead = [(0, next(ticket), root)]
+        while ahead and len(found) < MAX_VISITS:
+            num_tokens, _, node = entry = heapq.heappop(ahead)
+            found.append(entry)
+            for child in itertools.islice(_awaited_residents(node), MAX_VISITS):
+                heapq.heappush(ahead, (num_tokens - len(child.tokens), next(ticket), child))
+        found.sort()
+        for num_tokens, _, node in found:
+            if num_tokens < 0:
+                yield from ((-num_tokens, request) for request in _waiting_from(node))
 
     # ---------------------------------------------------------------- prefixes to be kept longer
 
@@ -459,6 +500,9 @@ class PrefixTree:
         node.parent = first
         node.tokens = part_of(tokens, length, len(tokens))
         first.children[node.first_token] = node
+        if node.num_expected:
+            parent.awaited[first.first_token] = first
+            first.awaited[node.first_token] = node
         if slots is not None:
             node.slots = part_of(slots, length, len(slots))
             parent.residents[first.first_token] = first
@@ -492,6 +536,8 @@ class PrefixTree:
         parts = [*above[::-1], node]
         node.tokens = np.concatenate([part.tokens for part in parts])
         at.children[first.first_token] = node
+        if node.num_expected:
+            at.awaited[first.first_token] = node
         if node.slots is not None:
             node.slots = np.concatenate([part.slots for part in parts if part.slots is not None])
             at.residents[first.first_token] = node
@@ -501,6 +547,7 @@ class PrefixTree:
             part.slots = None
             part.children.clear()
             part.residents.clear()
+            part.awaited.clear()
         self._num_nodes -= len(above)
         return at
 
@@ -524,3 +571,21 @@ class PrefixTree:
             self._num_nodes -= 1
             node = node.parent
         return node
+
+
+def _awaited_residents(node: PrefixNode) -> Iterator[PrefixNode]:
+    """Iterate over the resident children of a node that requests are expected in."""
+    if len(node.residents) < len(node.awaited):
+        return (child for child in node.residents.values() if child.num_expected)
+    return (child for child in node.awaited.values() if child.slots is not None)
+
+
+def _waiting_from(node: PrefixNode) -> Iterator[Request]:
+    """Iterate over the requests whose prompts are resident up to the end of a node."""
+    ahead = [iter((node,))]
+    while ahead:
+        if (below := next(ahead[-1], None)) is None:
+            ahead.pop()
+            continue
+        yield from below.waiting
+        ahead.append(child for child in below.awaited.values() if child.slots is None)

@@ -1,0 +1,286 @@
+"""The router's queue: requests that wait, in the order in which they should start.
+
+Of each class come first those that were put back, in the order in which that was asked for; then
+those that never ran, by priority, by when their first token is due, and by arrival; and at last,
+of real-time requests, those whose first token is late.
+
+Batch work may run in any order (Echo, sections 4.1 and 6), so that of best-effort requests only
+those are gone through that are worth asking: those whose prompts share most with KV that is
+resident, and among these the ones about as long as what runs. They hang on the nodes of the prefix
+tree. Nothing here goes through all that wait; every sixteenth to start is the oldest all the same
+(see `turns`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from lightserve.router.kv.prefix_node import common_len
+from lightserve.router.kv.prefix_tree import PrefixTree
+from lightserve.router.request import Request
+from lightserve.router.slo import CompletionLedger
+from lightserve.router.turns import OLDEST_EVERY, Turn
+from lightserve.types import BE, RT, RequestClass, RequestKey
+
+MAX_CANDIDATES = 64
+MAX_COMPARED = 256
+"""Requests that share something of which the nearest in length are taken."""
+MAX_COUNTED = 64
+"""From the head of a class, requests that are told when others overtake them."""
+MIN_IN_FLIGHT_TOKENS = 32
+"""A prefix that is being computed is worth waiting for from here on: one step of waiting costs
+about as much as computing so few tokens."""
+
+
+class Backlog(NamedTuple):
+    """How much waits."""
+
+    num_requests: int
+    num_tokens: int
+    """That have to be computed before the first new one."""
+    num_output_tokens: int = 0
+    """Most that may come yet."""
+
+
+class WaitingQueue:
+    """See the module. Reading it changes nothing."""
+
+    def __init__(self) -> None:
+        self._put_back: dict[RequestClass, OrderedDict[RequestKey, Request]] = {
+            request_class: OrderedDict() for request_class in RequestClass
+        }
+        self._fresh = {request_class: _Sorted() for request_class in RequestClass}
+        """Those that never ran."""
+        self._late: dict[RequestKey, Request] = {}
+        """Real-time ones that never ran, and whose first token is late."""
+        self._jobs = _Sorted()
+        """Best-effort requests with a completion time, those that are to end first before others;
+        they wait where all of their class do as well."""
+        self.num_since_oldest = 0
+        """Best-effort requests that have started since the oldest of them did."""
+        self._backlogs = dict.fromkeys(RequestClass, Backlog(0, 0))
+
+    def __len__(self) -> int:
+        return sum(backlog.num_requests for backlog in self._backlogs.values())
+
+    # ---------------------------------------------------------------- reading
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate over both classes; those that never ran by priority and arrival of their heads.
+
+        The oldest best-effort request is the first of its class where it is its turn.
+        """
+        oldest = self.turn().next_if_oldest
+        yield from self._put_back[RT].values()
+        if oldest is not None:
+            yield oldest
+        yield from (r for r in self._put_back[BE].values() if r is not oldest)
+        yield from self._late.values()
+        fresh = heapq.merge(*self._fresh.values(), key=_by_arrival)
+        yield from (r for r in fresh if r is not oldest)
+
+    def real_time(self) -> Iterator[Request]:
+        """Iterate over real-time requests."""
+        return self._of(RT)
+
+    def late(self) -> Iterable[Request]:
+        """Return the real-time requests that never ran and are late, in order."""
+        return self._late.values()
+
+    def best_effort(
+        self, turn: Turn, resident: PrefixTree | None, context_len: float
+    ) -> Iterator[Request]:
+        """Iterate over the best-effort requests that are worth asking (see `candidates`).
+
+        The first is the oldest where it is its turn.
+        """
+        oldest = turn.next_if_oldest
+        if oldest is not None:
+            yield oldest
+        yield from (r for r in self._put_back[BE].values() if r is not oldest)
+        candidates = self.candidates(resident, context_len=context_len)
+        yield from (r for r in candidates if r is not oldest)
+
+    def candidates(
+        self, resident: PrefixTree | None, *, context_len: float, limit: int = MAX_CANDIDATES
+    ) -> list[Request]:
+        """Return the best-effort requests that never ran and are worth asking, the best first.
+
+        Args:
+            resident: the cached prefixes, where those that wait are expected; None: there are none.
+            context_len: mean context of what runs; prompts nearest to it go first among those
+                that share as much.
+            limit: most of them.
+        """
+        fresh = self._fresh[BE]
+        oldest = next(iter(fresh), None)
+        if oldest is None:
+            return []
+        sharing = self._sharing(resident, context_len) if resident is not None else []
+        equals = [request for request in sharing if request.priority == oldest.priority]
+        chosen = dict.fromkeys([*equals[: OLDEST_EVERY - 1], oldest])
+        for request in itertools.islice(fresh, limit):
+            chosen.setdefault(request)
+        return sorted(list(chosen)[:limit], key=lambda request: request.priority)
+
+    def _sharing(self, resident: PrefixTree, context_len: float) -> list[Request]:
+        """Return those whose prompts begin with resident tokens, most tokens first."""
+        wanted = _bucket_of(round(context_len))
+        found: list[tuple[int, int, Request]] = []
+        # The salts of the oldest stand for all: there may be as many as clients.
+        oldest = itertools.islice(self._fresh[BE], MAX_CANDIDATES)
+        for salt in dict.fromkeys(request.prefix_salt for request in oldest):
+            sharing = resident.waiting((salt,))
+            for num_tokens, request in itertools.islice(sharing, MAX_COMPARED - len(found)):
+                distance = abs(_bucket_of(request.num_prompt_tokens) - wanted)
+                found.append((-num_tokens, distance, request))
+        return [request for _, _, request in sorted(found, key=lambda one: one[:2])]
+
+    def turn(self) -> Turn:
+        """Return whose turn it is among best-effort requests."""
+        return Turn(self._oldest_first(), self.num_since_oldest)
+
+    def _oldest_first(self) -> Iterator[Request]:
+        put_back = sorted(self._put_back[BE].values(), key=_by_arrival)
+        yield from heapq.merge(put_back, self._fresh[BE], key=_by_arrival)
+
+    def jobs(self) -> Iterator[Request]:
+        """Iterate over the best-effort requests with a completion time, the earliest first."""
+        return iter(self._jobs)
+
+    def paused(self, request_class: RequestClass) -> Iterator[Request]:
+        """Iterate over those of a class that keep KV, from the head."""
+        return (r for r in self._put_back[request_class].values() if r.is_paused)
+
+    def backlog(self, request_class: RequestClass) -> Backlog:
+        """Return how much of a class waits."""
+        return self._backlogs[request_class]
+
+    def _of(self, request_class: RequestClass) -> Iterator[Request]:
+        """Iterate over one class."""
+        yield from self._put_back[request_class].values()
+        yield from self._fresh[request_class]
+        if request_class is RT:
+            yield from self._late.values()
+
+    # ---------------------------------------------------------------- changes
+
+    def append(self, request: Request) -> None:
+        """Add a request that never ran; its place stays, whatever becomes due."""
+        due_s = 0.0
+        if request.request_class is RT and request.deadlines is not None:
+            due_s = request.deadlines.deadline_of_next_token
+        place = request.priority, due_s, request.arrival_number
+        self._fresh[request.request_class].add(request, place)
+        self._count(request, 1)
+
+    def requeue(self, requests: Sequence[Request]) -> None:
+        """Put requests back before all others of their class, in the given order."""
+        for request in reversed(requests):
+            put_back = self._put_back[request.request_class]
+            put_back[request.key] = request
+            put_back.move_to_end(request.key, last=False)
+            self._count(request, 1)
+
+    def sink_late(self, now_s: float) -> None:
+        """Put real-time requests that are late behind all others of their class.
+
+        Those of the first priority are late in the order in which they wait, so that the head is
+        all there is to look at; those of others are found late when they come to the head.
+        """
+        fresh = self._fresh[RT]
+        while (head := next(iter(fresh), None)) is not None:
+            if head.deadlines is None or head.deadlines.residual(now_s) > 0:
+                return
+            fresh.remove(head)
+            self._late[head.key] = head
+
+    def admit(self, request: Request) -> None:
+        """Take a request out to run it; those of its class that were before it are overtaken."""
+        if request.request_class is BE:
+            is_oldest = request is self.turn().oldest
+            self.num_since_oldest = 0 if is_oldest else self.num_since_oldest + 1
+        for other in itertools.islice(self._of(request.request_class), MAX_COUNTED):
+            if other is request:
+                break
+            other.num_overtaken += 1
+        self.remove(request)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out. Raises KeyError if it is not waiting."""
+        put_back = self._put_back[request.request_class].pop(request.key, None)
+        if put_back is None and self._late.pop(request.key, None) is None:
+            self._fresh[request.request_class].remove(request)
+        self._count(request, -1)
+
+    def _count(self, request: Request, sign: int) -> None:
+        """Add or take off a request; while it waits, its known tokens do not change."""
+        ledger = request.deadlines
+        if isinstance(ledger, CompletionLedger) and request.request_class is BE:
+            if sign > 0:
+                self._jobs.add(request, (ledger.end_s, request.arrival_number))
+            else:
+                self._jobs.remove(request)
+        before = self._backlogs[request.request_class]
+        num_left = request.max_tokens - len(request.output_token_ids)
+        self._backlogs[request.request_class] = Backlog(
+            before.num_requests + sign,
+            before.num_tokens + sign * request.num_known_tokens,
+            before.num_output_tokens + sign * num_left,
+        )
+
+
+class _Sorted:
+    """Requests by a place that each is given; both changes take O(log n) comparisons."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[float, ...]] = []
+        self._requests: list[Request] = []
+        self._place_of: dict[Request, tuple[float, ...]] = {}
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def add(self, request: Request, place: tuple[float, ...]) -> None:
+        """Add a request behind those of its place."""
+        at = bisect.bisect_right(self._places, place)
+        self._places.insert(at, place)
+        self._requests.insert(at, request)
+        self._place_of[request] = place
+
+    def remove(self, request: Request) -> None:
+        """Take a request out. Raises KeyError if it is not here."""
+        at = bisect.bisect_left(self._places, self._place_of.pop(request))
+        at = self._requests.index(request, at)
+        del self._places[at], self._requests[at]
+
+
+def prefix_in_flight(request: Request, prefilling: Sequence[Request]) -> int:
+    """Return how many more leading tokens of a waiting request are just being computed.
+
+    Those beyond what it found, in the prompt of a running request that is not shared yet; 0 where
+    that is too little to wait for: a best-effort request waits, a real-time one does not. A request
+    that wants the log-probabilities of its prompt computes all of it: it has nothing to wait for.
+    """
+    if request.sampling.num_prompt_logprobs is not None:
+        return 0
+    best = 0
+    for other in prefilling:
+        if other.prefix_salt == request.prefix_salt:
+            common = common_len(request.prompt_token_ids, other.prompt_token_ids)
+            best = max(best, common - request.num_computed_tokens)
+    return best if best >= MIN_IN_FLIGHT_TOKENS else 0
+
+
+def _by_arrival(request: Request) -> tuple[int, int]:
+    return request.priority, request.arrival_number
+
+
+def _bucket_of(num_tokens: int) -> int:
+    """Return the bucket of prompts of like length: powers of two."""
+    return max(0, num_tokens).bit_length()
