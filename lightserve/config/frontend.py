@@ -52,7 +52,13 @@ class FrontendOptions:
     )
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8000, "Port to listen on; 0 takes a free one.", low=0, high=65535)
-    http_workers: int = option(1, "Number of frontend processes.", low=1, high=64)
+    http_workers: int = option(
+        0,
+        "Number of frontend processes, or auto: one for each four cores, at most 8.",
+        low=0,
+        high=64,
+        zero_word="auto",
+    )
     api_key_file: str = option(
         "",
         "File of API keys, a line each: NAME, then a key or sha256:DIGEST, then perhaps admin."

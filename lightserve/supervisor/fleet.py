@@ -47,7 +47,7 @@ from lightserve.messages.supervision import (
 from lightserve.supervisor.budget import RestartBudget
 from lightserve.supervisor.metrics import ServerMetrics
 from lightserve.supervisor.spawn import Child, Spawner
-from lightserve.supervisor.specs import SpecWriter
+from lightserve.supervisor.specs import SpecWriter, num_frontends
 from lightserve.types import FrontendId
 
 DRAIN_GRACE_S = 2.0
@@ -136,7 +136,7 @@ class Fleet:
         """Start everybody at once: links connect whenever their other end appears."""
         self._start_router()
         self._start_workers()
-        for index in range(self._specs.config.http_workers):
+        for index in range(num_frontends(self._specs.config)):
             self._start_frontend(index, 0)
 
     def drain(self) -> None:

@@ -38,6 +38,7 @@ from lightserve.metrics.ledger import Ledger
 from lightserve.metrics.processes import read_usage
 from lightserve.metrics.recording import Recorder
 from lightserve.supervisor.banner import base_url
+from lightserve.supervisor.specs import num_frontends
 from lightserve.tls import server_context
 
 if TYPE_CHECKING:
@@ -122,7 +123,9 @@ class ServerMetrics:
         recorder.gauge(START_TIME).value = time.time()
         build = (lightserve.__version__, str(PROTOCOL_VERSION), platform.python_version())
         recorder.gauge(BUILD_INFO, *build).value = 1
-        options = [str(getattr(config, name)) for name in CONFIG_INFO.labels[1:]]
+        values = {"http_workers": num_frontends(config)}  # as it is, where the option says auto
+        names = CONFIG_INFO.labels[1:]
+        options = [str(values.get(name) or getattr(config, name)) for name in names]
         recorder.gauge(CONFIG_INFO, config.digest, *options).value = 1
         self._ledger.update(_OWN, recorder.snapshot())
 

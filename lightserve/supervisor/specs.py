@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,14 @@ from lightserve.api_keys import ApiKey
 from lightserve.config import ServeConfig
 from lightserve.messages.supervision import ChildSpec, Role
 from lightserve.supervisor.run_dir import RunDir
+
+MAX_FRONTENDS_BY_CORES = 8
+
+
+def num_frontends(config: ServeConfig) -> int:
+    """Return how many frontend processes there are."""
+    by_cores = min(MAX_FRONTENDS_BY_CORES, len(os.sched_getaffinity(0)) // 4)
+    return config.http_workers or max(1, by_cores)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from lightserve.errors import ConfigError, ModelLoadError, StartupError
 from lightserve.logs import one_line
 from lightserve.models.config import check_tp, load_model_config, resolve_context_len
 from lightserve.models.weight_files import check_digests, check_weights
+from lightserve.supervisor.specs import num_frontends
 
 _TOKENIZER_FILE = "tokenizer.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -58,7 +59,7 @@ def check_threads(config: ServeConfig) -> None:
     Raises:
         StartupError: there cannot.
     """
-    num_needed = _OWN_THREADS + _CHILD_THREADS * (1 + config.http_workers + config.tp)
+    num_needed = _OWN_THREADS + _CHILD_THREADS * (1 + num_frontends(config) + config.tp)
     may_end = threading.Event()
     threads: list[threading.Thread] = []
     try:

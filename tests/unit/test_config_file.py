@@ -25,6 +25,7 @@ from lightserve.config.file import (
 from lightserve.errors import ConfigError
 from lightserve.logs import JsonFormatter
 from lightserve.supervisor import loop
+from lightserve.supervisor.specs import num_frontends
 
 
 def _read(tmp_path: Path, text: str | bytes) -> dict[str, Any]:
@@ -213,3 +214,14 @@ def test_every_value_is_logged_once_with_its_origin(caplog: pytest.LogCaptureFix
         assert not seen.keys() & line["configuration"].keys()
         seen |= line["configuration"]
     assert seen == dataclasses.asdict(config)
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_cores", "expected"),
+    [(0, 1, 1), (0, 7, 1), (0, 8, 2), (0, 16, 4), (0, 96, 8), (3, 96, 3), (12, 2, 12)],
+)
+def test_frontends_follow_the_cores_unless_their_number_is_given(
+    monkeypatch: pytest.MonkeyPatch, asked: int, num_cores: int, expected: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(num_cores)))
+    assert num_frontends(ServeConfig(http_workers=asked)) == expected
