@@ -18,7 +18,7 @@ from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import LogprobColumns, Piece
 from lightserve.frontend.errors import ClientGone, RequestFailed
 from lightserve.frontend.json_body import StrictModel
-from lightserve.frontend.news import Delta, LiveRequest, NewRequest
+from lightserve.frontend.news import Delta, LiveRequest, Prepared
 from lightserve.frontend.service import Service
 from lightserve.metrics.requests import RequestMetrics
 from lightserve.tokenization.stop_strings import StopMatcher, Stopped
@@ -57,23 +57,23 @@ class Generation:
     def __init__(
         self,
         service: Service,
-        request: NewRequest,
+        prepared: Prepared,
         live: LiveRequest,
         metrics: RequestMetrics,
         *,
         by_token: bool,
     ) -> None:
         self.live = live
+        self.request, self.options = request, options = prepared
         self._tokenizer = service.model.tokenizer
-        self._detokenizer = self._tokenizer.detokenizer(request.prompt_token_ids)
+        self._detokenizer = self._tokenizer.detokenizer(options.prompt_token_ids)
         self._eos_token_ids = frozenset(request.eos_token_ids)
         self._stops = (
-            StopMatcher(request.stop_strings, include=request.includes_stop)
-            if request.stop_strings
+            StopMatcher(options.stop_strings, include=options.includes_stop)
+            if options.stop_strings
             else None
         )
         self._by_token = by_token
-        self.request = request
         self._metrics = metrics
         self._num_cached_tokens = 0
         self.num_tokens = 0
@@ -91,31 +91,32 @@ class Generation:
         self._last_token_id: int | None = None
 
     @classmethod
-    def start(cls, service: Service, request: NewRequest, *, by_token: bool) -> Generation:
+    def start(cls, service: Service, prepared: Prepared, *, by_token: bool) -> Generation:
         """Submit a request; `by_token` asks for the pieces too.
 
         Raises:
             InvalidRequest: the router cannot take it.
             RequestFailed: nor can it now.
         """
+        request, options = prepared
         metrics = service.observation.requests.request(
             request.request_class,
-            arrival_s=request.arrival_s,
-            num_prompt_tokens=len(request.prompt_token_ids),
+            arrival_s=options.arrival_s,
+            num_prompt_tokens=len(options.prompt_token_ids),
             slo=request.slo,
         )
         try:
-            live = service.router.submit(request)
+            live = service.router.submit(request, options)
         except (InvalidRequest, RequestFailed) as failure:
             metrics.on_failure(failure.code)
             raise
         log.debug("is request %d of this frontend to the router", live.request_id)
-        return cls(service, request, live, metrics, by_token=by_token)
+        return cls(service, prepared, live, metrics, by_token=by_token)
 
     @property
     def usage(self) -> Usage:
         """Tokens so far, the one that ended it included."""
-        num_prompt_tokens = len(self.request.prompt_token_ids)
+        num_prompt_tokens = len(self.options.prompt_token_ids)
         return Usage(num_prompt_tokens, self.num_tokens, self._num_cached_tokens)
 
     @property
@@ -128,7 +129,7 @@ class Generation:
     def stop_reason(self) -> str | int | None:
         """The same; None if it was the model's own end."""
         matched = self.matched_stop
-        is_asked_for = isinstance(matched, str) or matched in self.request.stop_token_ids
+        is_asked_for = isinstance(matched, str) or matched in self.options.stop_token_ids
         return matched if is_asked_for else None
 
     @property
@@ -187,7 +188,7 @@ class Generation:
 
     def _take(self, news: Delta) -> TextDelta:
         """Take in tokens up to a stop string or the end."""
-        if self.request.discards_output:
+        if self.options.discards_output:
             self.finish_reason = news.finish_reason and FinishReason.LENGTH
             return TextDelta("", (), self.finish_reason)
         if self._stops is None and not self._by_token:
@@ -290,14 +291,14 @@ class Choices:
 
     @classmethod
     async def start(
-        cls, service: Service, requests: Sequence[NewRequest], *, per_prompt: int, by_token: bool
+        cls, service: Service, requests: Sequence[Prepared], *, per_prompt: int, by_token: bool
     ) -> Choices:
         """Submit all or none; `per_prompt` of them share a prompt. Raises RequestFailed."""
         started: list[Generation] = []
         try:
             for request in requests:
                 started.append(Generation.start(service, request, by_token=by_token))
-                if len(request.prompt_token_ids) > LONG_PROMPT_TOKENS:
+                if len(request[1].prompt_token_ids) > LONG_PROMPT_TOKENS:
                     await asyncio.sleep(0)  # each is copied: others have their turn
         except BaseException:
             for generation in started:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lightserve.errors import InvalidRequest, ProtocolError
 from lightserve.frontend.columns import LogprobColumns
@@ -18,20 +18,12 @@ from lightserve.frontend.errors import (
     RequestFailed,
     from_router,
 )
-from lightserve.messages.common import (
-    Constraint,
-    TokenLogprob,
-)
-from lightserve.messages.frontend_router import (
-    RequestDelta,
-)
+from lightserve.messages.common import TokenLogprob, TokenSegment
+from lightserve.messages.frontend_router import RequestDelta, Submit
 from lightserve.types import (
-    NO_SLO,
     SLO,
     FinishReason,
-    RequestClass,
     RequestId,
-    SamplingParams,
 )
 
 if TYPE_CHECKING:
@@ -49,39 +41,30 @@ MAX_TOKEN_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewRequest:
-    """A validated request."""
+class OutputOptions:
+    """What the frontend does with an output: all of a request that the router does not hear of."""
 
     prompt_token_ids: Sequence[int]
-    max_tokens: int
-    eos_token_ids: tuple[int, ...]
-    """Any of these ends the output …"""
-    sampling: SamplingParams
-    request_class: RequestClass
     arrival_s: float
     """Monotonic time at which the headers were there."""
-    slo: SLO = NO_SLO
-    """The server's targets included."""
-    priority: int = 0
-    """Within its class, lower ones start first."""
-    prediction_key: str = ""
-    """As in `Submit`: requests with equal keys are expected to have outputs of like length."""
-    prefix_salt: str = ""
-    """As in `Submit`: set by the response, from whoever asks."""
-    num_retained_tokens: int = 0
-    """As in `Submit`: of the prompt, to stay longer in the prefix cache."""
-    retention_s: float = 0.0
     stop_strings: tuple[str, ...] = ()
     """Any of these ends the output where it is complete."""
     includes_stop: bool = False
     """Whether the output shows the stop string that ended it."""
-    constraint: Constraint | None = None
-    names: tuple[str, ...] = ()
-    """As in `Submit`: set by the response."""
     stop_token_ids: frozenset[int] = frozenset()
-    """… of which these do so only because the request says it."""
+    """Of the tokens that end the output, those that do so only because the request says it."""
     discards_output: bool = False
     """Only the prompt's log-probabilities are wanted: the one token that is drawn is dropped."""
+
+
+Prepared = tuple[Submit, OutputOptions]
+"""A request that is checked; what differs each time it is sent is filled in then: its number, its
+age, its names, and the salt of its prefix."""
+
+
+def new_submit(prompt: TokenSegment, **fields: Any) -> Submit:
+    """Return a message without what is filled in when it is sent."""
+    return Submit(request_id=RequestId(0), prompt=[prompt], age_s=0.0, **fields)
 
 
 class Reader(Protocol):
@@ -150,19 +133,19 @@ class Delta:
 class LiveRequest:
     """A request's news; made by `RouterClient.submit`, read by one `Reader`."""
 
-    def __init__(self, request_id: RequestId, client: RouterClient, request: NewRequest) -> None:
-        self.request_id = request_id
+    def __init__(self, client: RouterClient, request: Submit, *, num_prompt_tokens: int) -> None:
+        self.request_id = request.request_id
         self.reader: Reader | None = None
         self.index = 0
         """Among the reader's requests."""
         self._client = client
-        self._has_stop_strings = bool(request.stop_strings)
+        self._has_stop_strings = request.needs_acknowledgement
         self._num_logprobs = request.sampling.num_logprobs
         self._num_prompt_logprobs = request.sampling.num_prompt_logprobs
         self._num_prompt_left = 0
         """Of the prompt's log-probabilities, those that have not come."""
         if self._num_prompt_logprobs is not None:
-            self._num_prompt_left = len(request.prompt_token_ids) - 1
+            self._num_prompt_left = num_prompt_tokens - 1
         self._has_tokens = False
         self.on_unread: Callable[[], None] | None = None
         """Called when the reader falls behind."""

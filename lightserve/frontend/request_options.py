@@ -94,59 +94,59 @@ def read_sampling_defaults(model_dir: Path, *, vocab_size: int) -> SamplingDefau
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingRequest:
-    """What a request says about sampling, whatever its fields are called; None: nothing."""
+def resolve_sampling(
+    defaults: SamplingDefaults,
+    *,
+    vocab_size: int,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    repetition_penalty: float | None = None,
+    logit_bias: Mapping[str, float] | None = None,
+    allowed_token_ids: Sequence[int] | None = None,
+    bad_words: Sequence[tuple[int, ...]] = (),
+    min_tokens: int | None = None,
+    num_logprobs: int | None = None,
+    num_prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """Return the parameters of a request; where it says nothing (None), the defaults hold.
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Mapping[str, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[tuple[int, ...]] = ()
-    """As tokens."""
-    min_tokens: int | None = None
-    num_logprobs: int | None = None
-    num_prompt_logprobs: int | None = None
+    `bad_words` are tokens. Without a seed there is a random one.
 
-    def resolve(self, defaults: SamplingDefaults, *, vocab_size: int) -> SamplingParams:
-        """Return the parameters; without a seed they get a random one.
-
-        Raises:
-            InvalidRequest: a number beyond the vocabulary.
-        """
-        if self.top_k is not None and self.top_k > vocab_size:
-            raise InvalidRequest(
-                f"top_k must be at most {vocab_size}, the size of the vocabulary, got"
-                f" {str(self.top_k)[:64]}",
-                param="top_k",
-            )
-        top_k = defaults.top_k if self.top_k is None else self.top_k
-        return SamplingParams(
-            temperature=_first(self.temperature, defaults.temperature),
-            top_p=_first(self.top_p, defaults.top_p),
-            top_k=max(0, top_k),  # -1 and 0: all tokens
-            min_p=_first(self.min_p, 0.0),
-            seed=random_seed() if self.seed is None else self.seed,
-            frequency_penalty=_first(self.frequency_penalty, 0.0),
-            presence_penalty=_first(self.presence_penalty, 0.0),
-            repetition_penalty=_first(self.repetition_penalty, defaults.repetition_penalty),
-            logit_bias=_bias_of(self.logit_bias or {}, vocab_size),
-            allowed_token_ids=tuple(
-                check_token_ids(
-                    self.allowed_token_ids or (), vocab_size=vocab_size, param="allowed_token_ids"
-                )
-            ),
-            bad_words=tuple(self.bad_words),
-            min_tokens=self.min_tokens or 0,
-            num_logprobs=self.num_logprobs,
-            num_prompt_logprobs=self.num_prompt_logprobs,
+    Raises:
+        InvalidRequest: a number beyond the vocabulary.
+    """
+    if top_k is not None and top_k > vocab_size:
+        raise InvalidRequest(
+            f"top_k must be at most {vocab_size}, the size of the vocabulary, got"
+            f" {str(top_k)[:64]}",
+            param="top_k",
         )
+    top_k = defaults.top_k if top_k is None else top_k
+    return SamplingParams(
+        temperature=_first(temperature, defaults.temperature),
+        top_p=_first(top_p, defaults.top_p),
+        top_k=max(0, top_k),  # -1 and 0: all tokens
+        min_p=_first(min_p, 0.0),
+        seed=random_seed() if seed is None else seed,
+        frequency_penalty=_first(frequency_penalty, 0.0),
+        presence_penalty=_first(presence_penalty, 0.0),
+        repetition_penalty=_first(repetition_penalty, defaults.repetition_penalty),
+        logit_bias=_bias_of(logit_bias or {}, vocab_size),
+        allowed_token_ids=tuple(
+            check_token_ids(
+                allowed_token_ids or (), vocab_size=vocab_size, param="allowed_token_ids"
+            )
+        ),
+        bad_words=tuple(bad_words),
+        min_tokens=min_tokens or 0,
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
+    )
 
 
 def check_token_ids(token_ids: Sequence[int], *, vocab_size: int, param: str) -> list[int]:
@@ -276,54 +276,56 @@ class Terms:
         return max(0.0, self.arrival_s + self.timeout_s - time.monotonic())
 
 
-@dataclass(frozen=True, kw_only=True)
-class TermFields:
-    """What the body of a request says about its terms; None: nothing."""
-
-    request_class: RequestClass
-    slo: SLOFields | None
-    priority: int | None
-    timeout_s: float | None
-    param_prefix: str = ""
-    """Of the names of these fields in the body."""
-
-    def resolve(self, headers: Headers, config: ServeConfig, *, arrival_s: float) -> Terms:
-        """Return the terms. Raises InvalidRequest."""
-        asked = _join(_from_headers(headers), self._from_body())
-        _check_class(asked, self.request_class)
-        _check_least(asked, config)
-        slo = _with_defaults(asked, self.request_class, config)
-        if slo.mtpot_ms is not None and slo.mtpot_ms < (slo.tpot_ms or 0.0):
-            place = asked["mtpot_ms"].place
-            raise InvalidRequest(
-                f"{place} must be at least the target of the mean, {slo.tpot_ms:g}, got"
-                f" {slo.mtpot_ms:g}",
-                param=place,
-            )
-        return Terms(
-            request_class=self.request_class,
-            arrival_s=arrival_s,
-            slo=slo,
-            priority=self.priority or 0,
-            timeout_s=self.timeout_s,
-        )
-
-    def _from_body(self) -> dict[str, _Asked]:
-        slo = self.slo or SLOFields()
-        values = {name: getattr(slo, name) for name in SLO.__struct_fields__}
-        return {
-            name: _Asked(value, f"{self.param_prefix}slo.{name}")
-            for name, value in values.items()
-            if value is not None
-        }
-
-
 class _Asked(NamedTuple):
     """A target of a request."""
 
     value: float
     place: str
     """Header or field that has it."""
+
+
+def resolve_terms(
+    headers: Headers,
+    config: ServeConfig,
+    *,
+    arrival_s: float,
+    request_class: RequestClass,
+    slo: SLOFields | None,
+    priority: int | None,
+    timeout_s: float | None,
+    param_prefix: str = "",
+) -> Terms:
+    """Return the terms of a request from its headers and its body (None: it says nothing).
+
+    `param_prefix` is that of the names of these fields in the body. Raises InvalidRequest.
+    """
+    asked = _join(_from_headers(headers), _from_body(slo, param_prefix))
+    _check_class(asked, request_class)
+    _check_least(asked, config)
+    targets = _with_defaults(asked, request_class, config)
+    if targets.mtpot_ms is not None and targets.mtpot_ms < (targets.tpot_ms or 0.0):
+        place = asked["mtpot_ms"].place
+        raise InvalidRequest(
+            f"{place} must be at least the target of the mean, {targets.tpot_ms:g}, got"
+            f" {targets.mtpot_ms:g}",
+            param=place,
+        )
+    return Terms(
+        request_class=request_class,
+        arrival_s=arrival_s,
+        slo=targets,
+        priority=priority or 0,
+        timeout_s=timeout_s,
+    )
+
+
+def _from_body(slo: SLOFields | None, param_prefix: str) -> dict[str, _Asked]:
+    values = {name: getattr(slo, name, None) for name in SLO.__struct_fields__}
+    return {
+        name: _Asked(value, f"{param_prefix}slo.{name}")
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 def server_slo(config: ServeConfig) -> SLO:

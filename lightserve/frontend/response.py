@@ -11,7 +11,6 @@ is cut off by its connection (see `http_server`), which to the watch is a hang-u
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 import logging
 import time
@@ -19,6 +18,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -27,7 +27,7 @@ from lightserve.frontend.completion import Choices, News, TextDelta
 from lightserve.frontend.errors import ClientGone, RequestFailed, error_body, overloaded, timed_out
 from lightserve.frontend.json_body import BODY_BYTES_KEY
 from lightserve.frontend.middleware import KEYLESS, Caller, caller_of, owner_of
-from lightserve.frontend.news import NewRequest
+from lightserve.frontend.news import Prepared
 from lightserve.frontend.request_options import Terms
 from lightserve.frontend.service import Service, Turns
 from lightserve.logs import request_id
@@ -90,7 +90,7 @@ class Shape(Protocol):
         """Yield the JSON body of the answer as a whole, from all that was kept."""
 
 
-Prepare = Callable[[], Awaitable[Sequence[NewRequest]]]
+Prepare = Callable[[], Awaitable[Sequence[Prepared]]]
 """Encodes the prompts and resolves all parameters; raises InvalidRequest, RequestFailed."""
 
 
@@ -210,13 +210,14 @@ class GenerationResponse(Response):
                     salt = self._caller.prefix_salt
                     names = tuple(filter(None, (self._shape.request_id, request_id.get())))
                     requests = [
-                        dataclasses.replace(r, prefix_salt=salt, names=names) for r in requests
+                        (msgspec.structs.replace(request, prefix_salt=salt, names=names), options)
+                        for request, options in requests
                     ]
                     await self._generate(requests, client_gone, send)
             finally:
                 client_gone.cancel()
 
-    async def _prepared(self, client_gone: asyncio.Task[None]) -> Sequence[NewRequest] | None:
+    async def _prepared(self, client_gone: asyncio.Task[None]) -> Sequence[Prepared] | None:
         """Return the requests, or None if the client has left before they were ready.
 
         Raises:
@@ -252,7 +253,7 @@ class GenerationResponse(Response):
 
     async def _generate(
         self,
-        requests: Sequence[NewRequest],
+        requests: Sequence[Prepared],
         client_gone: asyncio.Task[None],
         send: Send,
     ) -> None:
@@ -391,7 +392,7 @@ def _body(data: bytes, *, more: bool) -> Message:
 def _log_end(request_id: str, choices: Choices, outcome: str, caller: Caller) -> None:
     """Log one line per request: identity, sizes and times, never a text or a key."""
     request, usage = choices.first.request, choices.usage
-    now_s, arrival_s = time.monotonic(), request.arrival_s
+    now_s, arrival_s = time.monotonic(), choices.first.options.arrival_s
     first_s = choices.first.first_token_s
     fields = {
         "request": request_id,

@@ -20,6 +20,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from lightserve.channels.base import AsyncLink
 from lightserve.errors import ChannelFull, FrameTooLarge, ProtocolError
 from lightserve.frontend.errors import (
@@ -30,10 +32,8 @@ from lightserve.frontend.errors import (
     router_lost,
     too_large_to_submit,
 )
-from lightserve.frontend.news import LiveRequest, NewRequest, Reader
+from lightserve.frontend.news import LiveRequest, OutputOptions, Reader
 from lightserve.messages.common import (
-    TokenSegment,
-    pack_int32,
     unpack_int32,
     unpack_int64,
 )
@@ -375,41 +375,25 @@ class RouterClient:
 
     # ------------------------------------------------------------------ requests
 
-    def submit(self, request: NewRequest) -> LiveRequest:
-        """Send a request to the router.
+    def submit(self, request: Submit, options: OutputOptions) -> LiveRequest:
+        """Send a request to the router, with a number of its own and its age.
 
         Raises:
             InvalidRequest: it is larger than the router takes.
             RequestFailed: there is no ready router, or its queue is full.
         """
         connection = self._ready_connection()
+        age_s = max(0.0, self._clock() - options.arrival_s)
         request_id = RequestId(self._next_id)
+        request = msgspec.structs.replace(request, request_id=request_id, age_s=age_s)
         self._next_id += 1
-        message = Submit(
-            request_id=request_id,
-            prompt=[TokenSegment(token_ids=pack_int32(request.prompt_token_ids))],
-            max_tokens=request.max_tokens,
-            eos_token_ids=list(request.eos_token_ids),
-            sampling=request.sampling,
-            request_class=request.request_class,
-            age_s=max(0.0, self._clock() - request.arrival_s),
-            priority=request.priority,
-            slo=request.slo,
-            prediction_key=request.prediction_key,
-            prefix_salt=request.prefix_salt,
-            num_retained_tokens=request.num_retained_tokens,
-            retention_s=request.retention_s,
-            needs_acknowledgement=bool(request.stop_strings),
-            constraint=request.constraint,
-            names=request.names,
-        )
         try:
-            connection.send(message)
+            connection.send(request)
         except ChannelFull:
             raise overloaded() from None
         except FrameTooLarge as error:
             raise too_large_to_submit(error.num_bytes, error.max_bytes) from None
-        live = LiveRequest(request_id, self, request)
+        live = LiveRequest(self, request, num_prompt_tokens=len(options.prompt_token_ids))
         self._live[request_id] = live
         return live
 

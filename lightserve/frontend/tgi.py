@@ -27,7 +27,7 @@ from lightserve.frontend.columns import (
 )
 from lightserve.frontend.completion import Choices, Generation, TextDelta, raised_slo
 from lightserve.frontend.json_body import Integer, StrictModel, read_model, show
-from lightserve.frontend.news import NewRequest
+from lightserve.frontend.news import OutputOptions, Prepared, new_submit
 from lightserve.frontend.openai.common import NoEffect, NoEffectModel
 from lightserve.frontend.openai.logprobs import LOWEST, token_text
 from lightserve.frontend.request_options import (
@@ -38,21 +38,22 @@ from lightserve.frontend.request_options import (
     Priority,
     RepetitionPenalty,
     SamplingDefaults,
-    SamplingRequest,
     Seconds,
     Seed,
     SLOFields,
     StopString,
     Temperature,
-    TermFields,
     Terms,
     TopK,
     TopP,
+    resolve_sampling,
+    resolve_terms,
 )
 from lightserve.frontend.response import ARRIVAL_KEY, GenerationResponse, new_request_id, sse_event
 from lightserve.frontend.service import AnswerSize, Service
 from lightserve.frontend.structured_output import NativeGrammar, resolve_constraint, wish_of_grammar
-from lightserve.types import FinishReason, RequestClass
+from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.types import FinishReason, RequestClass, SamplingParams
 
 DEFAULT_MAX_NEW_TOKENS = 100
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
@@ -94,11 +95,13 @@ class GenerateParameters(NoEffectModel):
     priority: Priority | None = None
     timeout: Seconds | None = None
 
-    def sampling(self) -> tuple[SamplingRequest, SamplingDefaults]:
-        """Return what it says about sampling, and what holds where it says nothing."""
+    def sampling(self, *, vocab_size: int) -> SamplingParams:
+        """Return the parameters that it asks for. Raises InvalidRequest."""
         shaping = (self.temperature, self.top_p, self.top_k)
         samples = bool(self.do_sample) or any(value is not None for value in shaping)
-        request = SamplingRequest(
+        return resolve_sampling(
+            _PLAIN if samples else _GREEDY,
+            vocab_size=vocab_size,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -108,7 +111,6 @@ class GenerateParameters(NoEffectModel):
             num_logprobs=self.top_n_tokens or 0,
             num_prompt_logprobs=0 if self.decoder_input_details else None,
         )
-        return request, _PLAIN if samples else _GREEDY
 
 
 class GenerateRequest(StrictModel):
@@ -143,15 +145,16 @@ class GenerateRequest(StrictModel):
     def terms(self, service: Service, request: Request) -> Terms:
         """Return the terms of service. Raises InvalidRequest."""
         parameters = self.parameters or GenerateParameters()
-        fields = TermFields(
+        return resolve_terms(
+            request.headers,
+            service.config,
+            arrival_s=request.scope[ARRIVAL_KEY],
             request_class=RequestClass.RT,
             slo=parameters.slo,
             priority=parameters.priority,
             timeout_s=parameters.timeout,
             param_prefix="parameters.",
         )
-        arrival_s: float = request.scope[ARRIVAL_KEY]
-        return fields.resolve(request.headers, service.config, arrival_s=arrival_s)
 
 
 class GenerateShape:
@@ -255,7 +258,7 @@ class GenerateShape:
         if not self._parameters.decoder_input_details:
             return
         known = itertools.chain([None], generation.prompt_logprobs.own)
-        for token_id, logprob in zip(generation.request.prompt_token_ids, known, strict=True):
+        for token_id, logprob in zip(generation.options.prompt_token_ids, known, strict=True):
             text = token_text(self._tokenizer, token_id)
             shown = None if logprob is None else max(logprob, LOWEST)
             yield {"id": token_id, "text": text, "logprob": shown}
@@ -291,7 +294,7 @@ def native_router(service: Service) -> APIRouter:
         body.check(stream=stream)
         terms = body.terms(service, request)
 
-        async def prepare() -> list[NewRequest]:
+        async def prepare() -> list[Prepared]:
             return await _prepare(service, body, terms)
 
         shape = GenerateShape(service, body, in_list=is_root)
@@ -315,10 +318,10 @@ def native_router(service: Service) -> APIRouter:
     return router
 
 
-async def _prepare(service: Service, body: GenerateRequest, terms: Terms) -> list[NewRequest]:
+async def _prepare(service: Service, body: GenerateRequest, terms: Terms) -> list[Prepared]:
     """Encode and resolve. Raises InvalidRequest, RequestFailed."""
     parameters = body.parameters or GenerateParameters()
-    sampling, defaults = parameters.sampling()
+    stops = parameters.stop or parameters.stop_sequences or ()
     prompt_token_ids = await service.encoder.encode_text(
         body.inputs, param="inputs", keep=parameters.truncate
     )
@@ -342,17 +345,23 @@ async def _prepare(service: Service, body: GenerateRequest, terms: Terms) -> lis
         closes=service.config.closed_schemas,
     )
     return [
-        NewRequest(
-            prompt_token_ids=prompt_token_ids,
-            max_tokens=max_tokens,
-            eos_token_ids=eos_token_ids,
-            constraint=constraint,
-            sampling=sampling.resolve(defaults, vocab_size=service.model.vocab_size),
-            request_class=terms.request_class,
-            arrival_s=terms.arrival_s,
-            slo=terms.slo,
-            priority=terms.priority,
-            stop_strings=tuple(parameters.stop or parameters.stop_sequences or ()),
-            includes_stop=True,  # as TGI does
+        (
+            new_submit(
+                TokenSegment(token_ids=pack_int32(prompt_token_ids)),
+                max_tokens=max_tokens,
+                eos_token_ids=list(eos_token_ids),
+                constraint=constraint,
+                sampling=parameters.sampling(vocab_size=service.model.vocab_size),
+                request_class=terms.request_class,
+                slo=terms.slo,
+                priority=terms.priority,
+                needs_acknowledgement=bool(stops),
+            ),
+            OutputOptions(
+                prompt_token_ids=prompt_token_ids,
+                arrival_s=terms.arrival_s,
+                stop_strings=tuple(stops),
+                includes_stop=True,  # as TGI does
+            ),
         )
     ]

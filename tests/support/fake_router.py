@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +17,17 @@ from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.channels.codec import Codec
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull
-from lightserve.frontend.news import Delta, LiveRequest
+from lightserve.frontend.news import Delta, LiveRequest, OutputOptions, Prepared, new_submit
 from lightserve.frontend.process import create_app
 from lightserve.frontend.router_client import RouterClient
 from lightserve.frontend.service import Service, load_service
-from lightserve.messages.common import TokenLogprob, pack_int32, pack_int64, unpack_int32
+from lightserve.messages.common import (
+    TokenLogprob,
+    TokenSegment,
+    pack_int32,
+    pack_int64,
+    unpack_int32,
+)
 from lightserve.messages.frontend_router import (
     Abort,
     ClassLoad,
@@ -34,7 +40,7 @@ from lightserve.messages.frontend_router import (
     TokenDelta,
 )
 from lightserve.messages.kv_map import ClassSlots, DescribeKV, KVMap, KVPool, PackedKinds
-from lightserve.types import FinishReason, RequestClass
+from lightserve.types import FinishReason, RequestClass, SamplingParams
 
 BOOT_ID = "boot"
 CODEC: Codec[Any, Any] = Codec(send_type=FrontendMessage, recv_type=RouterMessage)
@@ -176,6 +182,29 @@ class FakeRouter:
     async def submitted(self, number: int = 1) -> None:
         """Wait until so many requests have arrived."""
         await eventually(lambda: len(self.submits) >= number)
+
+
+def prepared(
+    prompt_token_ids: Sequence[int] = (5,),
+    *,
+    max_tokens: int = 9,
+    arrival_s: float = 0.0,
+    stop_strings: tuple[str, ...] = (),
+    **fields: Any,
+) -> Prepared:
+    """A request as a route has prepared it."""
+    values: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "eos_token_ids": [2],
+        "sampling": SamplingParams(),
+        "request_class": RequestClass.RT,
+        "needs_acknowledgement": bool(stop_strings),
+    }
+    segment = TokenSegment(token_ids=pack_int32(prompt_token_ids))
+    options = OutputOptions(
+        prompt_token_ids=prompt_token_ids, arrival_s=arrival_s, stop_strings=stop_strings
+    )
+    return new_submit(segment, **(values | fields)), options
 
 
 async def next_delta(live: LiveRequest) -> Delta:

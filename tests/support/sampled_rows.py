@@ -19,12 +19,12 @@ from lightserve.frontend.request_options import (
     Penalty,
     RepetitionPenalty,
     SamplingDefaults,
-    SamplingRequest,
     Seed,
     Temperature,
     TokenIds,
     TopK,
     TopP,
+    resolve_sampling,
 )
 from lightserve.messages.common import RegexConstraint
 from lightserve.messages.router_worker import AddSequence
@@ -80,7 +80,7 @@ def extreme_rows(
             if value == "vocabulary":
                 value = vocab_size if name == "top_k" else list(range(vocab_size))
             fields[name] = None if value is None else TypeAdapter(kind).validate_python(value)
-        params = SamplingRequest(**fields).resolve(SamplingDefaults(), vocab_size=vocab_size)
+        params = resolve_sampling(SamplingDefaults(), vocab_size=vocab_size, **fields)
         known = [[1], [0, 1] * (num_known // 2), [vocab_size - 1] * num_known][number % 3]
         rows.append((params, History(known, 1, eos_token_ids=(0, 2))))
     return rows

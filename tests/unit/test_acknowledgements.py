@@ -7,10 +7,9 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from support.fake_router import BOOT_ID, FakeRouter, frontend, next_delta, router_status
+from support.fake_router import BOOT_ID, FakeRouter, frontend, next_delta, prepared, router_status
 
 from lightserve.frontend.completion import Choices
-from lightserve.frontend.news import NewRequest
 from lightserve.frontend.router_client import RouterClient
 from lightserve.messages.frontend_router import (
     Acknowledge,
@@ -20,17 +19,9 @@ from lightserve.messages.frontend_router import (
     RouterWelcome,
     TokenDelta,
 )
-from lightserve.types import FinishReason, RequestClass, SamplingParams
+from lightserve.types import FinishReason
 
-REQUEST = NewRequest(
-    prompt_token_ids=[5],
-    max_tokens=50,
-    eos_token_ids=(2,),
-    sampling=SamplingParams(),
-    request_class=RequestClass.RT,
-    arrival_s=0.0,
-    stop_strings=("x",),
-)
+REQUEST = prepared(max_tokens=50, stop_strings=("x",))
 
 
 def _connected() -> tuple[RouterClient, FakeRouter]:
@@ -52,7 +43,7 @@ def _run(scenario: Coroutine[Any, Any, None]) -> None:
 def test_one_frame_for_all_progress_of_a_turn() -> None:
     async def scenario() -> None:
         client, router = _connected()
-        first, second = client.submit(REQUEST), client.submit(REQUEST)
+        first, second = client.submit(*REQUEST), client.submit(*REQUEST)
         first.acknowledge(1)
         second.acknowledge(4)
         first.acknowledge(3)
@@ -71,7 +62,7 @@ def test_one_frame_for_all_progress_of_a_turn() -> None:
 def test_progress_that_finds_the_channel_full_goes_with_the_next_message() -> None:
     async def scenario() -> None:
         client, router = _connected()
-        live = client.submit(REQUEST)
+        live = client.submit(*REQUEST)
         router.is_full = True
         live.acknowledge(1)
         await asyncio.sleep(0)
@@ -94,7 +85,7 @@ def test_progress_that_finds_the_channel_full_goes_with_the_next_message() -> No
 def test_an_end_replaces_progress_and_survives_a_full_channel() -> None:
     async def scenario() -> None:
         client, router = _connected()
-        live = client.submit(REQUEST)
+        live = client.submit(*REQUEST)
         router.is_full = True
         live.acknowledge(1)
         live.finish(2)
@@ -113,7 +104,7 @@ def test_an_end_replaces_progress_and_survives_a_full_channel() -> None:
 def test_an_end_is_told_even_if_the_router_ended_it_itself() -> None:
     async def scenario() -> None:
         client, router = _connected()
-        live = client.submit(REQUEST)
+        live = client.submit(*REQUEST)
         news = RequestDelta(live.request_id, [7, 2], FinishReason.STOP)
         client.on_message(TokenDelta(requests=[news]))
         assert live.is_over
@@ -126,7 +117,7 @@ def test_an_end_is_told_even_if_the_router_ended_it_itself() -> None:
 def test_an_unread_end_is_aborted_in_the_router() -> None:
     async def scenario() -> None:
         client, router = _connected()
-        live = client.submit(REQUEST)
+        live = client.submit(*REQUEST)
         news = RequestDelta(live.request_id, [7, 2], FinishReason.STOP)
         client.on_message(TokenDelta(requests=[news]))
         live.abort()  # the client left before the end was read
@@ -141,7 +132,7 @@ def test_an_unread_end_is_aborted_in_the_router() -> None:
 def test_an_unread_end_is_still_read_when_the_router_is_lost() -> None:
     async def scenario() -> None:
         client, _ = _connected()
-        live = client.submit(REQUEST)
+        live = client.submit(*REQUEST)
         news = RequestDelta(live.request_id, [7, 2], FinishReason.STOP)
         client.on_message(TokenDelta(requests=[news]))
         client.detach()
@@ -183,7 +174,7 @@ def test_no_choice_stays_in_the_router_whenever_the_client_leaves(num_read: int)
 def test_a_new_router_hears_nothing_of_the_old_ones_outputs() -> None:
     async def scenario() -> None:
         client, router = _connected()
-        live = client.submit(REQUEST)
+        live = client.submit(*REQUEST)
         router.is_full = True
         live.acknowledge(1)
         await asyncio.sleep(0)

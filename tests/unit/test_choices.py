@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from support.fake_router import Setup, frontend, token_delta
+from support.fake_router import Setup, frontend, prepared, token_delta
 
 from lightserve.frontend.completion import Choices, News
 from lightserve.frontend.errors import ClientGone
-from lightserve.frontend.news import QUICK_TOKENS, NewRequest
+from lightserve.frontend.news import QUICK_TOKENS
 from lightserve.messages.frontend_router import RequestDelta, TokenDelta
-from lightserve.types import FinishReason, RequestClass, SamplingParams
+from lightserve.types import FinishReason, RequestClass
 
 
 async def _start(
@@ -22,15 +22,7 @@ async def _start(
     request_class: RequestClass = RequestClass.RT,
     stop_strings: tuple[str, ...] = (),
 ) -> Choices:
-    request = NewRequest(
-        prompt_token_ids=[5],
-        max_tokens=9,
-        eos_token_ids=(2,),
-        sampling=SamplingParams(),
-        request_class=request_class,
-        arrival_s=0.0,
-        stop_strings=stop_strings,
-    )
+    request = prepared(request_class=request_class, stop_strings=stop_strings)
     return await Choices.start(setup.service, [request] * count, per_prompt=count, by_token=False)
 
 

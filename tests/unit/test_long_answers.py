@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import json
 import selectors
@@ -14,28 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_router import Setup, copy_bundled_model, frontend, made_logprobs, next_delta, says
+from support.fake_router import (
+    Setup,
+    copy_bundled_model,
+    frontend,
+    made_logprobs,
+    next_delta,
+    prepared,
+    says,
+)
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
-from lightserve.frontend.news import MAX_TOKENS_PER_TURN, Delta, NewRequest
+from lightserve.frontend.news import MAX_TOKENS_PER_TURN, Delta
 from lightserve.frontend.service import Turns
 from lightserve.messages.common import unpack_int32
 from lightserve.messages.frontend_router import RequestDelta, Submit, TokenDelta
-from lightserve.types import FinishReason, RequestClass, SamplingParams
+from lightserve.types import FinishReason, SamplingParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_ITEMS = 2_000_000
 MAX_EXTRA_BYTES = 64 * 1024 * 1024
 """Of memory, for an answer of so many items."""
 MAX_TURN_S = 0.1
-REQUEST = NewRequest(
-    prompt_token_ids=[5],
-    max_tokens=1000,
-    eos_token_ids=(2,),
-    sampling=SamplingParams(),
-    request_class=RequestClass.RT,
-    arrival_s=0.0,
-)
 
 
 def spread(submit: Submit) -> Iterator[RequestDelta]:
@@ -317,8 +316,8 @@ def test_a_backlog_is_taken_in_parts() -> None:
 
     async def scenario() -> list[Delta]:
         async with frontend() as setup:
-            asking = dataclasses.replace(REQUEST, sampling=SamplingParams(num_logprobs=3))
-            live = setup.service.router.submit(asking)
+            asking = prepared(max_tokens=1000, sampling=SamplingParams(num_logprobs=3))
+            live = setup.service.router.submit(*asking)
             tokens, end = list(range(1000)), FinishReason.LENGTH
             news = RequestDelta(live.request_id, tokens, end, logprobs=known, num_cached_tokens=1)
             setup.service.router.on_message(TokenDelta(requests=[news]))

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from support.fake_router import BOOT_ID, FakeRouter, next_delta, router_status
+from support.fake_router import BOOT_ID, FakeRouter, next_delta, prepared, router_status
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.errors import ClientGone, RequestFailed, draining
-from lightserve.frontend.news import LiveRequest, NewRequest
+from lightserve.frontend.news import LiveRequest, Prepared
 from lightserve.frontend.router_client import RouterClient
 from lightserve.messages.common import TokenLogprob, pack_int32, pack_int64
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta, RouterWelcome, TokenDelta
-from lightserve.types import FinishReason, RequestClass, RequestId, SamplingParams
+from lightserve.types import FinishReason, RequestId, SamplingParams
 
 
 class Clock:
@@ -26,19 +25,8 @@ class Clock:
         return self.now_s
 
 
-def _request(arrival_s: float = 100.0, **changes: Any) -> NewRequest:
-    return dataclasses.replace(_plain_request(arrival_s), **changes)
-
-
-def _plain_request(arrival_s: float) -> NewRequest:
-    return NewRequest(
-        prompt_token_ids=[5, 6],
-        max_tokens=3,
-        eos_token_ids=(2,),
-        sampling=SamplingParams(),
-        request_class=RequestClass.RT,
-        arrival_s=arrival_s,
-    )
+def _request(arrival_s: float = 100.0, **fields: Any) -> Prepared:
+    return prepared([5, 6], max_tokens=3, arrival_s=arrival_s, **fields)
 
 
 def _connected() -> tuple[RouterClient, FakeRouter, Clock]:
@@ -61,21 +49,21 @@ def _run(scenario: Coroutine[Any, Any, None]) -> None:
 def test_age_is_measured_from_the_arrival() -> None:
     client, router, clock = _connected()
     clock.now_s = 100.25
-    client.submit(_request(arrival_s=100.0))
+    client.submit(*_request(arrival_s=100.0))
     assert router.submits[0].age_s == 0.25
 
 
 def test_the_prediction_key_is_passed_on() -> None:
     client, router, _ = _connected()
-    client.submit(_request())
-    client.submit(dataclasses.replace(_request(), prediction_key="team-a"))
+    client.submit(*_request())
+    client.submit(*_request(prediction_key="team-a"))
     assert [submit.prediction_key for submit in router.submits] == ["", "team-a"]
 
 
 def test_unread_news_are_merged() -> None:
     async def scenario() -> None:
         client, _, _ = _connected()
-        live = client.submit(_request())
+        live = client.submit(*_request())
         for token in range(100):
             _news(client, live, [token])
         delta = await next_delta(live)
@@ -94,7 +82,7 @@ def test_unread_news_are_merged() -> None:
 def test_requests_do_not_mix() -> None:
     async def scenario() -> None:
         client, _, _ = _connected()
-        first, second = client.submit(_request()), client.submit(_request())
+        first, second = client.submit(*_request()), client.submit(*_request())
         assert first.request_id != second.request_id
         news = [RequestDelta(second.request_id, [9]), RequestDelta(first.request_id, [8])]
         client.on_message(TokenDelta(requests=news))
@@ -108,7 +96,7 @@ def test_requests_do_not_mix() -> None:
 def test_tokens_before_an_error_are_delivered(error: ErrorCode) -> None:
     async def scenario() -> None:
         client, router, _ = _connected()
-        live = client.submit(_request())
+        live = client.submit(*_request())
         _news(client, live, [7])
         _news(client, live, [], finish_reason=FinishReason.ERROR, error=error)
         assert (await next_delta(live)).token_ids.tolist() == [7]
@@ -123,7 +111,7 @@ def test_tokens_before_an_error_are_delivered(error: ErrorCode) -> None:
 def test_abort_wakes_the_reader_and_tells_the_router_once() -> None:
     async def scenario() -> None:
         client, router, _ = _connected()
-        live = client.submit(_request())
+        live = client.submit(*_request())
         reading = asyncio.create_task(next_delta(live))
         await asyncio.sleep(0)
         live.abort()
@@ -139,7 +127,7 @@ def test_abort_wakes_the_reader_and_tells_the_router_once() -> None:
 
 def test_aborts_survive_a_full_queue() -> None:
     client, router, _ = _connected()
-    live = client.submit(_request())
+    live = client.submit(*_request())
     router.is_full = True
     live.abort()
     client.on_message(router_status())
@@ -154,7 +142,7 @@ def test_a_full_queue_refuses_new_requests() -> None:
     client, router, _ = _connected()
     router.is_full = True
     with pytest.raises(RequestFailed) as caught:
-        client.submit(_request())
+        client.submit(*_request())
     assert caught.value.status == 429
     assert client.num_live == 0
 
@@ -162,7 +150,7 @@ def test_a_full_queue_refuses_new_requests() -> None:
 def test_losing_the_router_fails_everything() -> None:
     async def scenario() -> None:
         client, router, clock = _connected()
-        live = [client.submit(_request()) for _ in range(3)]
+        live = [client.submit(*_request()) for _ in range(3)]
         _news(client, live[0], [7])
         client.detach()
         assert (await next_delta(live[0])).token_ids.tolist() == [7]
@@ -174,7 +162,7 @@ def test_losing_the_router_fails_everything() -> None:
         clock.now_s += 3.0
         assert client.disconnected_s == 3.0
         with pytest.raises(RequestFailed):
-            client.submit(_request())
+            client.submit(*_request())
         with pytest.raises(RequestFailed):
             _ = client.num_kv_slots
         client.attach(router, "second")
@@ -190,7 +178,7 @@ def test_losing_the_router_fails_everything() -> None:
 def test_failing_all_aborts_in_the_router() -> None:
     async def scenario() -> None:
         client, router, _ = _connected()
-        live = client.submit(_request())
+        live = client.submit(*_request())
         client.fail_all(draining())
         with pytest.raises(RequestFailed):
             await next_delta(live)
@@ -210,7 +198,7 @@ def test_readiness_follows_the_workers() -> None:
     client.on_message(router_status(workers_ready=False))
     assert not client.is_ready
     with pytest.raises(RequestFailed):
-        client.submit(_request())
+        client.submit(*_request())
     client.on_message(RouterWelcome(boot_id=BOOT_ID, num_kv_slots=128))
     assert client.num_kv_slots == 128
 
@@ -223,7 +211,7 @@ def _columns(live: list[LiveRequest], tokens: list[int]) -> TokenDelta:
 def test_tokens_come_in_columns_too() -> None:
     async def scenario() -> None:
         client, _, _ = _connected()
-        live = [client.submit(_request()) for _ in range(3)]
+        live = [client.submit(*_request()) for _ in range(3)]
         client.on_message(_columns(live, [7, 8, 9]))
         _news(client, live[1], [10, 11])
         client.on_message(_columns(live[:2], [12, 13]))
@@ -243,8 +231,8 @@ def test_a_column_may_not_say_what_readers_do_not_expect() -> None:
     async def scenario() -> None:
         client, router, _ = _connected()
         asking = SamplingParams(num_logprobs=1)
-        live = [client.submit(_request()), client.submit(_request(sampling=asking))]
-        other = client.submit(_request())
+        live = [client.submit(*_request()), client.submit(*_request(sampling=asking))]
+        other = client.submit(*_request())
         client.on_message(_columns([*live, other], [-1, 7, 9]))
         for request in live:
             with pytest.raises(RequestFailed) as caught:
@@ -260,7 +248,7 @@ def test_a_column_may_not_say_what_readers_do_not_expect() -> None:
 @pytest.mark.parametrize(("ids", "tokens"), [(16, 4), (8, 0), (0, 4), (7, 4), (8, 3)])
 def test_columns_that_do_not_fit_together_end_the_session(ids: int, tokens: int) -> None:
     client, _, _ = _connected()
-    client.submit(_request())
+    client.submit(*_request())
     assert not client.is_out_of_step
     client.on_message(TokenDelta(request_ids=bytes(ids), token_ids=bytes(tokens)))
     assert client.is_out_of_step
@@ -297,8 +285,8 @@ def test_what_may_not_be_said_of_a_request_ends_it_alone(
     async def scenario() -> None:
         client, router, _ = _connected()
         asking = SamplingParams(num_logprobs=1, num_prompt_logprobs=1)
-        struck = client.submit(_request(sampling=asking, stop_strings=stop_strings))
-        other = client.submit(_request(sampling=asking))
+        struck = client.submit(*_request(sampling=asking, stop_strings=stop_strings))
+        other = client.submit(*_request(sampling=asking))
         given = {"logprobs": [TOP] * len(news["token_ids"]), "prompt_logprobs": [TOP]} | news
         illegal = RequestDelta(struck.request_id, **given)
         legal = RequestDelta(other.request_id, [9], logprobs=[TOP], prompt_logprobs=[TOP])

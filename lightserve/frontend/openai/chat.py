@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
+import msgspec
 from fastapi import APIRouter, Request
 from msgspec.json import encode
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
@@ -25,7 +26,7 @@ from lightserve.frontend.json_body import (
     read_model,
     show,
 )
-from lightserve.frontend.news import NewRequest
+from lightserve.frontend.news import OutputOptions, Prepared
 from lightserve.frontend.openai.common import (
     CHAT_NO_EFFECT,
     MESSAGE_NO_EFFECT,
@@ -58,6 +59,7 @@ from lightserve.frontend.openai.tools import (
 from lightserve.frontend.request_options import MaxTokens, NumLogprobs, Terms
 from lightserve.frontend.response import GenerationResponse, new_request_id
 from lightserve.frontend.service import AnswerSize, Service
+from lightserve.messages.frontend_router import Submit
 from lightserve.tokenization.chat_template import (
     ChatMessage,
     ChatTemplate,
@@ -420,7 +422,7 @@ class ChatShape:
         """Return the chunk that names a choice's role."""
         fields: dict[str, Any] = {"slo": raised_slo([generation])}
         if self._request.return_token_ids and not self._parsers:
-            fields["prompt_token_ids"] = list(generation.request.prompt_token_ids)
+            fields["prompt_token_ids"] = list(generation.options.prompt_token_ids)
         choice = {"index": index, "delta": _ROLE, "logprobs": None, "finish_reason": None}
         usage = dataclasses.replace(generation.usage, completion_tokens=0)
         return self._writer.chunk(choice, usage, fields)
@@ -451,7 +453,7 @@ class ChatShape:
 
     def _of_prompt(self, first: Generation) -> dict[str, Any]:
         """Return what a whole answer says of the prompt."""
-        own = first.request.prompt_token_ids
+        own = first.options.prompt_token_ids
         fields: dict[str, Any] = {"prompt_logprobs": None, "prompt_token_ids": None}
         if self._request.prompt_logprobs is not None:
             known = prompt_logprobs_json(self._tokenizer, own, first.prompt_logprobs)
@@ -506,10 +508,10 @@ def chat_router(service: Service) -> APIRouter:
         shape = ChatShape(service, body)
         tools = body.tool_use(service)
 
-        async def prepare() -> list[NewRequest]:
+        async def prepare() -> list[Prepared]:
             size: int = request.scope[BODY_BYTES_KEY]
             requests = await _prepare(service, body, tools, terms, size)
-            shape.parser_options = _parser_options(service, body, tools, requests[0])
+            shape.parser_options = _parser_options(service, body, tools, *requests[0])
             return requests
 
         return GenerationResponse(
@@ -525,12 +527,12 @@ def chat_router(service: Service) -> APIRouter:
 
 
 def _parser_options(
-    service: Service, body: ChatRequest, tools: ToolUse, request: NewRequest
+    service: Service, body: ChatRequest, tools: ToolUse, request: Submit, options: OutputOptions
 ) -> ParserOptions:
     """Return what to look for in the output of a request."""
     # Templates of some models end with the tag that opens the reasoning; a constraint leaves no
     # room for any.
-    ending = service.model.tokenizer.decode(request.prompt_token_ids[-NUM_ENDING_TOKENS:])
+    ending = service.model.tokenizer.decode(options.prompt_token_ids[-NUM_ENDING_TOKENS:])
     begun = (body.messages[-1].content or "") if body.continue_final_message else ""
     is_thinking = begun.rfind(THINK) > begun.rfind(END_OF_THINK)
     return ParserOptions(
@@ -544,7 +546,7 @@ def _parser_options(
 
 async def _prepare(
     service: Service, body: ChatRequest, tools: ToolUse, terms: Terms, size: int
-) -> list[NewRequest]:
+) -> list[Prepared]:
     """Render, encode, resolve a body of this size. Raises InvalidRequest, RequestFailed."""
     options = body.template_options(service.encoder.template)
     marks = body.cache_marks
@@ -573,7 +575,7 @@ async def _prepare(
             prompt_items=body.prompt_items,
         ),
     )
-    sampling = await body.sampling_request(
+    sampling = await body.sampling(
         service,
         num_logprobs=num_logprobs if body.logprobs else None,
         num_prompt_logprobs=body.prompt_logprobs,
@@ -589,9 +591,5 @@ async def _prepare(
     requests = list(body.new_requests(service, prompts, sampling, terms, constraint))
     if marks is None or body.keeps_prompts:
         return requests
-    return [
-        dataclasses.replace(
-            request, num_retained_tokens=prompt.num_marked, retention_s=marks.seconds
-        )
-        for request in requests
-    ]
+    kept = {"num_retained_tokens": prompt.num_marked, "retention_s": marks.seconds}
+    return [(msgspec.structs.replace(request, **kept), options) for request, options in requests]

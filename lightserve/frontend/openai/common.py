@@ -22,7 +22,7 @@ from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import json_array, json_object
 from lightserve.frontend.completion import Choices, Generation, Usage, raised_slo
 from lightserve.frontend.json_body import UNSUPPORTED_VALUE, Integer, StrictModel, show
-from lightserve.frontend.news import NewRequest
+from lightserve.frontend.news import OutputOptions, Prepared, new_submit
 from lightserve.frontend.request_options import (
     MAX_BAD_WORD_TOKENS,
     MAX_STOP_STRINGS,
@@ -36,19 +36,19 @@ from lightserve.frontend.request_options import (
     Penalty,
     Priority,
     RepetitionPenalty,
-    SamplingRequest,
     Seconds,
     Seed,
     SLOFields,
     StopString,
     StopTokenIds,
     Temperature,
-    TermFields,
     Terms,
     TokenIds,
     TopK,
     TopP,
     check_token_ids,
+    resolve_sampling,
+    resolve_terms,
 )
 from lightserve.frontend.response import ARRIVAL_KEY, sse_event
 from lightserve.frontend.service import Service
@@ -65,7 +65,7 @@ from lightserve.frontend.structured_output import (
     wish_of_outputs,
     wishes_of_aliases,
 )
-from lightserve.messages.common import Constraint
+from lightserve.messages.common import Constraint, TokenSegment, pack_int32
 from lightserve.types import RequestClass, SamplingParams
 
 NoEffect = Mapping[str, tuple[Any, ...]]
@@ -365,14 +365,15 @@ class CommonFields(NoEffectModel):
 
     def terms(self, service: Service, request: Request) -> Terms:
         """Return the terms of service. Raises InvalidRequest."""
-        fields = TermFields(
+        return resolve_terms(
+            request.headers,
+            service.config,
+            arrival_s=request.scope[ARRIVAL_KEY],
             request_class=self.request_class,
             slo=self.slo,
             priority=self.priority,
             timeout_s=self.timeout,
         )
-        arrival_s: float = request.scope[ARRIVAL_KEY]
-        return fields.resolve(request.headers, service.config, arrival_s=arrival_s)
 
     @property
     def usage_chunks(self) -> UsageChunks:
@@ -449,20 +450,23 @@ class CommonFields(NoEffectModel):
             closes=service.config.closed_schemas,
         )
 
-    async def sampling_request(
+    async def sampling(
         self,
         service: Service,
         *,
         num_logprobs: int | None = None,
         num_prompt_logprobs: int | None = None,
-    ) -> SamplingRequest:
-        """Return what the request says about sampling. Raises InvalidRequest, RequestFailed."""
+    ) -> SamplingParams:
+        """Return the parameters of sampling. Raises InvalidRequest, RequestFailed."""
         bad_words: list[tuple[int, ...]] = []
         if self.bad_words:
             bad_words = await service.encoder.encode_words(
                 self.bad_words, param="bad_words", max_tokens=MAX_BAD_WORD_TOKENS
             )
-        return SamplingRequest(
+        model = service.model
+        return resolve_sampling(
+            model.sampling_defaults,
+            vocab_size=model.vocab_size,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -483,10 +487,10 @@ class CommonFields(NoEffectModel):
         self,
         service: Service,
         prompts: Sequence[tuple[Sequence[int], int]],
-        sampling: SamplingRequest,
+        params: SamplingParams,
         terms: Terms,
         constraint: Constraint | None = None,
-    ) -> Iterator[NewRequest]:
+    ) -> Iterator[Prepared]:
         """Yield one request per completion; `prompts` are token ids and how many may follow.
 
         Raises:
@@ -494,7 +498,6 @@ class CommonFields(NoEffectModel):
                 left to draw.
         """
         model = service.model
-        params = sampling.resolve(model.sampling_defaults, vocab_size=model.vocab_size)
         stop_ids = check_token_ids(
             self.stop_token_ids or (), vocab_size=model.vocab_size, param="stop_token_ids"
         )
@@ -502,24 +505,30 @@ class CommonFields(NoEffectModel):
         _check_any_allowed(params, {*eos_ids, *stop_ids}, vocab_size=model.vocab_size)
         for prompt_token_ids, max_tokens in prompts:
             self._check_min_tokens(params, max_tokens)
+            options = OutputOptions(
+                prompt_token_ids=prompt_token_ids,
+                arrival_s=terms.arrival_s,
+                stop_strings=tuple(self.stop or ()),
+                includes_stop=bool(self.include_stop_str_in_output),
+                stop_token_ids=frozenset(stop_ids).difference(eos_ids),
+            )
+            segment = TokenSegment(token_ids=pack_int32(prompt_token_ids))
             for choice in range(self.num_choices):
-                yield NewRequest(
-                    prompt_token_ids=prompt_token_ids,
+                request = new_submit(
+                    segment,
                     max_tokens=max_tokens,
-                    eos_token_ids=(*eos_ids, *stop_ids),
-                    stop_token_ids=frozenset(stop_ids).difference(eos_ids),
+                    eos_token_ids=[*eos_ids, *stop_ids],
                     sampling=self._of_choice(params, choice),
                     request_class=terms.request_class,
-                    arrival_s=terms.arrival_s,
                     slo=terms.slo,
                     priority=terms.priority,
                     prediction_key=self.prediction_key,
                     num_retained_tokens=len(prompt_token_ids) if self.keeps_prompts else 0,
                     retention_s=DAY_S if self.keeps_prompts else 0.0,
-                    stop_strings=tuple(self.stop or ()),
-                    includes_stop=bool(self.include_stop_str_in_output),
+                    needs_acknowledgement=bool(self.stop),
                     constraint=constraint,
                 )
+                yield request, options
 
     def _of_choice(self, params: SamplingParams, choice: int) -> SamplingParams:
         """Return the parameters of one of the `n`; the first asks about the prompt for all."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from msgspec.json import encode
 from pydantic import BeforeValidator, Field
@@ -29,7 +30,7 @@ from lightserve.frontend.columns import (
 )
 from lightserve.frontend.completion import Choices, TextDelta, raised_slo
 from lightserve.frontend.json_body import Integer, read_model, show, whole_numbers
-from lightserve.frontend.news import NewRequest
+from lightserve.frontend.news import Prepared
 from lightserve.frontend.openai.common import (
     COMPLETION_NO_EFFECT,
     ChunkWriter,
@@ -226,7 +227,7 @@ class CompletionShape:
                 self._frames[index] = self._writer.frame(plain)
             fields = {"slo": raised_slo([generation])}
             text = self._prompt_text(index) + text
-            own, known = generation.request.prompt_token_ids, generation.prompt_logprobs
+            own, known = generation.options.prompt_token_ids, generation.prompt_logprobs
             if self.prompt_texts and self._request.logprobs is not None:
                 prompt = prompt_pieces(self._tokenizer, own, known)
             if self._request.return_token_ids:
@@ -273,7 +274,7 @@ class CompletionShape:
     def _object(self, index: int, choices: Choices) -> Iterator[bytes]:
         generation = choices.generations[index]
         text = itertools.chain(text_parts(self._prompt_text(index)), self._texts[index].parts())
-        own, pieces = generation.request.prompt_token_ids, self._pieces[index]
+        own, pieces = generation.options.prompt_token_ids, self._pieces[index]
         logprobs = prompt_logprobs = prompt_token_ids = token_ids = None
         if self._request.logprobs is not None:
             prompt = (own, generation.prompt_logprobs) if self.prompt_texts else None
@@ -313,7 +314,7 @@ def completions_router(service: Service) -> APIRouter:
         terms = body.terms(service, request)
         shape = CompletionShape(service, body)
 
-        async def prepare() -> list[NewRequest]:
+        async def prepare() -> list[Prepared]:
             prompts = await _encode(service, body)
             if body.echo:
                 is_cut = body.truncate_prompt_tokens is not None
@@ -354,7 +355,7 @@ async def _texts(service: Service, prompts: Sequence[str | Sequence[int]]) -> li
 
 async def _requests(
     service: Service, body: CompletionRequest, prompts: Sequence[array[int]], terms: Terms
-) -> list[NewRequest]:
+) -> list[Prepared]:
     """Resolve all parameters. Raises InvalidRequest, RequestFailed."""
     asked = 1 if body.only_echoes else body.max_tokens
     limits = service.resolve_max_tokens(
@@ -369,7 +370,7 @@ async def _requests(
         ),
     )
     echoed = body.logprobs if body.echo else None
-    sampling = await body.sampling_request(
+    sampling = await body.sampling(
         service,
         num_logprobs=body.logprobs,
         num_prompt_logprobs=echoed if body.prompt_logprobs is None else body.prompt_logprobs,
@@ -381,10 +382,9 @@ async def _requests(
     infilling = service.encoder.infilling if body.suffix and not body.ignore_eos else None
     ends = () if infilling is None else infilling.end_token_ids
     return [
-        replace(
-            request,
-            discards_output=body.only_echoes,
-            eos_token_ids=(*request.eos_token_ids, *ends),
+        (
+            msgspec.structs.replace(request, eos_token_ids=[*request.eos_token_ids, *ends]),
+            replace(options, discards_output=body.only_echoes),
         )
-        for request in requests
+        for request, options in requests
     ]
