@@ -8,8 +8,6 @@ python -m bench.engine.parts products [--threads 2] [--rows 1,8,32] [--rounds 7]
     how fast the native core multiplies, beside torch's packed products, in turns: GB/s of
     weights, TFLOP/s, torch's time over the core's. On a machine with other work `--cpu-time`
     with one thread takes that thread's CPU time instead
-python -m bench.engine.parts sampling
-    what sampling costs per step beside greedy decoding
 """
 
 from __future__ import annotations
@@ -45,14 +43,11 @@ from lightserve.messages.router_worker import (
 from lightserve.models.base import KVGroup, KVLayout, Model
 from lightserve.models.parallel import SingleRank
 from lightserve.types import RowId, SamplingParams, StepId
-from lightserve.worker.device import CudaQueue, HostMark, Mark, make_queue, resolve_device
+from lightserve.worker.device import CudaQueue, HostMark, Mark
 from lightserve.worker.graphs import DecodeGraphs, MemoryUse, ladder
 from lightserve.worker.host_pool import DirectHostPool
 from lightserve.worker.memory import KVPool
 from lightserve.worker.model_runner import ModelRunner
-from lightserve.worker.sampling.interface import KnownCounts, SamplingBatch
-from lightserve.worker.sampling.sampler import sample
-from lightserve.worker.tables import SamplingTable
 
 VOCAB_SIZE = 64
 CONTEXT_LEN = 4096
@@ -270,100 +265,10 @@ def products() -> None:
         )
 
 
-HISTORY = 1000
 PEAKED, FLAT = 4.0, 0.1
-SAMPLING_OPTIONS: dict[str, tuple[float, dict[str, Any]]] = {
-    "greedy": (PEAKED, {"temperature": 0.0}),
-    "temperature": (PEAKED, {}),
-    "top-k 40": (PEAKED, {"top_k": 40}),
-    "top-p 0.9, temperature 0.6": (PEAKED, {"top_p": 0.9, "temperature": 0.6}),
-    "top-p 0.9": (PEAKED, {"top_p": 0.9}),
-    "min-p 0.1": (PEAKED, {"min_p": 0.1}),
-    "logit bias, 100 entries": (PEAKED, {"logit_bias": tuple((i, 1.0) for i in range(100))}),
-    "frequency and presence penalty": (
-        PEAKED,
-        {"frequency_penalty": 0.5, "presence_penalty": 0.5},
-    ),
-    "repetition penalty": (PEAKED, {"repetition_penalty": 1.2}),
-    "1000 allowed tokens": (PEAKED, {"allowed_token_ids": tuple(range(1000))}),
-    "min_tokens": (PEAKED, {"min_tokens": 10_000}),
-    "logprobs, no top": (PEAKED, {"temperature": 0.0, "num_logprobs": 0}),
-    "logprobs, top 20": (PEAKED, {"temperature": 0.0, "num_logprobs": 20}),
-    "top-k 40, flat": (FLAT, {"top_k": 40}),
-    "top-p 0.9, flat": (FLAT, {"top_p": 0.9}),
-}
-CACHE_BYTES = 256 << 20
-"""More than any GPU's cache."""
 
 
-def make_step(
-    device: torch.device, shape: tuple[int, int], spread: float, params: SamplingParams
-) -> Callable[[], None]:
-    """Return what samples the next step of a batch whose rows all have these parameters."""
-    num_rows, vocab_size = shape
-    torch.manual_seed(0)
-    queue = make_queue(device)
-    rows = [RowId(row) for row in range(num_rows)]
-    table = SamplingTable(num_rows)
-    table.update([AddSequence(row, [], params, HISTORY // 2, [2]) for row in rows])
-    known = torch.randint(0, vocab_size, (num_rows, HISTORY + 1), dtype=torch.int32).to(device)
-    positions = torch.full((num_rows,), HISTORY, device=device)
-    counts = KnownCounts(num_rows, vocab_size, device)
-    num_steps = 1
-    if device.type != "cpu":
-        num_steps += CACHE_BYTES // (4 * num_rows * vocab_size)
-    logits = [spread * torch.randn(shape, device=device) for _ in range(num_steps)]
-    number = 0
-
-    def step() -> None:
-        nonlocal number
-        number += 1
-        batch = SamplingBatch(table.rows(rows, queue.upload), positions, known, known_counts=counts)
-        counts.num_counted.fill_(HISTORY - 1)  # a token more in every step
-        sample(logits[number % num_steps], batch)
-
-    return step
-
-
-def median_ms(device: torch.device, step: Callable[[], None]) -> float:
-    """Return the median time of some steps, in milliseconds."""
-    queue = make_queue(device)
-    num_steps, num_skipped = (9, 2) if device.type == "cpu" else (60, 10)
-    times = []
-    for _ in range(num_steps):
-        start = queue.mark()
-        step()
-        end = queue.mark()
-        end.wait()
-        times.append(end.seconds_since(start))
-    return 1e3 * statistics.median(times[num_skipped:])
-
-
-def sampling() -> None:
-    """Print a row per option, a column per shape."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
-    parser.add_argument("--vocabularies", type=int, nargs="+", default=[32_000, 152_000])
-    args = parser.parse_args()
-    device = resolve_device(args.device, 0)
-    torch.set_num_threads(1)
-    start_s = time.perf_counter()
-    shapes = [(batch, vocab) for vocab in args.vocabularies for batch in args.batches]
-    print("| ms per step | " + " | ".join(f"{b} x {v // 1000}k" for b, v in shapes) + " |")
-    print("| --- |" + " --- |" * len(shapes))
-    for name, (spread, options) in SAMPLING_OPTIONS.items():
-        cells = []
-        for shape in shapes:
-            with torch.inference_mode():
-                step = make_step(device, shape, spread, SamplingParams(seed=1, **options))
-                cells.append(median_ms(device, step))
-        print(f"| {name} | " + " | ".join(f"{cell:.3f}" for cell in cells) + " |", flush=True)
-    seconds = time.perf_counter() - start_s
-    print(f"\n{device}; {HISTORY} tokens of history; {seconds:.0f} s")
-
-
-COMMANDS = {"host": host, "products": products, "sampling": sampling}
+COMMANDS = {"host": host, "products": products}
 
 if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:

@@ -1,4 +1,4 @@
-"""What the prefix cache brings: `python -m bench.memory.prefix_sharing policies|documents|live`.
+"""What the prefix cache brings: `python -m bench.memory.prefix_sharing policies|documents`.
 
 policies: `--cache-policy` and the order of best-effort requests, on mooncake's block ids. The real
 router core on virtual hardware (A100, Llama-2-7B): of each trace, rows of at most
@@ -10,25 +10,19 @@ that have begun to answer.
 
 documents: questions about long documents, shuffled, under the unified policy, beside a few
 real-time requests; by arrival and by what is shared.
-
-live: 50 requests that begin with the same 2,000 tokens, through HTTP, with the bundled model.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
 from itertools import product, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import numpy as np
 
-from bench.serving.server import running_server
 from lightserve.config import ServeConfig
 from lightserve.router.events import FromFrontend
 from lightserve.router.factory import make_core_config
@@ -67,13 +61,6 @@ DOCUMENTS_CAPACITY = 60_000
 DOCUMENTS_RT_RPS = 4.0
 DOCUMENTS_S = 240.0
 DOCUMENTS_SLO = SLO(ttft_ms=400.0, tpot_ms=200.0, mtpot_ms=200.0)
-
-NUM_SHARED_TOKENS = 2000
-NUM_OWN_TOKENS = 20
-NUM_LIVE_REQUESTS = 50
-LIVE_TOKENS = (300, 1000)
-"""Prompts are drawn from these ids of the bundled model."""
-LIVE_POLICIES = ("off", "task-aware")
 
 
 class Cell(NamedTuple):
@@ -360,67 +347,17 @@ def ask_about_documents(cell: Cell) -> Asked:
     return Asked(hit_rate(seen), float(np.mean(in_time)), len(ended_s) / now_s, max(waits_s))
 
 
-def measure_live(args: argparse.Namespace) -> None:
-    """Print TTFT over requests that share their first tokens, with and without the cache.
-
-    Both servers run, and are asked in turn: other load of the machine falls on both alike.
-    """
-    rng = np.random.default_rng(args.seed)
-    shared = _draw(rng, NUM_SHARED_TOKENS)
-    prompts = [shared + _draw(rng, NUM_OWN_TOKENS) for _ in range(NUM_LIVE_REQUESTS)]
-    answers: dict[str, list[tuple[float, int]]] = {policy: [] for policy in LIVE_POLICIES}
-    with ExitStack() as stack:
-        ask = {policy: stack.enter_context(asker(policy, args.serve)) for policy in LIVE_POLICIES}
-        for prompt in [_draw(rng, 64), *prompts]:
-            for policy in LIVE_POLICIES:
-                answers[policy].append(ask[policy](prompt))
-    print("| cache policy | first ms | others p50 | p10 | p90 | cached tokens of the others |")
-    print("|---|---|---|---|---|---|")
-    for policy in LIVE_POLICIES:
-        _, first, *others = answers[policy]  # the very first warms up
-        p10, p50, p90 = np.percentile([ms for ms, _ in others], [10, 50, 90])
-        cached = np.mean([num_cached for _, num_cached in others])
-        print(f"| {policy} | {first[0]:.0f} | {p50:.1f} | {p10:.1f} | {p90:.1f} | {cached:,.0f} |")
-
-
-@contextmanager
-def asker(policy: str, serve: Sequence[str]) -> Iterator[Callable[[list[int]], tuple[float, int]]]:
-    """Start a server; yield what asks it for one token, which is when the answer ends.
-
-    It returns milliseconds on the client's clock, and how many prompt tokens were cached.
-    """
-    options = ["--cache-policy", policy, "--num-threads", "1", *serve]
-    with (
-        running_server(options) as server,
-        httpx.Client(base_url=server.url, timeout=120) as client,
-    ):
-
-        def ask(prompt: list[int]) -> tuple[float, int]:
-            body = {"model": server.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
-            start = time.perf_counter()
-            response = client.post("/v1/completions", json=body).raise_for_status()
-            ms = 1e3 * (time.perf_counter() - start)
-            return ms, response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-        yield ask
-
-
-def _draw(rng: np.random.Generator, count: int) -> list[int]:
-    return [int(token) for token in rng.integers(*LIVE_TOKENS, size=count)]
-
-
 def main() -> None:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("policies", "documents", "live"))
+    parser.add_argument("what", choices=("policies", "documents"))
     parser.add_argument("--rows", type=int, default=1500)
     parser.add_argument("--capacity", type=int, default=120_000)
     parser.add_argument("--max-be-seqs", type=int, nargs="+", default=[8, 0])
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--serve", nargs="*", default=[], help="further options of the servers")
     args = parser.parse_args()
-    what = {"policies": compare_policies, "documents": compare_orders, "live": measure_live}
+    what = {"policies": compare_policies, "documents": compare_orders}
     what[args.what](args)
 
 

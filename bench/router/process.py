@@ -31,6 +31,7 @@ import numpy as np
 from bench.router.clock import Mode, StepFigures, run_router
 from lightserve.channels.zmq import ZmqHub, ZmqLink, bind_hub, connect_link
 from lightserve.config import ServeConfig
+from lightserve.errors import ChannelFull
 from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.frontend_router import (
     FrontendHello,
@@ -194,7 +195,12 @@ class Frontend:
         number = RequestId(len(self._classes))
         self._classes.append(request_class)
         slo = TARGETS if request_class is RequestClass.RT else SLO()
-        self._link.send(next(self._jobs).submit(number, request_class, slo))
+        message = next(self._jobs).submit(number, request_class, slo)
+        while True:
+            try:
+                return self._link.send(message)
+            except ChannelFull:  # the router is slow to read: others want its core
+                time.sleep(0.05)
 
     def close(self) -> None:
         """Release the link."""

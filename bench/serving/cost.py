@@ -8,8 +8,6 @@ python -m bench.serving.cost [--streams 64 256] [--tokens 200] [--rounds 3]
 python -m bench.serving.cost idle
     time to first token through HTTP minus inside the worker, resident memory, and CPU time of
     each process while nothing happens
-python -m bench.serving.cost metrics
-    CPU time of each piece of metrics, and their share of a frontend's time per token
 """
 
 from __future__ import annotations
@@ -20,22 +18,11 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx
-import msgspec
 
 from bench.serving.server import Server, loaded_libraries, running_server
-from lightserve.config import ServeConfig
-from lightserve.frontend.middleware import RequestLog
-from lightserve.frontend.service import Observation
-from lightserve.metrics.catalogue import INTER_TOKEN_LATENCY
-from lightserve.metrics.exposition import make_registry, render
-from lightserve.metrics.ledger import Ledger
-from lightserve.metrics.recording import Recorder
-from lightserve.metrics.turns import TurnClock
-from lightserve.types import FinishReason, RequestClass
 
 ROLES = ("frontend", "router", "worker")
 
@@ -142,107 +129,6 @@ def memory(server: Server) -> dict[str, Any]:
     }
 
 
-ROUNDS = 5
-
-
-def cpu_s(work: Callable[[int], None], count: int) -> float:
-    """Return the CPU seconds of one of `count` repetitions: the best of some rounds."""
-    best_s = float("inf")
-    for _ in range(ROUNDS):
-        start_s = time.process_time()
-        work(count)
-        best_s = min(best_s, time.process_time() - start_s)
-    return best_s / count
-
-
-def _observe(count: int) -> None:
-    histogram = Recorder().histogram(INTER_TOKEN_LATENCY, "rt")
-    for _ in range(count):
-        histogram.observe(0.021)
-
-
-def _turns(count: int) -> None:
-    clock = TurnClock(Recorder(), "router-0")
-    for _ in range(count):
-        clock.begin()
-        clock.end()
-
-
-def _nothing(count: int) -> None:
-    for _ in range(count):
-        pass
-
-
-def _tokens(count: int) -> None:
-    metrics = Observation(ServeConfig()).requests
-    request = metrics.request(RequestClass.RT, arrival_s=0.0, num_prompt_tokens=9)
-    for number in range(count):
-        request.on_tokens(1, number * 0.02)
-
-
-def _requests(count: int) -> None:
-    metrics = Observation(ServeConfig(ttft_slo_ms=100, tpot_slo_ms=10)).requests
-    for _ in range(count):
-        request = metrics.request(RequestClass.RT, arrival_s=0.0, num_prompt_tokens=9)
-        request.on_tokens(1, 0.1)
-        request.on_finish(FinishReason.STOP)
-
-
-def _events(app: Any, count: int) -> None:
-    """Send `count` events of a stream through an ASGI application."""
-
-    async def drop(_message: Any) -> None:
-        pass
-
-    async def nothing() -> Any:
-        return {"type": "http.disconnect"}
-
-    scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "count": count}
-    asyncio.run(app(scope, nothing, drop))
-
-
-async def _made_stream(scope: Any, _receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    event = {"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True}
-    for _ in range(scope["count"]):
-        await send(event)
-
-
-def measure_pieces() -> dict[str, float]:
-    """Return the CPU seconds of each piece."""
-    loop_s = cpu_s(_nothing, 200_000)
-    observation = Observation(ServeConfig())
-    logged = RequestLog(_made_stream, observation, frozenset())
-    snapshot = observation.snapshot(num_in_flight=0, num_rejected_frames=0)
-    encoder, ledger = msgspec.msgpack.Encoder(), Ledger()
-    ledger.update("a", snapshot.samples)
-    registry = make_registry(ledger, "tiny")
-
-    def take_snapshot(count: int) -> None:
-        for _ in range(count):
-            encoder.encode(observation.snapshot(num_in_flight=0, num_rejected_frames=0))
-
-    def update(count: int) -> None:
-        for _ in range(count):
-            ledger.update("a", snapshot.samples)
-
-    def scrape(count: int) -> None:
-        for _ in range(count):
-            render(registry)
-
-    return {
-        "histogram.observe": cpu_s(_observe, 200_000) - loop_s,
-        "turn of a loop": cpu_s(_turns, 100_000) - loop_s,
-        "delivery of a token": cpu_s(_tokens, 200_000) - loop_s,
-        "event of a stream through RequestLog": cpu_s(lambda n: _events(logged, n), 100_000)
-        - cpu_s(lambda n: _events(_made_stream, n), 100_000),
-        "request, begin to end": cpu_s(_requests, 20_000),
-        "snapshot of a frontend, encoded": cpu_s(take_snapshot, 300),
-        "snapshot taken in by the supervisor": cpu_s(update, 300),
-        "scrape of a frontend's families": cpu_s(scrape, 20),
-    }
-
-
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "stop string": {"stop": "§§§"},
@@ -253,9 +139,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def main() -> None:
     """Measure what the command line names; print JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument(
-        "what", nargs="?", choices=("streams", "idle", "metrics"), default="streams"
-    )
+    parser.add_argument("what", nargs="?", choices=("streams", "idle"), default="streams")
     parser.add_argument("--streams", type=int, nargs="+", default=[64])
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
@@ -272,22 +156,9 @@ def main() -> None:
             }
             print(json.dumps(report, indent=2))
             return
-        if args.what == "metrics":
-            args.kinds = ["plain"]
         for count, kind in itertools.product(args.streams, args.kinds):
             figures = measure_streams(server, count, args.tokens, args.rounds, KINDS[kind])
             print(json.dumps({f"{count} {kind}": figures}, indent=2), flush=True)
-    if args.what == "metrics":
-        pieces = measure_pieces()
-        for name, seconds in pieces.items():
-            print(f"{name:40s} {seconds * 1e6:10.2f} µs")
-        per_token_us = 1e6 * (
-            pieces["delivery of a token"]
-            + pieces["event of a stream through RequestLog"]
-            + pieces["snapshot of a frontend, encoded"] / figures["tokens_per_s"]
-        )
-        share = per_token_us / figures["frontend_cpu_us_per_token"]
-        print(f"metrics: {per_token_us:.2f} µs per token, {share:.1%} of the frontend's time")
     print(f"took {time.perf_counter() - start_s:.0f} s")
 
 

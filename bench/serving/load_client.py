@@ -1,10 +1,9 @@
 """Is the load client to be believed? Against a mock server whose every write is logged.
 
-    python -m bench.serving.load_client [--clients]
+    python -m bench.serving.load_client [--rates 200,1000,3000]
 
 Per rate of events: how much later the client saw an event than the mock wrote it, errors of TTFT
 and ITL, and the client's CPU. The mock is a process of its own on the same machine and clock.
-With --clients: what HTTP libraries cost per event, each reading the same 32 streams.
 """
 
 from __future__ import annotations
@@ -12,22 +11,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import httpcore
-import httpx
 import numpy as np
 
-from lightserve.loadtest.client import EventLines, StreamClient, decode_event
+from lightserve.loadtest.client import StreamClient
 from lightserve.loadtest.options import ArrivalKind, ServerOptions, Traffic
 from lightserve.loadtest.prompts import UNCALIBRATED, PromptMaker
 from lightserve.loadtest.runner import Runner, RunOutcome, RunSettings
@@ -116,75 +111,15 @@ def accuracy(events_per_s: float) -> dict[str, Any]:
     }
 
 
-Pieces = Callable[[str, bytes], AsyncIterator[bytes]]
-_HEADERS = {"Content-Type": "application/json"}
-
-
-async def _aiohttp(url: str, body: bytes) -> AsyncIterator[bytes]:
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(url, data=body, headers=_HEADERS) as response,
-    ):
-        async for piece in response.content.iter_any():
-            yield piece
-
-
-async def _httpx(url: str, body: bytes) -> AsyncIterator[bytes]:
-    async with (
-        httpx.AsyncClient(timeout=60, verify=False) as client,
-        client.stream("POST", url, content=body, headers=_HEADERS) as response,
-    ):
-        async for piece in response.aiter_raw():
-            yield piece
-
-
-async def _httpcore(url: str, body: bytes) -> AsyncIterator[bytes]:
-    async with (
-        httpcore.AsyncConnectionPool() as pool,
-        pool.stream("POST", url, content=body, headers=list(_HEADERS.items())) as response,
-    ):
-        async for piece in response.aiter_stream():
-            yield piece
-
-
-CLIENTS: dict[str, Pieces] = {"aiohttp": _aiohttp, "httpx": _httpx, "httpcore": _httpcore}
-
-
-def client_cost(name: str, num_streams: int = 32, num_tokens: int = 400) -> float:
-    """Read streams with one library; return its CPU per event in microseconds, parsing included."""
-
-    async def read(url: str) -> int:
-        body = json.dumps({"messages": [{"content": "x"}], "max_tokens": num_tokens}).encode()
-        lines, count = EventLines(), 0
-        async for piece in CLIENTS[name](f"{url}/v1/chat/completions", body):
-            for payload in lines.feed(piece):
-                if payload != b"[DONE]":
-                    count += decode_event(payload).num_chars > 0
-        return count
-
-    async def read_all(url: str) -> int:
-        return sum(await asyncio.gather(*(read(url) for _ in range(num_streams))))
-
-    with running_mock(0.05, 0.01) as url:
-        before = os.times()
-        num_events = asyncio.run(read_all(url))
-        after = os.times()
-    cpu_s = after.user + after.system - before.user - before.system
-    return round(cpu_s * 1e6 / num_events, 1)
-
-
 def main() -> None:
-    """Print one JSON document; takes about 75 s, and 15 s more with --clients."""
+    """Print one JSON document; takes about 75 s."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--clients", action="store_true", help="compare HTTP libraries as well")
     parser.add_argument("--rates", default="200,1000,3000", help="events per second")
     args = parser.parse_args()
     start_s = time.monotonic()
     report: dict[str, Any] = {
         "accuracy": [accuracy(float(rate)) for rate in args.rates.split(",")],
     }
-    if args.clients:
-        report["cpu_us_per_event"] = {name: client_cost(name) for name in CLIENTS}
     report["took_s"] = round(time.monotonic() - start_s, 1)
     print(json.dumps(report, indent=2))
 

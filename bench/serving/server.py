@@ -25,10 +25,7 @@ from typing import IO
 
 import httpx
 import psutil
-import torch
-import transformers
 
-from bench.engine.throughput import HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, MAX_LEN
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.loadtest import result
 from lightserve.loadtest.result import Run
@@ -128,6 +125,17 @@ def write_random_model(path: Path) -> None:
     It has the bundled tokenizer. The logits of all tokens but words are 0, so that the largest
     one is a word's, every token has text, and every event is one token.
     """
+    import torch  # noqa: PLC0415 - most benchmarks need no model of their own
+    import transformers  # noqa: PLC0415
+
+    from bench.engine.throughput import (  # noqa: PLC0415
+        HEADS,
+        HIDDEN,
+        INTERMEDIATE,
+        KV_HEADS,
+        MAX_LEN,
+    )
+
     torch.manual_seed(0)
     vocab = json.loads((BUNDLED_MODEL_DIR / "tokenizer.json").read_text())["model"]["vocab"]
     config = transformers.LlamaConfig(
@@ -179,8 +187,13 @@ def pinned_server(args: Sequence[str] = ()) -> Iterator[Server]:
         yield server
 
 
-def load(server: Server, *args: str) -> Run:
-    """Run the load client, pinned, with greedy answers of exactly the drawn lengths."""
+def load(server: Server, *args: str, forced: bool = True) -> Run:
+    """Run the load client, pinned.
+
+    Answers are greedy and exactly as long as drawn, unless not `forced`: then they are chats that
+    end by themselves.
+    """
+    exact = ("--endpoint", "completions", "--force-lengths", "--body", _BODY)
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         finished = subprocess.run(
             [
@@ -194,7 +207,8 @@ def load(server: Server, *args: str) -> Run:
                     "--model",
                     server.model,
                 ),
-                *("--endpoint", "completions", "--force-lengths", "--body", _BODY, "--quiet"),
+                *(exact if forced else ()),
+                "--quiet",
                 *("--output", file.name, *args),
             ],
             check=False,

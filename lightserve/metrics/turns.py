@@ -2,8 +2,7 @@
 
 A turn goes from the end of one wait for events to the beginning of the next. What the thread itself
 computed in it (`cpu`) says what the code costs; what passed meanwhile (`wall`) also has what other
-threads and other programs took. About two microseconds per turn, measured by
-bench/serving/cost.py.
+threads and other programs took. About two microseconds per turn.
 """
 
 from __future__ import annotations
