@@ -1,4 +1,4 @@
-"""How far something slow has come: a bar on a terminal, log lines where nobody watches.
+"""How far something slow has come: a bar on a terminal, log lines where there is none.
 
 For what a start does once and takes seconds: weights to the device, CUDA graphs. One process shows
 it, rank 0's worker, on standard error beside the log.

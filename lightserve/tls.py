@@ -13,7 +13,7 @@ def server_context(certfile: str, keyfile: str) -> ssl.SSLContext:
 
     Raises:
         ConfigError: the files cannot be read or do not belong together, or the key has a password,
-            for which nobody could be asked.
+            for which a server cannot ask.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

@@ -94,7 +94,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
     In this order: `logit_bias`, penalties, tokens that are not allowed or end bad words,
     temperature, min-p, top-k, top-p. `temperature` 0 is greedy and ignores what follows it. The
-    draw is a function of (seed, choice, position) alone (architecture: contract N1).
+    draw is a function of (seed, choice, position) alone.
     """
 
     temperature: float = 1.0

@@ -3,7 +3,7 @@
 python -m bench.engine.exact parity [--models NAME,...] [--kernels NAME]
     tokens and log-probabilities against transformers, over the whole grid
 python -m bench.engine.exact lossless [--schedules 1000] [--jobs 2] [--seconds 900]
-    T15: random schedules of the real core over a real runner of a small random model, in
+    random schedules of the real core over a real runner of a small random model, in
     virtual time: all tokens compared with each request run alone (`--batch-invariant`,
     float32), all KV that is read with what was computed. Exits with 1 if anything differs
 python -m bench.engine.exact streams [--cases 10000]

@@ -1,4 +1,4 @@
-"""How well a step's time is predicted (T13), on this machine and for published profiles.
+"""How well a step's time is predicted, on this machine and for published profiles.
 
     python -m bench.engine.step_cost [--seconds 60] [--threads 1 [--cpu-time]]
                               [--only bundled,random,published]
@@ -219,7 +219,7 @@ def print_table(lines: Sequence[dict[str, object]]) -> None:
 
 
 def main() -> None:
-    """Run the parts that were asked for; exit code 1 if T13 is missed."""
+    """Run the parts that were asked for; exit code 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seconds", type=float, default=60.0, help="per model")
     parser.add_argument("--rounds", type=int, default=5)

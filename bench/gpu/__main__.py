@@ -4,7 +4,7 @@
     python -m bench.gpu --rehearse        every part on the CPU, with tiny sizes
 
 Each part runs in a process of its own, within a time of its own; one that fails or hangs has its
-error in the table and stops nobody. Parts that only say right or wrong run beside each other,
+error in the table and stops no other. Parts that only say right or wrong run beside each other,
 before those that are timed. DIR gets report.json, parts.log and the trace of a checkpoint.
 Exit status: 0 all targets met, 1 a target missed, 2 a part failed.
 """

@@ -61,7 +61,7 @@ class Machine:
             torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        """Give back device memory that nobody uses any more."""
+        """Give back device memory that is no longer used."""
         if self.is_gpu:
             gc.collect()
             torch.cuda.empty_cache()

@@ -4,8 +4,8 @@ policies: `--cache-policy` and the order of best-effort requests, on mooncake's 
 router core on virtual hardware (A100, Llama-2-7B): of each trace, rows of at most
 MAX_PROMPT_TOKENS; a quarter of the conversations are real-time and come at the trace's times,
 stretched; the others are a backlog of best-effort requests that is known from the start (Echo's
-reference counts, E7, need that). The pool is far smaller than all that could be cached. Hit rate:
-prompt tokens that were not computed when a request first started, of all prompt tokens of those
+reference counts need that). The pool is far smaller than all that could be cached. Hit rate: prompt
+tokens that were not computed when a request first started, of all prompt tokens of those
 that have begun to answer.
 
 documents: questions about long documents, shuffled, under the unified policy, beside a few

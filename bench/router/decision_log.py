@@ -1,4 +1,4 @@
-"""What reasons and the decision log cost per step (T17): `python -m bench.router.decision_log`.
+"""What reasons and the decision log cost per step: `python -m bench.router.decision_log`.
 
 A hybrid run (real-time lengths of ShareGPT over an endless best-effort backlog, virtual hardware)
 is recorded, then its log is replayed again and again, so that every arm does the very same work:
@@ -49,7 +49,7 @@ class NoSkips(Skips):
     note_all = stop = stop_all = lose = note  # type: ignore[assignment]
 
     def of_step(self, advancing: Collection[Any]) -> tuple[Any, ...]:
-        """Return nobody."""
+        """Return no request."""
         return ()
 
 

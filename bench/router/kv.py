@@ -1,7 +1,7 @@
-"""CPU time of the KV book-keeping and the prefix tree (T14): `python -m bench.router.kv`.
+"""CPU time of the KV book-keeping and the prefix tree: `python -m bench.router.kv`.
 
 The real router core with 256 live and 10,000 queued requests (lengths of ShareGPT behind shared
-prompts), its options those of a server, one plan per step, answered at once. Whoever ends is
+prompts), its options those of a server, one plan per step, answered at once. A request that ends is
 followed by an arrival. The pool is so small that the cache of about 100,000 tokens is full and
 every step evicts. What is measured is all that the core asks of the `KVStore` in a step (slots for
 256 decodes and a chunk of a prompt, look-ups of the waiting that the step considers, starts, ends,
@@ -205,7 +205,7 @@ class Run:
     def step(self) -> None:
         """Plan, run and answer one step; arrivals take the place of those that ended."""
         step = self.core.plan(self._now_s)
-        assert isinstance(step, PlannedStep), "nobody can advance"
+        assert isinstance(step, PlannedStep), "no request can advance"
         plan = self.core.commit(step, self._now_s)
         self._now_s += STEP_S
         news = self.core.on_result(self._result(plan), self._now_s)

@@ -77,7 +77,7 @@ LIMITS_MS = {
     "whole": (2.0, 5.0),
     "exposed": (0.2, None),
 }
-"""Targets of T14: p50 and p99."""
+"""Targets: p50 and p99."""
 
 
 class Percentiles(NamedTuple):
@@ -149,7 +149,7 @@ def run_worker(spec: ChildSpec, result: Connection, num_warm_up: int) -> None:
 
 
 class Frontend:
-    """Sends requests of both classes; whoever ends is replaced by one of its class."""
+    """Sends requests of both classes; one that ends is replaced by one of its class."""
 
     def __init__(self, spec: ChildSpec) -> None:
         self._link: ZmqLink[FrontendMessage, RouterMessage] = connect_link(

@@ -1,4 +1,4 @@
-"""CPU time of the router's core per step of T14's scene, on virtual time: `bench.router.steps`.
+"""CPU time of the router's core per step of a full server, in virtual time: `bench.router.steps`.
 
 What `bench.router.process` measures live, without its processes: the same requests and pool, steps
 of 20 ms, so that every run takes the same decisions and step n of one run is step n of another. Of
@@ -99,7 +99,7 @@ class MeasuredCore(RouterCore):
 
 
 class Clients:
-    """Whoever ends is replaced by one of its class."""
+    """A request that ends is replaced by one of its class."""
 
     def __init__(self) -> None:
         self._jobs = jobs(np.random.default_rng(0))

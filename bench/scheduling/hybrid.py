@@ -1,4 +1,4 @@
-"""The unified planner beside tuned baselines on the hybrid workload (mechanisms, section 6).
+"""The unified planner beside tuned baselines on the hybrid workload.
 
     python -m bench.scheduling.hybrid tune       the best setting of each baseline at each rate
     python -m bench.scheduling.hybrid t6 | t7 | t8 | t9 | t10
@@ -210,12 +210,12 @@ Score = Callable[[Figures], tuple[float, ...]]
 
 
 def by_goodput(figures: Figures) -> tuple[float, ...]:
-    """T7: most real-time requests that met their targets; between equals, the lower latency."""
+    """Most real-time requests that met their targets; between equals, the lower latency."""
     return figures.goodput, -figures.latency_ms
 
 
 def by_best_effort(figures: Figures) -> tuple[float, ...]:
-    """T9, T10: most best-effort work where 99 % is attained, else at the highest attainment."""
+    """Throughput: most best-effort work where 99 % is attained, else at the highest attainment."""
     attained = min(figures.ttft_pct, figures.mtpot_pct)
     return min(attained, ATTAINED_PCT), figures.be_rps
 
@@ -239,7 +239,7 @@ def tuned(runner: Runner, policy: str, load: Load, score: Score) -> Setting:
 
 
 def tuned_for_goodput(runner: Runner, policy: str, load: Load) -> Setting:
-    """Return the setting of T7; that of class-blind policies is sought at 24/s alone.
+    """Return the setting for goodput; that of class-blind policies is sought at 24/s alone.
 
     Each of them is far below `priority` beyond, and at 16/s `unified` leaves nothing to gain.
     """

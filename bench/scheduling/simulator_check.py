@@ -1,4 +1,4 @@
-"""T16, the simulator against the live server: `python -m bench.scheduling.simulator_check`.
+"""The simulator against the live server: `python -m bench.scheduling.simulator_check`.
 
 300 rows of a trace, scaled, at 0.6 of what the simulated server can do, and all at once. The
 simulator knows of the machine: a profile (`lightserve profile`), measured first, and three

@@ -1,4 +1,4 @@
-"""Time of a step: a floor, then linear in what it computes (mechanisms B4, E9, A2).
+"""Time of a step: a floor, then linear in what it computes, after BROS, Echo and AccelGen.
 
     T = floor + a * max(0, new tokens - knee) + d * decodes + s * chunks
         + b * context of decodes + e * context of chunks + c * pairs of chunks + copies
@@ -8,7 +8,7 @@ them: AccelGen's pivot, and `max(floor, linear)` by another name. A mixed step i
 reads the weights once, so its tokens share one floor and one knee, and the rest is a sum. That
 rule has a lower error on mixed steps that were not fitted than the maximum and the sum of a step
 of each phase, and than Echo's mixture of both (`bench/engine/step_cost.py`). Copies that a step
-waits for are added (B5 takes the maximum, which is right where they overlap).
+waits for are added (BROS takes the maximum, which is right where they overlap).
 
 No coefficient is negative, so time is monotone in every part of a shape.
 """

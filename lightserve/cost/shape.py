@@ -1,4 +1,4 @@
-"""What of a step its time depends on, as an accumulator (mechanisms 3.2)."""
+"""What of a step its time depends on, as an accumulator."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The decision log: what went into a router's core and what it decided, to be replayed (F25)."""
+"""The decision log: what went into a router's core and what it decided, to be replayed."""

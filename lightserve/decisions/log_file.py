@@ -1,7 +1,7 @@
-"""Writes a decision log without ever holding up whom it listens to.
+"""Writes a decision log without ever holding up what it records.
 
 Lines are made at once, and written by a thread, in portions. What waits for the disk is bounded,
-and so is the file: whoever would go over either bound, or cannot write, ends the log there, says
+and so is the file: a router that would go over either bound, or cannot write, ends the log, says
 so once, and goes on serving. A log is not rotated: its start is what makes the rest replayable,
 and all of it up to where it ends stays so. A file that is there already becomes PATH.1.
 """

@@ -1,4 +1,4 @@
-"""Repeats every decision of a log on a fresh core: the same inputs at the same times (F25)."""
+"""Repeats every decision of a log on a fresh core: the same inputs at the same times."""
 
 from __future__ import annotations
 

@@ -419,7 +419,7 @@ class Choices:
             raise ClientGone
 
     def abort(self) -> None:
-        """End all of them, and whoever waits for news; no effect on those that are over."""
+        """End all of them, and what waits for news; no effect on those that are over."""
         self._is_aborted = True
         for generation in self.generations:
             generation.abort()

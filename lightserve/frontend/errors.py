@@ -40,7 +40,7 @@ class RequestFailed(LightserveError):
 
 
 class ClientGone(LightserveError):
-    """The client has hung up: there is nobody to tell anything."""
+    """The client has hung up: no answer would be read."""
 
 
 def not_ready() -> RequestFailed:

@@ -104,7 +104,7 @@ class RequestStamp:
 def create_app(service: Service, keys: KeyRing | None = None) -> ASGIApp:
     """Return the application.
 
-    `keys` are those that are good (none: nobody passes where keys are needed).
+    `keys` are those that are good (none: no request passes where keys are needed).
     """
     config = service.config
     keys = KeyRing([]) if keys is None else keys
@@ -204,7 +204,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_client_gone(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=400)  # nobody reads it
+    return Response(status_code=400)  # it is not read
 
 
 async def _on_bug(request: Request, _error: Exception) -> Response:
@@ -369,7 +369,7 @@ class Frontend:
         self._server.should_exit = True
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:
-        """End the process when a task fails in a way nobody thought of."""
+        """End the process when a task fails in a way that is not foreseen."""
         if task.cancelled() or self._broken.done():
             return
         if (error := task.exception()) is not None:

@@ -182,7 +182,7 @@ def _bias_of(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, f
 
 
 def random_seed() -> int:
-    """Return a signed 64-bit seed that nobody can guess."""
+    """Return a signed 64-bit seed that cannot be guessed."""
     return int.from_bytes(os.urandom(8), "little", signed=True)
 
 

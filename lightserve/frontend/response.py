@@ -3,7 +3,7 @@
 A route parses its body and returns a `GenerationResponse`; encoding, submitting and sending
 happen when it is called, under one watch for the client's hang-up. The watch aborts in every
 state: while the prompt is encoded, queued, prefilled, or streamed, and also when nothing is
-streamed (plain FastAPI would go on computing for nobody). So does a request's own `timeout`, with
+streamed (plain FastAPI would go on computing). So does a request's own `timeout`, with
 an error for the client. A client that stays but does not read
 is cut off by its connection (see `http_server`), which to the watch is a hang-up too.
 """
@@ -232,7 +232,7 @@ class GenerationResponse(Response):
             )
             if client_gone.done():
                 if preparing.done():
-                    preparing.exception()  # there may be one, and nobody to tell it to
+                    preparing.exception()  # there may be one, and no client to be told
                 return None
             if not preparing.done():
                 assert self._terms.timeout_s is not None

@@ -151,7 +151,7 @@ class KVQuery:
             ) from None
 
     def on_map(self, message: KVMap) -> None:
-        """Take in an answer; one that nobody waits for any more is dropped."""
+        """Take in an answer; one that no request waits for any more is dropped."""
         if self._pending is None or message.query_id != self._number:
             return
         if message.pool is None:

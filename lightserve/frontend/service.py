@@ -39,7 +39,7 @@ from lightserve.tokenization.tokenizer import Tokenizer
 from lightserve.tokenization.vocabulary import check_vocabulary
 
 # ----------------------------------------------------------------------
-# What a frontend counts, and its question to the supervisor for everybody's counts.
+# What a frontend counts, and its question to the supervisor for the counts of all processes.
 
 
 SCRAPE_TIMEOUT_S = 2.0
@@ -69,7 +69,7 @@ class Scrapes:
             raise _no_answer() from None
 
     def on_text(self, message: MetricsText) -> None:
-        """Take in an answer; one that nobody waits for any more is dropped."""
+        """Take in an answer; one that no request waits for any more is dropped."""
         if self._pending is not None and message.number == self._number:
             self._pending.set_result(message)
             self._pending = None

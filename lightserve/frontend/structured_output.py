@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 NUM_THREADS = 2
 MAX_WAITING = 64
-"""Constraints, whoever waits for them."""
+"""Constraints, of however many requests each."""
 MAX_KNOWN = 1024
 START_TIMEOUT_S = 5.0
 """For a thread to begin: later is too much load, which says nothing about the constraint."""
@@ -154,7 +154,7 @@ class ConstraintChecker:
         finally:
             check.num_waiting -= 1
             if check.num_waiting == 0:
-                check.work.cancel()  # nobody wants it any more, if it has not ended
+                check.work.cancel()  # no request needs it any more, if it has not ended
                 check.waiting.clear()
                 del self._checks[key]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 #   pool  [2, num_layers, num_kv_heads, num_slots, head_dim]    one slot: 2 * layers * heads pieces
 #   rows  [num_rows, 2 * num_layers * num_kv_heads, head_dim]   one row: all pieces, side by side
 #
-# Bytes are never altered (contract N1). Rows are staging memory on the device or memory of the
+# Bytes are never altered. Rows are staging memory on the device or memory of the
 # host; on a GPU in `kernels.triton.copies`.
 
 

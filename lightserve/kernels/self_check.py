@@ -31,7 +31,7 @@ from lightserve.logs import one_line
 
 # Batches and KV for the check of kernels at the start: small, and full of borders.
 #
-# Rows stand anywhere in the table, their slots are scattered, and slots of nobody hold NaN. The
+# Rows stand anywhere in the table, their slots are scattered, and slots of no row hold NaN. The
 # values at the borders of what a query may see are large, so that one position too many or too few
 # is no rounding error.
 
@@ -54,7 +54,7 @@ class CheckBatch:
     batch: AttentionBatch
     window: int | None
     num_padding: int
-    """Last rows that stand for nobody; all have the pool's last slot."""
+    """Last rows that stand for no request; all have the pool's last slot."""
     k_pool: Tensor
     """[Hkv, S, D]: in memory a head's tokens are together, as in `KVPool`."""
     v_pool: Tensor
@@ -109,7 +109,7 @@ def _rows(window: int | None, context_len: int) -> tuple[list[Row], list[Row]]:
 
 
 def _num_slots(rows: list[Row]) -> int:
-    """Return M: a fifth of the slots is nobody's."""
+    """Return M: a fifth of the slots is no row's."""
     return 5 * sum(context for _, context in rows) // 4 + 1
 
 

@@ -147,7 +147,7 @@ class StepPlan(Message, frozen=True):
     """One step: tables (`sequences`, `slot_ranges`, the slots of `decodes`), `saves`, `loads`, one
     forward pass over the rows of `decodes`, then `rows`.
 
-    Copies of several requests are merged. Nobody in the step waits for `ahead_saves` and
+    Copies of several requests are merged. Nothing in the step waits for `ahead_saves` and
     `ahead_loads`: they begin behind `saves` and `loads`, go on beside the forward pass (or follow
     it, when the result has been sent), and are made before anything of the next plan is: its
     copies, its forward pass. So the next plan may read, save and overwrite their slots, and save

@@ -10,7 +10,7 @@ class StepCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     floor_s: float
     knee: float
-    """New tokens up to which a step takes no longer than one token: the pivot (A2)."""
+    """New tokens up to which a step takes no longer than one token: AccelGen's pivot."""
     per_new_s: float
     """For each new token beyond the knee."""
     per_decode_s: float

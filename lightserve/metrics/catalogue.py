@@ -194,7 +194,7 @@ KV_SLOTS = gauge("kv_slots", Origin.ROUTER, "Slots of the KV pool, in tokens; 0 
 KV_SLOTS_CACHED = gauge(
     "kv_slots_cached",
     Origin.ROUTER,
-    "Slots of the KV pool that keep prefixes for requests to come; free for whoever needs them.",
+    "Slots of the KV pool that keep prefixes for requests to come; any request may take them.",
 )
 PREFIX_CACHE_QUERIES = counter(
     "prefix_cache_queries_total",

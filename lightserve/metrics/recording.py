@@ -13,7 +13,7 @@ from lightserve.metrics.families import MAX_SERIES_PER_FAMILY, OTHER, Family, Ki
 
 
 class Counter:
-    """Adds up; `value` may be assigned where somebody else counts, but must not fall."""
+    """Adds up; `value` may be assigned where a total is kept elsewhere, but must not fall."""
 
     __slots__ = ("value",)
 

@@ -163,7 +163,7 @@ class _Met(NamedTuple):
 
 
 def _targets_met(request: Seen, targets: Targets) -> _Met:
-    """Return which targets a request kept; one that is not set is kept by whoever finished."""
+    """Return which targets a request kept; one that is not set is kept by all that finished."""
     times, ends = request.token_times_s, request.is_finished
     ttft_s = times[0] - request.arrival_s if times else float("inf")
     gaps = _gaps(request) or [0.0]

@@ -1,6 +1,6 @@
 """Runs of identical decode steps in one plan, with the decisions that single steps would bring.
 
-Between two events (somebody ends, memory is full, somebody arrives) decode steps differ only in
+Between two events (a request ends, memory is full, one arrives) decode steps differ only in
 what admission answers. `WatchedAdmission` stands around the rule and sees the answers;
 `RunPolicy` stands around the policy and makes its decode steps as long as the answer stays no.
 It finds out by asking the very rule about the batch as it will be, skipping the steps for which
@@ -137,7 +137,9 @@ class RunPolicy:
     ) -> Sequence[Share]:
         """See `Policy.select`."""
         may_admit = self._steps_left == 0 or not running
-        chosen = self._inner.select(running, waiting if may_admit else _Nobody(), limits, admission)
+        chosen = self._inner.select(
+            running, waiting if may_admit else _Nothing(), limits, admission
+        )
         if self._limit is None or any(not request.is_decoding for request, _ in chosen):
             return chosen
         requests = [request for request, _ in chosen]
@@ -149,23 +151,23 @@ class RunPolicy:
         return [Allotment(request, num_steps) for request in requests]
 
 
-class _Nobody:
-    """Nobody waits; see `policies.base.Waiting`."""
+class _Nothing:
+    """No request waits; see `policies.base.Waiting`."""
 
     def __iter__(self) -> Iterator[Request]:
         return iter(())
 
     def of(self, request_class: RequestClass) -> Iterator[Request]:
-        """Iterate over nobody."""
+        """Iterate over no request."""
         del request_class
         return iter(())
 
     def jobs(self) -> Iterator[Request]:
-        """Nobody has a completion time."""
+        """No request has a completion time."""
         return iter(())
 
     def late(self) -> Iterator[Request]:
-        """Iterate over nobody."""
+        """Iterate over no request."""
         return iter(())
 
 

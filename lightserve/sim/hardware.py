@@ -36,7 +36,7 @@ class Hardware(Protocol):
 
     @property
     def overlaps_copies(self) -> bool:
-        """Whether copies that nobody waits for run beside the steps."""
+        """Whether copies that are not waited for run beside the steps."""
 
     def step_seconds(self, shape: StepShape) -> float:
         """Return the seconds of a step without its copies."""

@@ -1,4 +1,4 @@
-"""Real-time and best-effort requests together through the real RouterCore (mechanisms, section 6).
+"""Real-time and best-effort requests together through the real RouterCore.
 
 Time passes as on a server: the core plans one step ahead, virtual hardware takes its time with
 noise, requests come by a Poisson process, from a closed loop, or as a trace says. The first and

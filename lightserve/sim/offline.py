@@ -212,7 +212,7 @@ class OfflineRun:
         return float(self._rows.arrival_s[number])
 
     def _steps_to_event(self, decoding: Sequence[Request]) -> int:
-        """Return the decode steps until somebody ends, memory is full, or somebody arrives."""
+        """Return the decode steps until a request ends, memory is full, or one arrives."""
         num_steps = min(map(_num_missing, decoding))
         num_free = self._config.capacity_tokens - self._core.num_used_slots
         num_steps = min(num_steps, num_free // len(decoding))

@@ -133,7 +133,7 @@ class Fleet:
         return self.phase is Phase.DRAINING and not self._frontends
 
     def start(self) -> None:
-        """Start everybody at once: links connect whenever their other end appears."""
+        """Start all processes at once: links connect whenever their other end appears."""
         self._start_router()
         self._start_workers()
         for index in range(num_frontends(self._specs.config)):
@@ -258,7 +258,7 @@ class Fleet:
         child.kill(is_doomed=False)
 
     def _give_up_waiting(self) -> None:
-        """Everybody may be ready, but frontends are not welcomed: some of them, or the router."""
+        """All may be ready, but frontends are not welcomed: some of them, or the router."""
         self._whole_due_s = float("inf")
         idle = [child for child in self._frontends.values() if not child.is_serving]
         if self._router is None or self._rebuild is not Rebuild.NOTHING:

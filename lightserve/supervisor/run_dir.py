@@ -81,7 +81,7 @@ def remove_stale(base: Path) -> None:
 
 
 def _lock_before_visible(path: Path) -> int:
-    """Lock the file under another name first, so that nobody ever sees it unlocked."""
+    """Lock the file under another name first, so that no process ever sees it unlocked."""
     hidden = path / (_LOCK_FILE + ".new")
     lock_fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock_fd, fcntl.LOCK_EX)

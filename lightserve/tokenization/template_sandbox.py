@@ -261,7 +261,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def _charge_value(self, value: Any) -> Any:
         self._budget.spend(len(value) if isinstance(value, str) else 0)
         if isinstance(value, Iterator):
-            return value  # lazy filters such as map; whoever consumes them is charged
+            return value  # lazy filters such as map; charged as they are consumed
         return check_size(value)
 
     def _charge_steps(self, items: Any, num_chars: int) -> Iterator[Any]:

@@ -1,6 +1,6 @@
 """The host pool of one rank: KV of paused requests, and copies between it and the KV pool.
 
-KV bytes are never altered on the way (contract N1). Here: what every host pool does, and the one
+KV bytes are never altered on the way. Here: what every host pool does, and the one
 of a KV pool on the CPU, which copies between the steps. Beside a GPU: `staged_host_pool`.
 """
 
@@ -90,7 +90,7 @@ class HostPool(ABC):
 
     @abstractmethod
     def end(self, plan: StepPlan) -> None:
-        """Make the copies that nobody waited for, if they do not overlap; the result is out."""
+        """Make the copies that were not waited for, if they do not overlap; the result is out."""
 
 
 class DirectHostPool(HostPool):

@@ -97,7 +97,7 @@ class KVPool:
 
     def __init__(self, layout: KVLayout, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
-        """Slots that can be given out; slot `num_slots`, behind them, belongs to nobody."""
+        """Slots that can be given out; slot `num_slots`, behind them, belongs to no request."""
         self.bytes_per_token = layout.bytes_per_token
         self.device = device
         self.tensors: list[Tensor] = []

@@ -284,7 +284,7 @@ class ModelRunner:
 
     @property
     def overlaps_copies(self) -> bool:
-        """Whether copies that nobody in a step waits for run beside its forward pass."""
+        """Whether copies that nothing in a step waits for run beside its forward pass."""
         return self._host_pool.overlaps_copies
 
     @property
@@ -374,7 +374,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def copy_ahead(self, plan: StepPlan) -> None:
-        """Make a launched plan's copies that nobody waits for; this is not idle time.
+        """Make a launched plan's copies that are not waited for; this is not idle time.
 
         When its result has been sent, and always before the next plan is launched. Where copies
         run beside a step they have begun with it.
@@ -394,7 +394,7 @@ class ModelRunner:
         """Start on what constrained rows may draw; None: there are none."""
         if self._constraints is None:
             free = all(sequence.constraint is None for sequence in plan.sequences)
-            assert free or self._tp.rank != 0, "frontends refuse what nobody here enforces"
+            assert free or self._tp.rank != 0, "frontends refuse what is not enforced here"
             return None
         self._constraints.update(plan.left_rows, plan.sequences)
         return self._constraints.begin(inputs.sampled_rows)

@@ -75,7 +75,7 @@ class _Pages(mmap.mmap):
 
 
 def pinned_bytes(num_bytes: int, *, label: str, is_shown: bool = True) -> Tensor:
-    """Return page-locked memory, uint8 [num_bytes], unlocked when nobody refers to it any more.
+    """Return page-locked memory, uint8 [num_bytes], unlocked when no reference to it is left.
 
     Args:
         num_bytes: at least 1.
@@ -166,7 +166,7 @@ class StagedHostPool(HostPool):
         """Reached when the copies ahead of the plan before are made."""
 
     def warm_up(self) -> None:
-        """Copy the slot of nobody to the host and back, so that no request waits for compilers."""
+        """Copy the spare slot to the host and back, so that no request waits for compilers."""
         self._queues.pool.wait(self._queues.compute.record())  # the slot has been filled
         places = torch.tensor([[self._pool.num_slots], [0]], dtype=torch.int32)
         slots, row_ids = self._queues.pool.upload(places)

@@ -5,7 +5,7 @@
     device        └─ step 1 ─────────┘└─ step 2 ──────…
     results                             1
 
-Results leave in order and at once: nothing waits for a plan while a step is done, and nobody
+Results leave in order and at once: nothing waits for a plan while a step is done, and nothing
 polls. Only tokens of rows with a constraint are needed on the host before the next ones can be
 drawn: their step is finished when the forward pass behind it has been launched. On the CPU a step
 is over when it has been launched, so each is finished before the next plan is looked at.
@@ -54,7 +54,7 @@ class Runner(Protocol):
         """Wait for a step."""
 
     def copy_ahead(self, plan: StepPlan) -> None:
-        """Make copies that nobody in the step waits for, before the next one is launched."""
+        """Make copies that nothing in the step waits for, before the next one is launched."""
 
 
 def serve(
@@ -92,7 +92,7 @@ class StepLoop:
         self._is_first_rank = is_first_rank
         self._running: deque[Pending] = deque()
         self._uncopied: StepPlan | None = None
-        """The plan that was launched last, until its copies that nobody waits for are made."""
+        """The plan that was launched last, until its copies that are not waited for are made."""
         self._expected: StepId | None = None
         self._watch = _MarkWatch()
         self._ends = _Ends(clock)

@@ -27,7 +27,7 @@ from lightserve.worker.model_runner import ModelRunner
 
 # The steps that take the most memory beside weights and KV: run once, before the pool is sized.
 #
-# They name positions that nobody has filled: tables are zero there, so every token is token 0 with
+# They name positions that were never filled: tables are zero there, so every token is token 0 with
 # its KV in slot 0. What comes out means nothing; what it takes is what the real ones take.
 
 EVERYTHING = SamplingParams(
@@ -165,7 +165,7 @@ def warm_up(runner: ModelRunner, *, max_num_batched_tokens: int) -> None:
             fits = sum(part.num_tokens for part in wanted) <= max_num_batched_tokens
             parts = wanted if fits else wanted[:1]
             _execute(runner, parts, dict(enumerate(pair)), prompt=_PROMPT)
-    # Positions that nobody has filled are token 0 in slot 0.
+    # Positions that were never filled are token 0 in slot 0.
     for rows in _chunks(runner.context_len, runner.max_num_seqs, max_num_batched_tokens):
         _run(runner, [], [], rows)
 

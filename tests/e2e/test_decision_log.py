@@ -1,4 +1,4 @@
-"""A decision log of a server under mixed traffic: every decision can be repeated (F25)."""
+"""A decision log of a server under mixed traffic: every decision can be repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kill -9 of each process, and every way to stop, while clients stream (F1, F3)."""
+"""kill -9 of each process, and every way to stop, while clients stream."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_dead_frontend_breaks_its_own_connections_only(sturdy: LiveServer) -> 
 
 
 def _busiest_frontend(server: LiveServer) -> psutil.Process:
-    """Return the frontend with most connections: it holds streams, whoever accepted them."""
+    """Return the frontend with most connections: it holds streams, whichever accepted them."""
     frontends = [process for role, process in server.tree().items() if role.startswith("frontend")]
     return max(frontends, key=_num_connections)
 
@@ -143,7 +143,7 @@ def _health(server: LiveServer) -> dict[str, Any]:
 
 
 def test_a_router_that_hangs_is_replaced(sturdy: LiveServer) -> None:
-    """SIGSTOP for ever: /livez says so first, then the supervisor kills it (H3)."""
+    """SIGSTOP for ever: /livez says so first, then the supervisor kills it."""
     before = {role: process.pid for role, process in sturdy.tree().items()}
     statuses: list[int] = []
 
@@ -161,7 +161,7 @@ def test_a_router_that_hangs_is_replaced(sturdy: LiveServer) -> None:
     assert "router-0 was silent for 10 s: killed" in sturdy.stderr
 
 
-def test_a_dead_supervisor_leaves_nobody(run_parent: Path) -> None:
+def test_a_dead_supervisor_leaves_no_process(run_parent: Path) -> None:
     with live_server(run_parent) as server:
         pids = server.pids()
         with StreamLoad(server.url, _body(server), NUM_STREAMS) as load:
@@ -223,7 +223,7 @@ def test_a_second_signal_ends_at_once(run_parent: Path) -> None:
 
 
 def test_workers_that_hang_are_replaced(run_parent: Path) -> None:
-    """SIGSTOP for ever: noticed by --step-timeout-s, replaced, clients answered (F2)."""
+    """SIGSTOP for ever: noticed by --step-timeout-s, replaced, clients answered."""
     with live_server(run_parent, "--step-timeout-s=4") as server:
         worker = server.tree()["worker-0"]
         with server.healing(), StreamLoad(server.url, _body(server), NUM_STREAMS) as load:

@@ -85,7 +85,7 @@ def test_paused_requests_go_on_where_they_were(run_parent: Path, policy: str) ->
             time.sleep(1.5)  # until it is reported
             return num_loaded(server) > 0
 
-        wait_for(is_paused_work_back, "somebody who was paused")
+        wait_for(is_paused_work_back, "a request that was paused")
 
 
 def num_loaded(server: LiveServer) -> float:

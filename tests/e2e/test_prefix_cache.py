@@ -12,7 +12,7 @@ PROMPT = "Once upon a time a fox went to the market. " * 12
 
 
 def test_a_key_finds_its_own_prefixes_only(run_parent: Path, tmp_path: Path) -> None:
-    """S17: another key is not even told by the time or the usage that a prompt was there."""
+    """Another key is not even told by the time or the usage that a prompt was there."""
     keys = tmp_path / "keys"
     keys.write_text("alice the-key-of-alice\nbob the-key-of-bob-too\n")
     flags = ["--api-key-file", str(keys), "--batch-invariant", "--dtype", "float32"]

@@ -99,7 +99,7 @@ def test_sockets_are_private(server: LiveServer) -> None:
 
 def test_another_user_cannot_connect(server: LiveServer) -> None:
     if os.getuid() != 0:
-        pytest.skip("needs root to become somebody else")
+        pytest.skip("needs root to become another user")
     (path,) = server.run_parent.glob("*/control")
     assert _list_as(os.getuid(), path).returncode == 0
     assert _list_as(65534, server.run_parent).returncode == 0
@@ -123,7 +123,7 @@ def _list_as(uid: int, path: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_descriptors_are_not_shared(server: LiveServer) -> None:
-    """Only the frontend holds the listening socket; nobody holds another's pipes."""
+    """Only the frontend holds the listening socket; no process holds another's pipes."""
     tree = server.tree()
     port = int(server.url.rsplit(":", 1)[1])
     holders = {
@@ -154,7 +154,7 @@ def test_two_ranks_answer_and_stop(run_parent: Path) -> None:
 
 
 def test_garbage_on_every_socket_changes_nothing(server: LiveServer) -> None:
-    """Noise, broken versions of valid frames and strangers' names, on all three hubs (S1)."""
+    """Noise, broken versions of valid frames and strangers' names, on all three hubs."""
     pids = server.pids()
     chance = random.Random(7)
     valid = VERSION_BYTE + msgspec.msgpack.encode(Abort(request_id=RequestId(1)))

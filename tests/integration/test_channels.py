@@ -69,7 +69,7 @@ class Wire:
     async_link: Callable[[str], Any]
     send_raw: Callable[[str, bytes], None]
     move: Callable[[], None] = lambda: None
-    """Nobody who is connected now can connect again."""
+    """No peer that is connected now can connect again."""
 
 
 @pytest.fixture(params=["zmq", "memory"])

@@ -85,7 +85,7 @@ class RunnerWorker:
 
 
 class RecklessAdmission:
-    """Admits everybody, so that requests are preempted and recomputed."""
+    """Admits all requests, so that some are preempted and recomputed."""
 
     def begin(
         self, live: Collection[Request], num_slots: int, step_id: StepId

@@ -54,7 +54,7 @@ class RunnerWorker:
 
 
 class RecklessAdmission:
-    """Admits everybody, so that requests are preempted and recomputed."""
+    """Admits all requests, so that some are preempted and recomputed."""
 
     def begin(
         self, live: Collection[Request], num_slots: int, step_id: StepId
@@ -189,7 +189,7 @@ def test_prompt_and_output_log_probabilities_are_the_same_numbers(runner: ModelR
 def test_tokens_do_not_depend_on_batch_and_chunks(
     runner: ModelRunner, solo: dict[int, Answer], policy: str, budget: int
 ) -> None:
-    """Contract N2: number of requests that differ from their solo run is 0."""
+    """The number of requests that differ from their solo run is 0."""
     together, _ = run(runner, make_requests(), policy=policy, budget=budget)
     assert together == solo
 

@@ -451,7 +451,7 @@ def test_the_supervisor_hears_a_heartbeat_in_every_state(
 def test_a_silent_router_stays_dead_until_it_speaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new hello is no sign of life: /livez must not flap (H3)."""
+    """A new hello is no sign of life: /livez must not flap."""
     monkeypatch.setattr("lightserve.frontend.admin.MAX_SILENCE_S", 0.2)
     monkeypatch.setattr("lightserve.frontend.process.LATE_TIMEOUT_S", 0.4)
 

@@ -1,4 +1,4 @@
-"""T15 and contract N1: no schedule changes a token, nothing that moves KV changes a bit of it.
+"""No schedule changes a token, nothing that moves KV changes a bit of it.
 
 `bench/engine/exact.py` runs 1,000 schedules of the same kind.
 """

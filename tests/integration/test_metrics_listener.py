@@ -190,7 +190,7 @@ def test_a_storm_of_scrapes_renders_no_more_than_there_is_news(
 
 
 def test_a_taken_port_is_refused_in_words_and_a_closed_one_is_free_again() -> None:
-    # An address of the loopback interface that nobody else uses: nobody else takes the port.
+    # An address of the loopback interface that is not used elsewhere: the port stays free.
     host = "127.83.77.1"
     config = ServeConfig(metrics_host=host, metrics_port=0)
     with closing(MetricsListener(config)) as first:
@@ -206,7 +206,7 @@ def test_a_taken_port_is_refused_in_words_and_a_closed_one_is_free_again() -> No
 def test_two_that_start_at_the_same_moment_do_not_share_a_port() -> None:
     with closing(MetricsListener(ServeConfig(metrics_port=0))) as first:
         config = ServeConfig(metrics_port=httpx.URL(first.url).port)
-        with closing(MetricsListener(config)) as second:  # bound, as nobody listens yet
+        with closing(MetricsListener(config)) as second:  # bound, as no socket listens yet
             first.start(ServerMetrics(config))
             with pytest.raises(StartupError, match="in use"):
                 second.start(ServerMetrics(config))

@@ -308,7 +308,7 @@ def test_the_command_finds_out_first_that_it_cannot_write(
     assert "cannot be written" in str(result.exception)
 
 
-def test_nobody_waits_for_a_dead_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_waits_for_a_dead_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 goes on for ever, as one whose GPU waits for a peer's does."""
     monkeypatch.setattr(profile_command, "LAST_WORDS_S", 0.1)
     scripts = (

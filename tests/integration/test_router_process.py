@@ -292,7 +292,7 @@ def test_results_of_strangers_are_dropped_and_wrong_ones_end_the_group() -> None
 @pytest.mark.parametrize(
     "prompt", [[], [TokenSegment(token_ids=b"abc")], [TokenSegment(token_ids=b"")]]
 )
-def test_a_frame_that_is_no_prompt_hurts_nobody(prompt: list[TokenSegment]) -> None:
+def test_a_frame_that_is_no_prompt_hurts_no_other(prompt: list[TokenSegment]) -> None:
     scene = make_scene()
     scene.worker().send(scene.hello())
     frontend = scene.frontend()
@@ -509,7 +509,7 @@ def test_a_result_that_comes_twice_replaces_the_workers() -> None:
     assert [d.token_ids for d in tokens] == [[7]], "no token twice"
 
 
-def test_statuses_say_for_whom_they_are_and_what_was_sent_before() -> None:
+def test_statuses_say_for_which_session_they_are_and_what_was_sent_before() -> None:
     scene = make_scene()
     frontend, worker = scene.frontend(generation=4), scene.worker()
     worker.send(scene.hello())

@@ -1,4 +1,4 @@
-"""Contract N2 on whole models: logits are bit-equal over batches, chunks and slots."""
+"""Batch invariance of whole models: logits are bit-equal over batches, chunks and slots."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_a_wrong_kernel_fails_the_grid(implementation: type[Kernels], fault: str
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("rows", ROWS)
 def test_permuted_slots_change_no_bit(implementation: type[Kernels], rows: str) -> None:
-    """Contract N1: attention over any slots is bit-equal to contiguous ones."""
+    """Attention over any slots is bit-equal to contiguous ones."""
     some_heads = HEADS[1:3] if implementation is TritonKernels else HEADS  # interpreted: slow
     for heads, dtype in zip(some_heads, [torch.float32, torch.bfloat16] * 4, strict=False):
         for window in (None, 64):

@@ -1,4 +1,4 @@
-"""Whole models on Triton's kernels, in the interpreter where there is no GPU (contract N3)."""
+"""Whole models on Triton's kernels, in the interpreter where there is no GPU."""
 
 from __future__ import annotations
 

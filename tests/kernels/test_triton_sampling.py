@@ -133,7 +133,7 @@ def test_tokens_in_chunks_of_their_real_size() -> None:
 
 @pytest.mark.usefixtures("_small_blocks")
 def test_tokens_are_those_of_the_cpu() -> None:
-    """Equal logits aside: their order is nobody's business there."""
+    """Equal logits aside: their order does not matter there."""
     params = [SamplingParams(seed=i, **options) for i, options in enumerate(OPTIONS)]
     logits, batch = make_logits("spread", len(params), 600), make_batch(params, range(len(params)))
     assert torch.equal(

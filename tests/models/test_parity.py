@@ -1,4 +1,4 @@
-"""Contract N3 at the level of the model: every family against transformers, with teeth."""
+"""Parity at the level of the model: every family against transformers, with teeth."""
 
 from __future__ import annotations
 

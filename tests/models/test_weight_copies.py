@@ -28,7 +28,7 @@ from lightserve.models.weight_files import SINGLE_FILE, find_weights
 
 
 class LateDevice(TorchDispatchMode):
-    """Runs copies that are not waited for only when somebody does, or looks at the results."""
+    """Runs copies that are not waited for only when a step does, or the results are looked at."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Everybody hangs up at once, in whatever state: nothing of them is left."""
+"""All clients hang up at once, in whatever state: nothing of them is left."""
 
 from __future__ import annotations
 

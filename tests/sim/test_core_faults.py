@@ -165,7 +165,7 @@ class FaultyWorld:
 
 @pytest.mark.parametrize("block", range(4))
 def test_random_faults(block: int) -> None:
-    """Nobody gets stuck, no token is lost or repeated, no slot leaks."""
+    """No request gets stuck, no token is lost or repeated, no slot leaks."""
     for seed in range(block * 40, block * 40 + 40):
         world = FaultyWorld(seed)
         for _ in range(world.rng.randint(20, 200)):

@@ -96,7 +96,7 @@ def test_at_any_moment(
 def test_what_is_copied_ahead_is_checkpointed() -> None:
     options = KVOptions(block_size=4, preemption=Preemption.CHECKPOINT, clean_ahead_tokens=24)
     core = make_core("priority", 64, admission=RecklessAdmission(), kv=options)
-    core._booking._steps_since_take = 0  # memory was just taken from somebody
+    core._booking._steps_since_take = 0  # memory was just taken from a request
     arrivals = [
         Arrival(0.0, 30, 20, 20, request_class=request_class) for request_class in RequestClass
     ]

@@ -186,7 +186,7 @@ def test_workers_are_told_who_is_real_time() -> None:
     assert [s.is_real_time for s in sequences] == [of is RequestClass.RT for of in classes]
 
 
-def test_what_waiting_requests_want_outlives_what_nobody_wants() -> None:
+def test_what_waiting_requests_want_outlives_what_none_wants() -> None:
     """Two finished prompts; one is wanted again by a request that waits for memory."""
     core = make_core("chunked", budget=64, cache_order=task_aware)
     simulation = make_simulation(core)

@@ -1,7 +1,7 @@
-"""Everybody ends, under every policy, though all are admitted and memory runs out all the time.
+"""All requests end, under every policy, though all are admitted and memory runs out all the time.
 
-No policy and no order of requests may leave a state in which nothing is in flight, somebody could
-move, and nobody does: nothing would ever happen again.
+No policy and no order of requests may leave a state in which nothing is in flight, a request could
+move, and none does: nothing would ever happen again.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def has_ended(outcome: Outcome) -> bool:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("store", sorted(STORES))
-def test_everybody_ends(policy: str, store: str) -> None:
+def test_all_requests_end(policy: str, store: str) -> None:
     for seed in range(9):
         scene = Scene(seed, policy, STORES[store], NUM_SLOTS)
         scene.run(1000)

@@ -44,10 +44,10 @@ arrivals_of_families = st.lists(
 @pytest.mark.parametrize("policy", ["chunked", "fcfs"])
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(arrivals=arrivals_of_families, budget=st.integers(MAX_SEQS, 64))
-def test_whoever_reserves_the_worst_case_loses_nothing(
+def test_a_request_that_reserves_the_worst_case_loses_nothing(
     policy: str, arrivals: list[Arrival], budget: int
 ) -> None:
-    """Shared tokens are reserved once: enough, whoever of those who share them ends first."""
+    """Shared tokens are reserved once: enough, whichever of those that share them ends first."""
     core = make_core(policy, budget, cache_order=task_aware)
     make_simulation(core).run(events_of(arrivals))
     assert core.num_preemptions == 0

@@ -154,7 +154,7 @@ class TestClassReport:
         assert report.missed_e2e_s_p99 == pytest.approx(3.0)
         assert report.ttft_attainment == 0.0 and report.goodput_rps == 0.0
 
-    def test_nobody_came(self) -> None:
+    def test_no_request_came(self) -> None:
         report = self.report()
         assert (report.arrivals, report.ttft_attainment, report.ttft_ms_p99) == (0, None, None)
 

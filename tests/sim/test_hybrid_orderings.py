@@ -1,4 +1,4 @@
-"""Orderings of T6 to T8 (mechanisms, section 6) in short runs, as `bench.scheduling.hybrid` has.
+"""Orderings of the hybrid benchmark in short runs, as `bench.scheduling.hybrid` has.
 
 Hardware a quarter as fast as the virtual A100, so that a few requests a second are a full load.
 About 19 real-time requests per second are all that it can serve; 8,000 tokens of KV are short.

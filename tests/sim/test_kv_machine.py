@@ -175,7 +175,7 @@ class KVMachine(RuleBasedStateMachine):
             self.take_in(self.core.on_result(result, self.now_s))
 
     def check_victims(self, step: PlannedStep) -> None:
-        """Invariants 3 and 6: real-time goes last, and only for somebody more senior."""
+        """Invariants 3 and 6: real-time goes last, and only for a more senior one."""
         moved = {request for request, _ in step.allotments}
         if self.is_class_aware and sum(count for _, count in step.allotments) < BUDGET:
             stuck = [
@@ -192,14 +192,14 @@ class KVMachine(RuleBasedStateMachine):
         if not losers:
             return
         assert not step.stops or not self.sent, "paused on a guess"
-        assert moved, "somebody loses for nobody"
+        assert moved, "a request loses for none"
         if not self.is_class_aware:
             return
         if any(r.request_class is RequestClass.RT for r in losers):
             assert self.num_left_of_best_effort(step) <= 0
 
     def check_loads(self, step: PlannedStep) -> None:
-        """Whoever loads beside a step is paused, stays so, and loses nothing in it."""
+        """A request that loads beside a step is paused, stays so, and loses nothing in it."""
         moved = {request for request, _ in step.allotments}
         losers = {*step.stops, *step.drops, *(request for request, _ in step.takes)}
         loading = {request for request, _ in step.loads}

@@ -1,4 +1,4 @@
-"""Long prompts one after the other (mechanisms A3): scenes, and against chunks in turn."""
+"""Long prompts one after the other (AccelGen): scenes, and against chunks in turn."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_an_urgent_one_does_not_wait(cost: StepCost, residual_ms: float, goes: b
     assert (1 in play(cost, [first, second])[0]) == goes
 
 
-def test_a_late_one_keeps_nobody_waiting(cost: StepCost) -> None:
+def test_a_late_one_keeps_none_waiting(cost: StepCost) -> None:
     late = due(make_request(0, prompt=LONG, computed=100), 10)
     assert play(cost, [late, due(make_request(1, prompt=LONG), 5000)])[0] == {1: 512}
 
@@ -111,10 +111,10 @@ class TurnTaking:
         limits: StepLimits,
         admission: AdmissionRound,
     ) -> list[Allotment]:
-        everybody = [*running, *(r for r in waiting.of(RT) if admission.admit(r))]
-        everybody = [r for r in everybody if r.num_schedulable_tokens > 0]
-        decodes = [Allotment(r, 1) for r in everybody if r.num_schedulable_tokens == 1]
-        prompts = [r for r in everybody if r.num_schedulable_tokens > 1]
+        both = [*running, *(r for r in waiting.of(RT) if admission.admit(r))]
+        both = [r for r in both if r.num_schedulable_tokens > 0]
+        decodes = [Allotment(r, 1) for r in both if r.num_schedulable_tokens == 1]
+        prompts = [r for r in both if r.num_schedulable_tokens > 1]
         budget = limits.max_num_batched_tokens - len(decodes)
         share = budget // max(1, len(prompts))
         return decodes + [Allotment(r, min(share, r.num_schedulable_tokens)) for r in prompts]

@@ -1,4 +1,4 @@
-"""Failures that users of other servers reported, as scenes (mechanisms, section 7).
+"""Failures that users of other servers reported, as scenes.
 
 One test for each row of that table, with its source; rows that are tested elsewhere are named in
 `ELSEWHERE`, and that they are there is tested.
@@ -50,7 +50,7 @@ PROFILE = StepCoefficients(
 
 ELSEWHERE = {
     "SGLang 14972: pauses, resumes and aborts with a plan ahead leave nothing": [
-        ("tests/sim/test_unified_storms.py", "test_everybody_gets_his_tokens"),
+        ("tests/sim/test_unified_storms.py", "test_every_request_gets_its_tokens"),
         ("tests/sim/test_abort_storms.py", "test_nothing_is_left_after_a_storm"),
     ],
     "opposite signs of priority": [
@@ -65,7 +65,7 @@ ELSEWHERE = {
     "SGLang 17026: a request without a class is real-time": [
         ("tests/unit/test_frontend_fields.py", "test_a_tier_is_a_class_and_is_stated"),
     ],
-    "vLLM 39375: nobody is preempted for nothing": [
+    "vLLM 39375: no request is preempted for nothing": [
         ("tests/unit/test_preemption.py", "test_a_newcomer_takes_all_it_needs_or_nothing"),
     ],
 }
@@ -220,7 +220,7 @@ def test_paused_requests_resume_before_new_ones_on_what_they_hold() -> None:
     assert computed == sum(a.num_prompt + a.num_output - 1 for a in scene.arrivals.values())
 
 
-def test_nobody_is_paused_for_whom_it_does_not_suffice() -> None:
+def test_none_is_paused_for_one_that_it_does_not_suffice() -> None:
     """vLLM 39375: all are preempted, then the request still does not fit."""
     scene = Scene(num_slots=400)
     scene.add(0, RT, 250, 60, ttft_ms=200.0, tpot_ms=50.0)
@@ -243,7 +243,7 @@ def test_nobody_is_paused_for_whom_it_does_not_suffice() -> None:
     scene.run_dry()
 
 
-def test_one_that_needs_much_memory_holds_up_nobody_behind_it() -> None:
+def test_one_that_needs_much_memory_holds_up_none_behind_it() -> None:
     """vLLM 31731: a KV-hungry request at the head blocks all later ones."""
     rule = ClasswiseAdmission(ConservativeAdmission(), ConservativeAdmission())
     scene = Scene(num_slots=500, admission=rule)

@@ -1,9 +1,9 @@
 """The unified planner against all steps that there are, in random states of up to ten requests.
 
-`support.small_states` says what is feasible: B3 with deadlines of `slo.py`, leaving out requests
-that are late, or would be even if they had the server for themselves; and steps in which late
-requests have their turn. `bench.scheduling.planner_optimality` is the same for as many states as
-one likes.
+`support.small_states` says what is feasible: the constraint of BROS with deadlines of `slo.py`,
+leaving out requests that are late, or would be even if they had the server for themselves; and
+steps in which late requests have their turn. `bench.scheduling.planner_optimality` is the same for
+as many states as one likes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Best-effort jobs with a completion time end in time on a feasible load (mechanisms A7, C13)."""
+"""Best-effort jobs with a completion time end in time on a feasible load."""
 
 from __future__ import annotations
 

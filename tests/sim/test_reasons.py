@@ -1,6 +1,6 @@
-"""T17: whoever does not advance has a reason, or is counted among those that nobody looked at.
+"""A request that does not advance has a reason, or is counted among those not looked at.
 
-And F25 on the same random schedules: replayed from its log, a core decides the same.
+And on the same random schedules: replayed from its log, a core decides the same.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ arrivals_strategy = st.lists(
 
 
 class AccountingCore(RouterCore):
-    """Checks each step that it books: everybody alive is in it, or is accounted for, once."""
+    """Checks each step that it books: all live requests are in it, or are accounted for, once."""
 
     num_checked = 0
 
@@ -62,7 +62,7 @@ class AccountingCore(RouterCore):
         advancing = [request for request, _ in planned.allotments]
         skipped = [request for request, _ in planned.skipped]
         named = {*advancing, *skipped}
-        assert len(named) == len(advancing) + len(skipped), "somebody is named twice"
+        assert len(named) == len(advancing) + len(skipped), "a request is named twice"
         live = set(self._requests.values())
         assert named <= live
         left = live - named
@@ -73,7 +73,7 @@ class AccountingCore(RouterCore):
             assert (num_requests == 0) == (stopped_by is None), "what stopped the scan?"
         for request, reason in planned.skipped:
             if reason is Reason.BLOCKED and request.request_class is RequestClass.RT:
-                assert request.num_schedulable_tokens == 0  # nobody else's prefix holds it up
+                assert request.num_schedulable_tokens == 0  # no other's prefix holds it up
         for request in planned.stops:
             assert (request, Reason.KV_NOW) in planned.skipped or (
                 (request, Reason.ROWS) in planned.skipped
@@ -116,7 +116,7 @@ class Lines:
     needs_acknowledgement=st.booleans(),
     gone_s=st.none() | st.floats(0.01, 0.2),
 )
-def test_everybody_is_accounted_for(
+def test_every_request_is_accounted_for(
     *,
     policy: str,
     arrivals: list[Arrival],
@@ -137,7 +137,9 @@ def test_everybody_is_accounted_for(
     core, log = AccountingCore(config), Lines()
     recorded = RecordedCore(core, log)
     events = events_of(arrivals)
-    if needs_acknowledgement:  # and nobody acknowledges: requests run 16 tokens, then are blocked
+    if (
+        needs_acknowledgement
+    ):  # and no frontend acknowledges: requests run 16 tokens, then are blocked
         events[::2] = [_with_stop_strings(timed) for timed in events[::2]]
     simulation = make_simulation(recorded)
     if gone_s is not None:

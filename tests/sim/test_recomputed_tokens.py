@@ -48,14 +48,14 @@ def test_computed_twice(preemption: str, host_kv_tokens: int, hardware: VirtualH
     traffic = run.clients[RequestClass.BE].traffic
     assert isinstance(traffic, DrawnTraffic)
     traffic.num_clients = None
-    run.advance(1000.0)  # nobody is replaced any more
+    run.advance(1000.0)  # no request is replaced any more
     assert not run.core.running
     needed = sum(
         sum(clients.num_prompt_tokens) + sum(clients.num_output_tokens)
         for clients in run.clients.values()
     )
     num_requests = len(run.simulation.outcomes)
-    needed -= num_requests  # nobody reads the last token
+    needed -= num_requests  # the last token is not read
     computed = run.worker.sums.num_tokens
     lost = run.report().kv.recomputed_tokens
     assert lost > 2 * num_requests

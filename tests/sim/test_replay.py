@@ -1,4 +1,4 @@
-"""Decision logs of simulations: replayed, every decision is the same (F25); changes are found."""
+"""Decision logs of simulations: replayed, every decision is the same; changes are found."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_it_comes_back_beside_the_decodes_of_others(policy: str, overlaps: bool)
     assert first_run.step_id == loads[-1].step_id + 1, "in the step after its last token"
     gaps_s = scene.step_times_s
     if overlaps and policy == "unified":
-        assert max(gaps_s) <= 1.2 * sorted(gaps_s)[len(gaps_s) // 2], "nobody waits for it"
+        assert max(gaps_s) <= 1.2 * sorted(gaps_s)[len(gaps_s) // 2], "not waited for"
     assert max(gaps_s) < 0.032
     assert scene.num_missed() == num_missed
     scene.run_dry()
@@ -221,7 +221,7 @@ def test_it_is_computed_again_where_the_workers_die() -> None:
 
 
 def test_alone_it_loads_all_at_once() -> None:
-    """There is nobody who would wait."""
+    """There is no request that would wait."""
     scene = Scene()
     victim = scene.lose()
     del scene.outcomes[STREAM]
@@ -233,7 +233,7 @@ def test_alone_it_loads_all_at_once() -> None:
 
 
 def test_an_arrival_that_is_real_time_does_not_wait_for_loads() -> None:
-    """Its first step leaves as if nobody loaded, and takes no longer."""
+    """Its first step leaves as if nothing were loaded, and takes no longer."""
     scene = Scene()
     scene.lose()
     scene.run_until(lambda: len(scene.num_loaded_ahead()) == 2)

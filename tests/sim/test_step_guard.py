@@ -1,4 +1,4 @@
-"""T13: what a hidden slow-down does to steps that are planned to a limit, on virtual hardware.
+"""What a hidden slow-down does to steps that are planned to a limit, on virtual hardware.
 
 The planner knows a profile that was fitted to noisy samples of the hardware, never its formula.
 """

@@ -1,4 +1,4 @@
-"""Storms over the unified planner: no hang, no leak, no circle, nobody starved or made late.
+"""Storms over the unified planner: no hang, no leak, no circle, none starved or made late.
 
 What is random, and what is checked at every move: `support.storms`.
 """
@@ -14,7 +14,7 @@ NUM_STORMS, PER_BLOCK = 10, 5
 
 
 @pytest.mark.parametrize("block", range(NUM_STORMS // PER_BLOCK))
-def test_everybody_gets_his_tokens(block: int) -> None:
+def test_every_request_gets_its_tokens(block: int) -> None:
     ends: Counter[str] = Counter()
     num_timed = 0
     for seed in range(block * PER_BLOCK, (block + 1) * PER_BLOCK):

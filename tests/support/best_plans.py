@@ -2,13 +2,13 @@
 
 A step is a share for each of some requests: the whole rest of it, and for at most one prompt what
 fills the step instead: up to the token budget, or up to the time limit. It is feasible in the
-sense of B3 (BROS, constraint 6) if, for every real-time request that could be in time if it had
+sense of BROS (constraint 6) if, for every real-time request that could be in time if it had
 the server for itself from here on (`State.is_lost` says which ones could not),
 
     time of the step + (0 if it advances, else T_avg) <= residual of its next token
 
 with T_avg the mean time of a step, residuals as `slo.py` defines them, all at the start of the
-step; and if `fit_into_memory` places every share of it in full, by memory and rows. Whoever starts
+step; and if `fit_into_memory` places every share of it in full, by memory and rows. What starts
 needs memory for the whole prompt (`WholePrompts`, the planner's admission too). There are two ways
 to read "advances" where a prompt is cut: it has a share (`Reading.SHARE`), or the step yields its
 token (`Reading.TOKEN`, which asks more). The best step has the most best-effort tokens, of prompts
@@ -135,11 +135,11 @@ class _Steps:
 
     def _with_cut(self, cut: int) -> Iterator[_Candidates]:
         """Yield steps with a part of a prompt: what time, tokens or memory allow."""
-        everybody = self._in.copy()
-        everybody[:, cut] = True
-        keep = ~self._in[:, cut] & self._can_fit(everybody)
-        advancing = everybody if self._reading is Reading.SHARE else self._in
-        copies_s = everybody @ self._copies_s
+        with_cut = self._in.copy()
+        with_cut[:, cut] = True
+        keep = ~self._in[:, cut] & self._can_fit(with_cut)
+        advancing = with_cut if self._reading is Reading.SHARE else self._in
+        copies_s = with_cut @ self._copies_s
         limit_s = self._limit(advancing) + ROUNDING_S - copies_s
         num_new = self._shape[:, 0].astype(np.int64)
         most = np.minimum(self._state.budget - num_new, int(self._rest[cut]) - 1)
@@ -148,7 +148,7 @@ class _Steps:
             middle = (low + high + 1) // 2
             in_time = self._seconds(self._plus(cut, middle)) <= limit_s
             low, high = np.where(in_time, middle, low), np.where(in_time, high, middle - 1)
-        if_all_give = self._num_slots - everybody @ self._slots - num_new
+        if_all_give = self._num_slots - with_cut @ self._slots - num_new
         if_none_gives = self._state.kv.num_available - num_new
         counts = [np.minimum(low, most)]
         counts += [np.minimum(counts[0], slots) for slots in (if_all_give, if_none_gives)]

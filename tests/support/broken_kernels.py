@@ -72,7 +72,7 @@ class _KVBesideItsSlot(TorchKernels):
 
 
 class _KVToTheFirstSlot(TorchKernels):
-    """Padding rows write to a slot that is somebody's."""
+    """Padding rows write to a slot of a request."""
 
     def write_kv(self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
         super().write_kv(k, v, k_pool, v_pool, slots)

@@ -55,7 +55,7 @@ class Arrival:
 
 
 class RecklessAdmission:
-    """Admits everybody, so that memory runs out and requests are preempted."""
+    """Admits all requests, so that memory runs out and requests are preempted."""
 
     forecast_peak = None
 

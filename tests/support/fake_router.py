@@ -62,7 +62,7 @@ def router_status(**changes: Any) -> RouterStatus:
 
 
 def kv_pool(**changes: Any) -> KVPool:
-    """A pool of two blocks of 4: two users, one of whom is paused, and a cached token."""
+    """A pool of two blocks of 4: two requests, one of them paused, and a cached token."""
     values: dict[str, Any] = {
         "num_slots": 8,
         "block_size": 4,

@@ -1,6 +1,6 @@
 """Outputs forced token by token through a real frontend, whose router is as far away as wanted.
 
-Time is virtual: a second passes as soon as everybody waits for it, so a lag costs nothing. The
+Time is virtual: a second passes as soon as all tasks wait for it, so a lag costs nothing. The
 router obeys the protocol: one token a step, at most MAX_UNACKNOWLEDGED_TOKENS past what has been
 acknowledged, no more than `max_tokens`, and news as well as acknowledgements travel `lag_s`.
 """

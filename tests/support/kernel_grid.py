@@ -79,7 +79,7 @@ class GridReport:
 
 
 class Poisoned(TorchFunctionMode):
-    """What is allocated without a value holds NaN, or an integer that is nobody's."""
+    """What is allocated without a value holds NaN, or an integer that means nothing."""
 
     _ALLOCATIONS = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty)
 

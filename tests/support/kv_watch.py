@@ -2,8 +2,8 @@
 
 Before every forward pass, all that the pass is going to read of what was computed earlier is
 hashed, token by token, as attention finds it: through `req_to_slot`, all layers, keys and values.
-It must be what it was when it was computed (contract N1), wherever it has been since: paused, on
-the host, moved to other slots. What a request reads of a cached prefix must be what somebody with
+It must be what it was when it was computed, wherever it has been since: paused, on
+the host, moved to other slots. What a request reads of a cached prefix must be what a request with
 the same tokens computed.
 """
 
@@ -44,9 +44,9 @@ class Seen:
     num_overwritten: int = 0
     """Saved in the step that took them, and then written by another request."""
     num_own_again: int = 0
-    """Saved, and then written or loaded by their owner before anybody else wrote there."""
+    """Saved, and then written or loaded by their owner before any other wrote there."""
     num_never_overwritten: int = 0
-    """Saved, and written by nobody until the end."""
+    """Saved, and not written until the end."""
     num_checked: int = 0
     """Read by attention and compared with what was computed."""
     num_checked_resumed: int = 0
@@ -73,7 +73,7 @@ class WatchedModel:
         """By tokens up to and with a position: what its KV came out as."""
         self._writers: dict[int, int] = {}
         self._unwritten: dict[int, int] = {}
-        """Slots that were saved and that nobody has written since: whose KV was saved."""
+        """Slots that were saved and not written since: whose KV was saved."""
         self._origins: dict[int, tuple[int, int]] = {}
         """By host slot: whose KV, and the slot it was in."""
 

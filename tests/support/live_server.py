@@ -184,7 +184,7 @@ class LiveServer:
     def _read_rest(self) -> None:
         for reader in self._readers:
             reader.join(PATIENCE_S)
-            assert not reader.is_alive(), "somebody has the server's output open"
+            assert not reader.is_alive(), "a process has the server's output open"
 
     def _read(self, stream: Iterable[str], lines: list[str]) -> None:
         for line in stream:  # not extend: others look at the lines meanwhile

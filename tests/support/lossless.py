@@ -287,7 +287,7 @@ _COUNTERS = (
 
 
 def make_core(schedule: Schedule) -> RouterCore:
-    """Return a core that admits everybody, so that memory runs out."""
+    """Return a core that admits all requests, so that memory runs out."""
     return RouterCore(
         CoreConfig(
             max_model_len=MAX_LEN,

@@ -1,4 +1,4 @@
-"""Comparison with transformers under contract N3, teacher-forced on the reference's tokens.
+"""Comparison with transformers, teacher-forced on the reference's tokens.
 
 A *sequence* is a random prompt and what the reference says after it. Whatever computes logits
 for given sequences can be compared: here the model alone, driven pass by pass over a pool with
@@ -6,7 +6,7 @@ scattered slots (`DirectDriver`).
 
 The reference is transformers in float32, for bfloat16 over the same (bfloat16) weights: then
 the difference is lightserve's own rounding. Two bfloat16 computations differ by the rounding of
-both, which puts some 6 of 100,000 positions beyond the contract's four ulps whoever computes
+both, which puts some 6 of 100,000 positions beyond four ulps whatever computes
 them; that comparison is made too (`logits_of`), but only reported and bounded.
 """
 
@@ -42,7 +42,7 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Figures of contract N3 over some positions."""
+    """Figures of the comparison over some positions."""
 
     num_positions: int = 0
     num_different: int = 0
@@ -61,7 +61,7 @@ class ParityReport:
         )
 
     def holds(self, dtype: torch.dtype) -> bool:
-        """Whether contract N3 is kept."""
+        """Whether the comparison's limits are kept."""
         if self.num_different:
             return False
         if dtype != torch.float32:

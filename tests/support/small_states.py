@@ -38,7 +38,7 @@ ROUNDING_S = 1e-9
 
 
 class WholePrompts:
-    """Admits who finds memory for his whole prompt, best-effort ones without taking any."""
+    """Admits requests whose whole prompts find memory, best-effort ones without taking any."""
 
     forecast_peak = None
 

@@ -3,7 +3,7 @@
 Arrivals with targets of every kind, aborts, frontends that acknowledge late or vanish, worker
 groups that die and come back with another pool, rows that fail, cost models that are right, wrong
 or unknown, pools without a host and hosts without room. Every decision of the policy is checked
-as it falls, the books after every call, and in the end everybody must have had his tokens.
+as it falls, the books after every call, and in the end every request must have had its tokens.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ ROUNDING_S = 1e-9
 
 
 class WatchedPolicy(UnifiedPolicy):
-    """The unified policy; each of its decisions is held against invariant I6 (mechanisms 3.3)."""
+    """The unified policy; each of its decisions is held against the planner's invariants."""
 
     num_loads = 0
     """Times that a request loaded beside a step."""
@@ -87,7 +87,7 @@ class WatchedPolicy(UnifiedPolicy):
         return shares
 
     def _watch_deadlines(self, chosen: Sequence[Allotment], limits: StepLimits) -> None:
-        """Nobody makes late who would be in time without those who rank behind him.
+        """No request is late that would be in time without those that rank behind it.
 
         Best-effort rows harm no real-time token, and prompts harm no decode.
         """
@@ -118,7 +118,7 @@ class WatchedPolicy(UnifiedPolicy):
 
 
 class Storm:
-    """A core in virtual time, and everybody around it."""
+    """A core in virtual time, and all that is around it."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -330,7 +330,7 @@ class Storm:
     # ---------------------------------------------------------------- what must hold
 
     def _check(self, step: PlannedStep) -> None:
-        """Invariants I3, I5, I7 and I8 of mechanisms 3.3 (`WatchedPolicy` has I6)."""
+        """Invariants of classes, memory and order (`WatchedPolicy` has the planner's)."""
         moved = {request for request, _ in step.allotments}
         losers = {*step.stops, *step.drops, *(request for request, _ in step.takes)}
         assert moved, "an empty step"
@@ -345,8 +345,8 @@ class Storm:
         """Real-time requests lose to a senior of their class, once best-effort has nothing."""
         kv = self.core._kv
         assert kv is not None
-        everybody = [*self.core.running, *self.core._waiting]
-        best_effort = [r for r in everybody if r.request_class is BE and r.slots is not None]
+        live = [*self.core.running, *self.core._waiting]
+        best_effort = [r for r in live if r.request_class is BE and r.slots is not None]
         kept = [r for r in best_effort if r not in step.drops]
         taken = sum(kv.gain(r, count) for r, count in step.takes if r in kept)
         left = kv.num_freed_by([*step.drops, *kept]) - kv.num_freed_by(step.drops) - taken

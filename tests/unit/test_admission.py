@@ -167,7 +167,7 @@ class Counted(OutputLengths):
 
 
 def test_a_refusal_lasts_as_long_as_it_is_certain() -> None:
-    """Nobody leaves: no forecast until the peak can have fallen enough. Else: one at once."""
+    """No request leaves: no forecast until the peak can have fallen enough. Else: one at once."""
     lengths = Counted(max_output_tokens=100, window=1000)
     for _ in range(1000):
         lengths.record(50)
@@ -197,7 +197,7 @@ def test_a_refusal_lasts_as_long_as_it_is_certain() -> None:
     assert lengths.num_samples > before, "there is something new to know"
     before = lengths.num_samples
     assert not rule.begin(live[1:], PoolView(500), StepId(53)).admit(newcomer)
-    assert lengths.num_samples > before, "somebody has left"
+    assert lengths.num_samples > before, "a request has left"
 
 
 @pytest.mark.parametrize("is_uneven", [False, True])

@@ -1,4 +1,4 @@
-"""Input that is wrong on purpose: always a 4xx in OpenAI's shape, never a word of the inside (S18).
+"""Input that is wrong on purpose: always a 4xx in OpenAI's shape, never a word of the inside.
 
 The table of numbers is made from the request models' own schemas: fields that are added later are
 in it by themselves, and a model that no route here has makes a test fail.

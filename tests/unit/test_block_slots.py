@@ -213,12 +213,12 @@ def test_freeing_one_side_leaves_the_other() -> None:
     assert pool.block_masks().tolist() == [0b0011] and pool.num_free == 2
 
 
-def test_nobody_grows_in_a_block_that_was_emptied() -> None:
+def test_none_grows_in_a_block_that_was_emptied() -> None:
     pool = BlockSlotPool(8, block_size=4)
     pool.release(pool.acquire("a", RT, 1))
     assert pool.acquire("b", RT, 1).tolist() == [0]
     assert pool.acquire("a", RT, 1).tolist() == [4]
-    pool.stop_growing("nobody")
+    pool.stop_growing("unknown")
 
 
 @pytest.mark.parametrize("is_exclusive", [False, True])

@@ -91,7 +91,7 @@ def test_what_a_request_will_need() -> None:
     assert expected_kv_tokens(make_request(0, prompt=10, max_tokens=30), lengths) == 39
 
 
-def test_a_headroom_that_nobody_would_respect_is_refused() -> None:
+def test_a_headroom_that_no_rule_would_respect_is_refused() -> None:
     assert ServeConfig(burst_headroom_s=2.0, policy="priority").burst_headroom_s == 2.0
     with pytest.raises(ConfigError, match="--burst-headroom-s needs --policy priority"):
         ServeConfig(burst_headroom_s=2.0, policy="chunked")

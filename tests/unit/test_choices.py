@@ -131,7 +131,7 @@ def test_a_bug_ends_its_own_request_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_an_abort_wakes_whoever_waits(count: int) -> None:
+def test_an_abort_wakes_what_waits(count: int) -> None:
     async def scenario() -> None:
         async with frontend() as setup:
             choices = await _start(setup, count)
@@ -146,7 +146,7 @@ def test_an_abort_wakes_whoever_waits(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 5])
-def test_an_abort_comes_through_news_that_nobody_reads(count: int) -> None:
+def test_an_abort_comes_through_news_that_are_not_read(count: int) -> None:
     async def scenario() -> None:
         async with frontend() as setup:
             choices = await _start(setup, count)

@@ -26,7 +26,7 @@ def classwise(name: str, lengths: OutputLengths) -> AdmissionRule:
 
 
 def live_and_asked() -> tuple[list[Request], dict[str, Request]]:
-    """Everybody ends at 20 tokens; when they do, a live one holds 40, a newcomer 30.
+    """All end at 20 tokens; when they do, a live one holds 40, a newcomer 30.
 
     Of two batches that end at once or a step apart, the first ends at its own peak.
     """
@@ -52,7 +52,7 @@ def live_and_asked() -> tuple[list[Request], dict[str, Request]]:
         (["rt"], PoolView(59), []),
         (["rt", "rt2"], PoolView(80), ["rt", "rt2"]),
         (["rt", "rt2"], PoolView(79), ["rt"]),
-        # Best-effort ones see everybody: 40 + 40 + 20.
+        # Best-effort ones see all: 40 + 40 + 20.
         (["be"], PoolView(100), ["be"]),
         (["be"], PoolView(99), []),
         (["rt", "be"], PoolView(120), ["rt", "be"]),
@@ -72,7 +72,9 @@ def live_and_asked() -> tuple[list[Request], dict[str, Request]]:
         (["be", "rt"], PoolView(1000, be_room=9), ["rt"]),
     ],
 )
-def test_who_counts_for_whom(order: list[str], pool: PoolView, admitted: list[str]) -> None:
+def test_which_requests_count_for_which(
+    order: list[str], pool: PoolView, admitted: list[str]
+) -> None:
     live, asked = live_and_asked()
     round_ = classwise("risk", history(20)).begin(live, pool, StepId(0))
     assert [name for name in order if round_.admit(asked[name])] == admitted
@@ -93,7 +95,7 @@ def test_every_rule_by_class(name: str) -> None:
     assert not round_.admit(asked["be2"])
 
 
-def test_a_class_that_nobody_asks_about_is_not_forecast() -> None:
+def test_a_class_that_is_not_asked_about_is_not_forecast() -> None:
     class Counted(OutputLengths):
         asked: list[list[RequestClass]] = []  # noqa: RUF012
 
@@ -118,7 +120,7 @@ def test_a_class_that_nobody_asks_about_is_not_forecast() -> None:
     assert lengths.asked == [[RT, BE], [BE]]
 
 
-def test_the_forecast_peak_is_of_whom_the_last_admission_counted() -> None:
+def test_the_forecast_peak_is_of_what_the_last_admission_counted() -> None:
     live, asked = live_and_asked()
     rule = classwise("risk", history(20))
     assert rule.forecast_peak is None

@@ -1,4 +1,4 @@
-"""GET /debug/kv: its shape, who waits for whom, and what happens when nobody answers."""
+"""GET /debug/kv: its shape, what waits for what, and what happens without an answer."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_router_that_is_lost_or_silent(monkeypatch: pytest.MonkeyPatch) -> Non
             client.on_message(RouterWelcome(boot_id=BOOT_ID, num_kv_slots=8))
             monkeypatch.setattr(router_client, "ANSWER_TIMEOUT_S", 0.02)
             assert _error(await setup.http.get("/debug/kv")) == (504, "router_timeout")
-            answer(setup, 1, 7)  # nobody waits for it any more
+            answer(setup, 1, 7)  # no longer waited for
 
             monkeypatch.setattr(router_client, "ANSWER_TIMEOUT_S", 30.0)
             waiting = asyncio.create_task(setup.http.get("/debug/kv"))

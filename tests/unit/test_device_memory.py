@@ -59,7 +59,7 @@ def test_size(options: dict[str, Any], memory: DeviceMemory, num_slots: int) -> 
     config = ServeConfig(**options)
     found = num_device_slots(config, LAYOUT, memory)
     assert found == num_slots
-    # With the slot of nobody, it fits in.
+    # With the slot of no request, it fits in.
     assert memory.taken + (found + 1) * LAYOUT.bytes_per_token <= memory.total
 
 
@@ -152,7 +152,7 @@ def test_staging_memory(options: dict[str, Any], total: int, expected: int) -> N
 
 
 class Recorded:
-    """A GPU on which somebody else takes 3, libraries 2 and weights 10; a step reserves 7 more."""
+    """A GPU on which other processes take 3, libraries 2 and weights 10; a step reserves 7 more."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

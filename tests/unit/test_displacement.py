@@ -1,4 +1,4 @@
-"""Decodes with time to spare give way: to who would be late, and to prompts that gain more (B7)."""
+"""Decodes with time to spare give way: to who would be late, and to prompts that gain more."""
 
 from __future__ import annotations
 
@@ -118,16 +118,14 @@ def test_an_ample_decode_gives_way_to_a_first_token() -> None:
         (500, 500, 9),  # that is late even alone
     ],
 )
-def test_nobody_gives_way_in_vain(
-    tight_ms: float, ample_ms: float, prompt_ms: float | None
-) -> None:
+def test_none_gives_way_in_vain(tight_ms: float, ample_ms: float, prompt_ms: float | None) -> None:
     running = [decode(0, tight_ms, context=5000), decode(1, ample_ms, context=5000)]
     waiting = [] if prompt_ms is None else [first_token(5, prompt_ms, 100)]
     assert play(running, waiting)[0].keys() >= {0, 1}
 
 
 @pytest.mark.parametrize(("prompt_ms", "who"), [(13, {0, 1, 5}), (15, {0, 5})])
-def test_nobody_gives_way_to_a_prompt_that_takes_more_steps_than_it_has(
+def test_none_gives_way_to_a_prompt_that_takes_more_steps_than_it_has(
     prompt_ms: float, who: set[int]
 ) -> None:
     """Beside a decode of 2 ms that is due after 9, its 100 tokens take 14 ms in two steps, not 12.

@@ -1,4 +1,4 @@
-"""The container's files, as far as they can be checked without an engine (S15)."""
+"""The container's files, as far as they can be checked without an engine."""
 
 from __future__ import annotations
 

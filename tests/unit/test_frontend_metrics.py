@@ -113,7 +113,7 @@ def test_the_servers_targets_are_judged() -> None:
 
 
 def test_strangers_make_no_series() -> None:
-    """10,000 requests with random models, users, keys, paths, methods and ids (S13)."""
+    """10,000 requests with random models, users, keys, paths, methods and ids."""
     chance = random.Random(7)
 
     async def stranger(setup: Setup) -> None:
@@ -210,7 +210,7 @@ def test_metrics_are_the_supervisors(monkeypatch: pytest.MonkeyPatch) -> None:
             asked: list[MetricsRequest] = []
             scrapes.attach(asked.append)
             await _assert_unavailable(setup)  # no answer
-            scrapes.on_text(_text(asked[-1].number, "late"))  # to nobody
+            scrapes.on_text(_text(asked[-1].number, "late"))  # no longer waited for
             monkeypatch.setattr(service_module, "SCRAPE_TIMEOUT_S", PATIENCE_S)
 
             asking = [asyncio.create_task(setup.http.get("/metrics")) for _ in range(3)]
@@ -251,7 +251,7 @@ def test_a_full_link_is_no_answer() -> None:
     asyncio.run(scenario())
 
 
-def test_an_asker_that_leaves_takes_the_answer_from_nobody() -> None:
+def test_an_asker_that_leaves_takes_the_answer_from_no_other() -> None:
     async def scenario() -> None:
         scrapes = Scrapes()
         asked: list[MetricsRequest] = []

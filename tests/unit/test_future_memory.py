@@ -64,7 +64,7 @@ def test_empty_batch() -> None:
 
 
 def test_sums_beyond_32_bits() -> None:
-    """Half of them before anybody joins, the others by newcomers."""
+    """Half of them before any request joins, the others by newcomers."""
     base, rest = [2**29, 2**29 + 5, 7], [3, 9, 100]
     memory = FutureMemory(np.array(base), np.array([rest]))
     for held, left in [(2**29, 50), (2**30 - 1, 2), (2**29, 2000)] * 3:

@@ -224,7 +224,7 @@ def test_the_file_shows_the_cells_one_to_one(tmp_path: Path) -> None:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any]) -> list[httpx.Request]:
-    """Requests to a server that has a map for whoever has the key."""
+    """Requests to a server that has a map for clients with the key."""
     requests: list[httpx.Request] = []
 
     def handler(request: httpx.Request) -> httpx.Response:

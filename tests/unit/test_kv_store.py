@@ -144,7 +144,7 @@ def test_what_is_taken_out_of_the_tree_is_private_and_back_on_resume() -> None:
     scene.kv.check_integrity([request])
 
 
-def test_a_checkpoint_is_dropped_if_somebody_computed_the_same() -> None:
+def test_a_checkpoint_is_dropped_if_another_computed_the_same() -> None:
     scene = Scene()
     request = scene.run(make_request(0), num_output=5)
     request.pause()

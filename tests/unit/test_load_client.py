@@ -57,8 +57,8 @@ def open_loop(count: int, **fields: Any) -> Traffic:
     return Traffic(arrivals=ArrivalKind.POISSON, num_requests=count, **values)
 
 
-def test_an_open_loop_does_not_wait_for_a_server_that_answers_nobody() -> None:
-    """The mock answers nobody before all have arrived: waiting for it would be for ever."""
+def test_an_open_loop_does_not_wait_for_a_server_that_does_not_answer() -> None:
+    """The mock answers no request before all have arrived: waiting for it would be for ever."""
     count = 40
 
     async def open_when_all_are_there(server: MockServer, runner: Runner) -> None:
@@ -70,7 +70,7 @@ def test_an_open_loop_does_not_wait_for_a_server_that_answers_nobody() -> None:
     outcome, _ = run(open_loop(count), is_gated=True, meanwhile=open_when_all_are_there)
     assert len(outcome.records) == count
     assert all(record.is_completed for record in outcome.records)
-    # The wait is in every latency: nobody had anything before the last one had arrived.
+    # The wait is in every latency: no request had anything before the last one had arrived.
     last_s = max(record.intended_s for record in outcome.records)
     assert min(record.event_times_s[0] for record in outcome.records) > last_s
 
@@ -198,7 +198,7 @@ def test_what_does_not_end_is_unfinished(is_interrupted: bool) -> None:
 
 
 def test_a_run_of_failures_and_answers_is_reported_whole() -> None:
-    """8 arrivals, one slot of the mock taken for ever by nobody: all there, all counted."""
+    """8 arrivals, one slot of the mock taken for ever by no request: all there, all counted."""
     traffic = open_loop(8, be_share=0.5, targets=Targets(ttft_ms=60_000))
     outcome, _ = run(traffic, behaviour=Behaviour(has_usage=False))
     report: Run = make_run(

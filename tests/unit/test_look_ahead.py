@@ -84,7 +84,7 @@ def test_a_large_one_holds_up_the_others_at_last() -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(st.data())
-def test_nobody_waits_for_ever(data: st.DataObject) -> None:
+def test_none_waits_for_ever(data: st.DataObject) -> None:
     """Whichever is chosen, with newcomers all the while and some that are put back.
 
     One that has n before it starts within OLDEST_EVERY * (n + 1) starts.

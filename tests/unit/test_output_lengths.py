@@ -96,7 +96,7 @@ def test_larger_uniforms_mean_longer_outputs() -> None:
 
 @pytest.mark.parametrize("num_own", [10, 320, 1000])
 def test_samples_lag_behind_their_key_by_a_share_of_it_at_most(num_own: int) -> None:
-    """Everybody said 10 so far, now this key says 500."""
+    """All keys said 10 so far, now this key says 500."""
     lengths = OutputLengths(max_output_tokens=4096)
     for _ in range(num_own):
         lengths.record(10, key="k")

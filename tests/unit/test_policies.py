@@ -108,7 +108,7 @@ class TestPriority:
     ) -> None:
         assert select(PriorityPolicy(), requests, **options) == expected
 
-    def test_a_request_whose_frontend_lags_keeps_nobody_waiting(self) -> None:
+    def test_a_request_whose_frontend_lags_keeps_none_waiting(self) -> None:
         lagging = make_request(4)
         lagging.output_token_ids = [1] * 20
         lagging.num_acknowledged_tokens = 0
@@ -126,7 +126,7 @@ class TestRoundRobin:
             pytest.param((*RT_SIDE, *BE_SIDE), 7, {}, [(0, 1), (1, 5), (7, 4)], id="odd steps"),
             pytest.param(BE_SIDE, 2, {}, [(0, 1), (1, 5), (7, 4)], id="no real-time request"),
             pytest.param(RT_SIDE, 1, {}, [(2, 1), (3, 4), (4, 3)], id="no best-effort request"),
-            pytest.param((RT_NEW, BE_NEW), 0, {"refused": [4]}, [(7, 5)], id="nobody may start"),
+            pytest.param((RT_NEW, BE_NEW), 0, {"refused": [4]}, [(7, 5)], id="no start"),
             pytest.param(BE_SIDE, 1, {"max_be": 2}, [(0, 1), (1, 5)], id="best-effort limit"),
             pytest.param((RT_NEW, RT_LATER), 0, {"rows": 1}, [(4, 3)], id="rows"),
         ],

@@ -1,4 +1,4 @@
-"""Who gives memory and rows to whom: scenes of a full pool."""
+"""Which requests give memory and rows to which: scenes of a full pool."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def play(
     num_rows: int = 10,
     is_class_aware: bool = True,
 ) -> tuple[dict[str, int], dict[str, int], list[str], list[str]]:
-    """Let everybody who wants something move, in the given order; holders come as they stand.
+    """Let all requests that want something move, in the given order; holders come as they stand.
 
     Returns by name: tokens moved, tokens taken; then who stops and who is dropped.
     """
@@ -82,7 +82,7 @@ def summary(
     return moved, taken, [names[r] for r in fit.stops], [names[r] for r in fit.drops]
 
 
-def test_memory_for_everybody() -> None:
+def test_memory_for_all() -> None:
     actors = [Actor("a", RT, 10), Actor("b", BE, 10, wants=5), Actor("c", BE, state="new", wants=4)]
     assert play(actors, 30) == ({"a": 1, "b": 5, "c": 4}, {}, [], [])
 
@@ -109,7 +109,7 @@ def test_best_effort_gives_all_before_real_time_gives_anything() -> None:
     assert play(actors, 30) == ({"a": 1}, {"z": 1}, ["z"], []), "the last resort"
 
 
-def test_nobody_gives_to_its_junior() -> None:
+def test_none_gives_to_its_junior() -> None:
     actors = [Actor("a", RT, 10), Actor("b", BE, 20), Actor("c", BE, state="new", wants=5)]
     assert play(actors, 30) == ({"a": 1}, {"b": 1}, ["b"], [])
     actors = [Actor("a", RT, 10, wants=0), Actor("b", BE, 20)]

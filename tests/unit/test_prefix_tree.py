@@ -328,7 +328,7 @@ def finished(tree: PrefixTree, tokens: list[int], *, is_real_time: bool) -> None
 
 
 def test_order_of_eviction() -> None:
-    """E7: finished best-effort, finished real-time, then what fewest wait for."""
+    """Echo's order: finished best-effort, finished real-time, then what fewest wait for."""
     tree = PrefixTree(task_aware)
     for first, is_real_time in ((1, True), (2, False), (3, False), (4, True), (5, False)):
         finished(tree, [first] * 4, is_real_time=is_real_time)

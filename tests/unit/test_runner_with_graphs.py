@@ -54,7 +54,7 @@ class CountingGraphs(DecodeGraphs):
 def make_runner() -> tuple[ModelRunner, Any, KVPool]:
     model = random_model(ExactKernels(), CONFIG, context_len=MAX_LEN)
     pool = KVPool(layout_of(CONFIG), NUM_SLOTS, torch.device("cpu"))
-    for tensor in pool.tensors:  # what nobody wrote poisons whoever reads it
+    for tensor in pool.tensors:  # what was never written poisons its reader
         tensor[:, :, :, :NUM_SLOTS] = torch.nan
     runner = ModelRunner(
         model,

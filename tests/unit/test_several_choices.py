@@ -1,4 +1,4 @@
-"""n completions of several prompts: whose news are whose, and one failure is everybody's."""
+"""n completions of several prompts: which news belong to which, and one failure ends all."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def shared_scene() -> tuple[Scene, Request]:
     return scene, scene.newcomer(Member((*prompt, *range(70, 79)), 0, (20,) * 3))
 
 
-# Everybody ends at 20 tokens: when the first does, each has grown by 10.
+# All end at 20 tokens: when the first does, each has grown by 10.
 @pytest.mark.parametrize(
     ("name", "options", "needed"),
     [
@@ -221,7 +221,7 @@ def test_every_rule_counts_shared_tokens_once(
 
 @pytest.mark.parametrize("name", sorted(ADMISSION_RULES))
 def test_newcomers_of_one_round_share_with_each_other(name: str) -> None:
-    """The prompt is cached, nobody holds it: the first to hold it brings it, for all of them."""
+    """The prompt is cached and not held: the first to hold it brings it, for all of them."""
     prompt = tuple(range(900))
     scene = Scene([], [Member(prompt, 0, (1,) * 3)])
     round_ = make_rule(name, history(20)).begin([], PoolView(2000), StepId(0))

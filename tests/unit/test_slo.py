@@ -267,7 +267,7 @@ def test_the_ledger_conserves_time(
 def test_tokens_in_time_end_a_job_in_time(
     completion_s: float, num_tokens: int, data: st.DataObject
 ) -> None:
-    """Whoever comes by each deadline, with the right prediction, ends by the last."""
+    """What is computed by each deadline, with the right prediction, ends by the last."""
     ledger = CompletionLedger(completion_s, 0.0, num_tokens_to_come=num_tokens)
     now_s = 0.0
     for _ in range(num_tokens):

@@ -1,11 +1,14 @@
-"""Rules that hold for every source file: nothing that can run code from data (S1), no torch in
+"""Rules that hold for every source file: nothing that can run code from data, no torch in
 the processes that must stay light, files and functions that stay small."""
 
 from __future__ import annotations
 
 import ast
+import io
+import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +18,17 @@ import lightserve
 
 PACKAGE = Path(lightserve.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+ROOT = PACKAGE.parent
+PROSE = sorted(
+    path
+    for folder in ("lightserve", "tests", "bench", "docs", "examples", "docker")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in {".py", ".md", ".sh", ".cpp", ".h"}
+    and not {PACKAGE / "router", PACKAGE / "bundled"} & set(path.parents)
+)
+PERSONS = re.compile(r"(?<![a-z])((no|some|every|any)body|who(ever|m))(?![a-z])", re.IGNORECASE)
+FOREIGN_IDS = re.compile(r"(?<![\w./-])(?!L2\b|L4\b|P[12]\b|O[12]\b)[A-Z]\d{1,2}\b")
+"""But for caches, a GPU and the names of two bounds."""
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 
@@ -173,3 +187,50 @@ def test_every_launch_says_whether_products_and_sums_are_fused() -> None:
     for name, launch in launches:
         given = {keyword.arg: ast.unparse(keyword.value) for keyword in launch.keywords}
         assert given.get("enable_fp_fusion") == "True", (name, launch.lineno)
+
+
+def remarks(source: str) -> Iterator[str]:
+    """Yield comments and docstrings."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        is_docstring = token.type == tokenize.STRING and token.string.startswith('"""')
+        if is_docstring or token.type == tokenize.COMMENT:
+            yield token.string
+
+
+@pytest.mark.parametrize("folder", sorted({path.relative_to(ROOT).parts[0] for path in PROSE}))
+def test_things_are_things(folder: str) -> None:
+    """Requests, clients and processes are called that; no word makes persons of them."""
+    found = [
+        f"{path}:{number}: {match.group()}"
+        for path in (ROOT / "README.md", *PROSE)
+        if path.is_relative_to(ROOT / folder) or path.parent == ROOT
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if (match := PERSONS.search(line))
+    ]
+    assert found == []
+
+
+def test_remarks_cite_nothing_that_is_not_here() -> None:
+    """Ids stand in some document, and that is for other readers."""
+    found = [
+        f"{path}: {match.group()}"
+        for path in PROSE
+        if path.suffix == ".py"
+        for remark in remarks(path.read_text())
+        if (match := FOREIGN_IDS.search(remark))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "text", ["# so that no" + "body waits", "a_wait_for_who" + "ever", "Who" + "m"]
+)
+def test_words_for_persons_are_found(text: str) -> None:
+    assert PERSONS.search(text)
+
+
+def test_ids_are_found() -> None:
+    assert FOREIGN_IDS.search("kept (F" + "3)") and FOREIGN_IDS.search("contract N" + "1.")
+    assert not FOREIGN_IDS.search(
+        "an H100, fp8, twice the L2 cache, 0x1F3, UTF-8, uniform:P1-P2:O1-O2"
+    )

@@ -45,13 +45,13 @@ def errors(cost: StepCost, *, factor: float = 1.0) -> list[float]:
 
 
 def test_predicts_shapes_it_has_not_seen() -> None:
-    """T13's bars, though of virtual hardware with 5 % noise."""
+    """The benchmark's bars, though of virtual hardware with 5 % noise."""
     found = errors(learnt())
     assert np.median(found) <= 0.03 and np.quantile(found, 0.95) <= 0.08
 
 
 def test_finds_the_knee() -> None:
-    """A2's pivot, within the grid of sizes that were seen."""
+    """AccelGen's pivot, within the grid of sizes that were seen."""
     assert learnt(2000, noise=0.01).pivot == pytest.approx(KNEE, rel=0.3)
 
 

@@ -1,4 +1,4 @@
-"""How much of those who resume comes back beside a step, and for whom that is free."""
+"""How much of requests that resume comes back beside a step, and for which that is free."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_beside_a_step_comes_what_the_link_can_do_in_its_time() -> None:
     most = int(LINK_SHARE * STEP_S / TOKEN_S)
     assert loads.add_beside(lacking(40), STEP_S, 0.0) == 40
     assert loads.add_beside(lacking(500), STEP_S, 0.0) == most - 40
-    assert loads.seconds() == 0.0, "nobody waits for it"
+    assert loads.seconds() == 0.0, "not waited for"
     for number in range(LOOK_AHEAD + 1):
         assert loads.may_pass_more, number
         assert loads.add_beside(lacking(1), STEP_S, 0.0) == 0
@@ -73,7 +73,7 @@ def test_it_is_free_unless_its_own_deadline_is_too_near(
     assert loads.is_free_for(lacking(num_lacking, RT), STEP_S, due_s) is is_free
 
 
-def test_nobody_loads_beside_nothing_or_for_an_unknown_time() -> None:
+def test_none_loads_beside_nothing_or_for_an_unknown_time() -> None:
     assert make_loads().can_go_beside(lacking(500), STEP_S)
     assert not make_loads().can_go_beside(lacking(500), 0.0)
     assert not make_loads(token_s=0.0).can_go_beside(lacking(500), STEP_S)

@@ -368,7 +368,7 @@ def test_tokens_that_were_there_are_sent_before_the_error(timers: Timers) -> Non
 
 
 def test_what_has_ended_does_not_time_out(timers: Timers) -> None:
-    """The end has come from the router, though nobody has read it yet."""
+    """The end has come from the router, though it has not been read yet."""
 
     async def scenario() -> None:
         async with frontend() as setup:

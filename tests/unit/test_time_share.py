@@ -89,7 +89,7 @@ def test_one_step_pays_only_so_much(cost: StepCost) -> None:
     assert shares[6] <= 1.01 * IDLE_LIMIT_S / 1e-4
 
 
-def test_nothing_is_owed_to_nobody(cost: StepCost) -> None:
+def test_nothing_is_owed_to_no_request(cost: StepCost) -> None:
     prompt = due(make_request(1, RT, prompt=2000, computed=10), 400)
     assert play(cost, TimeShare(), [prompt], [])[1] is None
     assert play(cost, TimeShare(), [make_request(5, BE, output=3)], [])[1] is None

@@ -76,7 +76,7 @@ def decode(number: int, residual_ms: float) -> Request:
 
 
 def test_a_chunk_fills_the_time_to_the_nearest_deadline(cost: StepCost) -> None:
-    """A4: 30 ms are 300 tokens, of which two are the decodes."""
+    """Dynamic chunks: 30 ms are 300 tokens, of which two are the decodes."""
     running = [decode(0, 200), decode(1, 30)]
     shares = play(cost, running, [due(make_request(2, prompt=1000), 400)])
     assert shares[0] == shares[1] == 1
@@ -84,7 +84,7 @@ def test_a_chunk_fills_the_time_to_the_nearest_deadline(cost: StepCost) -> None:
 
 
 def test_after_misses_a_step_is_filled_by_less(cost: StepCost) -> None:
-    """C3: 30 ms are 300 tokens; of what the two decodes leave of them, half."""
+    """One time limit: 30 ms are 300 tokens; of what the two decodes leave of them, half."""
     running = [decode(0, 200), decode(1, 30)]
     waiting = [due(make_request(2, prompt=1000), 400)]
     skips = Skips()
@@ -236,7 +236,7 @@ def test_best_effort_while_a_real_time_prompt_waits(cost: StepCost, reason: str)
         refused=(2,) if reason == "memory" else (),
     )
     assert 7 not in shares, "newcomers would take memory as well"
-    assert (5 in shares) == (reason == "memory"), "who runs has the time that nobody else can use"
+    assert (5 in shares) == (reason == "memory"), "running ones have the time that no other can use"
 
 
 def test_best_effort_yields_time_as_real_time_fills_the_pool(cost: StepCost) -> None:

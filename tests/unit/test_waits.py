@@ -111,7 +111,7 @@ def test_a_young_batch_takes_longer_to_make_room() -> None:
     scene.wait(16, RT, 2)
     assert scene.seconds(RT) == pytest.approx(25.0, rel=0.01)
     scattered = Scene()
-    scattered.learn(RT, *[1, 1, 1, 3997] * 1000)  # now nobody knows, however long it has run
+    scattered.learn(RT, *[1, 1, 1, 3997] * 1000)  # now it is unknown, however long it has run
     scattered.run(8, RT, output=1)
     scattered.wait(16, RT, 2)
     assert scattered.seconds(RT) == pytest.approx(20.0, rel=0.01)

@@ -110,7 +110,7 @@ def test_pool_size(options: dict[str, object], free_bytes: int, num_slots: int) 
     config = ServeConfig(**options)  # type: ignore[arg-type]
     assert num_kv_slots(config, LAYOUT, free_bytes=free_bytes) == num_slots
     pool = KVPool(LAYOUT, 64, torch.device("cpu"))
-    assert pool.num_slots == 64  # and one of nobody behind them
+    assert pool.num_slots == 64  # and one of no request behind them
     assert len(pool.k) == len(pool.v) == 2 and pool.k[0].shape == (65, 3, 8)
 
 

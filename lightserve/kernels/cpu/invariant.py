@@ -1,4 +1,4 @@
-"""Kernels whose every row is computed in the same way whatever stands beside it (contract N2).
+"""Kernels whose every row is computed in the same way whatever stands beside it.
 
 Floating-point sums depend on the order of their terms, and a library picks that order by the
 shape of the whole problem. So the shape of the problem in which a token is computed is a function

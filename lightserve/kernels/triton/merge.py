@@ -16,7 +16,7 @@ from torch import Tensor
 # A walk over a stretch of context, one block of keys and values after the other.
 #
 # The softmax is online, in base 2, accumulated in float32. The context is walked in order of
-# position, so slots in any order give the same bits (contract N1).
+# position, so slots in any order give the same bits.
 #
 #                     begin                                              end
 #     positions         |  window's edge  |      seen by all     | diagonal |

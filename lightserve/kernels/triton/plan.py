@@ -92,7 +92,7 @@ def rows_to_cut(
 ) -> Ints:
     """Return the rows with several new tokens of which some block's context is to be cut."""
     chunks = np.flatnonzero(q_lens > 1)
-    # Most steps: no context is long enough, whoever walks it.
+    # Most steps: no context is long enough, in whatever pieces.
     if not chunks.size or int(context_lens[chunks].max()) < 2 * config.split_len:
         return chunks[:0]
     size = config.tokens(shape.group)

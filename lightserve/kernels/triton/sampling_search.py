@@ -89,7 +89,7 @@ def _collect(
     TILE: tl.constexpr,
 ):
     """Store those keys of a row of logits that are in (low, high], in any order."""
-    tl.debug_barrier()  # whoever still reads what is there
+    tl.debug_barrier()  # other threads may still read what is there
     tl.store(number_ptr, 0)
     tl.debug_barrier()
     lanes = tl.arange(0, TILE)

@@ -42,7 +42,7 @@ class KnownCounts:
 
 # Uniform numbers that are a function of (seed, choice, position), and of nothing else.
 #
-# Contract N1: a draw never depends on the batch, so a request gives the same tokens wherever and
+# A draw never depends on the batch, so a request gives the same tokens wherever and
 # whenever it runs. Counter-based: the 64-bit finaliser of SplitMix64 (Steele, Lea, Flood 2014)
 # over the three numbers, one after the other. Seed and choice stay the same for all of a sequence:
 # their share is worked out once (`sequence_state`), the position's in every step, here on the CPU
