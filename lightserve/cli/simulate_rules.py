@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from lightserve.cli.options import FunctionT
+from lightserve.config import ServeConfig
 from lightserve.config.fields import flag_name
 from lightserve.config.scheduling import ADMISSION_OF_OPTION
 from lightserve.errors import ConfigError
 
-RULES = ("past-future", "aggressive", "conservative", "ema", "risk", "oracle")
+_ADMISSION = next(spec for spec in dataclasses.fields(ServeConfig) if spec.name == "admission")
+RULES = (*_ADMISSION.metadata["choices"], "oracle")
 _RULE_OPTIONS = ("reserve", "samples", "watermark", "overcommit")
 
 
