@@ -21,7 +21,7 @@ from lightserve.frontend.json_body import StrictModel
 from lightserve.frontend.news import Delta, LiveRequest, Prepared
 from lightserve.frontend.service import Service
 from lightserve.metrics.requests import RequestMetrics
-from lightserve.tokenization.stop_strings import StopMatcher, Stopped
+from lightserve.tokenization.detokenizer import StopMatcher, Stopped
 from lightserve.types import SLO, FinishReason, RequestClass
 
 # ----------------------------------------------------------------------
@@ -51,7 +51,7 @@ class Usage:
     """Prompt tokens whose KV was there already."""
 
 
-class Generation:
+class Completion:
     """One completion as it comes; made by `start`, read by one task."""
 
     def __init__(
@@ -91,7 +91,7 @@ class Generation:
         self._last_token_id: int | None = None
 
     @classmethod
-    def start(cls, service: Service, prepared: Prepared, *, by_token: bool) -> Generation:
+    def start(cls, service: Service, prepared: Prepared, *, by_token: bool) -> Completion:
         """Submit a request; `by_token` asks for the pieces too.
 
         Raises:
@@ -270,11 +270,11 @@ class Choices:
     its `Sink` (see `read`): a turn of a task for each token would cost more than the token.
     """
 
-    def __init__(self, generations: Sequence[Generation], *, per_prompt: int) -> None:
-        self.generations = tuple(generations)
+    def __init__(self, completions: Sequence[Completion], *, per_prompt: int) -> None:
+        self.completions = tuple(completions)
         self.is_urgent = self.first.request.request_class is RequestClass.RT
         self._per_prompt = per_prompt
-        self._num_open = len(generations)
+        self._num_open = len(completions)
         self._is_aborted = False
         self._ready: dict[int, None] = {}
         """Indices of those with news, those that are to be read first in front."""
@@ -284,9 +284,9 @@ class Choices:
         self._sink: Sink | None = None
         """While the task waits, if it has one."""
         self._awake = asyncio.Event()
-        for index, generation in enumerate(self.generations):
-            generation.live.reader, generation.live.index = self, index
-            if generation.live.has_news:
+        for index, completion in enumerate(self.completions):
+            completion.live.reader, completion.live.index = self, index
+            if completion.live.has_news:
                 self._ready[index] = None
 
     @classmethod
@@ -294,15 +294,15 @@ class Choices:
         cls, service: Service, requests: Sequence[Prepared], *, per_prompt: int, by_token: bool
     ) -> Choices:
         """Submit all or none; `per_prompt` of them share a prompt. Raises RequestFailed."""
-        started: list[Generation] = []
+        started: list[Completion] = []
         try:
             for request in requests:
-                started.append(Generation.start(service, request, by_token=by_token))
+                started.append(Completion.start(service, request, by_token=by_token))
                 if len(request[1].prompt_token_ids) > LONG_PROMPT_TOKENS:
                     await asyncio.sleep(0)  # each is copied: others have their turn
         except BaseException:
-            for generation in started:
-                generation.abort()
+            for completion in started:
+                completion.abort()
             raise
         return cls(started, per_prompt=per_prompt)
 
@@ -312,14 +312,14 @@ class Choices:
         return self._num_open == 0
 
     @property
-    def first(self) -> Generation:
+    def first(self) -> Completion:
         """The completion with index 0."""
-        return self.generations[0]
+        return self.completions[0]
 
     @property
     def usage(self) -> Usage:
         """Tokens of all completions; a prompt counts once, however many completions it has."""
-        usages = [generation.usage for generation in self.generations]
+        usages = [completion.usage for completion in self.completions]
         prompts = usages[:: self._per_prompt]
         return Usage(
             sum(usage.prompt_tokens for usage in prompts),
@@ -330,12 +330,12 @@ class Choices:
     @property
     def num_bytes(self) -> int:
         """About as many as the answer, if it is kept, has in memory."""
-        return sum(generation.num_bytes for generation in self.generations)
+        return sum(completion.num_bytes for completion in self.completions)
 
     @property
     def num_unread_bytes(self) -> int:
         """Of news that have not been read."""
-        return sum(generation.num_unread_bytes for generation in self.generations)
+        return sum(completion.num_unread_bytes for completion in self.completions)
 
     async def next_news(self, sink: Sink | None = None) -> News:
         """Wait for news of any completion that `sink` has not taken.
@@ -357,7 +357,7 @@ class Choices:
                     self._sink = None
                 continue
             if not self._left:
-                first = self.generations[next(iter(self._ready))]
+                first = self.completions[next(iter(self._ready))]
                 if first.live.is_read_in_part:
                     await asyncio.sleep(0)  # between the parts, others have their turn
                     self.check_wanted()
@@ -371,8 +371,8 @@ class Choices:
         """Take the news that come first."""
         index = next(iter(self._ready))
         del self._ready[index]
-        live = self.generations[index].live
-        delta = self.generations[index].take(now_s)
+        live = self.completions[index].live
+        delta = self.completions[index].take(now_s)
         if live.has_news:
             self._ready[index] = None
         if delta is not None:
@@ -391,13 +391,13 @@ class Choices:
             self._awake.set()
             return
         for index in self._ready:
-            if not self.generations[index].live.has_quick_news:
+            if not self.completions[index].live.has_quick_news:
                 self._awake.set()
                 return
         ready, self._ready = self._ready, {}
         try:
             for index in ready:
-                delta = self.generations[index].take(now_s)
+                delta = self.completions[index].take(now_s)
                 if delta is not None:
                     self._left.append((index, delta))
                     if delta.finish_reason is not None:  # a stop string
@@ -421,14 +421,14 @@ class Choices:
     def abort(self) -> None:
         """End all of them, and what waits for news; no effect on those that are over."""
         self._is_aborted = True
-        for generation in self.generations:
-            generation.abort()
+        for completion in self.completions:
+            completion.abort()
         self._awake.set()
 
     def end(self, failure: RequestFailed) -> None:
         """End with a failure those that are not over; `next_news` raises it."""
-        for generation in self.generations:
-            generation.end(failure)
+        for completion in self.completions:
+            completion.end(failure)
 
 
 # ----------------------------------------------------------------------
@@ -459,15 +459,15 @@ class RaisedSLOObject(StrictModel):
     """What it is scheduled by."""
 
 
-def raised_slo(generations: Sequence[Generation]) -> dict[str, dict[str, float]] | None:
+def raised_slo(completions: Sequence[Completion]) -> dict[str, dict[str, float]] | None:
     """Return `slo` of an answer with these completions, None if all are scheduled as asked.
 
     Of several, the loosest targets count.
     """
-    if all(generation.scheduled_slo is None for generation in generations):
+    if all(completion.scheduled_slo is None for completion in completions):
         return None
-    asked = generations[0].request.slo  # one request, one set of targets
-    scheduled = [_targets(g.scheduled_slo or asked) for g in generations]
+    asked = completions[0].request.slo  # one request, one set of targets
+    scheduled = [_targets(g.scheduled_slo or asked) for g in completions]
     loosest = {name: max(slo[name] for slo in scheduled) for name in scheduled[0]}
     return {"asked": _targets(asked), "scheduled": loosest}
 

@@ -52,7 +52,7 @@ from lightserve.frontend.openapi import describe
 from lightserve.frontend.response import ARRIVAL_KEY
 from lightserve.frontend.router_client import RouterClient, RouterLink
 from lightserve.frontend.service import Service, load_service
-from lightserve.frontend.tgi import native_router
+from lightserve.frontend.tgi import tgi_router
 from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.frontend_router import FrontendHello, FrontendMessage, RouterMessage
 from lightserve.messages.metrics import MetricsSnapshot, MetricsText
@@ -125,7 +125,7 @@ def _routers(service: Service) -> list[APIRouter]:
         completions_router(service),
         chat_router(service),
         models_router(service),
-        native_router(service),
+        tgi_router(service),
         tokens_router(service),
         operations_router(service),
         debug_router(service),

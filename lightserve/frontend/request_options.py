@@ -209,7 +209,7 @@ def _temperature(fields: JsonFields) -> float:
 
 
 # ----------------------------------------------------------------------
-# On what terms a request is served: its class, targets, priority and timeout.
+# The service level of a request: its class, targets, priority and timeout.
 #
 # Targets come in the body's `slo` or in headers; where both say something it has to be the same.
 # What a real-time request says nothing about holds as the server promises it. Times and targets are
@@ -256,7 +256,7 @@ def header_schemas() -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class ServiceLevel:
     """What a request, and all its completions, may expect."""
 
     request_class: RequestClass
@@ -284,7 +284,7 @@ class _Asked(NamedTuple):
     """Header or field that has it."""
 
 
-def resolve_terms(
+def resolve_service_level(
     headers: Headers,
     config: ServeConfig,
     *,
@@ -294,8 +294,8 @@ def resolve_terms(
     priority: int | None,
     timeout_s: float | None,
     param_prefix: str = "",
-) -> Terms:
-    """Return the terms of a request from its headers and its body (None: it says nothing).
+) -> ServiceLevel:
+    """Return the service level of a request from its headers and its body (None: it says nothing).
 
     `param_prefix` is that of the names of these fields in the body. Raises InvalidRequest.
     """
@@ -310,7 +310,7 @@ def resolve_terms(
             f" {targets.mtpot_ms:g}",
             param=place,
         )
-    return Terms(
+    return ServiceLevel(
         request_class=request_class,
         arrival_s=arrival_s,
         slo=targets,

@@ -1,6 +1,6 @@
-"""How a generation becomes an HTTP response, streamed or whole, and ends when the client leaves.
+"""How a completion becomes an HTTP response, streamed or whole, and ends when the client leaves.
 
-A route parses its body and returns a `GenerationResponse`; encoding, submitting and sending
+A route parses its body and returns a `CompletionResponse`; encoding, submitting and sending
 happen when it is called, under one watch for the client's hang-up. The watch aborts in every
 state: while the prompt is encoded, queued, prefilled, or streamed, and also when nothing is
 streamed (plain FastAPI would go on computing). So does a request's own `timeout`, with
@@ -28,7 +28,7 @@ from lightserve.frontend.errors import ClientGone, RequestFailed, error_body, ov
 from lightserve.frontend.json_body import BODY_BYTES_KEY
 from lightserve.frontend.middleware import KEYLESS, Caller, caller_of, owner_of
 from lightserve.frontend.news import Prepared
-from lightserve.frontend.request_options import Terms
+from lightserve.frontend.request_options import ServiceLevel
 from lightserve.frontend.service import Service, Turns
 from lightserve.logs import request_id
 
@@ -68,7 +68,7 @@ class Connection(Protocol):
         """Wait until everything written is through, or the connection is lost."""
 
 
-class Shape(Protocol):
+class ResponseWriter(Protocol):
     """One route's way of writing completions down; made for one request, all bytes final."""
 
     request_id: str
@@ -170,15 +170,15 @@ class EventWriter:
             await asyncio.sleep(self._keepalive_s - idle_s)
 
 
-class GenerationResponse(Response):
+class CompletionResponse(Response):
     """The whole life of one request's completions; see the module."""
 
     def __init__(
         self,
         service: Service,
-        shape: Shape,
+        writer: ResponseWriter,
         prepare: Prepare,
-        terms: Terms,
+        level: ServiceLevel,
         *,
         stream: bool,
         per_prompt: int = 1,
@@ -186,9 +186,9 @@ class GenerationResponse(Response):
         """`per_prompt` consecutive ones of the prepared requests share a prompt."""
         super().__init__()
         self._service = service
-        self._shape = shape
+        self._writer = writer
         self._prepare = prepare
-        self._terms = terms
+        self._level = level
         self._stream = stream
         self._per_prompt = per_prompt
         self._has_begun = False
@@ -208,7 +208,7 @@ class GenerationResponse(Response):
                     self._caller, self._owner = caller_of(scope), owner_of(scope)
                     self._connection = scope.get(CONNECTION_KEY)
                     salt = self._caller.prefix_salt
-                    names = tuple(filter(None, (self._shape.request_id, request_id.get())))
+                    names = tuple(filter(None, (self._writer.request_id, request_id.get())))
                     requests = [
                         (msgspec.structs.replace(request, prefix_salt=salt, names=names), options)
                         for request, options in requests
@@ -227,7 +227,7 @@ class GenerationResponse(Response):
         try:
             await asyncio.wait(
                 {preparing, client_gone},
-                timeout=self._terms.left_s,
+                timeout=self._level.left_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if client_gone.done():
@@ -235,8 +235,8 @@ class GenerationResponse(Response):
                     preparing.exception()  # there may be one, and no client to be told
                 return None
             if not preparing.done():
-                assert self._terms.timeout_s is not None
-                raise timed_out(self._terms.timeout_s)
+                assert self._level.timeout_s is not None
+                raise timed_out(self._level.timeout_s)
             return preparing.result()
         except RequestFailed as failure:
             self._count_early(failure)
@@ -246,9 +246,9 @@ class GenerationResponse(Response):
 
     def _count_early(self, failure: RequestFailed) -> None:
         """Count a request that ended before its prompt was there: refused, or out of time."""
-        terms = self._terms
+        level = self._level
         self._service.observation.requests.request(
-            terms.request_class, arrival_s=terms.arrival_s, num_prompt_tokens=0, slo=terms.slo
+            level.request_class, arrival_s=level.arrival_s, num_prompt_tokens=0, slo=level.slo
         ).on_failure(failure.code)
 
     async def _generate(
@@ -262,7 +262,7 @@ class GenerationResponse(Response):
             self._service,
             requests,
             per_prompt=self._per_prompt,
-            by_token=self._shape.wants_pieces,
+            by_token=self._writer.wants_pieces,
         )
         client_gone.add_done_callback(lambda _: choices.abort())
         timer = self._start_timer(choices)
@@ -286,11 +286,11 @@ class GenerationResponse(Response):
             self._service.kept.release(self)
             if connection is not None and connection.is_cut_off:
                 outcome = "slow_reader"
-            _log_end(self._shape.request_id, choices, outcome, self._caller)
+            _log_end(self._writer.request_id, choices, outcome, self._caller)
 
     def _start_timer(self, choices: Choices) -> asyncio.TimerHandle | None:
         """Have the choices end with an error when the request's time is over."""
-        timeout_s, left_s = self._terms.timeout_s, self._terms.left_s
+        timeout_s, left_s = self._level.timeout_s, self._level.left_s
         if timeout_s is None or left_s is None:
             return None
         failure = timed_out(timeout_s)
@@ -299,12 +299,12 @@ class GenerationResponse(Response):
     async def _send_whole(self, choices: Choices, send: Send) -> None:
         while not choices.is_over:
             index, delta = await choices.next_news()
-            self._shape.keep(index, delta)
+            self._writer.keep(index, delta)
             self._hold(choices)
         self._has_begun = True
         await send(_start(_JSON_HEADERS))
         body, turn = bytearray(), Turn(self._service.turns)
-        for piece in self._shape.whole(choices):
+        for piece in self._writer.whole(choices):
             body += piece
             if len(body) >= BYTES_PER_WRITE:
                 await send(_body(bytes(body), more=True))
@@ -345,21 +345,21 @@ class GenerationResponse(Response):
         writer = EventWriter(
             send,
             self._service.config.sse_keepalive_s,
-            lambda index, delta: self._shape.delta(index, delta, choices),
+            lambda index, delta: self._writer.delta(index, delta, choices),
             self._connection,
         )
         keeping_alive = asyncio.create_task(writer.keep_alive())
         is_first, turn = True, Turn(self._service.turns)
-        for generation in choices.generations:
-            generation.watch(lambda: self._count(choices.num_unread_bytes))
+        for completion in choices.completions:
+            completion.watch(lambda: self._count(choices.num_unread_bytes))
         try:
             while not choices.is_over:
                 index, delta = await choices.next_news(writer)
                 if choices.num_unread_bytes == 0:
                     self._service.kept.release(self)
-                data = self._shape.opening() if is_first else b""
+                data = self._writer.opening() if is_first else b""
                 is_first = False
-                for events in self._shape.delta(index, delta, choices):
+                for events in self._writer.delta(index, delta, choices):
                     data += events
                     if len(data) >= BYTES_PER_WRITE:
                         await writer.write(data)
@@ -368,7 +368,7 @@ class GenerationResponse(Response):
                         choices.check_wanted()
                 if choices.is_over:
                     keeping_alive.cancel()
-                    data += self._shape.closing(choices)
+                    data += self._writer.closing(choices)
                 await writer.write(data, more=not choices.is_over)
         finally:
             self._has_begun = writer.has_begun

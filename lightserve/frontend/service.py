@@ -35,8 +35,7 @@ from lightserve.metrics.recording import Recorder
 from lightserve.metrics.requests import FrontendMetrics
 from lightserve.models.config import load_model_config, resolve_context_len
 from lightserve.tokenization.chat_template import ChatTemplate, find_chat_template
-from lightserve.tokenization.tokenizer import Tokenizer
-from lightserve.tokenization.vocabulary import check_vocabulary
+from lightserve.tokenization.tokenizer import Tokenizer, check_vocabulary
 
 # ----------------------------------------------------------------------
 # What a frontend counts, and its question to the supervisor for the counts of all processes.

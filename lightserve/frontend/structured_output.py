@@ -295,7 +295,7 @@ class NativeGrammar(StrictModel):
     value: SchemaOrText
 
 
-Wish = tuple[Constraint, str]
+ConstraintSpec = tuple[Constraint, str]
 """A constraint that has yet to be checked, and the field that it comes from."""
 
 
@@ -305,7 +305,7 @@ def json_constraint(schema: Any) -> JsonSchemaConstraint:
     return JsonSchemaConstraint(schema=text)
 
 
-def wish_of_format(response_format: ResponseFormat | None) -> Wish | None:
+def spec_of_format(response_format: ResponseFormat | None) -> ConstraintSpec | None:
     """Return what `response_format` asks for. Raises InvalidRequest."""
     if response_format is None:
         return None
@@ -323,7 +323,7 @@ def wish_of_format(response_format: ResponseFormat | None) -> Wish | None:
     return json_constraint(schema), "response_format.json_schema.schema"
 
 
-def wish_of_outputs(outputs: StructuredOutputs | None) -> Wish | None:
+def spec_of_outputs(outputs: StructuredOutputs | None) -> ConstraintSpec | None:
     """Return what `structured_outputs` asks for. Raises InvalidRequest."""
     if outputs is None:
         return None
@@ -333,21 +333,21 @@ def wish_of_outputs(outputs: StructuredOutputs | None) -> Wish | None:
         "grammar": outputs.grammar,
         "choice": outputs.choice,
     }
-    wishes = [
+    specs = [
         (_constraint(kind, value), f"structured_outputs.{kind}")
         for kind, value in given.items()
         if value is not None
     ]
-    if len(wishes) != 1:
+    if len(specs) != 1:
         raise InvalidRequest(
             "structured_outputs must have exactly one of json, regex, grammar and choice, got"
-            f" {len(wishes)}",
+            f" {len(specs)}",
             param="structured_outputs",
         )
-    return wishes[0]
+    return specs[0]
 
 
-def wishes_of_aliases(fields: Mapping[str, Any]) -> list[Wish | None]:
+def specs_of_aliases(fields: Mapping[str, Any]) -> list[ConstraintSpec | None]:
     """Return what fields of `ALIASES` ask for, those that are null left out."""
     return [
         (_constraint(ALIASES[name], value), name)
@@ -365,7 +365,7 @@ def _constraint(kind: str, value: Any) -> Constraint:
     return RegexConstraint(pattern=value) if kind == "regex" else GrammarConstraint(grammar=value)
 
 
-def wish_of_grammar(grammar: NativeGrammar | None) -> Wish | None:
+def spec_of_grammar(grammar: NativeGrammar | None) -> ConstraintSpec | None:
     """Return what `parameters.grammar` asks for. Raises InvalidRequest."""
     param = "parameters.grammar.value"
     if grammar is None:
@@ -378,7 +378,7 @@ def wish_of_grammar(grammar: NativeGrammar | None) -> Wish | None:
 
 
 async def resolve_constraint(
-    wishes: list[Wish | None],
+    specs: list[ConstraintSpec | None],
     checker: ConstraintChecker,
     *,
     can_end: bool,
@@ -388,7 +388,7 @@ async def resolve_constraint(
     """Return the one constraint of a request, checked.
 
     Args:
-        wishes: at most one of them may be there.
+        specs: at most one of them may be there.
         checker: the process's.
         can_end: whether the model has a token that ends an output.
         barred: fields of the request that keep the grammar from deciding over tokens or the end.
@@ -398,7 +398,7 @@ async def resolve_constraint(
         InvalidRequest: more than one, one that cannot be enforced, or a barred field beside it.
         RequestFailed: too many are being checked.
     """
-    given = [wish for wish in wishes if wish is not None]
+    given = [spec for spec in specs if spec is not None]
     if not given:
         return None
     constraint, param = given[0]

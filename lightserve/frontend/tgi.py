@@ -1,4 +1,4 @@
-"""POST /generate, /generate_stream and /, in the shapes of text-generation-inference (TGI).
+"""POST /generate, /generate_stream and /, in the shapes of text-completion-inference (TGI).
 
 As there, decoding is greedy unless `do_sample` is true or a sampling parameter is given, and the
 model's own generation_config is not consulted.
@@ -25,7 +25,7 @@ from lightserve.frontend.columns import (
     json_object,
     json_text,
 )
-from lightserve.frontend.completion import Choices, Generation, TextDelta, raised_slo
+from lightserve.frontend.completion import Choices, Completion, TextDelta, raised_slo
 from lightserve.frontend.json_body import Integer, StrictModel, read_model, show
 from lightserve.frontend.news import OutputOptions, Prepared, new_submit
 from lightserve.frontend.openai.common import NoEffect, NoEffectModel
@@ -40,18 +40,18 @@ from lightserve.frontend.request_options import (
     SamplingDefaults,
     Seconds,
     Seed,
+    ServiceLevel,
     SLOFields,
     StopString,
     Temperature,
-    Terms,
     TopK,
     TopP,
     resolve_sampling,
-    resolve_terms,
+    resolve_service_level,
 )
-from lightserve.frontend.response import ARRIVAL_KEY, GenerationResponse, new_request_id, sse_event
+from lightserve.frontend.response import ARRIVAL_KEY, CompletionResponse, new_request_id, sse_event
 from lightserve.frontend.service import AnswerSize, Service
-from lightserve.frontend.structured_output import NativeGrammar, resolve_constraint, wish_of_grammar
+from lightserve.frontend.structured_output import NativeGrammar, resolve_constraint, spec_of_grammar
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.types import FinishReason, RequestClass, SamplingParams
 
@@ -142,10 +142,10 @@ class GenerateRequest(StrictModel):
                 param="parameters.decoder_input_details",
             )
 
-    def terms(self, service: Service, request: Request) -> Terms:
-        """Return the terms of service. Raises InvalidRequest."""
+    def service_level(self, service: Service, request: Request) -> ServiceLevel:
+        """Return how it is to be served. Raises InvalidRequest."""
         parameters = self.parameters or GenerateParameters()
-        return resolve_terms(
+        return resolve_service_level(
             request.headers,
             service.config,
             arrival_s=request.scope[ARRIVAL_KEY],
@@ -157,7 +157,7 @@ class GenerateRequest(StrictModel):
         )
 
 
-class GenerateShape:
+class GenerateWriter:
     """TGI's response and events, one event per token."""
 
     wants_pieces = True
@@ -193,7 +193,7 @@ class GenerateShape:
                 "generated_text": None,
                 "details": None,
             }
-            if self._num_sent == 1 and (slo := raised_slo(choices.generations)) is not None:
+            if self._num_sent == 1 and (slo := raised_slo(choices.completions)) is not None:
                 self._pending["slo"] = slo
             if self._parameters.top_n_tokens:
                 self._pending["top_tokens"] = self._top_tokens(piece)
@@ -202,12 +202,12 @@ class GenerateShape:
 
     def closing(self, choices: Choices) -> bytes:
         """Return the last token's event, which has the whole text."""
-        assert self._pending is not None, "a generation has at least one token"
-        generation = choices.first
+        assert self._pending is not None, "a completion has at least one token"
+        completion = choices.first
         self._pending["generated_text"] = str(self._text)
         if self._parameters.details:
-            input_length = generation.usage.prompt_tokens
-            self._pending["details"] = {**_details(generation), "input_length": input_length}
+            input_length = completion.usage.prompt_tokens
+            self._pending["details"] = {**_details(completion), "input_length": input_length}
         return self._flush()
 
     def keep(self, index: int, delta: TextDelta) -> None:
@@ -219,7 +219,7 @@ class GenerateShape:
     def whole(self, choices: Choices) -> Iterator[bytes]:
         """Yield the response."""
         answer: dict[str, Any] = {"generated_text": json_text(self._text.parts())}
-        if (slo := raised_slo(choices.generations)) is not None:
+        if (slo := raised_slo(choices.completions)) is not None:
             answer["slo"] = slo
         if self._parameters.details:
             per_piece = self._pieces.logprobs.tokens_per_piece
@@ -254,11 +254,11 @@ class GenerateShape:
         pairs = zip(piece.logprob.top_token_ids, piece.logprob.top_logprobs, strict=True)
         return [self._named(token_id, logprob) for token_id, logprob in pairs]
 
-    def _prefill(self, generation: Generation) -> Iterator[dict[str, Any]]:
+    def _prefill(self, completion: Completion) -> Iterator[dict[str, Any]]:
         if not self._parameters.decoder_input_details:
             return
-        known = itertools.chain([None], generation.prompt_logprobs.own)
-        for token_id, logprob in zip(generation.options.prompt_token_ids, known, strict=True):
+        known = itertools.chain([None], completion.prompt_logprobs.own)
+        for token_id, logprob in zip(completion.options.prompt_token_ids, known, strict=True):
             text = token_text(self._tokenizer, token_id)
             shown = None if logprob is None else max(logprob, LOWEST)
             yield {"id": token_id, "text": text, "logprob": shown}
@@ -272,18 +272,18 @@ class GenerateShape:
         }
 
 
-def _details(generation: Generation) -> dict[str, Any]:
+def _details(completion: Completion) -> dict[str, Any]:
     reason = "length"
-    if generation.finish_reason is FinishReason.STOP:
-        reason = "eos_token" if generation.stop_string is None else "stop_sequence"
+    if completion.finish_reason is FinishReason.STOP:
+        reason = "eos_token" if completion.stop_string is None else "stop_sequence"
     return {
         "finish_reason": reason,
-        "generated_tokens": generation.num_tokens,
-        "seed": generation.request.sampling.seed,
+        "generated_tokens": completion.num_tokens,
+        "seed": completion.request.sampling.seed,
     }
 
 
-def native_router(service: Service) -> APIRouter:
+def tgi_router(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter()
 
@@ -292,13 +292,13 @@ def native_router(service: Service) -> APIRouter:
         is_root = stream is None
         stream = bool(body.stream) if stream is None else stream
         body.check(stream=stream)
-        terms = body.terms(service, request)
+        level = body.service_level(service, request)
 
         async def prepare() -> list[Prepared]:
-            return await _prepare(service, body, terms)
+            return await _prepare(service, body, level)
 
-        shape = GenerateShape(service, body, in_list=is_root)
-        return GenerationResponse(service, shape, prepare, terms, stream=stream)
+        writer = GenerateWriter(service, body, in_list=is_root)
+        return CompletionResponse(service, writer, prepare, level, stream=stream)
 
     @router.post("/generate")
     async def generate(request: Request) -> Response:
@@ -318,7 +318,7 @@ def native_router(service: Service) -> APIRouter:
     return router
 
 
-async def _prepare(service: Service, body: GenerateRequest, terms: Terms) -> list[Prepared]:
+async def _prepare(service: Service, body: GenerateRequest, level: ServiceLevel) -> list[Prepared]:
     """Encode and resolve. Raises InvalidRequest, RequestFailed."""
     parameters = body.parameters or GenerateParameters()
     stops = parameters.stop or parameters.stop_sequences or ()
@@ -338,7 +338,7 @@ async def _prepare(service: Service, body: GenerateRequest, terms: Terms) -> lis
     )
     eos_token_ids = service.model.tokenizer.eos_token_ids
     constraint = await resolve_constraint(
-        [wish_of_grammar(parameters.grammar)],
+        [spec_of_grammar(parameters.grammar)],
         service.constraints,
         can_end=bool(eos_token_ids),
         barred=[],
@@ -352,14 +352,14 @@ async def _prepare(service: Service, body: GenerateRequest, terms: Terms) -> lis
                 eos_token_ids=list(eos_token_ids),
                 constraint=constraint,
                 sampling=parameters.sampling(vocab_size=service.model.vocab_size),
-                request_class=terms.request_class,
-                slo=terms.slo,
-                priority=terms.priority,
+                request_class=level.request_class,
+                slo=level.slo,
+                priority=level.priority,
                 needs_acknowledgement=bool(stops),
             ),
             OutputOptions(
                 prompt_token_ids=prompt_token_ids,
-                arrival_s=terms.arrival_s,
+                arrival_s=level.arrival_s,
                 stop_strings=tuple(stops),
                 includes_stop=True,  # as TGI does
             ),

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from lightserve.tokenization.byte_pieces import byte_level_alphabet
+from lightserve.tokenization.detokenizer import byte_level_alphabet
 
 BOS, EOS = "<s>", "</s>"
 _WORDS = ["▁", "▁the", "▁a", "h", "e", "l", "o", "▁hello", "é", "▁▁▁"]

@@ -76,7 +76,7 @@ def test_byte_level_equals_the_library(byte_level: Family, data: bytes, specials
 
 
 def _alphabet() -> dict[str, int]:
-    from lightserve.tokenization.byte_pieces import byte_level_alphabet
+    from lightserve.tokenization.detokenizer import byte_level_alphabet
 
     return byte_level_alphabet()
 

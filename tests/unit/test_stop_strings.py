@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightserve.tokenization.stop_strings import StopMatcher, Stopped
+from lightserve.tokenization.detokenizer import StopMatcher, Stopped
 
 PIECES = st.lists(st.text("abé", max_size=4), max_size=12)
 STOPS = st.lists(st.text("abé", min_size=1, max_size=5), min_size=1, max_size=4)

@@ -15,7 +15,7 @@ from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.frontend.completion import Choices
 from lightserve.frontend.errors import timed_out
 from lightserve.frontend.request_options import MAX_PRIORITY, MAX_SECONDS, MAX_TARGET_MS
-from lightserve.frontend.response import GenerationResponse
+from lightserve.frontend.response import CompletionResponse
 from lightserve.messages.frontend_router import RequestDelta, Submit, TokenDelta
 from lightserve.types import SLO, FinishReason
 
@@ -281,10 +281,10 @@ class Timers:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._choices: list[Choices] = []
 
-        def start(_: GenerationResponse, choices: Choices) -> None:
+        def start(_: CompletionResponse, choices: Choices) -> None:
             self._choices.append(choices)
 
-        monkeypatch.setattr(GenerationResponse, "_start_timer", start)
+        monkeypatch.setattr(CompletionResponse, "_start_timer", start)
 
     def go_off(self) -> None:
         for choices in self._choices:

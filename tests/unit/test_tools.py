@@ -14,7 +14,7 @@ from support.fake_router import Setup, frontend, says, sse_data
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
 from lightserve.config import ServeConfig
 from lightserve.frontend.openai.tools import ToolUse
-from lightserve.frontend.structured_output import Wish
+from lightserve.frontend.structured_output import ConstraintSpec
 from lightserve.messages.common import GrammarConstraint
 from lightserve.structured.grammars import compile_matcher
 from lightserve.structured.vocabulary import byte_vocabulary
@@ -268,18 +268,18 @@ def test_long_schemas_of_tools_take_little_memory_and_no_time_of_the_event_loop(
     schema: dict[str, Any] = {"type": "object", "properties": {f"k{i}": {} for i in range(1000)}}
     for _ in range(10):
         schema = {"type": "object", "properties": {"x" * 10_000: schema}}
-    wish, peaks, threads = ToolUse.wish, [], []
+    spec, peaks, threads = ToolUse.spec, [], []
 
-    def measured_wish(use: ToolUse, config: ServeConfig) -> Wish | None:
+    def measured_spec(use: ToolUse, config: ServeConfig) -> ConstraintSpec | None:
         threads.append(threading.current_thread())
         tracemalloc.start()
         try:
-            return wish(use, config)
+            return spec(use, config)
         finally:
             peaks.append(tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()
 
-    monkeypatch.setattr(ToolUse, "wish", measured_wish)
+    monkeypatch.setattr(ToolUse, "spec", measured_spec)
 
     flags: dict[str, Any] = {"closed_schemas": True, "tool_call_parser": "hermes"}
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import ITEMS_PER_PIECE, Piece, PieceColumns, json_list, json_object
-from lightserve.frontend.completion import Choices, Generation, TextDelta, raised_slo
+from lightserve.frontend.completion import Choices, Completion, TextDelta, raised_slo
 from lightserve.frontend.json_body import (
     BODY_BYTES_KEY,
     MAX_VALUES,
@@ -56,8 +56,8 @@ from lightserve.frontend.openai.tools import (
     ToolUse,
     resolve_tools,
 )
-from lightserve.frontend.request_options import MaxTokens, NumLogprobs, Terms
-from lightserve.frontend.response import GenerationResponse, new_request_id
+from lightserve.frontend.request_options import MaxTokens, NumLogprobs, ServiceLevel
+from lightserve.frontend.response import CompletionResponse, new_request_id
 from lightserve.frontend.service import AnswerSize, Service
 from lightserve.messages.frontend_router import Submit
 from lightserve.tokenization.chat_template import (
@@ -358,7 +358,7 @@ class ChatRequest(CommonFields):
         )
 
 
-class ChatShape:
+class ChatWriter:
     """OpenAI's chat completion objects."""
 
     def __init__(self, service: Service, request: ChatRequest) -> None:
@@ -391,9 +391,9 @@ class ChatShape:
 
     def delta(self, index: int, delta: TextDelta, choices: Choices) -> Iterator[bytes]:
         """Yield chunks with the parts of the text, if any; the last has the finish reason."""
-        generation = choices.generations[index]
+        completion = choices.completions[index]
         if index not in self._parsers:
-            yield self._first_chunk(index, generation)
+            yield self._first_chunk(index, completion)
         parts = self._parts(index, delta)
         if len(parts) == 1 and delta.finish_reason is None and not self.wants_pieces:
             ((field, text),) = parts[0].items()
@@ -407,8 +407,8 @@ class ChatShape:
         for number, part in enumerate(parts, 1):
             is_last = number == len(parts)
             choice = self._choice(index, part, pieces)
-            choice |= end_fields(generation, reason if is_last else None)
-            yield self._writer.chunk(choice, generation.usage)
+            choice |= end_fields(completion, reason if is_last else None)
+            yield self._writer.chunk(choice, completion.usage)
             pieces = ()
 
     def _frame(self, index: int, field: str) -> tuple[bytes, bytes] | None:
@@ -418,13 +418,13 @@ class ChatShape:
             self._frames[index, field] = self._writer.frame(choice | {"finish_reason": None})
         return self._frames[index, field]
 
-    def _first_chunk(self, index: int, generation: Generation) -> bytes:
+    def _first_chunk(self, index: int, completion: Completion) -> bytes:
         """Return the chunk that names a choice's role."""
-        fields: dict[str, Any] = {"slo": raised_slo([generation])}
+        fields: dict[str, Any] = {"slo": raised_slo([completion])}
         if self._request.return_token_ids and not self._parsers:
-            fields["prompt_token_ids"] = list(generation.options.prompt_token_ids)
+            fields["prompt_token_ids"] = list(completion.options.prompt_token_ids)
         choice = {"index": index, "delta": _ROLE, "logprobs": None, "finish_reason": None}
-        usage = dataclasses.replace(generation.usage, completion_tokens=0)
+        usage = dataclasses.replace(completion.usage, completion_tokens=0)
         return self._writer.chunk(choice, usage, fields)
 
     def _choice(self, index: int, part: dict[str, Any], pieces: Sequence[Piece]) -> dict[str, Any]:
@@ -448,10 +448,10 @@ class ChatShape:
 
     def whole(self, choices: Choices) -> Iterator[bytes]:
         """Yield the chat completion object."""
-        objects = (self._object(*numbered) for numbered in enumerate(choices.generations))
+        objects = (self._object(*numbered) for numbered in enumerate(choices.completions))
         return whole_answer(self._envelope, objects, choices, self._of_prompt(choices.first))
 
-    def _of_prompt(self, first: Generation) -> dict[str, Any]:
+    def _of_prompt(self, first: Completion) -> dict[str, Any]:
         """Return what a whole answer says of the prompt."""
         own = first.options.prompt_token_ids
         fields: dict[str, Any] = {"prompt_logprobs": None, "prompt_token_ids": None}
@@ -462,7 +462,7 @@ class ChatShape:
             fields["prompt_token_ids"] = json_list(own, ITEMS_PER_PIECE)
         return fields
 
-    def _object(self, index: int, generation: Generation) -> Iterator[bytes]:
+    def _object(self, index: int, completion: Completion) -> Iterator[bytes]:
         message = {"role": "assistant", "refusal": None, **self._messages[index].fields()}
         logprobs = token_ids = None
         if self._request.logprobs:
@@ -474,7 +474,7 @@ class ChatShape:
                 "index": index,
                 "message": json_object(message),
                 "logprobs": logprobs,
-                **end_fields(generation, self._reason(index, generation.finish_reason)),
+                **end_fields(completion, self._reason(index, completion.finish_reason)),
                 "token_ids": token_ids,
             }
         )
@@ -504,21 +504,21 @@ def chat_router(service: Service) -> APIRouter:
         """Answer a conversation."""
         body = await read_model(request, ChatRequest)
         body.check(service)
-        terms = body.terms(service, request)
-        shape = ChatShape(service, body)
+        level = body.service_level(service, request)
+        writer = ChatWriter(service, body)
         tools = body.tool_use(service)
 
         async def prepare() -> list[Prepared]:
             size: int = request.scope[BODY_BYTES_KEY]
-            requests = await _prepare(service, body, tools, terms, size)
-            shape.parser_options = _parser_options(service, body, tools, *requests[0])
+            requests = await _prepare(service, body, tools, level, size)
+            writer.parser_options = _parser_options(service, body, tools, *requests[0])
             return requests
 
-        return GenerationResponse(
+        return CompletionResponse(
             service,
-            shape,
+            writer,
             prepare,
-            terms,
+            level,
             stream=body.stream or False,
             per_prompt=body.num_choices,
         )
@@ -545,7 +545,7 @@ def _parser_options(
 
 
 async def _prepare(
-    service: Service, body: ChatRequest, tools: ToolUse, terms: Terms, size: int
+    service: Service, body: ChatRequest, tools: ToolUse, level: ServiceLevel, size: int
 ) -> list[Prepared]:
     """Render, encode, resolve a body of this size. Raises InvalidRequest, RequestFailed."""
     options = body.template_options(service.encoder.template)
@@ -580,15 +580,15 @@ async def _prepare(
         num_logprobs=num_logprobs if body.logprobs else None,
         num_prompt_logprobs=body.prompt_logprobs,
     )
-    wish = await service.encoder.run(functools.partial(tools.wish, service.config), size=size)
-    constraint = await body.resolve_constraint(service, wish)
+    spec = await service.encoder.run(functools.partial(tools.spec, service.config), size=size)
+    constraint = await body.resolve_constraint(service, spec)
     if tools.offered and constraint is not None and not tools.required:
         raise InvalidRequest(
             "tools cannot be combined with other structured output unless tool_choice is none",
             param="tools",
         )
     prompts = [(prompt.token_ids, max_tokens)]
-    requests = list(body.new_requests(service, prompts, sampling, terms, constraint))
+    requests = list(body.new_requests(service, prompts, sampling, level, constraint))
     if marks is None or body.keeps_prompts:
         return requests
     kept = {"num_retained_tokens": prompt.num_marked, "retention_s": marks.seconds}

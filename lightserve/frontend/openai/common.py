@@ -20,7 +20,7 @@ from starlette.requests import Request
 from lightserve.config.fields import flag_name
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import json_array, json_object
-from lightserve.frontend.completion import Choices, Generation, Usage, raised_slo
+from lightserve.frontend.completion import Choices, Completion, Usage, raised_slo
 from lightserve.frontend.json_body import UNSUPPORTED_VALUE, Integer, StrictModel, show
 from lightserve.frontend.news import OutputOptions, Prepared, new_submit
 from lightserve.frontend.request_options import (
@@ -38,32 +38,32 @@ from lightserve.frontend.request_options import (
     RepetitionPenalty,
     Seconds,
     Seed,
+    ServiceLevel,
     SLOFields,
     StopString,
     StopTokenIds,
     Temperature,
-    Terms,
     TokenIds,
     TopK,
     TopP,
     check_token_ids,
     resolve_sampling,
-    resolve_terms,
+    resolve_service_level,
 )
 from lightserve.frontend.response import ARRIVAL_KEY, sse_event
 from lightserve.frontend.service import Service
 from lightserve.frontend.structured_output import (
     ALIASES,
+    ConstraintSpec,
     Options,
     ResponseFormat,
     SchemaOrText,
     StructuredOutputs,
     Text,
-    Wish,
     resolve_constraint,
-    wish_of_format,
-    wish_of_outputs,
-    wishes_of_aliases,
+    spec_of_format,
+    spec_of_outputs,
+    specs_of_aliases,
 )
 from lightserve.messages.common import Constraint, TokenSegment, pack_int32
 from lightserve.types import RequestClass, SamplingParams
@@ -166,15 +166,15 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def end_fields(generation: Generation, finish_reason: str | None) -> dict[str, Any]:
+def end_fields(completion: Completion, finish_reason: str | None) -> dict[str, Any]:
     """Return how a choice ended, if it has: in OpenAI's words, and what it was, as vLLM and SGLang
     tell it."""
     if finish_reason is None:
         return {"finish_reason": None}
     return {
         "finish_reason": finish_reason,
-        "stop_reason": generation.stop_reason,
-        "matched_stop": generation.matched_stop,
+        "stop_reason": completion.stop_reason,
+        "matched_stop": completion.matched_stop,
     }
 
 
@@ -187,7 +187,7 @@ def whole_answer(
     """Yield the body of an answer that is not streamed; values of `fields` may come in pieces."""
     usage = usage_object(choices.usage)
     answer = {**envelope, "choices": json_array(objects), "usage": usage, **fields}
-    if (slo := raised_slo(choices.generations)) is not None:
+    if (slo := raised_slo(choices.completions)) is not None:
         answer["slo"] = slo
     return json_object(answer)
 
@@ -363,9 +363,9 @@ class CommonFields(NoEffectModel):
         """The tier that the response states."""
         return "default" if self.service_tier in (None, "auto") else str(self.service_tier)
 
-    def terms(self, service: Service, request: Request) -> Terms:
-        """Return the terms of service. Raises InvalidRequest."""
-        return resolve_terms(
+    def service_level(self, service: Service, request: Request) -> ServiceLevel:
+        """Return how it is to be served. Raises InvalidRequest."""
+        return resolve_service_level(
             request.headers,
             service.config,
             arrival_s=request.scope[ARRIVAL_KEY],
@@ -428,7 +428,7 @@ class CommonFields(NoEffectModel):
             )
 
     async def resolve_constraint(
-        self, service: Service, other: Wish | None = None
+        self, service: Service, other: ConstraintSpec | None = None
     ) -> Constraint | None:
         """Return what the output must satisfy; `other`: what fields of one route ask for.
 
@@ -440,9 +440,9 @@ class CommonFields(NoEffectModel):
         return await resolve_constraint(
             [
                 other,
-                wish_of_format(self.response_format),
-                wish_of_outputs(self.structured_outputs),
-                *wishes_of_aliases({name: getattr(self, name) for name in ALIASES}),
+                spec_of_format(self.response_format),
+                spec_of_outputs(self.structured_outputs),
+                *specs_of_aliases({name: getattr(self, name) for name in ALIASES}),
             ],
             service.constraints,
             can_end=bool(service.model.tokenizer.eos_token_ids),
@@ -488,7 +488,7 @@ class CommonFields(NoEffectModel):
         service: Service,
         prompts: Sequence[tuple[Sequence[int], int]],
         params: SamplingParams,
-        terms: Terms,
+        level: ServiceLevel,
         constraint: Constraint | None = None,
     ) -> Iterator[Prepared]:
         """Yield one request per completion; `prompts` are token ids and how many may follow.
@@ -507,7 +507,7 @@ class CommonFields(NoEffectModel):
             self._check_min_tokens(params, max_tokens)
             options = OutputOptions(
                 prompt_token_ids=prompt_token_ids,
-                arrival_s=terms.arrival_s,
+                arrival_s=level.arrival_s,
                 stop_strings=tuple(self.stop or ()),
                 includes_stop=bool(self.include_stop_str_in_output),
                 stop_token_ids=frozenset(stop_ids).difference(eos_ids),
@@ -519,9 +519,9 @@ class CommonFields(NoEffectModel):
                     max_tokens=max_tokens,
                     eos_token_ids=[*eos_ids, *stop_ids],
                     sampling=self._of_choice(params, choice),
-                    request_class=terms.request_class,
-                    slo=terms.slo,
-                    priority=terms.priority,
+                    request_class=level.request_class,
+                    slo=level.slo,
+                    priority=level.priority,
                     prediction_key=self.prediction_key,
                     num_retained_tokens=len(prompt_token_ids) if self.keeps_prompts else 0,
                     retention_s=DAY_S if self.keeps_prompts else 0.0,

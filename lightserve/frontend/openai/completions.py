@@ -44,8 +44,8 @@ from lightserve.frontend.openai.logprobs import (
     prompt_logprobs_json,
     prompt_pieces,
 )
-from lightserve.frontend.request_options import NumChoices, NumLogprobs, Terms
-from lightserve.frontend.response import GenerationResponse, new_request_id
+from lightserve.frontend.request_options import NumChoices, NumLogprobs, ServiceLevel
+from lightserve.frontend.response import CompletionResponse, new_request_id
 from lightserve.frontend.service import AnswerSize, Service
 
 # ----------------------------------------------------------------------
@@ -176,7 +176,7 @@ class CompletionRequest(CommonFields):
         return self.max_tokens == 0
 
 
-class CompletionShape:
+class CompletionWriter:
     """OpenAI's text completion objects."""
 
     def __init__(self, service: Service, request: CompletionRequest) -> None:
@@ -214,8 +214,8 @@ class CompletionShape:
         return (frame[0] + encode(delta.text) + frame[1],)
 
     def _chunks(self, index: int, delta: TextDelta, choices: Choices) -> Iterator[bytes]:
-        generation = choices.generations[index]
-        usage, text = generation.usage, delta.text
+        completion = choices.completions[index]
+        usage, text = completion.usage, delta.text
         first: dict[str, Any] = {}
         """What only the first chunk of a choice says, of the choice and of itself."""
         fields: dict[str, Any] = {}
@@ -223,11 +223,11 @@ class CompletionShape:
         if index not in self._begun:
             self._begun[index] = CompletionLogprobs(self._tokenizer)
             if not self.wants_pieces:
-                plain = self._choice(index, "", ([], True), end_fields(generation, None))
+                plain = self._choice(index, "", ([], True), end_fields(completion, None))
                 self._frames[index] = self._writer.frame(plain)
-            fields = {"slo": raised_slo([generation])}
+            fields = {"slo": raised_slo([completion])}
             text = self._prompt_text(index) + text
-            own, known = generation.options.prompt_token_ids, generation.prompt_logprobs
+            own, known = completion.options.prompt_token_ids, completion.prompt_logprobs
             if self.prompt_texts and self._request.logprobs is not None:
                 prompt = prompt_pieces(self._tokenizer, own, known)
             if self._request.return_token_ids:
@@ -238,10 +238,10 @@ class CompletionShape:
         )
         part = next(parts, ([], True))
         for following in parts:
-            choice = self._choice(index, text, part, end_fields(generation, None))
+            choice = self._choice(index, text, part, end_fields(completion, None))
             yield self._writer.chunk(choice | first, usage, fields)
             part, text, first, fields = following, "", {}, {}
-        last = self._choice(index, text, part, end_fields(generation, delta.finish_reason))
+        last = self._choice(index, text, part, end_fields(completion, delta.finish_reason))
         yield self._writer.chunk(last | first, usage, fields)
 
     def _choice(
@@ -268,19 +268,19 @@ class CompletionShape:
 
     def whole(self, choices: Choices) -> Iterator[bytes]:
         """Yield the completion object."""
-        objects = (self._object(index, choices) for index in range(len(choices.generations)))
+        objects = (self._object(index, choices) for index in range(len(choices.completions)))
         return whole_answer(self._envelope, objects, choices)
 
     def _object(self, index: int, choices: Choices) -> Iterator[bytes]:
-        generation = choices.generations[index]
+        completion = choices.completions[index]
         text = itertools.chain(text_parts(self._prompt_text(index)), self._texts[index].parts())
-        own, pieces = generation.options.prompt_token_ids, self._pieces[index]
+        own, pieces = completion.options.prompt_token_ids, self._pieces[index]
         logprobs = prompt_logprobs = prompt_token_ids = token_ids = None
         if self._request.logprobs is not None:
-            prompt = (own, generation.prompt_logprobs) if self.prompt_texts else None
+            prompt = (own, completion.prompt_logprobs) if self.prompt_texts else None
             logprobs = completion_logprobs_json(self._tokenizer, prompt, pieces)
         if self._request.prompt_logprobs is not None:
-            first = choices.generations[index - index % self._request.num_choices]
+            first = choices.completions[index - index % self._request.num_choices]
             prompt_logprobs = prompt_logprobs_json(self._tokenizer, own, first.prompt_logprobs)
         if self._request.return_token_ids:
             prompt_token_ids = json_list(own, ITEMS_PER_PIECE)
@@ -290,7 +290,7 @@ class CompletionShape:
                 "index": index,
                 "text": json_text(text),
                 "logprobs": logprobs,
-                **end_fields(generation, generation.finish_reason),
+                **end_fields(completion, completion.finish_reason),
                 "prompt_logprobs": prompt_logprobs,
                 "prompt_token_ids": prompt_token_ids,
                 "token_ids": token_ids,
@@ -311,21 +311,21 @@ def completions_router(service: Service) -> APIRouter:
         """Complete one or several prompts."""
         body = await read_model(request, CompletionRequest)
         body.check(service)
-        terms = body.terms(service, request)
-        shape = CompletionShape(service, body)
+        level = body.service_level(service, request)
+        writer = CompletionWriter(service, body)
 
         async def prepare() -> list[Prepared]:
             prompts = await _encode(service, body)
             if body.echo:
                 is_cut = body.truncate_prompt_tokens is not None
-                shape.prompt_texts = await _texts(service, prompts if is_cut else body.prompt)
-            return await _requests(service, body, prompts, terms)
+                writer.prompt_texts = await _texts(service, prompts if is_cut else body.prompt)
+            return await _requests(service, body, prompts, level)
 
-        return GenerationResponse(
+        return CompletionResponse(
             service,
-            shape,
+            writer,
             prepare,
-            terms,
+            level,
             stream=body.stream or False,
             per_prompt=body.num_choices,
         )
@@ -354,7 +354,7 @@ async def _texts(service: Service, prompts: Sequence[str | Sequence[int]]) -> li
 
 
 async def _requests(
-    service: Service, body: CompletionRequest, prompts: Sequence[array[int]], terms: Terms
+    service: Service, body: CompletionRequest, prompts: Sequence[array[int]], level: ServiceLevel
 ) -> list[Prepared]:
     """Resolve all parameters. Raises InvalidRequest, RequestFailed."""
     asked = 1 if body.only_echoes else body.max_tokens
@@ -377,7 +377,7 @@ async def _requests(
     )
     constraint = await body.resolve_constraint(service)
     requests = body.new_requests(
-        service, list(zip(prompts, limits, strict=True)), sampling, terms, constraint
+        service, list(zip(prompts, limits, strict=True)), sampling, level, constraint
     )
     infilling = service.encoder.infilling if body.suffix and not body.ignore_eos else None
     ends = () if infilling is None else infilling.end_token_ids

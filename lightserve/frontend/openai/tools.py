@@ -13,7 +13,7 @@ from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.json_body import AN_OBJECT, BY_KIND, OTHERWISE, StrictModel, show
 from lightserve.frontend.openai.output_parser import END_OF_TOOL_CALL, TOOL_CALL
-from lightserve.frontend.structured_output import Wish, check_num_values
+from lightserve.frontend.structured_output import ConstraintSpec, check_num_values
 from lightserve.messages.common import GrammarConstraint
 from lightserve.structured.closing import closed
 from lightserve.structured.limits import MAX_GRAMMAR_BYTES, WHITESPACE
@@ -119,7 +119,7 @@ class ToolUse(NamedTuple):
         """The tools as chat templates know them."""
         return [tool.described() for tool in self.offered] or None
 
-    def wish(self, config: ServeConfig) -> Wish | None:
+    def spec(self, config: ServeConfig) -> ConstraintSpec | None:
         """Return the grammar of the calls that are required."""
         if not self.required:
             return None
