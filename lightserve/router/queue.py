@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
+import operator
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -28,9 +29,9 @@ from lightserve.router.turns import OLDEST_EVERY, Turn
 from lightserve.types import BE, RT, RequestClass, RequestKey
 
 MAX_CANDIDATES = 64
-MAX_COMPARED = 256
+MAX_COMPARED = 128
 """Requests that share something of which the nearest in length are taken."""
-MAX_COUNTED = 64
+MAX_COUNTED = 32
 """From the head of a class, requests that are told when others overtake them."""
 MIN_IN_FLIGHT_TOKENS = 32
 """A prefix that is being computed is worth waiting for from here on: one step of waiting costs
@@ -130,16 +131,16 @@ class WaitingQueue:
 
     def _sharing(self, resident: PrefixTree, context_len: float) -> list[Request]:
         """Return those whose prompts begin with resident tokens, most tokens first."""
-        wanted = _bucket_of(round(context_len))
+        wanted = max(0, round(context_len)).bit_length()  # lengths in steps of powers of two
         found: list[tuple[int, int, Request]] = []
         # The salts of the oldest stand for all: there may be as many as clients.
         oldest = itertools.islice(self._fresh[BE], MAX_CANDIDATES)
         for salt in dict.fromkeys(request.prefix_salt for request in oldest):
             sharing = resident.waiting((salt,))
             for num_tokens, request in itertools.islice(sharing, MAX_COMPARED - len(found)):
-                distance = abs(_bucket_of(request.num_prompt_tokens) - wanted)
+                distance = abs(request.num_prompt_tokens.bit_length() - wanted)
                 found.append((-num_tokens, distance, request))
-        return [request for _, _, request in sorted(found, key=lambda one: one[:2])]
+        return [request for _, _, request in sorted(found, key=operator.itemgetter(0, 1))]
 
     def turn(self) -> Turn:
         """Return whose turn it is among best-effort requests."""
@@ -279,8 +280,3 @@ def prefix_in_flight(request: Request, prefilling: Sequence[Request]) -> int:
 
 def _by_arrival(request: Request) -> tuple[int, int]:
     return request.priority, request.arrival_number
-
-
-def _bucket_of(num_tokens: int) -> int:
-    """Return the bucket of prompts of like length: powers of two."""
-    return max(0, num_tokens).bit_length()

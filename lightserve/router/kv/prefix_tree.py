@@ -588,4 +588,5 @@ def _waiting_from(node: PrefixNode) -> Iterator[Request]:
             ahead.pop()
             continue
         yield from below.waiting
-        ahead.append(child for child in below.awaited.values() if child.slots is None)
+        if below.awaited:
+            ahead.append(child for child in below.awaited.values() if child.slots is None)
