@@ -1,17 +1,17 @@
 """The KV pool of the workers as the router keeps it: free slots, cached prefixes, live requests.
 
-Every slot is free, cached (in the prefix tree, read by nobody), or used: read or written by a
+Every slot is free, cached (in the prefix tree, read by no request), or used: read or written by a
 running or paused request. A request's KV is
 
     positions  0 ............ lease.num_tokens ............ num_held_tokens
                └ slots of the tree ──────────┘└ slots of its own ──┘
 
-Its prompt joins the tree when all of it is computed, unless somebody's equal tokens are there
+Its prompt joins the tree when all of it is computed, unless equal tokens of another are there
 already; its output when it ends. So what the tree holds is confirmed, and never held twice by
 one request. A request in flight never hits a chunk in flight.
 
 What is taken from the end of a paused request goes to the host first (`checkpoints`); a part of
-it that was in the tree, with nobody else as a user, leaves the tree and is private from then on.
+it that was in the tree, with no other as a user, leaves the tree and is private from then on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Preemption(StrEnum):
     CHECKPOINT = "checkpoint"
     """It loses as much from its end as is needed, which is saved on the host (BROS)."""
     SWAP = "swap"
-    """All that nobody else reads is saved and taken at once."""
+    """All that no other reads is saved and taken at once."""
     RECOMPUTE = "recompute"
     """All is given up, and computed again."""
 
@@ -179,7 +179,7 @@ class KVStore:
     def start(self, request: Request) -> None:
         """Give a request that begins or resumes its table of slots, and hold its cached prefix.
 
-        Every newcomer of a plan does so before anybody acquires slots, which may evict prefixes.
+        Every newcomer of a plan does so before slots are acquired, which may evict prefixes.
         """
         if request.slots is None:
             request.slots = np.empty(request.max_kv_tokens, dtype=np.int32)
@@ -256,7 +256,7 @@ class KVStore:
             self._tree.extend(request.lease, tokens[start:], slots)
 
     def expect(self, request: Request) -> None:
-        """Count a request that begins to wait as a future user of its tokens' KV (E7).
+        """Count a request that begins to wait as a future user of its tokens' KV.
 
         Best-effort ones that never ran may start in any order: `PrefixTree.waiting` tells of them.
         """
@@ -441,7 +441,7 @@ class KVStore:
         return self._tree.freed_by(leases, pinned)
 
     def copy_ahead(self, victims: Iterable[Request], most: int) -> int:
-        """Save the tails of those who would be taken from next, about `most` tokens with a plan.
+        """Save the tails of those that would be taken from next, about `most` tokens with a plan.
 
         Returns how many tokens.
         """

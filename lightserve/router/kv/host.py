@@ -5,7 +5,7 @@ copy never goes stale: it stays, while there is room, when its tokens are back i
 taking them again costs nothing.
 
 Memory is taken from the end of a paused request; before its slots are overwritten, exactly the
-tokens in them that are not on the host yet are saved. `copy_ahead` saves the tails of those who
+tokens in them that are not on the host yet are saved. `copy_ahead` saves the tails of those that
 would be paused next while they still run, so that taking them is free (clean-ahead). When the host
 is full, copies that are spare, because their tokens are in the pool as well, are given up; when
 that is not enough, the tokens are lost and will be computed again.
@@ -53,7 +53,7 @@ class HostSlots:
 
 @dataclass(slots=True)
 class CopyList:
-    """Copies of several requests, merged into one list (B12)."""
+    """Copies of several requests, merged into one list."""
 
     _slots: list[Int32Array] = field(default_factory=list)
     _host_slots: list[Int32Array] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Checkpoints:
             the request is left.
         """
         if request.host is not None and request.host.end < start:
-            self.drop(request)  # the gap would be copied though nobody overwrites it
+            self.drop(request)  # the gap would be copied though nothing overwrites it
         num_saved = self._cover(request, start, request.num_kept_tokens, self._saves)
         if num_saved is None:
             self.drop(request)

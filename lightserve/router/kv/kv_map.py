@@ -1,7 +1,7 @@
 """A picture of the KV pool for people: what each slot is for, and figures about all of them.
 
-Derived from scratch from who holds what, so that it can show what the book-keeping gets wrong;
-O(slots) numpy, for the moments in which an operator asks (GET /debug/kv).
+Derived from scratch from what holds each slot, so that it can show what the book-keeping gets
+wrong; O(slots) numpy, for the moments in which an operator asks (GET /debug/kv).
 """
 
 from __future__ import annotations

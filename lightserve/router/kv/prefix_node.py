@@ -85,7 +85,7 @@ class PrefixNode:
 
     @property
     def is_takeable(self) -> bool:
-        """Whether its slots can be evicted: nobody reads them, and no resident child needs them."""
+        """Whether its slots can be evicted: no request reads them, no resident child needs them."""
         return (
             self.slots is not None
             and self.parent is not None

@@ -1,4 +1,4 @@
-"""A radix tree over token prefixes: what KV is there, who uses it, and who will.
+"""A radix tree over token prefixes: what KV is there, what uses it, and what will.
 
     root(salt) ── [12 7 7 3] ─┬─ [9 1]          resident, 1 user
                 resident      └─ [4 4 8] ── [5] not resident, 2 expected
@@ -6,7 +6,7 @@
 A node is a stretch of tokens after its parent's. It is *resident* if it has slots, which then
 belong to the tree; a resident node's parent is resident. *Users* are live requests that read its
 slots; they hold a `Lease`. *Expected* are requests that wait and whose prompt runs through the
-whole node: Echo's reference count of future users (E7), exact because a waiting prompt is
+whole node: Echo's reference count of future users, exact because a waiting prompt is
 itself inserted, without slots. A user or an expected request of a node is one of its parent too.
 
 What a client sends may end or branch off after each token, so that paths could become as deep as
@@ -60,7 +60,7 @@ class Hit(NamedTuple):
 
     num_tokens: int
     num_evictable: int
-    """Those of them that nobody reads: holding them takes them out of what can be evicted."""
+    """Those of them that no request reads: holding them takes them out of what can be evicted."""
     node: PrefixNode | None
     """Where they end, perhaps in the middle; None: there are none."""
 
@@ -108,7 +108,7 @@ class PrefixTree:
         """Return how much of a prefix `acquire` can hold. Changes nothing.
 
         `known` ends a path of this key that has the same tokens, as far as either goes: a lease or
-        an expected request of who asks. Those are not compared again, which takes most of the time.
+        an expected request of the caller. Those are not compared again: that takes most time.
         """
         node = self._roots.get(key)
         path = [] if known is None else [part for part in path_of(known) if part.parent is not None]
@@ -223,7 +223,7 @@ class PrefixTree:
         return np.concatenate(left) if left else NO_TOKENS
 
     def release(self, lease: Lease) -> None:
-        """End a hold; what nobody else holds can be evicted from now on."""
+        """End a hold; what no other holds can be evicted from now on."""
         self._clock += 1
         for node in path_of(lease.node):
             node.num_users -= 1
@@ -367,7 +367,7 @@ class PrefixTree:
         return np.concatenate(pieces) if pieces else NO_TOKENS
 
     def exclusive_tail(self, lease: Lease, pinned: Container[PrefixNode] = ()) -> int:
-        """Return how many tokens at the end of a lease's prefix nobody else reads or builds on.
+        """Return how many tokens at the end of a lease's prefix no other reads or builds on.
 
         Nodes in `pinned` are about to have one more reader.
         """

@@ -1,4 +1,4 @@
-"""Book-keeping of the KV pool's slots: who may write where. The tensors are in the workers.
+"""Book-keeping of the KV pool's slots: what may write where. The tensors are in the workers.
 
 Slots are given out by *blocks* of B neighbours with two ends: real-time takes the lowest free
 slots of a block upwards, best-effort the highest downwards, so that the newest tokens of a
@@ -12,15 +12,15 @@ Any number of sequences, live or cached, may have slots in a block, but at each 
 class looks for slots in
     1. the block in which the sequence grows already,
     2. empty blocks, those emptied last first,
-    3. blocks at whose end of this class nobody grows, those with most free slots first,
+    3. blocks at whose end of this class no sequence grows, those with most free slots first,
     4. any block with free slots,
-so that nobody fails while enough slots are free. Source: BROS (section V), without its rule that
+so that no search fails while enough slots are free. Source: BROS (section V), without its rule that
 a block has two owners: what is full or finished does not matter to a token-level pool.
 
 Blocks exist in this file alone; at B = 1 the same code is a plain pool of slots. In *exclusive*
 mode, the baseline, a block belongs to one sequence until all of its slots are released.
 
-Invariants: used + free = num_slots; an empty block is in `_empty`, and nobody grows in it.
+Invariants: used + free = num_slots; an empty block is in `_empty`, and no sequence grows in it.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class BlockSlotPool:
     ) -> None:
         """Do that where all free slots go, as in every step while the cache is full.
 
-        Nobody will grow, so the order of search is nothing to anybody; what matters is that
+        No sequence will grow, so that the order of search does not matter, but for that
         real-time's slots rise and best-effort's fall.
         """
         blocks = self._pop_empty(len(self._empty))
@@ -349,7 +349,7 @@ class BlockSlotPool:
         assert self._outside == 0 or self._masks[-1] & self._outside == self._outside
         for end in (self._rt, self._be):
             end.check_integrity()
-            assert not set(end.owner_of) & set(empty), "somebody grows in an empty block"
+            assert not set(end.owner_of) & set(empty), "a sequence grows in an empty block"
         self._rows.check_integrity(self._rt, self._be)
         if self._is_exclusive:
             assert not set(self._rt.owner_of) & set(self._be.owner_of), "a block has two owners"
@@ -412,7 +412,7 @@ class GrowingRows:
 class BlockEnd:
     """The low end of the blocks, which real-time fills upwards, or the high end.
 
-    A block's *rank* for newcomers: its free slots, plus B if nobody grows at this end; 0 if it
+    A block's *rank* for newcomers: its free slots, plus B if none grows at this end; 0 if it
     has none. Ranks fall by themselves, when slots are taken; what lets one rise (`on_release`,
     `stop`) drops the buckets, to be built anew by the next search. So a block is in exactly one
     bucket at or above its rank, and is found in amortized constant time.
@@ -447,7 +447,7 @@ class BlockEnd:
     # ---------------------------------------------------------------- growing
 
     def grow(self, owner: Hashable, block: int) -> None:
-        """Let a sequence grow in a block where nobody does, no longer where it did."""
+        """Let a sequence grow in a block where none does, no longer where it did."""
         before = self.block_of.get(owner)
         if before is not None:
             del self.owner_of[before]
@@ -472,7 +472,7 @@ class BlockEnd:
             self._buckets = None
 
     def on_release(self, emptied: Int32Array) -> None:
-        """Slots were released: those who grew in the blocks that are empty now do so no longer."""
+        """Slots were released: what grew in the blocks that are empty now does so no longer."""
         self._buckets = None
         if self.owner_of and len(emptied):
             for block in emptied[self._grown_array[emptied] != 0].tolist():
@@ -513,7 +513,7 @@ class BlockEnd:
         return block * self._size + bit.bit_length() - 1
 
     def _put_back(self, owner: Hashable, block: int) -> None:
-        """Let `owner` grow in a block of which it has got a slot, if nobody does there."""
+        """Let `owner` grow in a block of which it has got a slot, if none does there."""
         if not self._is_grown[block]:
             self.grow(owner, block)
         assert self._buckets is not None
