@@ -16,14 +16,20 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
-from lightserve.messages.common import TokenSegment
+from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Submit
-from lightserve.messages.router_worker import RowResult, StepPlan, pack_results, plan_rows
+from lightserve.messages.router_worker import (
+    NO_TOKEN,
+    StepPlan,
+    StepResult,
+    sampling_rows,
+)
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.oracle import OracleAdmission
 from lightserve.router.admission.registry import ADMISSION_RULES
@@ -47,7 +53,6 @@ ARTIFACT_HISTORY = (512,) * 500
 _FRONTEND = FrontendId(0)
 _UNBOUNDED = QueueLimits(max_requests=1 << 60, max_tokens=1 << 60)
 _EOS, _TOKEN = 0, 1
-_Output = tuple[Request, list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +96,15 @@ def run_offline(
             f" to need, got {config.capacity_tokens}"
         )
     return OfflineRun(workload, config).run(progress)
+
+
+class _Output(NamedTuple):
+    """What a request yields in a step."""
+
+    request: Request
+    num_tokens: int
+    ends: bool
+    """Whether the last of them is EOS."""
 
 
 class OfflineRun:
@@ -180,7 +194,7 @@ class OfflineRun:
         self._now_s += exec_s
         start_s = time.process_time()
         plan = core.commit(step, self._now_s)
-        result = pack_results(plan, _in_order(plan, outputs), exec_s=exec_s)
+        result = _result_of(plan, outputs, exec_s)
         num_used = core.num_used_slots
         news = core.on_result(result, self._now_s)
         measured.router_s.append(router_s + time.process_time() - start_s)
@@ -226,14 +240,14 @@ class OfflineRun:
     def _execute(self, step: PlannedStep) -> tuple[list[_Output], float]:
         """Return the tokens of each request that yields any, and the virtual hardware's seconds."""
         outputs = [
-            (request, _tokens(request, num_samples))
+            _output(request, num_samples)
             for (request, _), num_samples in zip(step.allotments, step.num_samples, strict=True)
             if num_samples
         ]
         if any(not request.is_decoding for request, _ in step.allotments):
             exec_s = self._measured.prompts(step)
         else:
-            num_steps = max(len(tokens) for _, tokens in outputs)
+            num_steps = max(output.num_tokens for output in outputs)
             core = self._core
             exec_s = self._measured.decodes(step, num_steps, core.num_used_slots, core.running)
             self._policy.advance(num_steps)
@@ -266,18 +280,29 @@ class OfflineRun:
             self._core.on_message(FromFrontend(_FRONTEND, submit), self._now_s)
 
 
-def _in_order(plan: StepPlan, outputs: Sequence[_Output]) -> list[RowResult]:
-    """Return what a plan's rows yield, in its order; they have their rows by now."""
-    tokens = {request.row: token_ids for request, token_ids in outputs}
-    return [RowResult(row.row, tokens[row.row]) for row in plan_rows(plan) if row.output]
+def _result_of(plan: StepPlan, outputs: Sequence[_Output], exec_s: float) -> StepResult:
+    """Return a plan's result; by now its requests have their rows."""
+    by_row = {output.request.row: output for output in outputs}
+    ordered = [by_row[row] for row in sampling_rows(plan).tolist()]
+    counts = np.array([output.num_tokens for output in ordered], dtype=np.int64)
+    width = int(counts.max(initial=1))
+    tokens = np.where(np.arange(width) < counts[:, None], _TOKEN, NO_TOKEN)
+    ending = [index for index, output in enumerate(ordered) if output.ends]
+    tokens[ending, counts[ending] - 1] = _EOS
+    return StepResult(
+        step_id=plan.step_id,
+        generation=0,
+        token_ids=pack_int32(tokens),
+        exec_s=exec_s,
+        idle_s=0.0,
+        tokens_per_row=width,
+    )
 
 
-def _tokens(request: Request, num_samples: int) -> list[int]:
+def _output(request: Request, num_samples: int) -> _Output:
     """Return what a worker that knows only lengths yields: tokens, EOS as the last one."""
     num_missing = _num_missing(request)
-    if num_samples < num_missing:
-        return [_TOKEN] * num_samples
-    return [_TOKEN] * (num_missing - 1) + [_EOS]
+    return _Output(request, min(num_samples, num_missing), num_samples >= num_missing)
 
 
 def _num_missing(request: Request) -> int:

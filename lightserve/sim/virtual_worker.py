@@ -7,18 +7,16 @@ follow it: what is left of them then, the next step waits for before it begins.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from lightserve.cost.shape import StepShape, chunk_pairs
+from lightserve.cost.shape import StepShape
 from lightserve.messages.common import Int32Array, pack_int32, unpack_int32
 from lightserve.messages.router_worker import (
     KVCopies,
-    SlotRange,
     StepPlan,
     StepResult,
     plan_columns,
@@ -30,7 +28,6 @@ from lightserve.sim.simulation import Worker
 from lightserve.sim.worker import EOS_TOKEN_ID
 
 _TOKEN = EOS_TOKEN_ID + 1
-_SLOT_BYTES = 4
 _RUNS_EVERY = 50
 """Runs of slots are measured in every so many-th step."""
 
@@ -120,18 +117,11 @@ class VirtualWorker:
 
 
 def _shape_of(plan: StepPlan) -> StepShape:
-    num_new = decode_context = pairs = num_decodes = num_chunks = chunk_context = 0
-    for row in plan_rows(plan):
-        count = row.num_tokens
-        num_new += count
-        if count == 1:
-            decode_context += row.start_position
-            num_decodes += 1
-        else:
-            pairs += chunk_pairs(row.start_position, count)
-            chunk_context += row.start_position
-            num_chunks += 1
-    return StepShape(num_new, decode_context, pairs, num_decodes, num_chunks, chunk_context)
+    starts = unpack_decodes(plan.decodes).start_positions
+    shape = StepShape().plus_decodes(len(starts), int(starts.sum()))
+    for row in plan.rows:
+        shape = shape.plus(row.start_position, row.num_tokens)
+    return shape
 
 
 def _num_copied(copies: KVCopies) -> int:
@@ -162,7 +152,9 @@ class LengthWorker:
         """Run one plan."""
         for sequence in plan.sequences:
             self._total_len[sequence.row] = sequence.sampling.seed
-        self._note_slots(plan.slot_ranges)
+        for part in plan.slot_ranges:
+            slots = unpack_int32(part.slots)
+            self._slots[part.row, part.start_position : part.start_position + len(slots)] = slots
         decodes = unpack_decodes(plan.decodes)
         self._slots[decodes.rows, decodes.start_positions] = decodes.slots
         if plan.step_id % _RUNS_EVERY == 0:
@@ -178,16 +170,6 @@ class LengthWorker:
             exec_s=exec_s,
             idle_s=idle_s,
         )
-
-    def _note_slots(self, ranges: Sequence[SlotRange]) -> None:
-        singles = [part for part in ranges if len(part.slots) == _SLOT_BYTES]
-        if singles:
-            rows = [part.row for part in singles]
-            starts = [part.start_position for part in singles]
-            self._slots[rows, starts] = unpack_int32(b"".join([part.slots for part in singles]))
-        for row, start, slots in ((r.row, r.start_position, r.slots) for r in ranges):
-            if len(slots) != _SLOT_BYTES:
-                self._slots[row, start : start + len(slots) // _SLOT_BYTES] = unpack_int32(slots)
 
     def _measure_runs(self, plan: StepPlan) -> None:
         num_tokens, num_runs = self.run_lengths

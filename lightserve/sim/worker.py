@@ -7,18 +7,21 @@ prefix is an error, so whatever drives it also tests the router's KV book-keepin
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.messages.common import Int32Array, TokenLogprob, unpack_int32
+from lightserve.messages.common import Int32Array, TokenLogprob, pack_int32, unpack_int32
 from lightserve.messages.router_worker import (
+    NO_TOKEN,
+    DecodeColumns,
     KVCopies,
     OutputKind,
     PlanRow,
     RowResult,
     StepPlan,
     StepResult,
-    pack_results,
     plan_rows,
     unpack_decodes,
 )
@@ -56,7 +59,7 @@ class SimulatedWorker:
             self._req_to_slot[row] = -1
             tokens = unpack_int32(b"".join(part.token_ids for part in sequence.segments))
             self._num_known[row] = len(tokens)
-            self._prefixes[row, : len(tokens)] = np.cumsum(_mixed(tokens, 0))
+            self._prefixes[row, : len(tokens)] = np.cumsum(_mixed(tokens, np.arange(len(tokens))))
             self._total_len[row] = sequence.sampling.seed
             self._num_prompt[row] = sequence.num_prompt_tokens
         for part in plan.slot_ranges:
@@ -68,11 +71,28 @@ class SimulatedWorker:
         _check_copies(plan)
         self.num_saved_tokens += self._save(plan.saves)
         self.num_loaded_tokens += self._load(plan.loads)
-        results = [result for row in plan_rows(plan) if (result := self._run(row)) is not None]
+        token_ids = [self._decode(decodes)]
+        others: list[RowResult] = []
+        for plan_row in plan.rows:
+            result = self._run(plan_row)
+            if result is None:
+                continue
+            is_plain = result.token_ids and not result.prompt_logprobs
+            if not is_plain:
+                others.append(result)
+            if OutputKind.SAMPLE in plan_row.output:
+                token_ids.append(np.array(result.token_ids if is_plain else [NO_TOKEN]))
         self._check_ahead_loads(plan)
         self.num_ahead_saved_tokens += self._save(plan.ahead_saves)
         self.num_ahead_loaded_tokens += self._load(plan.ahead_loads)
-        return pack_results(plan, results, exec_s=exec_s, idle_s=idle_s)
+        return StepResult(
+            step_id=plan.step_id,
+            generation=0,
+            token_ids=pack_int32(np.concatenate(token_ids)),
+            exec_s=exec_s,
+            idle_s=idle_s,
+            rows=others,
+        )
 
     def _check_ahead_loads(self, plan: StepPlan) -> None:
         """Raise PlanError if a row of the plan uses a slot that is loaded beside it."""
@@ -114,6 +134,28 @@ class SimulatedWorker:
                 raise PlanError("a copy names a place outside its pool")
         return slots, host_slots
 
+    def _decode(self, decodes: DecodeColumns) -> npt.NDArray[np.int64]:
+        """Run all plain decodes at once, and return their tokens. Raises PlanError."""
+        rows, starts, slots = decodes
+        ends = starts + 1
+        if len(early := rows[ends > self._num_known[rows]]):
+            raise PlanError(f"row {early[0]}: the position to compute has no token yet")
+        width = int(ends.max(initial=0))
+        is_read = np.arange(width) < ends[:, None]
+        table, prefixes = self._req_to_slot[rows, :width], self._prefixes[rows, :width]
+        if len(bare := rows[((table < 0) & is_read).any(axis=1)]):
+            raise PlanError(f"row {bare[0]}: a position that it reads has no slot")
+        own = self._prefixes[rows, starts]
+        self._kv[slots] = own
+        is_lost = is_read & (self._kv[table] != prefixes)
+        if is_lost.any():
+            row, position = np.argwhere(is_lost)[0]
+            raise PlanError(f"row {rows[row]}: KV of position {position} is lost")
+        tokens = _sampled(self._total_len[rows], ends)
+        self._num_known[rows] = ends + 1
+        self._prefixes[rows, ends] = own + _mixed(tokens, ends)
+        return tokens
+
     def _run(self, row: PlanRow) -> RowResult | None:
         end = row.start_position + row.num_tokens
         slots = self._req_to_slot[row.row, :end]
@@ -133,7 +175,7 @@ class SimulatedWorker:
         if OutputKind.SAMPLE in row.output:
             self._num_known[row.row] = end + 1
             token_ids = [sampled_token(total_len, end)]
-            mixed = _mixed(np.array(token_ids, dtype=np.int32), end)
+            mixed = _mixed(np.array(token_ids), np.array([end]))
             self._prefixes[row.row, end : end + 1] = prefixes[-1:] + mixed
         prompt_logprobs: list[TokenLogprob] = []
         if OutputKind.PROMPT_LOGPROBS in row.output:
@@ -164,9 +206,9 @@ def _have_common(places: bytes, others: bytes) -> bool:
     return len(np.intersect1d(unpack_int32(places), unpack_int32(others))) > 0
 
 
-def _mixed(token_ids: Int32Array, start: int) -> npt.NDArray[np.uint64]:
-    """Return numbers of tokens at positions start …, uint64 [n]; their sums tell prefixes apart."""
-    positions = np.arange(start + 1, start + 1 + len(token_ids), dtype=np.uint64)
+def _mixed(token_ids: npt.NDArray[Any], positions: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """Return numbers of tokens at positions, uint64 [n]; their sums tell prefixes apart."""
+    positions = (positions + 1).astype(np.uint64)
     mixed = (token_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(29)
     mixed *= positions * np.uint64(0xBF58476D1CE4E5B9) | np.uint64(1)
@@ -181,6 +223,10 @@ def position_logprob(position: int) -> TokenLogprob:
 
 def sampled_token(total_len: int, position: int) -> int:
     """Return the token that a sequence of `total_len` tokens has at a sampled position."""
-    if position == total_len - 1:
-        return EOS_TOKEN_ID
-    return 1 + (total_len * 31 + position * 7) % 997
+    return int(_sampled(np.array(total_len), np.array(position)))
+
+
+def _sampled(total_len: npt.NDArray[Any], positions: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return what sequences of these lengths have at sampled positions."""
+    others = 1 + (total_len * 31 + positions * 7) % 997
+    return np.where(positions == total_len - 1, EOS_TOKEN_ID, others)
