@@ -129,6 +129,7 @@ class Pending:
 
     plan: StepPlan
     num_rows: int
+    """Of the step."""
     drawn: Drawn
     prompts: Mapping[RowId, PromptLogprobs]
     """By row with PROMPT_LOGPROBS."""

@@ -7,18 +7,16 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
-from support.random_plans import PlanMaker
+from support.random_plans import PlanMaker, row_by_row
 
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import (
     AddSequence,
-    DecodeRows,
     OutputKind,
     PlanRow,
     SlotRange,
     StepPlan,
     pack_decodes,
-    plan_rows,
     row_results,
     unpack_decodes,
 )
@@ -27,22 +25,6 @@ from lightserve.sim.worker import PlanError, SimulatedWorker
 from lightserve.types import RowId, SamplingParams, StepId
 
 NUM_SEQS, MAX_LEN = 12, 40
-
-
-def row_by_row(plan: StepPlan) -> StepPlan:
-    """Return a plan that does the same without columns."""
-    ranges = [
-        SlotRange(RowId(row), start, pack_int32([slot]))
-        for row, start, slot in zip(
-            *(c.tolist() for c in unpack_decodes(plan.decodes)), strict=True
-        )
-    ]
-    return msgspec.structs.replace(
-        plan,
-        slot_ranges=[*plan.slot_ranges, *ranges],
-        rows=plan_rows(plan),
-        decodes=DecodeRows(),
-    )
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import (
     AddSequence,
+    DecodeRows,
     OutputKind,
     PlanRow,
     SlotRange,
     StepPlan,
     pack_decodes,
+    plan_rows,
+    unpack_decodes,
 )
 from lightserve.types import RowId, SamplingParams, StepId
 
@@ -30,6 +34,22 @@ class _Sequence:
     slots: list[int]
     """Of the positions computed so far."""
     wants_prompt: bool
+
+
+def row_by_row(plan: StepPlan) -> StepPlan:
+    """Return a plan that does the same without columns."""
+    ranges = [
+        SlotRange(RowId(row), start, pack_int32([slot]))
+        for row, start, slot in zip(
+            *(c.tolist() for c in unpack_decodes(plan.decodes)), strict=True
+        )
+    ]
+    return msgspec.structs.replace(
+        plan,
+        slot_ranges=[*plan.slot_ranges, *ranges],
+        rows=plan_rows(plan),
+        decodes=DecodeRows(),
+    )
 
 
 class PlanMaker:

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import cProfile
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from support.random_plans import PlanMaker, row_by_row
 
 from lightserve.config import ServeConfig
 from lightserve.config.fields import parse_memory
 from lightserve.errors import ConfigError, StartupError
 from lightserve.messages.common import TokenSegment, pack_int32
-from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
+from lightserve.messages.router_worker import (
+    AddSequence,
+    OutputKind,
+    PlanRow,
+    SlotRange,
+    StepPlan,
+    StepResult,
+    pack_decodes,
+)
 from lightserve.models.base import KVGroup, KVLayout
 from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.device import HostQueue
+from lightserve.worker.host_pool import Waited
 from lightserve.worker.memory import KVPool, free_memory_bytes, num_kv_slots, usable_cores
+from lightserve.worker.model_runner import Drawn, Pending, StepMarks
 from lightserve.worker.tables import SequenceTable
 
 LAYOUT = KVLayout((KVGroup(num_layers=2, num_kv_heads=3, head_dim=8, dtype="bfloat16"),))
@@ -64,16 +77,71 @@ def test_a_step_of_chunks_and_decodes() -> None:
     assert inputs.tensors.sampled_positions.tolist() == [3]
     assert inputs.sampled_rows == [0]
     table.append(inputs, torch.tensor([77]))
-    decode = StepPlan(
-        step_id=StepId(2),
-        sequences=[],
-        slot_ranges=[SlotRange(RowId(0), 3, pack_int32([30]))],
-        rows=[PlanRow(RowId(0), 3, 1, OutputKind.SAMPLE)],
-    )
+    decode = StepPlan(StepId(2), [], [], [], pack_decodes([0], [3], [30]))
     inputs = table.begin(decode)
     assert table.input_ids(inputs).tolist() == [77]
     assert table.batch(inputs).slot_mapping.tolist() == [30]
     assert inputs.is_plain_decode
+
+
+def test_decodes_as_columns_are_what_they_are_row_by_row() -> None:
+    """Tables and inputs of the step, in steps of decodes alone and beside chunks."""
+    limits = {"max_seqs": 9, "num_slots": 400, "max_len": 40}
+    tables = [SequenceTable(9, 40, HostQueue(), scratch_slot=400) for _ in range(2)]
+    kinds = set()
+    for plan in PlanMaker(5, vocab_size=99, **limits).plans(60):
+        left, right = (
+            table.begin(one) for table, one in zip(tables, (plan, row_by_row(plan)), strict=True)
+        )
+        kinds.add((bool(plan.rows), bool(plan.decodes.rows)))
+        for one, other in zip(left.tensors, right.tensors, strict=True):
+            assert one.dtype == other.dtype and one.tolist() == other.tolist()
+        names = ("sampled_rows", "host_rows", "host_q_lens", "host_context_lens")
+        assert all(getattr(left, name) == getattr(right, name) for name in names)
+        assert left.is_plain_decode == right.is_plain_decode
+        token_ids = torch.arange(len(left.sampled_rows))
+        for table, inputs in zip(tables, (left, right), strict=True):
+            table.append(inputs, token_ids)
+        assert torch.equal(tables[0].req_to_slot, tables[1].req_to_slot)
+        assert torch.equal(tables[0].token_ids, tables[1].token_ids)
+    assert kinds == {(True, False), (False, True), (True, True)}
+
+
+def test_a_row_more_costs_a_step_of_decodes_no_call() -> None:
+    """From the message to the inputs of the forward pass, and from the tokens to the message."""
+    num_calls(2)  # the first one imports
+    assert num_calls(2) == num_calls(200)
+
+
+def num_calls(num_rows: int) -> int:
+    """Return how many functions the host calls for a step of so many decodes."""
+    rows = range(num_rows)
+    data = msgspec.msgpack.encode(
+        StepPlan(StepId(1), [], [], [], pack_decodes(rows, [5] * num_rows, rows))
+    )
+    table, tensors = SequenceTable(200, 40, HostQueue()), torch.zeros(num_rows, dtype=torch.int64)
+    mark = HostQueue().mark()
+    profile = cProfile.Profile()
+    profile.enable()
+    plan = msgspec.msgpack.decode(data, type=StepPlan)
+    inputs = table.begin(plan)
+    assert inputs.is_plain_decode
+    pending = Pending(
+        plan=plan,
+        num_rows=num_rows,
+        drawn=Drawn(inputs.sampled_rows, tensors, is_finite=tensors == 0),
+        prompts={},
+        constrained_rows=frozenset(),
+        marks=StepMarks(mark, mark, mark),
+        copies=Waited(0.0),
+        launch_s=0.0,
+    )
+    token_ids, others = pending.row_results()
+    result = StepResult(StepId(1), 0, pack_int32(token_ids), exec_s=0.0, idle_s=0.0, rows=others)
+    msgspec.msgpack.encode(result)
+    profile.disable()
+    assert len(result.token_ids) == 4 * num_rows and not others
+    return sum(entry.callcount for entry in profile.getstats())
 
 
 @pytest.mark.parametrize(
