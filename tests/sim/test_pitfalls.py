@@ -63,7 +63,7 @@ ELSEWHERE = {
         ),
     ],
     "SGLang 17026: a request without a class is real-time": [
-        ("tests/unit/test_frontend_fields.py", "test_a_tier_is_a_class_and_is_stated"),
+        ("tests/unit/frontend/test_frontend_fields.py", "test_a_tier_is_a_class_and_is_stated"),
     ],
     "vLLM 39375: no request is preempted for nothing": [
         ("tests/unit/test_preemption.py", "test_a_newcomer_takes_all_it_needs_or_nothing"),

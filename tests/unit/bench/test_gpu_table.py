@@ -18,7 +18,7 @@ from bench.gpu.device import DELAY_CYCLES, MAX_ROUNDS, Machine, idle_pct, overla
 from bench.gpu.models import LLAMA_8B, QWEN_HALF_B, TINY_LLAMA, RandomModel
 from bench.gpu.table import Job, Row, RowFile, Verdict, exit_status, markdown, read_rows, run_job
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def rows_of(path: Path, *, is_rehearsal: bool) -> list[Row]:
