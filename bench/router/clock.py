@@ -33,7 +33,6 @@ from lightserve.router.factory import make_core_config
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.process import RouterProcess
 from lightserve.router.request import Request, RequestState
-from lightserve.types import StepId
 
 MAX_MODEL_LEN = 32_768
 KV_METHODS = (
@@ -121,18 +120,12 @@ class TimedRule:
     """An admission rule whose rounds are timed."""
 
     def __init__(self, rule: AdmissionRule, clock: Clock) -> None:
-        self._rule = rule
         self._begin = clock.timed("admission")(rule.begin)
         self._clock = clock
 
-    @property
-    def forecast_peak(self) -> int | None:
-        """See `AdmissionRule.forecast_peak`."""
-        return self._rule.forecast_peak
-
-    def begin(self, live: Collection[Request], pool: PoolView, step_id: StepId) -> AdmissionRound:
+    def begin(self, live: Collection[Request], pool: PoolView) -> AdmissionRound:
         """Start a round."""
-        inner: AdmissionRound = self._begin(live, pool, step_id)
+        inner: AdmissionRound = self._begin(live, pool)
         return _TimedRound(inner, self._clock)
 
 
@@ -141,7 +134,12 @@ class _TimedRound:
 
     def __init__(self, inner: AdmissionRound, clock: Clock) -> None:
         self.admit = clock.timed("admission")(inner.admit)
-        self.steps_refused = inner.steps_refused
+        self._inner = inner
+
+    @property
+    def forecast_peak(self) -> int | None:
+        """See `AdmissionRound.forecast_peak`."""
+        return self._inner.forecast_peak
 
 
 class Enough(Exception):

@@ -44,7 +44,7 @@ from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.request import Request
 from lightserve.sim.workload import load_workload
-from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams, StepId
+from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
 
 TRACE = str(Path(__file__).parents[1] / "traces" / "sharegpt_lengths.csv.gz")
 NUM_LIVE, NUM_QUEUED = 256, 10_000
@@ -115,7 +115,7 @@ class FullBatch:
 
     forecast_peak: int | None = None
 
-    def begin(self, live: Collection[Request], pool: PoolView, step_id: StepId) -> FullBatch:
+    def begin(self, live: Collection[Request], pool: PoolView) -> FullBatch:
         """See `AdmissionRule.begin`."""
         self._num_left = NUM_LIVE - len(live)
         return self
@@ -124,10 +124,6 @@ class FullBatch:
         """See `AdmissionRound.admit`."""
         self._num_left -= 1
         return self._num_left >= 0
-
-    def steps_refused(self, request: Request) -> int:
-        """See `AdmissionRound.steps_refused`."""
-        return 0
 
 
 class Setting(NamedTuple):

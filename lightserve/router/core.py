@@ -244,11 +244,14 @@ class RouterCore(CoreState):
             unseen=self._planner.unseen(fit, skipped, skips.stopped_by),
             limit_s=skips.limit_s,
             best_effort_s=skips.best_effort_s,
+            forecast_peak=fit.forecast_peak,
         )
 
     def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:
         """Book a step planned since the last event; return the message to send now."""
         assert self._kv is not None
+        if planned.forecast_peak is not None:
+            self.forecast_peak = planned.forecast_peak
         return self._booking.book(planned, self._kv, now_s)
 
     # ---------------------------------------------------------------- results

@@ -51,6 +51,8 @@ class CoreState:
         self._awaits_news = False
         """Whether the next step would stop somebody who is in flight, and nothing has come since
         that was found: it would be found again."""
+        self.forecast_peak: int | None = None
+        """Slots that the batch was expected to need at its peak at the last admission."""
         self._suspects: list[Request] = []
         """Requests that were in flight when workers died: each runs alone up to a token."""
 
@@ -102,11 +104,6 @@ class CoreState:
     def num_used_slots(self) -> int:
         """Slots of the KV pool that somebody holds."""
         return 0 if self._kv is None else self._kv.num_used
-
-    @property
-    def forecast_peak(self) -> int | None:
-        """Slots that the batch was expected to need, when somebody was last admitted."""
-        return self._config.admission.forecast_peak
 
     @property
     def num_cached_slots(self) -> int:

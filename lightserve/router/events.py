@@ -88,6 +88,8 @@ class PlannedStep:
     """The time limit that the policy set."""
     best_effort_s: float | None = None
     """What best-effort requests add to its time, where a share is theirs and they want more."""
+    forecast_peak: int | None = None
+    """Slots that the batch is expected to need at its peak, if the step starts a request."""
 
 
 @dataclass(frozen=True, slots=True)

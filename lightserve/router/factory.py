@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from lightserve.config import ServeConfig
+from lightserve.router.admission import ADMISSION_RULES
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.classwise import ClasswiseAdmission
-from lightserve.router.admission.registry import ADMISSION_RULES
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.intake import QueueLimits

@@ -36,6 +36,8 @@ class Fit:
     """Of those who run and stop: whether memory or their row is needed."""
     loads: tuple[Loading, ...] = ()
     """What comes back from the host beside the step, for requests that stay paused."""
+    forecast_peak: int | None = None
+    """See `AdmissionRound`."""
 
     def __bool__(self) -> bool:
         """Whether anybody advances."""

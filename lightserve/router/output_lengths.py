@@ -6,6 +6,10 @@ a running request that has generated g tokens will end at a length drawn from P(
 Beyond the paper: histories per prediction key, shrunk towards the pooled one where a key has
 few lengths; a weak prior (log-spaced pseudo-lengths) at a cold start instead of a preset
 maximum; and uniform numbers that come from outside, so that a caller can use common ones.
+
+Samples are drawn from tables of the history, which are renewed when one in sixteen of its lengths
+is new, and when its window is full. In between they stay as they are, whatever is recorded and
+whenever they are read.
 """
 
 from __future__ import annotations
@@ -13,8 +17,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +25,7 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 LengthArray = npt.NDArray[np.int32]
+UniformArray = npt.NDArray[np.float32]
 
 DEFAULT_WINDOW = 1000
 PRIOR_MOST = 1024
@@ -32,23 +36,12 @@ SHRINKAGE = 50.0
 """A key with this many lengths of its own is drawn from half of the time."""
 MAX_KEYS = 1024
 AVERAGE_WEIGHT = 0.01
-MAX_LAG = 32
-"""Pooled lengths that a key's mixture may lag behind: making one takes a sort."""
-OWN_LAG = 1 / 128
-"""The key's own, as a share of them."""
+MOST_NEW = 16
+"""Tables are renewed when one in so many lengths of the history is not in them yet."""
 _EVEN_RANKS = (np.arange(32) + 0.5) / 32
 _TABLE_SIZE = 1024
 _ROW_OFFSET = 1 << 40
 """More than any length."""
-
-
-class Keys(NamedTuple):
-    """Prediction keys of several requests."""
-
-    known: Sequence[Hashable]
-    """Each once, perhaps some of nobody."""
-    numbers: IntArray
-    """Which of them is whose, int64 [n]."""
 
 
 class _Window:
@@ -59,6 +52,7 @@ class _Window:
         self._recent: deque[int] = deque()
         self.num_added = 0
         self.sorted: IntArray = np.empty(0, dtype=np.int64)
+        """Replaced by each addition, never changed: a reference to it stays as it is."""
 
     def __len__(self) -> int:
         return len(self._recent)
@@ -73,14 +67,25 @@ class _Window:
 
 
 @dataclass(slots=True)
+class _OfKey:
+    """The lengths of a prediction key."""
+
+    window: _Window
+    in_table: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """Those that are in the table of version `version`; in later ones are those of the window."""
+    version: int = -1
+
+    def known(self, version: int) -> IntArray:
+        """Return the lengths that a table of this version, the latest, has."""
+        return self.in_table if self.version == version else self.window.sorted
+
+
+@dataclass(slots=True)
 class _Row:
-    """Where a key's distribution is, and how much history was in it when it was made."""
+    """Where the table of a key is, and of which version it is."""
 
     index: int
-    num_own: int = -1
-    num_pooled: int = 0
-    is_fresh_at: int = -1
-    """How many lengths were recorded when it was last found fresh enough."""
+    version: int = -1
 
 
 class OutputLengths:
@@ -89,7 +94,7 @@ class OutputLengths:
     def __init__(self, *, max_output_tokens: int, window: int = DEFAULT_WINDOW) -> None:
         self._window = window
         self._pooled = _Window(window)
-        self._by_key: OrderedDict[Hashable, _Window] = OrderedDict()
+        self._by_key: OrderedDict[Hashable, _OfKey] = OrderedDict()
         self._rows: dict[Hashable, _Row] = {}
         """By key, None for those without a history."""
         self._lengths: LengthArray = np.zeros((4, _TABLE_SIZE), dtype=np.int32)
@@ -100,10 +105,14 @@ class OutputLengths:
         prior = np.geomspace(1, max(1, max_output_tokens), NUM_PRIOR_LENGTHS)
         self.prior: IntArray = np.rint(prior).astype(np.int64)
         """Lengths, equally likely, that are believed in before any has been seen."""
-        self._with_prior: IntArray = self.prior
-        """Those and finished ones, ascending."""
-        self._with_prior_at = 0
-        """How many had been recorded then."""
+        self._table: IntArray = self.prior
+        """What samples without a key are drawn from, ascending."""
+        self._num_in_table = 0
+        """How many lengths had been recorded when it was made."""
+        self.version = 0
+        """How often the tables were renewed: samples are the same as long as this is."""
+        self.num_known = 0
+        """Lengths of the pooled history that the tables have."""
         self.average: float = float(self.prior.mean())
         """Exponential average of the finished lengths."""
 
@@ -111,25 +120,34 @@ class OutputLengths:
         """Return how many finished lengths the pooled history holds."""
         return len(self._pooled)
 
-    @property
-    def num_recorded(self) -> int:
-        """How many lengths were ever recorded: as long as it is the same, samples are."""
-        return self._pooled.num_added
-
     def record(self, length: int, key: Hashable = None) -> None:
         """Learn the output length (>= 1) of a finished request."""
         self._pooled.add(length)
         self.average += AVERAGE_WEIGHT * (length - self.average)
-        if key is None:
-            return
-        if key not in self._by_key:
-            self._by_key[key] = _Window(self._window)
-            if len(self._by_key) > MAX_KEYS:
-                oldest, _ = self._by_key.popitem(last=False)
-                if (row := self._rows.pop(oldest, None)) is not None:
-                    self._free_rows.append(row.index)
-        self._by_key.move_to_end(key)
-        self._by_key[key].add(length)
+        if key is not None:
+            if (own := self._by_key.get(key)) is None:
+                own = self._by_key[key] = _OfKey(_Window(self._window))
+            if own.version != self.version:
+                own.in_table, own.version = own.window.sorted, self.version
+            self._by_key.move_to_end(key)
+            own.window.add(length)
+        num_new = self._pooled.num_added - self._num_in_table
+        has_become_full = self._pooled.num_added == self._window
+        if has_become_full or num_new * MOST_NEW >= len(self._pooled):
+            self._renew()
+
+    def _renew(self) -> None:
+        """Let all that was recorded count."""
+        self.version += 1
+        self.num_known = len(self._pooled)
+        self._num_in_table = self._pooled.num_added
+        self._table = self._pooled.sorted
+        if len(self._pooled) < self._window:
+            self._table = np.sort(np.concatenate([self._table, self.prior]))
+        while len(self._by_key) > MAX_KEYS:
+            oldest, _ = self._by_key.popitem(last=False)
+            if (row := self._rows.pop(oldest, None)) is not None:
+                self._free_rows.append(row.index)
 
     def expected_rest(
         self, generated: IntArray, max_tokens: IntArray, keys: Sequence[Hashable]
@@ -144,8 +162,8 @@ class OutputLengths:
         self,
         generated: IntArray,
         max_tokens: IntArray,
-        uniforms: FloatArray,
-        keys: Sequence[Hashable] | Keys | None = None,
+        uniforms: FloatArray | UniformArray,
+        keys: Sequence[Hashable] | None = None,
     ) -> LengthArray:
         """Return output lengths drawn from P(l | l > generated), int32 [n, num_futures].
 
@@ -155,18 +173,30 @@ class OutputLengths:
             uniforms: in [0, 1), float64 or float32 [n, num_futures]; larger means longer.
             keys: prediction key of each request; None or unknown keys draw from the pool.
         """
-        if keys is None or not self._by_key:
-            table = self._pooled_table()
-            first = np.searchsorted(table, generated, side="right")
-            num_left = len(table) - first
-            lengths = table.astype(np.int32)
-        else:
-            rows = self._rows_of(keys)
-            raised = generated + rows * _ROW_OFFSET
-            first = np.searchsorted(self._raised.ravel(), raised, side="right")
-            num_left = (rows + 1) * _TABLE_SIZE - first
-            lengths = self._lengths.ravel()
-        chosen = _choose(lengths, first, num_left, uniforms)
+        rows = self.tables([None] * len(generated) if keys is None else keys)
+        return self.draw(generated, max_tokens, uniforms, rows)
+
+    def tables(self, keys: Sequence[Hashable]) -> IntArray:
+        """Return the number of the table of each key, int64 [n]; good for this `version`."""
+        if len(keys) == 1:
+            return np.array([self._row_of(keys[0])])
+        row_of = {key: self._row_of(key) for key in dict.fromkeys(keys)}
+        return np.array([row_of[key] for key in keys], dtype=np.int64)
+
+    def draw(
+        self,
+        generated: IntArray,
+        max_tokens: IntArray,
+        uniforms: FloatArray | UniformArray,
+        tables: IntArray,
+    ) -> LengthArray:
+        """Do as `sample`, with numbers of tables in place of keys."""
+        raised = generated + tables * _ROW_OFFSET
+        first = np.searchsorted(self._raised.ravel(), raised, side="right")
+        num_left = (tables + 1) * _TABLE_SIZE - first
+        index = (num_left.astype(np.float32)[:, None] * uniforms).astype(np.int32)
+        index += first.astype(np.int32)[:, None]
+        chosen: LengthArray = self._lengths.ravel().take(index, mode="clip")
         # Longer than anything seen: log-uniform up to the limit.
         beyond = num_left == 0
         if beyond.any():
@@ -177,38 +207,24 @@ class OutputLengths:
         np.minimum(chosen, max_tokens.astype(np.int32)[:, None], out=chosen)
         return chosen
 
-    def _rows_of(self, keys: Sequence[Hashable] | Keys) -> IntArray:
-        """Return the row of each request, int64 [n]; distributions of nobody stay as they are."""
-        if not isinstance(keys, Keys):
-            row_of = {key: self._row_of(key) for key in dict.fromkeys(keys)}
-            return np.array([row_of[key] for key in keys], dtype=np.int64)
-        rows = np.zeros(len(keys.known), dtype=np.int64)
-        for number in np.flatnonzero(np.bincount(keys.numbers)).tolist():
-            rows[number] = self._row_of(keys.known[number])
-        of_all: IntArray = rows[keys.numbers]
-        return of_all
-
     def _row_of(self, key: Hashable) -> int:
-        """Return the row of `_quantiles` that holds a key's distribution about as it is now."""
+        """Return the row of `_lengths` that holds a key's distribution."""
         row = self._rows.get(key)
-        if row is not None and row.is_fresh_at == self._pooled.num_added:
+        if row is not None and row.version == self.version:
             return row.index
         own = self._by_key.get(key)
-        if own is None:
+        lengths = self._table[:0] if own is None else own.known(self.version)
+        if len(lengths) == 0:
             key = None
-        row = self._rows.get(key)
+            row = self._rows.get(key)
+            if row is not None and row.version == self.version:
+                return row.index
         if row is None:
             row = self._rows[key] = _Row(self._new_row())
-        row.is_fresh_at = self._pooled.num_added
-        num_own, max_own_lag = (0, 0.0) if own is None else (own.num_added, OWN_LAG * len(own))
-        lag = self._pooled.num_added - row.num_pooled
-        if num_own - row.num_own > max_own_lag or lag > min(MAX_LAG, row.num_pooled // 4):
-            row.num_own, row.num_pooled = num_own, self._pooled.num_added
-            share = 0.0 if own is None else len(own) / (len(own) + SHRINKAGE)
-            lengths = np.empty(0, dtype=np.int64) if own is None else own.sorted
-            mixture = _mix(lengths, self._pooled_table(), share)
-            self._lengths[row.index] = mixture
-            self._raised[row.index] = mixture + row.index * _ROW_OFFSET
+        row.version = self.version
+        mixture = _mix(lengths, self._table, len(lengths) / (len(lengths) + SHRINKAGE))
+        self._lengths[row.index] = mixture
+        self._raised[row.index] = mixture + row.index * _ROW_OFFSET
         return row.index
 
     def _new_row(self) -> int:
@@ -218,14 +234,6 @@ class OutputLengths:
             self._raised = np.concatenate([self._raised, _empty_rows(size, size)])
             self._free_rows.extend(range(size, 2 * size))
         return self._free_rows.pop()
-
-    def _pooled_table(self) -> IntArray:
-        if len(self._pooled) >= self._window:
-            return self._pooled.sorted
-        if self._with_prior_at != self._pooled.num_added:
-            self._with_prior_at = self._pooled.num_added
-            self._with_prior = np.sort(np.concatenate([self._pooled.sorted, self.prior]))
-        return self._with_prior
 
 
 def expected_output(limit: float) -> float:
@@ -242,15 +250,6 @@ def _empty_rows(first: int, count: int) -> IntArray:
     """Return rows of `_raised` that hold nothing yet, int64 [count, _TABLE_SIZE]."""
     offsets = np.arange(first, first + count, dtype=np.int64) * _ROW_OFFSET
     return np.repeat(offsets[:, None], _TABLE_SIZE, axis=1)
-
-
-def _choose(
-    lengths: LengthArray, first: IntArray, num_left: IntArray, uniforms: FloatArray
-) -> LengthArray:
-    """Return one of the `num_left` lengths from `first` on by each uniform number, int32."""
-    index = (num_left.astype(uniforms.dtype)[:, None] * uniforms).astype(np.int32)
-    index += first.astype(np.int32)[:, None]
-    return lengths.take(index, mode="clip")
 
 
 def _mix(own: IntArray, pooled: IntArray, own_share: float) -> IntArray:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from lightserve.router.admission.base import PoolView
-from lightserve.router.admission.sharing import SharedPrefixes
+from lightserve.router.admission.peak import SharedPrefixes
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.demand import Outlook, RealTimeDemand
 from lightserve.router.fit import Fit
@@ -191,8 +192,7 @@ class StepPlanner:
         )
         admission = self._config.admission.begin(
             list(self._rows),
-            PoolView(kv.num_slots, attempt.headroom, attempt.be_room, kv.lease_version),
-            self._pipeline.next_step_id,
+            PoolView(kv.num_slots, attempt.headroom, attempt.be_room),
         )
         wanted = self._config.policy.select(running, waiting, limits, admission)
         fit = fit_into_memory(
@@ -202,6 +202,7 @@ class StepPlanner:
             self._rows.num_free,
             is_class_aware=self._is_class_aware,
         )
+        fit = replace(fit, forecast_peak=admission.forecast_peak)
         for request, reason in fit.refused.items():
             skips.take_back(request, Reason.LOADING)
             skips.note(request, reason)

@@ -4,7 +4,13 @@ Between two events (a request ends, memory is full, one arrives) decode steps di
 what admission answers. `WatchedAdmission` stands around the rule and sees the answers;
 `RunPolicy` stands around the policy and makes its decode steps as long as the answer stays no.
 It finds out by asking the very rule about the batch as it will be, skipping the steps for which
-the rule itself is sure (`AdmissionRound.steps_refused`).
+the answer cannot change.
+
+A refusal lasts where outputs are forecast steadily: the forecast total length of a request only
+grows as it generates. Let d steps pass in which nothing ends. What was alive at the old peak holds
+as much at that moment or more, except for the newcomer, which starts d steps later and has grown
+d tokens less. So no peak falls by more than 1 per step, and a newcomer that was e tokens too much
+will still be too much after e - 1 steps.
 """
 
 from __future__ import annotations
@@ -12,11 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from lightserve.router.admission.base import AdmissionRound, AdmissionRule, PoolView
+from lightserve.router.admission.peak import PeakAdmission, PeakRound
 from lightserve.router.future_memory import IntArray
 from lightserve.router.policies.base import Policy, StepLimits, Waiting
 from lightserve.router.request import Request
 from lightserve.router.shares import Allotment, Share
-from lightserve.types import RequestClass, StepId
+from lightserve.types import RequestClass
 
 OnAdmission = Callable[[Sequence[Request], IntArray | None], None]
 """Told of a batch with a newcomer in it, and of the rule's forecast of its peaks."""
@@ -33,20 +40,14 @@ class WatchedAdmission:
         self._on_admission = on_admission
         self._live: list[Request] = []
         self._pool = PoolView(0)
-        self._step_id = StepId(0)
         self._refused: list[Request] = []
         self._round: AdmissionRound | None = None
 
-    @property
-    def forecast_peak(self) -> int | None:
-        """See `AdmissionRule.forecast_peak`."""
-        return self._rule.forecast_peak
-
-    def begin(self, live: Collection[Request], pool: PoolView, step_id: StepId) -> WatchedRound:
+    def begin(self, live: Collection[Request], pool: PoolView) -> WatchedRound:
         """Start a round of the rule's."""
-        self._live, self._pool, self._step_id = list(live), pool, step_id
+        self._live, self._pool = list(live), pool
         self._refused = []
-        self._round = self._rule.begin(live, pool, step_id)
+        self._round = self._rule.begin(live, pool)
         return WatchedRound(self._round, self._live, self._refused, self._on_admission)
 
     def run_length(self, limit: int, interval: int) -> int:
@@ -57,7 +58,7 @@ class WatchedAdmission:
         refused_until = 0
         while self._refused and refused_until < limit:
             assert self._round is not None
-            num_sure = refused_until + min(map(self._round.steps_refused, self._refused))
+            num_sure = refused_until + self._num_certain()
             asked = (num_sure // interval + 1) * interval
             if asked >= limit:
                 return limit
@@ -66,11 +67,18 @@ class WatchedAdmission:
             refused_until = asked
         return limit
 
+    def _num_certain(self) -> int:
+        """Return for how many decode steps the last round's refusals are certain to last."""
+        if not (isinstance(self._rule, PeakAdmission) and self._rule.is_steady):
+            return 0
+        assert isinstance(self._round, PeakRound)
+        return min(map(self._round.excess.__getitem__, self._refused)) - 1
+
     def _would_refuse_after(self, num_steps: int) -> bool:
         """Ask about the batch as it will be; what is asked becomes the last round."""
         _grow(self._live, num_steps)
         try:
-            self._round = self._rule.begin(self._live, self._pool, self._step_id)
+            self._round = self._rule.begin(self._live, self._pool)
             return not any(self._round.admit(request) for request in self._refused)
         finally:
             _grow(self._live, -num_steps)
@@ -91,6 +99,11 @@ class WatchedRound:
         self._refused = refused
         self._on_admission = on_admission
 
+    @property
+    def forecast_peak(self) -> int | None:
+        """See `AdmissionRound.forecast_peak`."""
+        return self._inner.forecast_peak
+
     def admit(self, request: Request) -> bool:
         """Pass on the rule's answer, and note it."""
         if not self._inner.admit(request):
@@ -99,10 +112,6 @@ class WatchedRound:
         self._batch.append(request)
         self._on_admission(self._batch, getattr(self._inner, "peaks", None))
         return True
-
-    def steps_refused(self, request: Request) -> int:
-        """See `AdmissionRound.steps_refused`."""
-        return self._inner.steps_refused(request)
 
 
 class RunPolicy:

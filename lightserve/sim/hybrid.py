@@ -23,8 +23,8 @@ from lightserve.decisions.records import header_of
 from lightserve.errors import ConfigError
 from lightserve.messages.frontend_router import RequestDelta
 from lightserve.router.admission.base import AdmissionRule
+from lightserve.router.admission.baselines import OracleAdmission
 from lightserve.router.admission.classwise import ClasswiseAdmission
-from lightserve.router.admission.oracle import OracleAdmission
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import FromFrontend
 from lightserve.router.factory import make_core_config

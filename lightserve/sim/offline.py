@@ -30,9 +30,9 @@ from lightserve.messages.router_worker import (
     StepResult,
     sampling_rows,
 )
+from lightserve.router.admission import ADMISSION_RULES
 from lightserve.router.admission.base import AdmissionRule
-from lightserve.router.admission.oracle import OracleAdmission
-from lightserve.router.admission.registry import ADMISSION_RULES
+from lightserve.router.admission.baselines import OracleAdmission
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import FromFrontend, Outgoing, PlannedStep, WorkersReady

@@ -27,7 +27,7 @@ from lightserve.messages.common import (
 )
 from lightserve.messages.frontend_router import ErrorCode, Submit
 from lightserve.messages.router_worker import AddSequence, StepPlan, StepResult
-from lightserve.router.admission.conservative import ConservativeAdmission
+from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import FromFrontend
@@ -46,7 +46,6 @@ from lightserve.types import (
     RequestId,
     RowId,
     SamplingParams,
-    StepId,
 )
 from lightserve.worker import constraints
 from lightserve.worker.engine import build_runner
@@ -87,9 +86,7 @@ class RunnerWorker:
 class RecklessAdmission:
     """Admits all requests, so that some are preempted and recomputed."""
 
-    def begin(
-        self, live: Collection[Request], num_slots: int, step_id: StepId
-    ) -> RecklessAdmission:
+    def begin(self, live: Collection[Request], num_slots: int) -> RecklessAdmission:
         return self
 
     def admit(self, request: Request) -> bool:

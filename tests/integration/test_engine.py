@@ -15,7 +15,7 @@ from lightserve.messages.common import TokenLogprob, TokenSegment, pack_int32, u
 from lightserve.messages.frontend_router import Abort, Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.admission.base import AdmissionRule
-from lightserve.router.admission.conservative import ConservativeAdmission
+from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import FromFrontend
@@ -24,7 +24,7 @@ from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.request import Request
 from lightserve.sim.simulation import Simulation, TimedEvent
-from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams, StepId
+from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
 from lightserve.worker.engine import build_runner
 from lightserve.worker.model_runner import ModelRunner
 
@@ -56,9 +56,7 @@ class RunnerWorker:
 class RecklessAdmission:
     """Admits all requests, so that some are preempted and recomputed."""
 
-    def begin(
-        self, live: Collection[Request], num_slots: int, step_id: StepId
-    ) -> RecklessAdmission:
+    def begin(self, live: Collection[Request], num_slots: int) -> RecklessAdmission:
         return self
 
     def admit(self, request: Request) -> bool:

@@ -24,7 +24,7 @@ from lightserve.messages.router_worker import (
     pack_results,
     row_results,
 )
-from lightserve.router.admission.conservative import ConservativeAdmission
+from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.core import RouterCore
 from lightserve.router.events import (
     FromFrontend,

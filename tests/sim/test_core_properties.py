@@ -20,7 +20,7 @@ from support.core_scenes import (
 
 from lightserve.messages.frontend_router import ClassLoad, ErrorCode
 from lightserve.router.admission.base import AdmissionRule
-from lightserve.router.admission.conservative import ConservativeAdmission
+from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.events import FromFrontend, FrontendGone, WorkersGone, WorkersReady
 from lightserve.router.policies.registry import POLICIES
 from lightserve.sim.simulation import TimedEvent

@@ -24,8 +24,8 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.admission.base import AdmissionRule
+from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.admission.classwise import ClasswiseAdmission
-from lightserve.router.admission.conservative import ConservativeAdmission
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import FromFrontend, PlannedStep, WorkersReady

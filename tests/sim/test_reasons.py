@@ -25,7 +25,7 @@ from lightserve.decisions.recording import RecordedCore, event_of
 from lightserve.decisions.records import Decision, Input, decision_of
 from lightserve.messages.frontend_router import Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
-from lightserve.router.admission.conservative import ConservativeAdmission
+from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend, FrontendGone, PlannedStep, WorkersGone
 from lightserve.router.kv.cache import KVOptions

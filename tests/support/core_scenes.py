@@ -14,7 +14,7 @@ from lightserve.messages.router_worker import (
     plan_rows,
 )
 from lightserve.router.admission.base import AdmissionRule, PoolView
-from lightserve.router.admission.conservative import ConservativeAdmission
+from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import FromFrontend
@@ -33,7 +33,6 @@ from lightserve.types import (
     RequestClass,
     RequestId,
     SamplingParams,
-    StepId,
 )
 
 NUM_SLOTS, MAX_LEN, MAX_SEQS = 120, 64, 6
@@ -59,16 +58,11 @@ class RecklessAdmission:
 
     forecast_peak = None
 
-    def begin(
-        self, live: Collection[Request], pool: PoolView, step_id: StepId
-    ) -> RecklessAdmission:
+    def begin(self, live: Collection[Request], pool: PoolView) -> RecklessAdmission:
         return self
 
     def admit(self, request: Request) -> bool:
         return True
-
-    def steps_refused(self, request: Request) -> int:
-        return 0
 
 
 def make_core(

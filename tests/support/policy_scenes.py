@@ -82,9 +82,6 @@ class Admitting:
         self.asked.append(request.key.request_id)
         return request.key.request_id not in self._refused
 
-    def steps_refused(self, request: Request) -> int:
-        return 0
-
 
 def select(
     policy: Policy,

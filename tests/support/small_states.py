@@ -46,8 +46,8 @@ class WholePrompts:
         """`num_best_effort` slots are in the hands of best-effort requests."""
         self._left = {RT: kv.num_available + num_best_effort, BE: kv.num_available}
 
-    def begin(self, live: Collection[Request], pool: PoolView, step_id: StepId) -> WholePrompts:
-        del live, pool, step_id
+    def begin(self, live: Collection[Request], pool: PoolView) -> WholePrompts:
+        del live, pool
         again = copy.copy(self)
         again._left = dict(self._left)
         return again
@@ -58,9 +58,6 @@ class WholePrompts:
             return False
         self._left = {of: count - num_tokens for of, count in self._left.items()}
         return True
-
-    def steps_refused(self, request: Request) -> int:
-        return 0
 
 
 class Reading(Enum):

@@ -9,9 +9,9 @@ from test_admission import history, make_request, make_rule
 from test_future_memory import brute_force_peak
 
 from lightserve.router.admission.base import AdmissionRule, PoolView
-from lightserve.router.admission.oracle import OracleAdmission
+from lightserve.router.admission.baselines import OracleAdmission
 from lightserve.router.request import Request
-from lightserve.types import RequestClass, StepId
+from lightserve.types import RequestClass
 
 RULES = ("oracle", "risk", "past-future", "ema", "conservative", "aggressive")
 
@@ -29,14 +29,14 @@ def test_no_admission_plans_beyond_the_capacity(name: str) -> None:
     oracle = OracleAdmission(lambda request: truth[request.key.request_id])
     rule: AdmissionRule = oracle if name == "oracle" else make_rule(name, history(5, 30, 90))
     num_admitted = num_refused = 0
-    for step in range(150):
+    for _ in range(150):
         batch = []
         for number in range(int(rng.integers(0, 6))):
             generated = int(rng.integers(1, 50))
             batch.append(make_request(number, prompt=int(rng.integers(1, 80)), generated=generated))
             truth[number] = int(rng.integers(generated + 1, 101))
         capacity = 100 + int(rng.integers(0, 600))
-        round_ = rule.begin(list(batch), PoolView(capacity), StepId(step))
+        round_ = rule.begin(list(batch), PoolView(capacity))
         for number in range(10, 18):
             request_class = RequestClass.BE if rng.random() < 0.5 else RequestClass.RT
             newcomer = make_request(
@@ -51,7 +51,7 @@ def test_no_admission_plans_beyond_the_capacity(name: str) -> None:
                 continue  # alone: what can run at all must run at some time
             num_admitted += 1
             assert sum(request.num_known_tokens for request in batch) <= capacity
-            assert rule.forecast_peak is None or rule.forecast_peak <= capacity
+            assert round_.forecast_peak is None or round_.forecast_peak <= capacity
             if name == "oracle":
                 assert true_peak(batch, truth) <= capacity
             if name == "conservative":

@@ -23,9 +23,6 @@ class SmallOnly:
     def admit(self, request: Request) -> bool:
         return request.num_prompt_tokens <= 10
 
-    def steps_refused(self, request: Request) -> int:
-        return 0
-
 
 def small(number: int) -> Request:
     return make_request(number, prompt=5, request_class=RequestClass.BE)

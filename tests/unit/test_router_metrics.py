@@ -15,7 +15,7 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.messages.step_cost import StepCoefficients
 from lightserve.metrics.recording import Recorder
-from lightserve.router.admission.ema import EmaAdmission
+from lightserve.router.admission.baselines import EmaAdmission
 from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, WorkersReady
 from lightserve.router.kv.prefix_node import task_aware

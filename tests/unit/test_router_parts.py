@@ -18,7 +18,7 @@ from lightserve.messages.router_worker import (
     unpack_decodes,
 )
 from lightserve.router.admission.base import PoolView
-from lightserve.router.admission.conservative import ConservativeAdmission
+from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.events import PlannedStep
 from lightserve.router.kv.host import PlanCopies
 from lightserve.router.pipeline import Pipeline
@@ -81,7 +81,7 @@ def test_waiting_queue_keeps_order() -> None:
 
 def test_conservative_admission_reserves_the_worst_case() -> None:
     live = [make_request(0, prompt=10, max_tokens=11)]
-    admission = ConservativeAdmission().begin(live, PoolView(45), StepId(0))
+    admission = ConservativeAdmission().begin(live, PoolView(45))
     assert admission.admit(make_request(1, prompt=10, max_tokens=6))
     assert not admission.admit(make_request(2, prompt=10, max_tokens=2))
     assert admission.admit(make_request(3, prompt=10, max_tokens=1))

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from test_admission import history, make_request, make_rule
 
 from lightserve.messages.common import Int32Array
+from lightserve.router.admission import ADMISSION_RULES
 from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.classwise import ClasswiseAdmission
-from lightserve.router.admission.peak import PeakAdmission, PeakRound
-from lightserve.router.admission.registry import ADMISSION_RULES
+from lightserve.router.admission.peak import PeakRound
 from lightserve.router.future_memory import IntArray
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.request import Request
-from lightserve.types import RequestClass, StepId
+from lightserve.types import RequestClass
 
 NUM_FUTURES = 3
 KEY = ("",)
@@ -125,7 +125,7 @@ class Asked:
             self.peaks = peaks.tolist()
             return int(peaks.max())
 
-        self.round = PeakRound(live, scene.sample, bound, 1 << 30, PeakAdmission())
+        self.round = PeakRound(live, scene.sample, bound, 1 << 30)
 
 
 @settings(max_examples=600, deadline=None)
@@ -215,8 +215,8 @@ def test_every_rule_counts_shared_tokens_once(
 ) -> None:
     scene, newcomer = shared_scene()
     rule = make_rule(name, history(20), **options)
-    assert rule.begin(scene.live, PoolView(needed), StepId(0)).admit(newcomer)
-    assert not rule.begin(scene.live, PoolView(needed - 1), StepId(0)).admit(newcomer)
+    assert rule.begin(scene.live, PoolView(needed)).admit(newcomer)
+    assert not rule.begin(scene.live, PoolView(needed - 1)).admit(newcomer)
 
 
 @pytest.mark.parametrize("name", sorted(ADMISSION_RULES))
@@ -224,7 +224,7 @@ def test_newcomers_of_one_round_share_with_each_other(name: str) -> None:
     """The prompt is cached and not held: the first to hold it brings it, for all of them."""
     prompt = tuple(range(900))
     scene = Scene([], [Member(prompt, 0, (1,) * 3)])
-    round_ = make_rule(name, history(20)).begin([], PoolView(2000), StepId(0))
+    round_ = make_rule(name, history(20)).begin([], PoolView(2000))
     for _ in range(8):
         assert round_.admit(scene.newcomer(Member((*prompt, 1000), 0, (20,) * 3)))
 
@@ -238,7 +238,7 @@ def test_by_class_what_best_effort_requests_hold_is_no_gift() -> None:
     rule = ClasswiseAdmission(*(make_rule("aggressive", history(20)) for _ in range(2)))
 
     def admits(num_slots: int) -> list[bool]:
-        round_ = rule.begin(scene.live, PoolView(num_slots), StepId(0))
+        round_ = rule.begin(scene.live, PoolView(num_slots))
         return [round_.admit(rt), round_.admit(newcomer)]
 
     # 0.95 of the pool: the real-time ones need 30 + 59.
@@ -261,19 +261,5 @@ def test_of_the_room_for_best_effort_requests_shared_tokens_take_their_part_once
         request.request_class = RequestClass.BE
     rule = ClasswiseAdmission(*(make_rule("aggressive", history(20)) for _ in range(2)))
     for be_room, admitted in ((2, [False, False]), (3, [True, False]), (6, [True, True])):
-        round_ = rule.begin(scene.live, PoolView(1000, be_room=be_room), StepId(0))
+        round_ = rule.begin(scene.live, PoolView(1000, be_room=be_room))
         assert [round_.admit(request) for request in newcomers] == admitted
-
-
-def test_a_refusal_is_forgotten_when_others_come_to_share() -> None:
-    prompt = tuple(range(200))
-    scene = Scene([Member((*prompt, 300), 1, (9,) * 3)], ())
-    rule = make_rule("risk", history(50))
-    newcomer = scene.newcomer(Member((*prompt, 301), 0, (9,) * 3))
-    hit, newcomer.hit = newcomer.hit, None
-    assert not rule.begin(scene.live, PoolView(330, lease_version=1), StepId(0)).admit(newcomer)
-    newcomer.hit = hit
-    round_ = rule.begin(scene.live, PoolView(330, lease_version=1), StepId(1))
-    assert not round_.admit(newcomer), "it is sure of its answer while the leases are the same"
-    round_ = rule.begin(scene.live, PoolView(330, lease_version=2), StepId(1))
-    assert round_.admit(newcomer)

@@ -7,7 +7,7 @@ import pytest
 from support.policy_scenes import BE, RT, make_request
 
 from lightserve.messages.step_cost import StepCoefficients
-from lightserve.router.admission.conservative import ConservativeAdmission
+from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.intake import QueueLimits
 from lightserve.router.kv.cache import KVOptions, KVStore

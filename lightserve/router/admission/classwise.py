@@ -7,7 +7,7 @@ all that real-time requests may come to take from its class (`PoolView.be_room`)
 saved is computed again. So real-time requests are evicted
 as rarely as their own risk says, and best-effort ones absorb the rest.
 
-Two instances of one rule decide, because a rule may remember what it answered about a batch.
+Two instances of one rule decide, as each keeps the samples of those that it is asked about.
 """
 
 from __future__ import annotations
@@ -16,23 +16,20 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from lightserve.router.admission.base import AdmissionRound, AdmissionRule, PoolView
-from lightserve.router.admission.sharing import SharedPrefixes
+from lightserve.router.admission.peak import SharedPrefixes
 from lightserve.router.request import Request
-from lightserve.types import BE, RT, RequestClass, StepId
+from lightserve.types import BE, RT, RequestClass
 
 
 class ClasswiseAdmission:
     """Asks `rt_rule` about real-time requests and `be_rule` about best-effort ones."""
 
-    forecast_peak: int | None = None
-    """That of the rule that admitted last: what real-time requests need, or everybody."""
-
     def __init__(self, rt_rule: AdmissionRule, be_rule: AdmissionRule) -> None:
         self._rules = {RT: rt_rule, BE: be_rule}
 
-    def begin(self, live: Collection[Request], pool: PoolView, step_id: StepId) -> ClasswiseRound:
-        """Start a round; a class that nobody asks about costs nothing."""
-        return ClasswiseRound(self, self._rules, list(live), pool, step_id)
+    def begin(self, live: Collection[Request], pool: PoolView) -> ClasswiseRound:
+        """Start a round; a class that is not asked about costs nothing."""
+        return ClasswiseRound(self._rules, list(live), pool)
 
 
 class ClasswiseRound:
@@ -40,21 +37,19 @@ class ClasswiseRound:
 
     def __init__(
         self,
-        owner: ClasswiseAdmission,
         rules: dict[RequestClass, AdmissionRule],
         live: list[Request],
         pool: PoolView,
-        step_id: StepId,
     ) -> None:
-        self._owner = owner
         self._rules = rules
         self._counted = live
-        """Everybody with a share in the future, those admitted in this round at the end."""
+        """All with a share in the future, those admitted in this round at the end."""
         self._pool = pool
         self._be_room = pool.be_room
-        self._step_id = step_id
         self._shared: SharedPrefixes | None = None
         self._rounds: dict[RequestClass, AdmissionRound] = {}
+        self.forecast_peak: int | None = None
+        """By the rule that admitted last: what real-time requests need, or all."""
 
     def admit(self, request: Request) -> bool:
         """Admit by the rule of its class; it counts for later ones of both classes."""
@@ -71,7 +66,7 @@ class ClasswiseRound:
         if is_newcomer and self._be_room is not None:
             self._be_room -= num_brought
             self._best_effort().add(request)
-        self._owner.forecast_peak = self._rules[request_class].forecast_peak
+        self.forecast_peak = self._rounds[request_class].forecast_peak
         if request_class is RT:  # best-effort ones have to be forecast again
             self._rounds.pop(BE, None)
         return True
@@ -81,10 +76,6 @@ class ClasswiseRound:
         if self._shared is None:
             self._shared = SharedPrefixes(r for r in self._counted if r.request_class is BE)
         return self._shared
-
-    def steps_refused(self, request: Request) -> int:
-        """See `AdmissionRound.steps_refused`."""
-        return self._round_of(request.request_class).steps_refused(request)
 
     def _round_of(self, request_class: RequestClass) -> AdmissionRound:
         if request_class not in self._rounds:
@@ -98,4 +89,4 @@ class ClasswiseRound:
         else:
             num_slots = max(0, pool.num_slots - pool.headroom)
             pool = replace(pool, num_slots=num_slots, headroom=0)
-        return self._rules[request_class].begin(counted, pool, self._step_id)
+        return self._rules[request_class].begin(counted, pool)

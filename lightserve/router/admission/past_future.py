@@ -1,6 +1,6 @@
 """Past-Future (Algorithm 1): admit while the peak of freshly sampled futures fits.
 
-Every round draws new lengths for everybody. Small batches draw several futures and the largest
+Every round draws new lengths for all requests. Small batches draw several futures and the largest
 peak decides, which works as a hidden margin; `reserve` is the open one.
 """
 
@@ -14,7 +14,6 @@ from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.peak import PeakAdmission, PeakRound, nums_generated
 from lightserve.router.output_lengths import LengthArray, OutputLengths
 from lightserve.router.request import Request
-from lightserve.types import StepId
 
 SMALL_BATCH = 200
 """A batch of k draws min(samples, SMALL_BATCH / k + 1) futures (from the authors' artifact)."""
@@ -23,19 +22,20 @@ SMALL_BATCH = 200
 class PastFutureAdmission(PeakAdmission):
     """`reserve` is a share of the pool, `samples` the most futures drawn."""
 
+    is_steady = False
+
     def __init__(self, lengths: OutputLengths, *, seed: int, reserve: float, samples: int) -> None:
         self._lengths = lengths
         self._seed = seed
         self._reserve = reserve
         self._samples = samples
 
-    def begin(self, live: Collection[Request], pool: PoolView, step_id: StepId) -> PeakRound:
+    def begin(self, live: Collection[Request], pool: PoolView) -> PeakRound:
         """Start a round with fresh random numbers, the same ones if it is started again.
 
         They depend on what is held, which changes with every step, and not on how many steps
         the plans before had.
         """
-        del step_id
         num_held = sum(request.num_known_tokens for request in live)
         rng = np.random.Generator(np.random.Philox(key=[self._seed, num_held]))
         limit = int(pool.num_slots * (1.0 - self._reserve))
@@ -49,6 +49,4 @@ class PastFutureAdmission(PeakAdmission):
             keys = [request.prediction_key for request in requests]
             return self._lengths.sample(generated, max_tokens, uniforms, keys)
 
-        return PeakRound(
-            live, sample, lambda peaks, _: int(peaks.max()), limit, self, is_steady=False
-        )
+        return PeakRound(live, sample, lambda peaks, _: int(peaks.max()), limit)

@@ -118,11 +118,6 @@ class KVStore:
         return self._tree
 
     @property
-    def lease_version(self) -> int:
-        """Another one whenever a request may have come to share other KV than before."""
-        return 0 if self._tree is None else self._tree.lease_version
-
-    @property
     def num_cached(self) -> int:
         """Slots whose KV is kept, but read by no running or paused request."""
         return 0 if self._tree is None else self._tree.num_evictable

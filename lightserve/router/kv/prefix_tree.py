@@ -95,11 +95,6 @@ class PrefixTree:
         self.num_evictable_rt = 0
         """Those of these that a real-time request read last."""
 
-    @property
-    def lease_version(self) -> int:
-        """Another one whenever a lease begins, ends, or comes to hold something else."""
-        return self._clock
-
     # ---------------------------------------------------------------- reading
 
     def look_up(

@@ -1,0 +1,112 @@
+"""Sampled lengths are kept until they are reached, and are distributed as fresh ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_admission import make_request
+
+from lightserve.router.admission import risk
+from lightserve.router.admission.risk import KeptSamples
+from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.request import Request
+
+NUM_FUTURES, NUM_BINS = 64, 20
+CHI_SQUARE_LIMIT = 43.8
+"""Exceeded by one in a thousand samples of the right distribution, with 19 degrees of freedom."""
+
+
+def geometric_history(*, num_lengths: int = 1000) -> OutputLengths:
+    lengths = OutputLengths(max_output_tokens=4096)
+    for length in np.random.default_rng(2).geometric(1 / 200, num_lengths).tolist():
+        lengths.record(length)
+    return lengths
+
+
+def make_samples(lengths: OutputLengths, seed: int = 0) -> KeptSamples:
+    return KeptSamples(lengths, np.random.default_rng(seed), NUM_FUTURES)
+
+
+def generate(requests: list[Request], num_tokens: int) -> None:
+    for request in requests:
+        request.output_token_ids += [1] * num_tokens
+
+
+def chi_square(samples: np.ndarray, expected: np.ndarray) -> float:
+    """Compare samples with equally likely lengths, in bins of about the same probability."""
+    edges = np.unique(np.quantile(expected, np.linspace(0, 1, NUM_BINS + 1)[1:-1]))
+    shares = np.bincount(np.searchsorted(edges, expected), minlength=len(edges) + 1)
+    counts = np.bincount(np.searchsorted(edges, samples), minlength=len(edges) + 1)
+    wanted = shares * (len(samples) / len(expected))
+    return float(((counts - wanted) ** 2 / wanted).sum())
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_over_a_life_kept_samples_are_distributed_as_fresh_ones(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(risk, "_RANK_TILT", 0.0)  # the history is the truth
+    lengths = geometric_history()
+    samples = make_samples(lengths, seed)
+    requests = [make_request(number, prompt=1, max_tokens=4096) for number in range(300)]
+    table = lengths._lengths[lengths.tables([None])[0]]
+    num_changed = num_compared = 0
+    before = samples.totals(requests)
+    for generated in range(401):
+        totals = samples.totals(requests)
+        assert (totals > generated).all()
+        has_changed = totals != before
+        assert (before[has_changed] == generated).all(), "only those that were reached"
+        num_changed += int(has_changed.sum())
+        num_compared += totals.size
+        if generated in (0, 30, 150, 400):
+            assert chi_square(totals.ravel(), table[table > generated]) < CHI_SQUARE_LIMIT
+            assert (make_samples(lengths, seed).totals(requests) == totals).all()
+        before = totals
+        generate(requests, 1)
+    assert chi_square(before.ravel(), table[table > 300]) > 2 * CHI_SQUARE_LIMIT, "it can tell"
+    assert num_changed / num_compared == pytest.approx(1 / 200, abs=0.0005)
+
+
+def test_requests_are_independent_after_their_samples_were_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sums over many requests spread as sums of independent lengths do."""
+    monkeypatch.setattr(risk, "_RANK_TILT", 0.0)
+    lengths = geometric_history()
+    requests = [make_request(number, prompt=1, max_tokens=4096) for number in range(1000)]
+    generate(requests, 150)
+    totals = make_samples(lengths).totals(requests).astype(np.float64)
+    table = lengths._lengths[lengths.tables([None])[0]].astype(np.float64)
+    deviation = table[table > 150].std()
+    by_future = totals.sum(axis=0) / np.sqrt(len(requests))
+    assert by_future.std() == pytest.approx(deviation, rel=0.25)
+
+
+def test_samples_depend_on_requests_and_tables_alone() -> None:
+    """Kept over a long life with newcomers, lost tokens and news, or made at once: the same."""
+    rng = np.random.default_rng(4)
+    lengths = geometric_history(num_lengths=100)
+    kept = make_samples(lengths)
+    numbers = iter(range(10_000))
+    live: list[Request] = []
+    for step in range(300):
+        live += [
+            make_request(next(numbers), prompt=1, max_tokens=int(rng.integers(1, 300)))
+            for _ in range(int(rng.integers(0, 4)))
+        ]
+        for request in live:
+            request.num_inflight_samples = int(rng.integers(0, 2))
+        if step % 3:
+            continue
+        if step % 10 == 0:
+            lengths.record(int(rng.integers(1, 400)))
+        generated = [len(r.output_token_ids) + r.num_inflight_samples for r in live]
+        totals = kept.totals(live)
+        fresh = make_samples(lengths).totals(live) if step % 30 == 0 else totals
+        assert (totals == fresh).all()
+        limits = np.array([request.max_tokens for request in live])
+        assert (totals <= limits[:, None]).all()
+        assert (totals > np.minimum(generated, limits - 1)[:, None]).all()
+        generate(live, int(rng.integers(1, 20)))
+        live = [r for r in live if len(r.output_token_ids) <= r.max_tokens + 2]
