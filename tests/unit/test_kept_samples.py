@@ -7,8 +7,9 @@ import pytest
 from test_admission import make_request
 
 from lightserve.router.admission import risk
+from lightserve.router.admission.peak import nums_generated
 from lightserve.router.admission.risk import KeptSamples
-from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.output_lengths import LengthArray, OutputLengths
 from lightserve.router.request import Request
 
 NUM_FUTURES, NUM_BINS = 64, 20
@@ -32,6 +33,10 @@ def generate(requests: list[Request], num_tokens: int) -> None:
         request.output_token_ids += [1] * num_tokens
 
 
+def totals_of(samples: KeptSamples, requests: list[Request]) -> LengthArray:
+    return samples.totals(requests, nums_generated(requests))
+
+
 def chi_square(samples: np.ndarray, expected: np.ndarray) -> float:
     """Compare samples with equally likely lengths, in bins of about the same probability."""
     edges = np.unique(np.quantile(expected, np.linspace(0, 1, NUM_BINS + 1)[1:-1]))
@@ -51,9 +56,9 @@ def test_over_a_life_kept_samples_are_distributed_as_fresh_ones(
     requests = [make_request(number, prompt=1, max_tokens=4096) for number in range(300)]
     table = lengths._lengths[lengths.tables([None])[0]]
     num_changed = num_compared = 0
-    before = samples.totals(requests)
+    before = totals_of(samples, requests)
     for generated in range(401):
-        totals = samples.totals(requests)
+        totals = totals_of(samples, requests)
         assert (totals > generated).all()
         has_changed = totals != before
         assert (before[has_changed] == generated).all(), "only those that were reached"
@@ -61,7 +66,7 @@ def test_over_a_life_kept_samples_are_distributed_as_fresh_ones(
         num_compared += totals.size
         if generated in (0, 30, 150, 400):
             assert chi_square(totals.ravel(), table[table > generated]) < CHI_SQUARE_LIMIT
-            assert (make_samples(lengths, seed).totals(requests) == totals).all()
+            assert (totals_of(make_samples(lengths, seed), requests) == totals).all()
         before = totals
         generate(requests, 1)
     assert chi_square(before.ravel(), table[table > 300]) > 2 * CHI_SQUARE_LIMIT, "it can tell"
@@ -76,7 +81,7 @@ def test_requests_are_independent_after_their_samples_were_reached(
     lengths = geometric_history()
     requests = [make_request(number, prompt=1, max_tokens=4096) for number in range(1000)]
     generate(requests, 150)
-    totals = make_samples(lengths).totals(requests).astype(np.float64)
+    totals = totals_of(make_samples(lengths), requests).astype(np.float64)
     table = lengths._lengths[lengths.tables([None])[0]].astype(np.float64)
     deviation = table[table > 150].std()
     by_future = totals.sum(axis=0) / np.sqrt(len(requests))
@@ -102,8 +107,8 @@ def test_samples_depend_on_requests_and_tables_alone() -> None:
         if step % 10 == 0:
             lengths.record(int(rng.integers(1, 400)))
         generated = [len(r.output_token_ids) + r.num_inflight_samples for r in live]
-        totals = kept.totals(live)
-        fresh = make_samples(lengths).totals(live) if step % 30 == 0 else totals
+        totals = totals_of(kept, live)
+        fresh = totals_of(make_samples(lengths), live) if step % 30 == 0 else totals
         assert (totals == fresh).all()
         limits = np.array([request.max_tokens for request in live])
         assert (totals <= limits[:, None]).all()

@@ -84,7 +84,8 @@ class Scene:
         request.hit = hit if hit.num_tokens else None
         return request
 
-    def sample(self, requests: Sequence[Request]) -> IntArray:
+    def sample(self, requests: Sequence[Request], generated: IntArray) -> IntArray:
+        del generated
         return np.array(
             [[self.members[r].generated + rest for rest in self.members[r].rest] for r in requests],
             dtype=np.int64,

@@ -19,7 +19,6 @@ from lightserve.router.admission.peak import (
     PeakAdmission,
     PeakRound,
     SharedPrefixes,
-    nums_generated,
 )
 from lightserve.router.future_memory import IntArray
 from lightserve.router.output_lengths import OutputLengths
@@ -99,12 +98,11 @@ class EmaAdmission(PeakAdmission):
         num_held -= SharedPrefixes(live).num_counted_twice
         is_busy = num_held > EMA_BUSY_USAGE * pool.num_slots
 
-        def sample(requests: Sequence[Request]) -> IntArray:
+        def sample(requests: Sequence[Request], generated: IntArray) -> IntArray:
             count = len(requests)
             max_tokens = np.fromiter((r.admission_limit for r in requests), np.int64, count)
             if is_busy:
                 return max_tokens[:, None]
-            generated = nums_generated(requests)
             guess = np.maximum(np.ceil(EMA_GROWTH * generated), self._lengths.average)
             lengths: IntArray = np.clip(guess.astype(np.int64), generated + 1, max_tokens)
             return lengths[:, None]
@@ -121,7 +119,8 @@ class OracleAdmission(PeakAdmission):
     def begin(self, live: Collection[Request], pool: PoolView) -> PeakRound:
         """Start a round; nothing in it is random."""
 
-        def sample(requests: Sequence[Request]) -> IntArray:
+        def sample(requests: Sequence[Request], generated: IntArray) -> IntArray:
+            del generated
             lengths = np.fromiter(map(self._true_length, requests), np.int64, len(requests))
             return lengths[:, None]
 

@@ -11,7 +11,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from lightserve.router.admission.base import PoolView
-from lightserve.router.admission.peak import PeakAdmission, PeakRound, nums_generated
+from lightserve.router.admission.peak import PeakAdmission, PeakRound
+from lightserve.router.future_memory import IntArray
 from lightserve.router.output_lengths import LengthArray, OutputLengths
 from lightserve.router.request import Request
 
@@ -41,9 +42,8 @@ class PastFutureAdmission(PeakAdmission):
         limit = int(pool.num_slots * (1.0 - self._reserve))
         num_futures = min(self._samples, SMALL_BATCH // max(1, len(live)) + 1)
 
-        def sample(requests: Sequence[Request]) -> LengthArray:
+        def sample(requests: Sequence[Request], generated: IntArray) -> LengthArray:
             count = len(requests)
-            generated = nums_generated(requests)
             max_tokens = np.fromiter((r.admission_limit for r in requests), np.int64, count)
             uniforms = rng.random((count, num_futures))
             keys = [request.prediction_key for request in requests]

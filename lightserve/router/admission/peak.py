@@ -27,27 +27,21 @@ from lightserve.router.future_memory import (
 from lightserve.router.kv.prefix_node import PrefixNode, path_of
 from lightserve.router.request import Request
 
-OutputSampler = Callable[[Sequence[Request]], npt.NDArray[np.signedinteger[Any]]]
-"""Total output lengths of requests, [n, num_futures], each above what is generated."""
+OutputSampler = Callable[[Sequence[Request], IntArray], npt.NDArray[np.signedinteger[Any]]]
+"""Total output lengths of requests, [n, num_futures], by what they have generated, int64 [n].
+
+They are above it, but where a request has reached its limit.
+"""
 
 PeakBound = Callable[[IntArray, Request], int]
 """The peak to reckon with, of these (int64 [num_futures]) that a newcomer leads to."""
 
 
-def num_generated(request: Request) -> int:
-    """Output tokens a request has or is about to have."""
-    return len(request.output_token_ids) + request.num_inflight_samples
-
-
-def list_generated(requests: Sequence[Request]) -> list[int]:
-    """Return that of each request."""
-    # Spelt out: a call for each is most of the time that a small forecast takes.
-    return [len(r.output_token_ids) + r.num_inflight_samples for r in requests]
-
-
 def nums_generated(requests: Sequence[Request]) -> IntArray:
-    """Return that of each request, int64 [n]."""
-    return np.array(list_generated(requests), dtype=np.int64)
+    """Return how many output tokens each request has or is about to have, int64 [n]."""
+    # Spelt out: a call for each is most of the time that a small forecast takes.
+    numbers = [len(r.output_token_ids) + r.num_inflight_samples for r in requests]
+    return np.array(numbers, dtype=np.int64)
 
 
 class PeakAdmission:
@@ -91,7 +85,8 @@ class PeakRound:
         """Admit if the peak with this request is acceptable, or if it would be alone."""
         if self._memory is None:
             self._memory = self._forecast()
-        rest = self._sample([request])[0] - num_generated(request)
+        generated = nums_generated([request])
+        rest = self._sample([request], generated)[0] - generated
         shared = self._shared_tokens(request)
         base = request.num_known_tokens - sum(part.num_tokens for part in shared)
         if self._memory.num_requests > 0:
@@ -115,7 +110,7 @@ class PeakRound:
         generated = nums_generated(self._live)
         prompts = np.array([request.num_prompt_tokens for request in self._live], dtype=np.int64)
         base = prompts + generated
-        lengths = self._sample(self._live)
+        lengths = self._sample(self._live, generated)
         rest = np.maximum(lengths - generated.astype(lengths.dtype)[:, None], 0)
         self._rest = rest
         if held := self._shared.held_by_several():

@@ -19,12 +19,7 @@ from statistics import NormalDist
 import numpy as np
 
 from lightserve.router.admission.base import PoolView
-from lightserve.router.admission.peak import (
-    PeakAdmission,
-    PeakRound,
-    num_generated,
-    nums_generated,
-)
+from lightserve.router.admission.peak import PeakAdmission, PeakRound
 from lightserve.router.future_memory import IntArray
 from lightserve.router.output_lengths import LengthArray, OutputLengths, UniformArray
 from lightserve.router.request import Request
@@ -108,22 +103,24 @@ class KeptSamples:
         self._num_drawn = np.zeros((0, num_futures), np.int32)
         """How many lengths of the chain were passed."""
 
-    def totals(self, requests: Sequence[Request]) -> LengthArray:
-        """Return the total length of each request in each future, int32 [n, num_futures]."""
+    def totals(self, requests: Sequence[Request], generated: IntArray) -> LengthArray:
+        """Return the total length of each request in each future, int32 [n, num_futures].
+
+        `generated` is int64 [n]; a request that has reached its limit gets that.
+        """
         if self._version != self._lengths.version:
             self._version = self._lengths.version
             self._tilt()
             self._places.clear()
         if len(requests) == 1 and requests[0].arrival_number not in self._places:
             newcomer = requests[0]  # perhaps one of thousands that are asked about
-            if num_generated(newcomer) == 0:
+            if generated[0] == 0:
                 return self._first(
                     np.array([newcomer.arrival_number]),
                     np.array([newcomer.admission_limit]),
                     self._lengths.tables([newcomer.prediction_key]),
                 )
         places = self._places_of(requests)
-        generated = nums_generated(requests)
         restarted = places[generated < self._generated[places]]
         if len(restarted):  # results of plans in flight were given up
             self._start(restarted)
@@ -139,8 +136,8 @@ class KeptSamples:
     def _places_of(self, requests: Sequence[Request]) -> IntArray:
         """Return where the samples of requests are, int64 [n]."""
         numbers = [request.arrival_number for request in requests]
-        unknown = [request for request in requests if request.arrival_number not in self._places]
-        if unknown:
+        if not self._places.keys() >= set(numbers):
+            unknown = [r for r in requests if r.arrival_number not in self._places]
             if len(self._places) + len(unknown) > 2 * len(requests) + _SPARE:
                 self._places.clear()
                 unknown = list(requests)
