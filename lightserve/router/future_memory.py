@@ -114,19 +114,18 @@ class FutureMemory:
         index_bits = num_requests.bit_length()
         fits = (longest + 1) << index_bits < 2 * _INT32_LIMIT
         packed = rest.astype(np.int32 if fits else np.int64, order="C")
-        np.subtract(longest, packed, out=packed)
-        np.left_shift(packed, index_bits, out=packed)
-        np.bitwise_or(packed, np.arange(num_requests, dtype=packed.dtype), out=packed)
+        packed <<= index_bits
+        packed |= np.arange(num_requests, dtype=packed.dtype)
         packed.sort(axis=1)
+        packed = packed[:, ::-1]
         order = packed & ((1 << index_bits) - 1)
-        np.right_shift(packed, index_bits, out=packed)
         self._longest = longest
         self._bound = int(base.sum(axis=-1).max())
         """No less than all that is held, in any future."""
         self._moments = np.empty((3, num_futures, num_requests + _SPARE), self._narrowest())
         """In how many steps a request ends; what those who then live hold now; what they need."""
         ends, held, needed = self._moments[..., :num_requests]
-        np.subtract(longest, packed, out=ends)
+        np.right_shift(packed, index_bits, out=ends)
         if base.ndim == 2:  # flat, with the places of each future behind those of the one before
             order += np.arange(0, packed.size, num_requests, dtype=order.dtype)[:, None]
         base = base.astype(held.dtype, order="C").ravel().take(order)
@@ -158,8 +157,8 @@ class FutureMemory:
         """
         if self._ends_at_peak is None:
             ends, _, needed = self._moments[..., : self._num_requests]
-            column = needed.argmax(axis=1)[:, None]
-            self._ends_at_peak = np.take_along_axis(ends, column, axis=1)[:, 0].astype(np.int64)
+            futures = np.arange(len(ends))
+            self._ends_at_peak = ends[futures, needed.argmax(axis=1)].astype(np.int64)
         grown = self._ends_at_peak + base
         grown *= self._ends_at_peak < rest
         grown += self._peaks
