@@ -89,7 +89,7 @@ class WithNewcomer(NamedTuple):
     is_alive: npt.NDArray[np.bool_]
     """Whether the newcomer still lives at each moment, bool [num_futures, n]."""
     brings: IntArray | int
-    """What it then holds of what nobody else does, [num_futures, n]."""
+    """What it then holds of what no other does, [num_futures, n]."""
     grown: IntArray
     """What is needed at each moment, the newcomer included, the same."""
     held: IntArray
@@ -114,8 +114,8 @@ class FutureMemory:
         index_bits = num_requests.bit_length()
         fits = (longest + 1) << index_bits < 2 * _INT32_LIMIT
         packed = rest.astype(np.int32 if fits else np.int64, order="C")
-        packed <<= index_bits
-        packed |= np.arange(num_requests, dtype=packed.dtype)
+        np.left_shift(packed, index_bits, out=packed)
+        np.bitwise_or(packed, np.arange(num_requests, dtype=packed.dtype), out=packed)
         packed.sort(axis=1)
         packed = packed[:, ::-1]
         order = packed & ((1 << index_bits) - 1)
@@ -208,7 +208,7 @@ class FutureMemory:
 
 
 def _inherited(shared: Sequence[SharedTokens], steps: IntArray) -> IntArray:
-    """Return how many shared tokens nobody else holds any more after so many steps.
+    """Return how many shared tokens no other holds any more after so many steps.
 
     `steps` and the result are integers [num_futures, n].
     """

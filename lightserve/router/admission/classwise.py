@@ -1,4 +1,4 @@
-"""Admission by class: best-effort memory is a loan that real-time requests may call in (C6).
+"""Admission by class: best-effort memory is a loan that real-time requests may call in.
 
 A real-time request is tested against the future of real-time requests alone, in the whole pool:
 whatever best-effort ones hold can be taken from them. A best-effort request is tested against

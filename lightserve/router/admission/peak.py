@@ -187,7 +187,7 @@ class SharedPrefixes:
         """
         if not (prefix := _prefix_of(request)):
             return []
-        # As a rule nobody or several read what a newcomer found, and those are known already.
+        # As a rule none or several read what a newcomer found, and those are known already.
         is_known = len(self._counted) == self._num_begun and all(
             node.num_users != 1 for node, _ in prefix
         )
