@@ -34,7 +34,14 @@ from transformers.utils import logging as transformers_logging
 
 from lightserve.config import ServeConfig
 from lightserve.messages.common import TokenSegment, pack_int32, unpack_int32
-from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
+from lightserve.messages.router_worker import (
+    AddSequence,
+    OutputKind,
+    PlanRow,
+    SlotRange,
+    StepPlan,
+    pack_decodes,
+)
 from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.engine import build_runner
 from lightserve.worker.model_runner import ModelRunner
@@ -145,14 +152,18 @@ class Driver:
         return [self.decode(num_seqs, context + step) for step in range(num_steps)]
 
     def _execute(self, sequences: list[AddSequence], work: list[tuple[int, int, int]]) -> float:
+        decodes = [part[:2] for part in work if part[2] == 1 and not sequences]
+        rows, starts = np.array(decodes, dtype=np.int32).reshape(-1, 2).T
+        chunks = work if not decodes else [part for part in work if part[2] > 1]
         plan = StepPlan(
             step_id=StepId(self._step),
             sequences=sequences,
             slot_ranges=[
                 SlotRange(RowId(row), start, pack_int32(self._slots[row, start : start + count]))
-                for row, start, count in work
+                for row, start, count in chunks
             ],
-            rows=[PlanRow(RowId(row), start, n, OutputKind.SAMPLE) for row, start, n in work],
+            rows=[PlanRow(RowId(row), start, n, OutputKind.SAMPLE) for row, start, n in chunks],
+            decodes=pack_decodes(rows, starts, self._slots[rows, starts]),
         )
         self._step += 1
         start_s = self._clock()
