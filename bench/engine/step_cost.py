@@ -29,9 +29,7 @@ import numpy as np
 from bench.engine.throughput import write_model
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config import ServeConfig
-from lightserve.cost.fit import FitError, StepSample, fit, least_squares
-from lightserve.cost.model import StepModel
-from lightserve.cost.shape import StepShape
+from lightserve.cost.model import FitError, StepModel, StepSample, StepShape, fit, least_squares
 from lightserve.worker.engine import build_runner
 from lightserve.worker.profiling import (
     Row,

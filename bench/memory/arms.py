@@ -29,7 +29,7 @@ import numpy as np
 
 from lightserve import sim
 from lightserve.sim.hybrid import HybridRun
-from lightserve.sim.workload import read_trace
+from lightserve.sim.traffic import read_trace
 
 LENGTHS = Path(__file__).parents[1] / "traces" / "sharegpt_lengths.csv.gz"
 CAPACITY_TOKENS = 20_000

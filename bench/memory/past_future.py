@@ -28,7 +28,7 @@ import numpy as np
 from lightserve import sim
 from lightserve.sim.offline import OfflineConfig, run_offline
 from lightserve.sim.report import Report
-from lightserve.sim.workload import load_workload
+from lightserve.sim.traffic import load_workload
 from lightserve.types import RequestClass
 
 CAPACITY_TOKENS = 120_000

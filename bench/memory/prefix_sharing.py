@@ -26,13 +26,18 @@ import numpy as np
 from lightserve.config import ServeConfig
 from lightserve.router.events import FromFrontend
 from lightserve.router.factory import make_core_config
-from lightserve.sim.fitted_profile import fitted_profile
 from lightserve.sim.hardware import A100_LLAMA2_7B
-from lightserve.sim.simulation import Outcome, Simulation, TimedEvent
-from lightserve.sim.timed_core import TimedCore
-from lightserve.sim.traffic import Job, TraceTraffic, parse_block_ids, parse_traffic
-from lightserve.sim.virtual_worker import LengthWorker, VirtualWorker
-from lightserve.sim.workload import Trace, read_trace
+from lightserve.sim.hybrid import fitted_profile
+from lightserve.sim.simulation import Outcome, Simulation, TimedCore, TimedEvent
+from lightserve.sim.traffic import (
+    Job,
+    Trace,
+    TraceTraffic,
+    parse_block_ids,
+    parse_traffic,
+    read_trace,
+)
+from lightserve.sim.worker import LengthWorker, VirtualWorker
 from lightserve.types import SLO, FrontendId, RequestClass, RequestId, RequestKey
 
 TRACES = ("mooncake_conversation", "mooncake_synthetic")

@@ -22,11 +22,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.decisions.log_file import DecisionLogFile
-from lightserve.decisions.reading import DecisionLogReader, Line
-from lightserve.decisions.recording import CoreCalls, RecordedCore, event_of
-from lightserve.decisions.records import Decision
-from lightserve.decisions.replaying import make_core_of
+from lightserve.decisions.records import (
+    CoreCalls,
+    Decision,
+    DecisionLogFile,
+    RecordedCore,
+    event_of,
+)
+from lightserve.decisions.replaying import DecisionLogReader, Line, make_core_of
 from lightserve.messages.router_worker import StepResult
 from lightserve.router import core as core_module
 from lightserve.router.counters import SkipCounters

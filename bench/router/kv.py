@@ -43,7 +43,7 @@ from lightserve.router.intake import QueueLimits
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.request import Request
-from lightserve.sim.workload import load_workload
+from lightserve.sim.traffic import load_workload
 from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
 
 TRACE = str(Path(__file__).parents[1] / "traces" / "sharegpt_lengths.csv.gz")

@@ -32,7 +32,7 @@ from bench.router.clock import Mode, StepFigures, run_router
 from lightserve.channels.zmq import ZmqHub, ZmqLink, bind_hub, connect_link
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull
-from lightserve.messages.common import PROTOCOL_VERSION
+from lightserve.messages.common import PROTOCOL_VERSION, StepCoefficients
 from lightserve.messages.frontend_router import (
     FrontendHello,
     FrontendMessage,
@@ -41,11 +41,9 @@ from lightserve.messages.frontend_router import (
     TokenDelta,
 )
 from lightserve.messages.router_worker import RouterToWorker, WorkerHello, WorkerToRouter
-from lightserve.messages.step_cost import StepCoefficients
 from lightserve.messages.supervision import ChildMessage, ChildSpec, Role, SupervisorMessage
-from lightserve.sim.traffic import Job
-from lightserve.sim.virtual_worker import LengthWorker
-from lightserve.sim.workload import load_workload
+from lightserve.sim.traffic import Job, load_workload
+from lightserve.sim.worker import LengthWorker
 from lightserve.types import SLO, FrontendId, RequestClass, RequestId
 
 TRACE = str(Path(__file__).parents[1] / "traces" / "sharegpt_lengths.csv.gz")

@@ -37,7 +37,7 @@ from lightserve.router.core import RouterCore
 from lightserve.router.events import CoreEvent, FromFrontend, Outgoing, PlannedStep, WaitUntil
 from lightserve.router.factory import make_core_config
 from lightserve.sim.simulation import Simulation, TimedEvent
-from lightserve.sim.virtual_worker import LengthWorker
+from lightserve.sim.worker import LengthWorker
 from lightserve.types import SLO, FrontendId, RequestClass
 
 FRONTEND = FrontendId(0)

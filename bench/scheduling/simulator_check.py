@@ -26,12 +26,12 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.serving.server import Server, load, load_average, pinned_server, write_profile
-from lightserve.cost.shape import StepShape
+from lightserve.cost.model import StepShape
 from lightserve.loadtest.result import RequestRow, Run
 from lightserve.loadtest.workload import load_trace
-from lightserve.sim.class_report import Targets
 from lightserve.sim.hardware import ProfiledHardware
 from lightserve.sim.hybrid import HybridConfig, HybridRun
+from lightserve.sim.report import Targets
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

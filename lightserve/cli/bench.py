@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from lightserve.cli.api_key import read_api_key
 from lightserve.cli.bench_options import SECTIONS, TRAFFIC_OPTIONS, bench_options, parse_nested
-from lightserve.cli.options import SectionCommand
+from lightserve.cli.options import SectionCommand, read_api_key
 from lightserve.errors import LoadTestError
 from lightserve.extras import missing_extra
 from lightserve.loadtest import result

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lightserve.cli.api_key import api_key_options, read_api_key
-from lightserve.cli.options import FiniteRange
+from lightserve.cli.options import FiniteRange, api_key_options, read_api_key
 from lightserve.errors import ConfigError
 from lightserve.extras import missing_extra
 
@@ -61,7 +60,7 @@ def command(**values: Any) -> int:
         )
         if not sys.stdin.isatty():
             return _answer_once(session, sys.stdin.read())
-        from lightserve.chat.terminal import talk  # noqa: PLC0415 - not needed in a pipe
+        from lightserve.chat.session import talk  # noqa: PLC0415 - not needed in a pipe
 
         return talk(session)
     finally:

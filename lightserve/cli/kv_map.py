@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from lightserve.cli.api_key import api_key_options, read_api_key
-from lightserve.cli.options import FiniteRange
+from lightserve.cli.options import FiniteRange, api_key_options, read_api_key
 from lightserve.errors import ConfigError
 from lightserve.extras import missing_extra
 
@@ -44,8 +43,7 @@ def command(url: str, output: Path, timeout_s: float, **key: Any) -> int:
     api_key = read_api_key(**key)
     try:
         # Imported late: matplotlib takes a second, and both are an extra.
-        from lightserve.kv_map.fetch import fetch_map  # noqa: PLC0415
-        from lightserve.kv_map.picture import draw_map  # noqa: PLC0415
+        from lightserve.kv_map.picture import draw_map, fetch_map  # noqa: PLC0415
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         raise missing_extra(name, "plots") from error

@@ -19,8 +19,9 @@ import msgspec
 
 from lightserve.cli.options import FiniteRange, config_options
 from lightserve.config import ServeConfig
-from lightserve.cost.job import ProfileJob, ProfileNews
 from lightserve.cost.profile import (
+    ProfileJob,
+    ProfileNews,
     StepProfile,
     cache_dir,
     cached_path,

@@ -42,8 +42,7 @@ def command(file: Path, request: str | None, is_whole: bool, as_json: bool) -> i
     if is_whole:
         raise ConfigError("--all goes with --request")
     # Imported late: `lightserve --help` needs none of it.
-    from lightserve.decisions.reading import DecisionLogReader  # noqa: PLC0415
-    from lightserve.decisions.replaying import replay  # noqa: PLC0415
+    from lightserve.decisions.replaying import DecisionLogReader, replay  # noqa: PLC0415
 
     reader = DecisionLogReader(file)
     result = replay(reader)
@@ -64,8 +63,12 @@ def command(file: Path, request: str | None, is_whole: bool, as_json: bool) -> i
 
 
 def _tell(file: Path, request: str, *, is_whole: bool) -> int:
-    from lightserve.decisions.reading import DecisionLogReader  # noqa: PLC0415
-    from lightserve.decisions.story import MAX_LINES, find_request, story_of  # noqa: PLC0415
+    from lightserve.decisions.replaying import (  # noqa: PLC0415
+        MAX_LINES,
+        DecisionLogReader,
+        find_request,
+        story_of,
+    )
 
     reader = DecisionLogReader(file)
     found = find_request(reader, request)

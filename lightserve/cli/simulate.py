@@ -2,29 +2,378 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from lightserve.cli.simulate_hybrid import (
-    HYBRID_DEFAULTS,
-    hybrid_options,
-    run_comparison,
-    run_hybrid,
-)
-from lightserve.cli.simulate_queue import (
-    QUEUE_DEFAULTS,
-    QUEUE_OPTIONS,
-    queue_options,
-    run_queue,
-)
-from lightserve.cli.simulate_rules import RULES, rule_options
-from lightserve.config.fields import flag_name
+from lightserve.cli.options import FiniteRange, FunctionT, config_options
+from lightserve.config import ServeConfig
+from lightserve.config.fields import check_limits, flag_name
+from lightserve.config.options import ADMISSION_OF_OPTION, split_names
 from lightserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightserve.sim import SimulationConfig
+
+
+# Options of `lightserve simulate` about admission, as fields of the server's configuration.
+
+_ADMISSION = next(spec for spec in dataclasses.fields(ServeConfig) if spec.name == "admission")
+RULES = (*_ADMISSION.metadata["choices"], "oracle")
+_RULE_OPTIONS = ("reserve", "samples", "watermark", "overcommit")
+
+
+def rule_options(function: FunctionT) -> FunctionT:
+    """Decorate a command with the options of the admission rules."""
+    for option in (
+        click.option("--risk", type=float, help="risk: accepted chance of running out."),
+        click.option("--overcommit", type=float, help="conservative: times the pool is promised."),
+        click.option("--watermark", type=float, help="aggressive: share of the pool to fill."),
+        click.option("--samples", type=int, help="past-future: most futures drawn."),
+        click.option("--reserve", type=float, help="past-future: share of the pool kept free."),
+    ):
+        function = option(function)
+    return function
+
+
+def serve_fields(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the rule's own options as fields of ServeConfig; those of other rules are refused."""
+    given = {name: values[name] for name in _RULE_OPTIONS if values[name] is not None}
+    if values["risk"] is not None:
+        given |= {"rt_memory_risk": values["risk"], "be_memory_risk": values["risk"]}
+    for name in given:
+        if ADMISSION_OF_OPTION[name] != values["admission"]:
+            flag = "--risk" if name.endswith("_risk") else flag_name(name)
+            raise ConfigError(
+                f"{flag} needs --admission {ADMISSION_OF_OPTION[name]}, got {values['admission']!r}"
+            )
+    return given
+
+
+# `lightserve simulate --rt … --be …`: real-time and best-effort requests on one engine.
+
+_SERVE_FIELDS = (
+    "preemption",
+    "block_owner",
+    "block_size",
+    "clean_ahead_tokens",
+    "cache_policy",
+    "rt_cache_min_tokens",
+    "burst_headroom_s",
+    "max_be_seqs",
+    "be_order",
+    "slo_clock",
+    "late_min_share",
+    "be_min_share",
+    "long_prompt_tokens",
+)
+"""Options that are those of the server."""
+HYBRID_DEFAULTS = {"capacity_tokens": 60_000, "policy": "unified", "admission": "risk"}
+
+
+_POLICY = next(spec for spec in dataclasses.fields(ServeConfig) if spec.name == "policy")
+_TOKEN_TARGETS = ("ttft_slo_ms", "tpot_slo_ms", "mtpot_slo_ms")
+_SLO_MS = FiniteRange(0.0)
+_OPTIONS = (
+    config_options(ServeConfig, _SERVE_FIELDS),
+    click.option(
+        "--decision-log",
+        metavar="FILE",
+        help="Record the router's inputs and decisions, for lightserve replay.",
+    ),
+    click.option(
+        "--plot",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="With --compare: picture of the policies side by side, .png, .svg or .pdf.",
+    ),
+    click.option(
+        "--compare",
+        metavar="POLICY,...",
+        help="Run each of these policies, in place of --policy, on the same requests; one table.",
+    ),
+    click.option(
+        "--budget-tokens",
+        default=512,
+        type=click.IntRange(1),
+        show_default=True,
+        help="Most new tokens in one step; the server's --max-num-batched-tokens.",
+    ),
+    click.option(
+        "--hardware",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="Profile of a worker, as lightserve profile writes it: step times are those, and"
+        " the router knows it.  [default: an A100 with Llama-2-7B]",
+    ),
+    click.option(
+        "--host-kv-tokens",
+        default=-1,
+        type=click.IntRange(-1),
+        show_default=True,
+        help="Size of the host pool; -1: half of --capacity-tokens.",
+    ),
+    click.option(
+        "--mtpot-slo-ms",
+        default=200.0,
+        type=_SLO_MS,
+        show_default=True,
+        help="Target of real-time requests: largest gap between tokens; 0 sets none.",
+    ),
+    click.option(
+        "--tpot-slo-ms",
+        default=200.0,
+        type=_SLO_MS,
+        show_default=True,
+        help="Target of real-time requests: mean gap between tokens; 0 sets none.",
+    ),
+    click.option(
+        "--completion-slo-s",
+        type=FiniteRange(0.0, min_open=True),
+        help="Target of real-time requests in place of those of tokens: time to the last one.",
+    ),
+    click.option(
+        "--ttft-slo-ms",
+        default=400.0,
+        type=_SLO_MS,
+        show_default=True,
+        help="Target of real-time requests: time to the first token; 0 sets none.",
+    ),
+    click.option(
+        "--margin-s",
+        default=30.0,
+        type=FiniteRange(0.0),
+        show_default=True,
+        help="At the start and at the end of the run: not in the statistics.",
+    ),
+    click.option(
+        "--duration-s",
+        default=90.0,
+        type=FiniteRange(0.0, min_open=True),
+        show_default=True,
+        help="Virtual seconds.",
+    ),
+    click.option(
+        "--be-lengths", help="With closed:N: uniform:P1-P2,O1-O2 or the rows of a trace file."
+    ),
+    click.option(
+        "--be",
+        help="Best-effort requests: closed:N (each that ends is replaced at once), or a trace"
+        " file, at its times if it has any.",
+    ),
+    click.option(
+        "--rt-max-tokens",
+        default=2048,
+        type=click.IntRange(1),
+        show_default=True,
+        help="Output tokens that real-time requests declare; longer outputs end there.",
+    ),
+    click.option(
+        "--rt-lengths",
+        help="With poisson:RATE: uniform:P1-P2,O1-O2 or the rows of a trace file.",
+    ),
+    click.option(
+        "--rt",
+        help="Real-time requests: poisson:RATE (per second), or a trace file with its times.",
+    ),
+)
+
+
+def hybrid_options(function: FunctionT) -> FunctionT:
+    """Decorate a command with the options of this kind of run."""
+    for option in _OPTIONS:
+        function = option(function)
+    return function
+
+
+def run_hybrid(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Run it; return all values, and the sections of the report.
+
+    Raises:
+        ConfigError: an option that cannot be.
+    """
+    # Imported late: `lightserve --help` needs none of it.
+    from lightserve import sim  # noqa: PLC0415
+
+    values = given | {name: given[name] or default for name, default in HYBRID_DEFAULTS.items()}
+    names = {spec.name for spec in dataclasses.fields(sim.HybridConfig)} & set(values)
+    chosen = {name: values[name] for name in names - {"hardware"}}
+    if values["hardware"] is not None:
+        chosen["hardware"] = sim.ProfiledHardware.read(values["hardware"])
+    config = sim.HybridConfig(
+        **chosen,
+        targets=sim.Targets(*_targets_of(values)),
+        serve_options=serve_fields(values) | {name: values[name] for name in _SERVE_FIELDS},
+    )
+    with click.progressbar(
+        length=int(config.duration_s), label=f"virtual seconds, {config.policy}", file=sys.stderr
+    ) as bar:
+        report = sim.run_hybrid(config, progress=lambda seconds: bar.update(round(seconds)))
+    return values, dataclasses.asdict(report)
+
+
+def run_comparison(
+    given: dict[str, Any],
+) -> tuple[dict[str, Any], dict[str, dict[str, dict[str, Any]]]]:
+    """Run every policy of --compare on the same requests; return all values, reports by policy.
+
+    Raises:
+        ConfigError: an option that cannot be.
+    """
+    policies = split_names(given["compare"])
+    for policy in policies:  # before the first of them runs
+        check_limits(_POLICY, policy)
+    if len(policies) < 2:
+        raise ConfigError(f"--compare needs two policies or more, got {given['compare']!r}")
+    reports: dict[str, dict[str, dict[str, Any]]] = {}
+    values = given
+    for policy in policies:
+        values, reports[policy] = run_hybrid(given | {"policy": policy})
+    values["policy"] = None
+    return values, reports
+
+
+def _targets_of(values: dict[str, Any]) -> list[float | None]:
+    """Return the fields of `Targets`. Raises ConfigError for two kinds of them together."""
+    if values["completion_slo_s"] is None:
+        return [values[name] / 1e3 if values[name] else None for name in _TOKEN_TARGETS]
+    context = click.get_current_context()
+    for name in _TOKEN_TARGETS:
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise ConfigError(
+                f"--completion-slo-s cannot be combined with {flag_name(name)}: it is shared out"
+                " over the tokens"
+            )
+    return [None, None, None, values["completion_slo_s"]]
+
+
+# `lightserve simulate --workload`: a queue of requests of one class.
+
+QUEUE_OPTIONS = frozenset(
+    {
+        "workload",
+        "num_requests",
+        "arrivals",
+        "warm_up_requests",
+        "best_effort",
+        "paper_artifact",
+        "timeline",
+    }
+)
+_POLICIES = ("fcfs", "chunked")
+"""Those whose decode steps may be advanced many at once."""
+QUEUE_DEFAULTS = {"capacity_tokens": 120_000, "policy": "fcfs", "admission": "past-future"}
+_SECTIONS = {
+    "kv": (
+        "decode_steps",
+        "consumed_pct",
+        "future_pct",
+        "evicted_pct",
+        "recomputed_tokens",
+        "total_work_s",
+    ),
+    "requests": ("finished", "max_overtaken", "duration_s", "ttft_s_p50", "ttft_s_p99"),
+    "router": ("cpu_ms_p50", "cpu_ms_p99"),
+}
+"""Fields of the report by section of what is printed; scripts read them."""
+
+
+def queue_options(function: FunctionT) -> FunctionT:
+    """Decorate a command with the options of this kind of run."""
+    for option in (
+        click.option(
+            "--timeline",
+            type=click.Path(dir_okay=False, path_type=Path),
+            help="Draw memory used and forecast, and evictions, into this file (.png, .svg, .pdf).",
+        ),
+        click.option(
+            "--paper-artifact",
+            is_flag=True,
+            help="Timing and start of the Past-Future authors' own simulation.",
+        ),
+        click.option(
+            "--best-effort", is_flag=True, help="Requests are best-effort: may be passed over."
+        ),
+        click.option(
+            "--warm-up-requests",
+            default=0,
+            type=click.IntRange(0),
+            show_default=True,
+            help="Rows before those, of which only the lengths are learnt.",
+        ),
+        click.option(
+            "--arrivals",
+            default="queued",
+            show_default=True,
+            help="queued (all at the start), trace (the file's times), poisson:RATE (per second) or"
+            " closed:CLIENTS.",
+        ),
+        click.option("--num-requests", default=3000, type=click.IntRange(1), show_default=True),
+        click.option(
+            "--workload",
+            help="dist1, dist2, dist3, uniform:P1-P2:O1-O2 (prompt and output lengths), or a trace"
+            " file, joined by + for a drift.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def run_queue(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Run it; return all values, and the sections of the report.
+
+    Raises:
+        ConfigError: an option that cannot be.
+    """
+    # Imported late: `lightserve --help` needs none of it.
+    from lightserve import sim  # noqa: PLC0415
+    from lightserve.sim.pictures import draw_timeline  # noqa: PLC0415
+
+    values = given | {name: given[name] or default for name, default in QUEUE_DEFAULTS.items()}
+    if values["policy"] not in _POLICIES:
+        raise ConfigError(
+            f"--policy must be one of {', '.join(_POLICIES)} with --workload,"
+            f" got {values['policy']!r}"
+        )
+    config = _config(values)
+    with click.progressbar(range(config.num_requests), label="requests", file=sys.stderr) as bar:
+
+        def advance(num_finished: int, num_requests: int) -> None:
+            bar.length = num_requests
+            bar.update(num_finished)
+
+        report = sim.run(config, progress=advance)
+    if values["timeline"] is not None:
+        draw_timeline(report.timeline, config.capacity_tokens, values["timeline"])
+    figures = dataclasses.asdict(dataclasses.replace(report, timeline=()))
+    return values, {
+        section: {name: figures[name] for name in names} for section, names in _SECTIONS.items()
+    }
+
+
+def _config(values: dict[str, Any]) -> SimulationConfig:
+    from lightserve.sim import SimulationConfig  # noqa: PLC0415
+    from lightserve.types import RequestClass  # noqa: PLC0415
+
+    return SimulationConfig(
+        workload=values["workload"],
+        num_requests=values["num_requests"],
+        arrivals=values["arrivals"],
+        num_warm_up=values["warm_up_requests"],
+        capacity_tokens=values["capacity_tokens"],
+        admission=values["admission"],
+        admission_options=serve_fields(values),
+        policy=values["policy"],
+        request_class=RequestClass.BE if values["best_effort"] else RequestClass.RT,
+        paper_artifact=values["paper_artifact"],
+        keeps_timeline=values["timeline"] is not None,
+        seed=values["seed"],
+    )
+
 
 _SHARED = frozenset(
     {

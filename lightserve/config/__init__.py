@@ -14,10 +14,14 @@ import msgspec
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
 from lightserve.config.fields import check_limits, option, parse_memory
-from lightserve.config.frontend import ANY_NAME, FrontendOptions, split_names
-from lightserve.config.graphs import GraphOptions
-from lightserve.config.memory import MemoryOptions
-from lightserve.config.scheduling import SchedulingOptions
+from lightserve.config.options import (
+    ANY_NAME,
+    FrontendOptions,
+    GraphOptions,
+    MemoryOptions,
+    SchedulingOptions,
+    split_names,
+)
 from lightserve.errors import ConfigError
 
 DEFAULT_DECISION_LOG_SIZE = "4GiB"

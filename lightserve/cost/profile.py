@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from lightserve.cost.model import StepModel
-from lightserve.cost.shape import StepShape
-from lightserve.messages.step_cost import StepCoefficients
+from lightserve.config import ServeConfig
+from lightserve.cost.model import StepModel, StepShape
+from lightserve.messages.common import StepCoefficients
 
 SCHEMA_VERSION = 2
 MAX_MEDIAN_ERROR = 0.35
@@ -186,3 +186,27 @@ def _refusal(its: ProfileKey, key: ProfileKey) -> str:
         if theirs != ours:
             return f"its {name} is {theirs!r}, this server's is {ours!r}"
     return ""
+
+
+# What `lightserve profile` and the worker processes that it starts tell each other.
+
+
+class ProfileJob(msgspec.Struct, frozen=True):
+    """What one rank is to do."""
+
+    config: ServeConfig
+    rank: int
+    store_path: str
+    """Where the ranks meet."""
+    seconds: float
+
+
+class ProfileNews(msgspec.Struct, frozen=True):
+    """One line of rank 0."""
+
+    share: float = 0.0
+    """Of the time, 0 … 1."""
+    profile: StepProfile | None = None
+    """At the end."""
+    error: str = ""
+    """Why there will be none."""

@@ -7,20 +7,35 @@ bytes of the file before it, so that a change anywhere is found.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
-from typing import Any, NamedTuple
+import logging
+import os
+import threading
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 import lightserve
 from lightserve.config import ServeConfig
-from lightserve.config.memory import MemoryOptions
-from lightserve.config.scheduling import SchedulingOptions
+from lightserve.config.options import MemoryOptions, SchedulingOptions
+from lightserve.errors import ConfigError
+from lightserve.messages.common import StepCoefficients
 from lightserve.messages.frontend_router import Abort, Acknowledge, Finish, Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
-from lightserve.messages.step_cost import StepCoefficients
-from lightserve.router.events import PlannedStep
+from lightserve.router.events import (
+    CoreEvent,
+    FromFrontend,
+    FrontendGone,
+    Outgoing,
+    PlannedStep,
+    WaitUntil,
+    WorkersGone,
+    WorkersReady,
+)
 from lightserve.router.reasons import Reason, Unseen
 from lightserve.router.request import Request
 from lightserve.types import FrontendId, RequestClass, RequestId, StepId
@@ -184,3 +199,197 @@ def new_hash(data: bytes = b"") -> hashlib.blake2b:
 
 def _name(request: Request) -> RequestName:
     return RequestName(*request.key)
+
+
+# A core whose inputs and decisions are recorded: the same four calls, in front of it.
+
+
+class CoreCalls(Protocol):
+    """The seam of `RouterCore`; see there."""
+
+    def on_message(self, event: CoreEvent, now_s: float) -> list[Outgoing]:
+        """Take in what happened outside."""
+
+    def plan(self, now_s: float) -> PlannedStep | WaitUntil:
+        """Return the step to send now, or when to ask again."""
+
+    def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:
+        """Book a step."""
+
+    def on_result(self, result: StepResult, now_s: float) -> list[Outgoing]:
+        """Take in a step's result."""
+
+
+class Log(Protocol):
+    """Where records go."""
+
+    def append(self, record: Input | Decision) -> None:
+        """Write a line, now or later; never raises."""
+
+
+class RecordedCore:
+    """Says what goes into a core before it goes in, and what the core decided."""
+
+    def __init__(self, core: CoreCalls, log: Log) -> None:
+        self._core = core
+        self._log = log
+
+    def on_message(self, event: CoreEvent, now_s: float) -> list[Outgoing]:
+        """See `RouterCore.on_message`."""
+        self._log.append(input_of(event, now_s))
+        return self._core.on_message(event, now_s)
+
+    def plan(self, now_s: float) -> PlannedStep | WaitUntil:
+        """See `RouterCore.plan`, which changes nothing: a plan not committed is no decision."""
+        return self._core.plan(now_s)
+
+    def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:
+        """See `RouterCore.commit`."""
+        plan = self._core.commit(planned, now_s)
+        self._log.append(decision_of(planned, plan, now_s))
+        return plan
+
+    def on_result(self, result: StepResult, now_s: float) -> list[Outgoing]:
+        """See `RouterCore.on_result`."""
+        self._log.append(ResultReceived(now_s=now_s, result=result))
+        return self._core.on_result(result, now_s)
+
+
+def input_of(event: CoreEvent, now_s: float) -> Input:
+    """Return the line of what the core was told."""
+    match event:
+        case FromFrontend(frontend_id, message):
+            return MessageReceived(now_s=now_s, frontend_id=frontend_id, message=message)
+        case FrontendGone(frontend_id):
+            return FrontendWasLost(now_s=now_s, frontend_id=frontend_id)
+        case WorkersReady():
+            return WorkersStarted(
+                now_s=now_s,
+                num_kv_slots=event.num_kv_slots,
+                num_host_slots=event.num_host_slots,
+                step_cost=event.step_cost,
+                overlaps_copies=event.overlaps_copies,
+                max_num_batched_tokens=event.max_num_batched_tokens,
+            )
+    return WorkersWereLost(now_s=now_s)
+
+
+def event_of(record: Input) -> CoreEvent | StepResult:
+    """Return what a recorded input told the core."""
+    match record:
+        case MessageReceived(frontend_id=frontend_id, message=message):
+            return FromFrontend(frontend_id, message)
+        case FrontendWasLost(frontend_id=frontend_id):
+            return FrontendGone(frontend_id)
+        case WorkersStarted():
+            return WorkersReady(
+                record.num_kv_slots,
+                record.num_host_slots,
+                record.step_cost,
+                record.overlaps_copies,
+                record.max_num_batched_tokens,
+            )
+        case ResultReceived(result=result):
+            return result
+    return WorkersGone()
+
+
+# Writes a decision log without ever holding up what it records.
+#
+# Lines are made at once, and written by a thread, in portions. What waits for the disk is bounded,
+# and so is the file: a router that would go over either bound, or cannot write, ends the log, says
+# so once, and goes on serving. A log is not rotated: its start is what makes the rest replayable,
+# and all of it up to where it ends stays so. A file that is there already becomes PATH.1.
+
+PORTION_BYTES = 64 * 1024
+MAX_PENDING_BYTES = 32 * 1024 * 1024
+
+log = logging.getLogger(__name__)
+
+
+class DecisionLogFile:
+    """One log; `append` and `flush` belong to one thread."""
+
+    def __init__(self, path: Path, header: Header, *, max_bytes: int) -> None:
+        """Create the file, for its owner alone. Raises ConfigError if that is not possible."""
+        self._path = path
+        self._max_bytes = max_bytes
+        self._descriptor = _create(path)
+        self._encoder = msgspec.json.Encoder()
+        self._hash = new_hash()
+        self._num_bytes = 0
+        """Of all lines so far."""
+        self._lines = bytearray()
+        """Not handed to the thread yet."""
+        self._queue: SimpleQueue[bytes | None] = SimpleQueue()
+        self._num_written = 0
+        """By the thread, as `error` is."""
+        self._error: OSError | None = None
+        self._is_over = False
+        self._thread = threading.Thread(target=self._write_all, name="decision-log", daemon=True)
+        self._thread.start()
+        self.append(header)
+
+    def append(self, record: AnyRecord) -> None:
+        """Write a line, now or later; never raises."""
+        if self._is_over:
+            return
+        if isinstance(record, Decision):
+            record = msgspec.structs.replace(record, chain=self._hash.hexdigest())
+        line = self._encoder.encode(record) + b"\n"
+        self._num_bytes += len(line)
+        if self._num_bytes > self._max_bytes:
+            self._end(f"it has reached its limit of {self._max_bytes} bytes")
+        elif self._num_bytes - self._num_written > MAX_PENDING_BYTES:
+            self._end("the disk is too slow for it")
+        else:
+            self._hash.update(line)
+            self._lines += line
+            if len(self._lines) >= PORTION_BYTES:
+                self.flush()
+
+    def flush(self) -> None:
+        """Hand all lines to the thread."""
+        if self._error is not None and not self._is_over:
+            self._end(f"{self._error.strerror}")
+        if self._lines:
+            self._queue.put(bytes(self._lines))
+            self._lines.clear()
+
+    def close(self) -> None:
+        """Write what is left, and end."""
+        self.flush()
+        was_over, self._is_over = self._is_over, True
+        self._queue.put(None)
+        self._thread.join()
+        if self._error is not None and not was_over:
+            self._end(f"{self._error.strerror}")
+
+    def _end(self, why: str) -> None:
+        self._is_over = True
+        log.error("decision log %s ends here, serving goes on: %s", self._path, why)
+        self.flush()
+
+    def _write_all(self) -> None:
+        """Write portions until told to end; after an error, drop them."""
+        while (portion := self._queue.get()) is not None:
+            try:
+                while portion and self._error is None:
+                    count = os.write(self._descriptor, portion)
+                    self._num_written += count
+                    portion = portion[count:]
+            except OSError as error:
+                self._error = error
+        os.close(self._descriptor)
+
+
+def _create(path: Path) -> int:
+    try:
+        if path.exists():
+            if not path.is_file() or path.is_symlink():
+                raise ConfigError(f"--decision-log {path}: not a regular file")
+            with contextlib.suppress(FileNotFoundError):
+                path.replace(f"{path}.1")
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"--decision-log {path}: {error.strerror}") from error

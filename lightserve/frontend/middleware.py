@@ -25,7 +25,7 @@ from lightserve.frontend.json_body import UNKNOWN_PARAMETER
 from lightserve.frontend.service import Observation
 from lightserve.http_headers import bearer_key, names_machine
 from lightserve.logs import request_id
-from lightserve.metrics.families import OTHER
+from lightserve.metrics.recording import OTHER
 
 # ----------------------------------------------------------------------
 # Who may ask what: API keys on every path and method, Host and Origin where there are none.

@@ -55,7 +55,6 @@ from lightserve.frontend.service import Service, load_service
 from lightserve.frontend.tgi import tgi_router
 from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.frontend_router import FrontendHello, FrontendMessage, RouterMessage
-from lightserve.messages.metrics import MetricsSnapshot, MetricsText
 from lightserve.messages.supervision import (
     HEARTBEAT_INTERVAL_S,
     LATE_TIMEOUT_S,
@@ -65,12 +64,14 @@ from lightserve.messages.supervision import (
     Drain,
     FrontendServing,
     Heartbeat,
+    MetricsSnapshot,
+    MetricsText,
     NewApiKeys,
     RouterDown,
     RouterUp,
     SupervisorMessage,
 )
-from lightserve.metrics.families import OTHER
+from lightserve.metrics.recording import OTHER
 from lightserve.metrics.turns import TurnClock, TurnSelector
 from lightserve.tls import server_context
 from lightserve.types import FrontendId

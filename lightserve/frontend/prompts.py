@@ -16,8 +16,7 @@ from typing import NamedTuple, TypeVar
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.json_body import Backlog
 from lightserve.tokenization.chat_template import ChatTemplate, Conversation
-from lightserve.tokenization.infilling import find_infilling, known_families
-from lightserve.tokenization.tokenizer import Spans, Tokenizer
+from lightserve.tokenization.tokenizer import Spans, Tokenizer, find_infilling, known_families
 
 NUM_THREADS = 2
 INLINE_SIZE = 2048

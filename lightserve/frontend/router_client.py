@@ -34,10 +34,10 @@ from lightserve.frontend.errors import (
 )
 from lightserve.frontend.news import LiveRequest, OutputOptions, Reader
 from lightserve.messages.common import (
+    DeviceFacts,
     unpack_int32,
     unpack_int64,
 )
-from lightserve.messages.device import DeviceFacts
 from lightserve.messages.frontend_router import (
     Abort,
     Acknowledge,

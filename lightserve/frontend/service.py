@@ -22,7 +22,7 @@ from lightserve.frontend.request_options import SamplingDefaults, read_sampling_
 from lightserve.frontend.router_client import RouterClient
 from lightserve.frontend.structured_output import ConstraintChecker
 from lightserve.logs import num_dropped_lines
-from lightserve.messages.metrics import MetricsRequest, MetricsSnapshot, MetricsText
+from lightserve.messages.supervision import MetricsRequest, MetricsSnapshot, MetricsText
 from lightserve.metrics.catalogue import (
     HTTP_REJECTIONS,
     HTTP_RESPONSES,

@@ -34,8 +34,7 @@ from lightserve.messages.common import (
     JsonSchemaConstraint,
     RegexConstraint,
 )
-from lightserve.structured.closing import closed
-from lightserve.structured.limits import MAX_SCHEMA_BYTES, is_gbnf, yield_to_others
+from lightserve.structured.schemas import MAX_SCHEMA_BYTES, closed, is_gbnf, yield_to_others
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -173,7 +172,7 @@ class ConstraintChecker:
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
-        from lightserve.structured.vocabulary import byte_vocabulary  # noqa: PLC0415
+        from lightserve.structured.grammars import byte_vocabulary  # noqa: PLC0415
 
         return byte_vocabulary()
 

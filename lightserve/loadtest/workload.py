@@ -162,7 +162,7 @@ def trace_names() -> list[str]:
 
 def load_trace(name_or_path: str, *, first_row: int = 0, num_rows: int | None = None) -> Trace:
     """Read rows of a trace. Raises ConfigError: no such file, or not a trace."""
-    from lightserve.sim.workload import read_trace  # noqa: PLC0415 - most runs need none of it
+    from lightserve.sim.traffic import read_trace  # noqa: PLC0415 - most runs need none of it
 
     path = Path(name_or_path)
     if not path.exists():

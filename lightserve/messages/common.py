@@ -9,6 +9,63 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+# What a worker computes on: told once, shown to operators.
+
+
+class DeviceFacts(msgspec.Struct, frozen=True):
+    """A rank's device and what drives it; empty where there is no such thing."""
+
+    kind: str
+    """cpu or cuda."""
+    name: str
+    """Of the processor or the GPU."""
+    memory_bytes: int
+    """Of the GPU."""
+    driver: str
+    """Version of the GPU's driver."""
+    cuda: str
+    """Version of CUDA that torch was built for."""
+    torch: str
+    triton: str
+    kernels: str
+    """Name of the kernels in use."""
+
+    @property
+    def summary(self) -> str:
+        """What step times depend on, in one line."""
+        if self.kind == "cpu":
+            return self.name
+        return (
+            f"{self.name} (driver {self.driver}, CUDA {self.cuda}, torch {self.torch},"
+            f" Triton {self.triton or 'none'})"
+        )
+
+
+# What a profile says of a worker's step times; part of its hello.
+
+
+class StepCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Coefficients of `lightserve.cost.model`, in seconds, none negative."""
+
+    floor_s: float
+    knee: float
+    """New tokens up to which a step takes no longer than one token: AccelGen's pivot."""
+    per_new_s: float
+    """For each new token beyond the knee."""
+    per_decode_s: float
+    """For each row that computes one token."""
+    per_chunk_s: float
+    """For each row that computes more."""
+    per_decode_context_s: float
+    per_chunk_context_s: float
+    """For each token that a row of several starts from: it is read once for all of them."""
+    per_chunk_pair_s: float
+    per_saved_token_s: float = 0.0
+    """Copied to the host; 0: not measured."""
+    per_loaded_token_s: float = 0.0
+    """Copied back; 0: not measured."""
+
+
 PROTOCOL_VERSION = 10
 """Raised by one whenever a message changes; the hello of every link carries it."""
 

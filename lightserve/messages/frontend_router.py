@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from lightserve.messages.common import Constraint, Message, PromptSegment, TokenLogprob
-from lightserve.messages.device import DeviceFacts
+from lightserve.messages.common import Constraint, DeviceFacts, Message, PromptSegment, TokenLogprob
 from lightserve.messages.kv_map import DescribeKV, KVMap
 from lightserve.types import (
     NO_SLO,

@@ -29,15 +29,15 @@ import numpy.typing as npt
 from lightserve.errors import ProtocolError
 from lightserve.messages.common import (
     Constraint,
+    DeviceFacts,
     Int32Array,
     Message,
     PromptSegment,
+    StepCoefficients,
     TokenLogprob,
     pack_int32,
     unpack_int32,
 )
-from lightserve.messages.device import DeviceFacts
-from lightserve.messages.step_cost import StepCoefficients
 from lightserve.types import RowId, SamplingParams, StepId
 
 

@@ -7,7 +7,7 @@ also has the labels of `COMMON_LABELS`.
 
 from __future__ import annotations
 
-from lightserve.metrics.families import (
+from lightserve.metrics.recording import (
     BATCH_BUCKETS,
     CLASS,
     FAMILIES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from lightserve.metrics.catalogue import all_families
-from lightserve.metrics.families import COMMON_LABELS, Family, Kind, Origin
+from lightserve.metrics.recording import COMMON_LABELS, Family, Kind, Origin
 
 _HEADLINES = {
     Origin.FRONTEND: "Requests, as frontends see them",

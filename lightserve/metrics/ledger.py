@@ -7,13 +7,35 @@ before its death, is lost. Several threads may use a ledger.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from lightserve.errors import ProtocolError
-from lightserve.messages.metrics import MetricSample
+from lightserve.messages.supervision import MetricSample
 from lightserve.metrics.catalogue import all_families, family_named
-from lightserve.metrics.families import MAX_SERIES_PER_FAMILY, Family, Kind
+from lightserve.metrics.recording import (
+    COMMON_LABELS,
+    ENGINE_ID,
+    MAX_SERIES_PER_FAMILY,
+    Family,
+    Kind,
+)
 
 SeriesKey = tuple[str, tuple[str, ...]]
 """Family name and label values."""
@@ -82,3 +104,77 @@ def _add(sums: dict[SeriesKey, list[float]], key: SeriesKey, values: list[float]
         sums[key] = list(values)
     else:
         sums[key] = [a + b for a, b in zip(before, values, strict=True)]
+
+
+# A ledger in Prometheus's text format. The supervisor's: it alone needs prometheus_client.
+
+__all__ = ["CONTENT_TYPE", "LedgerCollector", "make_registry", "render"]
+
+
+class LedgerCollector(Collector):
+    """Reads the ledger anew at each scrape."""
+
+    def __init__(self, ledger: Ledger, common_labels: Mapping[str, str]) -> None:
+        self._ledger = ledger
+        self._common = [common_labels[name] for name in COMMON_LABELS]
+
+    def collect(self) -> Iterable[Metric]:
+        """Return all families that have series."""
+        return [self._metric(family, series) for family, series in self._ledger.totals()]
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: the ledger is empty when the collector is registered."""
+        return []
+
+    def _metric(self, family: Family, all_series: Series) -> Metric:
+        names = [*COMMON_LABELS, *family.labels]
+        if family.kind is Kind.HISTOGRAM:
+            histogram = HistogramMetricFamily(family.name, family.help, labels=names)
+            bounds = [*map(floatToGoString, family.buckets), "+Inf"]
+            for labels, (total, *counts) in all_series:
+                buckets = list(zip(bounds, accumulate(counts), strict=True))
+                histogram.add_metric([*self._common, *labels], buckets, total)
+            return histogram
+        kind = CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily
+        metric = kind(family.name, family.help, labels=names)
+        for labels, (value,) in all_series:
+            metric.add_metric([*self._common, *labels], value)
+        return metric
+
+
+def make_registry(ledger: Ledger, model_name: str) -> CollectorRegistry:
+    """Return a registry with nothing but the ledger."""
+    registry = CollectorRegistry()
+    registry.register(LedgerCollector(ledger, {"model_name": model_name, "engine": ENGINE_ID}))
+    return registry
+
+
+def render(registry: CollectorRegistry) -> bytes:
+    """Return all metrics in the text format; its content type is CONTENT_TYPE."""
+    return generate_latest(registry)
+
+
+# Memory and CPU time of a process, from /proc.
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_UTIME, _STIME, _RSS = 11, 12, 21
+"""Fields of /proc/PID/stat, counted from the one behind the name in parentheses."""
+
+
+class ProcessUsage(NamedTuple):
+    """What a process has used."""
+
+    resident_bytes: int
+    cpu_s: float
+
+
+def read_usage(pid: int) -> ProcessUsage | None:
+    """Return what a process has used so far, None if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    ticks = int(fields[_UTIME]) + int(fields[_STIME])
+    return ProcessUsage(int(fields[_RSS]) * _PAGE_BYTES, ticks / _TICKS_PER_S)

@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lightserve.cost.shape import StepShape
+from lightserve.cost.model import StepShape
 from lightserve.router.output_lengths import PRIOR_MOST, expected_output
 
 MEMORY_S = 15.0

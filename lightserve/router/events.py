@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lightserve.messages.common import StepCoefficients
 from lightserve.messages.frontend_router import Abort, Acknowledge, Finish, Submit, TokenDelta
-from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.fit import Take
 from lightserve.router.reasons import Skipped, Unseen
 from lightserve.router.request import Request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from lightserve.messages.device import DeviceFacts
+from lightserve.messages.common import DeviceFacts
 from lightserve.messages.frontend_router import RouterStatus
 from lightserve.messages.router_worker import StepResult
 from lightserve.metrics.catalogue import (

@@ -15,13 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from lightserve.channels.base import Hub, Link
-from lightserve.channels.wait import Waitable, wait_readable
+from lightserve.channels.base import Hub, Link, Waitable, wait_readable
 from lightserve.channels.zmq import bind_hub
 from lightserve.config.fields import parse_memory
-from lightserve.decisions.log_file import DecisionLogFile
-from lightserve.decisions.recording import CoreCalls, RecordedCore
-from lightserve.decisions.records import header_of
+from lightserve.decisions.records import CoreCalls, DecisionLogFile, RecordedCore, header_of
 from lightserve.errors import ChannelFull, ConfigError, ProtocolError
 from lightserve.logs import num_dropped_lines
 from lightserve.messages.common import MAX_INT32, PROTOCOL_VERSION
@@ -39,7 +36,6 @@ from lightserve.messages.frontend_router import (
     TokenDelta,
 )
 from lightserve.messages.kv_map import DescribeKV, KVMap
-from lightserve.messages.metrics import MetricsSnapshot
 from lightserve.messages.router_worker import (
     RouterToWorker,
     StepResult,
@@ -52,6 +48,7 @@ from lightserve.messages.supervision import (
     ChildSpec,
     FrontendLost,
     Heartbeat,
+    MetricsSnapshot,
     SupervisorMessage,
     WorkersLost,
     WorkersStalled,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from lightserve.cost.shape import StepShape, chunk_pairs
+from lightserve.cost.model import StepShape, chunk_pairs
 from lightserve.router.request import Request
 
 

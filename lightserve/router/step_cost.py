@@ -16,10 +16,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from lightserve.cost.fit import StepSample, fit
-from lightserve.cost.model import StepModel
-from lightserve.cost.shape import StepShape
-from lightserve.messages.step_cost import StepCoefficients
+from lightserve.cost.model import StepModel, StepSample, StepShape, fit
+from lightserve.messages.common import StepCoefficients
 
 __all__ = ["StepCost", "StepGuard", "StepKind", "StepShape"]
 

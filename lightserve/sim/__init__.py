@@ -1,11 +1,9 @@
 """The real RouterCore under a virtual clock, with a simulated worker."""
 
-from lightserve.sim.class_report import Targets
 from lightserve.sim.hardware import ProfiledHardware
 from lightserve.sim.hybrid import HybridConfig, run_hybrid
-from lightserve.sim.hybrid_report import HybridReport
-from lightserve.sim.report import Report
-from lightserve.sim.run import SimulationConfig, make_workload, run
+from lightserve.sim.offline import SimulationConfig, make_workload, run
+from lightserve.sim.report import HybridReport, Report, Targets
 
 __all__ = [
     "HybridConfig",

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
-from lightserve.cost.model import StepModel
+from lightserve.cost.model import StepModel, StepShape
 from lightserve.cost.profile import read_profile
-from lightserve.cost.shape import StepShape
 from lightserve.errors import ConfigError
-from lightserve.messages.step_cost import StepCoefficients
+from lightserve.messages.common import StepCoefficients
 
 
 class Hardware(Protocol):

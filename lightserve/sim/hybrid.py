@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from lightserve.config import ServeConfig
-from lightserve.decisions.log_file import DecisionLogFile
-from lightserve.decisions.recording import CoreCalls, RecordedCore
-from lightserve.decisions.records import header_of
+from lightserve.cost.model import StepSample, StepShape, fit
+from lightserve.decisions.records import CoreCalls, DecisionLogFile, RecordedCore, header_of
 from lightserve.errors import ConfigError
+from lightserve.messages.common import StepCoefficients
 from lightserve.messages.frontend_router import RequestDelta
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.baselines import OracleAdmission
@@ -29,16 +30,63 @@ from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import FromFrontend
 from lightserve.router.factory import make_core_config
 from lightserve.router.request import Request
-from lightserve.sim.class_report import Seen, Targets, Window
-from lightserve.sim.fitted_profile import fitted_profile
 from lightserve.sim.hardware import A100_LLAMA2_7B, Hardware
-from lightserve.sim.hybrid_report import HybridReport, hybrid_report
-from lightserve.sim.simulation import Simulation, TimedEvent, Worker
-from lightserve.sim.timed_core import TimedCore
+from lightserve.sim.report import HybridReport, Seen, Targets, Window, hybrid_report
+from lightserve.sim.simulation import Simulation, TimedCore, TimedEvent, Worker
 from lightserve.sim.traffic import Job, Traffic, parse_traffic
-from lightserve.sim.virtual_worker import LengthWorker, VirtualWorker
-from lightserve.sim.worker import SimulatedWorker
+from lightserve.sim.worker import LengthWorker, SimulatedWorker, VirtualWorker
 from lightserve.types import FinishReason, FrontendId, RequestClass
+
+# What a profile of virtual hardware says: fitted to noisy samples of it, its formula unseen.
+#
+# The router of a server knows its workers by a profile that `lightserve profile` has measured; that
+# of a simulation knows them by the same fit to as many samples as a short profile takes.
+
+NUM_SAMPLES = 150
+_MAX_DECODES = 200
+_CONTEXT = (50, 2000)
+"""Tokens that rows have before the step, both ends included."""
+_MAX_CHUNK = 2048
+_COPIED_TOKENS = 2000
+
+
+def fitted_profile(
+    hardware: Hardware, *, noise: float, rng: np.random.Generator
+) -> StepCoefficients:
+    """Return the coefficients fitted to samples of steps and copies.
+
+    A third each are decodes, chunks, and both; chunks are log-uniform in length.
+
+    Args:
+        hardware: what is sampled.
+        noise: standard deviation of the logarithm of a sample.
+        rng: of shapes and noise.
+    """
+    samples = []
+    for number in range(NUM_SAMPLES):
+        shape = StepShape() if number % 3 == 1 else _decodes(rng)
+        if number % 3:
+            count = round(np.exp(rng.uniform(np.log(2), np.log(_MAX_CHUNK))))
+            shape = shape.plus(int(rng.integers(_CONTEXT[1], endpoint=True)), count)
+        samples.append(StepSample(shape, hardware.step_seconds(shape) * _factor(noise, rng)))
+    saved_s = hardware.copy_seconds(num_saved=_COPIED_TOKENS) * _factor(noise, rng)
+    loaded_s = hardware.copy_seconds(num_loaded=_COPIED_TOKENS) * _factor(noise, rng)
+    return msgspec.structs.replace(
+        fit(samples),
+        per_saved_token_s=saved_s / _COPIED_TOKENS,
+        per_loaded_token_s=loaded_s / _COPIED_TOKENS,
+    )
+
+
+def _decodes(rng: np.random.Generator) -> StepShape:
+    contexts = rng.integers(*_CONTEXT, size=rng.integers(1, _MAX_DECODES), endpoint=True)
+    return StepShape().plus_decodes(len(contexts), int(contexts.sum()))
+
+
+def _factor(noise: float, rng: np.random.Generator) -> float:
+    """Return a lognormal factor of mean one."""
+    return float(rng.lognormal(-0.5 * noise**2, noise))
+
 
 MAX_NUM_SEQS = 512
 MAX_LOG_BYTES = 4 << 30

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from enum import Enum, IntEnum
 
 from lightserve.api_keys import ApiKey
 from lightserve.errors import ProtocolError, StartupError
-from lightserve.messages.metrics import MetricSample, MetricsRequest, MetricsSnapshot
 from lightserve.messages.supervision import (
     LATE_TIMEOUT_S,
     ChildFailed,
@@ -37,6 +37,9 @@ from lightserve.messages.supervision import (
     FrontendLost,
     FrontendServing,
     Heartbeat,
+    MetricSample,
+    MetricsRequest,
+    MetricsSnapshot,
     NewApiKeys,
     Role,
     RouterDown,
@@ -44,11 +47,28 @@ from lightserve.messages.supervision import (
     WorkersLost,
     WorkersStalled,
 )
-from lightserve.supervisor.budget import RestartBudget
 from lightserve.supervisor.metrics import ServerMetrics
-from lightserve.supervisor.spawn import Child, Spawner
-from lightserve.supervisor.specs import SpecWriter, num_frontends
+from lightserve.supervisor.spawn import Child, Spawner, SpecWriter, num_frontends
 from lightserve.types import FrontendId
+
+# How many restarts are too many.
+
+
+class RestartBudget:
+    """At most `max_restarts` within any `window_s`."""
+
+    def __init__(self, max_restarts: int, window_s: float) -> None:
+        self.max_restarts = max_restarts
+        self.window_s = window_s
+        self._times_s: deque[float] = deque()
+
+    def spend(self, now_s: float) -> bool:
+        """Count a restart at `now_s`; False when it is one too many."""
+        while self._times_s and self._times_s[0] <= now_s - self.window_s:
+            self._times_s.popleft()
+        self._times_s.append(now_s)
+        return len(self._times_s) <= self.max_restarts
+
 
 DRAIN_GRACE_S = 2.0
 """What frontends get beyond --shutdown-timeout-s before they are killed."""

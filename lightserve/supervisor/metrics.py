@@ -21,8 +21,7 @@ from lightserve.errors import StartupError
 from lightserve.http_headers import bearer_key, is_loopback, names_machine
 from lightserve.logs import num_dropped_lines
 from lightserve.messages.common import PROTOCOL_VERSION
-from lightserve.messages.metrics import MetricSample, MetricsRequest, MetricsText
-from lightserve.messages.supervision import Role
+from lightserve.messages.supervision import MetricSample, MetricsRequest, MetricsText, Role
 from lightserve.metrics.catalogue import (
     BUILD_INFO,
     CONFIG_INFO,
@@ -33,12 +32,10 @@ from lightserve.metrics.catalogue import (
     PROCESS_RESTARTS,
     START_TIME,
 )
-from lightserve.metrics.exposition import CONTENT_TYPE, make_registry, render
-from lightserve.metrics.ledger import Ledger
-from lightserve.metrics.processes import read_usage
+from lightserve.metrics.ledger import CONTENT_TYPE, Ledger, make_registry, read_usage, render
 from lightserve.metrics.recording import Recorder
-from lightserve.supervisor.banner import base_url
-from lightserve.supervisor.specs import num_frontends
+from lightserve.supervisor.spawn import num_frontends
+from lightserve.supervisor.startup import base_url
 from lightserve.tls import server_context
 
 if TYPE_CHECKING:

@@ -3,21 +3,188 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from lightserve.api_keys import ApiKey
 from lightserve.channels.base import Hub
 from lightserve.child import SPEC_HEADER, control_name
-from lightserve.errors import ChannelFull
+from lightserve.config import ServeConfig
+from lightserve.errors import ChannelFull, StartupError
 from lightserve.messages.supervision import ChildMessage, ChildSpec, Role, SupervisorMessage
+
+# The private directory (0700) in which the sockets of one server lie.
+#
+# Each holds a locked file while its server lives. A server killed by SIGKILL leaves its directory
+# behind; the next one to start under the same parent finds the lock free and removes it.
+
+_PREFIX = "lightserve-"
+_LOCK_FILE = "lock"
+_MAX_SOCKET_PATH_BYTES = 107
+_LONGEST_SOCKET_NAME = "workers-999999"
+
+
+class RunDir:
+    """A fresh run directory; removed by `close`."""
+
+    def __init__(self, parent: str) -> None:
+        """Make one under `parent` ("" is the system's temporary directory).
+
+        Raises:
+            StartupError: the directory cannot be made, or its path is too long for sockets.
+        """
+        try:
+            base = Path(parent or tempfile.gettempdir()).resolve()
+        except FileNotFoundError as error:
+            raise StartupError(
+                "--run-dir: there is no temporary directory that can be written; name a directory"
+            ) from error
+        remove_stale(base)
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        except OSError as error:
+            raise StartupError(
+                f"--run-dir: cannot make a directory in {base}: {error.strerror}"
+            ) from error
+        self._lock_fd = _lock_before_visible(self.path)
+        length = len(os.fsencode(self.path / _LONGEST_SOCKET_NAME))
+        if length > _MAX_SOCKET_PATH_BYTES:
+            self.close()
+            raise StartupError(
+                f"--run-dir: socket paths under {base} would have {length} bytes,"
+                f" the limit is {_MAX_SOCKET_PATH_BYTES}"
+            )
+
+    def address(self, name: str) -> str:
+        """Return the channel address of a socket in this directory."""
+        return f"ipc://{self.path / name}"
+
+    def close(self) -> None:
+        """Remove the directory and all in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock_fd)
+
+
+def remove_stale(base: Path) -> None:
+    """Remove this user's run directories under `base` whose servers no longer live."""
+    for path in base.glob(_PREFIX + "*"):
+        try:
+            if path.lstat().st_uid != os.getuid() or path.is_symlink():
+                continue
+            lock_fd = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # not one of ours, or it is going away at this moment
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass  # its server lives
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(lock_fd)
+
+
+def _lock_before_visible(path: Path) -> int:
+    """Lock the file under another name first, so that no process ever sees it unlocked."""
+    hidden = path / (_LOCK_FILE + ".new")
+    lock_fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock_fd, fcntl.LOCK_EX)
+    hidden.rename(path / _LOCK_FILE)
+    return lock_fd
+
+
+# The specifications of children: who is told what at birth.
+
+MAX_FRONTENDS_BY_CORES = 8
+
+
+def num_frontends(config: ServeConfig) -> int:
+    """Return how many frontend processes there are."""
+    by_cores = min(MAX_FRONTENDS_BY_CORES, len(os.sched_getaffinity(0)) // 4)
+    return config.http_workers or max(1, by_cores)
+
+
+@dataclass(frozen=True)
+class RouterBoot:
+    """One life of a router: a fresh id, and sockets that no earlier router's peers know."""
+
+    number: int
+    boot_id: str
+    frontends_address: str
+    workers_address: str
+
+
+@dataclass(frozen=True)
+class SpecWriter:
+    """Writes the specifications of one server's children."""
+
+    config: ServeConfig
+    run_dir: RunDir
+    control_address: str
+    listen_fd: int
+
+    def boot(self, number: int) -> RouterBoot:
+        """Name the `number`-th router boot."""
+        return RouterBoot(
+            number=number,
+            boot_id=secrets.token_hex(8),
+            frontends_address=self.run_dir.address(f"frontends-{number}"),
+            workers_address=self.run_dir.address(f"workers-{number}"),
+        )
+
+    def frontend(self, index: int, generation: int, api_keys: Sequence[ApiKey]) -> ChildSpec:
+        """Specify a frontend's `generation`-th start."""
+        return ChildSpec(
+            role=Role.FRONTEND,
+            index=index,
+            generation=generation,
+            boot_id="",
+            config=self.config,
+            control_address=self.control_address,
+            listen_fd=self.listen_fd,
+            api_keys=list(api_keys),
+        )
+
+    def router(self, boot: RouterBoot) -> ChildSpec:
+        """Specify the router of this boot."""
+        return ChildSpec(
+            role=Role.ROUTER,
+            index=0,
+            generation=boot.number,
+            boot_id=boot.boot_id,
+            config=self.config,
+            control_address=self.control_address,
+            frontends_address=boot.frontends_address,
+            workers_address=boot.workers_address,
+        )
+
+    def worker(self, boot: RouterBoot, rank: int, generation: int) -> ChildSpec:
+        """Specify one rank of this boot's `generation`-th worker group."""
+        store = self.run_dir.path / f"store-{boot.number}-{generation}"
+        return ChildSpec(
+            role=Role.WORKER,
+            index=rank,
+            generation=generation,
+            boot_id=boot.boot_id,
+            config=self.config,
+            control_address=self.control_address,
+            workers_address=boot.workers_address,
+            collective_store=str(store) if self.config.tp > 1 else "",
+        )
+
 
 _BUSY_SHARE = 0.1
 """Of the time; a loop that only wakes to look at its clock takes far less."""

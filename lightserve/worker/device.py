@@ -19,7 +19,7 @@ from torch import Tensor
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.kernels.select import kernel_name
-from lightserve.messages.device import DeviceFacts
+from lightserve.messages.common import DeviceFacts
 
 # What a step needs of the device that it runs on: arrays up, results down, marks in its work.
 #

@@ -15,7 +15,7 @@ import msgspec
 
 from lightserve.channels.base import Link
 from lightserve.channels.zmq import connect_link
-from lightserve.cost.job import ProfileJob, ProfileNews
+from lightserve.cost.profile import ProfileJob, ProfileNews
 from lightserve.errors import LightserveError
 from lightserve.logs import one_line, setup_logging
 from lightserve.messages.common import PROTOCOL_VERSION

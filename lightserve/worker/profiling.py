@@ -19,7 +19,7 @@ import torch
 
 import lightserve
 from lightserve.config import ServeConfig
-from lightserve.cost.fit import StepSample, fit, held_out_errors
+from lightserve.cost.model import StepSample, StepShape, fit, held_out_errors
 from lightserve.cost.profile import (
     SCHEMA_VERSION,
     ProfileKey,
@@ -28,7 +28,6 @@ from lightserve.cost.profile import (
     load_profile,
     save_profile,
 )
-from lightserve.cost.shape import StepShape
 from lightserve.errors import ConfigError
 from lightserve.messages.common import Int32Array, TokenSegment, pack_int32
 from lightserve.messages.router_worker import (

@@ -26,8 +26,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn, Protocol
 
-from lightserve.channels.base import Link
-from lightserve.channels.wait import Waitable, wait_readable
+from lightserve.channels.base import Link, Waitable, wait_readable
 from lightserve.errors import DeviceError, ProtocolError
 from lightserve.messages.router_worker import RouterToWorker, StepPlan, StepResult, WorkerToRouter
 from lightserve.types import StepId

@@ -12,7 +12,7 @@ from support.live_server import LiveServer, live_server
 from support.processes import wait_for
 
 from lightserve.metrics.catalogue import all_families
-from lightserve.metrics.families import Kind, Origin
+from lightserve.metrics.recording import Kind, Origin
 
 Lines = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

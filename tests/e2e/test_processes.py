@@ -19,7 +19,7 @@ import zmq
 from support.live_server import LiveServer, live_server
 from support.streams import Outcome, stream_once
 
-from lightserve.channels.codec import VERSION_BYTE
+from lightserve.channels.zmq import VERSION_BYTE
 from lightserve.kernels.cpu import core
 from lightserve.messages.common import MAX_FRAME_BYTES
 from lightserve.messages.frontend_router import Abort

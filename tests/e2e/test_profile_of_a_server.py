@@ -12,7 +12,7 @@ from support.processes import wait_for
 
 from lightserve.config import ServeConfig
 from lightserve.cost.profile import SCHEMA_VERSION, StepProfile, save_profile
-from lightserve.messages.step_cost import StepCoefficients
+from lightserve.messages.common import StepCoefficients
 from lightserve.worker.profiling import profile_key
 
 FLOOR_S = 3.0

@@ -25,8 +25,8 @@ from support.processes import PATIENCE_S, wait_for
 
 from lightserve.channels import memory
 from lightserve.channels import zmq as zmq_channels
-from lightserve.channels.codec import VERSION_BYTE, Codec
-from lightserve.channels.wait import wait_readable
+from lightserve.channels.base import wait_readable
+from lightserve.channels.zmq import VERSION_BYTE, Codec
 from lightserve.errors import ChannelFull, ProtocolError
 from lightserve.messages.common import MAX_FRAME_BYTES, TokenSegment
 from lightserve.messages.frontend_router import (
@@ -356,7 +356,7 @@ def test_async_link_hears_what_arrives_while_it_sends(wire: Wire) -> None:
 
 
 def test_other_tasks_go_on_while_messages_wait(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightserve.channels.wait.MAX_TURN_S", 0.0)
+    monkeypatch.setattr("lightserve.channels.base.MAX_TURN_S", 0.0)
 
     async def scenario() -> list[int]:
         link = wire.async_link("frontend-0")

@@ -37,8 +37,7 @@ from lightserve.messages.frontend_router import (
     Submit,
     TokenDelta,
 )
-from lightserve.messages.metrics import MetricsSnapshot
-from lightserve.messages.supervision import Heartbeat, RouterUp
+from lightserve.messages.supervision import Heartbeat, MetricsSnapshot, RouterUp
 from lightserve.metrics.catalogue import IPC_REJECTED
 from lightserve.tokenization.tokenizer import Tokenizer
 from lightserve.types import FinishReason, RequestId

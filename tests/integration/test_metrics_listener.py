@@ -14,10 +14,9 @@ import pytest
 from lightserve.api_keys import ApiKey, digest_of
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, StartupError
-from lightserve.messages.metrics import MetricSample, MetricsRequest
-from lightserve.messages.supervision import Role
+from lightserve.messages.supervision import MetricSample, MetricsRequest, Role
 from lightserve.metrics.catalogue import STEPS
-from lightserve.metrics.exposition import render
+from lightserve.metrics.ledger import render
 from lightserve.supervisor.metrics import MAX_SCRAPES, MetricsListener, ServerMetrics
 
 

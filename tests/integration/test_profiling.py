@@ -28,7 +28,7 @@ from lightserve.cost.profile import (
     load_profile,
 )
 from lightserve.errors import ConfigError, StartupError
-from lightserve.messages.step_cost import StepCoefficients
+from lightserve.messages.common import StepCoefficients
 from lightserve.models.parallel import SingleRank
 from lightserve.worker import profiling
 from lightserve.worker.engine import build_runner

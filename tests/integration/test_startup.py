@@ -25,7 +25,7 @@ from support.model_files import CONFIG, write_model_files
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, StartupError
 from lightserve.frontend.connections import MIN_CONNECTIONS, connection_table
-from lightserve.supervisor.run_dir import RunDir
+from lightserve.supervisor.spawn import RunDir
 from lightserve.supervisor.startup import check_model, check_threads, resolve_model
 
 

@@ -23,7 +23,7 @@ from support import scripted_child
 from support.model_files import write_model_files
 from support.processes import PATIENCE_S, is_running, wait_for, wait_gone
 
-from lightserve.supervisor.run_dir import RunDir, remove_stale
+from lightserve.supervisor.spawn import RunDir, remove_stale
 
 DRIVER = """
 import json, sys, time, types

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from lightserve import sim
-from lightserve.cost.model import StepModel
-from lightserve.cost.shape import StepShape
-from lightserve.sim.fitted_profile import fitted_profile
+from lightserve.cost.model import StepModel, StepShape
 from lightserve.sim.hardware import A100_LLAMA2_7B
-from lightserve.sim.hybrid import HybridRun
+from lightserve.sim.hybrid import HybridRun, fitted_profile
 
 NOISE = 0.05
 

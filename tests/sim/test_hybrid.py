@@ -11,20 +11,18 @@ import numpy as np
 import pytest
 
 from lightserve import sim
-from lightserve.messages.common import pack_int32
+from lightserve.messages.common import StepCoefficients, pack_int32
 from lightserve.messages.router_worker import (
     KVCopies,
     OutputKind,
     PlanRow,
     StepPlan,
 )
-from lightserve.messages.step_cost import StepCoefficients
-from lightserve.sim.class_report import ClassReport, Seen, Targets, Window, class_report
 from lightserve.sim.hardware import A100_LLAMA2_7B, Hardware, ProfiledHardware
 from lightserve.sim.hybrid import HybridRun
-from lightserve.sim.traffic import Job, Traffic, parse_block_ids, parse_traffic
-from lightserve.sim.virtual_worker import LengthWorker, VirtualWorker
-from lightserve.sim.workload import read_trace
+from lightserve.sim.report import ClassReport, Seen, Targets, Window, class_report
+from lightserve.sim.traffic import Job, Traffic, parse_block_ids, parse_traffic, read_trace
+from lightserve.sim.worker import LengthWorker, VirtualWorker
 from lightserve.types import RequestClass, RowId, StepId
 
 SHAREGPT = "bench/traces/sharegpt_lengths.csv.gz"

@@ -25,9 +25,9 @@ from support.core_scenes import (
     submit,
 )
 
+from lightserve.messages.common import StepCoefficients
 from lightserve.messages.frontend_router import Abort
 from lightserve.messages.router_worker import StepPlan
-from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, WorkersReady
 from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import MAX_DEPTH, least_recently_used, task_aware

@@ -26,7 +26,7 @@ from lightserve.router.step_cost import StepCost, StepShape
 from lightserve.sim.hardware import A100_LLAMA2_7B
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.sim.traffic import Job
-from lightserve.sim.virtual_worker import LengthWorker, VirtualWorker
+from lightserve.sim.worker import LengthWorker, VirtualWorker
 from lightserve.types import SLO, FrontendId, RequestId, RequestKey
 
 MS_PER_TOKEN = 0.1

@@ -11,7 +11,7 @@ import pytest
 from lightserve.errors import ConfigError
 from lightserve.sim.offline import OfflineConfig, run_offline
 from lightserve.sim.report import Report
-from lightserve.sim.workload import Workload, load_workload
+from lightserve.sim.traffic import Workload, load_workload
 from lightserve.types import RequestClass
 
 

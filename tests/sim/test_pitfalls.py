@@ -17,12 +17,12 @@ from support.core_scenes import Arrival, RecklessAdmission, check_outcome, submi
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ProtocolError
+from lightserve.messages.common import StepCoefficients
 from lightserve.messages.router_worker import (
     StepPlan,
     StepResult,
     plan_rows,
 )
-from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.admission.classwise import ClasswiseAdmission

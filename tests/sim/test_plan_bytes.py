@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.core_scenes import make_core
 from support.storms import Storm, play
 
-from lightserve.channels.codec import Codec
+from lightserve.channels.zmq import Codec
 from lightserve.errors import FrameTooLarge
 from lightserve.messages.common import JsonSchemaConstraint, TokenSegment, pack_int32
 from lightserve.messages.frontend_router import ErrorCode, Submit

@@ -15,7 +15,7 @@ from support.best_plans import best_step, only_real_time
 from support.policy_scenes import BE, RT, make_request
 from support.small_states import START_S, Reading, State, empty_state, make_state
 
-from lightserve.messages.step_cost import StepCoefficients
+from lightserve.messages.common import StepCoefficients
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.shares import Allotment
 from lightserve.router.slo import TokenDeadlines

@@ -21,8 +21,7 @@ from support.core_scenes import (
     make_simulation,
 )
 
-from lightserve.decisions.recording import RecordedCore, event_of
-from lightserve.decisions.records import Decision, Input, decision_of
+from lightserve.decisions.records import Decision, Input, RecordedCore, decision_of, event_of
 from lightserve.messages.frontend_router import Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.admission.baselines import ConservativeAdmission

@@ -19,9 +19,8 @@ from click.testing import CliRunner, Result
 from lightserve.cli.replay import command as replay_command
 from lightserve.cli.simulate import command as simulate_command
 from lightserve.config import ServeConfig
-from lightserve.decisions.reading import DecisionLogReader
 from lightserve.decisions.records import DECIDING_OPTIONS, new_hash
-from lightserve.decisions.story import MAX_LINES, find_request, story_of
+from lightserve.decisions.replaying import MAX_LINES, DecisionLogReader, find_request, story_of
 from lightserve.errors import ConfigError, DecisionLogError
 from lightserve.router.factory import make_core_config
 from lightserve.router.policies.registry import POLICIES

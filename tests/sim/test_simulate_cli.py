@@ -106,7 +106,7 @@ def test_a_picture_that_cannot_be_is_refused_before_the_run(
     """A run may take minutes, and its report is lost with the picture."""
     if missing:
         monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.setattr("lightserve.sim.run", lambda *_, **__: pytest.fail("it ran"))
+    monkeypatch.setattr("lightserve.sim.offline", lambda *_, **__: pytest.fail("it ran"))
     with pytest.raises(ConfigError, match=match):
         simulate("--workload", "dist3", "--timeline", str(tmp_path / file))
     assert list(tmp_path.iterdir()) == []

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from lightserve.cli.simulate import command
-from lightserve.cli.simulate_hybrid import HYBRID_DEFAULTS
-from lightserve.cli.simulate_queue import QUEUE_DEFAULTS
+from lightserve.cli.simulate import HYBRID_DEFAULTS, QUEUE_DEFAULTS, command
 from lightserve.cost.profile import SCHEMA_VERSION, ProfileKey, StepProfile, save_profile
 from lightserve.errors import ConfigError
-from lightserve.messages.step_cost import StepCoefficients
+from lightserve.messages.common import StepCoefficients
 from lightserve.router.reasons import Reason
 
 RT = ("--rt", "poisson:6", "--rt-lengths", "uniform:10-200,5-80", "--rt-max-tokens", "100")

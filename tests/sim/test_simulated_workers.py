@@ -20,8 +20,7 @@ from lightserve.messages.router_worker import (
     row_results,
     unpack_decodes,
 )
-from lightserve.sim.virtual_worker import LengthWorker
-from lightserve.sim.worker import PlanError, SimulatedWorker
+from lightserve.sim.worker import LengthWorker, PlanError, SimulatedWorker
 from lightserve.types import RowId, SamplingParams, StepId
 
 NUM_SEQS, MAX_LEN = 12, 40

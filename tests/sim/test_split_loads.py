@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from support.core_scenes import Arrival, RecklessAdmission, check_outcome, submit
 
+from lightserve.messages.common import StepCoefficients
 from lightserve.messages.frontend_router import Abort
 from lightserve.messages.router_worker import StepPlan
-from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, WorkersReady
@@ -27,8 +27,7 @@ from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
 from lightserve.sim.hardware import ProfiledHardware
 from lightserve.sim.simulation import Outcome
-from lightserve.sim.virtual_worker import VirtualWorker
-from lightserve.sim.worker import SimulatedWorker
+from lightserve.sim.worker import SimulatedWorker, VirtualWorker
 from lightserve.types import SLO, FrontendId, RequestClass, RequestId
 
 RT, BE = RequestClass.RT, RequestClass.BE

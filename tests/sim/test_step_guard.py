@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from lightserve.cost.fit import StepSample, fit
-from lightserve.messages.step_cost import StepCoefficients
+from lightserve.cost.model import StepSample, fit
+from lightserve.messages.common import StepCoefficients
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.step_cost import StepCost, StepGuard, StepKind, StepShape, kind_of
 from lightserve.sim.hardware import A100_LLAMA2_7B

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from lightserve.decisions.recording import CoreCalls
+from lightserve.decisions.records import CoreCalls
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Abort, Submit
 from lightserve.messages.router_worker import (

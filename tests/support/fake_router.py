@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
-from lightserve.channels.codec import Codec
+from lightserve.channels.zmq import Codec
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull
 from lightserve.frontend.news import Delta, LiveRequest, OutputOptions, Prepared, new_submit

@@ -15,10 +15,9 @@ from pathlib import Path
 import msgspec
 
 from lightserve.config import ServeConfig
-from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.messages.common import StepCoefficients, TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Abort, Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
-from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import FromFrontend

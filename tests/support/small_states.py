@@ -10,7 +10,7 @@ from enum import Enum
 
 import numpy as np
 
-from lightserve.messages.step_cost import StepCoefficients
+from lightserve.messages.common import StepCoefficients
 from lightserve.router.admission.base import PoolView
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.demand import RealTimeDemand

@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
+from lightserve.messages.common import StepCoefficients
 from lightserve.messages.frontend_router import (
     Abort,
     Acknowledge,
@@ -26,7 +27,6 @@ from lightserve.messages.router_worker import (
     StepPlan,
     plan_rows,
 )
-from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.admission.base import AdmissionRound, AdmissionRule
 from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.admission.classwise import ClasswiseAdmission

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightserve.cost.model import StepModel
-from lightserve.cost.shape import StepShape
-from lightserve.messages.step_cost import StepCoefficients
+from lightserve.cost.model import StepModel, StepShape
+from lightserve.messages.common import StepCoefficients
 from lightserve.router.demand import (
     IDLE_LIMIT_S,
     MAX_IDLE_LIMIT_S,

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from support.policy_scenes import BE, RT, Admitting, Queue, make_request
 
-from lightserve.messages.step_cost import StepCoefficients
+from lightserve.messages.common import StepCoefficients
 from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.reasons import Reason, Skips

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from support.core_scenes import MAX_SEQS, Arrival, RecklessAdmission, make_core, step_time, submit
 
+from lightserve.messages.common import StepCoefficients
 from lightserve.messages.router_worker import (
     OutputKind,
     RowResult,
@@ -13,7 +14,6 @@ from lightserve.messages.router_worker import (
     pack_results,
     plan_rows,
 )
-from lightserve.messages.step_cost import StepCoefficients
 from lightserve.metrics.recording import Recorder
 from lightserve.router.admission.baselines import EmaAdmission
 from lightserve.router.core import RouterCore

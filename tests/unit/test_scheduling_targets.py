@@ -9,6 +9,7 @@ from support.core_scenes import MAX_LEN, Arrival, make_core, submit
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
+from lightserve.messages.common import StepCoefficients
 from lightserve.messages.frontend_router import RequestDelta
 from lightserve.messages.router_worker import (
     OutputKind,
@@ -16,7 +17,6 @@ from lightserve.messages.router_worker import (
     pack_results,
     plan_rows,
 )
-from lightserve.messages.step_cost import StepCoefficients
 from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend, Outgoing, PlannedStep, WorkersReady
 from lightserve.router.kv.prefix_node import task_aware

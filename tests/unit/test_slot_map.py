@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightserve.channels.codec import Codec
+from lightserve.channels.zmq import Codec
 from lightserve.messages.common import Int32Array
 from lightserve.messages.frontend_router import FrontendMessage, RouterMessage
 from lightserve.messages.kv_map import (

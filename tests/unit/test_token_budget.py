@@ -9,7 +9,7 @@ import torch
 from support.core_scenes import Arrival, make_core, submit
 
 from lightserve.config import ServeConfig
-from lightserve.decisions.recording import event_of, input_of
+from lightserve.decisions.records import event_of, input_of
 from lightserve.errors import ConfigError
 from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, WorkersReady

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.policy_scenes import BE, RT, make_request
 
-from lightserve.messages.step_cost import StepCoefficients
+from lightserve.messages.common import StepCoefficients
 from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.intake import QueueLimits

@@ -15,8 +15,7 @@ from prompt_toolkit.output import DummyOutput
 
 from lightserve.chat import client as chat_client
 from lightserve.chat.client import ChatClient, Piece
-from lightserve.chat.session import Session
-from lightserve.chat.terminal import printable, talk
+from lightserve.chat.session import Session, printable, talk
 from lightserve.cli import chat as cli_chat
 from lightserve.errors import ChatError
 

@@ -15,7 +15,7 @@ from lightserve.bundled.corpus import topics_of
 from lightserve.cli import serve as cli_serve
 from lightserve.config import SECTIONS, ServeConfig
 from lightserve.config.fields import flag_name
-from lightserve.supervisor.banner import BUNDLED_PROMPT, PROMPT, ready_message
+from lightserve.supervisor.startup import BUNDLED_PROMPT, PROMPT, ready_message
 
 ROOT = Path(lightserve.__file__).parents[1]
 

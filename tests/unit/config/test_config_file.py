@@ -25,7 +25,7 @@ from lightserve.config.file import (
 from lightserve.errors import ConfigError
 from lightserve.logs import JsonFormatter
 from lightserve.supervisor import loop
-from lightserve.supervisor.specs import num_frontends
+from lightserve.supervisor.spawn import num_frontends
 
 
 def _read(tmp_path: Path, text: str | bytes) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightserve.messages.step_cost import StepCoefficients
+from lightserve.messages.common import StepCoefficients
 from lightserve.router.step_cost import StepCost, StepShape
 from lightserve.sim.hardware import A100_LLAMA2_7B, VirtualHardware
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightserve.cost.fit import StepSample, fit, held_out_errors, knee_grid
-from lightserve.cost.model import StepModel
+from lightserve.cost.model import StepModel, StepSample, StepShape, fit, held_out_errors, knee_grid
 from lightserve.cost.profile import (
     SCHEMA_VERSION,
     ProfileKey,
@@ -24,8 +23,7 @@ from lightserve.cost.profile import (
     save_profile,
     slowness,
 )
-from lightserve.cost.shape import StepShape
-from lightserve.messages.step_cost import StepCoefficients
+from lightserve.messages.common import StepCoefficients
 from lightserve.router.step_cost import StepCost
 
 COEFFICIENTS = StepCoefficients(

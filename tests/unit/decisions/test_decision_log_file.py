@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from lightserve.config import ServeConfig
-from lightserve.decisions import log_file
-from lightserve.decisions.log_file import DecisionLogFile
-from lightserve.decisions.reading import DecisionLogReader
-from lightserve.decisions.records import Header, WorkersWereLost, header_of
+from lightserve.decisions import records
+from lightserve.decisions.records import DecisionLogFile, Header, WorkersWereLost, header_of
+from lightserve.decisions.replaying import DecisionLogReader
 from lightserve.errors import ConfigError
 
 
@@ -61,7 +60,7 @@ def test_a_disk_that_is_full_does_no_harm(
         failed.set()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(log_file.os, "write", fail)
+    monkeypatch.setattr(records.os, "write", fail)
     log.flush()
     assert failed.wait(10)
     for _ in range(1000):  # until the thread's word of it has come
@@ -82,8 +81,8 @@ def test_a_disk_that_is_slow_ends_it(
         go_on.wait(10)
         return write(descriptor, data)
 
-    monkeypatch.setattr(log_file.os, "write", wait)
-    monkeypatch.setattr(log_file, "MAX_PENDING_BYTES", 100_000)
+    monkeypatch.setattr(records.os, "write", wait)
+    monkeypatch.setattr(records, "MAX_PENDING_BYTES", 100_000)
     path = tmp_path / "log"
     log = DecisionLogFile(path, header(), max_bytes=10_000_000)
     fill(log, 10_000)

@@ -27,7 +27,7 @@ from lightserve.frontend.middleware import (
     access_to,
 )
 from lightserve.frontend.process import _routers, _routes, create_app
-from lightserve.metrics.families import OTHER
+from lightserve.metrics.recording import OTHER
 
 ALICE, OPERATOR = "alice-secret-key", "operator-secret-key"
 KEYS = [

@@ -22,7 +22,7 @@ from lightserve.frontend.request_options import server_slo
 from lightserve.frontend.service import Scrapes
 from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.frontend_router import ClassLoad, ErrorCode, RequestDelta, TokenDelta
-from lightserve.messages.metrics import MetricsRequest, MetricsText
+from lightserve.messages.supervision import MetricsRequest, MetricsText
 from lightserve.types import SLO, FinishReason, RequestClass
 
 COMPLETION: dict[str, Any] = {"model": BUNDLED_MODEL_NAME, "prompt": [5, 6, 7], "max_tokens": 9}

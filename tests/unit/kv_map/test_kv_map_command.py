@@ -21,15 +21,16 @@ from support.fake_router import frontend
 
 from lightserve.cli import main as cli_main
 from lightserve.errors import ConfigError, KVMapError
-from lightserve.kv_map import fetch
-from lightserve.kv_map.fetch import PoolMap, fetch_map
+from lightserve.kv_map import picture
 from lightserve.kv_map.picture import (
     COLOURS,
     MAX_CELLS,
     MAX_HEIGHT,
     MAX_WIDTH,
+    PoolMap,
     choose_grid,
     draw_map,
+    fetch_map,
     render,
 )
 from lightserve.types import SlotKind
@@ -235,7 +236,7 @@ def server(monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any]) -> list[http
 
     real = httpx.Client
     monkeypatch.setattr(
-        fetch.httpx,
+        picture.httpx,
         "Client",
         lambda **options: real(**{**options, "transport": httpx.MockTransport(handler)}),
     )

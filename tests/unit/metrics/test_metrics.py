@@ -11,14 +11,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import lightserve
 from lightserve.errors import ProtocolError
-from lightserve.messages.metrics import MetricSample
+from lightserve.messages.supervision import MetricSample
 from lightserve.metrics import catalogue
 from lightserve.metrics.catalogue import all_families
 from lightserve.metrics.document import document
-from lightserve.metrics.exposition import make_registry, render
-from lightserve.metrics.families import MAX_SERIES_PER_FAMILY, OTHER, Kind
-from lightserve.metrics.ledger import Ledger
-from lightserve.metrics.recording import Histogram, Recorder
+from lightserve.metrics.ledger import Ledger, make_registry, render
+from lightserve.metrics.recording import MAX_SERIES_PER_FAMILY, OTHER, Histogram, Kind, Recorder
 from lightserve.metrics.requests import FrontendMetrics, RequestMetrics
 from lightserve.types import NO_SLO, SLO, FinishReason, RequestClass
 

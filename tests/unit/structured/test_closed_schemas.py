@@ -13,9 +13,8 @@ import pytest
 from support.fake_router import frontend, says
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
-from lightserve.structured.closing import closed
-from lightserve.structured.grammars import compile_matcher
-from lightserve.structured.vocabulary import byte_vocabulary
+from lightserve.structured.grammars import byte_vocabulary, compile_matcher
+from lightserve.structured.schemas import closed
 
 INT = {"type": "integer"}
 A, B = {"properties": {"a": INT}}, {"properties": {"b": INT}}

@@ -10,7 +10,7 @@ import torch
 
 from lightserve.config import ServeConfig
 from lightserve.kernels.cpu import core
-from lightserve.messages.device import DeviceFacts
+from lightserve.messages.common import DeviceFacts
 from lightserve.metrics.catalogue import DEVICE_INFO
 from lightserve.metrics.recording import Recorder
 from lightserve.router.metrics import RouterMetrics

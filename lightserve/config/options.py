@@ -1,0 +1,554 @@
+"""Options of what clients meet: the model, addresses, keys, limits of requests and connections."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+from lightserve.bundled import BUNDLED_MODEL_DIR
+from lightserve.config.fields import flag_name, option, parse_memory
+from lightserve.errors import ConfigError
+from lightserve.http_headers import is_loopback
+
+_ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
+
+METRICS_HOST = "127.0.0.1"
+"""Where metrics are served unless told otherwise."""
+
+
+ANY_NAME = "*"
+"""Among the names of a model: clients may use any."""
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """Return the names in a list that commas separate, each once."""
+    names = (name.strip() for name in text.split(","))
+    return tuple(dict.fromkeys(name for name in names if name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendOptions:
+    """See the module's docstring."""
+
+    model: str = option(
+        str(BUNDLED_MODEL_DIR),
+        "Directory with a Hugging Face model, or a hub id. Default: the bundled small model.",
+    )
+    served_model_name: str = option(
+        "",
+        "Names clients use for the model, separated by commas; the first one is its own. With *"
+        " among them any name is accepted. Default: the last part of --model.",
+    )
+    model_sha256: str = option(
+        "",
+        "JSON file of SHA-256 digests, by name of file in the model directory: checked before the"
+        " server listens. Every file of weights must be in it.",
+    )
+    generation_config: str = option(
+        "auto",
+        "Sampling where a request says nothing: what the model's generation_config.json"
+        " recommends (auto), or temperature 1 and no truncation (none).",
+        choices=("auto", "none"),
+    )
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8000, "Port to listen on; 0 takes a free one.", low=0, high=65535)
+    http_workers: int = option(
+        0,
+        "Number of frontend processes, or auto: one for each four cores, at most 8.",
+        low=0,
+        high=64,
+        zero_word="auto",
+    )
+    api_key_file: str = option(
+        "",
+        "File of API keys, a line each: NAME, then a key or sha256:DIGEST, then perhaps admin."
+        " SIGHUP reads it again.",
+    )
+    insecure_no_auth: bool = option(
+        False, "Serve without API keys even on an address that other machines reach."
+    )
+    allowed_hosts: str = option(
+        "",
+        "Names, separated by commas, that the Host header may have besides loopback ones while"
+        " there are no API keys.",
+    )
+    allowed_origins: str = option(
+        "",
+        "Origins, separated by commas, whose web pages may use the server (CORS), such as"
+        " https://chat.example; * is any, which needs API keys.",
+    )
+    ssl_certfile: str = option("", "PEM file of a certificate chain: serves https.")
+    ssl_keyfile: str = option(
+        "", "PEM file of its key. Default: the key is in --ssl-certfile as well."
+    )
+    enable_docs: bool = option(False, "Show the API's description as a page at /docs.")
+    max_body_bytes: int = option(4_194_304, "Largest body of a request.", low=1024)
+    max_held_body_bytes: int = option(
+        268_435_456,
+        "Bytes of the bodies of all requests that one frontend has in flight; more get a 429.",
+        low=1,
+    )
+    max_json_depth: int = option(
+        64, "Most objects and lists inside each other in a body.", low=4, high=256
+    )
+    max_header_bytes: int = option(
+        65536, "Largest head of a request: its line and headers.", low=1024
+    )
+    max_headers: int = option(100, "Most headers of a request.", low=8)
+    header_timeout_s: float = option(
+        10.0, "Time for the head of a request to arrive; connections that miss it end.", low=0.1
+    )
+    body_timeout_s: float = option(120.0, "Time for a body to arrive.", low=0.1)
+    min_body_bytes_per_s: int = option(
+        1024, "Least rate of a body, over each 10 seconds in which it arrives.", low=1
+    )
+    max_pending_body_bytes: int = option(
+        67_108_864,
+        "All bodies together that are arriving at a frontend; beyond it the client with the most"
+        " in sum loses the one that has not come on for longest.",
+        low=1024,
+    )
+    max_kept_answer_bytes: int = option(
+        268_435_456,
+        "Memory of a frontend for answers that are not streamed, until they are read, and for what"
+        " the readers of streams are behind; beyond it the client with the most in sum loses the"
+        " one that has not come on for longest.",
+        low=1_048_576,
+    )
+    max_connections: int = option(
+        8192, "Open connections per frontend; a new one then ends the longest idle one.", low=1
+    )
+    max_connections_per_ip: int = option(
+        4096, "Open connections of one client address per frontend; more are refused.", low=1
+    )
+    sse_keepalive_s: float = option(
+        15.0, "A stream that has had nothing to say for this time sends a comment.", low=0.05
+    )
+    max_completions: int = option(
+        128, "Most completions of one request, prompts times n.", low=1, high=4096
+    )
+    max_answer_items: int = option(
+        2_000_000,
+        "Most tokens and log-probabilities of one answer: prompts times n times max_tokens times"
+        " (1 + log-probabilities), and what it says of the prompts.",
+        low=1,
+    )
+    metrics_host: str = option(
+        METRICS_HOST,
+        "Address on which metrics are served; one that other machines reach wants the key of an"
+        " operator.",
+    )
+    metrics_port: int = option(
+        8001, "Port of GET /metrics; 0 takes a free one, -1 opens none.", low=-1, high=65535
+    )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether `host` can be reached from this machine only."""
+        return is_loopback(self.host)
+
+    @property
+    def metrics_need_key(self) -> bool:
+        """Whether the metrics port wants an operator's key: where other machines reach it."""
+        return bool(self.api_key_file) and not is_loopback(self.metrics_host)
+
+    @property
+    def origins(self) -> frozenset[str]:
+        """What `allowed_origins` names."""
+        return frozenset(split_names(self.allowed_origins))
+
+    def check_access(self) -> None:
+        """Refuse an open door, and options that would have no effect."""
+        for flag, names in (
+            ("--served-model-name", self.served_model_name),
+            ("--allowed-hosts", self.allowed_hosts),
+            ("--allowed-origins", self.allowed_origins),
+        ):
+            if names and not split_names(names):
+                raise ConfigError(f"{flag} must have at least one name, got {names!r}")
+        if self.api_key_file and self.insecure_no_auth:
+            raise ConfigError("--insecure-no-auth contradicts --api-key-file")
+        if not (self.is_loopback or self.api_key_file or self.insecure_no_auth):
+            raise ConfigError(
+                f"--host {self.host!r} can be reached from other machines: give --api-key-file,"
+                " or --insecure-no-auth to serve every client"
+            )
+        if self.metrics_port >= 0 and not (
+            is_loopback(self.metrics_host) or self.api_key_file or self.insecure_no_auth
+        ):
+            raise ConfigError(
+                f"--metrics-host {self.metrics_host!r} can be reached from other machines: give"
+                " --api-key-file, or --insecure-no-auth to serve every client"
+            )
+        if self.allowed_hosts and (self.api_key_file or not self.is_loopback):
+            raise ConfigError("--allowed-hosts needs a loopback --host and no --api-key-file")
+        for origin in sorted(self.origins - {"*"}):
+            if _ORIGIN.fullmatch(origin) is None:
+                raise ConfigError(
+                    "--allowed-origins must have origins such as https://chat.example or"
+                    f" http://localhost:3000, in small letters and without a path, got {origin!r}"
+                )
+        if "*" in self.origins and not self.api_key_file:
+            raise ConfigError("--allowed-origins '*' needs --api-key-file")
+        if self.max_pending_body_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"--max-pending-body-bytes must be at least --max-body-bytes,"
+                f" {self.max_body_bytes}, got {self.max_pending_body_bytes}"
+            )
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+        if self.metrics_port == -1 and self.metrics_host != METRICS_HOST:
+            raise ConfigError(f"--metrics-host {self.metrics_host!r} needs --metrics-port, not -1")
+
+
+# Options of the CUDA graphs that decodes run as.
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphOptions:
+    """See the module's docstring."""
+
+    cuda_graphs: str = option(
+        "auto",
+        "Whether steps of decodes alone run as CUDA graphs, captured at the start: auto (on a GPU"
+        " with the kernels triton) or off (slower steps, less memory, a shorter start).",
+        choices=("auto", "off"),
+    )
+    cuda_graph_max_seqs: int = option(
+        0,
+        "Most sequences of a step that runs as a CUDA graph; 0 takes --max-num-seqs, at most 512.",
+        low=0,
+    )
+
+    def check_graphs(self, *, device: str, attention_backend: str, max_num_seqs: int) -> None:
+        """Refuse options that would have no effect; arguments are other fields' values."""
+        if self.cuda_graph_max_seqs and self.cuda_graphs == "off":
+            raise ConfigError("--cuda-graph-max-seqs needs --cuda-graphs auto")
+        if self.cuda_graph_max_seqs > max_num_seqs:
+            raise ConfigError(
+                f"--cuda-graph-max-seqs must be at most --max-num-seqs ({max_num_seqs}),"
+                f" got {self.cuda_graph_max_seqs}"
+            )
+        for flag in self.given_graph_flags:
+            if device == "cpu":
+                raise ConfigError(f"{flag} needs a GPU, got --device cpu")
+            if attention_backend in ("torch", "reference"):
+                raise ConfigError(
+                    f"{flag} needs --attention-backend triton, got {attention_backend!r}"
+                )
+
+    @property
+    def given_graph_flags(self) -> list[str]:
+        """Flags that are not at their defaults, which only CUDA graphs have a use for."""
+        flags = []
+        if self.cuda_graphs != "auto":
+            flags.append("--cuda-graphs")
+        if self.cuda_graph_max_seqs:
+            flags.append("--cuda-graph-max-seqs")
+        return flags
+
+
+# Options of the KV pool, of what it keeps, and of the host's share.
+
+DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """See the module's docstring."""
+
+    cache_policy: str = option(
+        "task-aware",
+        "Which cached prefixes go first when KV memory is needed: task-aware (what fewest waiting"
+        " requests want), lru, or off (nothing is cached).",
+        choices=("task-aware", "lru", "off"),
+    )
+    rt_cache_min_tokens: int = option(
+        0, "Cached tokens of real-time requests that best-effort ones may not take.", low=0
+    )
+    max_retained_tokens: int = option(
+        -1,
+        "Prompt tokens of each API key that the prefix cache keeps longer where requests"
+        " ask for it (prompt_cache_retention, cache_control); -1: a tenth of the KV pool, 0: none,"
+        " and such requests are refused.",
+        low=-1,
+    )
+    preemption: str = option(
+        "checkpoint",
+        "What happens to the KV of a request that is paused for want of memory: checkpoint (only"
+        " what is overwritten goes to the host), swap (all of it does), recompute (it is dropped).",
+        choices=("checkpoint", "swap", "recompute"),
+    )
+    block_owner: str = option(
+        "two-ended",
+        "two-ended: blocks of KV slots are filled by real-time requests from the left and by"
+        " best-effort ones from the right; exclusive: a block belongs to one request.",
+        choices=("two-ended", "exclusive"),
+    )
+    block_size: int = option(
+        16, "KV slots per block of the allocator: 1, 2, 4, 8 or 16.", low=1, high=16
+    )
+    clean_ahead_tokens: int = option(
+        0,
+        "Tokens of likely victims that are copied to the host before they are paused; -1: 2 % of"
+        " the KV pool, 0: none.",
+        low=-1,
+    )
+    host_kv_memory: str = option(
+        "auto",
+        "Host memory per rank for the KV of paused requests, such as 512MiB; auto is half of the"
+        " KV pool's size, or of what the KV pool leaves free, and beside a GPU, for which it is"
+        " locked at the start, at most 16GiB.",
+    )
+    gpu_memory_utilization: float = option(
+        DEFAULT_GPU_MEMORY_UTILIZATION,
+        "Share of a GPU's memory that may be taken in all; what weights, the largest step, CUDA"
+        " graphs and other processes leave of it is the KV pool.",
+        low=0.05,
+        high=1.0,
+    )
+    kv_memory: str = option(
+        "auto",
+        "Memory of the KV pool per rank, such as 512MiB or 4GiB; auto on a CPU is"
+        " min(4GiB, half of what is free) shared by the ranks, on a GPU what"
+        " --gpu-memory-utilization allows.",
+    )
+    max_kv_tokens: int = option(
+        0, "Upper limit of the KV pool in tokens; 0 sets none beyond --kv-memory.", low=0
+    )
+
+    @property
+    def retains_prefixes(self) -> bool:
+        """Whether requests may ask for prefixes to be kept longer."""
+        return self.cache_policy != "off" and self.max_retained_tokens != 0
+
+    @property
+    def has_gpu_memory_utilization(self) -> bool:
+        """Whether that option is not at its default."""
+        return self.gpu_memory_utilization != DEFAULT_GPU_MEMORY_UTILIZATION
+
+    def check_gpu_memory(self, *, device: str) -> None:
+        """Refuse --gpu-memory-utilization where it has no effect; `device` is another field."""
+        if not self.has_gpu_memory_utilization:
+            return
+        if device == "cpu":
+            raise ConfigError("--gpu-memory-utilization needs a GPU, got --device cpu")
+        if self.kv_memory != "auto":
+            raise ConfigError(
+                f"--gpu-memory-utilization needs --kv-memory auto, got {self.kv_memory!r}"
+            )
+
+    def check_memory(self) -> None:
+        """Refuse sizes and combinations that the KV book-keeping does not have."""
+        if self.kv_memory != "auto" and parse_memory(self.kv_memory, "--kv-memory") == 0:
+            raise ConfigError(f"--kv-memory must be more than nothing, got {self.kv_memory!r}")
+        if self.host_kv_memory != "auto":
+            parse_memory(self.host_kv_memory, "--host-kv-memory")
+        if self.host_kv_memory != "auto" and self.preemption == "recompute":
+            raise ConfigError("--host-kv-memory needs --preemption checkpoint or swap")
+        if self.rt_cache_min_tokens > 0 and self.cache_policy == "off":
+            raise ConfigError("--rt-cache-min-tokens needs --cache-policy task-aware or lru")
+        if self.max_retained_tokens > 0 and self.cache_policy == "off":
+            raise ConfigError("--max-retained-tokens needs --cache-policy task-aware or lru")
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"--block-size must be 1, 2, 4, 8 or 16, got {self.block_size}")
+        if self.block_owner == "exclusive" and self.preemption == "checkpoint":
+            raise ConfigError(
+                "--block-owner exclusive needs --preemption swap or recompute: parts of a block"
+                " cannot be taken"
+            )
+        if self.block_owner == "exclusive" and self.cache_policy != "off":
+            raise ConfigError("--block-owner exclusive needs --cache-policy off")
+        if self.preemption != "checkpoint" and self.clean_ahead_tokens != 0:
+            raise ConfigError("--clean-ahead-tokens needs --preemption checkpoint")
+
+
+# Options of what the router decides: targets, policy, admission, bounds of the queues.
+
+ADMISSION_OF_OPTION = {
+    "overcommit": "conservative",
+    "watermark": "aggressive",
+    "reserve": "past-future",
+    "samples": "past-future",
+    "rt_memory_risk": "risk",
+    "be_memory_risk": "risk",
+}
+"""Options that belong to one admission rule."""
+POLICIES_OF_OPTION = {
+    "burst_headroom_s": ("priority", "sjf", "unified"),
+    "slo_clock": ("unified",),
+    "late_min_share": ("unified",),
+    "be_min_share": ("unified",),
+    "long_prompt_tokens": ("unified",),
+}
+"""Options that only policies with classes, or those with deadlines, have a use for."""
+
+AUTO_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+"""--max-num-batched-tokens by device, unless it is given. A GPU has read its weights by the time
+that it has computed some 300 tokens, and deadlines limit a step sooner than this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulingOptions:
+    """See the module's docstring."""
+
+    ttft_slo_ms: float = option(
+        0.0, "Target of real-time requests: time to the first token; 0 sets none.", low=0.0
+    )
+    tpot_slo_ms: float = option(
+        0.0, "Target of real-time requests: mean time per output token; 0 sets none.", low=0.0
+    )
+    mtpot_slo_ms: float = option(
+        0.0,
+        "Target of real-time requests: largest gap between tokens; 0 takes four times"
+        " --tpot-slo-ms.",
+        low=0.0,
+    )
+    min_ttft_slo_ms: float = option(
+        0.0, "Least target of the time to the first token that a request may ask for.", low=0.0
+    )
+    min_tpot_slo_ms: float = option(
+        0.0, "Least target of times per token, mean or largest, that it may ask for.", low=0.0
+    )
+    slo_clock: str = option(
+        "curve",
+        "Which deadlines targets of tokens mean: curve (tokens that come early give time to later"
+        " ones, up to the largest gap) or gap (each is due the mean time after the one before).",
+        choices=("curve", "gap"),
+    )
+    max_num_seqs: int = option(256, "Most sequences that run at once.", low=1, high=65536)
+    max_num_batched_tokens: int = option(
+        0,
+        "Most new tokens in one step: the budget that prefill chunks fill. 0 takes 512 on a CPU and"
+        " 8192 on a GPU, and no less than --max-num-seqs.",
+        low=0,
+        high=1_048_576,
+    )
+    max_be_seqs: int = option(
+        0, "Most best-effort sequences that run at once; 0 sets no limit of their own.", low=0
+    )
+    policy: str = option(
+        "unified",
+        "Who advances in a step: unified (real-time tokens by their deadlines, best-effort ones in"
+        " the time that is left), priority (real-time before best-effort), sjf (the same, shortest"
+        " prompts first), round-robin (the classes in turn), and three that know no classes:"
+        " chunked (decodes, then chunks of prompts in order of arrival), fcfs (whole prompts, else"
+        " decodes), mlfq (those who got least). MODULE:CLASS is a policy of your own, from a module"
+        " that PYTHONPATH finds.",
+        choices=("chunked", "fcfs", "mlfq", "priority", "round-robin", "sjf", "unified"),
+        takes_class=True,
+    )
+    be_order: str = option(
+        "auto",
+        "In which order best-effort requests start: arrival, or sharing (first those whose prompts"
+        " begin like what is cached, every sixteenth the oldest); auto: sharing with --policy"
+        " unified, arrival with all others.",
+        choices=("auto", "arrival", "sharing"),
+    )
+    late_min_share: float = option(
+        0.1,
+        "unified: least share of running real-time requests, and so of step time, that those have"
+        " whose first token is late, while any of them wait.",
+        low=0.0,
+        high=0.9,
+    )
+    be_min_share: float = option(
+        0.0,
+        "unified: least share of step time that best-effort requests get while they want more,"
+        " whatever real-time requests miss by it; memory is another matter.",
+        low=0.0,
+        high=0.9,
+    )
+    long_prompt_tokens: int = option(
+        4096,
+        "unified: of real-time prompts with so many tokens to compute or more, one is in progress"
+        " at once, unless another is urgent; 0: no such rule.",
+        low=0,
+    )
+    admission: str = option(
+        "risk",
+        "Who may start, by memory.",
+        choices=("conservative", "aggressive", "ema", "past-future", "risk"),
+    )
+    overcommit: float = option(
+        1.0, "conservative: how many times the KV pool may be promised.", low=1.0, high=16.0
+    )
+    watermark: float = option(
+        0.95, "aggressive: share of the KV pool that newcomers may fill.", low=0.01, high=1.0
+    )
+    reserve: float = option(
+        0.05, "past-future: share of the KV pool kept free of forecasts.", low=0.0, high=0.9
+    )
+    samples: int = option(5, "past-future: most futures drawn for a small batch.", low=1, high=1024)
+    rt_memory_risk: float = option(
+        0.05, "risk: accepted chance of running out by a real-time request.", low=0.0, high=1.0
+    )
+    be_memory_risk: float = option(
+        0.2, "risk: accepted chance of running out by a best-effort request.", low=0.0, high=1.0
+    )
+    rt_max_waiting_requests: int = option(
+        4096, "Real-time requests that may wait in the router; more get a 429.", low=1
+    )
+    rt_max_waiting_tokens: int = option(
+        4_194_304, "Prompt tokens of waiting real-time requests; more get a 429.", low=1
+    )
+    be_max_waiting_requests: int = option(
+        65536, "Best-effort requests that may wait in the router; more get a 429.", low=1
+    )
+    be_max_waiting_tokens: int = option(
+        67_108_864, "Prompt tokens of waiting best-effort requests; more get a 429.", low=1
+    )
+    max_parameter_bytes: int = option(
+        67_108_864,
+        "Memory in the router for allowed token ids, biases and constraints of all requests of a"
+        " class, kept once for all choices of one; more get a 429.",
+        low=1,
+    )
+    burst_headroom_s: float = option(
+        0.0,
+        "KV memory that best-effort requests leave free: what real-time ones bring within this"
+        " time, in all but the worst cases; 0 leaves none.",
+        low=0.0,
+        high=3600.0,
+    )
+
+    def be_by_sharing(self) -> bool:
+        """Whether best-effort requests start by what is cached of them."""
+        by_default = "sharing" if self.policy == "unified" else "arrival"
+        return (by_default if self.be_order == "auto" else self.be_order) == "sharing"
+
+    def max_tokens_of_step(self, device_type: str) -> int:
+        """Return the token budget of a step where workers compute on "cpu" or "cuda".
+
+        Workers ask, who know their device, and tell the router.
+        """
+        default = AUTO_BATCHED_TOKENS[device_type]
+        return self.max_num_batched_tokens or max(default, self.max_num_seqs)
+
+    def check_scheduling(self) -> None:
+        """Refuse targets that contradict each other, and options that would have no effect."""
+        if 0 < self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens must be at least --max-num-seqs ({self.max_num_seqs}),"
+                f" got {self.max_num_batched_tokens}"
+            )
+        if 0 < self.mtpot_slo_ms < self.tpot_slo_ms:
+            raise ConfigError(
+                f"--mtpot-slo-ms must be at least --tpot-slo-ms ({self.tpot_slo_ms:g}),"
+                f" got {self.mtpot_slo_ms:g}"
+            )
+        for spec in dataclasses.fields(SchedulingOptions):
+            if getattr(self, spec.name) != spec.default:
+                self._refuse_if_idle(spec.name)
+
+    def _refuse_if_idle(self, name: str) -> None:
+        """Refuse an option that the policy or the admission rule has no use for."""
+        rule = ADMISSION_OF_OPTION.get(name, self.admission)
+        policies = POLICIES_OF_OPTION.get(name, (self.policy,))
+        if self.policy not in policies:
+            raise ConfigError(
+                f"{flag_name(name)} needs --policy {' or '.join(policies)}, got {self.policy!r}"
+            )
+        if rule != self.admission:
+            raise ConfigError(f"{flag_name(name)} needs --admission {rule}, got {self.admission!r}")
