@@ -40,7 +40,7 @@ HAS_TEST  := $(VENV)/.has-test
 HAS_CLIENTS := $(CLIENTS)/.has-clients
 HAS_SUPPLY := $(SUPPLY)/.has-supply
 LIGHTSERVE_CACHE = $${XDG_CACHE_HOME:-$$HOME/.cache}/lightserve
-SOURCES := lightserve tests bench examples
+SOURCES := lightserve tests bench tools examples
 # What the CPU engine's native core is built from, when the package is installed.
 CORE := setup.py $(wildcard lightserve/kernels/cpu/csrc/*)
 

@@ -27,18 +27,12 @@ from lightserve.kernels.triton.configs import GPUS, AttentionConfigs
 from lightserve.kernels.triton.copies import TritonCopies
 from lightserve.kernels.triton.elementwise import rotate_and_write
 from lightserve.kernels.triton.kernels import attention
-from lightserve.kernels.triton.offline import (
-    Launch,
-    Resources,
-    compiling,
-    max_shared_bytes,
-    read,
-)
 from lightserve.messages.router_worker import AddSequence
 from lightserve.types import RowId, SamplingParams
 from lightserve.worker.sampling.interface import KnownCounts, SamplingBatch
 from lightserve.worker.sampling.sampler import sample
 from lightserve.worker.tables import SamplingTable
+from tools.triton_offline import Launch, Resources, compiling, max_shared_bytes, read
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -24,7 +24,7 @@ import httpx
 import jsonschema
 
 from bench.serving.server import Server, running_server
-from lightserve.bundled.corpus import draw_exchange
+from tools.tiny_model.corpus import draw_exchange
 
 MAX_TOKENS = 256
 

@@ -1,7 +1,7 @@
 """The bundled model: where it lies.
 
 Imported by light processes (command line, front end), so it imports nothing heavy.
-The text generator is in `corpus`, the training script in `train`, the sampling check in `check`.
+It was made by `tools/tiny_model`.
 """
 
 from pathlib import Path

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
-from lightserve.bundled.check import (
+from tools.tiny_model.check import (
     Bundle,
     chat_prompt,
     draw_exchanges,
@@ -22,8 +22,8 @@ from lightserve.bundled.check import (
     measure_loss,
     sample_answers,
 )
-from lightserve.bundled.corpus import Conversation, Exchange
-from lightserve.bundled.rows import (
+from tools.tiny_model.corpus import Conversation, Exchange
+from tools.tiny_model.rows import (
     BOS,
     IGNORED,
     SPECIAL_TOKENS,
@@ -32,7 +32,7 @@ from lightserve.bundled.rows import (
     render,
     training_conversations,
 )
-from lightserve.bundled.train import learning_rate, train_model
+from tools.tiny_model.train import learning_rate, train_model
 
 _QUESTION = "Where is Mira's brass lantern?"
 

@@ -21,9 +21,9 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import memory_channel
 from support.processes import PATIENCE_S, wait_for
 
-from lightserve.channels import memory
 from lightserve.channels import zmq as zmq_channels
 from lightserve.channels.base import wait_readable
 from lightserve.channels.zmq import VERSION_BYTE, Codec
@@ -113,7 +113,9 @@ def _zmq_wire(max_queued: int = 4096) -> Iterator[Wire]:
 
 @contextmanager
 def _memory_wire(max_queued: int = 4096) -> Iterator[Wire]:
-    hub = memory.bind_hub(send_type=RouterMessage, recv_type=FrontendMessage, max_queued=max_queued)
+    hub = memory_channel.bind_hub(
+        send_type=RouterMessage, recv_type=FrontendMessage, max_queued=max_queued
+    )
     try:
         yield Wire(
             hub,

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.memory_channel import MemoryHub, MemoryLink, bind_hub
 
-from lightserve.channels.memory import MemoryHub, MemoryLink, bind_hub
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull
 from lightserve.messages.common import PROTOCOL_VERSION, TokenLogprob, TokenSegment, pack_int32

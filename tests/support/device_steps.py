@@ -42,7 +42,6 @@ from lightserve.kernels.triton.configs import (
 )
 from lightserve.kernels.triton.copies import TritonCopies
 from lightserve.kernels.triton.kernels import TritonKernels
-from lightserve.kernels.triton.offline import _NoGpu
 from lightserve.messages.common import RegexConstraint, TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, StepPlan
 from lightserve.models.parallel import SingleRank
@@ -62,6 +61,7 @@ from support.lossless import MAX_LEN, MAX_SEQS, NUM_SLOTS
 from support.random_model import layout_of, random_model, tiny_config
 from support.recorded_plans import make_runner as make_cpu_runner
 from support.recorded_plans import record_steps
+from tools.triton_offline import _NoGpu
 
 NUM_STAGED = 24
 SEED = 0

@@ -7,16 +7,10 @@ from random import Random
 
 import pytest
 
-from lightserve.bundled.corpus import (
-    Exchange,
-    accepts,
-    draw_conversation,
-    draw_exchange,
-    topics_of,
-)
-from lightserve.bundled.grammar import Reference, Slot, parse_template
-from lightserve.bundled.lexicon import TABLES, derive
-from lightserve.bundled.scripts import KINDS, TOPICS, Kind, Topic
+from tools.tiny_model.corpus import Exchange, accepts, draw_conversation, draw_exchange, topics_of
+from tools.tiny_model.grammar import Reference, Slot, parse_template
+from tools.tiny_model.lexicon import TABLES, derive
+from tools.tiny_model.scripts import KINDS, TOPICS, Kind, Topic
 
 
 def _draw(num: int, *, seed: int) -> list[Exchange]:

@@ -11,11 +11,11 @@ from click.testing import CliRunner
 
 import lightserve
 from lightserve.bundled import BUNDLED_MODEL_DIR
-from lightserve.bundled.corpus import topics_of
 from lightserve.cli import serve as cli_serve
 from lightserve.config import SECTIONS, ServeConfig
 from lightserve.config.fields import flag_name
 from lightserve.supervisor.startup import BUNDLED_PROMPT, PROMPT, ready_message
+from tools.tiny_model.corpus import topics_of
 
 ROOT = Path(lightserve.__file__).parents[1]
 

@@ -16,8 +16,8 @@ from queue import SimpleQueue
 import msgspec
 import pytest
 import torch
+from support.memory_channel import MemoryHub, bind_hub
 
-from lightserve.channels.memory import MemoryHub, bind_hub
 from lightserve.errors import DeviceError, LightserveError
 from lightserve.messages.router_worker import (
     OutputKind,

@@ -1,4 +1,4 @@
-"""docs/metrics.md from the catalogue: `python -m lightserve.metrics.document > docs/metrics.md`."""
+"""docs/metrics.md from the catalogue: `python -m tools.metrics_page > docs/metrics.md`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _DIFFERENCES = (
 _HEAD = """\
 # Metrics
 
-This page is written by `python -m lightserve.metrics.document > docs/metrics.md`; do not edit it.
+This page is written by `python -m tools.metrics_page > docs/metrics.md`; do not edit it.
 
 `GET /metrics` on `--metrics-host` and `--metrics-port` (127.0.0.1:8001 unless told otherwise; a
 port of 0 takes a free one, which the log names, and -1 opens none) has them in Prometheus's text

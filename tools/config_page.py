@@ -1,6 +1,6 @@
 """docs/configuration.md, made from the declaration of the options.
 
-Run `python -m lightserve.cli.document > docs/configuration.md`.
+Run `python -m tools.config_page > docs/configuration.md`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TYPES = {str: "string", int: "integer", float: "number", bool: "true or false"}
 _HEAD = """\
 # Configuration
 
-This page is written by `python -m lightserve.cli.document > docs/configuration.md`; do not edit it.
+This page is written by `python -m tools.config_page > docs/configuration.md`; do not edit it.
 
 Every option of `lightserve serve` can be a flag (`--max-num-seqs 64`, `--batch-invariant`,
 `--no-batch-invariant`) or a line of a YAML file that `--config FILE` names:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from random import Random
 from typing import Literal, NamedTuple
 
-from lightserve.bundled.grammar import Grammar
-from lightserve.bundled.lexicon import TABLES, derive
-from lightserve.bundled.scripts import KINDS, TOPICS, Kind, Topic
+from tools.tiny_model.grammar import Grammar
+from tools.tiny_model.lexicon import TABLES, derive
+from tools.tiny_model.scripts import KINDS, TOPICS, Kind, Topic
 
 _GRAMMAR = Grammar(TABLES, derive)
 

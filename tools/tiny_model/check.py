@@ -1,4 +1,4 @@
-"""Check the bundled model: `python -m lightserve.bundled.check [--model DIR]`.
+"""Check the bundled model: `python -m tools.tiny_model.check [--model DIR]`.
 
 Samples answers at temperature 1 to prompts that training has not drawn, and judges them by the
 generator's grammar; measures the held-out loss against the generator's own entropy, which is the
@@ -18,9 +18,9 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
-from lightserve.bundled.corpus import Exchange, accepts, draw_exchange
-from lightserve.bundled.rows import training_text
-from lightserve.bundled.scripts import KINDS, Kind
+from tools.tiny_model.corpus import Exchange, accepts, draw_exchange
+from tools.tiny_model.rows import training_text
+from tools.tiny_model.scripts import KINDS, Kind
 
 _PROMPT_SEED = 21
 _LOSS_SEED = 22

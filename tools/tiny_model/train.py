@@ -1,4 +1,4 @@
-"""Train the bundled model: `python -m lightserve.bundled.train --out DIR`.
+"""Train the bundled model: `python -m tools.tiny_model.train --out DIR`.
 
 Deterministic on one machine type: the text, the initial weights and the order of sums follow from
 fixed seeds, a fixed number of threads and a fixed number of steps; the clock decides nothing. The
@@ -22,9 +22,9 @@ from torch.nn import functional
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import AttentionInterface, LlamaForCausalLM
 
-from lightserve.bundled.check import check_model
-from lightserve.bundled.corpus import Conversation, draw_conversation
-from lightserve.bundled.export import (
+from tools.tiny_model.check import check_model
+from tools.tiny_model.corpus import Conversation, draw_conversation
+from tools.tiny_model.export import (
     TrainingFacts,
     model_config,
     train_tokenizer,
@@ -32,7 +32,7 @@ from lightserve.bundled.export import (
     write_model,
     write_tokenizer,
 )
-from lightserve.bundled.rows import (
+from tools.tiny_model.rows import (
     IGNORED,
     NUM_STEPS,
     ROWS_PER_STEP,

@@ -7,7 +7,7 @@ what must be copied (hero, thing, place, companion) is mentioned again every sen
 
 from typing import Literal, NamedTuple
 
-from lightserve.bundled.grammar import Script
+from tools.tiny_model.grammar import Script
 
 Kind = Literal["fact", "description", "story"]
 KINDS: tuple[Kind, ...] = ("fact", "description", "story")

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightserve.bundled.rows import BOS, CHAT_TEMPLATE, EOS, PAD, SPECIAL_TOKENS
+from tools.tiny_model.rows import BOS, CHAT_TEMPLATE, EOS, PAD, SPECIAL_TOKENS
 
 MAX_POSITIONS = 8192
 """Positions that the configuration permits; the trained length is far less (see the card)."""
@@ -66,7 +66,7 @@ Each answer ends by itself (`<|eos|>`).
 
 ## Training
 
-`python -m lightserve.bundled.train --out DIR`, deterministic on one machine type: {num_steps} steps
+`python -m tools.tiny_model.train --out DIR`, deterministic on one machine type: {num_steps} steps
 of {rows_per_step} rows of {trained_length} tokens, {num_tokens:,} tokens, {num_documents:,}
 documents, each read once. {machine}, {num_threads} threads, {wall_minutes:.0f} minutes of wall
 time. {note}When the weights are written, all logits are scaled by {logit_scale} (in the last norm):
@@ -74,7 +74,7 @@ the trained softmax is a little too flat, and the held-out loss falls by it.
 
 ## Check
 
-`python -m lightserve.bundled.check`, on the bfloat16 weights with prompts from seeds that training
+`python -m tools.tiny_model.check`, on the bfloat16 weights with prompts from seeds that training
 does not use:
 
 {check_report}

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from lightserve.bundled.corpus import Conversation, draw_conversation, draw_exchange
+from tools.tiny_model.corpus import Conversation, draw_conversation, draw_exchange
 
 PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
 SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"

@@ -1,0 +1,1 @@
+"""What is no product: trainer of the bundled model, makers of documentation pages."""

@@ -1,0 +1,1 @@
+"""The trainer of the bundled model: text, tokenizer, weights, and a check of answers."""
