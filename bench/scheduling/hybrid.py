@@ -203,7 +203,7 @@ ORDERS = ("auto", "sharing")
 TUNING_S, TUNING_MARGIN_S = 50.0, 15.0
 BLIND_RPS = 24.0
 LIGHT_RPS = 16.0
-"""Up to this rate a setting is judged by a run as long as those of the """
+"""Up to this rate a setting is judged by a run as long as those of the tables."""
 ATTAINED_PCT = 99.0
 
 Score = Callable[[Figures], tuple[float, ...]]
