@@ -79,7 +79,7 @@ from lightserve.types import FrontendId
 # ----------------------------------------------------------------------
 # The ASGI application: routes, what stands before them, and exceptions that become responses.
 #
-#     RequestLog ─ (CrossOrigin) ─ AccessGate ─ RequestLimits ─ RequestStamp ─ HeadAsGet ─ routes
+#     RequestLog ─ (CrossOrigin) ─ AccessGate ─ RequestLimits ─ RequestStamp ─ routes
 #
 # All pure ASGI: the base class of starlette's function middleware delays the news of a client that
 # has left by seconds.
@@ -89,7 +89,10 @@ OPENAPI_PATH = "/openapi.json"
 
 
 class RequestStamp:
-    """Notes what a request brings along: when its headers were there, who reads its body."""
+    """Notes what a request brings along: when its headers were there, who reads its body.
+
+    HEAD is passed on as GET; the connection leaves the body out.
+    """
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
         self._app = app
@@ -99,7 +102,15 @@ class RequestStamp:
         """Stamp and pass on."""
         scope[ARRIVAL_KEY] = time.monotonic()
         scope[BODY_READER_KEY] = self._reader
-        await self._app(scope, receive, send)
+        if scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        asked = {**scope, "method": "GET"}
+        try:
+            await self._app(asked, receive, send)
+        finally:
+            if REFUSAL_KEY in asked:
+                scope[REFUSAL_KEY] = asked[REFUSAL_KEY]
 
 
 def create_app(service: Service, keys: KeyRing | None = None) -> ASGIApp:
@@ -112,8 +123,7 @@ def create_app(service: Service, keys: KeyRing | None = None) -> ASGIApp:
     rejects = service.observation.rejects
     routers = _routers(service)
     routes = _routes(service, routers)
-    app: ASGIApp = HeadAsGet(routes)
-    app = RequestStamp(app, config)
+    app: ASGIApp = RequestStamp(routes, config)
     app = RequestLimits(app, config, rejects)
     app = AccessGate(app, config, keys, rejects)
     if config.origins:
@@ -144,25 +154,6 @@ def _template_of(routers: Sequence[APIRouter | FastAPI]) -> Callable[[Scope], st
         return OTHER
 
     return find
-
-
-class HeadAsGet:
-    """Answers HEAD as GET; the connection leaves the body out."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on."""
-        if scope["method"] != "HEAD":
-            await self._app(scope, receive, send)
-            return
-        asked = {**scope, "method": "GET"}
-        try:
-            await self._app(asked, receive, send)
-        finally:
-            if REFUSAL_KEY in asked:
-                scope[REFUSAL_KEY] = asked[REFUSAL_KEY]
 
 
 def _routes(service: Service, routers: Sequence[APIRouter]) -> FastAPI:

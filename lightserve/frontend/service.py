@@ -129,6 +129,8 @@ class ServedModel:
 
     names: tuple[str, ...]
     """All that clients may use, its own first."""
+    takes_any_name: bool
+    """Whether they may use others too."""
     created_s: int
     """Unix time at which this process began to serve it."""
     vocab_size: int
@@ -262,7 +264,7 @@ class Service:
 
     def check_model(self, name: str) -> None:
         """Check that a request names the served model. Raises InvalidRequest (404)."""
-        if self.config.takes_any_model_name:
+        if self.model.takes_any_name:
             # It stands in every event of a stream.
             if not 1 <= len(name) <= MAX_NAME_CHARS:
                 raise InvalidRequest(
@@ -350,6 +352,7 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
     max_model_len = resolve_context_len(config.max_model_len, model_config)
     model = ServedModel(
         names=config.model_names,
+        takes_any_name=config.takes_any_model_name,
         created_s=int(time.time()),
         vocab_size=vocab_size,
         max_model_len=max_model_len,
