@@ -120,7 +120,7 @@ class Streams(threading.Thread):
         self.answers: list[Answer] = []
         self.is_stopping = False
 
-    def bad_input(self) -> None:
+    def run(self) -> None:
         """Stream until told to stop."""
         asyncio.run(self._all())
 

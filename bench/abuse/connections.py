@@ -96,7 +96,7 @@ def unfinished_bodies(arena: Arena) -> Outcome:
 NUM_CROWD = 600
 
 
-def crowd(arena: Arena) -> Outcome:
+def many_connections(arena: Arena) -> Outcome:
     """Open more connections than the server may have files."""
 
     async def run() -> int:
@@ -268,7 +268,7 @@ DOORS = [
     ),
     Attack(
         "600 connections, 256 files",
-        crowd,
+        many_connections,
         before="39,056 tracebacks in the log",
         bound="20 log lines",
         setup=Setup(prefix=("prlimit", "--nofile=256")),
@@ -317,7 +317,7 @@ class Watch:
         self._address = address
         self.samples: list[tuple[float, int]] = []
 
-    async def storm(self) -> None:
+    async def run(self) -> None:
         """Sample until cancelled."""
         reader, writer = await asyncio.open_connection(*self._address)
         try:

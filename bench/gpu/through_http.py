@@ -230,6 +230,6 @@ def engine_rates(model: RandomModel, machine: Machine, scale: Scale) -> dict[int
         prefills = rows.prefills(scale.mean_prompt, budget=scale.budget)
         decodes = rows.decodes(scale.mean_prompt, scale.mean_output - 1)
         run_plans(runner, [*prefills, *decodes[:3]])
-        through_http = run_plans(runner, [*prefills, *decodes])
-        rates[number] = number * scale.mean_output / through_http.whole_s
+        run = run_plans(runner, [*prefills, *decodes])
+        rates[number] = number * scale.mean_output / run.whole_s
     return rates

@@ -80,11 +80,9 @@ def _small(bench: Bench, model: RandomModel, scale: Scale, bandwidth: float) -> 
     for graphs in (True, False):
         name = f"Qwen2.5-0.5B shape, batch 1, {_GRAPHS[graphs]}"
         with graphs_in_use(runner, graphs):
-            whole_model = run_plans(runner, one.decodes(scale.context, scale.num_steps))
-            bench.rows.figure(
-                name, 1e3 * whole_model.median_s, "ms", at_most=1.5 if graphs else None
-            )
-            bench.rows.figure(f"{name}: to its floor", whole_model.median_s / floor_s, "x")
+            run = run_plans(runner, one.decodes(scale.context, scale.num_steps))
+            bench.rows.figure(name, 1e3 * run.median_s, "ms", at_most=1.5 if graphs else None)
+            bench.rows.figure(f"{name}: to its floor", run.median_s / floor_s, "x")
             _idle(bench, runner, one.decodes(scale.context, scale.profiled_steps), name)
 
 
@@ -96,13 +94,11 @@ def _large(bench: Bench, model: RandomModel, scale: Scale, bandwidth: float, rat
             steps = rows.decodes(scale.context, scale.num_steps, num_rows=num_rows)
             name = f"Llama-3-8B shape, batch {num_rows}, context {scale.context}, {_GRAPHS[graphs]}"
             with graphs_in_use(runner, graphs):
-                whole_model = run_plans(runner, steps)
-                bench.rows.figure(
-                    name, 1e3 * whole_model.median_s, "ms", note=_device_s(whole_model)
-                )
+                run = run_plans(runner, steps)
+                bench.rows.figure(name, 1e3 * run.median_s, "ms", note=_device_s(run))
                 bench.rows.figure(
                     f"{name}: to weights + KV over the bandwidth",
-                    whole_model.median_s / _floor_s(model, num_rows, scale, bandwidth),
+                    run.median_s / _floor_s(model, num_rows, scale, bandwidth),
                     "x",
                     at_most=limit if graphs else None,
                 )
@@ -132,10 +128,10 @@ def _prefill(
     """Time a prompt as one step; the slots are those of the decodes, whose KV is overwritten."""
     sequence = Sequences(1, scale.prefill, vocab_size=model.config.vocab_size, seed=2)
     plans = sequence.prefills(scale.prefill, budget=scale.prefill) * NUM_PREFILLS
-    whole_model = run_plans(runner, plans)
-    achieved = model.prefill_operations(scale.prefill) / whole_model.median_s
+    run = run_plans(runner, plans)
+    achieved = model.prefill_operations(scale.prefill) / run.median_s
     name = f"Llama-3-8B shape, prefill of {scale.prefill}"
-    bench.rows.figure(name, 1e3 * whole_model.median_s, "ms", note=f"{achieved / 1e12:.4g} TFLOP/s")
+    bench.rows.figure(name, 1e3 * run.median_s, "ms", note=f"{achieved / 1e12:.4g} TFLOP/s")
     bench.rows.figure(f"{name}: of the matrix rate", 100 * achieved / rate, "%", at_least=55.0)
 
 
@@ -165,9 +161,9 @@ def _floor_s(model: RandomModel, num_rows: int, scale: Scale, bandwidth: float) 
     return (model.decode_weight_bytes + kv_bytes) / bandwidth
 
 
-def _device_s(whole_model: Run) -> str:
+def _device_s(run: Run) -> str:
     """Return what the worker itself says of a step."""
-    exec_s = sorted(result.exec_s for result in whole_model.results)[len(whole_model.results) // 2]
+    exec_s = sorted(result.exec_s for result in run.results)[len(run.results) // 2]
     return f"the worker says {1e3 * exec_s:.4g} ms"
 
 
@@ -291,16 +287,16 @@ class Scene:
             plans[number] = replace(plans[number], **{kind: copies})
         return plans
 
-    def checkpoints(self, plans: Sequence[StepPlan]) -> None:
+    def run(self, plans: Sequence[StepPlan]) -> None:
         """Execute plans."""
         run_plans(self._runner, plans)
 
     def _decodes(self) -> list[StepPlan]:
         return self._rows.decodes(self._scale.context, self._scale.num_steps)
 
-    def _note(self, checkpoints: Run) -> Run:
-        self.is_undisturbed &= checkpoints.token_ids == self._expected
-        return checkpoints
+    def _note(self, run: Run) -> Run:
+        self.is_undisturbed &= run.token_ids == self._expected
+        return run
 
     def _make_runner(self, model: RandomModel, num_slots: int) -> ModelRunner:
         scale = self._scale
@@ -432,7 +428,7 @@ def _run(
         return run_plans(runner, rows.decodes(scale.context, scale.num_steps))
 
 
-def _num_different(graphs: Run, other: Run) -> int:
+def _num_different(run: Run, other: Run) -> int:
     """Return the number of tokens that differ, row by row and step by step."""
-    pairs = zip(graphs.token_ids.values(), other.token_ids.values(), strict=True)
+    pairs = zip(run.token_ids.values(), other.token_ids.values(), strict=True)
     return sum(a != b for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
