@@ -56,6 +56,8 @@ class RunnerWorker:
 class RecklessAdmission:
     """Admits all requests, so that some are preempted and recomputed."""
 
+    forecast_peak = None
+
     def begin(self, live: Collection[Request], num_slots: int) -> RecklessAdmission:
         return self
 
