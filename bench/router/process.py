@@ -31,7 +31,6 @@ import numpy as np
 from bench.router.clock import Mode, StepFigures, run_router
 from lightserve.channels.zmq import ZmqHub, ZmqLink, bind_hub, connect_link
 from lightserve.config import ServeConfig
-from lightserve.errors import ChannelFull
 from lightserve.messages.common import PROTOCOL_VERSION, StepCoefficients
 from lightserve.messages.frontend_router import (
     FrontendHello,
@@ -193,12 +192,7 @@ class Frontend:
         number = RequestId(len(self._classes))
         self._classes.append(request_class)
         slo = TARGETS if request_class is RequestClass.RT else SLO()
-        message = next(self._jobs).submit(number, request_class, slo)
-        while True:
-            try:
-                return self._link.send(message)
-            except ChannelFull:  # the router is slow to read: others want its core
-                time.sleep(0.05)
+        self._link.send(next(self._jobs).submit(number, request_class, slo))
 
     def close(self) -> None:
         """Release the link."""
