@@ -1,0 +1,286 @@
+"""How large the project is and how it hangs together: `python -m tools.structure [ROOT]`.
+
+Counts of the sources under ROOT, by default here, as a table; and what one request runs through,
+followed in a process of its own that imports ROOT's code. `--json` prints the figures alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tokenize
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+PERSONS = re.compile(r"\b((no|some|every|any)bod[y]|who(ever|m))\b", re.IGNORECASE)
+_LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The modules of a package, by dotted name."""
+
+    texts: dict[str, str]
+
+    @classmethod
+    def of(cls, root: Path, package: str) -> Sources:
+        """Read the package (or folder) under a root."""
+        texts = {}
+        for path in sorted((root / package).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            texts[".".join(parts).removesuffix(".__init__")] = path.read_text()
+        return cls(texts)
+
+    @property
+    def num_lines(self) -> int:
+        """Lines of all files."""
+        return sum(len(text.splitlines()) for text in self.texts.values())
+
+    @property
+    def num_code_lines(self) -> int:
+        """Lines without comments, docstrings and blank ones."""
+        return sum(map(code_lines, self.texts.values()))
+
+    def edges(self, inside: str = "") -> set[tuple[str, str]]:
+        """Return who imports whom among the modules whose names start with `inside`.
+
+        Imports for type checkers count, and those within functions.
+        """
+        found = set()
+        for name, text in self.texts.items():
+            for node in ast.walk(ast.parse(text)):
+                found |= {(name, other) for other in self._imported(node) if other != name}
+        return {(a, b) for a, b in found if _is_in(a, inside) and _is_in(b, inside)}
+
+    def _imported(self, node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in self.texts)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if name in self.texts:
+                    yield name
+                elif node.module in self.texts:
+                    yield node.module
+
+
+def _is_in(module: str, package: str) -> bool:
+    return not package or module == package or module.startswith(package + ".")
+
+
+def code_lines(text: str) -> int:
+    """Return how many lines of a module hold code: no comments, docstrings or blank lines."""
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _LAYOUT:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
+                lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def floors(edges: set[tuple[str, str]]) -> int:
+    """Return how many modules the longest chain of imports has; circles are cut."""
+    below: dict[str, set[str]] = defaultdict(set)
+    for importer, imported in edges:
+        below[importer].add(imported)
+    heights: dict[str, int] = {}
+
+    def height(module: str, above: frozenset[str]) -> int:
+        if module not in heights:
+            others = below[module] - above
+            heights[module] = 1 + max((height(m, above | {module}) for m in others), default=0)
+        return heights[module]
+
+    return max((height(module, frozenset()) for module in list(below)), default=0)
+
+
+def one_importer(edges: set[tuple[str, str]]) -> list[str]:
+    """Return the modules that exactly one other imports."""
+    importers: dict[str, set[str]] = defaultdict(set)
+    for importer, imported in edges:
+        importers[imported].add(importer)
+    return sorted(module for module, those in importers.items() if len(those) == 1)
+
+
+@dataclass
+class Way:
+    """What was called of a package while something ran."""
+
+    files: set[str] = field(default_factory=set)
+    functions: set[tuple[str, int]] = field(default_factory=set)
+    depth: int = 0
+    """The most calls of the package that were within each other."""
+
+
+@contextmanager
+def followed(package: str) -> Iterator[Way]:
+    """Note every call of a package's functions in this thread; comprehensions are none."""
+    way, marker = Way(), f"{os.sep}{package}{os.sep}"
+
+    def is_ours(frame: FrameType) -> bool:
+        code = frame.f_code
+        return marker in code.co_filename and code.co_name != "followed" and code.co_name[0] != "<"
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        del argument
+        if event != "call" or not is_ours(frame):
+            return
+        way.files.add(frame.f_code.co_filename)
+        way.functions.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+        depth, caller = 0, frame
+        while caller is not None:
+            depth += is_ours(caller)
+            caller = caller.f_back  # type: ignore[assignment]
+        way.depth = max(way.depth, depth)
+
+    sys.setprofile(note)
+    try:
+        yield way
+    finally:
+        sys.setprofile(None)
+
+
+def follow_plan() -> Way:
+    """Submit one best-effort request to a router core and plan and commit its first step."""
+    from support.core_scenes import Arrival, make_core, submit  # noqa: PLC0415
+
+    from lightserve.router.events import FromFrontend, WorkersReady  # noqa: PLC0415
+    from lightserve.types import FrontendId, RequestClass  # noqa: PLC0415
+
+    core: Any = make_core("fcfs")
+    core.on_message(WorkersReady(num_kv_slots=100), 0.0)
+    arrival = Arrival(0.0, 8, 4, 4, request_class=RequestClass.BE)
+    event = FromFrontend(FrontendId(0), submit(0, arrival))
+    with followed("lightserve") as way:
+        core.on_message(event, 0.0)
+        core.commit(core.plan(0.0), 0.0)
+    return way
+
+
+def follow_body() -> Way:
+    """Send a chat completion to a frontend and stop where its `Submit` leaves for the router."""
+    from support.fake_router import frontend, says  # noqa: PLC0415
+
+    ways = []
+
+    async def ask() -> None:
+        async with frontend(says([5])) as setup:
+            send: Callable[[Any], None] = setup.router.send
+            with followed("lightserve") as way:
+
+                def send_and_stop(message: Any) -> None:
+                    sys.setprofile(None)
+                    send(message)
+
+                setup.router.send = send_and_stop
+                body: dict[str, Any] = {"messages": [{"role": "user", "content": "Where is Mira?"}]}
+                body |= {"model": "lightserve-tiny", "max_tokens": 2}
+                answer = await setup.http.post("/v1/chat/completions", json=body)
+                assert answer.status_code == 200, answer.text
+            ways.append(way)
+
+    asyncio.run(ask())
+    return ways[0]
+
+
+WAYS = {
+    "submit, plan and commit of one request": follow_plan,
+    "HTTP body to Submit": follow_body,
+}
+
+
+def measure(root: Path) -> dict[str, int]:
+    """Return the counts of the sources under a root."""
+    product = Sources.of(root, "lightserve")
+    edges = product.edges()
+    router = {name for name in product.texts if _is_in(name, "lightserve.router")}
+    router_edges = product.edges("lightserve.router")
+    bench = Sources.of(root, "bench")
+    return {
+        "product: files": len(product.texts),
+        "product: lines": product.num_lines,
+        "product: lines of code": product.num_code_lines,
+        "product: modules with one importer": len(one_importer(edges)),
+        "product: persons in the prose": sum(
+            len(list(PERSONS.finditer(text))) for text in product.texts.values()
+        ),
+        "router: files": len(router),
+        "router: floors": floors(router_edges),
+        "router: arrows": len(router_edges),
+        "bench: files": len(bench.texts),
+        "bench: lines": bench.num_lines,
+        "tests: files": len(Sources.of(root, "tests").texts),
+    }
+
+
+def measure_ways(root: Path) -> dict[str, int]:
+    """Return what one request runs through, in a process that imports the root's code."""
+    found: dict[str, int] = {}
+    path = os.pathsep.join([str(root), str(root / "tests")])
+    for index, name in enumerate(WAYS):
+        command = [sys.executable, __file__, "--way", str(index)]
+        run = subprocess.run(
+            command,
+            cwd=root,
+            env=os.environ | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if run.returncode:
+            print(f"{name}: {run.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+            continue
+        found |= {f"{name}: {what}": count for what, count in json.loads(run.stdout).items()}
+    return found
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("root", nargs="?", type=Path, default=Path.cwd())
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    parser.add_argument("--list", action="store_true", help="Name modules with one importer.")
+    parser.add_argument("--way", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.way is not None:
+        way = list(WAYS.values())[options.way]()
+        counts = {"files": len(way.files), "functions": len(way.functions), "depth": way.depth}
+        print(json.dumps(counts))
+        return
+    root = options.root.resolve()
+    if options.list:
+        print(*one_importer(Sources.of(root, "lightserve").edges()), sep="\n")
+        return
+    figures = measure(root) | measure_ways(root)
+    if options.json:
+        print(json.dumps(figures))
+        return
+    width = max(map(len, figures))
+    for name, count in figures.items():
+        print(f"{name:<{width}}  {count:>7,}")
+
+
+if __name__ == "__main__":
+    main()
