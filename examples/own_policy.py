@@ -10,12 +10,13 @@ never text, and changes nothing: it may be asked several times for one step. doc
 what is built in, docs/contributing.md how a policy becomes part of lightserve.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.policies.base import StepLimits, Waiting
 from lightserve.router.policies.budget import BudgetedStep
 from lightserve.router.request import Request
+from lightserve.router.request_table import Running
 from lightserve.router.shares import Share
 from lightserve.types import BE
 
@@ -28,7 +29,7 @@ class ShortAnswersFirst:
 
     def select(
         self,
-        running: Iterable[Request],
+        running: Running,
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,

@@ -205,7 +205,7 @@ class Run:
         plan = self.core.commit(step, self._now_s)
         self._now_s += STEP_S
         news = self.core.on_result(self._result(plan), self._now_s)
-        ended = [delta for out in news for delta in out.message.requests if delta.finish_reason]
+        ended = [delta for out in news for delta in out.message.each() if delta.finish_reason]
         for _ in ended:
             self.submit()
 

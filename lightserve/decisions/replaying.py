@@ -380,7 +380,7 @@ class _Teller:
     def on_news(self, news: list[Outgoing], now_s: float) -> None:
         """Tell of its first token, and of its end."""
         for outgoing in news:
-            for delta in outgoing.message.requests:
+            for delta in outgoing.message.each():
                 if (outgoing.frontend_id, delta.request_id) == self.name:
                     self._on_delta(delta, now_s)
 

@@ -18,7 +18,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from lightserve.messages.common import Constraint, DeviceFacts, Message, PromptSegment, TokenLogprob
+from lightserve.messages.common import (
+    Constraint,
+    DeviceFacts,
+    Message,
+    PromptSegment,
+    TokenLogprob,
+    unpack_int32,
+    unpack_int64,
+)
 from lightserve.messages.kv_map import DescribeKV, KVMap
 from lightserve.types import (
     NO_SLO,
@@ -177,6 +185,16 @@ class TokenDelta(Message, frozen=True):
     """int32, see `pack_int32`: these tokens, in the same order."""
     requests: list[RequestDelta] = msgspec.field(default_factory=list)
     """All other news: ends, errors, log-probabilities, several tokens."""
+
+    def each(self) -> list[RequestDelta]:
+        """Return the news of all requests one by one, those of the columns first."""
+        ids = unpack_int64(self.request_ids).tolist()
+        tokens = unpack_int32(self.token_ids).tolist()
+        plain = [
+            RequestDelta(RequestId(request_id), [token_id])
+            for request_id, token_id in zip(ids, tokens, strict=True)
+        ]
+        return [*plain, *self.requests]
 
 
 class ClassLoad(msgspec.Struct, frozen=True, array_like=True):

@@ -10,8 +10,9 @@ from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.host import MAX_AHEAD_PER_PLAN
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.plan_builder import build_plan
-from lightserve.router.queues import RowTable, WaitingQueue
+from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import RUNNING, WAITING, Request
+from lightserve.router.request_table import RequestTable
 from lightserve.router.waits import WaitForecast
 from lightserve.types import BE, RequestClass
 
@@ -32,7 +33,7 @@ class StepBooking:
     """
 
     def __init__(
-        self, waiting: WaitingQueue, rows: RowTable, pipeline: Pipeline, waits: WaitForecast
+        self, waiting: WaitingQueue, rows: RequestTable, pipeline: Pipeline, waits: WaitForecast
     ) -> None:
         self._waiting = waiting
         self._rows = rows
@@ -47,7 +48,7 @@ class StepBooking:
         self.skip_counters.note(step)
         self._make_room(step, kv)
         self._steps_since_take = 0 if step.takes else self._steps_since_take + 1
-        newcomers = [r for r, _ in step.allotments if r.state is WAITING]
+        newcomers = [r for r, _ in step.chunks if r.state is WAITING]
         for request in newcomers:
             self._start(request, kv)
         for request, _ in step.loads:
@@ -58,12 +59,21 @@ class StepBooking:
             request.state = RUNNING
         for request, num_tokens in step.loads:
             self.counters[request.request_class].loaded_tokens += kv.load_ahead(request, num_tokens)
-        slots = kv.acquire(step.allotments)
-        _note_slots(step, slots)
+        decode_slots = kv.acquire_one_each(step.decodes.rows)
+        chunk_slots = kv.acquire(step.chunks)
+        _note_slots(step, decode_slots, chunk_slots)
         self._copy_ahead(kv, sum(num_tokens for _, num_tokens in step.loads))
-        plan = build_plan(step, slots, set(newcomers), kv.take_copies(), self._rows.take_left())
+        plan = build_plan(
+            step,
+            decode_slots=decode_slots,
+            chunk_slots=chunk_slots,
+            newcomers=set(newcomers),
+            copies=kv.take_copies(),
+            left_rows=self._rows.take_left(),
+        )
         self._pipeline.push(step, plan, now_s)
-        for (request, num_tokens), samples in zip(step.allotments, step.num_samples, strict=True):
+        self._rows.send(step.decodes.rows)
+        for (request, num_tokens), samples in zip(step.chunks, step.num_samples, strict=True):
             request.num_inflight_samples += samples
             request.num_inflight_tokens += num_tokens
             request.next_position += num_tokens
@@ -80,7 +90,7 @@ class StepBooking:
         computed_anew = max(0, request.num_kept_tokens - request.num_computed_tokens)
         self.counters[request.request_class].lost_tokens += computed_anew
         kv.start(request)
-        request.awaits_grammar = request.constraint is not None
+        request.set_awaits_grammar(request.constraint is not None)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed_tokens
 
@@ -132,15 +142,15 @@ class StepBooking:
         self.counters[BE].ahead_tokens += num_copied
 
 
-def _note_slots(step: PlannedStep, slots: Int32Array) -> None:
+def _note_slots(step: PlannedStep, decode_slots: Int32Array, chunk_slots: Int32Array) -> None:
     """Write into the table of each request what its new tokens get."""
-    places = slots.tolist()
+    positions = step.decodes.table.next_position[step.decodes.rows].tolist()
+    places = zip(step.decodes.requests, positions, decode_slots.tolist(), strict=True)
+    for request, position, slot in places:
+        request.slots[position] = slot  # type: ignore[index]
     offset = 0
-    for request, num_tokens in step.allotments:
+    for request, num_tokens in step.chunks:
         table, start = request.slots, request.next_position
         assert table is not None
-        if num_tokens == 1:  # numpy takes single numbers faster than slices
-            table[start] = places[offset]
-        else:
-            table[start : start + num_tokens] = slots[offset : offset + num_tokens]
+        table[start : start + num_tokens] = chunk_slots[offset : offset + num_tokens]
         offset += num_tokens

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from lightserve.errors import ProtocolError
 from lightserve.messages.frontend_router import (
     Abort,
@@ -25,13 +27,10 @@ from lightserve.messages.frontend_router import (
     Submit,
 )
 from lightserve.messages.router_worker import (
-    OutputKind,
-    PlanRow,
+    NO_TOKEN,
     RowResult,
     StepPlan,
     StepResult,
-    plan_rows,
-    row_results,
 )
 from lightserve.router.burst import expected_kv_tokens
 from lightserve.router.core_state import CoreState
@@ -54,7 +53,9 @@ from lightserve.router.plan_bytes import most_tokens_in_plans
 from lightserve.router.prompt_logprobs import take_news
 from lightserve.router.reasons import Skips
 from lightserve.router.request import ENDED, RUNNING, WAITING, Request
-from lightserve.types import RT, FrontendId, RequestKey
+from lightserve.router.shares import decodes_and_chunks, each_allotment, shape_of
+from lightserve.router.slo import CompletionLedger
+from lightserve.types import RT, FrontendId, RequestKey, RowId
 
 
 class RouterCore(CoreState):
@@ -188,10 +189,10 @@ class RouterCore(CoreState):
         replayed: list[Request] = []
         suspects = [request for request in self._suspects if request.row is None]
         for request in list(self._rows):
+            was_in_flight = request.num_inflight_steps > 0
             self._rows.release(request)
             if request.state is ENDED:
                 continue
-            was_in_flight = request.num_inflight_steps > 0
             if not can_replay(request, was_in_flight=was_in_flight):
                 deltas.fail(request, ErrorCode.WORKER_LOST)
                 request.state = ENDED
@@ -222,26 +223,28 @@ class RouterCore(CoreState):
         if due_s is None or due_s > now_s:
             return WaitUntil(due_s)
         headroom = self._burst.headroom(now_s, self._kv.num_slots)
-        skips = Skips()
+        skips = Skips(self._rows)
         fit = self._planner.choose(self._kv, self._suspects, headroom, now_s, skips)
-        if not fit.allotments:
+        if not fit:
             return WaitUntil(None)
         if fit.stops and not self._pipeline.is_empty:
             self._awaits_news = True
             return WaitUntil(None)
-        skipped = skips.of_step([request for request, _ in fit.allotments])
+        decodes, chunks = decodes_and_chunks(self._rows, fit.parts)
+        left_out = skips.of_step(decodes, chunks)
         return PlannedStep(
             step_id=self._pipeline.next_step_id,
-            allotments=fit.allotments,
-            num_samples=nums_of_samples(fit.allotments),
+            decodes=decodes,
+            chunks=chunks,
+            num_samples=nums_of_samples(chunks),
             stops=fit.stops,
             takes=fit.takes,
             drops=fit.drops,
             loads=fit.loads,
             planned_at_s=now_s,
-            predicted_s=self._pipeline.predict(fit.allotments, fit.num_copied),
-            skipped=skipped,
-            unseen=self._planner.unseen(fit, skipped, skips.stopped_by),
+            predicted_s=self._pipeline.predict(shape_of([decodes, *chunks]), fit.num_copied),
+            left_out=left_out,
+            unseen=self._planner.unseen(fit, left_out, skips.stopped_by),
             limit_s=skips.limit_s,
             best_effort_s=skips.best_effort_s,
             forecast_peak=fit.forecast_peak,
@@ -266,39 +269,80 @@ class RouterCore(CoreState):
         self._awaits_news = False
         if self._kv is not None:
             self._kv.expire(now_s)
-        step = self._pipeline.pop(result, now_s)
-        deltas = DeltaBatch()
-        rows = {row.row: row for row in plan_rows(step.plan)}
-        results = {row.row: row for row in row_results(step.plan, result)}
-        decoded: list[int] = []
-        for (request, num_tokens), samples in zip(
-            step.planned.allotments, step.planned.num_samples, strict=True
+        step, (token_ids, others) = self._pipeline.pop(result, now_s)
+        planned, table, deltas = step.planned, self._rows, DeltaBatch()
+        rows = planned.decodes.rows
+        table.receive(rows)
+        num_computed = (table.next_position - table.inflight_tokens)[rows[table.is_rt[rows]]]
+        self._demand.note_decodes(len(num_computed), int(num_computed.sum()), now_s)
+        tokens = token_ids[: len(rows), 0]
+        is_plain = table.is_plain[rows] & table.is_running[rows] & (tokens >= 0)
+        if self._suspects or token_ids.shape[1] > 1:
+            is_plain[:] = False
+        is_plain[is_plain] = ~table.ends_with(rows[is_plain], tokens[is_plain])
+        if is_plain.any():
+            table.append(rows[is_plain], tokens[is_plain], now_s)
+            deltas.add_plain(table, rows[is_plain], tokens[is_plain])
+        own = token_ids.tolist() if not is_plain.all() or planned.chunks else []
+        for index in np.flatnonzero(~is_plain).tolist():
+            request, row = planned.decodes.requests[index], RowId(int(rows[index]))
+            row_result = others.get(row) or RowResult(row, _tokens(own[index]))
+            self._take_in(request, 0, row_result, deltas, now_s)
+        sampled = iter(own[len(rows) :])
+        for (request, num_tokens), samples, plan_row in zip(
+            planned.chunks, planned.num_samples, step.plan.rows, strict=True
         ):
-            assert request.row is not None, "a step in flight names it"
             request.num_inflight_samples -= samples
             request.num_inflight_tokens -= num_tokens  # computed from now on
             request.num_inflight_steps -= 1
-            if num_tokens == 1 and request.request_class is RT:
-                decoded.append(request.num_computed_tokens)
-            row, row_result = rows[request.row], results.get(request.row)
-            if request.state is ENDED:
-                self._release_if_idle(request)
-            elif row_result is not None:
-                self._advance(request, row, row_result, deltas, now_s)
-        self._waits.note_step(step.planned.allotments, step.shape)
-        self._demand.note_decodes(decoded, now_s)
-        self._targets.foresee(request for request, _ in step.planned.allotments)
+            tokens_of_row = _tokens(next(sampled)) if samples else []
+            found = others.get(plan_row.row) or RowResult(plan_row.row, tokens_of_row)
+            self._take_in(
+                request,
+                plan_row.start_position,
+                found if plan_row.output else None,
+                deltas,
+                now_s,
+                samples=samples,
+            )
+        self._waits.note_step(planned, step.shape)
+        self._targets.foresee(r for r, _ in each_allotment([planned.decodes, *planned.chunks]))
         self._sink_late(now_s)
         self._pipeline.note_work(bool(self._requests))
         return deltas.outgoing()
 
+    def _take_in(
+        self,
+        request: Request,
+        start_position: int,
+        result: RowResult | None,
+        deltas: DeltaBatch,
+        now_s: float,
+        *,
+        samples: int = 1,
+    ) -> None:
+        """Take in what one row gave, which may be its end; None: it wanted nothing."""
+        if request.state is ENDED:
+            self._release_if_idle(request)
+        elif result is not None:
+            self._advance(request, start_position, result, deltas, now_s, samples=samples)
+            if (row := request.row) is not None:
+                self._rows.is_plain[row] = (
+                    request.is_prompt_shared
+                    and not request.awaits_grammar
+                    and bool(request.output_token_ids)
+                    and not isinstance(request.deadlines, CompletionLedger)
+                )
+
     def _advance(
         self,
         request: Request,
-        row: PlanRow,
+        start_position: int,
         result: RowResult,
         deltas: DeltaBatch,
         now_s: float,
+        *,
+        samples: int,
     ) -> None:
         """Append a live request's new tokens; end it where they end it."""
         assert self._kv is not None
@@ -308,24 +352,24 @@ class RouterCore(CoreState):
             self._end(request)
             return
         if result.prompt_logprobs and (
-            news := take_news(request, row.start_position, result.prompt_logprobs)
+            news := take_news(request, start_position, result.prompt_logprobs)
         ):
             deltas.add_prompt_logprobs(request, news)
         if result.token_ids:
             if self._suspects:
                 self._clear(request)
-            request.awaits_grammar = False
+            request.set_awaits_grammar(False)
             if not request.is_prompt_shared:
                 self._kv.learn_prompt(request)  # all of it has been computed by now
                 self._kv.retain(request, now_s)
             token_ids, reason = until_end(request, result.token_ids)
             deltas.add_tokens(request, token_ids, reason, result.logprobs)
-            request.output_token_ids.extend(token_ids)
-            if request.deadlines is not None and token_ids:
-                request.deadlines.on_tokens(len(token_ids), now_s)
+            request.add_output(token_ids)
+            if token_ids:
+                self._rows.on_tokens(request, len(token_ids), now_s)
             if reason is not None:
                 self._complete(request)
-        elif request.awaits_grammar and row.output & OutputKind.SAMPLE:
+        elif request.awaits_grammar and samples:
             self._kv.step_back(request)
             if not request.is_prompt_shared:
                 self._kv.learn_prompt(request)  # but for its last token; others need not wait
@@ -361,6 +405,7 @@ class RouterCore(CoreState):
         was_running = request.state is RUNNING
         request.state = ENDED
         if was_running:
+            self._rows.end(request)
             self._release_if_idle(request)
 
     def _clear(self, request: Request) -> None:
@@ -374,3 +419,8 @@ class RouterCore(CoreState):
         assert self._kv is not None
         self._kv.release(request, keep=request.keeps_kv)
         self._rows.release(request)
+
+
+def _tokens(entries: list[int]) -> list[int]:
+    """Return the tokens among a row's entries."""
+    return [token_id for token_id in entries if token_id != NO_TOKEN]

@@ -17,8 +17,9 @@ from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.kv_map import describe_kv
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.planning import StepPlanner
-from lightserve.router.queues import RowTable, WaitingQueue
+from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import Request
+from lightserve.router.request_table import RequestTable
 from lightserve.router.scheduling_targets import RaisedTarget, SchedulingTargets
 from lightserve.router.status import router_status
 from lightserve.router.waits import WaitForecast, Work
@@ -32,7 +33,7 @@ class CoreState:
         self._config = config
         self._requests: dict[RequestKey, Request] = {}
         self._waiting = WaitingQueue()
-        self._rows = RowTable(config.max_num_seqs)
+        self._rows = RequestTable(config.max_num_seqs)
         self._kv: KVStore | None = None
         self._pipeline = Pipeline(
             max_steps_in_flight=config.max_steps_in_flight,

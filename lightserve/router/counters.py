@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightserve.router.events import PlannedStep
 from lightserve.router.reasons import Reason
-from lightserve.types import BE, RT, RequestClass
+from lightserve.types import RequestClass
 
 
 @dataclass(slots=True)
@@ -44,11 +44,8 @@ class SkipCounters:
 
     def note(self, step: PlannedStep) -> None:
         """Count a step that is sent."""
-        real_time = RT  # looked up once: this is done for everybody in each step
-        rt_counts, be_counts = self.skipped[real_time], self.skipped[BE]
-        for request, reason in step.skipped:
-            counts = rt_counts if request.request_class is real_time else be_counts
-            counts[reason] += 1
+        for request_class, counts in step.left_out.count().items():
+            self.skipped[request_class].update(counts)
         for request_class, (num_requests, stopped_by) in step.unseen.items():
             if stopped_by is not None:
                 self.unseen[request_class][stopped_by] += num_requests

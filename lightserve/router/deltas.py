@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from lightserve.messages.common import TokenLogprob
+import numpy as np
+
+from lightserve.messages.common import Int32Array, TokenLogprob, pack_int32, pack_int64
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta, TokenDelta
 from lightserve.router.events import Outgoing
 from lightserve.router.request import Request
+from lightserve.router.request_table import RequestTable, Rows
 from lightserve.types import FinishReason, FrontendId
 
 MAX_DELTAS = 8192
@@ -19,6 +22,7 @@ class DeltaBatch:
 
     def __init__(self) -> None:
         self._by_frontend: defaultdict[FrontendId, list[RequestDelta]] = defaultdict(list)
+        self._plain: dict[FrontendId, tuple[Rows, Int32Array]] = {}
 
     def add_tokens(
         self,
@@ -46,6 +50,13 @@ class DeltaBatch:
         else:  # as a rule: this is done for every token of every request
             delta = RequestDelta(request_id, token_ids, reason)
         self._by_frontend[frontend_id].append(delta)
+
+    def add_plain(self, table: RequestTable, rows: Rows, token_ids: Int32Array) -> None:
+        """Confirmed tokens, one of each row, that are news to nothing but their frontends."""
+        frontend_ids = table.frontend_id[rows]
+        for frontend_id in np.unique(frontend_ids).tolist():
+            own = frontend_ids == frontend_id
+            self._plain[FrontendId(frontend_id)] = table.request_id[rows[own]], token_ids[own]
 
     def add_prompt_logprobs(self, request: Request, logprobs: list[TokenLogprob]) -> None:
         """How probable the next tokens of the prompt are."""
@@ -75,8 +86,19 @@ class DeltaBatch:
 
     def outgoing(self) -> list[Outgoing]:
         """Return one message per frontend that has news, several only if there are very many."""
-        return [
-            Outgoing(frontend_id, TokenDelta(requests=requests[start : start + MAX_DELTAS]))
-            for frontend_id, requests in self._by_frontend.items()
-            for start in range(0, len(requests), MAX_DELTAS)
-        ]
+        news: list[Outgoing] = []
+        for frontend_id in {**self._plain, **self._by_frontend}:
+            requests = self._by_frontend.get(frontend_id, [])
+            plain = self._plain.get(frontend_id)
+            if plain is not None:
+                delta = TokenDelta(
+                    request_ids=pack_int64(plain[0]),
+                    token_ids=pack_int32(plain[1]),
+                    requests=requests[:MAX_DELTAS],
+                )
+                news.append(Outgoing(frontend_id, delta))
+            news += [
+                Outgoing(frontend_id, TokenDelta(requests=requests[start : start + MAX_DELTAS]))
+                for start in range(0 if plain is None else MAX_DELTAS, len(requests), MAX_DELTAS)
+            ]
+        return news

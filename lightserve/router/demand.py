@@ -23,7 +23,7 @@ most while nothing else limits it: whoever comes waits for the rest of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from lightserve.cost.model import StepShape
@@ -125,10 +125,9 @@ class RealTimeDemand:
         self._prompt_squared += weight * (num_prompt_tokens**2 - self._prompt_squared)
         self._max_output += weight * (max_output_tokens - self._max_output)
 
-    def note_decodes(self, contexts: Sequence[int], now_s: float) -> None:
-        """Learn which decodes a step has done, each by the tokens that it read."""
-        held = sum(contexts)
-        self._going_on += len(contexts)
+    def note_decodes(self, num_decodes: int, held: int, now_s: float) -> None:
+        """Learn how many decodes a step has done, and how many tokens they read together."""
+        self._going_on += num_decodes
         self._held_going_on += held
         self._note_window(now_s)
         self._most_held = max(self._most_held, held)

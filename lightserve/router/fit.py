@@ -10,7 +10,8 @@ from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.prefix_node import PrefixNode
 from lightserve.router.reasons import Reason
 from lightserve.router.request import RUNNING, Request
-from lightserve.router.shares import Allotment, Loading, Share
+from lightserve.router.request_table import Decodes
+from lightserve.router.shares import Allotment, Loading, Share, each_allotment
 
 
 class Take(NamedTuple):
@@ -24,7 +25,8 @@ class Take(NamedTuple):
 class Fit:
     """What of a step fits, and what must happen before."""
 
-    allotments: tuple[Allotment, ...]
+    parts: tuple[Decodes | Allotment, ...]
+    """What advances."""
     pauses: tuple[Request, ...] = ()
     """Running requests that give up their rows."""
     takes: tuple[Take, ...] = ()
@@ -40,14 +42,24 @@ class Fit:
     """See `AdmissionRound`."""
 
     def __bool__(self) -> bool:
-        """Whether anybody advances."""
-        return bool(self.allotments)
+        """Whether any request advances."""
+        return bool(self.parts)
+
+    @property
+    def allotments(self) -> list[Allotment]:
+        """`parts`, one by one: for tests."""
+        return list(each_allotment(self.parts))
+
+    @property
+    def newcomers(self) -> list[Request]:
+        """Requests among `parts` that have no row yet."""
+        chunks = [part for part in self.parts if isinstance(part, Allotment)]
+        return [request for request, _ in chunks if request.state is not RUNNING]
 
     @property
     def num_copied(self) -> int:
         """Tokens that the step copies at most, to the host and back."""
-        newcomers = [r for r, _ in self.allotments if r.state is not RUNNING]
-        num_loaded = sum(request.num_loaded_by_start for request in newcomers)
+        num_loaded = sum(request.num_loaded_by_start for request in self.newcomers)
         return num_loaded + sum(count for _, count in self.takes)
 
     @property
@@ -79,5 +91,5 @@ def runs(request: Request) -> bool:
 
 
 def of_running(part: Share) -> bool:
-    """Whether that is so of whose share this is."""
-    return part.request.state is RUNNING
+    """Whether that is so of the requests of a part."""
+    return isinstance(part, Decodes) or part.request.state is RUNNING

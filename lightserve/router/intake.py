@@ -17,7 +17,7 @@ from msgspec.structs import astuple
 from lightserve.errors import ProtocolError
 from lightserve.messages.common import MAX_INT32, Constraint, Int32Array, unpack_int32
 from lightserve.messages.frontend_router import Submit
-from lightserve.router.queues import Backlog
+from lightserve.router.queue import Backlog
 from lightserve.router.request import Parameters, Request
 from lightserve.types import FrontendId, RequestClass, RequestKey
 

@@ -93,20 +93,21 @@ class RouterMetrics:
 
     def on_commit(self, step: PlannedStep, now_s: float) -> None:
         """Count a step that was sent; call before the core books it."""
-        num_step_tokens = num_decodes = 0
-        for request, num_tokens in step.allotments:
+        num_step_tokens = num_decodes = len(step.decodes)
+        num_rows = num_decodes + len(step.chunks)
+        for request, num_tokens in step.chunks:
             num_step_tokens += num_tokens
             num_decodes += num_tokens == 1
             if request.state is WAITING and request.num_requeues == 0:
                 self._queue_time[request.request_class].observe(now_s - request.arrival_s)
                 self._newcomers.append(request)
         kind = StepKind.MIXED if num_decodes else StepKind.PREFILL
-        if num_decodes == len(step.allotments):
+        if num_decodes == num_rows:
             kind = StepKind.DECODE
         self._sent[step.step_id] = _Sent(step.predicted_s, kind)
         if step.limit_s is not None and math.isfinite(step.limit_s):
             self._headroom.observe(step.limit_s - step.predicted_s)
-        self._batch_size.observe(len(step.allotments))
+        self._batch_size.observe(num_rows)
         self._tokens.observe(num_step_tokens)
 
     def on_result(self, result: StepResult, num_used_slots: int) -> None:

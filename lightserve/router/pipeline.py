@@ -7,23 +7,29 @@ arrival is seen as late as possible and the worker still never waits.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from dataclasses import dataclass
+
+import numpy as np
 
 from lightserve.errors import ProtocolError
 from lightserve.messages.common import MAX_INT32
 from lightserve.messages.router_worker import (
     OutputKind,
+    PlanRow,
+    RowResult,
+    StepOutput,
     StepPlan,
     StepResult,
-    plan_rows,
-    row_results,
+    read_result,
+    sampling_rows,
 )
 from lightserve.router.copy_cost import CopyCost
 from lightserve.router.events import PlannedStep
 from lightserve.router.policies.base import NO_LIMIT
-from lightserve.router.shares import Allotment, shape_of
+from lightserve.router.request import Request
 from lightserve.router.step_cost import StepCost, StepGuard, StepShape
 from lightserve.router.time_share import TimeShare
 from lightserve.types import StepId
@@ -83,8 +89,6 @@ class Pipeline:
         self._launch_s = 0.0
         """What a worker's host takes to launch a step, at most of late."""
         self._had_work = False
-        self._predicted: tuple[tuple[Allotment, ...], StepShape] = (), StepShape()
-        """The step that was asked about last: most are sent."""
         self._shape = StepShape()
         """Of the step that finished last."""
         self._num_in_the_way = 0
@@ -120,10 +124,9 @@ class Pipeline:
         """Return when a step planned now will end if it is like the last one, with the guard."""
         return self.next_start_s(now_s) + self.cost.guard * self.cost.seconds(self._shape)
 
-    def predict(self, allotments: tuple[Allotment, ...], num_copied: int) -> float:
+    def predict(self, shape: StepShape, num_copied: int) -> float:
         """Return the predicted seconds of a step that waits for so many copied tokens."""
-        self._predicted = allotments, shape_of(allotments)
-        return self.cost.seconds(self._predicted[1]) + self.copy_seconds(num_copied)
+        return self.cost.seconds(shape) + self.copy_seconds(num_copied)
 
     def copy_seconds(self, num_tokens: int) -> float:
         """Return the predicted seconds that a step waits for copies of so many tokens.
@@ -167,14 +170,11 @@ class Pipeline:
         )
         self.best_effort_time.observe(planned.predicted_s, planned.best_effort_s)
         ahead = bool(self._in_flight)
-        predicted, shape = self._predicted
-        if predicted is not planned.allotments:
-            shape = shape_of(planned.allotments)
         behind_s = self.ahead_seconds(_num_ahead(plan))
         if self.overlaps_copies:
             behind_s = max(0.0, behind_s - planned.predicted_s)
         start_s = None if ahead else now_s
-        self._in_flight.append(SentStep(planned, plan, shape, start_s, ahead, behind_s))
+        self._in_flight.append(SentStep(planned, plan, planned.shape(), start_s, ahead, behind_s))
         self.next_step_id = StepId(self.next_step_id + 1)
         self._router_s += 0.1 * (now_s - planned.planned_at_s - self._router_s)
 
@@ -182,8 +182,8 @@ class Pipeline:
         """Say whether requests are left after a result: then waiting for a plan is idling."""
         self._had_work = has_work
 
-    def pop(self, result: StepResult, now_s: float) -> SentStep:
-        """Take out the oldest step; the one behind it has started.
+    def pop(self, result: StepResult, now_s: float) -> tuple[SentStep, StepOutput]:
+        """Take out the oldest step, with what its rows gave; the one behind it has started.
 
         Raises:
             ProtocolError: `result` is not the oldest step's, or does not fit its plan; then nothing
@@ -191,8 +191,10 @@ class Pipeline:
         """
         if not self._in_flight or self._in_flight[0].plan.step_id != result.step_id:
             raise ProtocolError(f"result of step {result.step_id} out of order")
-        if (wrong := _misfit(self._in_flight[0], result)) is not None:
-            raise ProtocolError(f"result of step {result.step_id}: {wrong}")
+        try:
+            output = _read(self._in_flight[0], result)
+        except ProtocolError as error:
+            raise ProtocolError(f"result of step {result.step_id}: {error}") from None
         done = self._in_flight.popleft()
         self._shape = done.shape
         self.cost.observe(done.shape, result.exec_s - result.copy_s)
@@ -209,7 +211,7 @@ class Pipeline:
             self.idle_s += result.idle_s
         if self._in_flight:
             self._in_flight[0].start_s = now_s + done.behind_s
-        return done
+        return done, output
 
     def clear(self) -> None:
         """Forget the steps in flight: their worker is gone."""
@@ -226,39 +228,60 @@ class Pipeline:
         return max(0.0, now_s - start_s)
 
 
-def _misfit(sent: SentStep, result: StepResult) -> str | None:
-    """Return what of a result is not as its plan wants it; None: nothing."""
+def _read(sent: SentStep, result: StepResult) -> StepOutput:
+    """Return what a result says. Raises ProtocolError if it is not as its plan wants it."""
     times_s = (result.exec_s, result.idle_s, result.copy_s, result.launch_s)
     if not all(0.0 <= time_s < math.inf for time_s in times_s):  # nor one that is no number
-        return "times must be finite and not negative"
-    try:
-        results = {got.row: got for got in row_results(sent.plan, result)}
-    except ProtocolError as error:
-        return str(error)
-    rows = {row.row: row for row in plan_rows(sent.plan)}
-    for (request, _), num_samples in zip(
-        sent.planned.allotments, sent.planned.num_samples, strict=True
-    ):
-        assert request.row is not None, "a step in flight names it"
-        if (got := results.get(request.row)) is None:
-            continue
-        row, token_ids = rows[request.row], got.token_ids
-        if len(token_ids) > num_samples:
-            return f"{len(token_ids)} tokens of row {row.row}, at most {num_samples} were wanted"
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= MAX_INT32:
-            return f"a token of row {row.row} that is none"
-        if got.error is not None:
-            continue
-        wants_logprobs = request.sampling.num_logprobs is not None
-        if len(got.logprobs) != (len(token_ids) if wants_logprobs else 0):
-            return f"{len(got.logprobs)} log-probabilities of row {row.row}"
-        num_positions = 0
-        if row.output & OutputKind.PROMPT_LOGPROBS:
-            end = min(row.start_position + row.num_tokens, request.num_prompt_tokens - 1)
-            num_positions = end - row.start_position
-        if len(got.prompt_logprobs) != num_positions:
-            return f"{len(got.prompt_logprobs)} log-probabilities of the prompt of row {row.row}"
-    return None
+        raise ProtocolError("times must be finite and not negative")
+    output = read_result(sent.plan, result)
+    planned, (token_ids, others) = sent.planned, output
+    num_decodes = len(planned.decodes)
+    is_token = token_ids >= 0
+    most = np.ones(len(token_ids), dtype=np.int64)
+    most[num_decodes:] = [count for count in planned.num_samples if count]
+    if (is_token.sum(axis=1) > most).any():
+        raise ProtocolError("a row has more tokens than were wanted")
+    rows = sampling_rows(sent.plan)
+    if (planned.decodes.table.wants_logprobs[rows] & is_token[:, 0]).any():
+        raise ProtocolError("a row has no log-probabilities")
+    if others:
+        plan_rows = {row.row: row for row in sent.plan.rows}
+        samples = dict(zip(planned.decodes.rows.tolist(), itertools.repeat(1)))
+        for (request, _), count in zip(planned.chunks, planned.num_samples, strict=True):
+            assert request.row is not None, "a step in flight names it"
+            samples[request.row] = count
+        for row, other in others.items():
+            holder = planned.decodes.table.requests[row]
+            assert holder is not None, "a step in flight names it"
+            _check_other(holder, plan_rows.get(row), other, samples[row])
+    return output
+
+
+def _check_other(request: Request, row: PlanRow | None, other: RowResult, num_samples: int) -> None:
+    """Raise ProtocolError if a row that has more to say says what was not asked.
+
+    `row` is None for a decode.
+    """
+    token_ids = other.token_ids
+    if len(token_ids) > num_samples:
+        raise ProtocolError(
+            f"{len(token_ids)} tokens of row {other.row}, at most {num_samples} were wanted"
+        )
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= MAX_INT32:
+        raise ProtocolError(f"a token of row {other.row} that is none")
+    if other.error is not None:
+        return
+    wants_logprobs = request.sampling.num_logprobs is not None
+    if len(other.logprobs) != (len(token_ids) if wants_logprobs else 0):
+        raise ProtocolError(f"{len(other.logprobs)} log-probabilities of row {other.row}")
+    num_positions = 0
+    if row is not None and row.output & OutputKind.PROMPT_LOGPROBS:
+        end = min(row.start_position + row.num_tokens, request.num_prompt_tokens - 1)
+        num_positions = end - row.start_position
+    if len(other.prompt_logprobs) != num_positions:
+        raise ProtocolError(
+            f"{len(other.prompt_logprobs)} log-probabilities of the prompt of row {other.row}"
+        )
 
 
 def _num_ahead(plan: StepPlan) -> int:

@@ -6,8 +6,10 @@ Nothing is done here: slots are counted, and what would have to happen is noted.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from lightserve.router.fit import Fit, Tails, Take, runs
@@ -16,7 +18,8 @@ from lightserve.router.kv.prefix_node import PrefixNode, path_of
 from lightserve.router.plan_bytes import FEW_NEWCOMER_BYTES, MAX_NEWCOMER_BYTES, newcomer_bytes
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
-from lightserve.router.shares import Allotment, Loading, Share
+from lightserve.router.request_table import Decodes
+from lightserve.router.shares import Allotment, Loading, each_allotment
 from lightserve.types import BE, RT
 
 
@@ -30,7 +33,7 @@ class Placement:
     def __init__(
         self,
         kv: KVStore,
-        holders: Sequence[Request],
+        holders: Callable[[], Sequence[Request]],
         num_rows: int,
         num_reserved: int,
         *,
@@ -39,21 +42,17 @@ class Placement:
         """`num_reserved` cached slots are none of best-effort requests'."""
         self._kv, self._tails = kv, Tails(kv)
         self._num_reserved = num_reserved
-        self._holders = holders
+        self._list_holders = holders
         self._ranks: dict[Request, int] | None = None
-        self._first_best_effort = len(holders)
-        """Where classes count, the rank of the first best-effort holder."""
-        if is_class_aware:
-            self._first_best_effort = bisect.bisect_left(
-                holders, True, key=lambda holder: holder.request_class is BE
-            )
         self._num_rows = num_rows
         self._is_class_aware = is_class_aware
         self._num_left = kv.num_available
         self._newcomer_bytes = 0
         """What those who begin or load take in the plan."""
+        self._whole: list[Decodes | Allotment] = []
+        """Parts that were placed as they are before anything was taken from anything."""
         self._placed: dict[Request, int] = {}
-        """Tokens that each computes."""
+        """Tokens that each of all others computes."""
         self._num_slots_of: dict[Request, int] = {}
         """Slots that they take; also of some who were placed and have been stopped."""
         self._loads: dict[Request, int] = {}
@@ -66,7 +65,7 @@ class Placement:
         """What newcomers of the step found in the prefix tree: nobody takes it now."""
         self.robbed: list[Request] = []
         """Real-time newcomers that do not start, as what they found is being taken."""
-        self._barren_rank = len(holders) + 1
+        self._barren_rank: float = math.inf
         """Nobody finds anything to take whose juniors begin at this rank or behind it."""
         self._barren_from: dict[int, int] = {}
         """By where ranks end that are taken from: from which on nothing is left of them."""
@@ -76,12 +75,10 @@ class Placement:
         for request in newcomers:
             self._pinned |= set(_path_of_hit(request))
 
-    def result(self, wanted: Sequence[Share], refused: dict[Request, Reason]) -> Fit:
-        """Return what has been decided about `wanted`; `refused` were not placed."""
-        allotments = [part for part in wanted if isinstance(part, Allotment)]
-        is_whole = len(allotments) == len(self._placed) and dict(allotments) == self._placed
+    def result(self, refused: dict[Request, Reason]) -> Fit:
+        """Return what has been decided; `refused` were not placed."""
         return Fit(
-            tuple(allotments if is_whole else itertools.starmap(Allotment, self._placed.items())),
+            (*self._whole, *itertools.starmap(Allotment, self._placed.items())),
             tuple(request for request in self._stops if request not in self._drops),
             tuple(Take(request, count) for request, count in self._takes.items() if count),
             tuple(self._drops),
@@ -90,20 +87,60 @@ class Placement:
             tuple(itertools.starmap(Loading, self._loads.items())),
         )
 
-    def make_room_for(self, parts: Sequence[Share]) -> None:
+    def make_room_for(self, parts: Sequence[Decodes | Allotment]) -> None:
         """Take from best-effort requests at once what real-time ones among `parts` will miss.
 
         One by one they would take the same.
         """
-        real_time = [part for part in parts if part.request.request_class is RT]
+        if self._kv.costs_are_tokens and self._num_tokens(parts) <= self._num_left:
+            return
+        real_time = [a for a in each_allotment(parts) if a.request.request_class is RT]
         missing = self._kv.cost_of_all(real_time) - self._num_left
         if missing > 0:
             best_effort = range(self._first_best_effort, len(self._holders))
             if not self._take_ends(best_effort, missing, takes_less=False):
                 self._take_rest(best_effort, missing, takes_less=True)
 
-    def place_running(self, parts: Sequence[Allotment], refused: dict[Request, Reason]) -> None:
-        """Add shares of requests that run, prompts perhaps shorter; say who does not fit."""
+    @staticmethod
+    def _num_tokens(parts: Iterable[Decodes | Allotment]) -> int:
+        return sum([len(p) if isinstance(p, Decodes) else p.num_tokens for p in parts])
+
+    def _place_one_by_one(self) -> None:
+        """Look at the requests of whole parts one by one from here on."""
+        for request, num_tokens in each_allotment(self._whole):
+            self._placed[request] = num_tokens
+            if request not in self._num_slots_of:
+                self._num_slots_of[request] = self._kv.cost(request, num_tokens)
+        self._whole = []
+
+    @functools.cached_property
+    def _holders(self) -> Sequence[Request]:
+        return self._list_holders()
+
+    @functools.cached_property
+    def _first_best_effort(self) -> int:
+        """Where classes count, the rank of the first best-effort holder."""
+        if not self._is_class_aware:
+            return len(self._holders)
+        return bisect.bisect_left(
+            self._holders, True, key=lambda holder: holder.request_class is BE
+        )
+
+    def place_running(
+        self, wanted: Sequence[Decodes | Allotment], refused: dict[Request, Reason]
+    ) -> None:
+        """Add parts of requests that run, prompts perhaps shorter; say who does not fit."""
+        num_tokens = self._num_tokens(wanted)
+        if (
+            not (self._stops or self._takes or self._drops)
+            and self._kv.costs_are_tokens
+            and num_tokens <= self._num_left - self._num_reserved
+        ):
+            self._whole += wanted
+            self._num_left -= num_tokens
+            return
+        self._place_one_by_one()
+        parts = list(each_allotment(wanted))
         num_fitting = self._num_fitting(parts)
         first = parts[:num_fitting]
         self._placed.update(first)
@@ -135,7 +172,7 @@ class Placement:
                 return index
         return len(parts)
 
-    def place_waiting(self, part: Share) -> Reason | None:
+    def place_waiting(self, part: Allotment | Loading) -> Reason | None:
         """Add the share of a request that has no row; None, or why it does not fit."""
         request = part.request
         if self._has_stopped(request) or request in self._takes:
@@ -286,6 +323,7 @@ class Placement:
 
     def _take_row(self, request: Request) -> bool:
         """Pause a running junior for its row; whether there is one."""
+        self._place_one_by_one()
         for junior in reversed(self._holders[self._first_junior(request) :]):
             if runs(junior) and not self._has_stopped(junior):
                 self._stop(junior, Reason.ROWS)
@@ -300,6 +338,7 @@ class Placement:
         rank = self._first_junior(request)
         if rank >= self._barren_rank:
             return
+        self._place_one_by_one()
         before = None
         enough = self._num_usable(request) + missing
         for group in self._groups_from(rank):
@@ -335,10 +374,11 @@ class Placement:
         state: tuple[dict[Request, Any], ...]
         state = (self._placed, self._loads, self._stops, self._takes, self._drops)
         numbers = self._num_left, self._num_rows, self._newcomer_bytes
-        return (*numbers, self._pinned, *(dict(part) for part in state))
+        return (*numbers, self._pinned, list(self._whole), *(dict(part) for part in state))
 
     def _restore(self, saved: tuple[Any, ...]) -> None:
         self._num_left, self._num_rows, self._newcomer_bytes, self._pinned, *state = saved
+        self._whole, *state = state
         self._placed, self._loads, self._stops, self._takes, self._drops = state
         self._barren_from.clear()
 

@@ -20,6 +20,7 @@ from lightserve.messages.router_worker import (
 from lightserve.router.events import PlannedStep
 from lightserve.router.kv.host import PlanCopies
 from lightserve.router.request import Request
+from lightserve.router.request_table import Decodes
 from lightserve.router.shares import Allotment
 from lightserve.types import RT, RowId
 
@@ -54,16 +55,19 @@ def _wanted_output(request: Request, samples: int) -> OutputKind:
 
 def build_plan(
     step: PlannedStep,
-    slots: Int32Array,
+    *,
+    decode_slots: Int32Array,
+    chunk_slots: Int32Array,
     newcomers: Container[Request],
     copies: PlanCopies,
     left_rows: tuple[RowId, ...],
 ) -> StepPlan:
-    """Return the plan that moves each request by its allotment.
+    """Return the plan that moves each request by its part of a step.
 
     Args:
         step: requests, with their rows and slots, how many tokens they compute and yield.
-        slots: what they write to, one after the other, int32 [sum of num_tokens].
+        decode_slots: what its decodes write to, int32 [n].
+        chunk_slots: what its chunks write to, one after the other, int32 [sum of num_tokens].
         newcomers: those that the workers do not know yet.
         copies: what is copied for them, and for others.
         left_rows: those that were given up since the last plan.
@@ -72,33 +76,27 @@ def build_plan(
     sequences: list[AddSequence] = []
     slot_ranges: list[SlotRange] = []
     plan_rows: list[PlanRow] = []
-    decodes: list[tuple[RowId, int, int]] = []
-    for (request, num_tokens), num_wanted in zip(step.allotments, step.num_samples, strict=True):
+    for (request, num_tokens), num_wanted in zip(step.chunks, step.num_samples, strict=True):
         row, start = request.row, request.next_position
         assert row is not None and request.slots is not None
-        if request.sampling.num_prompt_logprobs is None:
-            output = _SAMPLE if num_wanted else _NONE
-        else:
-            output = _wanted_output(request, num_wanted)
-        is_newcomer = request in newcomers
-        if num_tokens == 1 and output is _SAMPLE and not is_newcomer:
-            decodes.append((row, start, offset))
-            offset += 1
-            continue
-        if is_newcomer:
+        if request in newcomers:
             sequences.append(_sequence(request, row))
             if start > 0:
                 slot_ranges.append(SlotRange(row, 0, pack_int32(request.slots[:start])))
         end = offset + num_tokens
-        slot_ranges.append(SlotRange(row, start, pack_int32(slots[offset:end])))
+        slot_ranges.append(SlotRange(row, start, pack_int32(chunk_slots[offset:end])))
         offset = end
+        if request.sampling.num_prompt_logprobs is None:
+            output = _SAMPLE if num_wanted else _NONE
+        else:
+            output = _wanted_output(request, num_wanted)
         plan_rows.append(PlanRow(row, start, num_tokens, output))
     return StepPlan(
         step_id=step.step_id,
         sequences=sequences,
         slot_ranges=slot_ranges,
         rows=plan_rows,
-        decodes=_decode_rows(decodes, slots),
+        decodes=_decode_rows(step.decodes, decode_slots),
         saves=copies.saves,
         loads=copies.loads,
         ahead_saves=copies.ahead_saves,
@@ -107,12 +105,11 @@ def build_plan(
     )
 
 
-def _decode_rows(decodes: list[tuple[RowId, int, int]], slots: Int32Array) -> DecodeRows:
-    """Return rows, given with their positions and with the places of their slots."""
-    if not decodes:
+def _decode_rows(decodes: Decodes, slots: Int32Array) -> DecodeRows:
+    if not len(decodes):
         return NO_DECODES
-    rows, starts, places = np.array(decodes, dtype=np.int32).T
-    return pack_decodes(rows, starts, slots[places])
+    starts = decodes.table.next_position[decodes.rows]
+    return pack_decodes(decodes.rows.astype(np.int32), starts.astype(np.int32), slots)
 
 
 def _sequence(request: Request, row: RowId) -> AddSequence:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.peak import SharedPrefixes
 from lightserve.router.core_config import CoreConfig
@@ -21,10 +23,10 @@ from lightserve.router.pipeline import Pipeline
 from lightserve.router.policies.base import StepLimits, Waiting
 from lightserve.router.preemption import fit_into_memory
 from lightserve.router.prompt_logprobs import cap_positions
-from lightserve.router.queue import prefix_in_flight
-from lightserve.router.queues import RowTable, WaitingQueue
-from lightserve.router.reasons import Reason, Skipped, Skips, Unseen
+from lightserve.router.queue import WaitingQueue, prefix_in_flight
+from lightserve.router.reasons import LeftOut, Reason, Skips, Unseen
 from lightserve.router.request import RUNNING, WAITING, Request
+from lightserve.router.request_table import RequestTable, Running
 from lightserve.router.turns import Turn
 from lightserve.types import BE, RT, RequestClass
 
@@ -42,7 +44,7 @@ class StepPlanner:
         self,
         config: CoreConfig,
         waiting: WaitingQueue,
-        rows: RowTable,
+        rows: RequestTable,
         pipeline: Pipeline,
         demand: RealTimeDemand,
     ) -> None:
@@ -55,7 +57,7 @@ class StepPlanner:
 
     def running(self) -> list[Request]:
         """Return the requests that hold rows and have not ended, in order of admission."""
-        return [request for request in self._rows if request.state is RUNNING]
+        return self._rows.of(self._rows.rows)
 
     def choose(
         self,
@@ -74,14 +76,14 @@ class StepPlanner:
             now_s: the time.
             skips: is told whom the step leaves out.
         """
-        running = self.running()
+        running = Running(self._rows)
         start_s = self._pipeline.next_start_s(now_s)
         outlook = self._demand.outlook(self._pipeline.cost.work, start_s)
         be_room = self._be_room(kv, running, outlook)
         attempt = _Attempt(kv, headroom, be_room, start_s, outlook, skips)
         if suspects:
             fit = self._try_suspect(attempt, suspects)
-            skips.note_all(running, Reason.ORDER)
+            skips.note_rows(running.rows, Reason.ORDER)
             skips.stop_all(Reason.ORDER)
             return fit
         looked_up = _LookedUp(
@@ -90,17 +92,16 @@ class StepPlanner:
         return self._first_fit(attempt, running, looked_up) or self._senior_alone(attempt)
 
     def unseen(
-        self, fit: Fit, skipped: Sequence[Skipped], stopped_by: Mapping[RequestClass, Reason]
+        self, fit: Fit, left_out: LeftOut, stopped_by: Mapping[RequestClass, Reason]
     ) -> dict[RequestClass, Unseen]:
         """Return, per class, how many of those who wait were not looked at for a step, and why.
 
         Args:
             fit: who advances.
-            skipped: who was looked at and does not.
+            left_out: what was looked at and does not.
             stopped_by: what ended the search of those of a class that wait.
         """
-        newcomers = [request for request, _ in fit.allotments if request.state is WAITING]
-        looked_at = [*newcomers, *[request for request, _ in skipped if request.state is WAITING]]
+        looked_at = [*fit.newcomers, *[r for r in left_out.waiting if r.state is WAITING]]
         num_rt = len([request for request in looked_at if request.request_class is RT])
         num_seen = {RT: num_rt, BE: len(looked_at) - num_rt}
         unseen: dict[RequestClass, Unseen] = {}
@@ -116,16 +117,27 @@ class StepPlanner:
         if not self._pipeline.is_empty and suspect.num_inflight_steps == 0:
             return Fit(())
         kv = attempt.kv
-        alone = self._first_fit(attempt, *_one(suspect, kv))
+        alone = self._first_fit(attempt, *self._one(suspect, kv))
         if alone or not self._pipeline.is_empty:
             return alone
         # Where there is no room for it, those before it that were cleared make some.
         cleared = [request for request in self.holders() if request not in suspects]
-        running = [request for request in cleared if request.state is RUNNING]
+        running = self._running([request for request in cleared if request.state is RUNNING])
         paused = _Only([kv.look_up(request) for request in cleared if request.is_paused])
         return self._first_fit(attempt, running, paused) or self._senior_alone(attempt)
 
-    def _first_fit(self, attempt: _Attempt, running: Sequence[Request], waiting: Waiting) -> Fit:
+    def _running(self, requests: Sequence[Request]) -> Running:
+        """Return these requests, which have rows, and no others."""
+        rows = np.array([request.row for request in requests], dtype=np.int64)
+        return Running(self._rows, rows)
+
+    def _one(self, request: Request, kv: KVStore) -> tuple[Running, _Only]:
+        """Return what runs and what waits if there is nothing but this request."""
+        if request.state is RUNNING:
+            return self._running([request]), _Only([])
+        return self._running([]), _Only([kv.look_up(request)])
+
+    def _first_fit(self, attempt: _Attempt, running: Running, waiting: Waiting) -> Fit:
         """Return the first choice of the policy of which something fits; falsy if none does.
 
         With nothing in flight no result will make room, and somebody has to move at last: when it
@@ -144,7 +156,7 @@ class StepPlanner:
         """
         if self._pipeline.is_empty:
             for request in self.holders():
-                one = _one(request, attempt.kv)
+                one = self._one(request, attempt.kv)
                 if request.num_schedulable_tokens > 0:
                     return self._select(attempt, *one)
         return Fit(())
@@ -152,7 +164,7 @@ class StepPlanner:
     def _select(
         self,
         attempt: _Attempt,
-        running: Sequence[Request],
+        running: Running,
         waiting: Waiting,
         *,
         num_skipped: int = 0,
@@ -167,7 +179,7 @@ class StepPlanner:
         """
         kv, skips = attempt.kv, attempt.skips
         num_free = min(self._rows.num_free, MAX_NEWCOMERS)
-        num_yielding = len([request for request in running if request.request_class is BE])
+        num_yielding = len(running.of(BE))
         limits = StepLimits(
             max_num_batched_tokens=self._pipeline.max_num_batched_tokens,
             num_free_rows=num_free,
@@ -198,7 +210,7 @@ class StepPlanner:
         fit = fit_into_memory(
             cap_positions(wanted, skips),
             kv,
-            self.holders(),
+            self.holders,
             self._rows.num_free,
             is_class_aware=self._is_class_aware,
         )
@@ -210,14 +222,14 @@ class StepPlanner:
             skips.lose(request, reason)
         return fit
 
-    def _be_room(self, kv: KVStore, running: Sequence[Request], outlook: Outlook) -> int | None:
+    def _be_room(self, kv: KVStore, running: Running, outlook: Outlook) -> int | None:
         """Return how many tokens best-effort newcomers may bring, see `PoolView`; None: any.
 
         One may start however large it is while no other of its class holds anything.
         """
-        if not kv.saves:
+        if not kv.saves or self._waiting.backlog(BE).num_requests == 0:
             return None
-        started = [r for r in running if r.request_class is BE]
+        started = self._rows.of(running.of(BE))
         started += self._waiting.paused(BE)
         if not started:
             return None
@@ -261,7 +273,7 @@ class _LookedUp:
         self,
         waiting: WaitingQueue,
         kv: KVStore,
-        running: Sequence[Request],
+        running: Running,
         skips: Skips,
         *,
         by_sharing: bool,
@@ -296,9 +308,11 @@ class _LookedUp:
 
     def _best_effort(self) -> Iterator[Request]:
         count = max(1, len(self._running))
-        context_len = sum([request.next_position for request in self._running]) / count
+        table, rows = self._running.table, self._running.rows
+        context_len = float(table.next_position[rows].sum()) / count
         is_shared = self._tree is not None
-        prefilling = [r for r in self._running if is_shared and not r.is_prompt_shared]
+        prefilling = table.of(rows[~table.is_plain[rows]]) if is_shared else []
+        prefilling = [r for r in prefilling if not r.is_prompt_shared]
         turn = self._waiting.turn()
         for request in self._waiting.best_effort(turn, self._tree, context_len):
             self._kv.look_up(request)
@@ -307,13 +321,6 @@ class _LookedUp:
             else:
                 yield request
         self._skips.stop(BE, Reason.ORDER)  # the rest were not worth asking
-
-
-def _one(request: Request, kv: KVStore) -> tuple[list[Request], _Only]:
-    """Return those who run and those who wait, if there is nobody but this request."""
-    if request.state is RUNNING:
-        return [request], _Only([])
-    return [], _Only([kv.look_up(request)])
 
 
 class _Only:

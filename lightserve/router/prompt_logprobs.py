@@ -8,20 +8,21 @@ from lightserve.messages.common import TokenLogprob
 from lightserve.messages.router_worker import MAX_PROMPT_LOGPROB_POSITIONS
 from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import Request
-from lightserve.router.shares import Allotment, Loading, Share
+from lightserve.router.shares import Allotment, Share
 
 
 def cap_positions(shares: Sequence[Share], skips: Skips) -> list[Share]:
     """Cut the chunks of prompts whose log-probabilities are wanted to the step's limit."""
-    if not [r for r, _ in shares if r.sampling.num_prompt_logprobs is not None]:
+    chunks = [share for share in shares if isinstance(share, Allotment)]
+    if not [r for r, _ in chunks if r.sampling.num_prompt_logprobs is not None]:
         return list(shares)
     num_left = MAX_PROMPT_LOGPROB_POSITIONS
     capped: list[Share] = []
     for share in shares:
-        request, chunk = share
-        if isinstance(share, Loading):
+        if not isinstance(share, Allotment):
             capped.append(share)
             continue
+        request, chunk = share
         if request.wants_prompt_logprobs:
             chunk = min(chunk, num_left)
             num_left -= chunk

@@ -23,9 +23,11 @@ What it will not have to compute when it resumes is noted by `KVStore.look_up`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from array import array
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
@@ -33,8 +35,9 @@ from lightserve.messages.common import Constraint, Int32Array
 from lightserve.messages.frontend_router import MAX_UNACKNOWLEDGED_TOKENS
 from lightserve.router.kv.prefix_node import PrefixNode
 from lightserve.router.kv.prefix_tree import Hit, Lease
-from lightserve.router.slo import DeadlineTracker
-from lightserve.types import NO_SLO, SLO, RequestClass, RequestKey, RowId, SamplingParams
+from lightserve.router.request_table import RequestTable
+from lightserve.router.slo import DeadlineTracker, TokenDeadlines
+from lightserve.types import NO_SLO, RT, SLO, RequestClass, RequestKey, RowId, SamplingParams
 
 _NO_SLOTS: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -132,15 +135,15 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     state: RequestState = WAITING
     output_token_ids: list[int] = field(default_factory=list)
-    """Confirmed tokens; all of them have been sent to the frontend."""
+    """Confirmed tokens; all of them have been sent to the frontend. See `add_output`."""
     row: RowId | None = None
+    cells: Mapping[str, array[Any]] | None = None
+    """While it has a row: the columns of the table, see `RequestTable`."""
     slots: Int32Array | None = None
     """While it runs or is paused: int32 [max_kv_tokens], valid at 0 … num_held_tokens-1."""
-    next_position: int = 0
-    """First position that no plan has computed or is computing."""
-    num_inflight_tokens: int = 0
-    num_inflight_samples: int = 0
-    num_inflight_steps: int = 0
+    _next_position: int = field(default=0, init=False)
+    _place: int = field(default=-1, init=False)
+    """`row`, while it has one."""
     num_replays: int = 0
     num_requeues: int = 0
     """How often it went back to waiting after it had started."""
@@ -170,6 +173,31 @@ class Request:
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.admission_limit = self.admission_limit or self.max_tokens
 
+    def enter(self, table: RequestTable, row: RowId) -> None:
+        """Put the progress into a row, where it then is; see `RequestTable`."""
+        cells = table.cells
+        cells["next_position"][row] = self._next_position
+        cells["num_prompt"][row] = self.num_prompt_tokens
+        cells["num_output"][row] = len(self.output_token_ids)
+        cells["max_tokens"][row] = self.max_tokens
+        for name in ("inflight_tokens", "inflight_samples", "inflight_steps"):
+            cells[name][row] = 0
+        cells["frontend_id"][row], cells["request_id"][row] = self.key
+        cells["is_rt"][row] = self.request_class is RT
+        cells["awaits_grammar"][row] = self.awaits_grammar
+        cells["wants_logprobs"][row] = self.sampling.num_logprobs is not None
+        self.row, self._place, self.cells = row, row, cells
+        self._set_stop()
+        table.track(row, self.deadlines)
+
+    def leave(self) -> None:
+        """Take the progress back from the row; what is in flight is no more."""
+        assert self.cells is not None and self.row is not None
+        self._next_position = self.cells["next_position"][self._place]
+        if isinstance(self.deadlines, TokenDeadlines):
+            self.deadlines.load(self.cells, self.row)
+        self.row = self.cells = None
+
     def pause(self) -> None:
         """Give up the row; nothing is in flight, and all KV stays."""
         assert self.num_inflight_steps == 0
@@ -183,13 +211,80 @@ class Request:
         self.slots = self.lease = self.host = self.hit = self.expected = None
         self.is_prompt_shared = False
         self.num_paused_tokens = self.num_pinned_by_start = self.num_loaded_by_start = 0
-        self.next_position = self.num_inflight_tokens = 0
-        self.num_inflight_samples = self.num_inflight_steps = 0
+        self.next_position = 0
+
+    def add_output(self, token_ids: list[int]) -> None:
+        """Confirm tokens."""
+        self.output_token_ids.extend(token_ids)
+        if self.cells is not None:
+            self.cells["num_output"][self._place] = len(self.output_token_ids)
 
     def acknowledge(self, num_tokens: int) -> None:
         """Learn how much of the output has no stop string; older news change nothing."""
         if self.num_acknowledged_tokens is not None:
             self.num_acknowledged_tokens = max(self.num_acknowledged_tokens, num_tokens)
+            self._set_stop()
+
+    def set_awaits_grammar(self, awaits: bool) -> None:
+        """Say whether the sample of a step may give no token."""
+        self.awaits_grammar = awaits
+        if self.cells is not None:
+            self.cells["awaits_grammar"][self._place] = awaits
+
+    def _set_stop(self) -> None:
+        if self.cells is not None:
+            self.cells["stop_at"][self._place] = self._stop_at
+
+    @property
+    def _stop_at(self) -> int:
+        """Output tokens, those in flight included, with which it is not scheduled."""
+        if self.num_acknowledged_tokens is None:
+            return self.max_tokens
+        return min(self.max_tokens, self.num_acknowledged_tokens + MAX_UNACKNOWLEDGED_TOKENS)
+
+    @property
+    def next_position(self) -> int:
+        """First position that no plan has computed or is computing."""
+        return (
+            self._next_position if self.cells is None else self.cells["next_position"][self._place]
+        )
+
+    @next_position.setter
+    def next_position(self, position: int) -> None:
+        if self.cells is None:
+            self._next_position = position
+        else:
+            self.cells["next_position"][self._place] = position
+
+    @property
+    def num_inflight_tokens(self) -> int:
+        """Tokens that plans in flight compute."""
+        return 0 if self.cells is None else self.cells["inflight_tokens"][self._place]
+
+    @num_inflight_tokens.setter
+    def num_inflight_tokens(self, num_tokens: int) -> None:
+        assert self.cells is not None
+        self.cells["inflight_tokens"][self._place] = num_tokens
+
+    @property
+    def num_inflight_samples(self) -> int:
+        """Output tokens that they yield."""
+        return 0 if self.cells is None else self.cells["inflight_samples"][self._place]
+
+    @num_inflight_samples.setter
+    def num_inflight_samples(self, num_tokens: int) -> None:
+        assert self.cells is not None
+        self.cells["inflight_samples"][self._place] = num_tokens
+
+    @property
+    def num_inflight_steps(self) -> int:
+        """Plans in flight that name it."""
+        return 0 if self.cells is None else self.cells["inflight_steps"][self._place]
+
+    @num_inflight_steps.setter
+    def num_inflight_steps(self, num_steps: int) -> None:
+        assert self.cells is not None
+        self.cells["inflight_steps"][self._place] = num_steps
 
     @property
     def num_known_tokens(self) -> int:
@@ -211,14 +306,10 @@ class Request:
 
         0 once the last output token is in flight, and while the frontend has too much to look at.
         """
-        num_generated = len(self.output_token_ids) + self.num_inflight_samples
-        if num_generated >= self.max_tokens:
-            return 0
-        if self.awaits_grammar and self.num_inflight_samples:
-            return 0  # the sample in flight may give no token
-        acknowledged = self.num_acknowledged_tokens
-        if acknowledged is not None and num_generated >= acknowledged + MAX_UNACKNOWLEDGED_TOKENS:
-            return 0
+        num_inflight = self.num_inflight_samples
+        num_generated = len(self.output_token_ids) + num_inflight
+        if num_generated >= self._stop_at or (self.awaits_grammar and num_inflight):
+            return 0  # or the sample in flight may give no token
         return self.num_prompt_tokens + num_generated - self.next_position
 
     @property

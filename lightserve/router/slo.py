@@ -27,9 +27,10 @@ raised to what an idle server can do (`raise_to_feasible`, which `scheduling_tar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -57,8 +58,6 @@ class Kept:
     """Whether the first token came in time; None: there is none yet."""
     num_missed: int = 0
     """Tokens that came after their deadlines, the first included."""
-    max_gap_s: float = 0.0
-    """Largest time between two deliveries."""
 
 
 class DeadlineTracker(Protocol):
@@ -110,6 +109,21 @@ class TokenDeadlines:
         self._most_debt_s = max(0.0, self._mtpot_s - self._tpot_s) if slo.tpot_ms else 0.0
         self._reserve_s = RESERVE_SHARE * self._tpot_s if slo.tpot_ms else 0.0
 
+    def store(self, cells: Mapping[str, array[Any]], row: int) -> None:
+        """Put the state into a row of columns, where it then moves; see `RequestTable`."""
+        cells["due_s"][row], cells["by_mean_s"][row] = self._deadline_s, self._by_mean_s
+        cells["last_s"][row], cells["num_kept"][row] = self._last_s, self.kept.num_tokens
+        cells["num_missed"][row] = self.kept.num_missed
+        cells["tpot_s"][row], cells["mtpot_s"][row] = self._tpot_s, self._mtpot_s
+        cells["soonest_s"][row] = min(self._mtpot_s, LEAST_SHARE * self._tpot_s)
+        cells["debt_s"][row], cells["reserve_s"][row] = self._most_debt_s, self._reserve_s
+
+    def load(self, cells: Mapping[str, array[Any]], row: int) -> None:
+        """Take the state back from there."""
+        self._deadline_s, self._by_mean_s = cells["due_s"][row], cells["by_mean_s"][row]
+        self._last_s, self.kept.num_tokens = cells["last_s"][row], cells["num_kept"][row]
+        self.kept.num_missed = cells["num_missed"][row]
+
     @property
     def deadline_of_next_token(self) -> float:
         """When the next token is due."""
@@ -118,7 +132,7 @@ class TokenDeadlines:
     def on_tokens(self, num_tokens: int, now_s: float) -> None:
         """Move the deadline; tokens that came together are each in time if the first was."""
         by_mean_s = self._mean_behind(num_tokens, now_s)
-        _count(self.kept, num_tokens, now_s, self._last_s, self._deadline_s)
+        _count(self.kept, num_tokens, now_s, self._deadline_s)
         self._by_mean_s, self._last_s = by_mean_s, now_s
         self._deadline_s = self._due(by_mean_s, now_s)
 
@@ -211,7 +225,7 @@ class CompletionLedger:
     def on_tokens(self, num_tokens: int, now_s: float) -> None:
         """Grant their time to tokens that came."""
         deadline_s = self.deadline_of_next_token
-        _count(self.kept, num_tokens, now_s, self._last_s, deadline_s)
+        _count(self.kept, num_tokens, now_s, deadline_s)
         self._granted_until_s += self._grant(num_tokens)
         self._num_to_come -= num_tokens
         self._last_s = now_s
@@ -312,13 +326,11 @@ def _seconds(milliseconds: float | None) -> float:
     return math.inf if milliseconds is None else milliseconds / 1e3
 
 
-def _count(kept: Kept, num_tokens: int, now_s: float, last_s: float, deadline_s: float) -> None:
-    """Count a delivery whose first token was due at `deadline_s`, after one at `last_s`."""
+def _count(kept: Kept, num_tokens: int, now_s: float, deadline_s: float) -> None:
+    """Count a delivery whose first token was due at `deadline_s`."""
     assert num_tokens >= 1
     if kept.num_tokens == 0:
         kept.is_first_met = now_s <= deadline_s
-    elif now_s - last_s > kept.max_gap_s:
-        kept.max_gap_s = now_s - last_s
     if now_s > deadline_s:
         kept.num_missed += 1
     kept.num_tokens += num_tokens

@@ -7,12 +7,13 @@ from collections import Counter
 from lightserve.messages.frontend_router import ClassLoad, RouterStatus
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.pipeline import Pipeline
-from lightserve.router.queues import Backlog, RowTable, WaitingQueue
+from lightserve.router.queue import Backlog, WaitingQueue
+from lightserve.router.request_table import RequestTable
 from lightserve.types import RequestClass
 
 
 def router_status(
-    waiting: WaitingQueue, rows: RowTable, kv: KVStore | None, pipeline: Pipeline, now_s: float
+    waiting: WaitingQueue, rows: RequestTable, kv: KVStore | None, pipeline: Pipeline, now_s: float
 ) -> RouterStatus:
     """Return what frontends are told; `kv` is None while there are no workers."""
     num_running = Counter(request.request_class for request in rows)

@@ -21,20 +21,21 @@ seen it is 1. While no step times are known, work is in tokens, and the pace wha
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.output_lengths import expected_output
 from lightserve.router.pipeline import Pipeline
-from lightserve.router.queues import Backlog, RowTable, WaitingQueue
-from lightserve.router.request import RUNNING, Request
-from lightserve.router.shares import Allotment
+from lightserve.router.queue import Backlog, WaitingQueue
+from lightserve.router.request import Request
+from lightserve.router.request_table import RequestTable
 from lightserve.router.step_cost import StepShape
 from lightserve.types import BE, RT, RequestClass
 
 if TYPE_CHECKING:
     from lightserve.router.core_config import CoreConfig
+    from lightserve.router.events import PlannedStep
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 600.0
@@ -105,7 +106,7 @@ class WaitForecast:
     """See the module. Told of steps and requests by the core and its booking."""
 
     def __init__(
-        self, config: CoreConfig, waiting: WaitingQueue, rows: RowTable, pipeline: Pipeline
+        self, config: CoreConfig, waiting: WaitingQueue, rows: RequestTable, pipeline: Pipeline
     ) -> None:
         self._waiting = waiting
         self._rows = rows
@@ -120,9 +121,9 @@ class WaitForecast:
 
     # ---------------------------------------------------------------- what happens
 
-    def note_step(self, allotments: Collection[Allotment], shape: StepShape) -> None:
+    def note_step(self, planned: PlannedStep, shape: StepShape) -> None:
         """Learn that a step of some shape has finished; before anything else is booked."""
-        done = work_of(allotments, shape)
+        done = work_of(planned, shape)
         clock_s = self._pipeline.busy_s + self._pipeline.idle_s
         seconds, self._clock_s = clock_s - self._clock_s, clock_s
         for request_class, work in done.items():
@@ -165,7 +166,7 @@ class WaitForecast:
         known = self._of[request_class]
         output = self._output(known, backlog)
         context = backlog.num_tokens / backlog.num_requests + output.mean / 2
-        running = [r for r in self._rows if r.state is RUNNING]
+        running = self._rows.of(self._rows.rows)
         own = [r for r in running if r.request_class is request_class]
         num_free = self._num_free_places(request_class, running, kv, context)
         batch = _Batch(max(1, len(own) + num_free), context)
@@ -262,11 +263,13 @@ class _Batch(NamedTuple):
     """Tokens of each, on average."""
 
 
-def work_of(allotments: Collection[Allotment], shape: StepShape) -> dict[RequestClass, Work]:
+def work_of(planned: PlannedStep, shape: StepShape) -> dict[RequestClass, Work]:
     """Return what a step of some shape computes for each class."""
-    of_be = [num_tokens for request, num_tokens in allotments if request.request_class is BE]
+    of_be = [num_tokens for request, num_tokens in planned.chunks if request.request_class is BE]
     num_decodes = of_be.count(1)
-    be = Work(sum(of_be) - num_decodes, num_decodes)
+    be_prompt = sum(of_be) - num_decodes
+    num_decodes += planned.decodes.count(BE)
+    be = Work(be_prompt, num_decodes)
     num_prompt = shape.num_new - shape.num_decodes
     rt = Work(num_prompt - be.num_prompt, shape.num_decodes - num_decodes)
     return {RT: rt, BE: be}

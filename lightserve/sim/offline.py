@@ -40,7 +40,8 @@ from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.base import Policy, StepLimits, Waiting
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.request import Request
-from lightserve.router.shares import Allotment, Share
+from lightserve.router.request_table import Running
+from lightserve.router.shares import Allotment, Loading, Share, each_allotment
 from lightserve.sim.hardware import A100_LLAMA2_7B, VirtualHardware
 from lightserve.sim.report import Measurements, Report
 from lightserve.sim.traffic import DISTRIBUTION_MAX_TOKENS, Workload, load_workload
@@ -174,7 +175,7 @@ class RunPolicy:
 
     def select(
         self,
-        running: Collection[Request],
+        running: Running,
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
@@ -184,9 +185,11 @@ class RunPolicy:
         chosen = self._inner.select(
             running, waiting if may_admit else _Nothing(), limits, admission
         )
-        if self._limit is None or any(not request.is_decoding for request, _ in chosen):
+        if self._limit is None or any(isinstance(part, Loading) for part in chosen):
             return chosen
-        requests = [request for request, _ in chosen]
+        requests = [r for r, _ in each_allotment(chosen)]  # type: ignore[arg-type]
+        if not all(request.is_decoding for request in requests):
+            return chosen
         num_steps = max(1, self._limit(requests)) if requests else 1
         if may_admit:
             num_steps = self._admission.run_length(num_steps, self._interval)
@@ -382,7 +385,7 @@ class OfflineRun:
     def _take_in(self, news: Iterable[Outgoing]) -> int:
         """Read what frontends are told; returns how many requests have ended."""
         num_ended = 0
-        for delta in (delta for outgoing in news for delta in outgoing.message.requests):
+        for delta in (delta for outgoing in news for delta in outgoing.message.each()):
             arrival_s = self._wants_first_token.pop(delta.request_id, None)
             if arrival_s is not None:
                 self._measured.ttft_s.append(self._now_s - arrival_s)
@@ -418,7 +421,7 @@ class OfflineRun:
         """Return the tokens of each request that yields any, and the virtual hardware's seconds."""
         outputs = [
             _output(request, num_samples)
-            for (request, _), num_samples in zip(step.allotments, step.num_samples, strict=True)
+            for (request, _), num_samples in zip(step.allotments, step.all_samples, strict=True)
             if num_samples
         ]
         if any(not request.is_decoding for request, _ in step.allotments):

@@ -231,7 +231,7 @@ class Simulation:
 
     def _deliver(self, news: list[Outgoing]) -> None:
         for outgoing in news:
-            for delta in outgoing.message.requests:
+            for delta in outgoing.message.each():
                 outcome = self.outcomes[RequestKey(outgoing.frontend_id, delta.request_id)]
                 assert outcome.finish_reason is None, "news after the end"
                 outcome.note(delta, self.now_s)

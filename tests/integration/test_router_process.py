@@ -181,7 +181,7 @@ def test_a_request_from_hello_to_its_last_token() -> None:
     worker.send(result(1, 8))
     scene.turn()
     tokens = [
-        d.token_ids for m in received(frontend) if isinstance(m, TokenDelta) for d in m.requests
+        d.token_ids for m in received(frontend) if isinstance(m, TokenDelta) for d in m.each()
     ]
     assert tokens == [[7], [8]]
 
@@ -300,7 +300,7 @@ def test_a_frame_that_is_no_prompt_hurts_no_other(prompt: list[TokenSegment]) ->
     frontend.send(submit(2, max_tokens=1000))
     scene.turn()
     news = [m for m in received(frontend) if isinstance(m, TokenDelta)]
-    assert [d.request_id for m in news for d in m.requests] == [1, 2]
+    assert [d.request_id for m in news for d in m.each()] == [1, 2]
 
 
 def test_requests_before_hello_are_dropped() -> None:
@@ -441,7 +441,7 @@ def test_what_is_said_of_requests_that_are_not_there_changes_nothing() -> None:
     worker.send(result(0, 7))
     scene.turn()
     (tokens,) = [m for m in received(frontend) if isinstance(m, TokenDelta)]
-    assert tokens.requests[0].token_ids == [7]
+    assert tokens.each()[0].token_ids == [7]
     for _ in range(2):  # an end with a length that cannot be, twice
         frontend.send(Finish(request_id=RequestId(1), num_tokens=2**62))
     scene.turn()
@@ -505,7 +505,7 @@ def test_a_result_that_comes_twice_replaces_the_workers() -> None:
     while (item := scene.supervisor.receive(0.0)) is not None:
         said.append(item[1])
     assert any(isinstance(message, WorkersStalled) for message in said)
-    tokens = [d for m in received(frontend) if isinstance(m, TokenDelta) for d in m.requests]
+    tokens = [d for m in received(frontend) if isinstance(m, TokenDelta) for d in m.each()]
     assert [d.token_ids for d in tokens] == [[7]], "no token twice"
 
 

@@ -62,7 +62,7 @@ class FaultyWorld:
 
     def deliver(self, news: list[Outgoing]) -> None:
         for out in news:
-            for delta in out.message.requests:
+            for delta in out.message.each():
                 self._on_delta(RequestKey(out.frontend_id, delta.request_id), delta)
 
     def _on_delta(self, key: RequestKey, delta: RequestDelta) -> None:
@@ -184,7 +184,7 @@ def run_with_poison(
 
     def deliver(news: list[Outgoing]) -> None:
         for out in news:
-            for delta in out.message.requests:
+            for delta in out.message.each():
                 if delta.finish_reason is not None:
                     ends[delta.request_id] = delta.error
 

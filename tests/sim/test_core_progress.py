@@ -90,7 +90,7 @@ class Scene:
 
     def take_in(self, news: list[Outgoing]) -> None:
         for outgoing in news:
-            for delta in outgoing.message.requests:
+            for delta in outgoing.message.each():
                 outcome = self.outcomes[delta.request_id]
                 outcome.token_ids.extend(delta.token_ids)
                 outcome.finish_reason, outcome.error = delta.finish_reason, delta.error

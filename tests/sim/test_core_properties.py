@@ -153,7 +153,7 @@ def test_worker_loss_replays_or_fails() -> None:
     sent = [len(outcome.token_ids) for outcome in simulation.outcomes.values()]
     assert sent[0] > 0 and sent[1] > 0 and sent[2] == 0
     [lost] = core.on_message(WorkersGone(), 0.05)
-    assert [(d.request_id, d.error) for d in lost.message.requests] == [(0, ErrorCode.WORKER_LOST)]
+    assert [(d.request_id, d.error) for d in lost.message.each()] == [(0, ErrorCode.WORKER_LOST)]
     core.check_integrity()
     replay = make_simulation(core)
     replay.outcomes = simulation.outcomes
@@ -171,7 +171,7 @@ def test_second_loss_ends_a_replayed_request() -> None:
         planned = core.plan(now_s)
         core.commit(planned, now_s)  # type: ignore[arg-type]
         news = core.on_message(WorkersGone(), now_s)
-        assert [d.error for out in news for d in out.message.requests] == expected
+        assert [d.error for out in news for d in out.message.each()] == expected
         core.on_message(WorkersReady(NUM_SLOTS), now_s)
         core.check_integrity()
 
@@ -186,15 +186,15 @@ def test_second_loss_ends_a_replayed_request() -> None:
 def test_too_large_is_refused(arrival: Arrival, error: ErrorCode | None) -> None:
     core = make_core("chunked")
     news = core.on_message(FromFrontend(FrontendId(0), submit(0, arrival)), 0.0)
-    assert [d.error for out in news for d in out.message.requests] == ([error] if error else [])
-    assert all(d.max_tokens == MAX_LEN for out in news for d in out.message.requests)
+    assert [d.error for out in news for d in out.message.each()] == ([error] if error else [])
+    assert all(d.max_tokens == MAX_LEN for out in news for d in out.message.each())
 
 
 def test_a_pool_that_is_too_small_says_how_much_it_holds() -> None:
     core = make_core("chunked")
     core.on_message(FromFrontend(FrontendId(0), submit(0, Arrival(0.0, 20, 1, 20))), 0.0)
     (news,) = core.on_message(WorkersReady(10), 0.0)
-    (delta,) = news.message.requests
+    (delta,) = news.message.each()
     assert (delta.error, delta.max_tokens) == (ErrorCode.TOO_LARGE, 11)
 
 
@@ -202,5 +202,5 @@ def test_full_queue_is_refused() -> None:
     core = make_core("chunked", max_waiting=2)
     arrival = Arrival(0.0, 4, 4, 4)
     news = [core.on_message(FromFrontend(FrontendId(0), submit(i, arrival)), 0.0) for i in range(3)]
-    errors = [[d.error for out in outs for d in out.message.requests] for outs in news]
+    errors = [[d.error for out in outs for d in out.message.each()] for outs in news]
     assert errors == [[], [], [ErrorCode.QUEUE_FULL]]

@@ -61,7 +61,7 @@ class Scene:
             if self.sent:
                 result = self.worker.execute(self.sent.popleft(), exec_s=0.01, idle_s=0.0)
                 for outgoing in self.core.on_result(result, now_s):
-                    for delta in outgoing.message.requests:
+                    for delta in outgoing.message.each():
                         if delta.token_ids:
                             self.first_token.setdefault(int(delta.request_id), self.step)
         self.core.check_integrity()

@@ -102,7 +102,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def take_in(self, news: list) -> None:  # type: ignore[type-arg]
         for outgoing in news:
-            for delta in outgoing.message.requests:
+            for delta in outgoing.message.each():
                 outcome = self.outcomes[RequestKey(outgoing.frontend_id, delta.request_id)]
                 assert outcome.finish_reason is None, "news after the end"
                 outcome.token_ids.extend(delta.token_ids)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from support.policy_scenes import RT, Admitting, Queue, make_request
+from support.policy_scenes import RT, Admitting, Queue, make_request, running_of, shares_of
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
@@ -51,15 +51,15 @@ def due(request: Request, residual_ms: float) -> Request:
 def play(
     cost: StepCost, requests: list[Request], *, long_tokens: int = 4096
 ) -> tuple[dict[int, int], Skips]:
-    skips = Skips()
+    in_rows = running_of([r for r in requests if r.num_computed_tokens])
+    skips = Skips(in_rows.table)
     limits = StepLimits(
         512, num_free_rows=64, step_number=1, num_slots=10**6, cost=cost, skips=skips
     )
-    running = [r for r in requests if r.num_computed_tokens]
     waiting = Queue([r for r in requests if not r.num_computed_tokens])
     policy = UnifiedPolicy(UnifiedOptions(long_prompt_tokens=long_tokens))
-    chosen = policy.select(running, waiting, limits, Admitting())
-    return {request.arrival_number: count for request, count in chosen}, skips
+    chosen = policy.select(in_rows, waiting, limits, Admitting())
+    return {request.arrival_number: count for request, count in shares_of(chosen)}, skips
 
 
 def test_a_second_long_prompt_waits_and_short_ones_go_on(cost: StepCost) -> None:
@@ -68,7 +68,7 @@ def test_a_second_long_prompt_waits_and_short_ones_go_on(cost: StepCost) -> None
     second, short = due(make_request(1, prompt=LONG), 3000), due(make_request(2, prompt=100), 400)
     shares, skips = play(cost, [first, second, short])
     assert shares == {2: 100, 0: 412}
-    assert (second, Reason.ORDER) in skips.of_step([first, short])
+    assert skips.reason_of(second) is Reason.ORDER
     shares, _ = play(cost, [first, second, short], long_tokens=0)
     assert shares == {2: 100, 1: 412}, "the nearest deadlines first, without the rule"
     through = make_request(0, prompt=LONG, output=3)

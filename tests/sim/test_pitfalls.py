@@ -127,7 +127,7 @@ class Scene:
             self.now_s += 0.01 * exec_s
             result = self.worker.execute(plan, exec_s=exec_s, idle_s=0.0)
             for outgoing in self.core.on_result(result, self.now_s):
-                for delta in outgoing.message.requests:
+                for delta in outgoing.message.each():
                     self.outcomes[int(delta.request_id)].note(delta, self.now_s)
         self.core.check_integrity()
 

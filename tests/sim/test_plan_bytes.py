@@ -137,7 +137,7 @@ def test_a_large_newcomer_begins_though_small_ones_come_with_every_step(
 def test_what_no_plan_can_hold_is_refused_by_name() -> None:
     core = make_core("unified", max_model_len=1 << 23)
     (news,) = core.on_message(_submit(1, max_tokens=(1 << 23) - SHARED_LEN), 0.0)
-    (delta,) = news.message.requests
+    (delta,) = news.message.each()
     assert delta.error is ErrorCode.TOO_LARGE
     assert (1 << 20) < delta.max_tokens < 1 << 23
     assert core.on_message(_submit(2, max_tokens=1 << 20), 0.0) == []

@@ -13,13 +13,11 @@ from statistics import mean
 import pytest
 from support.best_plans import best_step, only_real_time
 from support.policy_scenes import BE, RT, make_request
-from support.small_states import START_S, Reading, State, empty_state, make_state
+from support.small_states import Reading, State, empty_state, make_state
 
 from lightserve.messages.common import StepCoefficients
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.shares import Allotment
-from lightserve.router.slo import TokenDeadlines
-from lightserve.types import SLO
 
 NUM_STATES = 240
 MAX_MISSED = 0.01
@@ -77,7 +75,7 @@ def test_a_state_by_hand() -> None:
     state.put(decode, num_held=24)
     state.put(prompt)
     state.mean_step_s = 0.005
-    decode.deadlines = TokenDeadlines(SLO(ttft_ms=30.0), START_S)
+    state.set_due(decode, 30.0)
     best = best_step(state, Reading.SHARE)
     assert best == [Allotment(decode, 1), Allotment(prompt, 199)]
     planned = dict(state.planned())
@@ -85,6 +83,6 @@ def test_a_state_by_hand() -> None:
     assert not state.is_feasible([Allotment(decode, 1), Allotment(prompt, 200)], Reading.SHARE)
     assert state.is_feasible([Allotment(prompt, 150)], Reading.SHARE), "the decode can wait"
     assert not state.is_feasible([Allotment(prompt, 151)], Reading.SHARE)
-    decode.deadlines = TokenDeadlines(SLO(ttft_ms=5.0), START_S)
+    state.set_due(decode, 5.0)
     assert state.is_lost(decode), "it asks for nothing any more"
     assert best_step(state, Reading.SHARE) == [Allotment(prompt, 400)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from support.policy_scenes import BE, RT, Admitting, Queue, make_request
+from support.policy_scenes import BE, RT, Admitting, Queue, make_request, running_of, shares_of
 
 from lightserve.config import ServeConfig
 from lightserve.router.core import RouterCore
@@ -12,7 +14,8 @@ from lightserve.router.events import FromFrontend
 from lightserve.router.factory import make_core_config
 from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.unified import UnifiedPolicy
-from lightserve.router.queues import WaitingQueue
+from lightserve.router.queue import WaitingQueue
+from lightserve.router.reasons import Skips
 from lightserve.router.request import Request
 from lightserve.router.slo import CompletionLedger, TokenDeadlines
 from lightserve.router.step_cost import StepCost, StepShape
@@ -45,8 +48,10 @@ def play(cost: StepCost, running: list[Request], waiting: list[Request]) -> dict
     limits = StepLimits(
         512, num_free_rows=8, step_number=1, num_slots=10**6, cost=cost, average_step_s=0.01
     )
-    chosen = UnifiedPolicy().select(running, Queue(waiting), limits, Admitting())
-    return {request.arrival_number: count for request, count in chosen}
+    in_rows = running_of(running)
+    limits = replace(limits, skips=Skips(in_rows.table))
+    chosen = UnifiedPolicy().select(in_rows, Queue(waiting), limits, Admitting())
+    return {request.arrival_number: count for request, count in shares_of(chosen)}
 
 
 @pytest.mark.parametrize(

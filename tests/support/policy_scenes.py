@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from lightserve.router.events import PlannedStep
+from lightserve.router.plan_builder import nums_of_samples
 from lightserve.router.policies.base import Policy, StepLimits
+from lightserve.router.reasons import Skips
 from lightserve.router.request import Request, RequestState
+from lightserve.router.request_table import NO_ROWS, Decodes, RequestTable, Running
+from lightserve.router.shares import Allotment, Share
 from lightserve.types import (
     FrontendId,
     RequestClass,
     RequestId,
     RequestKey,
     SamplingParams,
+    StepId,
 )
 
 RT, BE = RequestClass.RT, RequestClass.BE
@@ -48,6 +54,38 @@ def make_request(
         request.num_computed_tokens = computed
         request.output_token_ids = [1] * max(0, computed - prompt + 1)
     return request
+
+
+def running_of(requests: Iterable[Request]) -> Running:
+    """Return requests that run, in a table of their own; they may be in another one before."""
+    requests = list(requests)
+    table = RequestTable(len(requests) + 1)
+    for request in requests:
+        if request.row is not None:
+            request.leave()
+        table.acquire(request)
+    return Running(table)
+
+
+def shares_of(chosen: Iterable[Share]) -> list[tuple[Request, int]]:
+    """Return the parts of a step request by request, with their tokens."""
+    shares: list[tuple[Request, int]] = []
+    for part in chosen:
+        one = part.requests if isinstance(part, Decodes) else [part.request]
+        shares += [(r, 1 if isinstance(part, Decodes) else part.num_tokens) for r in one]
+    return shares
+
+
+def planned_step(
+    allotments: Sequence[Allotment], *, step_id: int = 0, now_s: float = 0.0, predicted_s: float = 0
+) -> PlannedStep:
+    """Return a step of these, none of them as a row of decodes."""
+    samples = nums_of_samples(allotments)
+    tables = RequestTable(16)
+    decodes = Decodes(tables, NO_ROWS)
+    return PlannedStep(
+        StepId(step_id), decodes, tuple(allotments), samples, (), (), (), now_s, predicted_s
+    )
 
 
 class Queue:
@@ -95,7 +133,7 @@ def select(
     step_number: int = 0,
 ) -> list[tuple[int, int]]:
     """Return (request number, tokens) in the policy's order."""
-    running = [r for r in requests if r.state is RequestState.RUNNING]
+    running = running_of([r for r in requests if r.state is RequestState.RUNNING])
     waiting = Queue([r for r in requests if r.state is RequestState.WAITING])
     limits = StepLimits(
         max_num_batched_tokens=budget,
@@ -103,6 +141,7 @@ def select(
         num_yielding_rows=yielding,
         max_be_seqs=max_be,
         step_number=step_number,
+        skips=Skips(running.table),
     )
     chosen = policy.select(running, waiting, limits, Admitting(refused))
-    return [(request.key.request_id, num_tokens) for request, num_tokens in chosen]
+    return [(request.key.request_id, num_tokens) for request, num_tokens in shares_of(chosen)]

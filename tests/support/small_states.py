@@ -22,9 +22,10 @@ from lightserve.router.planning import StepPlanner
 from lightserve.router.policies.base import Policy
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.preemption import fit_into_memory
-from lightserve.router.queues import RowTable, WaitingQueue
+from lightserve.router.queue import WaitingQueue
 from lightserve.router.reasons import Skips
 from lightserve.router.request import Request, RequestState
+from lightserve.router.request_table import RequestTable
 from lightserve.router.shares import Allotment, shape_of
 from lightserve.router.slo import TokenDeadlines
 from lightserve.router.step_cost import StepShape
@@ -72,7 +73,7 @@ class State:
     """What the planner of a core sees: queues, rows, memory, and a cost model that is right."""
 
     kv: KVStore
-    rows: RowTable
+    rows: RequestTable
     budget: int
     pipeline: Pipeline = field(default_factory=Pipeline)
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
@@ -99,6 +100,12 @@ class State:
             self.waiting.requeue([request])
         if request.state is RequestState.WAITING:
             self.kv.look_up(request)
+
+    def set_due(self, request: Request, in_ms: float) -> None:
+        """Let a request's next token be due so long after the start of the step."""
+        request.deadlines = TokenDeadlines(SLO(ttft_ms=in_ms), START_S)
+        if request.row is not None:
+            self.rows.track(request.row, request.deadlines)
 
     def residual(self, request: Request) -> float:
         """Return the seconds from the start of the step to a request's deadline."""
@@ -139,13 +146,13 @@ class State:
         demand = RealTimeDemand()
         return StepPlanner(config, self.waiting, self.rows, self.pipeline, demand)
 
-    def planned(self, policy: Policy | None = None) -> tuple[Allotment, ...]:
+    def planned(self, policy: Policy | None = None) -> list[Allotment]:
         """Return the step that the planner comes to."""
-        return self.planner(policy).choose(self.kv, (), 0, START_S, Skips()).allotments
+        return self.planner(policy).choose(self.kv, (), 0, START_S, Skips(self.rows)).allotments
 
     def fits(self, step: Sequence[Allotment]) -> bool:
         """Whether memory and rows allow all of a step."""
-        holders = self.planner().holders()
+        holders = self.planner().holders
         fit = fit_into_memory(step, self.kv, holders, self.rows.num_free, is_class_aware=True)
         return set(fit.allotments) == set(step)
 
@@ -177,7 +184,7 @@ def empty_state(
     kv = KVStore(
         num_slots, KVOptions(preemption=Preemption.CHECKPOINT), num_host_slots=NUM_HOST_SLOTS
     )
-    state = State(kv, RowTable(num_rows), budget)
+    state = State(kv, RequestTable(num_rows), budget)
     state.pipeline.next_step_id = StepId(1)
     state.pipeline.max_num_batched_tokens = budget
     state.pipeline.cost.use_profile(coefficients)

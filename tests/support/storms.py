@@ -303,7 +303,7 @@ class Storm:
     def take_in(self, news: list[Outgoing]) -> None:
         """Frontends get news; they say how far they have looked, some time later."""
         for outgoing in news:
-            for delta in outgoing.message.requests:
+            for delta in outgoing.message.each():
                 self._take_in(RequestKey(outgoing.frontend_id, delta.request_id), delta)
 
     def _take_in(self, key: RequestKey, delta: RequestDelta) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.policy_scenes import BE, make_request
+from support.policy_scenes import BE, make_request, running_of
 
 from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.unified.batch_order import WINDOW, BatchOrder
 from lightserve.router.policies.unified.timed_step import TimedStep
-from lightserve.router.queues import WaitingQueue
+from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import Request
 from lightserve.router.step_cost import StepCost, StepShape
 from lightserve.router.turns import OLDEST_EVERY, Turn
@@ -50,7 +50,7 @@ def order(
         cost=cost,
         load_seconds=lambda num_tokens: 1e-4 * num_tokens,
     )
-    best_first = BatchOrder(TimedStep(limits), limits).best_first(iter(requests))
+    best_first = BatchOrder(TimedStep(limits, running_of([])), limits).best_first(iter(requests))
     return [request.arrival_number for request in best_first]
 
 
@@ -101,7 +101,7 @@ def test_only_the_next_few_are_looked_at(cost: StepCost) -> None:
             yield waiting(number, rest=100, there=number)
 
     limits = StepLimits(1000, num_free_rows=8, num_slots=10_000, cost=cost)
-    first = next(BatchOrder(TimedStep(limits), limits).best_first(many()))
+    first = next(BatchOrder(TimedStep(limits, running_of([])), limits).best_first(many()))
     assert first.arrival_number == WINDOW - 1 and num_seen == WINDOW
 
 
@@ -111,14 +111,16 @@ def test_the_oldest_comes_first_when_it_is_its_turn(cost: StepCost) -> None:
     for since, place in ((0, 20), (OLDEST_EVERY - 1, 0)):
         turn = Turn([old, *better], since)
         limits = StepLimits(1000, num_free_rows=8, num_slots=10_000, cost=cost, turn=turn)
-        found = list(BatchOrder(TimedStep(limits), limits).best_first([old, *better]))
+        found = list(
+            BatchOrder(TimedStep(limits, running_of([])), limits).best_first([old, *better])
+        )
         assert found.index(old) == place
 
 
 def test_slots_that_the_step_takes_are_free_no_more(cost: StepCost) -> None:
     """Two that share as much: what is lost from the cache for a newcomer counts as it is now."""
     limits = StepLimits(1000, num_free_rows=8, num_slots=1000, num_free_slots=300, cost=cost)
-    step = TimedStep(limits)
+    step = TimedStep(limits, running_of([]))
     order = BatchOrder(step, limits)
     request = waiting(0, rest=200, there=100)
     before = order.score(request)

@@ -15,6 +15,7 @@ from lightserve.router.admission.base import AdmissionRule, PoolView
 from lightserve.router.factory import make_admission
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.request import Request
+from lightserve.router.request_table import RequestTable
 from lightserve.types import RequestClass
 
 RT, BE = RequestClass.RT, RequestClass.BE
@@ -174,7 +175,11 @@ def _random_request(rng: np.random.Generator, number: int) -> Request:
 
 def _move_on(rng: np.random.Generator, live: Sequence[Request]) -> list[Request]:
     """Let most requests generate a token; some lose one that was in flight, a few end."""
+    rows = RequestTable(len(live) + 1)
     for request in live:
+        if request.row is not None:
+            request.leave()
+        rows.acquire(request)
         request.num_inflight_samples = 0 if rng.random() < 0.05 else 1
         if rng.random() < 0.8:
             request.output_token_ids.append(1)

@@ -37,7 +37,7 @@ def _steady(rate: float, duration_s: float, *, prompt: int, output: int) -> Real
     demand = RealTimeDemand()
     for number in range(round(rate * duration_s)):
         demand.note_arrival(number / rate, prompt, max_output_tokens=1000)
-        demand.note_decodes(range(prompt + 1, prompt + output + 1), number / rate)
+        demand.note_decodes(output, sum(range(prompt + 1, prompt + output + 1)), number / rate)
         demand.note_end(prompt, output + 1)
     return demand
 
@@ -65,7 +65,7 @@ def test_what_is_assumed_soon_weighs_nothing() -> None:
     before = demand.outlook(_tokens, 8.0).load
     assert before == pytest.approx(10 * (1 + expected_output(PRIOR_MOST)) * 1e-3, rel=0.05)
     for _ in range(80):
-        demand.note_decodes([2], 8.0)
+        demand.note_decodes(1, 2, 8.0)
         demand.note_end(1, 2)
     after = demand.outlook(_tokens, 8.0).load
     assert after == pytest.approx(10 * (2 + expected_output(PRIOR_MOST) * 4 / 84) * 1e-3, rel=0.1)
@@ -79,7 +79,8 @@ def test_those_that_go_on_count_by_what_they_have_had(mean: float, seed: int) ->
     for number in range(len(lengths)):
         demand.note_arrival(0.01 * number, 1, max_output_tokens=100)
     for age in range(int(np.median(lengths))):
-        demand.note_decodes([2 + age] * int((lengths > age).sum()), 1.2)
+        num_alive = int((lengths > age).sum())
+        demand.note_decodes(num_alive, (2 + age) * num_alive, 1.2)
         for _ in range(int((lengths == age + 1).sum())):
             demand.note_end(1, age + 2)
     load = demand.outlook(_tokens, 1.2).load
@@ -92,12 +93,12 @@ def test_most_memory_is_by_littles_law_until_more_was_seen() -> None:
     assert demand.most_held(0.0, 0.05) == 0
     demand.note_arrival(0.0, 60, max_output_tokens=1000)
     assert demand.most_held(4 * 40 * 80, 0.05) == pytest.approx(640)
-    demand.note_decodes([400, 500], 1.0)
+    demand.note_decodes(2, 900, 1.0)
     assert demand.most_held(4 * 40 * 80, 0.05) == 900
     assert demand.most_held(4 * 40 * 80, 0.1) == pytest.approx(1280)
-    demand.note_decodes([], 1.0 + WINDOW_S)
+    demand.note_decodes(0, 0, 1.0 + WINDOW_S)
     assert demand.most_held(4 * 40 * 80, 0.05) == 900
-    demand.note_decodes([], 1.0 + 2 * WINDOW_S)
+    demand.note_decodes(0, 0, 1.0 + 2 * WINDOW_S)
     assert demand.most_held(4 * 40 * 80, 0.05) == pytest.approx(640)
 
 

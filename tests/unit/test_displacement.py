@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from support.policy_scenes import BE, RT, Admitting, Queue, make_request
+from support.policy_scenes import BE, RT, Admitting, Queue, make_request, running_of, shares_of
 
 from lightserve.messages.common import StepCoefficients
 from lightserve.router.policies.base import StepLimits
@@ -41,7 +41,8 @@ def play(
     """0.1 ms per token, and (unless told otherwise) 1 ms per 1000 tokens of a decode's context."""
     cost = StepCost()
     cost.use_profile(_coefficients(per_context_s))
-    skips = Skips()
+    in_rows = running_of(running)
+    skips = Skips(in_rows.table)
     limits = StepLimits(
         2048,
         num_free_rows=8,
@@ -51,8 +52,8 @@ def play(
         average_step_s=average_step_s,
         skips=skips,
     )
-    chosen = UnifiedPolicy().select(running, Queue(waiting), limits, Admitting())
-    return {request.arrival_number: count for request, count in chosen}, skips
+    chosen = UnifiedPolicy().select(in_rows, Queue(waiting), limits, Admitting())
+    return {request.arrival_number: count for request, count in shares_of(chosen)}, skips
 
 
 def test_an_ample_decode_gives_way_to_a_prompt() -> None:
@@ -60,7 +61,7 @@ def test_an_ample_decode_gives_way_to_a_prompt() -> None:
     ample, prompt = decode(1, 500, context=5000), make_request(5, BE, prompt=5000)
     shares, skips = play([decode(0, 30), ample], [prompt])
     assert shares == {0: 1, 5: pytest.approx(299, abs=2)}
-    assert skips.reasons[ample] is Reason.TIME
+    assert skips.reason_of(ample) is Reason.TIME
 
 
 @pytest.mark.parametrize("residual_ms", [31, 60, 69])
@@ -96,7 +97,7 @@ def test_an_ample_decode_gives_way_to_one_that_would_be_late() -> None:
     tight, ample = decode(0, 8, context=5000), decode(1, 50, context=5000)
     shares, skips = play([tight, ample], [])
     assert shares == {0: 1}
-    assert skips.reasons[ample] is Reason.TIME
+    assert skips.reason_of(ample) is Reason.TIME
 
 
 def test_an_ample_decode_gives_way_to_a_first_token() -> None:
@@ -104,7 +105,7 @@ def test_an_ample_decode_gives_way_to_a_first_token() -> None:
     ample = [decode(1, 50), decode(2, 60, context=5000)]
     shares, skips = play(ample, [first_token(5, 12, 100)])
     assert shares == {1: 1, 5: 100}
-    assert skips.reasons == {ample[1]: Reason.TIME}
+    assert skips.reason_of(ample[1]) is Reason.TIME and skips.reason_of(ample[0]) is None
     assert play(ample, [first_token(5, 30, 100)])[0].keys() == {1, 2, 5}
 
 

@@ -33,7 +33,7 @@ from lightserve.router.events import (
     WorkersReady,
 )
 from lightserve.router.intake import QueueLimits
-from lightserve.router.queues import Backlog
+from lightserve.router.queue import Backlog
 from lightserve.router.waits import MIN_RETRY_S
 from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
 
@@ -61,7 +61,7 @@ def test_one_class_does_not_fill_the_queue_of_the_other() -> None:
     def says(number: int, request_class: RequestClass) -> list[RequestDelta]:
         message = submit(number, Arrival(0.0, 8, 4, 4, request_class=request_class))
         news = core.on_message(FromFrontend(FRONTEND, message), 1.0)
-        return [delta for outgoing in news for delta in outgoing.message.requests]
+        return [delta for outgoing in news for delta in outgoing.message.each()]
 
     for number in range(2):
         assert says(number, RequestClass.BE) == []
@@ -91,7 +91,7 @@ def _sent(core: RouterCore, number: int, **fields: Any) -> list[RequestDelta]:
     message = other.decode(codec.encode(submit(number, arrival, **fields)))
     news = core.on_message(FromFrontend(frontend_id, message), 1.0)
     core.check_integrity()
-    return [delta for outgoing in news for delta in outgoing.message.requests]
+    return [delta for outgoing in news for delta in outgoing.message.each()]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from lightserve.router.admission.peak import nums_generated
 from lightserve.router.admission.risk import KeptSamples
 from lightserve.router.output_lengths import LengthArray, OutputLengths
 from lightserve.router.request import Request
+from lightserve.router.request_table import RequestTable
 
 NUM_FUTURES, NUM_BINS = 64, 20
 CHI_SQUARE_LIMIT = 43.8
@@ -93,7 +94,7 @@ def test_samples_depend_on_requests_and_tables_alone() -> None:
     rng = np.random.default_rng(4)
     lengths = geometric_history(num_lengths=100)
     kept = make_samples(lengths)
-    numbers = iter(range(10_000))
+    numbers, rows = iter(range(10_000)), RequestTable(10_000)
     live: list[Request] = []
     for step in range(300):
         live += [
@@ -101,6 +102,8 @@ def test_samples_depend_on_requests_and_tables_alone() -> None:
             for _ in range(int(rng.integers(0, 4)))
         ]
         for request in live:
+            if request.row is None:
+                rows.acquire(request)
             request.num_inflight_samples = int(rng.integers(0, 2))
         if step % 3:
             continue

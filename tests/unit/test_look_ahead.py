@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_admission import make_request
 
 from lightserve.router.policies.base import LOOK_AHEAD, StepLimits, admissible
-from lightserve.router.queues import WaitingQueue
+from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import Request
 from lightserve.router.turns import OLDEST_EVERY, Turn
 from lightserve.types import RequestClass

@@ -70,7 +70,7 @@ def play(
             kv.look_up(request)
     holders = [requests[actor.name] for actor in actors if actor.state != "new"]
     wanted = [Allotment(requests[a.name], a.wants) for a in actors if a.wants]
-    fit = fit_into_memory(wanted, kv, holders, num_rows, is_class_aware=is_class_aware)
+    fit = fit_into_memory(wanted, kv, lambda: holders, num_rows, is_class_aware=is_class_aware)
     return summary(fit, {request: name for name, request in requests.items()})
 
 

@@ -23,9 +23,10 @@ from lightserve.router.events import PlannedStep
 from lightserve.router.kv.host import PlanCopies
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.plan_builder import build_plan
-from lightserve.router.queues import RowTable, WaitingQueue
+from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import Request
-from lightserve.router.shares import Allotment
+from lightserve.router.request_table import NO_ROWS, Decodes, RequestTable
+from lightserve.router.shares import Allotment, shape_of
 from lightserve.types import (
     FrontendId,
     RequestClass,
@@ -58,7 +59,7 @@ def make_request(
 
 
 def test_row_table_gives_the_lowest_row() -> None:
-    rows = RowTable(3)
+    rows = RequestTable(3)
     requests = [make_request(i) for i in range(3)]
     assert [rows.acquire(request) for request in requests] == [0, 1, 2]
     rows.release(requests[1])
@@ -88,7 +89,7 @@ def test_conservative_admission_reserves_the_worst_case() -> None:
 
 
 def test_build_plan_splits_slots_and_samples_at_the_end() -> None:
-    rows = RowTable(4)
+    rows = RequestTable(4)
     rows.acquire(before := make_request(3))
     rows.release(before)
     requests = [make_request(0, computed=8), make_request(1), make_request(2)]
@@ -96,10 +97,19 @@ def test_build_plan_splits_slots_and_samples_at_the_end() -> None:
         rows.acquire(request)
         request.slots = np.arange(100, dtype=np.int32) + 100 * request.key.request_id
     requests[2].num_computed_tokens = 3  # found in the cache
-    allotments = tuple(Allotment(*pair) for pair in zip(requests, (1, 3, 5), strict=True))
-    step = PlannedStep(StepId(7), allotments, (1, 0, 1), (), (), (), 0.0, 0.0)
+    chunks = tuple(Allotment(*pair) for pair in zip(requests[1:], (3, 5), strict=True))
+    decodes = Decodes(rows, np.array([0])).kept()
+    step = PlannedStep(StepId(7), decodes, chunks, (0, 1), (), (), (), 0.0, 0.0)
     copies = PlanCopies(saves=KVCopies(b"1234", b"5678"), ahead_loads=KVCopies(b"abcd", b"efgh"))
-    plan = build_plan(step, np.arange(9, dtype=np.int32), requests[1:], copies, rows.take_left())
+    slots = np.arange(9, dtype=np.int32)
+    plan = build_plan(
+        step,
+        decode_slots=slots[:1],
+        chunk_slots=slots[1:],
+        newcomers=requests[1:],
+        copies=copies,
+        left_rows=rows.take_left(),
+    )
     assert plan.left_rows == (0,)
     assert (plan.saves, plan.loads, plan.ahead_saves, plan.ahead_loads) == copies
     assert [(sequence.row, len(sequence.segments[0].token_ids)) for sequence in plan.sequences] == [
@@ -121,10 +131,14 @@ def test_build_plan_splits_slots_and_samples_at_the_end() -> None:
 class TestPipeline:
     def step(self, pipeline: Pipeline, now_s: float, num_tokens: int = 4) -> PlannedStep:
         request = make_request(0, prompt=64)
-        request.row = CHUNK.row
-        allotments = (Allotment(request, num_tokens),)
-        predicted_s = pipeline.predict(allotments, 0)
-        return PlannedStep(pipeline.next_step_id, allotments, (1,), (), (), (), now_s, predicted_s)
+        table = RequestTable(CHUNK.row + 1)
+        while table.acquire(request) != CHUNK.row:
+            request.leave()
+        chunks, decodes = (Allotment(request, num_tokens),), Decodes(table, NO_ROWS)
+        predicted_s = pipeline.predict(shape_of(chunks), 0)
+        return PlannedStep(
+            *(pipeline.next_step_id, decodes, chunks, (1,), (), (), (), now_s, predicted_s)
+        )
 
     def push(self, pipeline: Pipeline, planned_s: float, now_s: float) -> None:
         plan = StepPlan(step_id=pipeline.next_step_id, sequences=[], slot_ranges=[], rows=[CHUNK])

@@ -63,7 +63,7 @@ class Server:
         result = pack_results(plan, rows, exec_s=seconds)
         news = self.core.on_result(result, self.now_s)
         shares: dict[int, int] = {r.key.request_id: num_tokens for r, num_tokens in step.allotments}
-        return shares, [delta for outgoing in news for delta in outgoing.message.requests]
+        return shares, [delta for outgoing in news for delta in outgoing.message.each()]
 
     def first_delta(self, number: int) -> RequestDelta:
         """Run until a request has its first token."""

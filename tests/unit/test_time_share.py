@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.policy_scenes import BE, RT, Admitting, Queue, make_request
+from support.policy_scenes import BE, RT, Admitting, Queue, make_request, running_of, shares_of
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
@@ -38,7 +38,8 @@ def due(request: Request, residual_ms: float) -> Request:
 def play(
     cost: StepCost, time: TimeShare, running: list[Request], waiting: list[Request]
 ) -> tuple[dict[int, int], float | None]:
-    skips = Skips()
+    in_rows = running_of(running)
+    skips = Skips(in_rows.table)
     limits = StepLimits(
         512,
         num_free_rows=8,
@@ -49,9 +50,11 @@ def play(
         skips=skips,
     )
     policy = UnifiedPolicy(UnifiedOptions(be_min_share=SHARE))
-    chosen = policy.select(running, Queue(waiting), limits, Admitting())
-    assert len({request for request, _ in chosen}) == len(chosen)
-    return {request.arrival_number: count for request, count in chosen}, skips.best_effort_s
+    chosen = policy.select(in_rows, Queue(waiting), limits, Admitting())
+    assert len({request for request, _ in shares_of(chosen)}) == len(shares_of(chosen))
+    return {
+        request.arrival_number: count for request, count in shares_of(chosen)
+    }, skips.best_effort_s
 
 
 def test_a_share_is_owed_while_more_is_wanted() -> None:

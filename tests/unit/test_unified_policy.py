@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.policy_scenes import BE, RT, Admitting, Queue, make_request
+from support.policy_scenes import BE, RT, Admitting, Queue, make_request, running_of, shares_of
 
 from lightserve.router.demand import IDLE_LIMIT_S
 from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 from lightserve.router.policies.unified.timed_step import MIN_CHUNK
-from lightserve.router.queues import WaitingQueue
+from lightserve.router.queue import WaitingQueue
 from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import Request
 from lightserve.router.slo import TokenDeadlines
@@ -52,6 +52,10 @@ def play(
     skips: Skips | None = None,
     late_min_share: float = 0.1,
 ) -> dict[int, int]:
+    in_rows = running_of(running)
+    skips = skips or Skips()
+    skips.table = in_rows.table
+    skips.__post_init__()
     limits = StepLimits(
         max_num_batched_tokens=budget,
         num_free_rows=num_free_rows,
@@ -60,15 +64,15 @@ def play(
         start_s=NOW_S,
         cost=cost,
         guard=guard,
-        skips=skips or Skips(),
+        skips=skips,
         load_seconds=lambda num_tokens: num_tokens * copy_ms / 1e3,
         ahead_seconds=lambda num_tokens: num_tokens * copy_ms / 1e3,
     )
     policy = UnifiedPolicy(UnifiedOptions(late_min_share=late_min_share))
     late = [r for r in waiting or [] if r.deadlines and r.deadlines.residual(NOW_S) <= 0]
-    chosen = policy.select(running, Queue(waiting or [], late), limits, Admitting(refused))
-    assert len({request for request, _ in chosen}) == len(chosen)
-    return {request.arrival_number: count for request, count in chosen}
+    chosen = policy.select(in_rows, Queue(waiting or [], late), limits, Admitting(refused))
+    assert len({request for request, _ in shares_of(chosen)}) == len(shares_of(chosen))
+    return {request.arrival_number: count for request, count in shares_of(chosen)}
 
 
 def decode(number: int, residual_ms: float) -> Request:

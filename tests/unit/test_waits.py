@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.policy_scenes import BE, RT, make_request
+from support.policy_scenes import BE, RT, make_request, planned_step
 
 from lightserve.messages.common import StepCoefficients
 from lightserve.router.admission.baselines import ConservativeAdmission
@@ -14,8 +14,9 @@ from lightserve.router.kv.cache import KVOptions, KVStore
 from lightserve.router.output_lengths import PRIOR_MOST, OutputLengths, expected_output
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.policies.registry import POLICIES
-from lightserve.router.queues import RowTable, WaitingQueue
+from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import Request
+from lightserve.router.request_table import RequestTable
 from lightserve.router.shares import Allotment, shape_of
 from lightserve.router.waits import (
     MAX_RETRY_S,
@@ -42,7 +43,7 @@ class Scene:
     """Queues and rows, without a core."""
 
     def __init__(self, *, cost: StepCoefficients | None = TEN_MS, policy: str = "unified") -> None:
-        self.waiting, self.rows = WaitingQueue(), RowTable(8)
+        self.waiting, self.rows = WaitingQueue(), RequestTable(8)
         self.pipeline = Pipeline(max_num_batched_tokens=100)
         if cost is not None:
             self.pipeline.cost.use_profile(cost)
@@ -79,7 +80,7 @@ class Scene:
 
     def step(self, allotments: list[Allotment], seconds: float) -> None:
         self.pipeline.busy_s += seconds
-        self.waits.note_step(allotments, shape_of(allotments))
+        self.waits.note_step(planned_step(allotments), shape_of(allotments))
 
     def seconds(self, request_class: RequestClass) -> float:
         return self.waits.seconds(request_class, self.kv)

@@ -315,6 +315,8 @@ class KVStore:
 
         As `acquire`, for the decodes of a step, without looking at each request.
         """
+        if not len(rows):
+            return _NO_SLOTS
         if len(rows) > self._pool.num_free:
             self._make_free(len(rows), self._pool.num_real_time(rows))
         return self._pool.acquire_one_each(rows)

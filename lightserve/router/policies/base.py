@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,6 +10,7 @@ from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.demand import NO_OUTLOOK, Outlook
 from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import WAITING, Request
+from lightserve.router.request_table import Decodes, Running
 from lightserve.router.shares import Share
 from lightserve.router.step_cost import StepCost, StepGuard
 from lightserve.router.time_share import TimeShare
@@ -118,7 +119,7 @@ def admissible(
 
 def within_be_limit(
     waiting: Waiting,
-    running: Iterable[Request],
+    running: Running,
     limits: StepLimits,
     chosen: Sequence[Share],
 ) -> Iterator[Request]:
@@ -127,13 +128,17 @@ def within_be_limit(
     For policies that know no classes. `chosen` grows while this goes on: newcomers in it count.
     Once the limit is reached, the other class alone is gone through.
     """
-    num_left = limits.max_be_seqs - num_best_effort(running)
+    num_left = limits.max_be_seqs - len(running.of(BE))
     num_counted = 0
     seen: set[Request] = set()
     if num_left <= 0:
         limits.skips.stop(BE, Reason.ROWS)
     for request in waiting if num_left > 0 else waiting.of(RT):
-        num_left -= num_best_effort(r for r, _ in chosen[num_counted:] if _is_new(r))
+        num_left -= num_best_effort(
+            part.request
+            for part in chosen[num_counted:]
+            if not isinstance(part, Decodes) and _is_new(part.request)
+        )
         num_counted = len(chosen)
         if request.request_class is BE and num_left <= 0:
             limits.skips.stop(BE, Reason.ROWS)
@@ -165,7 +170,7 @@ class Policy(Protocol):
 
     def select(
         self,
-        running: Collection[Request],
+        running: Running,
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,

@@ -10,6 +10,7 @@ from lightserve.router.policies.base import StepLimits, admissible
 from lightserve.router.policies.step_loads import StepLoads, num_loaded_by
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
+from lightserve.router.request_table import Decodes, Rows, Running
 from lightserve.router.shares import Allotment, Loading, Share, shape_of
 from lightserve.types import RT, RequestClass
 
@@ -35,19 +36,20 @@ class BudgetedStep:
         self.chosen.append(Allotment(request, num_tokens))
         self.budget -= num_tokens
 
-    def advance(self, running: Iterable[Request]) -> None:
-        """Add requests that run: decodes, then prompts in progress, either in the given order."""
-        prompts: list[Allotment] = []
-        for request in running:
-            num_tokens = request.num_schedulable_tokens
-            if num_tokens > 1:
-                prompts.append(Allotment(request, num_tokens))
-            elif num_tokens == 1:
-                self.add(request, 1)
-            else:
-                self._skips.note(request, Reason.BLOCKED)
-        for request, num_tokens in prompts:
-            self.add(request, num_tokens)
+    def advance(self, running: Running, rows: Rows | None = None) -> None:
+        """Add requests that run: decodes, then prompts in progress, either in order.
+
+        `rows` are those of them that may be added; None: all.
+        """
+        decodes, prompts, blocked = running.sort_out(running.rows if rows is None else rows)
+        self._skips.note_rows(blocked, Reason.BLOCKED)
+        self._skips.note_rows(decodes[self.budget :], Reason.TOKENS)
+        decodes = decodes[: self.budget]
+        if len(decodes):
+            self.chosen.append(Decodes(running.table, decodes))
+            self.budget -= len(decodes)
+        for request in prompts:
+            self.add(request, request.num_schedulable_tokens)
 
     def start(
         self,
@@ -98,4 +100,4 @@ class BudgetedStep:
         """Return what the step takes as predicted so far; 0: nothing is known, or in it."""
         if self._cost is None:
             return 0.0
-        return self._cost.seconds(shape_of([p for p in self.chosen if isinstance(p, Allotment)]))
+        return self._cost.seconds(shape_of([p for p in self.chosen if not isinstance(p, Loading)]))

@@ -6,12 +6,12 @@ arrival, the last of them cut where the budget ends.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.policies.base import StepLimits, Waiting, within_be_limit
 from lightserve.router.policies.budget import BudgetedStep
-from lightserve.router.request import Request
+from lightserve.router.request_table import Running
 from lightserve.router.shares import Share
 
 
@@ -23,7 +23,7 @@ class ChunkedPolicy:
 
     def select(
         self,
-        running: Collection[Request],
+        running: Running,
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,

@@ -7,13 +7,14 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.policies.base import StepLimits, Waiting, admissible, within_be_limit
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
-from lightserve.router.shares import Allotment
+from lightserve.router.request_table import Decodes, Running
+from lightserve.router.shares import Allotment, Share
 
 
 class FcfsPolicy:
@@ -24,22 +25,23 @@ class FcfsPolicy:
 
     def select(
         self,
-        running: Collection[Request],
+        running: Running,
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
-    ) -> list[Allotment]:
+    ) -> Sequence[Share]:
         """See `Policy.select`."""
         if prompts := _prompts(running, waiting, limits, admission):
-            limits.skips.note_all(running, Reason.ORDER)
+            limits.skips.note_rows(running.rows, Reason.ORDER)
             return prompts
-        decodes = [Allotment(request, request.num_schedulable_tokens) for request in running]
-        limits.skips.note_all((r for r, count in decodes if count == 0), Reason.BLOCKED)
-        return [part for part in decodes if part.num_tokens > 0]
+        decodes, started, blocked = running.sort_out(running.rows)
+        limits.skips.note_rows(blocked, Reason.BLOCKED)
+        chosen: list[Share] = [Decodes(running.table, decodes)] if len(decodes) else []
+        return [*chosen, *(Allotment(r, r.num_schedulable_tokens) for r in started)]
 
 
 def _prompts(
-    running: Collection[Request], waiting: Waiting, limits: StepLimits, admission: AdmissionRound
+    running: Running, waiting: Waiting, limits: StepLimits, admission: AdmissionRound
 ) -> list[Allotment]:
     chosen: list[Allotment] = []
     candidates = within_be_limit(waiting, running, limits, chosen)

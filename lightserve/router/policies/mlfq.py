@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.policies.base import StepLimits, Waiting, num_best_effort
+from lightserve.router.policies.base import StepLimits, Waiting
 from lightserve.router.policies.budget import BudgetedStep
 from lightserve.router.reasons import Reason
 from lightserve.router.request import WAITING, Request
+from lightserve.router.request_table import Running
 from lightserve.router.shares import Share
 from lightserve.types import BE, RequestClass
 
@@ -45,7 +46,7 @@ class MlfqPolicy:
 
     def select(
         self,
-        running: Collection[Request],
+        running: Running,
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
@@ -59,7 +60,7 @@ class MlfqPolicy:
         ]
         newcomers.sort(key=lambda request: (request.priority, request.arrival_number))
         limits.skips.stop_all(Reason.ORDER)  # those behind MAX_CANDIDATES
-        rows = _Rows(limits, limits.max_be_seqs - num_best_effort(running), admission)
+        rows = _Rows(limits, limits.max_be_seqs - len(running.of(BE)), admission)
         ranked = iter(sorted([*running, *newcomers], key=_rank))
         for request in ranked:
             num_tokens = request.num_schedulable_tokens

@@ -14,13 +14,14 @@ baseline* of every target about both classes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.policies.base import StepLimits, Waiting
 from lightserve.router.policies.budget import BudgetedStep
 from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
+from lightserve.router.request_table import Decodes, Running
 from lightserve.router.shares import Share
 from lightserve.types import BE, RT
 
@@ -33,28 +34,27 @@ class PriorityPolicy:
 
     def select(
         self,
-        running: Collection[Request],
+        running: Running,
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
     ) -> Sequence[Share]:
         """See `Policy.select`."""
-        real_time = [r for r in running if r.request_class is RT]
-        best_effort = [r for r in running if r.request_class is BE]
+        best_effort = running.of(BE)
         step = BudgetedStep(limits)
-        step.advance(real_time)
+        step.advance(running, running.of(RT))
         num_rows = limits.num_free_rows + limits.num_yielding_rows
         num_started = step.start(self.newcomers(waiting), admission, num_rows, [RT])
         if step.budget == 0 or _keeps_waiting(waiting, step.chosen):
             reason = Reason.TOKENS if step.budget == 0 else Reason.ORDER
-            limits.skips.note_all(best_effort, reason)
+            limits.skips.note_rows(best_effort, reason)
             limits.skips.stop(BE, reason)
             return step.chosen
         # Rows that are not free come from the best-effort requests that were admitted last.
         num_yielded = max(0, num_started - limits.num_free_rows)
         num_kept = len(best_effort) - num_yielded
-        step.advance(best_effort[:num_kept])
-        limits.skips.note_all(best_effort[num_kept:], Reason.ROWS)
+        step.advance(running, best_effort[:num_kept])
+        limits.skips.note_rows(best_effort[num_kept:], Reason.ROWS)
         num_rows = min(limits.num_free_rows - num_started, limits.max_be_seqs - len(best_effort))
         step.start(waiting.of(BE), admission, num_rows, [BE])
         return step.chosen
@@ -66,7 +66,7 @@ class PriorityPolicy:
 
 def _keeps_waiting(waiting: Waiting, chosen: Sequence[Share]) -> bool:
     """Return whether a real-time request that could start is not among the chosen."""
-    started = {request for request, _ in chosen}
+    started = {part.request for part in chosen if not isinstance(part, Decodes)}
     return any(
         request not in started and request.num_schedulable_tokens > 0 for request in waiting.of(RT)
     )

@@ -7,13 +7,13 @@ Memory is the same for both: nobody gives any up for a newcomer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.policies.base import StepLimits, Waiting, num_best_effort
+from lightserve.router.policies.base import StepLimits, Waiting
 from lightserve.router.policies.budget import BudgetedStep
 from lightserve.router.reasons import Reason
-from lightserve.router.request import Request
+from lightserve.router.request_table import Running
 from lightserve.router.shares import Share
 from lightserve.types import BE, RT, RequestClass
 
@@ -26,7 +26,7 @@ class RoundRobinPolicy:
 
     def select(
         self,
-        running: Collection[Request],
+        running: Running,
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
@@ -36,15 +36,15 @@ class RoundRobinPolicy:
         tried: list[RequestClass] = []
         for request_class in turns if limits.step_number % 2 == 0 else turns[::-1]:
             step = BudgetedStep(limits)
-            step.advance([r for r in running if r.request_class is request_class])
+            step.advance(running, running.of(request_class))
             num_rows = limits.num_free_rows
             if request_class is BE:
-                num_rows = min(num_rows, limits.max_be_seqs - num_best_effort(running))
+                num_rows = min(num_rows, limits.max_be_seqs - len(running.of(BE)))
             step.start(waiting.of(request_class), admission, num_rows, [request_class])
             tried.append(request_class)
             if step.chosen:
-                others = [r for r in running if r.request_class not in tried]
-                limits.skips.note_all(others, Reason.ORDER)
+                for other in set(turns) - set(tried):
+                    limits.skips.note_rows(running.of(other), Reason.ORDER)
                 limits.skips.stop_all(Reason.ORDER)
                 return step.chosen
         return []

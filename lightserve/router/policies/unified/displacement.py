@@ -14,9 +14,10 @@ from collections.abc import Iterable
 
 from lightserve.router.policies.unified.timed_step import TimedStep
 from lightserve.router.request import Request
+from lightserve.router.request_table import NO_ROWS, Rows
 
 
-def rescue(step: TimedStep, prompts: Iterable[Request], average_step_s: float) -> list[Request]:
+def rescue(step: TimedStep, prompts: Iterable[Request], average_step_s: float) -> Rows:
     """Leave decodes out for the most urgent request that they make late; return them.
 
     Args:
@@ -25,26 +26,26 @@ def rescue(step: TimedStep, prompts: Iterable[Request], average_step_s: float) -
         average_step_s: execution time of recent steps; 0: there were none.
     """
     if average_step_s <= 0:
-        return []
+        return NO_ROWS
     in_danger = [*step.in_danger, *(r for r in prompts if not step.can_be_in_time(r))]
     for request in sorted((r for r in in_danger if step.residual(r) > 0), key=step.residual):
         others = step.decodes_due_after(step.residual(request) + average_step_s)
-        if others and step.would_be_in_time(request, without=others):
+        if len(others) and step.would_be_in_time(request, without=others):
             step.leave_out(others)
             return others
-    return []
+    return NO_ROWS
 
 
-def make_room(step: TimedStep, average_step_s: float) -> list[Request]:
+def make_room(step: TimedStep, average_step_s: float) -> Rows:
     """Leave decodes out for best-effort prompts; return them.
 
     Only where deadlines are what limits the step: time that is not lent is no gain.
     """
     limit_s = step.deadline_limit_s
     if average_step_s <= 0 or limit_s == math.inf:
-        return []
+        return NO_ROWS
     ample = step.decodes_due_after(limit_s + 2 * average_step_s, lent=True)
-    if not ample or step.gained_by_prompt(without=ample) <= len(ample):
-        return []
+    if not len(ample) or step.gained_by_prompt(without=ample) <= len(ample):
+        return NO_ROWS
     step.leave_out(ample)
     return ample

@@ -9,12 +9,15 @@ for arrivals that can be in time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
+
+import numpy as np
 
 from lightserve.router.policies.base import StepLimits, Waiting
 from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import Request
+from lightserve.router.request_table import RequestTable, Rows
 from lightserve.types import RT
 
 LATE_POOL_SHARE = 0.8
@@ -30,28 +33,27 @@ class Turn(NamedTuple):
     """One of those that wait does."""
 
 
-def turn_of_late(real_time: Sequence[Request], min_share: float, step_number: int) -> Turn:
+def turn_of_late(table: RequestTable, real_time: Rows, min_share: float, step_number: int) -> Turn:
     """Return what is theirs, as long as fewer of them run than should at least.
 
     Among few, a single one would be more than the share: then only every so many steps.
     """
-    num_late = sum(map(_is_first_token_late, real_time))
+    num_late = int(np.count_nonzero(table.is_first_late[real_time]))
     most = min_share * len(real_time)
     is_turn = num_late < most and step_number % round(1 / min_share) == 0
     return Turn(is_turn, is_turn or num_late + 1 <= most)
 
 
 def in_order(
-    waiting: Waiting, real_time: Sequence[Request], limits: StepLimits, *, late_first: bool
+    waiting: Waiting, num_held: int, limits: StepLimits, *, late_first: bool
 ) -> Iterable[Request]:
     """Return who waits and may start, in order: one late request first, or all last or not at all.
 
-    `real_time` are those that run.
+    `num_held` tokens are those of real-time requests that run.
     """
     if late_first and (late := next(iter(waiting.late()), None)) is not None:
         others = (r for r in waiting.of(RT) if r is not late)
         return itertools.chain([late], others)
-    num_held = sum(request.num_held_tokens for request in real_time)
     if num_held < LATE_POOL_SHARE * limits.num_slots:
         return waiting.of(RT)
     return _until_late(waiting, limits.skips)
@@ -65,7 +67,3 @@ def _until_late(waiting: Waiting, skips: Skips) -> Iterator[Request]:
             skips.stop(RT, Reason.ORDER)
             return
         yield request
-
-
-def _is_first_token_late(request: Request) -> bool:
-    return request.deadlines is not None and request.deadlines.kept.is_first_met is False

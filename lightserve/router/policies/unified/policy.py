@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+
+import numpy as np
 
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.policies.base import (
@@ -24,6 +25,7 @@ from lightserve.router.policies.unified.promotion import promote
 from lightserve.router.policies.unified.timed_step import TimedStep
 from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import WAITING, Request
+from lightserve.router.request_table import NO_ROWS, Decodes, Rows, Running
 from lightserve.router.shares import Share
 from lightserve.router.turns import Turn
 from lightserve.types import BE, RT
@@ -47,7 +49,7 @@ class UnifiedPolicy:
 
     def select(
         self,
-        running: Collection[Request],
+        running: Running,
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
@@ -73,13 +75,13 @@ class _Filling:
     def __init__(
         self,
         options: UnifiedOptions,
-        running: Collection[Request],
+        running: Running,
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
     ) -> None:
         """See `Policy.select`."""
-        self.step = TimedStep(limits)
+        self.step = TimedStep(limits, running)
         self.best_effort_s = 0.0
         """What best-effort requests add to the step's time."""
         self.wants_more = False
@@ -89,36 +91,39 @@ class _Filling:
         self._limits = limits
         self._skips = limits.skips
         self._admission = admission
-        self._real_time = [r for r in running if r.request_class is RT]
-        best_effort = [r for r in running if r.request_class is BE]
-        promoted = promote(best_effort, waiting, limits)
+        self._running, self._table = running, running.table
+        self._real_time, best_effort = running.of(RT), running.of(BE)
+        self._num_held = int(running.table.next_position[self._real_time].sum())
+        """Tokens of real-time requests."""
+        promoted = promote(running, best_effort, waiting, limits)
         self.step.due_s = promoted.due_s
         self._jobs = promoted.waiting
         """Those that wait, and go with real-time requests."""
-        self._decodes, self._prompts = _sort_out([*self._real_time, *promoted.running], self._skips)
-        """Of real-time requests and such jobs, that run."""
-        self._best_effort = [r for r in best_effort if r not in promoted.running]
+        self._decodes, self._prompts = self._sort_out(self._real_time)
+        """Of real-time requests, that run."""
+        self._job_decodes, job_prompts = self._sort_out(promoted.rows)
+        """Of such jobs."""
+        self._prompts += job_prompts
+        self._best_effort = best_effort
+        if len(promoted.rows):
+            self._best_effort = best_effort[~np.isin(best_effort, promoted.rows)]
         self._num_be_rows = limits.max_be_seqs - len(best_effort)
-        self._gave_way: list[Request] = []
-        """Decodes left out for somebody more urgent."""
+        self._gave_way: Rows = NO_ROWS
+        """Decodes left out for a more urgent request."""
         self._is_left = False
         """Whether something urgent that could move or start was left out, or cut."""
 
     def add_decodes(self) -> None:
         """Add the decodes of real-time requests: they make the limit. Jobs' may not break it."""
-        of_jobs = [request for request in self._decodes if request.request_class is BE]
-        real_time = (
-            [r for r in self._decodes if r.request_class is RT] if of_jobs else self._decodes
-        )
-        self.step.add_decodes(real_time)
+        self.step.add_decodes(self._decodes)
         self.step.limit_by_deadlines()
-        if of_jobs:
-            self.step.add_while_in_time(of_jobs)
+        if len(self._job_decodes):
+            self.step.add_while_in_time(self._job_decodes)
             self.step.limit_by_deadlines()
         newcomers = itertools.islice(self._waiting.of(RT), MAX_RESCUED)
         prompts = itertools.chain(self._prompts, newcomers)
         self._gave_way = rescue(self.step, prompts, self._limits.average_step_s)
-        if self._gave_way:
+        if len(self._gave_way):
             self.step.limit_by_deadlines()
 
     def pay_owed(self) -> None:
@@ -135,14 +140,15 @@ class _Filling:
         late = [r for r in prompts if not step.can_be_in_time(r)]
         in_time = [r for r in prompts if r not in late]
         late_first: list[Request] = []
-        turn = late_share.turn_of_late(self._real_time, options.late_min_share, limits.step_number)
+        turn = late_share.turn_of_late(
+            self._table, self._real_time, options.late_min_share, limits.step_number
+        )
         if turn.has_prompts:
             late_first, late = late, []
         newcomers = late_share.in_order(
-            self._waiting, self._real_time, limits, late_first=turn.has_newcomer
+            self._waiting, self._num_held, limits, late_first=turn.has_newcomer
         )
-        num_held = sum(r.num_held_tokens for r in self._real_time)
-        num_free = late_share.LATE_POOL_SHARE * limits.num_slots - num_held
+        num_free = late_share.LATE_POOL_SHARE * limits.num_slots - self._num_held
         newcomers = _most_in_time(newcomers, in_time, step, skips, num_free=num_free)
         newcomers = one_long_at_once(
             newcomers, in_time, long_tokens=options.long_prompt_tokens, step=step, skips=skips
@@ -171,19 +177,19 @@ class _Filling:
 
     def add_best_effort(self) -> None:
         """Fill the rest of the step, as far as it is lent, if nothing urgent is left."""
-        if self._gave_way:
-            self.step.add_while_in_time(sorted(self._gave_way, key=self.step.residual))
+        if len(self._gave_way):
+            self.step.add_while_in_time(self.step.by_residual(self._gave_way))
         if not self._is_left and not self.step.is_full:
-            self.step.lend(self._real_time, self._limits)
+            self.step.lend(self._num_held, self._limits)
             displaced = make_room(self.step, self._limits.average_step_s)
             self._add_best_effort()
             self.step.add_while_in_time(displaced)
             return
         reason = Reason.TOKENS if self.step.is_full else Reason.ORDER
-        self._skips.note_all(self._best_effort, reason)
+        self._skips.note_rows(self._best_effort, reason)
         self._skips.stop(BE, reason)
         self.wants_more = self._options.be_min_share > 0 and (
-            bool(self._best_effort) or next(iter(self._waiting.of(BE)), None) is not None
+            bool(len(self._best_effort)) or next(iter(self._waiting.of(BE)), None) is not None
         )
 
     def _add_best_effort(self) -> None:
@@ -191,10 +197,10 @@ class _Filling:
         step, skips = self.step, self._skips
         before_s = step.seconds
         started = self._started()
-        running = [r for r in self._best_effort if r not in started]
+        running = self._not_chosen(self._best_effort)
         num_kept = len(running) - max(0, step.num_started - self._limits.num_free_rows)
-        skips.note_all(running[num_kept:], Reason.ROWS)
-        decodes, prompts = _sort_out(running[:num_kept], skips)
+        skips.note_rows(running[num_kept:], Reason.ROWS)
+        decodes, prompts = self._sort_out(running[:num_kept])
         is_all = step.add_while_in_time(decodes)
         others: Iterator[Request] = (r for r in self._waiting.of(BE) if r not in started)
         if self._options.best_first:
@@ -211,33 +217,32 @@ class _Filling:
         self.wants_more = not is_all
         self.best_effort_s += step.seconds - before_s
 
+    def _sort_out(self, rows: Rows) -> tuple[Rows, list[Request]]:
+        """Return the decodes and the prompts among rows; the rest have nothing to do."""
+        decodes, prompts, blocked = self._running.sort_out(rows)
+        self._skips.note_rows(blocked, Reason.BLOCKED)
+        return decodes, prompts
+
+    def _not_chosen(self, rows: Rows) -> Rows:
+        """Return those rows that nothing was chosen of."""
+        is_chosen = np.zeros(self._table.num_rows, dtype=np.bool_)
+        for part in self.step.chosen:
+            if isinstance(part, Decodes):
+                is_chosen[part.rows] = True
+            elif part.request.row is not None:
+                is_chosen[part.request.row] = True
+        not_chosen: Rows = rows[~is_chosen[rows]]
+        return not_chosen
+
     def _started(self) -> set[Request]:
-        return {request for request, _ in self.step.chosen}
+        """Return the requests that are chosen and do not run yet."""
+        return _newcomers(self.step.chosen)
 
     def _rows_left(self) -> int:
         """Return how many best-effort requests may start."""
-        new = (r for r, _ in self.step.chosen if r.state is WAITING)
+        new = self._started()
         num_rows = self._limits.num_free_rows - self.step.num_started
         return min(num_rows, self._num_be_rows - num_best_effort(new))
-
-
-class _SortedOut(NamedTuple):
-    decodes: list[Request]
-    prompts: list[Request]
-
-
-def _sort_out(running: Iterable[Request], skips: Skips) -> _SortedOut:
-    """Return the decodes and the prompts among requests; the rest have nothing to do."""
-    sorted_out = _SortedOut([], [])
-    for request in running:
-        num_tokens = request.num_schedulable_tokens
-        if num_tokens == 1:
-            sorted_out.decodes.append(request)
-        elif num_tokens > 1:
-            sorted_out.prompts.append(request)
-        else:
-            skips.note(request, Reason.BLOCKED)
-    return sorted_out
 
 
 def _by_residual(
@@ -317,6 +322,12 @@ def _fit_all(
     return True
 
 
+def _newcomers(chosen: Sequence[Share]) -> set[Request]:
+    """Return the requests among parts that do not run yet."""
+    parts = [part for part in chosen if not isinstance(part, Decodes)]
+    return {part.request for part in parts if part.request.state is WAITING}
+
+
 def _waits_for_memory(skips: Skips) -> bool:
     """Whether memory ended the search for real-time requests that may start."""
     return skips.stopped_by.get(RT) in MEMORY_REASONS
@@ -329,10 +340,10 @@ def _any_left(waiting: Waiting, chosen: Sequence[Share], skips: Skips) -> bool:
     """
     if _waits_for_memory(skips):
         return False
-    started = {request for request, _ in chosen}
+    started = _newcomers(chosen)
     return any(
         request not in started
         and request.num_schedulable_tokens > 0
-        and skips.reasons.get(request) not in MEMORY_REASONS
+        and skips.reason_of(request) not in MEMORY_REASONS
         for request in waiting.of(RT)
     )

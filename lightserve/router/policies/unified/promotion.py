@@ -10,11 +10,13 @@ Its work: what is left of its prompt in large steps, and an average step for eve
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from typing import NamedTuple
+
+import numpy as np
 
 from lightserve.router.policies.base import StepLimits, Waiting
 from lightserve.router.request import Request
+from lightserve.router.request_table import NO_ROWS, Rows, Running
 from lightserve.router.slo import CompletionLedger
 from lightserve.router.step_cost import StepShape
 
@@ -25,18 +27,20 @@ MAX_JOBS = 8
 class Promoted(NamedTuple):
     """Jobs that are urgent."""
 
-    running: list[Request]
+    rows: Rows
+    """Those that run."""
     waiting: list[Request]
     due_s: dict[Request, float]
     """From the start of the step to when each should have its prompt behind it."""
 
 
-def promote(running: Iterable[Request], waiting: Waiting, limits: StepLimits) -> Promoted:
-    """Return the best-effort jobs that have to run now; `running` are of that class."""
+def promote(running: Running, best_effort: Rows, waiting: Waiting, limits: StepLimits) -> Promoted:
+    """Return the best-effort jobs that have to run now; `best_effort` are rows of that class."""
     assert limits.cost is not None
-    promoted = Promoted([], [], {})
+    urgent_running: list[Request] = []
+    promoted = Promoted(NO_ROWS, [], {})
     for requests, urgent in (
-        (running, promoted.running),
+        (running.table.jobs(best_effort), urgent_running),
         (itertools.islice(waiting.jobs(), MAX_JOBS), promoted.waiting),
     ):
         for request in requests:
@@ -51,7 +55,8 @@ def promote(running: Iterable[Request], waiting: Waiting, limits: StepLimits) ->
             urgent.append(request)
             if request.num_schedulable_tokens > 1:
                 promoted.due_s[request] = ledger.end_s - limits.start_s - decodes_s
-    return promoted
+    rows = [request.row for request in urgent_running]
+    return promoted._replace(rows=np.array(rows, dtype=np.int64)) if rows else promoted
 
 
 def _num_to_come(request: Request, ledger: CompletionLedger) -> float:

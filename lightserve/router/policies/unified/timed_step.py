@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+import numpy as np
 
 from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.lending import lent_until_s
 from lightserve.router.policies.step_loads import StepLoads, num_loaded_by
 from lightserve.router.reasons import Reason
 from lightserve.router.request import WAITING, Request
+from lightserve.router.request_table import NO_ROWS, Decodes, FloatArray, Rows, Running
 from lightserve.router.shares import Allotment, Loading, Share
 from lightserve.router.step_cost import StepShape
 from lightserve.types import RT, RequestClass
@@ -27,8 +29,8 @@ class TimedStep:
     Whoever is offered to it and left out is noted, with the reason.
     """
 
-    def __init__(self, limits: StepLimits) -> None:
-        """`limits` come with a cost model."""
+    def __init__(self, limits: StepLimits, running: Running) -> None:
+        """`limits` come with a cost model; `running` are the requests that have rows."""
         assert limits.cost is not None, "the planner gives it to policies that meet deadlines"
         self.chosen: list[Share] = []
         self.due_s: dict[Request, float] = {}
@@ -55,6 +57,8 @@ class TimedStep:
         """Predicted time of what was in it before anything was lent."""
         self.in_danger: list[Request] = []
         """Decodes in it that may be late, whatever joins it."""
+        self._table = running.table
+        self._residuals = running.table.residuals(limits.start_s)
 
     @property
     def is_full(self) -> bool:
@@ -78,18 +82,16 @@ class TimedStep:
         """
         if request in self.due_s:
             return self.due_s[request]
+        if request.row is not None:
+            return float(self._residuals.due[request.row])
         deadlines = request.deadlines
-        if deadlines is None:
-            return math.inf
-        if request.num_inflight_samples:
-            return deadlines.residual_behind(request.num_inflight_samples, self._start_s)
-        return deadlines.residual(self._start_s)
+        return math.inf if deadlines is None else deadlines.residual(self._start_s)
 
     def can_be_in_time(self, request: Request) -> bool:
         """Whether a prompt, computed from here on without a pause, meets its deadline."""
         return self.seconds_to_end(request) <= self.residual(request)
 
-    def seconds_to_end(self, request: Request, without: Collection[Request] = ()) -> float:
+    def seconds_to_end(self, request: Request, without: Rows = NO_ROWS) -> float:
         """Return how long a prompt takes from here on without a pause, with the guard.
 
         In this step if there is room for all of it; otherwise in as many like it as it needs, each
@@ -147,41 +149,38 @@ class TimedStep:
         lest its request falls behind further. If that cannot be either, it sets no limit.
         """
         least_s, base_s = self._cost.seconds(self._shape), self._seconds(self._shape)
-        surely_s = perhaps_s = math.inf
-        self.in_danger = []
-        for request, _ in self.chosen:
-            residual_s = self.residual(request)
-            if residual_s >= base_s:
-                surely_s = min(surely_s, residual_s)
-            else:
-                self.in_danger.append(request)
-            lent_s = self._lent_by(request)
-            if lent_s < least_s:
-                lent_s = self._residual_of_late(request)
-            if lent_s >= least_s:
-                perhaps_s = min(perhaps_s, lent_s)
+        rows = self._decode_rows()
+        residual_s = self._due_of(rows, self._residuals.due)
+        is_sure = residual_s >= base_s
+        surely_s = float(residual_s[is_sure].min(initial=math.inf))
+        self.in_danger = self._table.of(rows[~is_sure])
+        lent_s = self._due_of(rows, self._residuals.lent)
+        lent_s = np.where(lent_s < least_s, self._due_of(rows, self._residuals.of_late), lent_s)
         self.deadline_s = self._limit_s = surely_s
-        self._best_effort_limit_s = perhaps_s
+        self._best_effort_limit_s = float(lent_s[lent_s >= least_s].min(initial=math.inf))
         if self._guard is not None and math.isfinite(surely_s):
             self._limit_s = self._guard.limit(base_s, surely_s)
 
-    def _lent_by(self, request: Request) -> float:
-        """Return the part of the residual of a decode that best-effort requests may take."""
-        deadlines = request.deadlines
-        if deadlines is None or request in self.due_s:
-            return self.residual(request)
-        return deadlines.lent_behind(request.num_inflight_samples, self._start_s)
+    def _decode_rows(self) -> Rows:
+        """Return the rows of all decodes in it."""
+        rows = [part.rows for part in self.chosen if isinstance(part, Decodes)]
+        return rows[0] if len(rows) == 1 else np.concatenate([NO_ROWS, *rows])
 
-    def _residual_of_late(self, request: Request) -> float:
-        deadlines = request.deadlines
-        if deadlines is None or request in self.due_s:
-            return self.residual(request)
-        return deadlines.residual_of_late(request.num_inflight_samples, self._start_s)
+    def _due_of(self, rows: Rows, residuals: FloatArray) -> FloatArray:
+        """Return what `residuals` say of rows, but for those that `due_s` has."""
+        found: FloatArray = residuals[rows]
+        for request, due_s in self.due_s.items():
+            if request.row is not None:
+                found[rows == request.row] = due_s
+        return found
 
-    def lend(self, real_time: Sequence[Request], limits: StepLimits) -> None:
-        """Let best-effort requests have what is left, as far as it is lent to them."""
+    def lend(self, num_held: int, limits: StepLimits) -> None:
+        """Let best-effort requests have what is left, as far as it is lent to them.
+
+        Real-time ones that run hold `num_held` tokens.
+        """
         self._limit_s = min(self._limit_s, self._best_effort_limit_s)
-        held_share = sum([r.next_position for r in real_time]) / limits.num_slots
+        held_share = num_held / limits.num_slots
         self._base_s = self.seconds
         self._lent_until_s = lent_until_s(
             self._base_s,
@@ -220,29 +219,34 @@ class TimedStep:
 
     # ---------------------------------------------------------------- decodes
 
-    def add_decodes(self, requests: Sequence[Request]) -> None:
+    def add_decodes(self, rows: Rows) -> None:
         """Add decodes as far as the token budget goes, the most urgent first."""
-        if len(requests) > self._budget:
-            requests = sorted(requests, key=self.residual)
-            self._skips.note_all(requests[self._budget :], Reason.TOKENS)
-            requests = requests[: self._budget]
-        self._add_decodes(requests, sum([r.next_position for r in requests]))
+        if len(rows) > self._budget:
+            rows = rows[np.argsort(self._due_of(rows, self._residuals.due), kind="stable")]
+            self._skips.note_rows(rows[self._budget :], Reason.TOKENS)
+            rows = rows[: self._budget]
+        self._add_decodes(rows)
 
-    def add_while_in_time(self, decodes: Sequence[Request]) -> bool:
+    def add_while_in_time(self, rows: Rows) -> bool:
         """Add decodes while budget and time last; whether that is all of them."""
-        count = self._num_decodes_in_time(decodes)
+        count = self._num_decodes_in_time(rows)
         if count > 0:
-            self._add_decodes(decodes[:count], sum([r.next_position for r in decodes[:count]]))
-        if count < len(decodes):
-            self._skips.note_all(decodes[count:], self.full_of)
-        return count == len(decodes)
+            self._add_decodes(rows[:count])
+        if count < len(rows):
+            self._skips.note_rows(rows[count:], self.full_of)
+        return count == len(rows)
 
-    def _num_decodes_in_time(self, decodes: Sequence[Request]) -> int:
-        if self._budget <= 0 or not decodes:
+    def by_residual(self, rows: Rows) -> Rows:
+        """Return decodes, the most urgent first."""
+        by_residual: Rows = rows[np.argsort(self._due_of(rows, self._residuals.due), kind="stable")]
+        return by_residual
+
+    def _num_decodes_in_time(self, rows: Rows) -> int:
+        if self._budget <= 0 or not len(rows):
             return 0
-        decodes = decodes[: self._budget]
-        contexts = list(itertools.accumulate([request.next_position for request in decodes]))
-        count = len(decodes)
+        rows = rows[: self._budget]
+        contexts = np.cumsum(self._table.next_position[rows]).tolist()
+        count = len(rows)
         if self._has_time_for(count, contexts[-1]):
             return count
         # Time only grows with each: as many as one by one would find it.
@@ -258,22 +262,22 @@ class TimedStep:
         shape = self._shape.plus_decodes(num_decodes, context)
         return self._cost.seconds(shape) + self._loads.seconds() <= self._predicted_limit_s
 
-    def _add_decodes(self, requests: Sequence[Request], context: int) -> None:
-        """Add decodes, contexts summed."""
-        self.chosen += [Allotment(request, 1) for request in requests]
-        self._shape = self._shape.plus_decodes(len(requests), context)
-        self._budget -= len(requests)
+    def _add_decodes(self, rows: Rows) -> None:
+        if len(rows):
+            decodes = Decodes(self._table, rows)
+            self.chosen.append(decodes)
+            self._shape = self._shape.plus_decodes(len(rows), decodes.num_context_tokens)
+            self._budget -= len(rows)
 
-    def decodes_due_after(self, residual_s: float, *, lent: bool = False) -> list[Request]:
+    def decodes_due_after(self, residual_s: float, *, lent: bool = False) -> Rows:
         """Return decodes in it whose residual is longer, or `lent`, what of it is lent."""
-        due_s = self._lent_by if lent else self.residual
-        return [
-            request
-            for request, num_tokens in self.chosen
-            if num_tokens == 1 and request.is_decoding and due_s(request) > residual_s
-        ]
+        rows = self._decode_rows()
+        due_s = self._due_of(rows, self._residuals.lent if lent else self._residuals.due)
+        has_output = self._table.num_output[rows] + self._table.inflight_samples[rows] > 0
+        late: Rows = rows[(due_s > residual_s) & has_output]
+        return late
 
-    def would_be_in_time(self, request: Request, without: Collection[Request]) -> bool:
+    def would_be_in_time(self, request: Request, without: Rows) -> bool:
         """Whether one in it, or a prompt, computed without a pause, would be without others.
 
         These are decodes in it; a prompt that takes several steps is without them in each.
@@ -282,18 +286,25 @@ class TimedStep:
             return self._seconds(self._without(without)) <= self.residual(request)
         return self.seconds_to_end(request, without) <= self.residual(request)
 
-    def _without(self, decodes: Collection[Request]) -> StepShape:
-        if not decodes:
+    def _without(self, rows: Rows) -> StepShape:
+        if not len(rows):
             return self._shape
-        context = sum([request.next_position for request in decodes])
-        return self._shape.plus_decodes(-len(decodes), -context)
+        context = int(self._table.next_position[rows].sum())
+        return self._shape.plus_decodes(-len(rows), -context)
 
-    def leave_out(self, decodes: Collection[Request]) -> None:
+    def leave_out(self, rows: Rows) -> None:
         """Take decodes out; they may be added again."""
-        self._shape = self._without(decodes)
-        left_out = set(decodes)
-        self.chosen = [part for part in self.chosen if part.request not in left_out]
-        self._budget += len(left_out)
+        self._shape = self._without(rows)
+        chosen: list[Share] = []
+        for part in self.chosen:
+            if isinstance(part, Decodes):
+                left = part.rows[~np.isin(part.rows, rows)]
+                if len(left):
+                    chosen.append(Decodes(self._table, left))
+            else:
+                chosen.append(part)
+        self.chosen = chosen
+        self._budget += len(rows)
 
     @property
     def deadline_limit_s(self) -> float:
@@ -301,7 +312,7 @@ class TimedStep:
         is_first = self._limit_s / self._cost.guard < self._lent_until_s and self._cost.is_known
         return self._limit_s if is_first else math.inf
 
-    def gained_by_prompt(self, without: Collection[Request]) -> int:
+    def gained_by_prompt(self, without: Rows) -> int:
         """Return how many more tokens of a prompt would fit until then without decodes."""
         limit_s = self._limit_s / self._cost.guard
         before = self._cost.tokens_within(self._shape, limit_s, 0, self._budget)
