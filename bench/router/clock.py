@@ -25,13 +25,12 @@ from lightserve.messages.router_worker import RouterToWorker, StepPlan, WorkerTo
 from lightserve.messages.supervision import ChildMessage, ChildSpec, SupervisorMessage
 from lightserve.router import core as core_module
 from lightserve.router.admission.base import AdmissionRound, AdmissionRule, PoolView
-from lightserve.router.collector import Collector
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import PlannedStep, WaitUntil
 from lightserve.router.factory import make_core_config
 from lightserve.router.kv.cache import KVStore
-from lightserve.router.process import RouterProcess
+from lightserve.router.process import Collector, RouterProcess
 from lightserve.router.request import Request, RequestState
 
 MAX_MODEL_LEN = 32_768

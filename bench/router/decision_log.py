@@ -32,10 +32,10 @@ from lightserve.decisions.records import (
 from lightserve.decisions.replaying import DecisionLogReader, Line, make_core_of
 from lightserve.messages.router_worker import StepResult
 from lightserve.router import core as core_module
-from lightserve.router.counters import SkipCounters
+from lightserve.router.booking import SkipCounters
 from lightserve.router.events import PlannedStep
 from lightserve.router.planning import StepPlanner
-from lightserve.router.reasons import Skips
+from lightserve.router.shares import Skips
 from lightserve.sim import HybridConfig, run_hybrid
 
 NUM_WARM_UP = 50

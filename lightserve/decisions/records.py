@@ -36,8 +36,8 @@ from lightserve.router.events import (
     WorkersGone,
     WorkersReady,
 )
-from lightserve.router.reasons import Reason, Unseen
 from lightserve.router.request import Request
+from lightserve.router.shares import Reason, Unseen
 from lightserve.types import FrontendId, RequestClass, RequestId, StepId
 
 FORMAT_VERSION = 2

@@ -31,7 +31,7 @@ from lightserve.messages.router_worker import StepResult
 from lightserve.router.core import RouterCore
 from lightserve.router.events import Outgoing, PlannedStep
 from lightserve.router.factory import make_core
-from lightserve.router.reasons import Reason
+from lightserve.router.shares import Reason
 from lightserve.types import NO_SLO, SLO, FrontendId, RequestClass, RequestId
 
 # Reads decision logs: format, chain of hashes, a last line that was cut off.

@@ -2,19 +2,178 @@
 
 from __future__ import annotations
 
-from lightserve.messages.common import Int32Array
-from lightserve.messages.router_worker import StepPlan
-from lightserve.router.counters import KVCounters, SkipCounters
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightserve.messages.common import Int32Array, TokenSegment, pack_int32
+from lightserve.messages.router_worker import (
+    NO_DECODES,
+    AddSequence,
+    DecodeRows,
+    OutputKind,
+    PlanRow,
+    SlotRange,
+    StepPlan,
+    pack_decodes,
+)
 from lightserve.router.events import PlannedStep
 from lightserve.router.kv.cache import KVStore
-from lightserve.router.kv.host import MAX_AHEAD_PER_PLAN
+from lightserve.router.kv.host import MAX_AHEAD_PER_PLAN, PlanCopies
 from lightserve.router.pipeline import Pipeline
-from lightserve.router.plan_builder import build_plan
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import RUNNING, WAITING, Request
-from lightserve.router.request_table import RequestTable
+from lightserve.router.request_table import Decodes, RequestTable
+from lightserve.router.shares import Allotment, Reason
 from lightserve.router.waits import WaitForecast
-from lightserve.types import BE, RequestClass
+from lightserve.types import BE, RT, RequestClass, RowId
+
+# From allotments to the message that workers execute.
+
+_NONE, _SAMPLE = OutputKind.NONE, OutputKind.SAMPLE
+_WITH_PROMPT = (OutputKind.PROMPT_LOGPROBS, OutputKind.PROMPT_LOGPROBS | OutputKind.SAMPLE)
+
+
+def nums_of_samples(allotments: Sequence[Allotment]) -> tuple[int, ...]:
+    """Return how many new tokens the next tokens of each request yield.
+
+    None before its last known token, one with it, and one more for each step that it runs on
+    by itself (simulated workers only).
+    """
+    ends = [r.next_position + count for r, count in allotments]
+    known = [
+        r.num_prompt_tokens + len(r.output_token_ids) + r.num_inflight_samples
+        for r, _ in allotments
+    ]
+    return tuple(
+        [
+            end - num_known + 1 if end >= num_known else 0
+            for end, num_known in zip(ends, known, strict=True)
+        ]
+    )
+
+
+def _wanted_output(request: Request, samples: int) -> OutputKind:
+    if request.wants_prompt_logprobs:
+        return _WITH_PROMPT[samples > 0]
+    return OutputKind.SAMPLE if samples else OutputKind.NONE
+
+
+def build_plan(
+    step: PlannedStep,
+    *,
+    decode_slots: Int32Array,
+    chunk_slots: Int32Array,
+    newcomers: Container[Request],
+    copies: PlanCopies,
+    left_rows: tuple[RowId, ...],
+) -> StepPlan:
+    """Return the plan that moves each request by its part of a step.
+
+    Args:
+        step: requests, with their rows and slots, how many tokens they compute and yield.
+        decode_slots: what its decodes write to, int32 [n].
+        chunk_slots: what its chunks write to, one after the other, int32 [sum of num_tokens].
+        newcomers: those that the workers do not know yet.
+        copies: what is copied for them, and for others.
+        left_rows: those that were given up since the last plan.
+    """
+    offset = 0
+    sequences: list[AddSequence] = []
+    slot_ranges: list[SlotRange] = []
+    plan_rows: list[PlanRow] = []
+    for (request, num_tokens), num_wanted in zip(step.chunks, step.num_samples, strict=True):
+        row, start = request.row, request.next_position
+        assert row is not None and request.slots is not None
+        if request in newcomers:
+            sequences.append(_sequence(request, row))
+            if start > 0:
+                slot_ranges.append(SlotRange(row, 0, pack_int32(request.slots[:start])))
+        end = offset + num_tokens
+        slot_ranges.append(SlotRange(row, start, pack_int32(chunk_slots[offset:end])))
+        offset = end
+        if request.sampling.num_prompt_logprobs is None:
+            output = _SAMPLE if num_wanted else _NONE
+        else:
+            output = _wanted_output(request, num_wanted)
+        plan_rows.append(PlanRow(row, start, num_tokens, output))
+    return StepPlan(
+        step_id=step.step_id,
+        sequences=sequences,
+        slot_ranges=slot_ranges,
+        rows=plan_rows,
+        decodes=_decode_rows(step.decodes, decode_slots),
+        saves=copies.saves,
+        loads=copies.loads,
+        ahead_saves=copies.ahead_saves,
+        ahead_loads=copies.ahead_loads,
+        left_rows=left_rows,
+    )
+
+
+def _decode_rows(decodes: Decodes, slots: Int32Array) -> DecodeRows:
+    if not len(decodes):
+        return NO_DECODES
+    starts = decodes.table.next_position[decodes.rows]
+    return pack_decodes(decodes.rows.astype(np.int32), starts.astype(np.int32), slots)
+
+
+def _sequence(request: Request, row: RowId) -> AddSequence:
+    return AddSequence(
+        row,
+        [TokenSegment(token_ids=pack_int32(request.known_token_ids()))],
+        request.sampling,
+        request.num_prompt_tokens,
+        sorted(request.eos_token_ids),
+        request.constraint,
+        is_real_time=request.request_class is RT,
+    )
+
+
+# What happened to requests' KV, and why they waited, counted per class since boot.
+
+
+@dataclass(slots=True)
+class KVCounters:
+    """Counters of one request class; tokens are those of its own requests."""
+
+    num_pauses: int = 0
+    """Times that a running request lost its row or memory to another."""
+    num_evictions: int = 0
+    """Times that a request, running or paused, lost KV to another."""
+    taken_tokens: int = 0
+    """Tokens whose slots went to another request, and which are on the host."""
+    saved_tokens: int = 0
+    """Those of them that had to be copied in the step that took them."""
+    ahead_tokens: int = 0
+    """Tokens that were copied to the host before anybody needed their slots."""
+    loaded_tokens: int = 0
+    """Tokens that came back from the host."""
+    lost_tokens: int = 0
+    """Tokens whose KV was given up, and has to be computed again unless it is found as cache."""
+
+
+class SkipCounters:
+    """Whom steps left out, and why (mechanisms T17)."""
+
+    def __init__(self) -> None:
+        self.skipped: Mapping[RequestClass, Counter[Reason]]
+        """Times that a request was considered for a step and left out."""
+        self.skipped = {request_class: Counter() for request_class in RequestClass}
+        self.unseen: Mapping[RequestClass, Counter[Reason]]
+        """Times that a request was not considered for a step, by what had stopped the scan."""
+        self.unseen = {request_class: Counter() for request_class in RequestClass}
+
+    def note(self, step: PlannedStep) -> None:
+        """Count a step that is sent."""
+        for request_class, counts in step.left_out.count().items():
+            self.skipped[request_class].update(counts)
+        for request_class, (num_requests, stopped_by) in step.unseen.items():
+            if stopped_by is not None:
+                self.unseen[request_class][stopped_by] += num_requests
+
 
 AHEAD_FACTOR = 4
 """Tails are copied ahead once less than this many times what is to be clean is free or cached:

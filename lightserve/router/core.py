@@ -32,10 +32,10 @@ from lightserve.messages.router_worker import (
     StepPlan,
     StepResult,
 )
-from lightserve.router.burst import expected_kv_tokens
+from lightserve.router.booking import nums_of_samples
 from lightserve.router.core_state import CoreState
 from lightserve.router.deltas import DeltaBatch
-from lightserve.router.endings import can_replay, until_end
+from lightserve.router.demand import expected_kv_tokens
 from lightserve.router.events import (
     CoreEvent,
     FromFrontend,
@@ -46,14 +46,11 @@ from lightserve.router.events import (
     WorkersGone,
     WorkersReady,
 )
-from lightserve.router.intake import request_of
+from lightserve.router.intake import most_tokens_in_plans, request_of
 from lightserve.router.kv.cache import KVStore
-from lightserve.router.plan_builder import nums_of_samples
-from lightserve.router.plan_bytes import most_tokens_in_plans
-from lightserve.router.prompt_logprobs import take_news
-from lightserve.router.reasons import Skips
-from lightserve.router.request import ENDED, RUNNING, WAITING, Request
-from lightserve.router.shares import decodes_and_chunks, each_allotment, shape_of
+from lightserve.router.planning import take_news
+from lightserve.router.request import ENDED, RUNNING, WAITING, Request, can_replay, until_end
+from lightserve.router.shares import Skips, decodes_and_chunks, each_allotment, shape_of
 from lightserve.router.slo import CompletionLedger
 from lightserve.types import RT, FrontendId, RequestKey, RowId
 

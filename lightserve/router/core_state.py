@@ -6,11 +6,9 @@ from collections.abc import Mapping
 
 from lightserve.messages.frontend_router import RouterStatus
 from lightserve.messages.kv_map import KVPool
-from lightserve.router.booking import StepBooking
-from lightserve.router.burst import BurstHeadroom
+from lightserve.router.booking import KVCounters, SkipCounters, StepBooking
 from lightserve.router.core_config import CoreConfig
-from lightserve.router.counters import KVCounters, SkipCounters
-from lightserve.router.demand import RealTimeDemand
+from lightserve.router.demand import BurstHeadroom, RealTimeDemand
 from lightserve.router.intake import HeldParameters
 from lightserve.router.integrity import check_integrity
 from lightserve.router.kv.cache import KVStore

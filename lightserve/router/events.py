@@ -8,11 +8,19 @@ from dataclasses import dataclass, field
 from lightserve.cost.model import StepShape
 from lightserve.messages.common import StepCoefficients
 from lightserve.messages.frontend_router import Abort, Acknowledge, Finish, Submit, TokenDelta
-from lightserve.router.fit import Take
-from lightserve.router.reasons import NOTHING_LEFT_OUT, LeftOut, Skipped, Unseen
 from lightserve.router.request import Request
 from lightserve.router.request_table import Decodes
-from lightserve.router.shares import Allotment, Loading, each_allotment, shape_of
+from lightserve.router.shares import (
+    NOTHING_LEFT_OUT,
+    Allotment,
+    LeftOut,
+    Loading,
+    Skipped,
+    Take,
+    Unseen,
+    each_allotment,
+    shape_of,
+)
 from lightserve.types import FrontendId, RequestClass, StepId
 
 

@@ -26,12 +26,11 @@ from lightserve.messages.router_worker import (
     read_result,
     sampling_rows,
 )
-from lightserve.router.copy_cost import CopyCost
+from lightserve.router.demand import TimeShare
 from lightserve.router.events import PlannedStep
 from lightserve.router.policies.base import NO_LIMIT
 from lightserve.router.request import Request
-from lightserve.router.step_cost import StepCost, StepGuard, StepShape
-from lightserve.router.time_share import TimeShare
+from lightserve.router.step_cost import CopyCost, StepCost, StepGuard, StepShape
 from lightserve.types import StepId
 
 MAX_STEPS_IN_FLIGHT = 2

@@ -13,22 +13,60 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightserve.messages.common import TokenLogprob
+from lightserve.messages.router_worker import MAX_PROMPT_LOGPROB_POSITIONS
 from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.peak import SharedPrefixes
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.demand import Outlook, RealTimeDemand
-from lightserve.router.fit import Fit
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.pipeline import Pipeline
+from lightserve.router.placement import fit_into_memory
 from lightserve.router.policies.base import StepLimits, Waiting
-from lightserve.router.preemption import fit_into_memory
-from lightserve.router.prompt_logprobs import cap_positions
-from lightserve.router.queue import WaitingQueue, prefix_in_flight
-from lightserve.router.reasons import LeftOut, Reason, Skips, Unseen
+from lightserve.router.queue import Turn, WaitingQueue, prefix_in_flight
 from lightserve.router.request import RUNNING, WAITING, Request
 from lightserve.router.request_table import RequestTable, Running
-from lightserve.router.turns import Turn
+from lightserve.router.shares import Allotment, Fit, LeftOut, Reason, Share, Skips, Unseen
 from lightserve.types import BE, RT, RequestClass
+
+# Log-probabilities of prompts: how many a step may compute, and which are news. Pure.
+
+
+def cap_positions(shares: Sequence[Share], skips: Skips) -> list[Share]:
+    """Cut the chunks of prompts whose log-probabilities are wanted to the step's limit."""
+    chunks = [share for share in shares if isinstance(share, Allotment)]
+    if not [r for r, _ in chunks if r.sampling.num_prompt_logprobs is not None]:
+        return list(shares)
+    num_left = MAX_PROMPT_LOGPROB_POSITIONS
+    capped: list[Share] = []
+    for share in shares:
+        if not isinstance(share, Allotment):
+            capped.append(share)
+            continue
+        request, chunk = share
+        if request.wants_prompt_logprobs:
+            chunk = min(chunk, num_left)
+            num_left -= chunk
+        if chunk > 0:
+            capped.append(Allotment(request, chunk))
+        else:
+            skips.note(request, Reason.TOKENS)
+    return capped
+
+
+def take_news(
+    request: Request, start_position: int, logprobs: list[TokenLogprob]
+) -> list[TokenLogprob]:
+    """Return the log-probabilities that have not been sent yet, and count them as sent.
+
+    `logprobs` are those of prompt tokens start_position+1 …; a preempted request computes some
+    of them twice.
+    """
+    num_known = request.num_prompt_logprobs_sent - start_position
+    news = logprobs[max(0, num_known) :]
+    request.num_prompt_logprobs_sent += len(news)
+    return news
+
 
 MAX_NEWCOMERS = 32
 """Requests that begin or resume in one step: each takes the router about half a millisecond between
@@ -240,7 +278,7 @@ class StepPlanner:
         return max(0, kv.checkpoints.num_slots + kv.num_slots - num_rt - num_known)
 
     def holders(self) -> list[Request]:
-        """Return the running and paused requests, the most senior first (see `preemption`)."""
+        """Return the running and paused requests, the most senior first (see `fit_into_memory`)."""
         paused = {c: list(self._waiting.paused(c)) for c in RequestClass}
         running = self.running()
         if not self._is_class_aware:

@@ -14,8 +14,8 @@ from lightserve.router.core import RouterCore
 from lightserve.router.events import PlannedStep
 from lightserve.router.future_memory import IntArray, peak_memory
 from lightserve.router.output_lengths import FloatArray
-from lightserve.router.reasons import Reason
 from lightserve.router.request import Request
+from lightserve.router.shares import Reason
 from lightserve.sim.hardware import VirtualHardware
 from lightserve.sim.simulation import TimedCore
 from lightserve.sim.worker import RunLengths, WorkSums

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.core_scenes import Arrival, RecklessAdmission, make_core, make_simulation, submit
 
 from lightserve.messages.router_worker import OutputKind, StepPlan
-from lightserve.router import prompt_logprobs
+from lightserve.router import planning
 from lightserve.router.events import FromFrontend
 from lightserve.sim.simulation import TimedEvent
 from lightserve.sim.worker import position_logprob
@@ -57,7 +57,7 @@ def test_each_position_once(policy: str, scene: list[tuple[Arrival, bool]]) -> N
         events.append(TimedEvent(arrival.time_s, FromFrontend(FRONTEND, message)))
     with (
         patch.object(simulation._worker, "execute", note),
-        patch.object(prompt_logprobs, "MAX_PROMPT_LOGPROB_POSITIONS", CAP),
+        patch.object(planning, "MAX_PROMPT_LOGPROB_POSITIONS", CAP),
     ):
         simulation.run(events)
     core.check_integrity()

@@ -32,9 +32,9 @@ from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, Wor
 from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import MAX_DEPTH, least_recently_used, task_aware
 from lightserve.router.kv.prefix_tree import PrefixTree
-from lightserve.router.reasons import Reason
+from lightserve.router.queue import OLDEST_EVERY
 from lightserve.router.request import Request
-from lightserve.router.turns import OLDEST_EVERY
+from lightserve.router.shares import Reason
 from lightserve.sim.simulation import Outcome
 from lightserve.sim.worker import SimulatedWorker
 from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey

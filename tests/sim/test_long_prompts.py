@@ -18,9 +18,8 @@ from lightserve.router.events import FromFrontend
 from lightserve.router.factory import make_core_config
 from lightserve.router.policies.base import LOOK_AHEAD, Policy, StepLimits, Waiting
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
-from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import Request
-from lightserve.router.shares import Allotment
+from lightserve.router.shares import Allotment, Reason, Skips
 from lightserve.router.slo import TokenDeadlines
 from lightserve.router.step_cost import StepCost, StepShape
 from lightserve.sim.hardware import A100_LLAMA2_7B

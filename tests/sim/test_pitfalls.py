@@ -33,7 +33,7 @@ from lightserve.router.intake import QueueLimits
 from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
-from lightserve.router.reasons import Reason
+from lightserve.router.shares import Reason
 from lightserve.sim.simulation import Outcome
 from lightserve.sim.worker import SimulatedWorker
 from lightserve.types import SLO, FrontendId, RequestClass, RequestId, RequestKey, StepId

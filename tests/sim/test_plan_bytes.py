@@ -25,11 +25,11 @@ from lightserve.messages.router_worker import (
     pack_results,
     plan_rows,
 )
-from lightserve.router import placement, plan_bytes
+from lightserve.router import intake, placement
 from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend, PlannedStep, WorkersReady
+from lightserve.router.intake import COPY_BYTES, ROW_BYTES, SLOT_BYTES, newcomer_bytes
 from lightserve.router.kv.prefix_node import least_recently_used
-from lightserve.router.plan_bytes import COPY_BYTES, ROW_BYTES, SLOT_BYTES, newcomer_bytes
 from lightserve.router.request import WAITING
 from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
 
@@ -95,7 +95,7 @@ def test_many_newcomers_on_one_cached_prefix_join_in_several_steps() -> None:
         now_s += 1.0
         _, plan = _next_plan(core, now_s)
         nums_joined.append(len(plan.sequences))
-        assert _encoded(plan) <= plan_bytes.MAX_NEWCOMER_BYTES + 300 * 64
+        assert _encoded(plan) <= intake.MAX_NEWCOMER_BYTES + 300 * 64
         _finish(core, plan, now_s)
         now_s += 1.0
     assert sum(nums_joined) == 128

@@ -15,8 +15,8 @@ from lightserve.router.factory import make_core_config
 from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.queue import WaitingQueue
-from lightserve.router.reasons import Skips
 from lightserve.router.request import Request
+from lightserve.router.shares import Skips
 from lightserve.router.slo import CompletionLedger, TokenDeadlines
 from lightserve.router.step_cost import StepCost, StepShape
 from lightserve.sim.hardware import A100_LLAMA2_7B

@@ -30,8 +30,8 @@ from lightserve.router.events import FromFrontend, FrontendGone, PlannedStep, Wo
 from lightserve.router.kv.cache import KVOptions
 from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.policies.registry import POLICIES
-from lightserve.router.reasons import Reason
 from lightserve.router.request import RequestState
+from lightserve.router.shares import Reason
 from lightserve.sim.simulation import TimedEvent
 from lightserve.types import FrontendId, RequestClass
 

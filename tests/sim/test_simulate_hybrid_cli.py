@@ -15,7 +15,7 @@ from lightserve.cli.simulate import HYBRID_DEFAULTS, QUEUE_DEFAULTS, command
 from lightserve.cost.profile import SCHEMA_VERSION, ProfileKey, StepProfile, save_profile
 from lightserve.errors import ConfigError
 from lightserve.messages.common import StepCoefficients
-from lightserve.router.reasons import Reason
+from lightserve.router.shares import Reason
 
 RT = ("--rt", "poisson:6", "--rt-lengths", "uniform:10-200,5-80", "--rt-max-tokens", "100")
 BE = ("--be", "closed:30", "--be-lengths", "uniform:100-300,20-60")

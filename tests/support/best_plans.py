@@ -23,8 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.router.fit import runs
-from lightserve.router.shares import Allotment
+from lightserve.router.shares import Allotment, runs
 from lightserve.router.step_cost import StepShape
 from support.policy_scenes import BE, RT
 from support.small_states import ROUNDING_S, Reading, State

@@ -6,13 +6,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from lightserve.router.booking import nums_of_samples
 from lightserve.router.events import PlannedStep
-from lightserve.router.plan_builder import nums_of_samples
 from lightserve.router.policies.base import Policy, StepLimits
-from lightserve.router.reasons import Skips
 from lightserve.router.request import Request, RequestState
 from lightserve.router.request_table import NO_ROWS, Decodes, RequestTable, Running
-from lightserve.router.shares import Allotment, Share
+from lightserve.router.shares import Allotment, Share, Skips
 from lightserve.types import (
     FrontendId,
     RequestClass,

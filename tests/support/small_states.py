@@ -14,19 +14,17 @@ from lightserve.messages.common import StepCoefficients
 from lightserve.router.admission.base import PoolView
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.demand import RealTimeDemand
-from lightserve.router.fit import runs
 from lightserve.router.kv.cache import KVOptions, KVStore, Preemption
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.pipeline import Pipeline
+from lightserve.router.placement import fit_into_memory
 from lightserve.router.planning import StepPlanner
 from lightserve.router.policies.base import Policy
 from lightserve.router.policies.unified import UnifiedPolicy
-from lightserve.router.preemption import fit_into_memory
 from lightserve.router.queue import WaitingQueue
-from lightserve.router.reasons import Skips
 from lightserve.router.request import Request, RequestState
 from lightserve.router.request_table import RequestTable
-from lightserve.router.shares import Allotment, shape_of
+from lightserve.router.shares import Allotment, Skips, runs, shape_of
 from lightserve.router.slo import TokenDeadlines
 from lightserve.router.step_cost import StepShape
 from lightserve.types import SLO, StepId

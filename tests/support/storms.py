@@ -46,10 +46,10 @@ from lightserve.router.kv.prefix_node import least_recently_used, task_aware
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.base import NO_LIMIT, StepLimits, Waiting
 from lightserve.router.policies.unified import UnifiedPolicy
+from lightserve.router.queue import OLDEST_EVERY
 from lightserve.router.request import Request
 from lightserve.router.shares import Allotment, Share, shape_of
 from lightserve.router.slo import curve_clock, gap_clock
-from lightserve.router.turns import OLDEST_EVERY
 from lightserve.sim.simulation import Outcome
 from lightserve.sim.worker import SimulatedWorker
 from lightserve.types import SLO, FinishReason, FrontendId, RequestClass, RequestId, RequestKey

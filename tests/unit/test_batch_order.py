@@ -10,10 +10,9 @@ from support.policy_scenes import BE, make_request, running_of
 from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.unified.batch_order import WINDOW, BatchOrder
 from lightserve.router.policies.unified.timed_step import TimedStep
-from lightserve.router.queue import WaitingQueue
+from lightserve.router.queue import OLDEST_EVERY, Turn, WaitingQueue
 from lightserve.router.request import Request
 from lightserve.router.step_cost import StepCost, StepShape
-from lightserve.router.turns import OLDEST_EVERY, Turn
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from test_admission import history, make_request
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
-from lightserve.router.burst import WINDOW_S, BurstHeadroom, expected_kv_tokens
+from lightserve.router.demand import BURST_WINDOW_S, BurstHeadroom, expected_kv_tokens
 
 POOL = 10_000
 
@@ -41,7 +41,7 @@ def _by_definition(
     arrivals: list[tuple[float, int]], began_s: float, now_s: float, interval_s: float
 ) -> int:
     first, current = int(began_s // interval_s), int(now_s // interval_s)
-    length = max(20, round(WINDOW_S / interval_s))
+    length = max(20, round(BURST_WINDOW_S / interval_s))
     tokens = dict.fromkeys(range(max(first, current - length), current), 0)
     for at_s, num_tokens in arrivals:
         if (interval := int(at_s // interval_s)) in tokens:

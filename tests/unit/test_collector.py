@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightserve.router.collector import IDLE_TICKS, Collector
+from lightserve.router.process import IDLE_TICKS, Collector
 
 
 class Node:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from lightserve.router.copy_cost import CopyCost
+from lightserve.router.step_cost import CopyCost
 
 PER_COPY_S, PER_TOKEN_S = 1e-4, 21e-6
 

@@ -9,8 +9,8 @@ from support.policy_scenes import BE, RT, Admitting, Queue, make_request, runnin
 from lightserve.messages.common import StepCoefficients
 from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.unified import UnifiedPolicy
-from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import Request
+from lightserve.router.shares import Reason, Skips
 from lightserve.router.slo import TokenDeadlines
 from lightserve.router.step_cost import StepCost
 from lightserve.types import SLO

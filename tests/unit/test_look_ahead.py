@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from test_admission import make_request
 
 from lightserve.router.policies.base import LOOK_AHEAD, StepLimits, admissible
-from lightserve.router.queue import WaitingQueue
+from lightserve.router.queue import OLDEST_EVERY, Turn, WaitingQueue
 from lightserve.router.request import Request
-from lightserve.router.turns import OLDEST_EVERY, Turn
 from lightserve.types import RequestClass
 
 LIMITS = StepLimits(1000, num_free_rows=1000)

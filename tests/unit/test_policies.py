@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
-from lightserve.router.policies.chunked import ChunkedPolicy
-from lightserve.router.policies.fcfs import FcfsPolicy
+from lightserve.router.policies.budget import (
+    ChunkedPolicy,
+    FcfsPolicy,
+    PriorityPolicy,
+    RoundRobinPolicy,
+    SjfPolicy,
+)
 from lightserve.router.policies.mlfq import MAX_CANDIDATES, MAX_OVERTAKEN, MlfqPolicy, queue_of
-from lightserve.router.policies.priority import PriorityPolicy
-from lightserve.router.policies.round_robin import RoundRobinPolicy
-from lightserve.router.policies.sjf import SjfPolicy
 from lightserve.router.request import Request
 from tests.support.core_scenes import Arrival, events_of, make_core, make_simulation
 from tests.support.policy_scenes import BE, RT, make_request, select

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from lightserve.router.fit import Fit
 from lightserve.router.kv.cache import KVOptions, KVStore, Preemption
-from lightserve.router.preemption import fit_into_memory
+from lightserve.router.placement import fit_into_memory
 from lightserve.router.request import Request, RequestState
-from lightserve.router.shares import Allotment
+from lightserve.router.shares import Allotment, Fit
 from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey, SamplingParams
 
 RT, BE = RequestClass.RT, RequestClass.BE

@@ -23,12 +23,12 @@ from lightserve.router.queue import (
     MAX_COMPARED,
     MAX_COUNTED,
     MIN_IN_FLIGHT_TOKENS,
+    OLDEST_EVERY,
     WaitingQueue,
     prefix_in_flight,
 )
 from lightserve.router.request import Parameters, Request
 from lightserve.router.slo import TokenDeadlines
-from lightserve.router.turns import OLDEST_EVERY
 from lightserve.sim.simulation import TimedEvent
 from lightserve.types import (
     SLO,

@@ -19,10 +19,10 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.baselines import ConservativeAdmission
+from lightserve.router.booking import build_plan
 from lightserve.router.events import PlannedStep
 from lightserve.router.kv.host import PlanCopies
 from lightserve.router.pipeline import Pipeline
-from lightserve.router.plan_builder import build_plan
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import Request
 from lightserve.router.request_table import NO_ROWS, Decodes, RequestTable

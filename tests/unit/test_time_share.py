@@ -7,14 +7,13 @@ from support.policy_scenes import BE, RT, Admitting, Queue, make_request, runnin
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
-from lightserve.router.demand import IDLE_LIMIT_S
+from lightserve.router.demand import IDLE_LIMIT_S, SHARE_MEMORY_S, TimeShare
 from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
-from lightserve.router.reasons import Skips
 from lightserve.router.request import Request
+from lightserve.router.shares import Skips
 from lightserve.router.slo import TokenDeadlines
 from lightserve.router.step_cost import StepCost, StepShape
-from lightserve.router.time_share import MEMORY_S, TimeShare
 from lightserve.types import SLO
 
 SHARE = 0.1
@@ -68,7 +67,7 @@ def test_a_share_is_owed_while_more_is_wanted() -> None:
     assert time.owed_s(0.9) == 0.0, "they had all that they wanted"
     for _ in range(10_000):
         time.observe(0.05, 0.0)
-    assert time.owed_s(SHARE) == pytest.approx(SHARE * MEMORY_S, rel=0.01)
+    assert time.owed_s(SHARE) == pytest.approx(SHARE * SHARE_MEMORY_S, rel=0.01)
 
 
 def test_what_is_owed_is_paid_before_real_time_prompts(cost: StepCost) -> None:

@@ -11,8 +11,8 @@ from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 from lightserve.router.policies.unified.timed_step import MIN_CHUNK
 from lightserve.router.queue import WaitingQueue
-from lightserve.router.reasons import Reason, Skips
 from lightserve.router.request import Request
+from lightserve.router.shares import Reason, Skips
 from lightserve.router.slo import TokenDeadlines
 from lightserve.router.step_cost import StepCost, StepGuard, StepShape
 from lightserve.types import SLO

@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.demand import NO_OUTLOOK, Outlook
-from lightserve.router.reasons import Reason, Skips
+from lightserve.router.demand import NO_OUTLOOK, Outlook, TimeShare
+from lightserve.router.queue import Turn
 from lightserve.router.request import WAITING, Request
 from lightserve.router.request_table import Decodes, Running
-from lightserve.router.shares import Share
+from lightserve.router.shares import Reason, Share, Skips
 from lightserve.router.step_cost import StepCost, StepGuard
-from lightserve.router.time_share import TimeShare
-from lightserve.router.turns import Turn
 from lightserve.types import BE, RT, RequestClass
 
 NO_LIMIT = 1 << 30

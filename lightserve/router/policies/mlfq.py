@@ -24,10 +24,9 @@ from collections.abc import Sequence
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.policies.base import StepLimits, Waiting
 from lightserve.router.policies.budget import BudgetedStep
-from lightserve.router.reasons import Reason
 from lightserve.router.request import WAITING, Request
 from lightserve.router.request_table import Running
-from lightserve.router.shares import Share
+from lightserve.router.shares import Reason, Share
 from lightserve.types import BE, RequestClass
 
 SERVICE_LIMITS = (128, 384, 896, 1920)

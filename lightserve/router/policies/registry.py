@@ -9,12 +9,14 @@ from lightserve.config import ServeConfig
 from lightserve.config.fields import is_class_path
 from lightserve.errors import ConfigError
 from lightserve.router.policies.base import Policy
-from lightserve.router.policies.chunked import ChunkedPolicy
-from lightserve.router.policies.fcfs import FcfsPolicy
+from lightserve.router.policies.budget import (
+    ChunkedPolicy,
+    FcfsPolicy,
+    PriorityPolicy,
+    RoundRobinPolicy,
+    SjfPolicy,
+)
 from lightserve.router.policies.mlfq import MlfqPolicy
-from lightserve.router.policies.priority import PriorityPolicy
-from lightserve.router.policies.round_robin import RoundRobinPolicy
-from lightserve.router.policies.sjf import SjfPolicy
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 
 POLICIES: dict[str, Callable[[], Policy]] = {

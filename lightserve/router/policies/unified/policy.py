@@ -5,30 +5,141 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.policies.base import (
+    LOOK_AHEAD,
     StepLimits,
     Waiting,
     admissible,
     num_best_effort,
 )
-from lightserve.router.policies.unified import late_share
-from lightserve.router.policies.unified.batch_order import BatchOrder
-from lightserve.router.policies.unified.displacement import make_room, rescue
-from lightserve.router.policies.unified.long_prompts import one_long_at_once
-from lightserve.router.policies.unified.options import UnifiedOptions
-from lightserve.router.policies.unified.promotion import promote
-from lightserve.router.policies.unified.timed_step import TimedStep
-from lightserve.router.reasons import Reason, Skips
+from lightserve.router.policies.unified.batch_order import BatchOrder, promote
+from lightserve.router.policies.unified.timed_step import TimedStep, make_room, rescue
+from lightserve.router.queue import Turn
 from lightserve.router.request import WAITING, Request
-from lightserve.router.request_table import NO_ROWS, Decodes, Rows, Running
-from lightserve.router.shares import Share
-from lightserve.router.turns import Turn
+from lightserve.router.request_table import NO_ROWS, Decodes, RequestTable, Rows, Running
+from lightserve.router.shares import Reason, Share, Skips
 from lightserve.types import BE, RT
+
+# What `--policy unified` can be told.
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnifiedOptions:
+    """Fields are options of `lightserve serve`; defaults are theirs."""
+
+    late_min_share: float = 0.1
+    be_min_share: float = 0.0
+    best_first: bool = True
+    """Whether best-effort requests start by what they gain; otherwise as the queue has them."""
+    long_prompt_tokens: int = 4096
+    """AccelGen's bound of long prompts."""
+
+
+# Which real-time requests that are late start, and when.
+#
+# Whoever runs gets a token in every step, so that a share of those who run is a share of time.
+# While requests whose first token was late are fewer than `--late-min-share` of all that run, one
+# more starts before those that can be in time. Otherwise they start last, and only while memory is
+# left for arrivals that can be in time.
+
+LATE_POOL_SHARE = 0.8
+"""Beyond their share of time late requests start while real-time ones hold less of the pool."""
+
+
+class LateTurn(NamedTuple):
+    """What late requests may do before all others in a step."""
+
+    has_prompts: bool
+    """Those in progress go first."""
+    has_newcomer: bool
+    """One of those that wait does."""
+
+
+def turn_of_late(
+    table: RequestTable, real_time: Rows, min_share: float, step_number: int
+) -> LateTurn:
+    """Return what is theirs, as long as fewer of them run than should at least.
+
+    Among few, a single one would be more than the share: then only every so many steps.
+    """
+    num_late = int(np.count_nonzero(table.is_first_late[real_time]))
+    most = min_share * len(real_time)
+    is_turn = num_late < most and step_number % round(1 / min_share) == 0
+    return LateTurn(is_turn, is_turn or num_late + 1 <= most)
+
+
+def late_in_order(
+    waiting: Waiting, num_held: int, limits: StepLimits, *, late_first: bool
+) -> Iterable[Request]:
+    """Return who waits and may start, in order: one late request first, or all last or not at all.
+
+    `num_held` tokens are those of real-time requests that run.
+    """
+    if late_first and (late := next(iter(waiting.late()), None)) is not None:
+        others = (r for r in waiting.of(RT) if r is not late)
+        return itertools.chain([late], others)
+    if num_held < LATE_POOL_SHARE * limits.num_slots:
+        return waiting.of(RT)
+    return _until_late(waiting, limits.skips)
+
+
+def _until_late(waiting: Waiting, skips: Skips) -> Iterator[Request]:
+    """Yield those who can be in time, or have started before; late ones, who come last, wait."""
+    first_late = next(iter(waiting.late()), None)
+    for request in waiting.of(RT):
+        if request is first_late:
+            skips.stop(RT, Reason.ORDER)
+            return
+        yield request
+
+
+# Long prompts one after the other (AccelGen's exclusive allocation; mechanisms A3, C9).
+#
+# Two long prompts that take turns both end late: each waits for the other's chunks, and both hold
+# memory meanwhile. So a new one waits until the one in progress is through, however near its own
+# deadline is, unless it is urgent: it could not meet it any more after one more step. Short prompts
+# go on. Best-effort prompts need no rule: they follow one another anyway.
+
+
+def one_long_at_once(
+    newcomers: Iterable[Request],
+    in_progress: Iterable[Request],
+    *,
+    long_tokens: int,
+    step: TimedStep,
+    skips: Skips,
+) -> Iterator[Request]:
+    """Yield real-time newcomers, those left out that would be a second long prompt in progress.
+
+    Args:
+        newcomers: who waits, in order.
+        in_progress: prompts that run and can be in time; a late one may never end.
+        long_tokens: from so many tokens to compute on a prompt is long; 0: none is.
+        step: what they would join.
+        skips: is told of those left out; LOOK_AHEAD of them end the search.
+    """
+    num_held = 0
+    is_taken = long_tokens > 0 and any(
+        request.num_known_tokens - (request.num_cached_tokens or 0) >= long_tokens
+        for request in in_progress
+    )
+    for request in newcomers:
+        is_long = request.num_schedulable_tokens >= long_tokens
+        if not is_taken or not is_long or step.is_urgent(request):
+            yield request
+            continue
+        skips.note(request, Reason.ORDER)
+        num_held += 1
+        if num_held == LOOK_AHEAD:
+            skips.stop(RT, Reason.ORDER)
+            return
+
 
 MAX_RESCUED = 4
 """Of those that wait, decodes may give way to one of so many."""
@@ -43,7 +154,7 @@ class UnifiedPolicy:
     is_class_aware = True
     meets_deadlines = True
 
-    def __init__(self, options: UnifiedOptions = UnifiedOptions()) -> None:  # noqa: B008
+    def __init__(self, options: UnifiedOptions = UnifiedOptions()) -> None:
         """`options` are frozen."""
         self._options = options
 
@@ -140,15 +251,15 @@ class _Filling:
         late = [r for r in prompts if not step.can_be_in_time(r)]
         in_time = [r for r in prompts if r not in late]
         late_first: list[Request] = []
-        turn = late_share.turn_of_late(
+        turn = turn_of_late(
             self._table, self._real_time, options.late_min_share, limits.step_number
         )
         if turn.has_prompts:
             late_first, late = late, []
-        newcomers = late_share.in_order(
+        newcomers = late_in_order(
             self._waiting, self._num_held, limits, late_first=turn.has_newcomer
         )
-        num_free = late_share.LATE_POOL_SHARE * limits.num_slots - self._num_held
+        num_free = LATE_POOL_SHARE * limits.num_slots - self._num_held
         newcomers = _most_in_time(newcomers, in_time, step, skips, num_free=num_free)
         newcomers = one_long_at_once(
             newcomers, in_time, long_tokens=options.long_prompt_tokens, step=step, skips=skips

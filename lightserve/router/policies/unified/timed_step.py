@@ -9,15 +9,60 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from lightserve.router.demand import Outlook
 from lightserve.router.policies.base import StepLimits
-from lightserve.router.policies.lending import lent_until_s
 from lightserve.router.policies.step_loads import StepLoads, num_loaded_by
-from lightserve.router.reasons import Reason
 from lightserve.router.request import WAITING, Request
 from lightserve.router.request_table import NO_ROWS, Decodes, FloatArray, Rows, Running
-from lightserve.router.shares import Allotment, Loading, Share
+from lightserve.router.shares import Allotment, Loading, Reason, Share
 from lightserve.router.step_cost import StepShape
 from lightserve.types import RT, RequestClass
+
+# Time that is lent to best-effort requests in a step (architecture 7, step 6).
+#
+# Deadlines alone lend too much. Longer steps keep real-time requests, and their KV, for longer: at
+# the same rate of arrival memory grows with the time of a step (Little's law), until newcomers wait
+# for it; and near capacity there is no time left in which it would fall again. So steps are kept to
+# the time at which real-time requests come to hold a share of the pool; the share is the smaller,
+# the less time is free, and it is left by and by as they hold more than that.
+#
+# Below the knee of the cost model tokens cost next to nothing. A step is stretched by a share of
+# itself in any case, as far as there is free time, so that these are not left unused.
+
+IDLE_FLOORS = 2.0
+"""Beyond the idle limit, so many times the shortest step: on slow machines that may be longer."""
+MAX_SHARE = 0.85
+"""Share of the pool that real-time requests may come to hold where most time is free."""
+BUSY_SHARE, SHARE_PER_FREE = 0.1, 1.8
+"""The share at full load, and its growth with the share of time that is free."""
+OVER_SHARE, FADE = 0.1, 0.3
+"""This much over its share nothing is lent, this much below that all of it."""
+STRETCH_PER_FREE = 0.1
+"""Share of a step by which it is stretched in any case, per share of time that is free."""
+
+
+def lent_until_s(
+    base_s: float, floor_s: float, held_share: float, outlook: Outlook, num_slots: int
+) -> float:
+    """Return how long a step may take, best-effort requests included, in seconds.
+
+    Args:
+        base_s: what its real-time requests take; 0: there are none.
+        floor_s: what a step of one token takes.
+        held_share: of the pool's slots, in real-time hands.
+        outlook: what real-time requests ask for.
+        num_slots: size of the pool.
+    """
+    free = min(1.0, max(0.0, 1.0 - outlook.load))
+    share = min(MAX_SHARE, BUSY_SHARE + SHARE_PER_FREE * free)
+    shortest_s = IDLE_FLOORS * floor_s
+    limit_s = max(outlook.idle_limit_s, shortest_s)
+    if outlook.kv_per_step_s > 0:
+        limit_s = min(limit_s, share * num_slots / outlook.kv_per_step_s)
+    limit_s *= min(1.0, max(0.0, (share + OVER_SHARE - held_share) / FADE))
+    stretched_s = base_s * (1.0 + STRETCH_PER_FREE * free) if base_s > 0 else shortest_s
+    return max(limit_s, stretched_s)
+
 
 MIN_CHUNK = 16
 """Fewer tokens of a prompt are not worth a row, unless they end it."""
@@ -399,3 +444,46 @@ class TimedStep:
 
     def _seconds(self, shape: StepShape) -> float:
         return (self._cost.seconds(shape) + self._loads.seconds()) * self._cost.guard
+
+
+# Real-time decodes that can wait for a step give way (mechanisms B3, B7, C4).
+#
+#     rescue      to a real-time token that would be late beside them, and is in time without
+#     make_room   to best-effort prompts, if these gain more tokens in their time
+#
+# A decode can wait if it is still in time after this step and one more like the recent ones, for
+# best-effort prompts two. Whoever gave way comes back if the step has time left for it.
+
+
+def rescue(step: TimedStep, prompts: Iterable[Request], average_step_s: float) -> Rows:
+    """Leave decodes out for the most urgent request that they make late; return them.
+
+    Args:
+        step: with the decodes, its limit known.
+        prompts: of real-time requests, that may join.
+        average_step_s: execution time of recent steps; 0: there were none.
+    """
+    if average_step_s <= 0:
+        return NO_ROWS
+    in_danger = [*step.in_danger, *(r for r in prompts if not step.can_be_in_time(r))]
+    for request in sorted((r for r in in_danger if step.residual(r) > 0), key=step.residual):
+        others = step.decodes_due_after(step.residual(request) + average_step_s)
+        if len(others) and step.would_be_in_time(request, without=others):
+            step.leave_out(others)
+            return others
+    return NO_ROWS
+
+
+def make_room(step: TimedStep, average_step_s: float) -> Rows:
+    """Leave decodes out for best-effort prompts; return them.
+
+    Only where deadlines are what limits the step: time that is not lent is no gain.
+    """
+    limit_s = step.deadline_limit_s
+    if average_step_s <= 0 or limit_s == math.inf:
+        return NO_ROWS
+    ample = step.decodes_due_after(limit_s + 2 * average_step_s, lent=True)
+    if not len(ample) or step.gained_by_prompt(without=ample) <= len(ample):
+        return NO_ROWS
+    step.leave_out(ample)
+    return ample
