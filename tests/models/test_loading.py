@@ -136,7 +136,7 @@ def test_kv_layout_counts_the_bytes_of_a_token(tp_size: int, heads: int, tmp_pat
 
 
 def test_configuration_and_checks_need_no_torch() -> None:
-    modules = "config, kv_layout, weight_files"
+    modules = "config, weight_files"
     code = (
         f"from lightserve.models import {modules}; import sys;"
         " sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

@@ -136,10 +136,10 @@ def test_a_profile_is_what_is_predicted_at_first() -> None:
 
 def test_copies_cost_what_the_profile_says_until_some_were_seen() -> None:
     pipeline = Pipeline()
-    assert pipeline.predict((), 10) == 0.0
+    assert pipeline.predict(StepShape(), 10) == 0.0
     measured = profile(np.random.default_rng(2))
     pipeline.cost.use_profile(msgspec.structs.replace(measured, per_loaded_token_s=1e-3))
-    assert pipeline.predict((), 10) == pytest.approx(10e-3)
+    assert pipeline.predict(StepShape(), 10) == pytest.approx(10e-3)
     for count in (100, 400, 100, 400):
         pipeline.copy_cost.observe(count, 2e-3 * count)
-    assert pipeline.predict((), 250) == pytest.approx(500e-3, rel=0.1)
+    assert pipeline.predict(StepShape(), 250) == pytest.approx(500e-3, rel=0.1)

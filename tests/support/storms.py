@@ -12,7 +12,7 @@ import heapq
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from lightserve.messages.common import StepCoefficients
@@ -48,12 +48,14 @@ from lightserve.router.policies.base import NO_LIMIT, StepLimits, Waiting
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.queue import OLDEST_EVERY
 from lightserve.router.request import Request
-from lightserve.router.shares import Allotment, Share, shape_of
+from lightserve.router.request_table import Running
+from lightserve.router.shares import Allotment, Loading, Share, each_allotment, shape_of
 from lightserve.router.slo import curve_clock, gap_clock
 from lightserve.sim.simulation import Outcome
 from lightserve.sim.worker import SimulatedWorker
 from lightserve.types import SLO, FinishReason, FrontendId, RequestClass, RequestId, RequestKey
 from support.core_scenes import MAX_LEN, Arrival, RecklessAdmission, check_outcome, submit
+from support.policy_scenes import shares_of
 
 RT, BE = RequestClass.RT, RequestClass.BE
 STEPS_PER_TOKEN = 20  # more of them: requests go round in circles
@@ -70,19 +72,21 @@ class WatchedPolicy(UnifiedPolicy):
 
     def select(
         self,
-        running: Collection[Request],
+        running: Running,
         waiting: Waiting,
         limits: StepLimits,
         admission: AdmissionRound,
     ) -> Sequence[Share]:
         shares = super().select(running, waiting, limits, admission)
-        assert len({request for request, _ in shares}) == len(shares)
-        chosen = [share for share in shares if isinstance(share, Allotment)]
+        one_by_one = shares_of(shares)
+        assert len({request for request, _ in one_by_one}) == len(one_by_one)
+        parts = [share for share in shares if not isinstance(share, Loading)]
+        chosen = list(each_allotment(parts))
         assert chosen or not shares, "a step of copies alone"
         assert sum(count for _, count in chosen) <= limits.max_num_batched_tokens
         for request, count in chosen:
             assert 1 <= count <= request.num_schedulable_tokens
-        self.num_loads += len(shares) - len(chosen)
+        self.num_loads += len(shares) - len(parts)
         self._watch_deadlines(chosen, limits)
         return shares
 
