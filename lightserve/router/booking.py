@@ -1,4 +1,4 @@
-"""Books a planned step: who is paused, from whom memory is taken, who starts, which slots."""
+"""Books a planned step: what is paused, loses memory or starts, and which slots are given."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class KVCounters:
     saved_tokens: int = 0
     """Those of them that had to be copied in the step that took them."""
     ahead_tokens: int = 0
-    """Tokens that were copied to the host before anybody needed their slots."""
+    """Tokens that were copied to the host before their slots were needed."""
     loaded_tokens: int = 0
     """Tokens that came back from the host."""
     lost_tokens: int = 0
@@ -156,7 +156,7 @@ class KVCounters:
 
 
 class SkipCounters:
-    """Whom steps left out, and why (mechanisms T17)."""
+    """Requests that steps left out, and why."""
 
     def __init__(self) -> None:
         self.skipped: Mapping[RequestClass, Counter[Reason]]

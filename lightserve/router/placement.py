@@ -461,18 +461,18 @@ class Placement:
             self._num_rows += 1
 
 
-# Memory and rows for a step: what of it fits, and from whom the rest is taken. Pure, a dry run.
+# Memory and rows for a step: what of it fits, and where the rest is taken. Pure, a dry run.
 #
 # Requests that hold KV have an order of seniority: (for class-aware policies) real-time before
-# best-effort, in a class running before paused, then order of admission and of the queue. Whoever
+# best-effort, in a class running before paused, then order of admission and of the queue. One that
 # needs more than there is free or cached takes it from those strictly behind, the last first:
 #
 #     paused ones      lose tokens from the end of their KV, saved on the host
 #     running ones     are paused first; then the same
 #     and if that is not enough, or nothing is saved (--preemption recompute), they lose all of it
 #
-# Nothing is taken unless it makes the taker fit, so nobody is paused for nothing, and nobody can
-# take back what it lost to a senior (no ping-pong; architecture 6, invariant 6). A newcomer that
+# Nothing is taken unless it makes the taker fit, so none is paused for nothing, and none can
+# take back what it lost to a senior (no ping-pong). A newcomer that
 # never ran is junior to all of its class and takes from other classes alone.
 
 
@@ -490,7 +490,7 @@ def fit_into_memory(
         shares: what the policy chose, in its order of preference.
         kv: the pool as it is.
         holders: returns the running and paused requests, the most senior first.
-        num_free_rows: rows that newcomers get without anybody's stopping.
+        num_free_rows: rows that newcomers get though nothing stops.
         is_class_aware: whether a real-time newcomer may take from best-effort requests.
 
     What is reserved for real-time's cache gives way where nobody could ever advance otherwise: a
