@@ -24,7 +24,6 @@ from lightserve.frontend.json_body import (
     WHOLE_NUMBERS,
     Backlog,
     StrictModel,
-    read_model,
     show,
 )
 from lightserve.frontend.middleware import caller_of
@@ -321,7 +320,7 @@ def tokens_router(service: Service) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(request: Request) -> SpansResponse:
         """Split a text into tokens."""
-        body = await read_model(request, TokenizeRequest)
+        body = await service.bodies.read(request, TokenizeRequest)
         spans = await service.encoder.spans(
             body.inputs,
             param="inputs",
@@ -332,7 +331,7 @@ def tokens_router(service: Service) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         """Join tokens to a text."""
-        body = await read_model(request, DetokenizeRequest)
+        body = await service.bodies.read(request, DetokenizeRequest)
         limit = service.model.max_model_len
         if len(body.tokens) > limit:
             raise InvalidRequest(

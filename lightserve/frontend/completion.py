@@ -18,7 +18,8 @@ from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import LogprobColumns, Piece
 from lightserve.frontend.errors import ClientGone, RequestFailed
 from lightserve.frontend.json_body import StrictModel
-from lightserve.frontend.news import Delta, LiveRequest, Prepared
+from lightserve.frontend.news import Delta, LiveRequest
+from lightserve.frontend.request_options import Prepared
 from lightserve.frontend.service import Service
 from lightserve.metrics.requests import RequestMetrics
 from lightserve.tokenization.detokenizer import StopMatcher, Stopped

@@ -12,7 +12,7 @@ import math
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope
 
 from lightserve.errors import InvalidRequest, LightserveError
 from lightserve.messages.frontend_router import ErrorCode
@@ -164,13 +164,6 @@ def error_response(error: InvalidRequest | RequestFailed, scope: Scope) -> Respo
         headers=headers,
         media_type="application/json",
     )
-
-
-async def respond_with_error(
-    error: InvalidRequest | RequestFailed, scope: Scope, receive: Receive, send: Send
-) -> None:
-    """Answer a request with an error, outside of any route."""
-    await error_response(error, scope)(scope, receive, send)
 
 
 def _error_type(status: int) -> str:

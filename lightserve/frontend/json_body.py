@@ -190,9 +190,6 @@ class Backlog:
                 waiting.clear()
 
 
-BODY_READER_KEY = "lightserve.body_reader"
-"""Key in the ASGI scope: the `BodyReader`."""
-
 BODY_BYTES_KEY = "lightserve.body_bytes"
 """Key in the ASGI scope: the size of a body that was read as a whole."""
 
@@ -241,6 +238,28 @@ class BodyReader:
         # One: with more, they would only take the interpreter from the event loop more often.
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="json")
 
+    async def read(self, request: Request, model: type[ModelT]) -> ModelT:
+        """Return the request's body as a `model`.
+
+        Raises:
+            InvalidRequest: too large (413), of another type (415), not strict JSON, or not what the
+                model wants.
+            RequestFailed: too many bodies are waiting.
+            ClientGone: the client hung up while sending.
+        """
+        _check_content_type(request.headers.getlist("content-type"))
+        # Joined at the end: bodies that grow side by side in one piece would take twice the memory.
+        pieces: list[bytearray] = []
+        try:
+            async for chunk in request.stream():  # its size is limited: see `middleware`
+                if not pieces or len(pieces[-1]) >= _PIECE_BYTES:
+                    pieces.append(bytearray())
+                pieces[-1] += chunk
+        except ClientDisconnect as error:
+            raise ClientGone from error
+        request.scope[BODY_BYTES_KEY] = sum(map(len, pieces))
+        return await self.parse(b"".join(pieces), model)
+
     async def parse(self, body: bytes, model: type[ModelT]) -> ModelT:
         """Return a body as a `model`.
 
@@ -253,29 +272,9 @@ class BodyReader:
         parse = functools.partial(parse_model, body, model, max_depth=self._max_depth)
         return await self._backlog.in_thread(self._threads, parse, len(body))
 
-
-async def read_model(request: Request, model: type[ModelT]) -> ModelT:
-    """Return the request's body as a `model`.
-
-    Raises:
-        InvalidRequest: too large (413), of another type (415), not strict JSON, or not what the
-            model wants.
-        RequestFailed: too many bodies are waiting.
-        ClientGone: the client hung up while sending.
-    """
-    _check_content_type(request.headers.getlist("content-type"))
-    # Joined at the end: bodies that grow side by side in one piece would take twice the memory.
-    pieces: list[bytearray] = []
-    try:
-        async for chunk in request.stream():  # its size is limited: see `middleware`
-            if not pieces or len(pieces[-1]) >= _PIECE_BYTES:
-                pieces.append(bytearray())
-            pieces[-1] += chunk
-    except ClientDisconnect as error:
-        raise ClientGone from error
-    request.scope[BODY_BYTES_KEY] = sum(map(len, pieces))
-    reader: BodyReader = request.scope[BODY_READER_KEY]
-    return await reader.parse(b"".join(pieces), model)
+    def close(self) -> None:
+        """Let running work end; drop what waits."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _check_content_type(given: list[str]) -> None:

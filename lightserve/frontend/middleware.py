@@ -1,6 +1,6 @@
 """What every request passes before a route, each part pure ASGI: see `process` for the order.
 
-The log names each request; the gate decides who may ask what; the limits say how large it may be.
+The log names each request; the gate decides who may ask what, and how large a request may be.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightserve.api_keys import ApiKey, find_key
 from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.errors import REFUSAL_KEY, error_response, respond_with_error
+from lightserve.frontend.errors import REFUSAL_KEY, error_response
 from lightserve.frontend.json_body import UNKNOWN_PARAMETER
 from lightserve.frontend.service import Observation
 from lightserve.http_headers import bearer_key, names_machine
@@ -124,8 +125,11 @@ def access_to(template: str) -> Access:
     return ROUTE_ACCESS.get(template, Access.OPERATOR)
 
 
-class AccessGate:
-    """The outermost part of the application but for the log; see the module."""
+_AMBIGUOUS_LENGTH = "ambiguous_length"
+
+
+class Gate:
+    """Refuses what may not be asked, and too large heads (431) and bodies (413)."""
 
     def __init__(
         self, app: ASGIApp, config: ServeConfig, keys: KeyRing, rejects: Counter[str]
@@ -136,10 +140,24 @@ class AccessGate:
         names = [config.host, *config.allowed_hosts.split(",")]
         self._hosts = {name.strip().lower() for name in names} - {""}
         self._origins = config.origins
+        self._max_header_bytes = config.max_header_bytes
+        self._max_body_bytes = config.max_body_bytes
         self._rejects = rejects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer it."""
+        """Pass the request on, or answer it; a body that grows too large ends in `receive`."""
+        num_bytes = 0
+
+        async def limited_receive() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                num_bytes += len(message.get("body", b""))
+                if num_bytes > self._max_body_bytes:
+                    self._rejects["request_too_large"] += 1
+                    raise self._too_large()
+            return message
+
         try:
             if self._checks_origin:
                 host = _only(_values(scope, b"host"))
@@ -148,17 +166,21 @@ class AccessGate:
             scope[CALLER_KEY] = KEYLESS if self._keys is None else self._caller(scope, self._keys)
             if _CONTROL_CHARACTERS.search(scope["path"]):
                 raise InvalidRequest("a path must not have control characters", code="invalid_path")
+            self._check_head(scope)
         except InvalidRequest as refusal:
             self._rejects[refusal.code] += 1
-            await respond_with_error(refusal, scope, receive, send)
+            response = error_response(refusal, scope)
+            if refusal.code == _AMBIGUOUS_LENGTH:
+                response.headers["connection"] = "close"
+            await response(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        await self._app(scope, limited_receive, send)
 
     def _caller(self, scope: Scope, ring: KeyRing) -> Caller:
         access = access_to(scope[ROUTE_KEY])
         given = bearer_key(_only(_values(scope, b"authorization")))
         key = find_key(ring.keys, given) if given else None
-        if access is Access.OPEN and scope["method"] in ("GET", "HEAD"):
+        if access is Access.OPEN and scope["method"] == "GET":
             return _PROBE if key is None else Caller(key.name, key.is_admin)
         if key is None:
             raise InvalidRequest(
@@ -198,6 +220,42 @@ class AccessGate:
                 code="foreign_origin",
                 status=403,
             )
+
+    def _check_head(self, scope: Scope) -> None:
+        headers = scope["headers"]
+        num_bytes = len(scope["raw_path"]) + len(scope["query_string"])
+        num_bytes += sum(len(name) + len(value) + 4 for name, value in headers)
+        if num_bytes > self._max_header_bytes:
+            raise InvalidRequest(
+                f"the head of a request must be at most {self._max_header_bytes} bytes,"
+                f" got {num_bytes}",
+                code="headers_too_large",
+                status=431,
+            )
+        names = {name for name, _ in headers}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            # RFC 9112, 6.1: two servers may see different ends, and so different next requests.
+            raise InvalidRequest(
+                "a request must not have both Content-Length and Transfer-Encoding",
+                code=_AMBIGUOUS_LENGTH,
+            )
+        for name, value in headers:
+            if name == b"content-length" and value.isdigit():
+                if int(value[:20]) > self._max_body_bytes:
+                    raise self._too_large()
+            elif name == b"content-encoding" and value.lower() != b"identity":
+                raise InvalidRequest(
+                    "the request body must not be compressed",
+                    code="unsupported_encoding",
+                    status=415,
+                )
+
+    def _too_large(self) -> InvalidRequest:
+        return InvalidRequest(
+            f"the request body must be at most {self._max_body_bytes} bytes",
+            code="request_too_large",
+            status=413,
+        )
 
 
 class CrossOrigin:
@@ -256,84 +314,6 @@ def _only(values: list[bytes]) -> bytes:
 
 
 # ----------------------------------------------------------------------
-# Limits on what a request may be, before a route sees it. Pure ASGI.
-
-
-_AMBIGUOUS_LENGTH = "ambiguous_length"
-
-
-class RequestLimits:
-    """Refuses too large heads (431) and bodies (413), counting what arrives."""
-
-    def __init__(self, app: ASGIApp, config: ServeConfig, rejects: Counter[str]) -> None:
-        self._app = app
-        self._max_header_bytes = config.max_header_bytes
-        self._max_body_bytes = config.max_body_bytes
-        self._rejects = rejects
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer it; a body that grows too large ends in `receive`."""
-        num_bytes = 0
-
-        async def limited_receive() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            if message["type"] == "http.request":
-                num_bytes += len(message.get("body", b""))
-                if num_bytes > self._max_body_bytes:
-                    self._rejects["request_too_large"] += 1
-                    raise self._too_large()
-            return message
-
-        try:
-            self._check_head(scope)
-        except InvalidRequest as refusal:
-            self._rejects[refusal.code] += 1
-            response = error_response(refusal, scope)
-            if refusal.code == _AMBIGUOUS_LENGTH:
-                response.headers["connection"] = "close"
-            await response(scope, receive, send)
-            return
-        await self._app(scope, limited_receive, send)
-
-    def _check_head(self, scope: Scope) -> None:
-        headers = scope["headers"]
-        num_bytes = len(scope["raw_path"]) + len(scope["query_string"])
-        num_bytes += sum(len(name) + len(value) + 4 for name, value in headers)
-        if num_bytes > self._max_header_bytes:
-            raise InvalidRequest(
-                f"the head of a request must be at most {self._max_header_bytes} bytes,"
-                f" got {num_bytes}",
-                code="headers_too_large",
-                status=431,
-            )
-        names = {name for name, _ in headers}
-        if {b"content-length", b"transfer-encoding"} <= names:
-            # RFC 9112, 6.1: two servers may see different ends, and so different next requests.
-            raise InvalidRequest(
-                "a request must not have both Content-Length and Transfer-Encoding",
-                code=_AMBIGUOUS_LENGTH,
-            )
-        for name, value in headers:
-            if name == b"content-length" and value.isdigit():
-                if int(value[:20]) > self._max_body_bytes:
-                    raise self._too_large()
-            elif name == b"content-encoding" and value.lower() != b"identity":
-                raise InvalidRequest(
-                    "the request body must not be compressed",
-                    code="unsupported_encoding",
-                    status=415,
-                )
-
-    def _too_large(self) -> InvalidRequest:
-        return InvalidRequest(
-            f"the request body must be at most {self._max_body_bytes} bytes",
-            code="request_too_large",
-            status=413,
-        )
-
-
-# ----------------------------------------------------------------------
 # The outermost part of the application: names each request, counts and logs each response.
 #
 # The id is the client's own `X-Request-Id` if that is harmless, otherwise a fresh one; it is on
@@ -343,6 +323,8 @@ class RequestLimits:
 
 REQUEST_ID_KEY = "lightserve.request_id"
 """Key in the ASGI scope: the request's id."""
+ARRIVAL_KEY = "lightserve.arrival_s"
+"""Key in the ASGI scope: monotonic time at which the headers were there."""
 
 QUIET_ROUTES = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 """Asked every few seconds by machines: logged at debug level only."""
@@ -362,19 +344,20 @@ def request_id_of(scope: Scope) -> str:
 
 
 class RequestLog:
-    """See the module."""
+    """Stamps each request with what others ask of it, and notes how it was answered."""
 
-    def __init__(
-        self, app: ASGIApp, observation: Observation, template_of: Callable[[Scope], str]
-    ) -> None:
-        """`template_of` finds the route that will answer, OTHER if there is none."""
+    def __init__(self, app: ASGIApp, observation: Observation, routes: Sequence[Route]) -> None:
+        """`routes`: those of the application, in its order."""
         self._app = app
         self._observation = observation
-        self._template_of = template_of
+        self._routes = tuple(routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, then count and log."""
-        start_s = time.monotonic()
+        """Pass on, HEAD as GET, then count and log."""
+        start_s, method = time.monotonic(), scope["method"]
+        if method == "HEAD":  # the connection leaves the body out
+            scope = {**scope, "method": "GET"}
+        scope[ARRIVAL_KEY] = start_s
         scope[ROUTE_KEY] = self._template_of(scope)
         current = _choose_id(scope)
         scope[REQUEST_ID_KEY] = current
@@ -392,11 +375,17 @@ class RequestLog:
         try:
             await self._app(scope, receive, noting_send)
         finally:
-            self._note(scope, status, time.monotonic() - start_s)
+            self._note(method, scope, status, time.monotonic() - start_s)
             request_id.reset(token)
 
-    def _note(self, scope: Scope, status: int, duration_s: float) -> None:
-        method = scope["method"] if scope["method"] in _METHODS else OTHER
+    def _template_of(self, scope: Scope) -> str:
+        for route in self._routes:
+            if route.matches(scope)[0] is not Match.NONE:
+                return route.path
+        return OTHER
+
+    def _note(self, method: str, scope: Scope, status: int, duration_s: float) -> None:
+        method = method if method in _METHODS else OTHER
         route = scope[ROUTE_KEY]
         self._observation.on_response(method, route, status)
         duration_ms = round(duration_s * 1e3, 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from lightserve.errors import InvalidRequest, ProtocolError
 from lightserve.frontend.columns import LogprobColumns
@@ -18,12 +18,11 @@ from lightserve.frontend.errors import (
     RequestFailed,
     from_router,
 )
-from lightserve.messages.common import TokenLogprob, TokenSegment
+from lightserve.messages.common import TokenLogprob
 from lightserve.messages.frontend_router import RequestDelta, Submit
 from lightserve.types import (
     SLO,
     FinishReason,
-    RequestId,
 )
 
 if TYPE_CHECKING:
@@ -38,33 +37,6 @@ QUICK_TOKENS = 16
 """Of one completion: so few are worked on where they arrive, without a task's turn."""
 
 MAX_TOKEN_ID = 2**31 - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputOptions:
-    """What the frontend does with an output: all of a request that the router does not hear of."""
-
-    prompt_token_ids: Sequence[int]
-    arrival_s: float
-    """Monotonic time at which the headers were there."""
-    stop_strings: tuple[str, ...] = ()
-    """Any of these ends the output where it is complete."""
-    includes_stop: bool = False
-    """Whether the output shows the stop string that ended it."""
-    stop_token_ids: frozenset[int] = frozenset()
-    """Of the tokens that end the output, those that do so only because the request says it."""
-    discards_output: bool = False
-    """Only the prompt's log-probabilities are wanted: the one token that is drawn is dropped."""
-
-
-Prepared = tuple[Submit, OutputOptions]
-"""A request that is checked; what differs each time it is sent is filled in then: its number, its
-age, its names, and the salt of its prefix."""
-
-
-def new_submit(prompt: TokenSegment, **fields: Any) -> Submit:
-    """Return a message without what is filled in when it is sent."""
-    return Submit(request_id=RequestId(0), prompt=[prompt], age_s=0.0, **fields)
 
 
 class Reader(Protocol):

@@ -10,46 +10,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import logging
 import secrets
 import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.routing import Match, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
 import lightserve
 from lightserve.channels.base import AsyncLink
 from lightserve.channels.zmq import connect_async_link
-from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull, InvalidRequest
 from lightserve.frontend.admin import debug_router, operations_router, tokens_router
 from lightserve.frontend.connections import connection_table
-from lightserve.frontend.errors import (
-    REFUSAL_KEY,
-    ClientGone,
-    RequestFailed,
-    draining,
-    error_response,
-)
+from lightserve.frontend.errors import ClientGone, RequestFailed, draining, error_response
 from lightserve.frontend.http_server import HttpServer
-from lightserve.frontend.json_body import BODY_READER_KEY, BodyReader
-from lightserve.frontend.middleware import (
-    AccessGate,
-    CrossOrigin,
-    KeyRing,
-    RequestLimits,
-    RequestLog,
-)
+from lightserve.frontend.middleware import CrossOrigin, Gate, KeyRing, RequestLog
 from lightserve.frontend.openai.chat import chat_router
 from lightserve.frontend.openai.completions import completions_router, models_router
 from lightserve.frontend.openapi import describe
-from lightserve.frontend.response import ARRIVAL_KEY
 from lightserve.frontend.router_client import RouterClient, RouterLink
 from lightserve.frontend.service import Service, load_service
 from lightserve.frontend.tgi import tgi_router
@@ -71,7 +56,6 @@ from lightserve.messages.supervision import (
     RouterUp,
     SupervisorMessage,
 )
-from lightserve.metrics.recording import OTHER
 from lightserve.metrics.turns import TurnClock, TurnSelector
 from lightserve.tls import server_context
 from lightserve.types import FrontendId
@@ -79,38 +63,13 @@ from lightserve.types import FrontendId
 # ----------------------------------------------------------------------
 # The ASGI application: routes, what stands before them, and exceptions that become responses.
 #
-#     RequestLog ─ (CrossOrigin) ─ AccessGate ─ RequestLimits ─ RequestStamp ─ routes
+#     RequestLog ─ (CrossOrigin) ─ Gate ─ routes
 #
 # All pure ASGI: the base class of starlette's function middleware delays the news of a client that
 # has left by seconds.
 
 
 OPENAPI_PATH = "/openapi.json"
-
-
-class RequestStamp:
-    """Notes what a request brings along: when its headers were there, who reads its body.
-
-    HEAD is passed on as GET; the connection leaves the body out.
-    """
-
-    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
-        self._app = app
-        self._reader = BodyReader(max_depth=config.max_json_depth)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Stamp and pass on."""
-        scope[ARRIVAL_KEY] = time.monotonic()
-        scope[BODY_READER_KEY] = self._reader
-        if scope["method"] != "HEAD":
-            await self._app(scope, receive, send)
-            return
-        asked = {**scope, "method": "GET"}
-        try:
-            await self._app(asked, receive, send)
-        finally:
-            if REFUSAL_KEY in asked:
-                scope[REFUSAL_KEY] = asked[REFUSAL_KEY]
 
 
 def create_app(service: Service, keys: KeyRing | None = None) -> ASGIApp:
@@ -120,15 +79,13 @@ def create_app(service: Service, keys: KeyRing | None = None) -> ASGIApp:
     """
     config = service.config
     keys = KeyRing([]) if keys is None else keys
-    rejects = service.observation.rejects
     routers = _routers(service)
-    routes = _routes(service, routers)
-    app: ASGIApp = RequestStamp(routes, config)
-    app = RequestLimits(app, config, rejects)
-    app = AccessGate(app, config, keys, rejects)
+    application = _routes(service, routers)
+    app: ASGIApp = Gate(application, config, keys, service.observation.rejects)
     if config.origins:
         app = CrossOrigin(app, config)
-    return RequestLog(app, service.observation, _template_of([*routers, routes]))
+    routes = [*itertools.chain.from_iterable(r.routes for r in routers), *application.routes]
+    return RequestLog(app, service.observation, [r for r in routes if isinstance(r, Route)])
 
 
 def _routers(service: Service) -> list[APIRouter]:
@@ -141,19 +98,6 @@ def _routers(service: Service) -> list[APIRouter]:
         operations_router(service),
         debug_router(service),
     ]
-
-
-def _template_of(routers: Sequence[APIRouter | FastAPI]) -> Callable[[Scope], str]:
-    """Return what finds the template of the route that a request will reach."""
-    routes = [route for router in routers for route in router.routes if isinstance(route, Route)]
-
-    def find(scope: Scope) -> str:
-        for route in routes:
-            if route.matches(scope)[0] is not Match.NONE:
-                return route.path
-        return OTHER
-
-    return find
 
 
 def _routes(service: Service, routers: Sequence[APIRouter]) -> FastAPI:

@@ -21,6 +21,8 @@ from lightserve.tokenization.tokenizer import Spans, Tokenizer, find_infilling, 
 NUM_THREADS = 2
 INLINE_SIZE = 2048
 """Characters, or bytes of token ids."""
+NUM_ENDING_TOKENS = 16
+"""Of a conversation, in which the tag of reasoning may be."""
 BYTES_PER_ID = 8
 """Of a list, without the numbers themselves, of which most are shared."""
 
@@ -33,6 +35,8 @@ class EncodedChat(NamedTuple):
     token_ids: array[int]
     num_marked: int
     """Those of them before the mark, if it has one."""
+    ending: str
+    """The text of the last few."""
 
 
 class PromptEncoder:
@@ -193,7 +197,8 @@ class PromptEncoder:
                 before = text[: template.marked_length(known, text)]
                 marked = self._tokenizer.encode(before, add_special_tokens=False)
                 num_marked = _common_len(marked, token_ids) - (len(token_ids) - len(kept))
-            return EncodedChat(kept, max(0, num_marked))
+            ending = self._tokenizer.decode(kept[-NUM_ENDING_TOKENS:])
+            return EncodedChat(kept, max(0, num_marked), ending)
 
         return await self._in_thread(encode, size)
 

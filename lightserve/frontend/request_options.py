@@ -23,9 +23,11 @@ from lightserve.frontend.json_body import (
     StrictModel,
     show,
 )
+from lightserve.messages.common import TokenSegment
+from lightserve.messages.frontend_router import Submit
 from lightserve.models.config import JsonFields
 from lightserve.tokenization.tokenizer import GENERATION_CONFIG_FILE, read_optional
-from lightserve.types import MTPOT_FACTOR, NO_SLO, SLO, RequestClass, SamplingParams
+from lightserve.types import MTPOT_FACTOR, NO_SLO, SLO, RequestClass, RequestId, SamplingParams
 
 # ----------------------------------------------------------------------
 # Sampling parameters of a request: what it says, else what the model's files say, else OpenAI's.
@@ -418,3 +420,34 @@ def _with_defaults(
     if mtpot_ms is None:
         mtpot_ms = server.mtpot_ms if own.tpot_ms is None else MTPOT_FACTOR * own.tpot_ms
     return SLO(own.ttft_ms or server.ttft_ms, own.tpot_ms or server.tpot_ms, mtpot_ms)
+
+
+# ----------------------------------------------------------------------
+# A request that is checked: what the router is told, and what stays here.
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """What the frontend does with an output: all of a request that the router does not hear of."""
+
+    prompt_token_ids: Sequence[int]
+    arrival_s: float
+    """Monotonic time at which the headers were there."""
+    stop_strings: tuple[str, ...] = ()
+    """Any of these ends the output where it is complete."""
+    includes_stop: bool = False
+    """Whether the output shows the stop string that ended it."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Of the tokens that end the output, those that do so only because the request says it."""
+    discards_output: bool = False
+    """Only the prompt's log-probabilities are wanted: the one token that is drawn is dropped."""
+
+
+Prepared = tuple[Submit, OutputOptions]
+"""A request that is checked; what differs each time it is sent is filled in then: its number, its
+age, its names, and the salt of its prefix."""
+
+
+def new_submit(prompt: TokenSegment, **fields: Any) -> Submit:
+    """Return a message without what is filled in when it is sent."""
+    return Submit(request_id=RequestId(0), prompt=[prompt], age_s=0.0, **fields)

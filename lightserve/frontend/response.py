@@ -27,15 +27,11 @@ from lightserve.frontend.completion import Choices, News, TextDelta
 from lightserve.frontend.errors import ClientGone, RequestFailed, error_body, overloaded, timed_out
 from lightserve.frontend.json_body import BODY_BYTES_KEY
 from lightserve.frontend.middleware import KEYLESS, Caller, caller_of, owner_of
-from lightserve.frontend.news import Prepared
-from lightserve.frontend.request_options import ServiceLevel
+from lightserve.frontend.request_options import Prepared, ServiceLevel
 from lightserve.frontend.service import Service, Turns
 from lightserve.logs import request_id
 
 log = logging.getLogger(__name__)
-
-ARRIVAL_KEY = "lightserve.arrival_s"
-"""Key in the ASGI scope: monotonic time at which the headers were there."""
 
 CONNECTION_KEY = "lightserve.connection"
 """Key in the ASGI scope: the `Connection`, where there is one."""

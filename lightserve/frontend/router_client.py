@@ -32,7 +32,8 @@ from lightserve.frontend.errors import (
     router_lost,
     too_large_to_submit,
 )
-from lightserve.frontend.news import LiveRequest, OutputOptions, Reader
+from lightserve.frontend.news import LiveRequest, Reader
+from lightserve.frontend.request_options import OutputOptions
 from lightserve.messages.common import (
     DeviceFacts,
     unpack_int32,

@@ -16,7 +16,7 @@ from lightserve.config.fields import flag_name
 from lightserve.errors import ChannelFull, InvalidRequest
 from lightserve.frontend.connections import Held
 from lightserve.frontend.errors import RequestFailed, draining, overloaded
-from lightserve.frontend.json_body import show
+from lightserve.frontend.json_body import BodyReader, show
 from lightserve.frontend.prompts import PromptEncoder
 from lightserve.frontend.request_options import SamplingDefaults, read_sampling_defaults
 from lightserve.frontend.router_client import RouterClient
@@ -248,6 +248,7 @@ class Service:
 
     config: ServeConfig
     model: ServedModel
+    bodies: BodyReader
     encoder: PromptEncoder
     constraints: ConstraintChecker
     router: RouterClient
@@ -259,6 +260,7 @@ class Service:
 
     def close(self) -> None:
         """Let running work in threads end; drop what waits."""
+        self.bodies.close()
         self.encoder.close()
         self.constraints.close()
 
@@ -367,6 +369,7 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
     return Service(
         config=config,
         model=model,
+        bodies=BodyReader(max_depth=config.max_json_depth),
         encoder=encoder,
         constraints=ConstraintChecker(),
         router=router,

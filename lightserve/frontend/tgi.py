@@ -26,15 +26,17 @@ from lightserve.frontend.columns import (
     json_text,
 )
 from lightserve.frontend.completion import Choices, Completion, TextDelta, raised_slo
-from lightserve.frontend.json_body import Integer, StrictModel, read_model, show
-from lightserve.frontend.news import OutputOptions, Prepared, new_submit
+from lightserve.frontend.json_body import Integer, StrictModel, show
+from lightserve.frontend.middleware import ARRIVAL_KEY
 from lightserve.frontend.openai.common import NoEffect, NoEffectModel
 from lightserve.frontend.openai.logprobs import LOWEST, token_text
 from lightserve.frontend.request_options import (
     MAX_STOP_STRINGS,
     MaxTokens,
     NumLogprobs,
+    OutputOptions,
     Penalty,
+    Prepared,
     Priority,
     RepetitionPenalty,
     SamplingDefaults,
@@ -46,10 +48,11 @@ from lightserve.frontend.request_options import (
     Temperature,
     TopK,
     TopP,
+    new_submit,
     resolve_sampling,
     resolve_service_level,
 )
-from lightserve.frontend.response import ARRIVAL_KEY, CompletionResponse, new_request_id, sse_event
+from lightserve.frontend.response import CompletionResponse, new_request_id, sse_event
 from lightserve.frontend.service import AnswerSize, Service
 from lightserve.frontend.structured_output import NativeGrammar, resolve_constraint, spec_of_grammar
 from lightserve.messages.common import TokenSegment, pack_int32
@@ -288,7 +291,7 @@ def tgi_router(service: Service) -> APIRouter:
     router = APIRouter()
 
     async def respond(request: Request, *, stream: bool | None) -> Response:
-        body = await read_model(request, GenerateRequest)
+        body = await service.bodies.read(request, GenerateRequest)
         is_root = stream is None
         stream = bool(body.stream) if stream is None else stream
         body.check(stream=stream)

@@ -17,8 +17,9 @@ from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.channels.zmq import Codec
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull
-from lightserve.frontend.news import Delta, LiveRequest, OutputOptions, Prepared, new_submit
+from lightserve.frontend.news import Delta, LiveRequest
 from lightserve.frontend.process import create_app
+from lightserve.frontend.request_options import OutputOptions, Prepared, new_submit
 from lightserve.frontend.router_client import RouterClient
 from lightserve.frontend.service import Service, load_service
 from lightserve.messages.common import (

@@ -23,10 +23,8 @@ from lightserve.frontend.json_body import (
     MAX_VALUES,
     StrictModel,
     count_values_in_texts,
-    read_model,
     show,
 )
-from lightserve.frontend.news import OutputOptions, Prepared
 from lightserve.frontend.openai.common import (
     CHAT_NO_EFFECT,
     MESSAGE_NO_EFFECT,
@@ -56,10 +54,10 @@ from lightserve.frontend.openai.tools import (
     ToolUse,
     resolve_tools,
 )
-from lightserve.frontend.request_options import MaxTokens, NumLogprobs, ServiceLevel
+from lightserve.frontend.prompts import EncodedChat
+from lightserve.frontend.request_options import MaxTokens, NumLogprobs, Prepared, ServiceLevel
 from lightserve.frontend.response import CompletionResponse, new_request_id
 from lightserve.frontend.service import AnswerSize, Service
-from lightserve.messages.frontend_router import Submit
 from lightserve.tokenization.chat_template import (
     ChatMessage,
     ChatTemplate,
@@ -71,8 +69,6 @@ from lightserve.types import FinishReason
 
 MAX_MESSAGES = 2048
 MAX_TEMPLATE_OPTIONS = 16
-NUM_ENDING_TOKENS = 16
-"""Of a prompt, in which the tag of reasoning may be."""
 _ROLE = {"role": "assistant", "content": ""}
 
 
@@ -193,22 +189,19 @@ class Message(NoEffectModel):
     """Another name of `reasoning`."""
     _cache_mark: CacheMark | None = None
 
-    @model_validator(mode="after")
-    def _check(self) -> Message:
-        if self.role != "assistant" and (self.tool_calls or self.thoughts):
-            raise ValueError("may have tool_calls and reasoning only as the assistant's")
-        if None not in (given := {self.reasoning, self.reasoning_content}) and len(given) > 1:
-            raise ValueError("may have reasoning and reasoning_content only if they are equal")
-        if (self.role == "tool") != (self.tool_call_id is not None):
-            raise ValueError("must have tool_call_id exactly if its role is tool")
-        if self.content is None and not self.tool_calls and not self.thoughts:
-            raise ValueError("must have content, which is null only beside tool_calls or reasoning")
-        return self
-
     @model_validator(mode="wrap")
     @classmethod
-    def _note_mark(cls, body: Any, validate: ModelWrapValidatorHandler[Message]) -> Message:
+    def _checked(cls, body: Any, validate: ModelWrapValidatorHandler[Message]) -> Message:
         message = validate(body)
+        calls, thoughts = message.tool_calls, message.thoughts
+        if message.role != "assistant" and (calls or thoughts):
+            raise ValueError("may have tool_calls and reasoning only as the assistant's")
+        if None not in (given := {message.reasoning, message.reasoning_content}) and len(given) > 1:
+            raise ValueError("may have reasoning and reasoning_content only if they are equal")
+        if (message.role == "tool") != (message.tool_call_id is not None):
+            raise ValueError("must have tool_call_id exactly if its role is tool")
+        if message.content is None and not calls and not thoughts:
+            raise ValueError("must have content, which is null only beside tool_calls or reasoning")
         message._cache_mark = _mark_of(body.get("content"))
         return message
 
@@ -502,7 +495,7 @@ def chat_router(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
         """Answer a conversation."""
-        body = await read_model(request, ChatRequest)
+        body = await service.bodies.read(request, ChatRequest)
         body.check(service)
         level = body.service_level(service, request)
         writer = ChatWriter(service, body)
@@ -510,8 +503,11 @@ def chat_router(service: Service) -> APIRouter:
 
         async def prepare() -> list[Prepared]:
             size: int = request.scope[BODY_BYTES_KEY]
-            requests = await _prepare(service, body, tools, level, size)
-            writer.parser_options = _parser_options(service, body, tools, *requests[0])
+            requests, prompt = await _prepare(service, body, tools, level, size)
+            has_constraint = requests[0][0].constraint is not None
+            writer.parser_options = _parser_options(
+                service, body, tools, prompt.ending, has_constraint=has_constraint
+            )
             return requests
 
         return CompletionResponse(
@@ -527,16 +523,15 @@ def chat_router(service: Service) -> APIRouter:
 
 
 def _parser_options(
-    service: Service, body: ChatRequest, tools: ToolUse, request: Submit, options: OutputOptions
+    service: Service, body: ChatRequest, tools: ToolUse, ending: str, *, has_constraint: bool
 ) -> ParserOptions:
-    """Return what to look for in the output of a request."""
+    """Return what to look for in the output behind a prompt that ends like this."""
     # Templates of some models end with the tag that opens the reasoning; a constraint leaves no
     # room for any.
-    ending = service.model.tokenizer.decode(options.prompt_token_ids[-NUM_ENDING_TOKENS:])
     begun = (body.messages[-1].content or "") if body.continue_final_message else ""
     is_thinking = begun.rfind(THINK) > begun.rfind(END_OF_THINK)
     return ParserOptions(
-        reasoning=service.config.reasoning_parser if request.constraint is None else "none",
+        reasoning="none" if has_constraint else service.config.reasoning_parser,
         starts_in_reasoning=is_thinking or ending.rstrip().endswith(THINK),
         continues=is_thinking and not begun.rstrip().endswith(THINK),
         tool_format=service.config.tool_call_parser if tools.offered else "none",
@@ -546,7 +541,7 @@ def _parser_options(
 
 async def _prepare(
     service: Service, body: ChatRequest, tools: ToolUse, level: ServiceLevel, size: int
-) -> list[Prepared]:
+) -> tuple[list[Prepared], EncodedChat]:
     """Render, encode, resolve a body of this size. Raises InvalidRequest, RequestFailed."""
     options = body.template_options(service.encoder.template)
     marks = body.cache_marks
@@ -590,6 +585,7 @@ async def _prepare(
     prompts = [(prompt.token_ids, max_tokens)]
     requests = list(body.new_requests(service, prompts, sampling, level, constraint))
     if marks is None or body.keeps_prompts:
-        return requests
+        return requests, prompt
     kept = {"num_retained_tokens": prompt.num_marked, "retention_s": marks.seconds}
-    return [(msgspec.structs.replace(request, **kept), options) for request, options in requests]
+    marked = [(msgspec.structs.replace(request, **kept), options) for request, options in requests]
+    return marked, prompt

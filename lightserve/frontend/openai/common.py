@@ -22,7 +22,7 @@ from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import json_array, json_object
 from lightserve.frontend.completion import Choices, Completion, Usage, raised_slo
 from lightserve.frontend.json_body import UNSUPPORTED_VALUE, Integer, StrictModel, show
-from lightserve.frontend.news import OutputOptions, Prepared, new_submit
+from lightserve.frontend.middleware import ARRIVAL_KEY
 from lightserve.frontend.request_options import (
     MAX_BAD_WORD_TOKENS,
     MAX_STOP_STRINGS,
@@ -33,7 +33,9 @@ from lightserve.frontend.request_options import (
     MinTokens,
     NumChoices,
     NumLogprobs,
+    OutputOptions,
     Penalty,
+    Prepared,
     Priority,
     RepetitionPenalty,
     Seconds,
@@ -47,10 +49,11 @@ from lightserve.frontend.request_options import (
     TopK,
     TopP,
     check_token_ids,
+    new_submit,
     resolve_sampling,
     resolve_service_level,
 )
-from lightserve.frontend.response import ARRIVAL_KEY, sse_event
+from lightserve.frontend.response import sse_event
 from lightserve.frontend.service import Service
 from lightserve.frontend.structured_output import (
     ALIASES,

@@ -29,8 +29,7 @@ from lightserve.frontend.columns import (
     text_parts,
 )
 from lightserve.frontend.completion import Choices, TextDelta, raised_slo
-from lightserve.frontend.json_body import Integer, read_model, show, whole_numbers
-from lightserve.frontend.news import Prepared
+from lightserve.frontend.json_body import Integer, show, whole_numbers
 from lightserve.frontend.openai.common import (
     COMPLETION_NO_EFFECT,
     ChunkWriter,
@@ -44,7 +43,7 @@ from lightserve.frontend.openai.logprobs import (
     prompt_logprobs_json,
     prompt_pieces,
 )
-from lightserve.frontend.request_options import NumChoices, NumLogprobs, ServiceLevel
+from lightserve.frontend.request_options import NumChoices, NumLogprobs, Prepared, ServiceLevel
 from lightserve.frontend.response import CompletionResponse, new_request_id
 from lightserve.frontend.service import AnswerSize, Service
 
@@ -309,7 +308,7 @@ def completions_router(service: Service) -> APIRouter:
     @router.post("/v1/completions")
     async def create_completion(request: Request) -> Response:
         """Complete one or several prompts."""
-        body = await read_model(request, CompletionRequest)
+        body = await service.bodies.read(request, CompletionRequest)
         body.check(service)
         level = body.service_level(service, request)
         writer = CompletionWriter(service, body)

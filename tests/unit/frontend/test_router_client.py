@@ -11,7 +11,8 @@ from support.fake_router import BOOT_ID, FakeRouter, next_delta, prepared, route
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.errors import ClientGone, RequestFailed, draining
-from lightserve.frontend.news import LiveRequest, Prepared
+from lightserve.frontend.news import LiveRequest
+from lightserve.frontend.request_options import Prepared
 from lightserve.frontend.router_client import RouterClient
 from lightserve.messages.common import TokenLogprob, pack_int32, pack_int64
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta, RouterWelcome, TokenDelta
