@@ -26,7 +26,6 @@ import numpy as np
 from lightserve.config import ServeConfig
 from lightserve.router.events import FromFrontend
 from lightserve.router.factory import make_core_config
-from lightserve.sim.hardware import A100_LLAMA2_7B
 from lightserve.sim.hybrid import fitted_profile
 from lightserve.sim.simulation import Outcome, Simulation, TimedCore, TimedEvent
 from lightserve.sim.traffic import (
@@ -37,7 +36,7 @@ from lightserve.sim.traffic import (
     parse_traffic,
     read_trace,
 )
-from lightserve.sim.worker import LengthWorker, VirtualWorker
+from lightserve.sim.worker import A100_LLAMA2_7B, LengthWorker, VirtualWorker
 from lightserve.types import SLO, FrontendId, RequestClass, RequestId, RequestKey
 
 TRACES = ("mooncake_conversation", "mooncake_synthetic")

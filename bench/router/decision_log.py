@@ -12,7 +12,7 @@ import argparse
 import gc
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class NoSkips(Skips):
 
     note_all = stop = stop_all = lose = note  # type: ignore[assignment]
 
-    def of_step(self, advancing: Collection[Any]) -> tuple[Any, ...]:
+    def of_step(self, *_: Any) -> tuple[Any, ...]:
         """Return no request."""
         return ()
 

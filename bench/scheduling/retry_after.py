@@ -29,11 +29,10 @@ from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import FromFrontend, PlannedStep
 from lightserve.router.factory import make_core_config
-from lightserve.sim.hardware import A100_LLAMA2_7B
 from lightserve.sim.hybrid import fitted_profile
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.sim.traffic import Job, Lengths, TraceLengths, UniformLengths, read_trace
-from lightserve.sim.worker import LengthWorker, VirtualWorker
+from lightserve.sim.worker import A100_LLAMA2_7B, LengthWorker, VirtualWorker
 from lightserve.types import FrontendId, RequestClass, RequestKey
 
 RT, BE = RequestClass.RT, RequestClass.BE

@@ -29,9 +29,9 @@ from bench.serving.server import Server, load, load_average, pinned_server, writ
 from lightserve.cost.model import StepShape
 from lightserve.loadtest.result import RequestRow, Run
 from lightserve.loadtest.workload import load_trace
-from lightserve.sim.hardware import ProfiledHardware
 from lightserve.sim.hybrid import HybridConfig, HybridRun
 from lightserve.sim.report import Targets
+from lightserve.sim.worker import ProfiledHardware
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

@@ -24,9 +24,9 @@ import numpy as np
 
 from lightserve.loadtest.client import StreamClient
 from lightserve.loadtest.options import ArrivalKind, ServerOptions, Traffic
-from lightserve.loadtest.prompts import UNCALIBRATED, PromptMaker
 from lightserve.loadtest.runner import Runner, RunOutcome, RunSettings
 from lightserve.loadtest.session import make_plans
+from lightserve.loadtest.workload import UNCALIBRATED, PromptMaker
 
 TTFT_S, GAP_S, NUM_TOKENS = 0.1, 0.05, 40
 ARRIVALS_S = 20.0

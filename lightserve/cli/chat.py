@@ -12,8 +12,8 @@ from lightserve.errors import ConfigError
 from lightserve.extras import missing_extra
 
 if TYPE_CHECKING:
-    from lightserve.chat.client import Piece
-    from lightserve.chat.session import Session
+    from lightserve.chat import Session
+    from lightserve.chat_client import Piece
 
 
 @click.command("chat")
@@ -41,8 +41,8 @@ def command(**values: Any) -> int:
     answer alone is printed.
     """
     try:
-        from lightserve.chat.client import ChatClient  # noqa: PLC0415 - an extra
-        from lightserve.chat.session import Session  # noqa: PLC0415
+        from lightserve.chat import Session  # noqa: PLC0415
+        from lightserve.chat_client import ChatClient  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
         raise missing_extra((error.name or "").partition(".")[0], "chat") from error
     api_key = read_api_key(api_key_env=values["api_key_env"], api_key_file=values["api_key_file"])
@@ -60,7 +60,7 @@ def command(**values: Any) -> int:
         )
         if not sys.stdin.isatty():
             return _answer_once(session, sys.stdin.read())
-        from lightserve.chat.session import talk  # noqa: PLC0415 - not needed in a pipe
+        from lightserve.chat import talk  # noqa: PLC0415 - not needed in a pipe
 
         return talk(session)
     finally:

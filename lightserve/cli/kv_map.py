@@ -43,7 +43,7 @@ def command(url: str, output: Path, timeout_s: float, **key: Any) -> int:
     api_key = read_api_key(**key)
     try:
         # Imported late: matplotlib takes a second, and both are an extra.
-        from lightserve.kv_map.picture import draw_map, fetch_map  # noqa: PLC0415
+        from lightserve.kv_map import draw_map, fetch_map  # noqa: PLC0415
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         raise missing_extra(name, "plots") from error

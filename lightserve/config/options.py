@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config.fields import flag_name, option, parse_memory
 from lightserve.errors import ConfigError
-from lightserve.http_headers import is_loopback
+from lightserve.http_access import is_loopback
 
 _ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
 

@@ -18,13 +18,12 @@ from enum import Enum
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lightserve.api_keys import ApiKey, find_key
 from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.errors import REFUSAL_KEY, error_response
 from lightserve.frontend.json_body import UNKNOWN_PARAMETER
 from lightserve.frontend.service import Observation
-from lightserve.http_headers import bearer_key, names_machine
+from lightserve.http_access import ApiKey, bearer_key, find_key, names_machine
 from lightserve.logs import request_id
 from lightserve.metrics.recording import OTHER
 

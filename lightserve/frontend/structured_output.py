@@ -34,7 +34,7 @@ from lightserve.messages.common import (
     JsonSchemaConstraint,
     RegexConstraint,
 )
-from lightserve.structured.schemas import MAX_SCHEMA_BYTES, closed, is_gbnf, yield_to_others
+from lightserve.structured import MAX_SCHEMA_BYTES, closed, is_gbnf, yield_to_others
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -172,14 +172,14 @@ class ConstraintChecker:
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
-        from lightserve.structured.grammars import byte_vocabulary  # noqa: PLC0415
+        from lightserve.structured import byte_vocabulary  # noqa: PLC0415
 
         return byte_vocabulary()
 
     def _complaint(self, constraint: Constraint) -> str | None:
         """Return what is wrong with a constraint."""
         # Most frontends never see one: llguidance is 10 MB.
-        from lightserve.structured.grammars import compile_matcher  # noqa: PLC0415
+        from lightserve.structured import compile_matcher  # noqa: PLC0415
 
         try:
             compile_matcher(constraint, self._vocabulary)
@@ -189,7 +189,7 @@ class ConstraintChecker:
 
 
 def _lark_of(grammar: str) -> str:
-    from lightserve.structured.grammars import lark_of_gbnf  # noqa: PLC0415
+    from lightserve.structured import lark_of_gbnf  # noqa: PLC0415
 
     return lark_of_gbnf(grammar)
 

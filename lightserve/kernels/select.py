@@ -13,7 +13,7 @@ from lightserve.kernels.cpu.core import CoreMissingError, load_core
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
 from lightserve.kernels.cpu.native import NativeKernels
-from lightserve.kernels.device.kernels import DeviceTorchKernels
+from lightserve.kernels.device import DeviceTorchKernels
 from lightserve.kernels.interface import Kernels, KernelShapes
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.progress import progress

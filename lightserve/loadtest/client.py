@@ -18,9 +18,9 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
-from lightserve.loadtest import records
+from lightserve.loadtest import result
 from lightserve.loadtest.options import BE, ServerOptions, Targets
-from lightserve.loadtest.records import Record
+from lightserve.loadtest.result import Record
 
 DONE = b"[DONE]"
 _DATA = b"data:"
@@ -206,14 +206,14 @@ class StreamClient:
             async with asyncio.timeout(budget_s):
                 await self._exchange(record, outgoing, now)
         except TimeoutError:
-            record.fail(records.TIMEOUT, f"after {self._server.timeout_s:g} s", now())
+            record.fail(result.TIMEOUT, f"after {self._server.timeout_s:g} s", now())
         except aiohttp.ClientConnectorError as error:
             is_ours = error.os_error.errno in (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)
-            record.fail(records.CLIENT if is_ours else records.CONNECT, str(error), now())
+            record.fail(result.CLIENT if is_ours else result.CONNECT, str(error), now())
         except (aiohttp.ClientError, OSError) as error:
-            record.fail(records.DISCONNECTED, repr(error), now())
+            record.fail(result.DISCONNECTED, repr(error), now())
         except asyncio.CancelledError:
-            record.fail(records.UNFINISHED, "the run ended", now())
+            record.fail(result.UNFINISHED, "the run ended", now())
             raise
 
     async def _exchange(self, record: Record, outgoing: Outgoing, now: Now) -> None:
@@ -234,7 +234,7 @@ class StreamClient:
                     else:
                         _take(record, payload, piece_s)
         if record.error is None and record.end_s is None and not is_done:
-            record.fail(records.TORN, "the stream ended without an end", now())
+            record.fail(result.TORN, "the stream ended without an end", now())
         elif record.end_s is None:
             record.end_s = record.event_times_s[-1] if record.event_times_s else now()
 
@@ -252,10 +252,10 @@ def _take(record: Record, payload: bytes, event_s: float) -> None:
     try:
         event: Event = decode_event(payload)
     except msgspec.MsgspecError as error:
-        record.fail(records.MALFORMED, f"{error}: {payload[:200]!r}", event_s)
+        record.fail(result.MALFORMED, f"{error}: {payload[:200]!r}", event_s)
         return
     if event.error is not None:
-        record.fail(records.ERROR_EVENT, str(event.error), event_s)
+        record.fail(result.ERROR_EVENT, str(event.error), event_s)
         return
     if record.error is not None:
         return

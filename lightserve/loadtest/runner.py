@@ -21,9 +21,8 @@ import numpy as np
 
 from lightserve.loadtest.client import Now, Outgoing, StreamClient
 from lightserve.loadtest.options import BE, CLASSES, RT
-from lightserve.loadtest.prompts import PromptMaker
-from lightserve.loadtest.records import Record
-from lightserve.loadtest.workload import Plan
+from lightserve.loadtest.result import Record
+from lightserve.loadtest.workload import Plan, PromptMaker
 
 _SPIN_S = 0.0015
 """Timers of an event loop are exact to 1 ms and late: the rest is waited for by looking."""

@@ -37,20 +37,20 @@ from lightserve.loadtest.options import (
     Targets,
     Traffic,
 )
-from lightserve.loadtest.prompts import (
-    UNCALIBRATED,
-    UNIQUE,
-    Calibration,
-    PromptMaker,
-    Segment,
-    calibrate,
-)
-from lightserve.loadtest.records import Record
-from lightserve.loadtest.result import ClientReport, Percentiles, RequestRow, Run, Timeline
+from lightserve.loadtest.result import ClientReport, Percentiles, Record, RequestRow, Run, Timeline
 from lightserve.loadtest.runner import Runner, RunOutcome, RunSettings, raise_file_limit, wall_clock
 from lightserve.loadtest.statistics import FloatArray, Measures, Window, spread, summarize
 from lightserve.loadtest.tables import TITLES
-from lightserve.loadtest.workload import Plan, make_plan
+from lightserve.loadtest.workload import (
+    UNCALIBRATED,
+    UNIQUE,
+    Calibration,
+    Plan,
+    PromptMaker,
+    Segment,
+    calibrate,
+    make_plan,
+)
 
 _TEXT_SEEDS = 1 << 31
 

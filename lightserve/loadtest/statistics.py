@@ -33,8 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightserve.loadtest.options import Targets
-from lightserve.loadtest.records import Record
-from lightserve.loadtest.result import ClassSummary, ErrorCount, Lengths, Spread
+from lightserve.loadtest.result import ClassSummary, ErrorCount, Lengths, Record, Spread
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightserve.loadtest.records import ERROR_KINDS
-from lightserve.loadtest.result import ClassSummary, Run, Spread
+from lightserve.loadtest.result import ERROR_KINDS, ClassSummary, Run, Spread
 
 TITLES = {"rt": "real time", "be": "best effort", "all": "together"}
 LATENCIES = (

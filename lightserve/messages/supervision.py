@@ -10,8 +10,8 @@ from enum import StrEnum
 
 import msgspec
 
-from lightserve.api_keys import ApiKey
 from lightserve.config import ServeConfig
+from lightserve.http_access import ApiKey
 from lightserve.messages.common import Message
 from lightserve.types import FrontendId
 

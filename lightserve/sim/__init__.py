@@ -1,9 +1,9 @@
 """The real RouterCore under a virtual clock, with a simulated worker."""
 
-from lightserve.sim.hardware import ProfiledHardware
 from lightserve.sim.hybrid import HybridConfig, run_hybrid
 from lightserve.sim.offline import SimulationConfig, make_workload, run
 from lightserve.sim.report import HybridReport, Report, Targets
+from lightserve.sim.worker import ProfiledHardware
 
 __all__ = [
     "HybridConfig",

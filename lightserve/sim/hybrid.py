@@ -30,11 +30,16 @@ from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import FromFrontend
 from lightserve.router.factory import make_core_config
 from lightserve.router.request import Request
-from lightserve.sim.hardware import A100_LLAMA2_7B, Hardware
 from lightserve.sim.report import HybridReport, Seen, Targets, Window, hybrid_report
 from lightserve.sim.simulation import Simulation, TimedCore, TimedEvent, Worker
 from lightserve.sim.traffic import Job, Traffic, parse_traffic
-from lightserve.sim.worker import LengthWorker, SimulatedWorker, VirtualWorker
+from lightserve.sim.worker import (
+    A100_LLAMA2_7B,
+    Hardware,
+    LengthWorker,
+    SimulatedWorker,
+    VirtualWorker,
+)
 from lightserve.types import FinishReason, FrontendId, RequestClass
 
 # What a profile of virtual hardware says: fitted to noisy samples of it, its formula unseen.

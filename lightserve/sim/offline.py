@@ -42,9 +42,9 @@ from lightserve.router.policies.registry import POLICIES
 from lightserve.router.request import Request
 from lightserve.router.request_table import Running
 from lightserve.router.shares import Allotment, Loading, Share, each_allotment
-from lightserve.sim.hardware import A100_LLAMA2_7B, VirtualHardware
 from lightserve.sim.report import Measurements, Report
 from lightserve.sim.traffic import DISTRIBUTION_MAX_TOKENS, Workload, load_workload
+from lightserve.sim.worker import A100_LLAMA2_7B, VirtualHardware
 from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
 
 # Runs of identical decode steps in one plan, with the decisions that single steps would bring.

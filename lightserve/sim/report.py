@@ -16,9 +16,8 @@ from lightserve.router.future_memory import IntArray, peak_memory
 from lightserve.router.output_lengths import FloatArray
 from lightserve.router.request import Request
 from lightserve.router.shares import Reason
-from lightserve.sim.hardware import VirtualHardware
 from lightserve.sim.simulation import TimedCore
-from lightserve.sim.worker import RunLengths, WorkSums
+from lightserve.sim.worker import RunLengths, VirtualHardware, WorkSums
 from lightserve.types import SLO, RequestClass
 
 # What the requests of one class came to: attainment of targets, goodput, throughput.

@@ -25,8 +25,8 @@ from collections import deque
 from collections.abc import Sequence
 from enum import Enum, IntEnum
 
-from lightserve.api_keys import ApiKey
 from lightserve.errors import ProtocolError, StartupError
+from lightserve.http_access import ApiKey
 from lightserve.messages.supervision import (
     LATE_TIMEOUT_S,
     ChildFailed,

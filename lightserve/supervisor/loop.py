@@ -14,12 +14,12 @@ from pathlib import Path
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Self
 
-from lightserve.api_keys import read_api_keys
 from lightserve.channels.base import Waitable
 from lightserve.channels.zmq import ZmqHub, bind_hub, wait_readable
 from lightserve.config import ServeConfig
 from lightserve.config.file import Origin, log_configuration
 from lightserve.errors import ConfigError
+from lightserve.http_access import read_api_keys
 from lightserve.logs import one_line, setup_logging
 from lightserve.messages.supervision import LATE_TIMEOUT_S, ChildMessage, SupervisorMessage
 from lightserve.supervisor.fleet import SILENCE_TIMEOUT_S, Fleet, Phase

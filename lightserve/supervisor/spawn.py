@@ -19,11 +19,11 @@ from pathlib import Path
 
 import msgspec
 
-from lightserve.api_keys import ApiKey
 from lightserve.channels.base import Hub
 from lightserve.child import SPEC_HEADER, control_name
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull, StartupError
+from lightserve.http_access import ApiKey
 from lightserve.messages.supervision import ChildMessage, ChildSpec, Role, SupervisorMessage
 
 # The private directory (0700) in which the sockets of one server lie.

@@ -23,8 +23,7 @@ from torch import Tensor
 from lightserve.errors import GrammarError
 from lightserve.messages.common import Constraint, unpack_int32
 from lightserve.messages.router_worker import AddSequence
-from lightserve.structured.grammars import compile_matcher, kept_bytes
-from lightserve.structured.schemas import yield_to_others
+from lightserve.structured import compile_matcher, kept_bytes, yield_to_others
 from lightserve.types import RowId
 from lightserve.worker.sampling.interface import RowMasks
 from lightserve.worker.tables import Upload

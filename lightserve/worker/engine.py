@@ -31,7 +31,7 @@ from lightserve.models.config import (
 from lightserve.models.loader import load_model
 from lightserve.models.parallel import SingleRank, TensorParallel
 from lightserve.progress import progress
-from lightserve.structured.grammars import model_vocabulary
+from lightserve.structured import model_vocabulary
 from lightserve.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from lightserve.worker.constraints import RowConstraints
 from lightserve.worker.device import make_queue, resolve_device

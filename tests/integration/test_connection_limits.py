@@ -20,10 +20,10 @@ from support.fake_router import eventually, says
 from support.patient_loop import run_patiently
 from support.running_frontend import Client, Running, running_frontend
 
-from lightserve.api_keys import ApiKey, digest_of
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.frontend.connections import ConnectionTable, connection_table
 from lightserve.frontend.http_server import FREE_CHUNKS, HttpProtocol
+from lightserve.http_access import ApiKey, digest_of
 from lightserve.messages.frontend_router import Submit, TokenDelta
 from lightserve.messages.supervision import NewApiKeys
 

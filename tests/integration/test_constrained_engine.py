@@ -36,7 +36,7 @@ from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.request import Request
 from lightserve.sim.simulation import Simulation, TimedEvent
-from lightserve.structured.grammars import compile_matcher, kept_bytes, model_vocabulary
+from lightserve.structured import compile_matcher, kept_bytes, model_vocabulary
 from lightserve.tokenization.tokenizer import Tokenizer
 from lightserve.types import (
     FinishReason,

@@ -11,13 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from lightserve.api_keys import ApiKey, digest_of
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, StartupError
+from lightserve.http_access import ApiKey, digest_of
 from lightserve.messages.supervision import MetricSample, MetricsRequest, Role
 from lightserve.metrics.catalogue import STEPS
-from lightserve.metrics.ledger import render
-from lightserve.supervisor.metrics import MAX_SCRAPES, MetricsListener, ServerMetrics
+from lightserve.supervisor.metrics import MAX_SCRAPES, MetricsListener, ServerMetrics, render
 
 
 @contextmanager

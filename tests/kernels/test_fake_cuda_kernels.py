@@ -10,7 +10,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from lightserve.kernels.device.kernels import DeviceTorchKernels
+from lightserve.kernels.device import DeviceTorchKernels
 from lightserve.kernels.interface import AttentionBatch, Kernels, KernelShapes
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.self_check import _comparisons, _Pair

@@ -18,7 +18,7 @@ from lightserve.errors import StartupError
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
 from lightserve.kernels.cpu.native import NativeKernels
-from lightserve.kernels.device.kernels import DeviceTorchKernels
+from lightserve.kernels.device import DeviceTorchKernels
 from lightserve.kernels.interface import Kernels, KernelShapes
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core

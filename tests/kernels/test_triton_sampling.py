@@ -23,9 +23,8 @@ from lightserve.kernels.triton import sampling, sampling_adjust, sampling_scan, 
 from lightserve.messages.router_worker import AddSequence
 from lightserve.types import RowId, SamplingParams
 from lightserve.worker.sampling.device import _adjusted, logprobs_on_device, sample_on_device
-from lightserve.worker.sampling.host import adjust, sample_on_host
 from lightserve.worker.sampling.interface import KnownCounts, SamplingBatch, sequence_state, uniform
-from lightserve.worker.sampling.sampler import logprob_tensors
+from lightserve.worker.sampling.sampler import adjust, logprob_tensors, sample_on_host
 from lightserve.worker.tables import SamplingTable
 
 OPTIONS: list[dict[str, Any]] = [

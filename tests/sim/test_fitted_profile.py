@@ -9,8 +9,8 @@ import pytest
 
 from lightserve import sim
 from lightserve.cost.model import StepModel, StepShape
-from lightserve.sim.hardware import A100_LLAMA2_7B
 from lightserve.sim.hybrid import HybridRun, fitted_profile
+from lightserve.sim.worker import A100_LLAMA2_7B
 
 NOISE = 0.05
 

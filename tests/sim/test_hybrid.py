@@ -18,11 +18,16 @@ from lightserve.messages.router_worker import (
     PlanRow,
     StepPlan,
 )
-from lightserve.sim.hardware import A100_LLAMA2_7B, Hardware, ProfiledHardware
 from lightserve.sim.hybrid import HybridRun
 from lightserve.sim.report import ClassReport, Seen, Targets, Window, class_report
 from lightserve.sim.traffic import Job, Traffic, parse_block_ids, parse_traffic, read_trace
-from lightserve.sim.worker import LengthWorker, VirtualWorker
+from lightserve.sim.worker import (
+    A100_LLAMA2_7B,
+    Hardware,
+    LengthWorker,
+    ProfiledHardware,
+    VirtualWorker,
+)
 from lightserve.types import RequestClass, RowId, StepId
 
 SHAREGPT = "bench/traces/sharegpt_lengths.csv.gz"

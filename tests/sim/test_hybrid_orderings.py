@@ -12,7 +12,7 @@ import functools
 import pytest
 
 from lightserve import sim
-from lightserve.sim.hardware import A100_LLAMA2_7B
+from lightserve.sim.worker import A100_LLAMA2_7B
 
 SLOW = dataclasses.replace(
     A100_LLAMA2_7B,

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from lightserve import sim
-from lightserve.sim.hardware import A100_LLAMA2_7B, VirtualHardware
 from lightserve.sim.hybrid import HybridRun
 from lightserve.sim.traffic import DrawnTraffic
+from lightserve.sim.worker import A100_LLAMA2_7B, VirtualHardware
 from lightserve.types import RequestClass
 
 TIGHT = sim.HybridConfig(

@@ -25,9 +25,8 @@ from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.request import Request
 from lightserve.router.shares import Reason
-from lightserve.sim.hardware import ProfiledHardware
 from lightserve.sim.simulation import Outcome
-from lightserve.sim.worker import SimulatedWorker, VirtualWorker
+from lightserve.sim.worker import ProfiledHardware, SimulatedWorker, VirtualWorker
 from lightserve.types import SLO, FrontendId, RequestClass, RequestId
 
 RT, BE = RequestClass.RT, RequestClass.BE

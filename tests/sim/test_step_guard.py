@@ -13,7 +13,7 @@ from lightserve.cost.model import StepSample, fit
 from lightserve.messages.common import StepCoefficients
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.step_cost import StepCost, StepGuard, StepKind, StepShape, kind_of
-from lightserve.sim.hardware import A100_LLAMA2_7B
+from lightserve.sim.worker import A100_LLAMA2_7B
 
 NOISE = 0.05
 LIMIT_S = 0.05

@@ -30,8 +30,8 @@ from lightserve.messages.common import RegexConstraint
 from lightserve.messages.router_worker import AddSequence
 from lightserve.types import RowId, SamplingParams
 from lightserve.worker.constraints import StepMasks
-from lightserve.worker.sampling.host import sample_on_host
 from lightserve.worker.sampling.interface import KnownCounts, SamplingBatch, Tokens
+from lightserve.worker.sampling.sampler import sample_on_host
 from lightserve.worker.tables import SamplingTable
 
 

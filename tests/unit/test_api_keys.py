@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightserve.api_keys import MAX_FILE_BYTES, ApiKey, digest_of, find_key, read_api_keys
 from lightserve.errors import ConfigError
+from lightserve.http_access import MAX_FILE_BYTES, ApiKey, digest_of, find_key, read_api_keys
 
 KEY = "k" * 16
 DIGEST = hashlib.sha256(KEY.encode()).hexdigest()
@@ -78,7 +78,7 @@ def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         compared.append(ours)
         return ours == given
 
-    monkeypatch.setattr("lightserve.api_keys.hmac.compare_digest", compare)
+    monkeypatch.setattr("lightserve.http_access.hmac.compare_digest", compare)
     keys = [ApiKey(str(n), digest_of(b"%d" % n)) for n in range(5)]
     for given in (b"0", b"4", b"none"):
         compared.clear()

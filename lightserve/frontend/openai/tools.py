@@ -15,7 +15,7 @@ from lightserve.frontend.json_body import AN_OBJECT, BY_KIND, OTHERWISE, StrictM
 from lightserve.frontend.openai.output_parser import END_OF_TOOL_CALL, TOOL_CALL
 from lightserve.frontend.structured_output import ConstraintSpec, check_num_values
 from lightserve.messages.common import GrammarConstraint
-from lightserve.structured.schemas import MAX_GRAMMAR_BYTES, WHITESPACE, closed
+from lightserve.structured import MAX_GRAMMAR_BYTES, WHITESPACE, closed
 
 MAX_TOOLS = 128
 MAX_CALLS = 16

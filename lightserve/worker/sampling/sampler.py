@@ -10,13 +10,23 @@ order of falling probability, everything else in the order of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightserve.messages.common import TokenLogprob
-from lightserve.worker.sampling.host import sample_on_host
-from lightserve.worker.sampling.interface import LogprobTensors, Sampled, SamplingBatch, Tokens
+from lightserve.worker.sampling.interface import (
+    Adjustments,
+    LogprobTensors,
+    Sampled,
+    SamplingBatch,
+    Tokens,
+    bar_words,
+    uniform_at,
+)
 
 # Log-probabilities of tokens: the model's own, before any option changed them.
 #
@@ -95,7 +105,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
         logits: [L, vocab], float32 on the CPU, unchanged afterwards, L >= 1.
         batch: how; on the device of the logits.
     """
-    token_ids, is_finite = _draw(logits, batch)
+    token_ids, is_finite = _sample(logits, batch)
     rows = batch.rows
     if not rows.logprob_indices:
         return Sampled(token_ids, is_finite, None)
@@ -106,10 +116,238 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     return Sampled(token_ids, is_finite, logprob_tensors(wanted, chosen, most, known))
 
 
-def _draw(logits: Tensor, batch: SamplingBatch) -> Tokens:
+def _sample(logits: Tensor, batch: SamplingBatch) -> Tokens:
     if logits.device.type == "cpu":
         return sample_on_host(logits, batch)
     # Triton: an optional dependency, which a CPU does without.
     from lightserve.worker.sampling.device import sample_on_device  # noqa: PLC0415
 
     return sample_on_device(logits, batch)
+
+
+# ----------------------------------------------------------------------
+# The sampler of the CPU: torch, vectorised over the batch, every row on its own.
+
+
+# What requests do to their logits before a token is drawn, on the CPU, over all rows at once.
+#
+# A row is a function of its own logits, options and known tokens alone: nothing is kept between
+# steps, so a recomputed row gets the same tokens. Rows without options cost nothing but a copy.
+
+
+def adjust(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Return logits, float32 [L, vocab], as constraints, bias, penalties and bars change them."""
+    logits = logits.clone()
+    if batch.masks is not None and batch.masks.indices:
+        assert batch.masks.allowed is not None, "constraints of the CPU come unpacked"
+        rows = torch.tensor(batch.masks.indices)
+        logits[rows] = logits[rows].masked_fill_(~batch.masks.allowed, float("-inf"))
+    options = batch.rows.adjustments
+    if options is not None:
+        _add_bias(logits, options)
+        lengths = batch.positions[options.indices]
+        if options.has_penalties:
+            _penalise(logits, batch, options, lengths)
+        _allow(logits, options)
+        _bar_end(logits, options, lengths - options.num_prompt_tokens)
+        bar_words(logits, options.indices, options, batch)
+    return logits
+
+
+def _add_bias(logits: Tensor, options: Adjustments) -> None:
+    if len(options.bias_values):
+        rows = options.indices[options.bias_rows]
+        logits[rows, options.bias_token_ids] += options.bias_values
+
+
+def _penalise(logits: Tensor, batch: SamplingBatch, options: Adjustments, lengths: Tensor) -> None:
+    """Apply the repetition penalty, then those for frequency and presence."""
+    starts = torch.zeros_like(lengths)
+    if bool((options.repetition != 1).any()):
+        some = (options.repetition != 1).nonzero().flatten()
+        owner, tokens = _known(batch, options, some, starts[some], lengths[some])
+        # A token that is there twice is written twice, with the same value.
+        place = options.indices[owner] * logits.shape[1] + tokens
+        values, factor = logits.view(-1)[place], options.repetition[owner]
+        logits.view(-1)[place] = torch.where(values > 0, values / factor, values * factor)
+    counts = (options.frequency != 0) | (options.presence != 0)
+    if bool(counts.any()):
+        some = counts.nonzero().flatten()
+        starts = options.num_prompt_tokens[some].long()
+        owner, tokens = _known(batch, options, some, starts, lengths[some])
+        keys = owner * logits.shape[1] + tokens
+        seen, number = keys.unique(return_counts=True)  # type: ignore[no-untyped-call]
+        owner = seen // logits.shape[1]
+        place = seen + (options.indices[owner] - owner) * logits.shape[1]
+        logits.view(-1)[place] -= options.frequency[owner] * number + options.presence[owner]
+
+
+def _known(
+    batch: SamplingBatch, options: Adjustments, some: Tensor, starts: Tensor, ends: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return (index among the A, token) of the known tokens start … end - 1 of some rows."""
+    rows = batch.rows.rows[options.indices[some]].tolist()
+    spans = zip(rows, starts.tolist(), ends.tolist(), strict=True)
+    tokens = torch.cat([batch.token_ids[row, start:end] for row, start, end in spans])
+    return some.repeat_interleave(ends - starts), tokens.long()
+
+
+def _allow(logits: Tensor, options: Adjustments) -> None:
+    """Bar what is not in `allowed_token_ids`."""
+    limited = options.indices[options.allowed_rows >= 0].tolist()
+    for index, token_ids in zip(limited, options.allowed_token_ids, strict=True):
+        row, allowed = logits[index], torch.from_numpy(token_ids)
+        kept = row[allowed]
+        row.fill_(float("-inf"))
+        row[allowed] = kept
+
+
+def _bar_end(logits: Tensor, options: Adjustments, num_output_tokens: Tensor) -> None:
+    """Bar the end before `min_tokens`."""
+    barred = (num_output_tokens < options.min_tokens)[:, None] & (options.eos_token_ids >= 0)
+    owner, which = barred.nonzero(as_tuple=True)
+    if len(owner):
+        tokens = options.eos_token_ids[owner, which].long()
+        logits[options.indices[owner], tokens] = float("-inf")
+
+
+BLOCK = 256
+"""Tokens of the vocabulary that a draw takes together at first."""
+CANDIDATES = 256
+"""Most probable tokens that top-k and top-p look at first."""
+
+
+def sample_on_host(logits: Tensor, batch: SamplingBatch) -> Tokens:
+    """Return the tokens of float32 logits [L, vocab] on the CPU."""
+    rows = batch.rows
+    is_finite = _finite_rows(logits)
+    if rows.adjustments is not None or batch.masks is not None:
+        logits = adjust(logits, batch)
+        is_finite &= logits.amax(dim=-1).isfinite()
+    if not bool(is_finite.all()):
+        logits = torch.where(is_finite[:, None], logits, 0.0)
+    token_ids = _largest(logits)
+    for draw, chosen in ((_draw_truncated, rows.truncated), (_draw, rows.drawn)):
+        if chosen:
+            some = logits if len(chosen) == len(rows) else logits[chosen]
+            numbers = _numbers(batch, chosen)
+            options = _Options(
+                rows.temperature[chosen, None],
+                rows.min_p[chosen, None] if rows.has_min_p else None,
+                rows.top_k[chosen, None].long(),
+                rows.top_p[chosen, None],
+            )
+            token_ids[chosen] = draw(_probabilities(some, options), options, numbers)
+    return Tokens(torch.where(is_finite, token_ids, 0), is_finite)
+
+
+class _Options(NamedTuple):
+    """Of some rows, each [rows, 1]."""
+
+    temperature: Tensor
+    min_p: Tensor | None
+    top_k: Tensor
+    top_p: Tensor
+
+    def of(self, rows: Tensor) -> _Options:
+        min_p = None if self.min_p is None else self.min_p[rows]
+        return _Options(self.temperature[rows], min_p, self.top_k[rows], self.top_p[rows])
+
+
+def _finite_rows(logits: Tensor) -> Tensor:
+    """Return whether all of each row is finite, bool [L]."""
+    # One pass where all is well: a sum is finite only if its terms are.
+    if bool(logits.sum().isfinite()):
+        return torch.ones(logits.shape[0], dtype=torch.bool)
+    return torch.isfinite(logits).all(dim=-1)
+
+
+def _largest(logits: Tensor) -> Tensor:
+    """Return the first of the largest logits of each row, int64 [L]."""
+    # On a CPU numpy takes a tenth of torch's time for the same.
+    return torch.from_numpy(logits.numpy().argmax(axis=-1))
+
+
+def _numbers(batch: SamplingBatch, chosen: list[int]) -> Tensor:
+    """Return each chosen row's uniform number, float64 [rows, 1]."""
+    states = batch.rows.states.numpy().view(np.uint64)[chosen]
+    positions = batch.positions.numpy().view(np.uint64)[chosen]
+    return torch.from_numpy(uniform_at(states, positions))[:, None]
+
+
+def _probabilities(logits: Tensor, options: _Options) -> Tensor:
+    """Return softmax(logits / temperature) without what min-p drops, float32 [L, vocab]."""
+    # The largest logit becomes 0 first, so that small temperatures cannot overflow.
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(options.temperature)
+    torch.softmax(scaled, dim=-1, out=scaled)
+    if options.min_p is not None:
+        least = options.min_p * scaled.amax(-1, keepdim=True)
+        scaled.masked_fill_(scaled < least, 0.0)
+    return scaled
+
+
+def _draw(probabilities: Tensor, options: _Options, numbers: Tensor) -> Tensor:
+    """Draw from the whole vocabulary, in its own order; int64 [L].
+
+    First a block of tokens, then a token of it: running sums over everything are slow.
+    """
+    del options
+    num_rows, vocab_size = probabilities.shape
+    if vocab_size % BLOCK:
+        probabilities = F.pad(probabilities, (0, -vocab_size % BLOCK))
+    blocks = probabilities.view(num_rows, -1, BLOCK)
+    totals = blocks.sum(dim=-1).double()
+    cumulative = totals.cumsum(dim=-1)
+    target = numbers * cumulative[:, -1:]
+    block = _invert(cumulative, target)
+    target -= cumulative.gather(1, block) - totals.gather(1, block)
+    within = blocks[torch.arange(num_rows), block.squeeze(1)].double().cumsum(dim=-1)
+    # The block's two sums differ by a rounding: the target must not pass the second one.
+    target = torch.minimum(target, within[:, -1:] * (1 - 1e-15)).clamp(min=0.0)
+    return (block * BLOCK + _invert(within, target)).squeeze(1)
+
+
+def _draw_truncated(probabilities: Tensor, options: _Options, numbers: Tensor) -> Tensor:
+    """Draw from the most probable tokens that top-k and then top-p keep; int64 [L]."""
+    vocab_size = probabilities.shape[-1]
+    drawn = _draw_from_top(probabilities, options, numbers, min(CANDIDATES, vocab_size))
+    missing = (~drawn.is_certain).nonzero().flatten()
+    if len(missing):
+        rest = options.of(missing)
+        again = _draw_from_top(probabilities[missing], rest, numbers[missing], vocab_size)
+        drawn.token_ids[missing] = again.token_ids
+    return drawn.token_ids
+
+
+class _Drawn(NamedTuple):
+    token_ids: Tensor
+    """int64 [L]."""
+    is_certain: Tensor
+    """bool [L], False where tokens that were not looked at may be kept too."""
+
+
+def _draw_from_top(probabilities: Tensor, options: _Options, numbers: Tensor, count: int) -> _Drawn:
+    """Draw as if the vocabulary were each row's `count` most probable tokens."""
+    vocab_size = probabilities.shape[-1]
+    top_k = torch.where(options.top_k > 0, options.top_k, vocab_size).clamp(max=vocab_size)
+    values, order = probabilities.topk(count, dim=-1)
+    values = values.double()
+    cumulative = values.cumsum(dim=-1)
+    limit = top_k.clamp(max=count)
+    # What top-k leaves, of which top-p takes the smallest prefix that reaches its share.
+    total = cumulative.gather(1, limit - 1)
+    if count < vocab_size:
+        everything = probabilities.sum(dim=-1, keepdim=True, dtype=torch.float64)
+        total = torch.where(top_k > count, everything, total)
+    in_top_p = (cumulative - values < options.top_p * total).sum(dim=-1, keepdim=True)
+    last = torch.minimum(limit, in_top_p).clamp(min=1) - 1
+    index = _invert(cumulative, numbers * cumulative.gather(1, last))
+    token_ids = order.gather(1, torch.minimum(index, last)).squeeze(1)
+    reaches = (top_k == vocab_size) & (cumulative[:, -1:] >= options.top_p * total)
+    return _Drawn(token_ids, ((top_k <= count) | reaches).squeeze(1))
+
+
+def _invert(cumulative: Tensor, target: Tensor) -> Tensor:
+    """Return the first index at which the cumulative sum exceeds the target; int64 [L, 1]."""
+    index = torch.searchsorted(cumulative, target, right=True)
+    return index.clamp(max=cumulative.shape[-1] - 1)

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from lightserve.chat import client as chat_client
-from lightserve.chat.client import ChatClient, Piece
-from lightserve.chat.session import Session, printable, talk
+from lightserve import chat_client
+from lightserve.chat import Session, printable, talk
+from lightserve.chat_client import ChatClient, Piece
 from lightserve.cli import chat as cli_chat
 from lightserve.errors import ChatError
 

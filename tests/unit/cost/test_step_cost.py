@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightserve.messages.common import StepCoefficients
 from lightserve.router.step_cost import StepCost, StepShape
-from lightserve.sim.hardware import A100_LLAMA2_7B, VirtualHardware
+from lightserve.sim.worker import A100_LLAMA2_7B, VirtualHardware
 
 KNEE = (A100_LLAMA2_7B.floor_s - A100_LLAMA2_7B.constant_s) / A100_LLAMA2_7B.per_new_token_s
 

@@ -15,7 +15,6 @@ import pytest
 from starlette.routing import Route
 from support.fake_router import Setup, eventually, frontend, says
 
-from lightserve.api_keys import ApiKey, digest_of
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
@@ -27,6 +26,7 @@ from lightserve.frontend.middleware import (
     access_to,
 )
 from lightserve.frontend.process import _routers, _routes, create_app
+from lightserve.http_access import ApiKey, digest_of
 from lightserve.metrics.recording import OTHER
 
 ALICE, OPERATOR = "alice-secret-key", "operator-secret-key"

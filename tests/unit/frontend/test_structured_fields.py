@@ -20,7 +20,7 @@ from lightserve.messages.common import (
     JsonSchemaConstraint,
     RegexConstraint,
 )
-from lightserve.structured.grammars import byte_vocabulary, compile_matcher, lark_of_gbnf
+from lightserve.structured import byte_vocabulary, compile_matcher, lark_of_gbnf
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 BODIES: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from lightserve.config import ServeConfig
 from lightserve.frontend.openai.tools import ToolUse
 from lightserve.frontend.structured_output import ConstraintSpec
 from lightserve.messages.common import GrammarConstraint
-from lightserve.structured.grammars import byte_vocabulary, compile_matcher
+from lightserve.structured import byte_vocabulary, compile_matcher
 from lightserve.tokenization.tokenizer import Tokenizer
 
 PATH = "/v1/chat/completions"

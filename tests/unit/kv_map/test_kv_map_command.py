@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 from support.fake_router import frontend
 
+from lightserve import kv_map
 from lightserve.cli import main as cli_main
 from lightserve.errors import ConfigError, KVMapError
-from lightserve.kv_map import picture
-from lightserve.kv_map.picture import (
+from lightserve.kv_map import (
     COLOURS,
     MAX_CELLS,
     MAX_HEIGHT,
@@ -236,7 +236,7 @@ def server(monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any]) -> list[http
 
     real = httpx.Client
     monkeypatch.setattr(
-        picture.httpx,
+        kv_map.httpx,
         "Client",
         lambda **options: real(**{**options, "transport": httpx.MockTransport(handler)}),
     )
@@ -286,7 +286,7 @@ def test_mistakes_are_one_line(
 def test_what_is_missing_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "lightserve.kv_map.picture")
+    monkeypatch.delitem(sys.modules, "lightserve.kv_map")
     monkeypatch.setitem(sys.modules, "matplotlib.artist", None)
     assert _main(URL, "-o", str(tmp_path / "kv.png")) == 2
     error = capsys.readouterr().err

@@ -14,10 +14,10 @@ from support.mock_server import Behaviour, MockServer, count_tokens
 
 from lightserve.loadtest.client import EventLines, StreamClient, api_base, clock
 from lightserve.loadtest.options import ArrivalKind, ServerOptions, Targets, Traffic
-from lightserve.loadtest.prompts import UNCALIBRATED, PromptMaker
 from lightserve.loadtest.result import Run
 from lightserve.loadtest.runner import Runner, RunOutcome, RunSettings
 from lightserve.loadtest.session import counting_window, make_plans, make_run
+from lightserve.loadtest.workload import UNCALIBRATED, PromptMaker
 
 Meanwhile = Callable[[MockServer, Runner], Coroutine[Any, Any, None]]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from lightserve.kv_map.picture import COLOURS
+from lightserve.kv_map import COLOURS
 from lightserve.loadtest import plots
 from lightserve.loadtest.statistics import QUANTILES
 from lightserve.types import SlotKind

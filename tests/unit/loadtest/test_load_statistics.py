@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightserve.errors import ConfigError
 from lightserve.loadtest.options import Targets
-from lightserve.loadtest.records import Record
+from lightserve.loadtest.result import Record
 from lightserve.loadtest.statistics import Measures, Window, spread, summarize, weighted_quantile
 
 ALL = Window(0.0, 10.0)

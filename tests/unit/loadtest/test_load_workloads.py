@@ -10,12 +10,16 @@ import pytest
 
 from lightserve.errors import ConfigError
 from lightserve.loadtest.options import ArrivalKind, Traffic
-from lightserve.loadtest.prompts import UNIQUE, WORDS, PromptMaker, Segment, calibrate
 from lightserve.loadtest.session import make_plans
 from lightserve.loadtest.workload import (
+    UNIQUE,
+    WORDS,
     LengthDistribution,
     Plan,
+    PromptMaker,
+    Segment,
     arrival_offsets,
+    calibrate,
     load_trace,
     make_plan,
     trace_names,

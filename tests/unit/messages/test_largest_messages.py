@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from support.fake_router import frontend, kv_pool, says
 
-from lightserve.api_keys import MAX_KEYS, ApiKey
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.channels.zmq import Codec
 from lightserve.errors import FrameTooLarge
+from lightserve.http_access import MAX_KEYS, ApiKey
 from lightserve.messages.common import (
     MAX_FRAME_BYTES,
     Message,

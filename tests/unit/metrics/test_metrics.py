@@ -14,9 +14,9 @@ from lightserve.errors import ProtocolError
 from lightserve.messages.supervision import MetricSample
 from lightserve.metrics import catalogue
 from lightserve.metrics.catalogue import all_families
-from lightserve.metrics.ledger import Ledger, make_registry, render
 from lightserve.metrics.recording import MAX_SERIES_PER_FAMILY, OTHER, Histogram, Kind, Recorder
 from lightserve.metrics.requests import FrontendMetrics, RequestMetrics
+from lightserve.supervisor.metrics import Ledger, make_registry, render
 from lightserve.types import NO_SLO, SLO, FinishReason, RequestClass
 from tools.metrics_page import document
 

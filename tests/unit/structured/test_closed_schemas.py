@@ -13,8 +13,7 @@ import pytest
 from support.fake_router import frontend, says
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
-from lightserve.structured.grammars import byte_vocabulary, compile_matcher
-from lightserve.structured.schemas import closed
+from lightserve.structured import byte_vocabulary, closed, compile_matcher
 
 INT = {"type": "integer"}
 A, B = {"properties": {"a": INT}}, {"properties": {"b": INT}}

@@ -12,8 +12,14 @@ from support.tokenizers_made import write_byte_level, write_metaspace, write_sen
 
 from lightserve.errors import GrammarError
 from lightserve.messages.common import GrammarConstraint, JsonSchemaConstraint, RegexConstraint
-from lightserve.structured.grammars import byte_vocabulary, compile_matcher, model_vocabulary
-from lightserve.structured.schemas import MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES, MAX_SCHEMA_BYTES
+from lightserve.structured import (
+    MAX_GRAMMAR_BYTES,
+    MAX_REGEX_BYTES,
+    MAX_SCHEMA_BYTES,
+    byte_vocabulary,
+    compile_matcher,
+    model_vocabulary,
+)
 from lightserve.tokenization.tokenizer import Tokenizer
 
 PADDING = 7

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.sampled_rows import History, draw, make_batch
 
 from lightserve.types import SamplingParams
-from lightserve.worker.sampling.host import adjust, sample_on_host
+from lightserve.worker.sampling.sampler import adjust, sample_on_host
 
 VOCAB = 12
 TOKENS = st.integers(0, VOCAB - 1)

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from lightserve.types import SamplingParams
-from lightserve.worker.sampling.host import adjust
+from lightserve.worker.sampling.sampler import adjust
 
 VOCAB, NUM_DRAWS = 60, 600
 

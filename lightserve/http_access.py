@@ -1,4 +1,6 @@
-"""API keys: a text file of names and keys; in memory, names and digests only.
+"""Who asks an HTTP server: API keys, and what headers say.
+
+API keys: a text file of names and keys; in memory, names and digests only.
 
 A line of the file is `NAME KEY`, or `NAME sha256:DIGEST` so that the file itself gives no key
 away, and perhaps the word `admin`. Empty lines and lines that begin with `#` mean nothing. The
@@ -10,8 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import msgspec
@@ -103,3 +106,35 @@ def _parse(line: str, where: str) -> ApiKey:
     else:
         digest = digest_of(secret.encode())
     return ApiKey(name, digest, is_admin=len(words) == 2)
+
+
+# ----------------------------------------------------------------------
+# What headers of a request say about who asks, for every HTTP server of the project.
+
+
+def bearer_key(authorization: bytes) -> bytes:
+    """Return the key in an Authorization header; nothing if there is none."""
+    scheme, _, key = authorization.partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name or an address, perhaps in brackets, can be reached from this machine only."""
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False
+
+
+def names_machine(host: bytes, names: Set[str]) -> bool:
+    """Whether a Host header has one of the names, in small letters, or a loopback one.
+
+    A web page whose own name has been pointed at this machine (DNS rebinding) sends that name.
+    """
+    given = host.decode("latin-1").lower()
+    name, colon, port = given.rpartition(":")
+    if not colon or not port.isdecimal():
+        name = given
+    return name in names or is_loopback(name)

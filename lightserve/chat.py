@@ -24,7 +24,7 @@ from prompt_toolkit.key_binding import KeyBindings
 from prompt_toolkit.key_binding.key_processor import KeyPressEvent
 from prompt_toolkit.output import Output
 
-from lightserve.chat.client import ChatClient, Piece
+from lightserve.chat_client import ChatClient, Piece
 from lightserve.errors import ChatError
 
 HELP = """\

@@ -23,7 +23,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lightserve.chat.client import refusal_text, unreachable_text
+from lightserve.chat_client import refusal_text, unreachable_text
 from lightserve.errors import ConfigError, KVMapError
 from lightserve.types import SlotKind
 

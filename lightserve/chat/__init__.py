@@ -1,1 +1,0 @@
-"""A terminal chat with any server that speaks OpenAI's HTTP API: `lightserve chat`."""

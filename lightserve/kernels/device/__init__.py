@@ -1,1 +1,0 @@
-"""torch's own operations on any device: what `--attention-backend torch` is on a GPU."""

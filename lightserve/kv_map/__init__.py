@@ -1,1 +1,0 @@
-"""A picture of a server's KV pool: `lightserve kv-map`."""

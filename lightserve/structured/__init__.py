@@ -1,1 +1,0 @@
-"""Structured output: constraints to grammars, checked by frontends and enforced on rank 0."""
