@@ -31,6 +31,7 @@ import numpy as np
 from bench.router.clock import Mode, StepFigures, run_router
 from lightserve.channels.zmq import ZmqHub, ZmqLink, bind_hub, connect_link
 from lightserve.config import ServeConfig
+from lightserve.errors import ChannelFull
 from lightserve.messages.common import PROTOCOL_VERSION, StepCoefficients
 from lightserve.messages.frontend_router import (
     FrontendHello,
@@ -176,7 +177,7 @@ class Frontend:
                 raise RuntimeError("the router does not welcome its frontend")
         classes = [RequestClass.BE] * NUM_QUEUED + [RequestClass.RT] * NUM_REAL_TIME
         for number, request_class in enumerate(classes):
-            self._submit(request_class)
+            self._submit(request_class, router)
             if number % 1000 == 999:
                 time.sleep(0.1)  # the router's socket takes 4096 messages
         while not finished.poll():
@@ -186,13 +187,20 @@ class Frontend:
             if isinstance(news, TokenDelta):
                 for delta in news.requests:
                     if delta.finish_reason is not None:
-                        self._submit(self._classes[delta.request_id])
+                        self._submit(self._classes[delta.request_id], router)
 
-    def _submit(self, request_class: RequestClass) -> None:
+    def _submit(self, request_class: RequestClass, router: BaseProcess) -> None:
         number = RequestId(len(self._classes))
         self._classes.append(request_class)
         slo = TARGETS if request_class is RequestClass.RT else SLO()
-        self._link.send(next(self._jobs).submit(number, request_class, slo))
+        message = next(self._jobs).submit(number, request_class, slo)
+        while True:
+            try:
+                return self._link.send(message)
+            except ChannelFull:
+                if not router.is_alive():
+                    raise
+                time.sleep(0.05)  # the router is slow to read: others want its core
 
     def close(self) -> None:
         """Release the link."""

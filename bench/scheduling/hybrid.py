@@ -383,10 +383,10 @@ def t9(bench: Bench) -> None:
         row(f"{rate:g}", f"**{UNIFIED}**", ours)
         row(f"{rate:g}", setting, priority)
         if rate == 8.0:
-            ratio = ours.be_rps / fcfs.be_rps
+            ratio = ours.be_rps / max(fcfs.be_rps, 1e-9)
             print(f"| 8 | {ratio:.2f}x stock fcfs, target 0.95 {verdict(ratio >= 0.95)} |")
         if min(priority.ttft_pct, priority.mtpot_pct) >= ATTAINED_PCT:
-            ratio = ours.be_rps / priority.be_rps
+            ratio = ours.be_rps / max(priority.be_rps, 1e-9)
             note = f"{ratio:.2f}x tuned priority, target 0.95"
             print(f"| {rate:g} | {note} {verdict(ratio >= 0.95)} |")
 

@@ -137,7 +137,6 @@ class Play:
         """Of the class, all that were not refused."""
         self._first: tuple[float, float, frozenset[RequestKey]] | None = None
         """Of the probe's first refusal: when, what it was told, and who waited."""
-        self._probe_job: Job | None = None
         self._is_closed = other is BE
 
     # ------------------------------------------------------------ clients

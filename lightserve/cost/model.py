@@ -46,7 +46,16 @@ class StepShape(NamedTuple):
 
     def plus(self, start: int, num_tokens: int) -> StepShape:
         """Return the shape with one more row: tokens at positions `start` …"""
-        return self._moved(start, num_tokens, 1)
+        if num_tokens == 1:
+            return self.plus_decodes(1, start)
+        return StepShape(
+            self.num_new + num_tokens,
+            self.decode_context,
+            self.chunk_pairs + chunk_pairs(start, num_tokens),
+            self.num_decodes,
+            self.num_chunks + 1,
+            self.chunk_context + start,
+        )
 
     def plus_decodes(self, num_rows: int, context: int) -> StepShape:
         """Return the shape with more rows that compute one token, contexts summed."""
@@ -59,10 +68,6 @@ class StepShape(NamedTuple):
             self.chunk_context,
         )
 
-    def minus(self, start: int, num_tokens: int) -> StepShape:
-        """Return the shape without a row that is in it."""
-        return self._moved(start, num_tokens, -1)
-
     @property
     def decodes(self) -> StepShape:
         """The rows that compute one token, alone."""
@@ -74,18 +79,6 @@ class StepShape(NamedTuple):
         num_new = self.num_new - self.num_decodes
         return StepShape(
             num_new, 0, self.chunk_pairs, 0, self.num_chunks, chunk_context=self.chunk_context
-        )
-
-    def _moved(self, start: int, num_tokens: int, sign: int) -> StepShape:
-        if num_tokens == 1:
-            return self.plus_decodes(sign, sign * start)
-        return StepShape(
-            self.num_new + sign * num_tokens,
-            self.decode_context,
-            self.chunk_pairs + sign * chunk_pairs(start, num_tokens),
-            self.num_decodes,
-            self.num_chunks + sign,
-            self.chunk_context + sign * start,
         )
 
 

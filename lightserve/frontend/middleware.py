@@ -320,8 +320,6 @@ def _only(values: list[bytes]) -> bytes:
 # never the path, which could hold anything; of a refusal the code and the field that it is about.
 
 
-REQUEST_ID_KEY = "lightserve.request_id"
-"""Key in the ASGI scope: the request's id."""
 ARRIVAL_KEY = "lightserve.arrival_s"
 """Key in the ASGI scope: monotonic time at which the headers were there."""
 
@@ -333,13 +331,6 @@ _HARMLESS_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 log = logging.getLogger(__name__)
-
-
-def request_id_of(scope: Scope) -> str:
-    """Return the id of a request that came through `RequestLog`."""
-    value = scope[REQUEST_ID_KEY]
-    assert isinstance(value, str)
-    return value
 
 
 class RequestLog:
@@ -359,7 +350,6 @@ class RequestLog:
         scope[ARRIVAL_KEY] = start_s
         scope[ROUTE_KEY] = self._template_of(scope)
         current = _choose_id(scope)
-        scope[REQUEST_ID_KEY] = current
         token = request_id.set(current)
         status = 0
 

@@ -56,10 +56,6 @@ class SimulatedWorker:
         self._req_to_slot = np.full((max_num_seqs, max_model_len), -1, dtype=np.int32)
         self._kv = np.zeros(num_slots, dtype=np.uint64)
         self._host = np.zeros(num_host_slots, dtype=np.uint64)
-        self.num_saved_tokens = 0
-        self.num_loaded_tokens = 0
-        self.num_ahead_saved_tokens = 0
-        self.num_ahead_loaded_tokens = 0
         self._prefixes = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.uint64)
         """Hash of the tokens of each row up to each position."""
         self._num_known = np.zeros(max_num_seqs, dtype=np.int64)
@@ -83,8 +79,8 @@ class SimulatedWorker:
         decodes = unpack_decodes(plan.decodes)
         self._req_to_slot[decodes.rows, decodes.start_positions] = decodes.slots
         _check_copies(plan)
-        self.num_saved_tokens += self._save(plan.saves)
-        self.num_loaded_tokens += self._load(plan.loads)
+        self._save(plan.saves)
+        self._load(plan.loads)
         token_ids = [self._decode(decodes)]
         others: list[RowResult] = []
         for plan_row in plan.rows:
@@ -97,8 +93,8 @@ class SimulatedWorker:
             if OutputKind.SAMPLE in plan_row.output:
                 token_ids.append(np.array(result.token_ids if is_plain else [NO_TOKEN]))
         self._check_ahead_loads(plan)
-        self.num_ahead_saved_tokens += self._save(plan.ahead_saves)
-        self.num_ahead_loaded_tokens += self._load(plan.ahead_loads)
+        self._save(plan.ahead_saves)
+        self._load(plan.ahead_loads)
         return StepResult(
             step_id=plan.step_id,
             generation=0,
@@ -118,23 +114,21 @@ class SimulatedWorker:
             if len(np.intersect1d(used, loaded)):
                 raise PlanError(f"row {row.row}: a slot of it is loaded ahead by the same plan")
 
-    def _save(self, copies: KVCopies) -> int:
+    def _save(self, copies: KVCopies) -> None:
         if not copies.slots and not copies.host_slots:
-            return 0
+            return
         slots, host_slots = self._places(copies)
         if not self._kv[slots].all():
             raise PlanError("a slot is saved that was never written")
         self._host[host_slots] = self._kv[slots]
-        return len(slots)
 
-    def _load(self, copies: KVCopies) -> int:
+    def _load(self, copies: KVCopies) -> None:
         if not copies.slots and not copies.host_slots:
-            return 0
+            return
         slots, host_slots = self._places(copies)
         if not self._host[host_slots].all():
             raise PlanError("a host slot is loaded that was never written")
         self._kv[slots] = self._host[host_slots]
-        return len(slots)
 
     def _places(self, copies: KVCopies) -> tuple[Int32Array, Int32Array]:
         """Return places in the pool and on the host. Raises PlanError if they are none."""
