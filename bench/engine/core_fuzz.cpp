@@ -10,10 +10,14 @@
 extern "C" {
 int32_t core_level();
 int64_t core_packed_size(int64_t, int64_t, int32_t);
+int64_t core_packed_size_int8(int64_t, int64_t);
 #define DECLARE(T, name)                                                                         \
   void core_pack_##name(const T*, int64_t, int64_t, T*, int32_t);                                \
   void core_linear_##name(const T*, int64_t, int64_t, const T*, int64_t, int64_t, const T*, T*,  \
                           int32_t, int32_t);                                                     \
+  void core_pack_int8_##name(const T*, int64_t, int64_t, int8_t*, float*, int32_t);              \
+  void core_linear_int8_##name(const T*, int64_t, int64_t, const int8_t*, const float*, int64_t, \
+                               int64_t, const T*, T*, int32_t, int32_t);                         \
   void core_norm_##name(const T*, int64_t, T*, const T*, float, int64_t, int64_t, T*, int32_t,   \
                         int32_t);                                                                \
   void core_gate_##name(const T*, int64_t, int64_t, int64_t, T*, int32_t, int32_t);              \
@@ -54,6 +58,11 @@ struct Buffer {
       core_pack_##name(weight, outputs, inputs, packed, threads);                               \
       core_linear_##name(x, inputs, rows, packed, inputs, outputs,                              \
                          rows % 2 ? static_cast<T*>(bias) : nullptr, out, level, threads);      \
+      Buffer<int8_t> bytes(core_packed_size_int8(outputs, inputs));                             \
+      Buffer<float> factors(divide_up(outputs, PANEL) * PANEL);                                 \
+      core_pack_int8_##name(weight, outputs, inputs, bytes, factors, threads);                  \
+      core_linear_int8_##name(x, inputs, rows, bytes, factors, inputs, outputs,                 \
+                              rows % 2 ? static_cast<T*>(bias) : nullptr, out, level, threads); \
       Buffer<T> other(rows * inputs), normed(rows * inputs), scale(inputs);                     \
       core_norm_##name(x, inputs, rows % 2 ? static_cast<T*>(other) : nullptr, scale, 1e-5f,    \
                        rows, inputs, normed, level, threads);                                   \

@@ -4,7 +4,7 @@
 # a minute; no output of the sanitizer and "good" is what should come.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-sources="$here/../lightserve/kernels/cpu/csrc"
+sources="$here/../../lightserve/kernels/cpu/csrc"
 made="$(mktemp -d)"
 trap 'rm -rf "$made"' EXIT
 "${CXX:-c++}" -std=c++17 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all \

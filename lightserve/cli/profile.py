@@ -38,6 +38,7 @@ FIELDS = (
     "device",
     "tp",
     "dtype",
+    "quantization",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",

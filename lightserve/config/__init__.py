@@ -55,6 +55,12 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
         "Type of weights and KV; auto takes the model's own, but bfloat16 for float32 on a GPU.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str = option(
+        "none",
+        "Weights rounded when they are loaded: int8 keeps 8 bits of each, which halves what a"
+        " decode reads (the CPU's native kernels alone; activations and KV stay as they are).",
+        choices=("none", "int8"),
+    )
     max_model_len: int = option(
         0, "Longest sequence, prompt and output, in tokens; 0 takes the model's own.", low=0
     )
@@ -182,6 +188,21 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
                 raise ConfigError(
                     "--kernel-tuning needs --attention-backend triton,"
                     f" got {self.attention_backend!r}"
+                )
+        if self.quantization != "none":
+            for flag, given, others in (
+                ("--dtype", self.dtype, ("auto", "bfloat16", "float32")),
+                ("--device", self.device, ("auto", "cpu")),
+                ("--attention-backend", self.attention_backend, ("auto",)),
+            ):
+                if given not in others:
+                    raise ConfigError(
+                        f"--quantization {self.quantization} needs {flag} {' or '.join(others)},"
+                        f" got {given!r}"
+                    )
+            if self.batch_invariant:
+                raise ConfigError(
+                    f"--quantization {self.quantization} cannot be had with --batch-invariant"
                 )
         if not self.batch_invariant:
             return

@@ -167,6 +167,27 @@ class Kernels(Protocol):
         """
 
 
+class Int8Weight(NamedTuple):
+    """A weight [M, K] of 8-bit integers, each output's times a factor of its own."""
+
+    packed: Tensor
+    """int8, in the kernels' own layout."""
+    factors: Tensor
+    """float32 [at least M]: the largest of an output's weights is 127 times its factor."""
+    num_outputs: int
+    """M."""
+
+
+class QuantizingKernels(Kernels, Protocol):
+    """Kernels that also multiply by weights of 8 bits."""
+
+    def quantize(self, weight: Tensor) -> Int8Weight:
+        """Round `weight` [M, K] to 8 bits: ties to even, by each output's largest number."""
+
+    def linear_int8(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
+        """See `Kernels.linear`, for a weight from `quantize`; x and bias stay as exact as there."""
+
+
 # Fused operations made of the single ones, for kernels that have nothing faster.
 
 

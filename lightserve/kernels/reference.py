@@ -13,6 +13,17 @@ from lightserve.kernels import interface
 from lightserve.kernels.interface import AttentionBatch, QKNorm
 
 
+def rounded_to_int8(weight: Tensor) -> Tensor:
+    """Return what `QuantizingKernels.quantize` makes of a weight [M, K], in float32."""
+    wide = weight.float()
+    largest = wide.abs().amax(dim=1, keepdim=True)
+    is_zero = largest < 1e-30
+    # A number over a tensor would be its reciprocal times the number: rounded twice.
+    inverse = torch.full_like(largest, 127.0) / largest
+    integers = (wide * torch.where(is_zero, 0.0, inverse)).round()
+    return integers * torch.where(is_zero, 0.0, largest / 127.0)
+
+
 class ReferenceKernels:
     """See `Kernels`."""
 

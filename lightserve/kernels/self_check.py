@@ -23,9 +23,10 @@ from lightserve.kernels.interface import (
     Kernels,
     KernelShapes,
     QKNorm,
+    QuantizingKernels,
     UnknownValues,
 )
-from lightserve.kernels.reference import ReferenceKernels
+from lightserve.kernels.reference import ReferenceKernels, rounded_to_int8
 from lightserve.kernels.select import make_kernels
 from lightserve.logs import one_line
 
@@ -216,11 +217,29 @@ def check_kernels(kernels: Kernels, shapes: KernelShapes, device: torch.device) 
         )
 
 
+def check_int8(kernels: QuantizingKernels, shapes: KernelShapes) -> None:
+    """Compare products of 8-bit weights with the reference's, of the same rounded numbers.
+
+    Raises:
+        StartupError: one disagrees.
+    """
+    pair = _Pair(kernels, shapes, torch.device("cpu"))
+    reason = _first_difference(_int8_linears(pair, kernels), LIMITS[shapes.dtype])
+    if reason is not None:
+        raise StartupError(
+            f"the {kernels.name} kernels do not agree with the reference: {reason};"
+            " --quantization none does without them"
+        )
+
+
 def disagreement(kernels: Kernels, shapes: KernelShapes, device: torch.device) -> str | None:
     """Return what differs first from the reference, None if nothing does."""
-    limit = LIMITS[shapes.dtype]
+    return _first_difference(_comparisons(_Pair(kernels, shapes, device)), LIMITS[shapes.dtype])
+
+
+def _first_difference(comparisons: Iterator[Comparison], limit: float) -> str | None:
+    """Return the first comparison beyond `limit`, or what failed, in words."""
     with torch.inference_mode():
-        comparisons = _comparisons(_Pair(kernels, shapes, device))
         while True:
             try:
                 comparison = next(comparisons, None)
@@ -232,10 +251,10 @@ def disagreement(kernels: Kernels, shapes: KernelShapes, device: torch.device) -
                 return None
             error = comparison.error()
             if not error <= limit:
+                dtype = str(comparison.result.dtype).removeprefix("torch.")
                 return (
-                    f"{comparison.operation} of {comparison.shape} in"
-                    f" {str(shapes.dtype).removeprefix('torch.')} has a relative error of"
-                    f" {error:.2g}, at most {limit:g} is allowed"
+                    f"{comparison.operation} of {comparison.shape} in {dtype} has a relative error"
+                    f" of {error:.2g}, at most {limit:g} is allowed"
                 )
 
 
@@ -331,6 +350,20 @@ def _linears(pair: _Pair) -> Iterator[Comparison]:
             truth = ReferenceKernels().linear(x.float(), wide_weight, wide_bias)
             shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
             yield Comparison(f"linear ({name})", shape, result, truth)
+
+
+def _int8_linears(pair: _Pair, kernels: QuantizingKernels) -> Iterator[Comparison]:
+    for name, (num_rows_of_weight, num_inputs) in pair.shapes.linears().items():
+        num_outputs = min(num_rows_of_weight, max(16, MAX_WEIGHT_NUMBERS // num_inputs))
+        weight = pair.random(num_outputs, num_inputs, scale=num_inputs**-0.5)
+        packed, rounded = kernels.quantize(weight), rounded_to_int8(weight)
+        for num_rows in LINEAR_ROWS:
+            x = pair.random(num_rows, num_inputs)
+            with _Poison():
+                result = kernels.linear_int8(x, packed, None)
+            truth = ReferenceKernels().linear(x.float(), rounded, None)
+            shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
+            yield Comparison(f"int8 linear ({name})", shape, result, truth)
 
 
 def _norms(pair: _Pair) -> Iterator[Comparison]:

@@ -413,6 +413,7 @@ CONFIG_INFO = gauge(
     (
         "config_hash",
         "dtype",
+        "quantization",
         "tp",
         "http_workers",
         "policy",

@@ -123,7 +123,7 @@ class DecoderModel:
         self._embedding = VocabEmbedding(embedding, context.tp)
         self._layers = [self.layer_type(context, layer) for layer in range(config.num_layers)]
         self._norm = context.rms_norm("model.norm", size=config.hidden_size)
-        self._lm_head = LMHead(head, context.tp, context.kernels)
+        self._lm_head = LMHead(head, context.tp, context.method)
 
     def forward(
         self, input_ids: Tensor, batch: AttentionBatch, kv: KVTensors, logit_rows: Tensor

@@ -22,7 +22,7 @@ from lightserve.models.base import Model
 from lightserve.models.config import Architecture, ModelConfig, check_tp
 from lightserve.models.context import ModelContext
 from lightserve.models.decoder import DecoderModel
-from lightserve.models.layers.linear import UnquantizedMethod
+from lightserve.models.layers.linear import LinearMethod, UnquantizedMethod
 from lightserve.models.llama import LlamaForCausalLM
 from lightserve.models.mistral import MistralForCausalLM
 from lightserve.models.parallel import Part, TensorParallel
@@ -184,6 +184,7 @@ def load_model(
     dtype: torch.dtype,
     kernels: Kernels,
     tp: TensorParallel,
+    method: LinearMethod | None = None,
     context_len: int | None = None,
     device: torch.device | None = None,
 ) -> Model:
@@ -195,6 +196,7 @@ def load_model(
         dtype: float32, bfloat16 or float16, of all parameters.
         kernels: operations the layers call.
         tp: this rank's group.
+        method: how weights are kept, default as they are.
         context_len: longest sequence to serve, default `config.max_position_embeddings`; at
             most `config.max_context_len`.
         device: where the parameters go; default the CPU.
@@ -217,7 +219,7 @@ def load_model(
             reader=reader,
             kernels=kernels,
             tp=tp,
-            method=UnquantizedMethod(kernels),
+            method=method or UnquantizedMethod(kernels),
             context_len=context_len or config.max_position_embeddings,
         )
         model = MODELS[config.architecture](context)

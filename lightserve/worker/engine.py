@@ -19,7 +19,7 @@ from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.select import make_kernels, missing_core, tune_kernels
-from lightserve.kernels.self_check import LIMITS, check_kernels
+from lightserve.kernels.self_check import LIMITS, check_int8, check_kernels
 from lightserve.messages.router_worker import StepPlan
 from lightserve.models.base import KVLayout, KVTensors, Model, kernel_shapes, kv_layout
 from lightserve.models.config import (
@@ -28,6 +28,7 @@ from lightserve.models.config import (
     resolve_context_len,
     resolve_dtype,
 )
+from lightserve.models.layers.linear import Int8Method, LinearMethod, UnquantizedMethod
 from lightserve.models.loader import load_model
 from lightserve.models.parallel import SingleRank, TensorParallel
 from lightserve.progress import progress
@@ -263,6 +264,7 @@ def build_runner(
     )
     sizes = graph_sizes(config, kernels, device)
     torch_dtype: torch.dtype = getattr(torch, dtype)
+    method = linear_method(config.quantization, kernels, torch_dtype)
     context_len = resolve_context_len(config.max_model_len, model_config)
     model = load(
         path,
@@ -270,12 +272,15 @@ def build_runner(
         dtype=torch_dtype,
         kernels=kernels,
         tp=tp,
+        method=method,
         context_len=context_len,
         device=device,
     )
     shapes = kernel_shapes(model_config, tp, dtype=torch_dtype, context_len=context_len)
     tune_kernels(kernels, shapes, device, mode=config.kernel_tuning, is_shown=tp.rank == 0)
     check_kernels(kernels, shapes, device)
+    if isinstance(method, Int8Method):
+        check_int8(method.kernels, shapes)
     layout = kv_layout(model_config, tp_size=tp.size, dtype=dtype)
     constraints = None
     if tp.rank == 0:
@@ -299,8 +304,9 @@ def build_runner(
 
     pool, host_pool = make_pools(config, layout, device, is_shown=tp.rank == 0, measure=measure)
     log.info(
-        "%s, %s kernels on %s, %d KV slots, %d on the host",
+        "%s%s, %s kernels on %s, %d KV slots, %d on the host",
         dtype,
+        "" if config.quantization == "none" else f" with {config.quantization} weights",
         kernels.name,
         device,
         pool.num_slots,
@@ -313,6 +319,24 @@ def build_runner(
     capture_graphs(runner, model, pool, sizes, tp=tp)
     warm_up(runner, max_num_batched_tokens=config.max_tokens_of_step(device.type))
     return runner
+
+
+def linear_method(quantization: str, kernels: Kernels, dtype: torch.dtype) -> LinearMethod:
+    """Return how weights are kept, as --quantization says.
+
+    Raises:
+        ConfigError: these kernels, or the model's type, do not go with it.
+    """
+    if quantization == "none":
+        return UnquantizedMethod(kernels)
+    needs = f"--quantization {quantization} needs"
+    if not isinstance(kernels, NativeKernels):
+        reason = missing_core() if kernels.name == TorchKernels.name else ""
+        why = f", which is missing, as {reason}" if reason else f", got {kernels.name} kernels"
+        raise ConfigError(f"{needs} the native core for CPUs{why}")
+    if dtype is torch.float16:
+        raise ConfigError(f"{needs} --dtype bfloat16 or float32: the model's own is float16")
+    return Int8Method(kernels)
 
 
 def _tell_of_slower_kernels(kernels: Kernels, dtype: torch.dtype) -> None:

@@ -309,8 +309,13 @@ def profile_key(config: ServeConfig) -> ProfileKey:
         device=facts.summary,
         tp=config.tp,
         num_threads=torch.get_num_threads(),
-        kernels=facts.kernels + _graphs_of(config),
+        kernels=facts.kernels + _weights_of(config) + _graphs_of(config),
     )
+
+
+def _weights_of(config: ServeConfig) -> str:
+    """Return how weights differ from the model's own."""
+    return "" if config.quantization == "none" else f", {config.quantization} weights"
 
 
 def _graphs_of(config: ServeConfig) -> str:

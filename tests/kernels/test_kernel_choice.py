@@ -100,6 +100,23 @@ def test_auto_on_a_gpu_is_no_place_for_batch_invariance() -> None:
             {"batch_invariant": True, "attention_backend": "triton"},
             "--batch-invariant needs --attention-backend torch or auto, got 'triton'",
         ),
+        ({"quantization": "int3"}, "--quantization must be one of none, int8, got 'int3'"),
+        (
+            {"quantization": "int8", "dtype": "float16"},
+            "--quantization int8 needs --dtype auto or bfloat16 or float32, got 'float16'",
+        ),
+        (
+            {"quantization": "int8", "device": "cuda"},
+            "--quantization int8 needs --device auto or cpu, got 'cuda'",
+        ),
+        (
+            {"quantization": "int8", "attention_backend": "torch"},
+            "--quantization int8 needs --attention-backend auto, got 'torch'",
+        ),
+        (
+            {"quantization": "int8", "batch_invariant": True},
+            "--quantization int8 cannot be had with --batch-invariant",
+        ),
         (
             {"batch_invariant": True, "dtype": "bfloat16"},
             "--batch-invariant needs --dtype float32 or auto, got 'bfloat16'",

@@ -24,7 +24,7 @@ from lightserve.kernels.cpu import core
 from lightserve.kernels.cpu.core import CoreMissingError, Level, load_core
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
-from lightserve.kernels.reference import ReferenceKernels
+from lightserve.kernels.reference import ReferenceKernels, rounded_to_int8
 from lightserve.kernels.select import make_kernels
 from lightserve.worker import engine
 
@@ -93,6 +93,71 @@ def test_products_that_are_cut_over_rows_and_inputs(num_rows: int, num_inputs: i
     bias = torch.randn(70).bfloat16()
     result = kernels.linear(x, kernels.pack_weight(weight), bias)
     assert relative_error(result, ReferenceKernels().linear(x, weight, bias).float()) <= 5e-3
+
+
+INT8_INPUTS = (1, 2, 31, 32, 33, 63, 64, 65, 100, 300)
+
+
+def int8_error(kernels: NativeKernels, sizes: tuple[int, int, int], dtype: torch.dtype) -> float:
+    """Return the error of a product by 8-bit weights, beside the same rounded numbers."""
+    num_rows, num_outputs, num_inputs = sizes
+    weight = (torch.randn(num_outputs, num_inputs) * num_inputs**-0.5).to(dtype)
+    weight[num_outputs // 2] = 0  # has no largest number to divide by
+    x = torch.full((num_rows, num_inputs + 5), torch.nan, dtype=dtype)
+    x[:, :num_inputs] = torch.randn(num_rows, num_inputs).to(dtype)
+    x = x[:, :num_inputs]
+    bias = torch.randn(num_outputs).to(dtype) if num_inputs % 2 else None
+    packed = kernels.quantize(weight)
+    with Poisoned():
+        result = kernels.linear_int8(x, packed, bias)
+    wide = None if bias is None else bias.float()
+    return relative_error(
+        result, ReferenceKernels().linear(x.float(), rounded_to_int8(weight), wide)
+    )
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("level", LEVELS, ids=[level.name for level in LEVELS])
+def test_8_bit_products_of_odd_sizes(level: Level, dtype: torch.dtype) -> None:
+    kernels, some = kernels_of(level), random.Random(3)
+    torch.manual_seed(3)
+    for number in range(60):
+        torch.set_num_threads(1 + number % 3)
+        sizes = some.choice(ROWS), some.choice(OUTPUTS[1:]), some.choice(INT8_INPUTS)
+        assert int8_error(kernels, sizes, dtype) <= LIMITS[dtype], sizes
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_inputs"), [(65, 1600), (300, 2700), (64, 9001), (700, 1500)]
+)
+def test_8_bit_products_that_are_cut(num_rows: int, num_inputs: int) -> None:
+    assert int8_error(NativeKernels(), (num_rows, 70, num_inputs), torch.bfloat16) <= 5e-3
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=[level.name for level in LEVELS])
+@pytest.mark.parametrize("num_rows", [3, 20])
+def test_a_row_without_numbers_has_none_after_an_8_bit_product(level: Level, num_rows: int) -> None:
+    kernels, x = kernels_of(level), torch.randn(num_rows, 100).bfloat16()
+    x[1, 70], x[2, 3] = torch.nan, -torch.inf
+    out = kernels.linear_int8(x, kernels.quantize(torch.randn(33, 100).bfloat16()), None)
+    assert not out[1:3].isfinite().any(), "the sampler must see that they mean nothing"
+    assert out[[0, *range(3, num_rows)]].isfinite().all()
+
+
+def test_an_8_bit_product_of_more_inputs_than_sums_of_bytes_hold() -> None:
+    kernels, x = NativeKernels(), torch.ones(5, 70_000).bfloat16()
+    out = kernels.linear_int8(x, kernels.quantize(torch.ones(2, 70_000).bfloat16()), None)
+    assert torch.equal(out, torch.full((5, 2), 70_000.0).bfloat16())
+
+
+def test_rounding_to_8_bits_is_what_the_reference_says() -> None:
+    """By products with single inputs, which show each weight; ties go to even numbers."""
+    kernels = NativeKernels()
+    weight = torch.tensor([[127.0, 0.5, 1.5, -0.5, -2.5, 126.5], [1e-31, 0, 0, 0, 0, -1e-32]])
+    shown = kernels.linear_int8(torch.eye(6), kernels.quantize(weight), None).T
+    assert torch.equal(shown, torch.tensor([[127.0, 0, 2, 0, -2, 126], [0] * 6]))
+    assert torch.equal(shown, rounded_to_int8(weight))
 
 
 @pytest.mark.parametrize("level", LEVELS[:-1], ids=[level.name for level in LEVELS[:-1]])

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightserve.kernels.interface import Kernels
 from lightserve.models.base import Model, kv_layout
 from lightserve.models.config import ModelConfig, load_model_config
+from lightserve.models.layers.linear import LinearMethod
 from lightserve.models.loader import load_model
 from lightserve.models.parallel import SingleRank, TensorParallel
 from support.parity import CPU, Chunk, DirectDriver, TokenSequence, make_sequences, run_sequences
@@ -61,6 +62,7 @@ def load_tiny(
     *,
     tp: TensorParallel | None = None,
     device: torch.device = CPU,
+    method: LinearMethod | None = None,
     **changes: Any,
 ) -> LoadedModel:
     """Load a directory to a device; `changes` replace fields of its configuration."""
@@ -72,6 +74,7 @@ def load_tiny(
         dtype=dtype,
         kernels=kernels,
         tp=tp,
+        method=method,
         context_len=CONTEXT_LEN,
         device=device,
     )

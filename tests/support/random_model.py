@@ -14,7 +14,7 @@ from lightserve.models.base import KVLayout, kv_layout
 from lightserve.models.config import Architecture, DefaultRope, ModelConfig
 from lightserve.models.context import ModelContext
 from lightserve.models.decoder import DecoderModel
-from lightserve.models.layers.linear import UnquantizedMethod
+from lightserve.models.layers.linear import LinearMethod, UnquantizedMethod
 from lightserve.models.parallel import Part, SingleRank, TensorParallel
 
 CPU = torch.device("cpu")
@@ -88,6 +88,7 @@ def random_model(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     tp: TensorParallel | None = None,
+    method: LinearMethod | None = None,
 ) -> DecoderModel:
     """Return a model whose weights are functions of their names."""
     return DecoderModel(
@@ -96,7 +97,7 @@ def random_model(
             reader=RandomReader(dtype, device),
             kernels=kernels,
             tp=tp or SingleRank(),
-            method=UnquantizedMethod(kernels),
+            method=method or UnquantizedMethod(kernels),
             context_len=context_len,
         )
     )

@@ -30,6 +30,10 @@ class Level(IntEnum):
     AMX = 4
 
 
+PANEL = 32
+"""Outputs that are packed together, as in `core.h`: factors are padded to a multiple."""
+
+
 class CoreMissingError(Exception):
     """The core cannot be used here; says why."""
 
@@ -59,6 +63,8 @@ class Operations:
 
         self.pack = function("pack", "pllpi")
         self.linear = function("linear", "pllpllppii")
+        self.pack_int8 = function("pack_int8", "pllppi")
+        self.linear_int8 = function("linear_int8", "pllppllppii")
         self.norm = function("norm", "plppfllpii")
         self.gate = function("gate", "plllpii")
         self.rotate = function("rotate", "ppplllllpplppllplppfii")
@@ -78,6 +84,10 @@ class Core:
     def packed_size(self, num_outputs: int, num_inputs: int, *, is_bf16: bool) -> int:
         """Return how many numbers a weight has when it is packed."""
         return int(self.library.core_packed_size(num_outputs, num_inputs, is_bf16))
+
+    def packed_bytes(self, num_outputs: int, num_inputs: int) -> int:
+        """Return how many bytes a packed weight of 8 bits has."""
+        return int(self.library.core_packed_size_int8(num_outputs, num_inputs))
 
     def use_large_pages(self, address: int, num_bytes: int) -> None:
         """Ask the system for large pages under memory that is not written yet."""
@@ -105,5 +115,7 @@ def load_core() -> Core:
         raise CoreMissingError("this processor has no AVX2")
     library.core_packed_size.argtypes = [_LONG, _LONG, _INT]
     library.core_packed_size.restype = _LONG
+    library.core_packed_size_int8.argtypes = [_LONG, _LONG]
+    library.core_packed_size_int8.restype = _LONG
     library.core_large_pages.argtypes = [_POINTER, _LONG]
     return Core(library, level, Operations(library, "f32"), Operations(library, "bf16"))

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightserve.kernels.cpu.core import Core, Level, Operations, load_core
+from lightserve.kernels.cpu.core import PANEL, Core, Level, Operations, load_core
 from lightserve.kernels.cpu.default import TorchKernels
-from lightserve.kernels.interface import AttentionBatch, QKNorm
+from lightserve.kernels.interface import AttentionBatch, Int8Weight, QKNorm
 
 MAX_HEAD_DIM = 512
 
@@ -83,6 +83,47 @@ class NativeKernels(TorchKernels):
                 weight.data_ptr(),
                 num_inputs,
                 num_outputs,
+                None if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                self._level,
+                torch.get_num_threads(),
+            )
+        return out
+
+    def quantize(self, weight: Tensor) -> Int8Weight:
+        """See `QuantizingKernels.quantize`."""
+        operations = self._operations[weight.dtype]
+        weight = weight.contiguous()
+        num_outputs, num_inputs = weight.shape
+        size = self._core.packed_bytes(num_outputs, num_inputs)
+        packed = torch.empty(size, dtype=torch.int8)
+        self._core.use_large_pages(packed.data_ptr(), packed.nbytes)
+        factors = torch.empty(-(-num_outputs // PANEL) * PANEL, dtype=torch.float32)
+        operations.pack_int8(
+            weight.data_ptr(),
+            num_outputs,
+            num_inputs,
+            packed.data_ptr(),
+            factors.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return Int8Weight(packed, factors, num_outputs)
+
+    def linear_int8(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
+        """See `QuantizingKernels.linear_int8`."""
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        num_rows, num_inputs = x.shape
+        out = x.new_empty(num_rows, weight.num_outputs)
+        if out.numel():
+            self._operations[x.dtype].linear_int8(
+                x.data_ptr(),
+                x.stride(0),
+                num_rows,
+                weight.packed.data_ptr(),
+                weight.factors.data_ptr(),
+                num_inputs,
+                weight.num_outputs,
                 None if bias is None else bias.data_ptr(),
                 out.data_ptr(),
                 self._level,

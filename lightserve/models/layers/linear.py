@@ -1,8 +1,8 @@
 """Linear layers: how a weight is stored and multiplied, and how it is split over the ranks.
 
-A `LinearMethod` turns the shards of one or more modules of a checkpoint into a `Linear`. The
-unquantised method is here; a quantised one is another class with the same `create`, which reads
-the tensors of its own format under the same module names.
+A `LinearMethod` turns the shards of one or more modules of a checkpoint into a `Linear`. Those here
+read plain weights, and keep them as they are or round them. One for a checkpoint that is quantised
+itself is another class, whose `create` reads the tensors of its format under the same names.
 
     merged column-parallel weight of rank r, [sum of part sizes, in]:
         ┌── q_proj rows of r ──┬─ k_proj rows of r ─┬─ v_proj rows of r ─┐
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightserve.kernels.interface import Kernels
+from lightserve.kernels.interface import Int8Weight, Kernels, QuantizingKernels
 from lightserve.models.base import logits_dtype
 from lightserve.models.parallel import Part, TensorParallel
 
@@ -125,25 +125,23 @@ class VocabEmbedding:
 class LMHead:
     """Hidden states to logits on rank 0.
 
-    Keeps its weight in the kernels' layout and not `weight` itself, which only the embedding of
-    a tied model goes on using.
+    Keeps its weight as `method` does and not `weight` itself, which only the embedding of a tied
+    model goes on using.
     """
 
-    def __init__(self, weight: VocabWeight, tp: TensorParallel, kernels: Kernels) -> None:
-        self._weight = kernels.pack_weight(weight.tensor)
+    def __init__(self, weight: VocabWeight, tp: TensorParallel, method: LinearMethod) -> None:
+        self._linear = method.make(weight.tensor, None)
         self._vocab_size = weight.vocab_size
         self._device = weight.tensor.device
         self._dtype = logits_dtype(weight.tensor.dtype, self._device)
         self._tp = tp
-        self._kernels = kernels
 
     def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:
         """Return logits [L, vocab] on rank 0, None elsewhere; hidden [L, hidden].
 
         `out` [L, vocab] is filled and returned instead of a new tensor.
         """
-        local = self._kernels.linear(hidden, self._weight, None)
-        logits = self._tp.gather(local)
+        logits = self._tp.gather(self._linear.apply(hidden))
         if logits is None:
             return None
         logits = logits[:, : self._vocab_size]
@@ -177,13 +175,34 @@ class Linear(Protocol):
 
 
 class LinearMethod(Protocol):
-    """A weight format."""
+    """How weights are kept."""
+
+    def make(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Return the map of a plain weight [out, in]; `weight` itself is not kept."""
 
     def create(self, reader: WeightReader, shards: Sequence[ModuleShard]) -> Linear:
         """Read the shards, stack their outputs in order, and return the merged map.
 
         All shards have the same columns and all or none a bias.
         """
+
+
+def _merged(reader: WeightReader, shards: Sequence[ModuleShard]) -> tuple[Tensor, Tensor | None]:
+    """Read plain shards into one contiguous weight, and their biases into one."""
+    num_rows = sum(shard.rows.size for shard in shards)
+    num_columns = shards[0].columns.size
+    weight = torch.empty(num_rows, num_columns, dtype=reader.dtype, device=reader.device)
+    bias = torch.empty(num_rows, dtype=reader.dtype, device=reader.device)
+    start = 0
+    for shard in shards:
+        end = start + shard.rows.size
+        reader.read_into(
+            weight[start:end], f"{shard.name}.weight", rows=shard.rows, columns=shard.columns
+        )
+        if shard.has_bias:
+            reader.read_into(bias[start:end], f"{shard.name}.bias", rows=shard.rows)
+        start = end
+    return weight, bias if shards[0].has_bias else None
 
 
 class UnquantizedLinear:
@@ -207,23 +226,43 @@ class UnquantizedMethod:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
+    def make(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """See `LinearMethod.make`."""
+        return UnquantizedLinear(self._kernels, self._kernels.pack_weight(weight), bias)
+
     def create(self, reader: WeightReader, shards: Sequence[ModuleShard]) -> Linear:
-        """Read the shards into one contiguous weight."""
-        num_rows = sum(shard.rows.size for shard in shards)
-        num_columns = shards[0].columns.size
-        weight = torch.empty(num_rows, num_columns, dtype=reader.dtype, device=reader.device)
-        bias = torch.empty(num_rows, dtype=reader.dtype, device=reader.device)
-        start = 0
-        for shard in shards:
-            end = start + shard.rows.size
-            reader.read_into(
-                weight[start:end], f"{shard.name}.weight", rows=shard.rows, columns=shard.columns
-            )
-            if shard.has_bias:
-                reader.read_into(bias[start:end], f"{shard.name}.bias", rows=shard.rows)
-            start = end
-        weight = self._kernels.pack_weight(weight)
-        return UnquantizedLinear(self._kernels, weight, bias if shards[0].has_bias else None)
+        """See `LinearMethod.create`."""
+        return self.make(*_merged(reader, shards))
+
+
+class Int8Linear:
+    """A weight of 8-bit integers, and perhaps a bias [out]."""
+
+    __slots__ = ("bias", "kernels", "weight")
+
+    def __init__(self, kernels: QuantizingKernels, weight: Int8Weight, bias: Tensor | None) -> None:
+        self.kernels = kernels
+        self.weight = weight
+        self.bias = bias
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Return x @ weight.T + bias."""
+        return self.kernels.linear_int8(x, self.weight, self.bias)
+
+
+class Int8Method:
+    """Weights rounded to 8 bits as they are read, by each output's largest: --quantization int8."""
+
+    def __init__(self, kernels: QuantizingKernels) -> None:
+        self.kernels = kernels
+
+    def make(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """See `LinearMethod.make`."""
+        return Int8Linear(self.kernels, self.kernels.quantize(weight), bias)
+
+    def create(self, reader: WeightReader, shards: Sequence[ModuleShard]) -> Linear:
+        """See `LinearMethod.create`."""
+        return self.make(*_merged(reader, shards))
 
 
 class ColumnParallelLinear:

@@ -94,6 +94,14 @@ def test_a_profile_belongs_to_the_gpu_and_its_software(
     assert len({on_cpu.digest, on_gpu.digest, profiling.profile_key(config).digest}) == 3
 
 
+def test_a_profile_belongs_to_how_weights_are_kept() -> None:
+    plain, rounded = (
+        profiling.profile_key(ServeConfig(quantization=name)) for name in ("none", "int8")
+    )
+    assert rounded.kernels == f"{plain.kernels}, int8 weights"
+    assert plain.digest != rounded.digest
+
+
 def test_the_metric() -> None:
     recorder = Recorder()
     RouterMetrics(recorder).on_device(H200)

@@ -17,9 +17,13 @@
 #define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
 #define TARGET_BF16                                                                               \
   __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")))
+#define TARGET_VNNI                                                                               \
+  __attribute__((                                                                                 \
+      target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx2,fma,f16c")))
 #define TARGET_AMX                                                                                \
   __attribute__((                                                                                 \
-      target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c")))
+      target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,amx-tile,amx-bf16,"        \
+             "amx-int8,avx2,fma,f16c")))
 
 using bf16 = uint16_t;
 
@@ -66,16 +70,38 @@ constexpr int64_t TILE = 16 * 32;  // numbers of a half
 
 INLINE int64_t padded_inputs(int64_t num_inputs) { return divide_up(num_inputs, K_BLOCK) * K_BLOCK; }
 
-struct LinearBf16 {
-  const bf16* x;
+// Weights of 8 bits are integers in the same panels, with a factor for each output beside them:
+//
+//   [panels][inputs / 64][2 halves][16 fours of inputs][16 outputs][4 inputs of a four]
+//
+// Inputs are padded with zeros to a multiple of 64, factors to a multiple of PANEL.
+constexpr int64_t BYTE_BLOCK = 64;
+constexpr int64_t BYTE_TILE = 16 * 64;  // numbers of a half
+
+INLINE int64_t padded_bytes(int64_t num_inputs) {
+  return divide_up(num_inputs, BYTE_BLOCK) * BYTE_BLOCK;
+}
+
+template <typename T>
+struct Linear {
+  const T* x;
   int64_t x_stride;
   int64_t num_rows;
-  const bf16* weight;
+  const T* weight;  // or null: `bytes` and `factors` are the weight
   int64_t num_inputs;
   int64_t num_outputs;
-  const bf16* bias;  // or null
-  bf16* out;         // [num_rows, num_outputs], contiguous
+  const T* bias;  // or null
+  T* out;         // [num_rows, num_outputs], contiguous
+  const int8_t* bytes;
+  const float* factors;
 };
+using LinearBf16 = Linear<bf16>;
+
+// A thread takes panels: enough to be worth a turn, and several turns for each thread.
+INLINE int64_t panels_of_chunk(int64_t num_panels, int64_t panel_bytes, int num_threads) {
+  const int64_t worth = larger(1, (96 << 10) / larger(1, panel_bytes));
+  return larger(1, smaller(worth, num_panels / (4 * num_threads)));
+}
 
 void linear_bf16_avx2(const LinearBf16& task, int num_threads);
 void linear_bf16_avx512(const LinearBf16& task, int num_threads);

@@ -63,7 +63,8 @@ EXPORT void core_linear_f32(const float* x, int64_t x_stride, int64_t num_rows,
 EXPORT void core_linear_bf16(const bf16* x, int64_t x_stride, int64_t num_rows, const bf16* weight,
                              int64_t num_inputs, int64_t num_outputs, const bf16* bias, bf16* out,
                              int32_t level, int32_t num_threads) {
-  const LinearBf16 task{x, x_stride, num_rows, weight, num_inputs, num_outputs, bias, out};
+  const LinearBf16 task{x,           x_stride, num_rows, weight,  num_inputs,
+                        num_outputs, bias,     out,      nullptr, nullptr};
   auto run = level >= AMX           ? linear_bf16_amx
              : level >= AVX512_BF16 ? linear_bf16_avx512_bf16
              : level >= AVX512      ? avx512::linear_bf16

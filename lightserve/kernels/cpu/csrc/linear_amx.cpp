@@ -103,12 +103,6 @@ TARGET_BF16 void vector_rows(int64_t num_rows, const Rows& rows, const bf16* pan
 #undef CASE
 }
 
-// Chunks of panels: large enough to be worth a turn, and several for each thread.
-int64_t panels_of_chunk(int64_t num_panels, int64_t panel_bytes, int num_threads) {
-  const int64_t worth = larger(1, (96 << 10) / panel_bytes);
-  return larger(1, smaller(worth, num_panels / (4 * num_threads)));
-}
-
 // Copies rows of x into pairs of tiles, [pairs][blocks of inputs][2][16][32], zeros beyond the end.
 TARGET_AMX void pack_rows(const LinearBf16& task, int64_t pair, int64_t first_block,
                           int64_t end_block, bf16* packed) {

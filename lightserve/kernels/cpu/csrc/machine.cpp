@@ -46,8 +46,8 @@ EXPORT int32_t core_level() {
   const bool has_avx512 =
       has_bit(b7, 16) && has_bit(b7, 17) && has_bit(b7, 30) && has_bit(b7, 31);
   if (!has_avx512 || (state & 0xe6) != 0xe6) return AVX2;
-  if (!has_bit(a71, 5)) return AVX512;
-  const bool has_amx = has_bit(d7, 24) && has_bit(d7, 22);
+  if (!has_bit(a71, 5) || !has_bit(c7, 11)) return AVX512;  // bf16, vnni
+  const bool has_amx = has_bit(d7, 24) && has_bit(d7, 22) && has_bit(d7, 25);
   if (!has_amx || (state & 0x60000) != 0x60000 || !may_use_tiles()) return AVX512_BF16;
   return AMX;
 }

@@ -1,0 +1,331 @@
+// Products of weights of 8 bits, rounded when they are packed.
+//
+// In float32, and where a processor has no AVX512-VNNI, weights are widened in registers: see
+// vectors.h. Otherwise a row of bfloat16 becomes integers of 16 bits, as many as its largest number
+// is worth, each in two bytes, value = 256 * high + low: two multiplications of bytes with each
+// weight cost no more than one of bfloat16, and what they round is far below bfloat16's own.
+#include <immintrin.h>
+
+#include "core.h"
+#include "tiles.h"
+
+namespace avx2 {
+template <typename T>
+void linear_int8(const Linear<T>&, int);
+}  // namespace avx2
+namespace avx512 {
+template <typename T>
+void linear_int8(const Linear<T>&, int);
+}  // namespace avx512
+
+namespace {
+
+constexpr int64_t MOST_INPUTS = 65536;  // of which the sums of products of bytes fit in 32 bits
+constexpr int64_t VECTOR_ROWS = 4;  // up to so many rows vectors read weights at the memory's speed
+constexpr int64_t MOST_ROWS = 6;    // of which the registers hold the sums
+constexpr int64_t GROUP = 16;       // rows of a tile
+constexpr int64_t A_BYTES = 1 << 20;  // of activations that stay in the cache while weights pass
+
+// Makes integers of one output's weights, and returns what they are to be multiplied by.
+template <typename T>
+float quantize_row(const T* weight, int64_t num_inputs, int8_t* bytes) {
+  constexpr float SMALLEST = 1e-30f;  // below it 127 / largest may be no number: all are zero
+  constexpr float ROUNDS = 12582912.0f;  // added to a small number, leaves its integer, ties to even
+  float largest = 0.0f;
+  for (int64_t k = 0; k < num_inputs; k++) {
+    const float size = __builtin_fabsf(widened(weight[k]));
+    largest = size > largest ? size : largest;
+  }
+  const float inverse = largest < SMALLEST ? 0.0f : 127.0f / largest;
+  for (int64_t k = 0; k < num_inputs; k++) {
+    const float whole = (widened(weight[k]) * inverse + ROUNDS) - ROUNDS;
+    bytes[k] = static_cast<int8_t>(static_cast<int32_t>(whole));
+  }
+  return largest < SMALLEST ? 0.0f : largest / 127.0f;
+}
+
+template <typename T>
+void pack_int8(const T* weight, int64_t num_outputs, int64_t num_inputs, int8_t* packed,
+               float* factors, int num_threads) {
+  const int64_t padded = padded_bytes(num_inputs);
+  parallel(num_threads, divide_up(num_outputs, PANEL), [&](Cursor& cursor) {
+    int8_t* line = static_cast<int8_t*>(scratch(0, padded));
+    std::memset(line, 0, padded);
+    for (int64_t panel; (panel = cursor.take()) < cursor.total;)
+      for (int64_t i = 0; i < PANEL; i++) {
+        const int64_t output = panel * PANEL + i;
+        int8_t* to = packed + panel * PANEL * padded + i / 16 * BYTE_TILE + i % 16 * 4;
+        factors[output] =
+            output < num_outputs ? quantize_row(weight + output * num_inputs, num_inputs, line) : 0;
+        if (output >= num_outputs) std::memset(line, 0, num_inputs);
+        for (int64_t k = 0; k < padded; k += 4)
+          std::memcpy(to + k / BYTE_BLOCK * 2 * BYTE_TILE + k % BYTE_BLOCK * 16, line + k, 4);
+      }
+  });
+}
+
+// Rows as bytes: [groups of 16 rows][blocks of 64 inputs][high, low][16 rows][64 inputs].
+struct ByteRows {
+  int8_t* bytes;
+  float* factors;  // of each row; no number if one of its inputs is none
+  int64_t num_blocks;
+  int8_t* group(int64_t number) const { return bytes + number * num_blocks * 2 * BYTE_TILE; }
+};
+
+TARGET_VNNI void split_row(const LinearBf16& task, int64_t row, const ByteRows& rows) {
+  const bf16* x = task.x + row * task.x_stride;
+  const auto mask_of = [&](int64_t k) -> __mmask16 {
+    const int64_t left = task.num_inputs - k;
+    return left >= 16 ? 0xffff : left <= 0 ? 0 : (1u << left) - 1;
+  };
+  __m256i largest = _mm256_setzero_si256();
+  for (int64_t k = 0; k < task.num_inputs; k += 16) {
+    const __m256i bits = _mm256_maskz_loadu_epi16(mask_of(k), x + k);
+    largest = _mm256_max_epu16(largest, _mm256_and_si256(bits, _mm256_set1_epi16(0x7fff)));
+  }
+  uint16_t lanes[16], most = 0;
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), largest);
+  for (const uint16_t lane : lanes) most = lane > most ? lane : most;
+  const float size = widened(most);
+  const bool is_zero = size < 1e-30f;
+  rows.factors[row] = most >= 0x7f80 ? __builtin_nanf("") : is_zero ? 0.0f : size / 32767.0f;
+  const __m512 inverse = _mm512_set1_ps(is_zero || most >= 0x7f80 ? 0.0f : 32767.0f / size);
+  int8_t* to = rows.group(row / GROUP) + row % GROUP * 64;
+  for (int64_t k = 0; k < rows.num_blocks * BYTE_BLOCK; k += 16) {
+    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask_of(k), x + k));
+    const __m512 number = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+    const __m512i value = _mm512_cvtps_epi32(_mm512_mul_ps(number, inverse));
+    int8_t* place = to + k / BYTE_BLOCK * 2 * BYTE_TILE + k % BYTE_BLOCK;
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(place),
+                     _mm512_cvtepi32_epi8(_mm512_srai_epi32(value, 8)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(place + BYTE_TILE), _mm512_cvtepi32_epi8(value));
+  }
+}
+
+ByteRows split_rows(const LinearBf16& task, int num_threads) {
+  const int64_t num_groups = divide_up(task.num_rows, GROUP);
+  ByteRows rows;
+  rows.num_blocks = padded_bytes(task.num_inputs) / BYTE_BLOCK;
+  const int64_t num_bytes = num_groups * rows.num_blocks * 2 * BYTE_TILE;
+  rows.bytes = static_cast<int8_t*>(scratch(2, num_bytes + task.num_rows * sizeof(float)));
+  rows.factors = reinterpret_cast<float*>(rows.bytes + num_bytes);
+  if (task.num_rows % GROUP != 0 && task.num_rows > VECTOR_ROWS)
+    std::memset(rows.group(num_groups - 1), 0, rows.num_blocks * 2 * BYTE_TILE);
+  // Small activations are split sooner than another thread would notice.
+  parallel(num_bytes < (128 << 10) ? 1 : num_threads, num_groups, [&](Cursor& cursor) {
+    for (int64_t group; (group = cursor.take()) < cursor.total;)
+      for (int64_t row = group * GROUP; row < smaller(task.num_rows, (group + 1) * GROUP); row++)
+        split_row(task, row, rows);
+  });
+  return rows;
+}
+
+// Stores 32 outputs of a row from the sums of its high and its low bytes.
+TARGET_VNNI INLINE void store_row(const LinearBf16& task, int64_t row, int64_t column, float factor,
+                                  const __m512i high[2], const __m512i low[2]) {
+  const int64_t num_columns = smaller(PANEL, task.num_outputs - column);
+  const __mmask32 mask = num_columns == PANEL ? ~0u : (1u << num_columns) - 1;
+  __m512i bias = _mm512_setzero_si512();
+  if (task.bias != nullptr) bias = _mm512_maskz_loadu_epi16(mask, task.bias + column);
+  __m512 sums[2];
+  for (int half = 0; half < 2; half++) {
+    const __m512 both = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high[half]), _mm512_set1_ps(256.0f),
+                                        _mm512_cvtepi32_ps(low[half]));
+    const __m512 scale =
+        _mm512_mul_ps(_mm512_loadu_ps(task.factors + column + 16 * half), _mm512_set1_ps(factor));
+    const __m256i own = half == 0 ? _mm512_castsi512_si256(bias)
+                                  : _mm512_extracti64x4_epi64(bias, 1);
+    const __m512i wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(own), 16);
+    sums[half] = _mm512_fmadd_ps(both, scale, _mm512_castsi512_ps(wide));
+  }
+  _mm512_mask_storeu_epi16(task.out + row * task.num_outputs + column, mask,
+                           (__m512i)_mm512_cvtne2ps_pbh(sums[1], sums[0]));
+}
+
+TARGET_VNNI INLINE __m512i four_bytes(const int8_t* from) {
+  int32_t value;
+  std::memcpy(&value, from, sizeof value);
+  return _mm512_set1_epi32(value);
+}
+
+// R rows by one panel. The instruction takes bytes without a sign: 128 is added to the high ones,
+// and 128 times the sum of the weights taken away in the end.
+template <int R>
+TARGET_VNNI static inline void vector_panel(const LinearBf16& task, const ByteRows& rows,
+                                            int64_t first_row, int64_t panel) {
+  __m512i high[R][2], low[R][2], weights[2];
+  for (int half = 0; half < 2; half++) {
+    weights[half] = _mm512_setzero_si512();
+    for (int r = 0; r < R; r++) high[r][half] = low[r][half] = _mm512_setzero_si512();
+  }
+  const __m512i ones = _mm512_set1_epi8(1), sign = _mm512_set1_epi8(-128);
+  const int8_t* bytes = task.bytes + panel * rows.num_blocks * 2 * BYTE_TILE;
+  const int8_t* x[R];
+  for (int r = 0; r < R; r++)
+    x[r] = rows.group((first_row + r) / GROUP) + (first_row + r) % GROUP * 64;
+  for (int64_t block = 0; block < rows.num_blocks; block++, bytes += 2 * BYTE_TILE) {
+#pragma GCC unroll 16
+    for (int j = 0; j < 16; j++) {
+      for (int half = 0; half < 2; half++) {
+        const int8_t* line = bytes + half * BYTE_TILE + 64 * j;
+        _mm_prefetch(reinterpret_cast<const char*>(line) + 4 * BYTE_TILE, _MM_HINT_T0);
+        const __m512i w = _mm512_loadu_si512(line);
+        weights[half] = _mm512_dpbusd_epi32(weights[half], ones, w);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) {
+          const int8_t* own = x[r] + block * 2 * BYTE_TILE + 4 * j;
+          high[r][half] = _mm512_dpbusd_epi32(high[r][half],
+                                              _mm512_xor_si512(four_bytes(own), sign), w);
+          low[r][half] = _mm512_dpbusd_epi32(low[r][half], four_bytes(own + BYTE_TILE), w);
+        }
+      }
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    for (int half = 0; half < 2; half++)
+      high[r][half] = _mm512_sub_epi32(high[r][half], _mm512_slli_epi32(weights[half], 7));
+    store_row(task, first_row + r, panel * PANEL, rows.factors[first_row + r], high[r], low[r]);
+  }
+}
+
+TARGET_VNNI void vector_rows(const LinearBf16& task, const ByteRows& rows, int64_t first_row,
+                             int64_t panel) {
+#define CASE(R)                                     \
+  case R:                                           \
+    vector_panel<R>(task, rows, first_row, panel);  \
+    break;
+  switch (smaller(MOST_ROWS, task.num_rows - first_row)) {
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+  }
+#undef CASE
+}
+
+struct Prefetch {
+  const int8_t* next;
+  int64_t lines;  // in each step
+};
+
+// Multiplies a group of rows by one panel, and stores them.
+TARGET_AMX static inline void tile_group(const LinearBf16& task, const ByteRows& rows,
+                                         int64_t group, int64_t panel, int32_t* sums,
+                                         Prefetch& prefetch) {
+  const int8_t* a = rows.group(group);
+  const int8_t* b = task.bytes + panel * rows.num_blocks * 2 * BYTE_TILE;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t block = 0; block < rows.num_blocks; block++) {
+    _tile_loadd(6, b, 64);
+    _tile_loadd(4, a, 64);
+    _tile_loadd(5, a + BYTE_TILE, 64);
+    _tile_loadd(7, b + BYTE_TILE, 64);
+    for (int64_t line = 0; line < prefetch.lines; line++, prefetch.next += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(prefetch.next), _MM_HINT_T1);
+    _tile_dpbssd(0, 4, 6);  // high bytes have a sign
+    _tile_dpbusd(2, 5, 6);
+    _tile_dpbssd(1, 4, 7);
+    _tile_dpbusd(3, 5, 7);
+    a += 2 * BYTE_TILE;
+    b += 2 * BYTE_TILE;
+  }
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 256, 64);
+  _tile_stored(2, sums + 512, 64);
+  _tile_stored(3, sums + 768, 64);
+  for (int64_t i = 0; i < smaller(GROUP, task.num_rows - group * GROUP); i++) {
+    const int32_t* line = sums + 16 * i;
+    const __m512i high[2] = {_mm512_load_si512(line), _mm512_load_si512(line + 256)};
+    const __m512i low[2] = {_mm512_load_si512(line + 512), _mm512_load_si512(line + 768)};
+    const int64_t row = group * GROUP + i;
+    store_row(task, row, panel * PANEL, rows.factors[row], high, low);
+  }
+}
+
+// Rows are cut into parts whose bytes stay in the cache, outputs into chunks of panels.
+TARGET_AMX void multiply_tiles(const LinearBf16& task, const ByteRows& rows, int num_threads) {
+  const int64_t num_groups = divide_up(task.num_rows, GROUP);
+  int64_t groups = larger(2, A_BYTES / (rows.num_blocks * 2 * BYTE_TILE));
+  const int64_t num_parts = divide_up(num_groups, smaller(groups, num_groups));
+  groups = divide_up(num_groups, num_parts);  // evenly
+  const int64_t num_panels = divide_up(task.num_outputs, PANEL);
+  const int64_t panel_size = rows.num_blocks * 2 * BYTE_TILE;
+  const int64_t size = panels_of_chunk(num_panels, panel_size, num_threads);
+  const int64_t num_chunks = divide_up(num_panels, size);
+  parallel(num_threads, num_parts * num_chunks, [&](Cursor& cursor) TARGET_AMX {
+    int32_t* sums = static_cast<int32_t*>(scratch(1, 4096));
+    configure_tiles();
+    for (int64_t turn = cursor.take(); turn < cursor.total;) {
+      const int64_t next = cursor.take();  // known early, so that its weights are on their way
+      const int64_t after = next < cursor.total ? next % num_chunks * size : 0;
+      const int64_t first = turn / num_chunks * groups;
+      const int64_t end = smaller(num_groups, first + groups);
+      const int64_t panel_end = smaller(num_panels, (turn % num_chunks + 1) * size);
+      for (int64_t panel = turn % num_chunks * size; panel < panel_end; panel++) {
+        const int64_t ahead = panel + 1 < panel_end ? panel + 1 : after;
+        Prefetch prefetch{task.bytes + ahead * panel_size, divide_up(32, end - first)};
+        for (int64_t group = first; group < end; group++)
+          tile_group(task, rows, group, panel, sums, prefetch);
+      }
+      turn = next;
+    }
+    _tile_release();
+  });
+}
+
+void linear_bytes(const LinearBf16& task, int32_t level, int num_threads) {
+  const ByteRows rows = split_rows(task, num_threads);
+  if (level >= AMX && task.num_rows > VECTOR_ROWS) {
+    multiply_tiles(task, rows, num_threads);
+    return;
+  }
+  const int64_t num_panels = divide_up(task.num_outputs, PANEL);
+  const int64_t size =
+      panels_of_chunk(num_panels, rows.num_blocks * 2 * BYTE_TILE, num_threads);
+  parallel(num_threads, divide_up(num_panels, size), [&](Cursor& cursor) {
+    for (int64_t chunk; (chunk = cursor.take()) < cursor.total;)
+      for (int64_t panel = chunk * size; panel < smaller(num_panels, (chunk + 1) * size); panel++)
+        for (int64_t row = 0; row < task.num_rows; row += MOST_ROWS)
+          vector_rows(task, rows, row, panel);
+  });
+}
+
+}  // namespace
+
+// Returns how many bytes a packed weight of 8 bits has.
+EXPORT int64_t core_packed_size_int8(int64_t num_outputs, int64_t num_inputs) {
+  return divide_up(num_outputs, PANEL) * PANEL * padded_bytes(num_inputs);
+}
+
+// Quantizes and packs weight [num_outputs, num_inputs], contiguous; factors are padded.
+EXPORT void core_pack_int8_f32(const float* weight, int64_t num_outputs, int64_t num_inputs,
+                               int8_t* packed, float* factors, int32_t num_threads) {
+  pack_int8(weight, num_outputs, num_inputs, packed, factors, num_threads);
+}
+
+EXPORT void core_pack_int8_bf16(const bf16* weight, int64_t num_outputs, int64_t num_inputs,
+                                int8_t* packed, float* factors, int32_t num_threads) {
+  pack_int8(weight, num_outputs, num_inputs, packed, factors, num_threads);
+}
+
+// As `core_linear_*`, of what `core_pack_int8_*` made.
+EXPORT void core_linear_int8_f32(const float* x, int64_t x_stride, int64_t num_rows,
+                                 const int8_t* bytes, const float* factors, int64_t num_inputs,
+                                 int64_t num_outputs, const float* bias, float* out, int32_t level,
+                                 int32_t num_threads) {
+  const Linear<float> task{x,           x_stride, num_rows, nullptr, num_inputs,
+                           num_outputs, bias,     out,      bytes,   factors};
+  (level >= AVX512 ? avx512::linear_int8<float> : avx2::linear_int8<float>)(task, num_threads);
+}
+
+EXPORT void core_linear_int8_bf16(const bf16* x, int64_t x_stride, int64_t num_rows,
+                                  const int8_t* bytes, const float* factors, int64_t num_inputs,
+                                  int64_t num_outputs, const bf16* bias, bf16* out, int32_t level,
+                                  int32_t num_threads) {
+  const LinearBf16 task{x,           x_stride, num_rows, nullptr, num_inputs,
+                        num_outputs, bias,     out,      bytes,   factors};
+  if (level >= AVX512_BF16 && num_inputs <= MOST_INPUTS)
+    linear_bytes(task, level, num_threads);
+  else
+    (level >= AVX512 ? avx512::linear_int8<bf16> : avx2::linear_int8<bf16>)(task, num_threads);
+}
