@@ -259,9 +259,8 @@ def build_runner(
     dtype = _dtype(config, model_config, device, is_said=tp.rank == 0)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    kernels = make_kernels(
-        config.attention_backend, batch_invariant=config.batch_invariant, device=device
-    )
+    invariant = config.batch_invariant
+    kernels = make_kernels(config.attention_backend, batch_invariant=invariant, device=device)
     sizes = graph_sizes(config, kernels, device)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     method = linear_method(config.quantization, kernels, torch_dtype)
@@ -282,9 +281,8 @@ def build_runner(
     if isinstance(method, Int8Method):
         check_int8(method.kernels, shapes)
     layout = kv_layout(model_config, tp_size=tp.size, dtype=dtype)
-    constraints = None
-    if tp.rank == 0:
-        constraints = _row_constraints(path, model_config.vocab_size, device)
+    vocab_size = model_config.vocab_size
+    constraints = None if tp.rank else _row_constraints(path, vocab_size, device)
 
     def make_runner(pool: KVPool, host_pool: HostPool) -> ModelRunner:
         return ModelRunner(
@@ -304,9 +302,8 @@ def build_runner(
 
     pool, host_pool = make_pools(config, layout, device, is_shown=tp.rank == 0, measure=measure)
     log.info(
-        "%s%s, %s kernels on %s, %d KV slots, %d on the host",
-        dtype,
-        "" if config.quantization == "none" else f" with {config.quantization} weights",
+        "%s, %s kernels on %s, %d KV slots, %d on the host",
+        dtype if config.quantization == "none" else f"{dtype} with {config.quantization} weights",
         kernels.name,
         device,
         pool.num_slots,
