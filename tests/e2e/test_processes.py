@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -17,13 +20,17 @@ import psutil
 import pytest
 import zmq
 from support.live_server import LiveServer, live_server
+from support.processes import wait_for
 from support.streams import Outcome, stream_once
 
 from lightserve.channels.zmq import VERSION_BYTE
+from lightserve.config import ServeConfig
+from lightserve.cost.profile import SCHEMA_VERSION, StepProfile, save_profile
 from lightserve.kernels.cpu import core
-from lightserve.messages.common import MAX_FRAME_BYTES
+from lightserve.messages.common import MAX_FRAME_BYTES, StepCoefficients
 from lightserve.messages.frontend_router import Abort
 from lightserve.types import RequestId
+from lightserve.worker.profiling import profile_key
 
 MAX_LIGHT_RSS_BYTES = 150 * 1024 * 1024
 LIGHT = ("supervisor", "frontend-0", "router-0")
@@ -175,3 +182,174 @@ def test_garbage_on_every_socket_changes_nothing(server: LiveServer) -> None:
     body = {"model": server.model, "messages": [{"role": "user", "content": "Hello."}]}
     assert stream_once(server.url, {**body, "max_tokens": 5}).outcome is Outcome.WHOLE
     assert server.pids() == pids
+
+
+# A server whose standard error is a pipe that is not read: all of its processes go on.
+
+NUM_REQUESTS = 100
+"""Their lines are several times what the pipe holds."""
+
+
+def test_a_log_that_is_not_read_holds_up_nothing(run_parent: Path) -> None:
+    with live_server(run_parent, "--log-level=debug") as server:
+        server.stop_reading_log()
+        for number in range(NUM_REQUESTS):
+            headers = {"x-request-id": f"unread-{number}"}
+            answer = httpx.get(f"{server.url}/v1/models", headers=headers, timeout=60.0)
+            assert answer.status_code == 200
+        server.tree()["router-0"].send_signal(signal.SIGKILL)  # which the supervisor has to log
+        wait_for(lambda: not server.is_ready(), "the loss")
+        server.wait_readyz()
+        assert 'lightserve_process_restarts_total{engine="0"' in server.metrics()
+        assert f"unread-{NUM_REQUESTS - 1}" not in server.stderr
+        server.go_on_reading_log()
+        assert server.stop() == 0
+        for number in range(NUM_REQUESTS):
+            assert f"[unread-{number}]" in server.stderr
+        assert "lines could not be written" not in server.stderr
+
+
+# A profile on its way: from a file through the workers' hello into the router's predictions.
+
+FLOOR_S = 3.0
+
+
+def test_a_profile_is_what_the_first_step_is_predicted_by(run_parent: Path, tmp_path: Path) -> None:
+    key = profile_key(ServeConfig())
+    key = msgspec.structs.replace(key, num_threads=1)
+    path = tmp_path / "profile.json"
+    slow = StepCoefficients(FLOOR_S, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    save_profile(StepProfile(SCHEMA_VERSION, "0", "slow", key, slow, 1, 9, 0.0, 0.0), path)
+    with live_server(run_parent, "--profile", str(path)) as server:
+        body = {"model": server.model, "prompt": "A fox", "max_tokens": 1}
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=300.0).is_success
+        predicted_s = wait_for(lambda: _predicted_s(server.metrics_url), "a predicted step")
+        assert predicted_s == FLOOR_S
+
+
+def _predicted_s(metrics_url: str) -> float:
+    text = httpx.get(metrics_url, timeout=300.0).text
+    found = re.search(r"^lightserve_predicted_step_time_seconds_sum\S* (\S+)$", text, re.M)
+    assert found is not None
+    return float(found[1])
+
+
+# The log of a real server at debug level: JSON, requests that can be followed, no secrets.
+
+SECRET = "xyzzy-plugh"
+KEY = "sk-" + "hollowvoice" * 4
+
+
+def test_a_request_can_be_followed_and_its_words_cannot(run_parent: Path, tmp_path: Path) -> None:
+    key_file = tmp_path / "keys"
+    key_file.write_text(f"tester {KEY} admin\n")
+    key_file.chmod(0o600)
+    flags = ["--log-level=debug", "--log-format=json", f"--api-key-file={key_file}"]
+    with live_server(run_parent, *flags) as server:
+        body = {
+            "model": server.model,
+            "messages": [{"role": "user", "content": f"Say {SECRET}."}],
+            "user": SECRET,
+            "max_tokens": 6,
+        }
+        headers = {"authorization": f"Bearer {KEY}", "x-request-id": "followed-1"}
+        url = f"{server.url}/v1/chat/completions"
+        answer = httpx.post(url, json=body, headers=headers, timeout=300.0)
+        assert answer.status_code == 200, answer.text
+        wrong = {"authorization": f"Bearer {KEY}x"}
+        assert (
+            httpx.post(f"{url}?{SECRET}", json=body, headers=wrong, timeout=300.0).status_code
+            == 401
+        )
+        metrics = server.metrics(headers)
+        wait_for(lambda: "followed-1" in server.stderr, "the request's lines")
+        server.stop()
+        log = server.stderr
+    lines: list[dict[str, Any]] = [json.loads(line) for line in log.splitlines()]
+    assert {"supervisor", "frontend-0", "router-0", "worker-0"} <= {x["process"] for x in lines}
+    assert not any("uvicorn" in line["logger"] for line in lines)
+    assert SECRET not in log
+    assert KEY not in log
+    for shown in (answer.json()["choices"][0]["message"]["content"].strip(), SECRET, KEY):
+        assert shown not in metrics
+
+    mine = [line for line in lines if line.get("request_id") == "followed-1"]
+    responses = [line for line in mine if line.get("route") == "/v1/chat/completions"]
+    assert [(line["method"], line["status"]) for line in responses] == [("POST", 200)]
+    number = next(
+        match[1]
+        for line in mine
+        if (match := re.search(r"is request (\d+) of this frontend", line["message"]))
+    )
+    of_router = [
+        line["message"]
+        for line in lines
+        if line["process"] == "router-0" and f"request 0/{number}:" in line["message"]
+    ]
+    assert len(of_router) == 2
+    assert "submitted" in of_router[0] and "ends" in of_router[1]
+
+
+# `lightserve chat` as people run it in a pipe, against the real server.
+
+_QUESTION = "Tell me a story about Mira and the brass lantern."
+
+
+def _chat(server: LiveServer, *flags: str, question: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lightserve.cli.main", "chat", "--url", server.url, *flags],
+        input=question,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def test_a_piped_question_is_answered(server: LiveServer) -> None:
+    flags = ("--temperature", "0", "--max-tokens", "20")
+    first, second = (_chat(server, *flags, question=_QUESTION) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert len(first.stdout.split()) > 5
+    assert first.stdout == second.stdout
+
+
+def test_a_refusal_is_one_line(server: LiveServer) -> None:
+    result = _chat(server, "--max-tokens", "-1", question=_QUESTION)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("lightserve: error: HTTP 400: ")
+    assert result.stderr.count("\n") == 1
+
+
+# schemathesis over the running server's own schema; bench/abuse schema is the long version.
+
+TOOL = Path(sys.executable).parent / "schemathesis"
+MAX_EXAMPLES = "8"
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,"
+    "response_schema_conformance,negative_data_rejection"
+)
+"""No 5xx; every answer is one that the schema names; what does not fit the schema is refused."""
+
+
+def test_no_data_makes_the_server_fail(server: LiveServer, tmp_path: Path) -> None:
+    """Data that fit the schema and data that do not: no 5xx, and the schema is true."""
+    done = subprocess.run(
+        [
+            *[str(TOOL), "run", f"{server.url}/openapi.json", "--checks", CHECKS],
+            *["--mode", "all", "--phases", "coverage,fuzzing", "--max-examples", MAX_EXAMPLES],
+            *["--seed", "1", "--suppress-health-check", "all", "--generation-database", "none"],
+            *["--request-timeout", "300", "--no-color", "--warnings", "off"],
+        ],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    generated = re.search(r"(\d+) generated", done.stdout)
+    assert generated is not None, done.stdout[-2000:]
+    assert int(generated[1]) >= 20
+    assert server.is_ready()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,12 +20,17 @@ from support.core_scenes import (
     events_of,
     make_core,
     make_simulation,
+    step_time,
     submit,
 )
 
+from lightserve.config import ServeConfig
 from lightserve.messages.common import RegexConstraint
 from lightserve.messages.frontend_router import ClassLoad
-from lightserve.messages.router_worker import pack_results, plan_rows, row_results
+from lightserve.messages.kv_map import KVPool, unpack_kinds
+from lightserve.messages.router_worker import StepPlan, pack_results, plan_rows, row_results
+from lightserve.router.core import RouterCore
+from lightserve.router.core_config import CoreConfig
 from lightserve.router.events import (
     FromFrontend,
     FrontendGone,
@@ -31,11 +38,22 @@ from lightserve.router.events import (
     WorkersGone,
     WorkersReady,
 )
+from lightserve.router.factory import make_admission
+from lightserve.router.intake import QueueLimits
+from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import least_recently_used, task_aware
+from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
-from lightserve.sim.simulation import TimedEvent
+from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.sim.worker import SimulatedWorker
-from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey, SamplingParams
+from lightserve.types import (
+    FrontendId,
+    RequestClass,
+    RequestId,
+    RequestKey,
+    SamplingParams,
+    SlotKind,
+)
 
 FRONTEND = FrontendId(0)
 
@@ -218,3 +236,228 @@ def test_dead_workers_take_the_cache_with_them() -> None:
     assert core.num_cached_slots == 0
     core.on_message(FrontendGone(FRONTEND), simulation.now_s)
     core.check_integrity()
+
+
+# Admission of requests that share KV, through the core: more of them fit, and never too many.
+
+arrivals_of_families = st.lists(
+    st.builds(
+        Arrival,
+        time_s=st.floats(0, 0.4),
+        num_prompt=st.integers(1, 40),
+        num_output=st.integers(1, 24),
+        max_tokens=st.integers(1, 24),
+        abort_after_s=st.none() | st.none() | st.floats(0, 0.2),
+        family=st.integers(0, 2),
+        request_class=st.sampled_from(RequestClass),
+    ),
+    min_size=1,
+    max_size=30,
+)
+
+
+@pytest.mark.parametrize("policy", ["chunked", "fcfs"])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(arrivals=arrivals_of_families, budget=st.integers(MAX_SEQS, 64))
+def test_a_request_that_reserves_the_worst_case_loses_nothing(
+    policy: str, arrivals: list[Arrival], budget: int
+) -> None:
+    """Shared tokens are reserved once: enough, whichever of those that share them ends first."""
+    core = make_core(policy, budget, cache_order=task_aware)
+    make_simulation(core).run(events_of(arrivals))
+    assert core.num_preemptions == 0
+
+
+@pytest.mark.parametrize("admission", ["conservative", "risk", "past-future", "ema", "aggressive"])
+@pytest.mark.parametrize("policy", ["chunked", "priority"])
+def test_a_crowd_with_one_prompt_runs_at_once(policy: str, admission: str) -> None:
+    """40 tokens that all share and at most 10 more of each: 6 need 100 of 120 slots, not 300."""
+    lengths = OutputLengths(max_output_tokens=MAX_LEN)
+    rule = make_admission(
+        ServeConfig(admission=admission),
+        lengths,
+        0,
+        is_class_aware=POLICIES[policy]().is_class_aware,
+    )
+    core = make_core(policy, 64, admission=rule, lengths=lengths, cache_order=task_aware)
+    simulation = make_simulation(core)
+    arrival = Arrival(0.0, 41, 10, 10, family=0)
+
+    def crowd(first: int, count: int, at_s: float) -> list[TimedEvent]:
+        # Numbers that differ by a multiple of three have the very same prompt.
+        messages = [submit(3 * number, arrival) for number in range(first, first + count)]
+        return [TimedEvent(at_s, FromFrontend(FrontendId(0), message)) for message in messages]
+
+    simulation.run(crowd(0, 1, 0.0))
+    simulation.run(crowd(1, MAX_SEQS, simulation.now_s), until_s=simulation.now_s + 0.03)
+    assert len(core.running) == MAX_SEQS
+    assert core.num_used_slots < NUM_SLOTS
+    simulation.run([])
+    assert core.num_preemptions == 0
+
+
+# A real-time newcomer whose prefix is just being taken from a best-effort request.
+
+RT, BE = RequestClass.RT, RequestClass.BE
+VICTIM_LEN, VICTIM_SLOTS = 700, 900
+DOCUMENT = list(range(1, 301))
+
+
+class Scene:
+    """One step after the other; remembers the step of each request's first token."""
+
+    def __init__(self) -> None:
+        self.core = RouterCore(
+            CoreConfig(
+                max_model_len=VICTIM_LEN,
+                max_num_seqs=16,
+                max_num_batched_tokens=256,
+                queue_limits=dict.fromkeys(RequestClass, QueueLimits(100, 1 << 30)),
+                policy=POLICIES["priority"](),
+                kv=KVOptions(cache_order=task_aware, preemption=Preemption.CHECKPOINT),
+                admission=RecklessAdmission(),
+                lengths=OutputLengths(max_output_tokens=VICTIM_LEN),
+            )
+        )
+        self.worker = SimulatedWorker(
+            num_slots=VICTIM_SLOTS, max_num_seqs=16, max_model_len=VICTIM_LEN, num_host_slots=1000
+        )
+        self.sent: deque[StepPlan] = deque()
+        self.step = 0
+        self.first_token: dict[int, int] = {}
+        self.core.on_message(WorkersReady(VICTIM_SLOTS, 1000), 0.0)
+
+    def add(self, number: int, request_class: RequestClass, prompt: list[int], out: int) -> None:
+        arrival = Arrival(0.0, len(prompt), out, out, request_class=request_class)
+        event = FromFrontend(FrontendId(0), submit(number, arrival, prompt=prompt))
+        self.core.on_message(event, float(self.step))
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.step += 1
+            now_s = float(self.step)
+            while isinstance(step := self.core.plan(now_s), PlannedStep):
+                self.sent.append(self.core.commit(step, now_s))
+            if self.sent:
+                result = self.worker.execute(self.sent.popleft(), exec_s=0.01, idle_s=0.0)
+                for outgoing in self.core.on_result(result, now_s):
+                    for delta in outgoing.message.each():
+                        if delta.token_ids:
+                            self.first_token.setdefault(int(delta.request_id), self.step)
+        self.core.check_integrity()
+
+
+def test_it_starts_at_once_on_memory_of_another() -> None:
+    """Decodes take the paused request's prompt token by token: waiting for its end is too long."""
+    scene = Scene()
+    scene.add(20, BE, [3000] * 200, 90)
+    scene.run(3)
+    scene.add(0, BE, [*DOCUMENT, 7], 90)
+    scene.run(10)
+    for number in range(1, 5):
+        scene.add(number, RT, [1000 + number] * 60, 70)
+    scene.run(2)
+    kv = scene.core._kv
+    assert kv is not None
+    while kv.num_available > 0:
+        scene.run(1)
+    scene.run(15)
+    arrived = scene.step
+    scene.add(10, RT, [*DOCUMENT, *[9] * 10], 5)
+    scene.run(60)
+    assert scene.first_token[10] - arrived <= 3
+
+
+# The map of the KV pool says at any moment what the core's own figures say.
+
+NUM_HOST_SLOTS = 60
+
+some_arrivals = st.lists(
+    st.builds(
+        Arrival,
+        time_s=st.floats(0, 0.2),
+        num_prompt=st.integers(1, 40),
+        num_output=st.integers(1, 24),
+        max_tokens=st.integers(1, 24),
+        abort_after_s=st.none() | st.floats(0, 0.2),
+        family=st.none() | st.integers(0, 1),
+        request_class=st.sampled_from(RequestClass),
+    ),
+    min_size=1,
+    max_size=20,
+)
+some_options = st.builds(
+    KVOptions,
+    cache_order=st.sampled_from([None, task_aware]),
+    block_size=st.sampled_from([1, 4, 16]),
+    preemption=st.sampled_from(Preemption),
+    clean_ahead_tokens=st.sampled_from([0, 40]),
+)
+
+
+def _simulation(core: RouterCore) -> Simulation:
+    worker = SimulatedWorker(
+        num_slots=NUM_SLOTS,
+        max_num_seqs=MAX_SEQS,
+        max_model_len=MAX_LEN,
+        num_host_slots=NUM_HOST_SLOTS,
+    )
+    return Simulation(core, worker, step_time, num_slots=NUM_SLOTS, num_host_slots=NUM_HOST_SLOTS)
+
+
+def _checked_map(core: RouterCore) -> KVPool:
+    """Return the map, which agrees with itself and with the core's figures."""
+    pool = core.kv_map()
+    assert pool is not None and pool.slots is not None
+    kinds = np.repeat(*unpack_kinds(pool.slots)).tolist()
+    assert len(kinds) == pool.num_slots == NUM_SLOTS
+    assert pool.num_slots_of_kind == [kinds.count(kind) for kind in SlotKind]
+    assert kinds.count(SlotKind.CACHED) == core.num_cached_slots
+    num_used = NUM_SLOTS - kinds.count(SlotKind.FREE) - kinds.count(SlotKind.CACHED)
+    assert num_used == core.num_used_slots
+    assert num_used == sum(slots.num_slots for slots in pool.classes.values())
+    return pool
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    arrivals=some_arrivals,
+    options=some_options,
+    policy=st.sampled_from(["priority", "chunked"]),
+    budget=st.integers(MAX_SEQS, 64),
+)
+def test_at_any_moment(
+    arrivals: list[Arrival], options: KVOptions, policy: str, budget: int
+) -> None:
+    core = make_core(policy, budget, admission=RecklessAdmission(), kv=options)
+    simulation = _simulation(core)
+    for until_s in (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, float("inf")):
+        simulation.run(events_of(arrivals) if until_s == 0.02 else [], until_s=until_s)
+        pool = _checked_map(core)
+        assert pool.block_size == options.block_size
+        assert pool.num_host_slots == NUM_HOST_SLOTS
+    assert pool.num_used_host_slots == core.num_used_slots == pool.mean_run_length == 0
+
+
+def test_what_is_copied_ahead_is_checkpointed() -> None:
+    options = KVOptions(block_size=4, preemption=Preemption.CHECKPOINT, clean_ahead_tokens=24)
+    core = make_core("priority", 64, admission=RecklessAdmission(), kv=options)
+    core._booking._steps_since_take = 0  # memory was just taken from a request
+    arrivals = [
+        Arrival(0.0, 30, 20, 20, request_class=request_class) for request_class in RequestClass
+    ]
+    _simulation(core).run(events_of(arrivals), until_s=0.06)
+    pool = _checked_map(core)
+    rt, be = (pool.classes[request_class] for request_class in RequestClass)
+    assert rt.num_requests == be.num_requests == 1
+    assert rt.num_slots > 30 and be.num_slots > 30
+    assert rt.num_checkpointed_slots == 0  # best-effort's memory goes first
+    assert 0 < be.num_checkpointed_slots == pool.num_used_host_slots < be.num_slots
+    assert pool.num_slots_of_kind == [
+        NUM_SLOTS - rt.num_slots - be.num_slots,
+        rt.num_slots,
+        be.num_slots - be.num_checkpointed_slots,
+        0,
+        be.num_checkpointed_slots,
+    ]
+    assert pool.mean_run_length > 4

@@ -7,10 +7,12 @@ overwritten, is an error. The invariants of architecture 6 are checked after eve
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from functools import partial
 from unittest.mock import patch
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -21,22 +23,28 @@ from support.core_scenes import (
     Arrival,
     RecklessAdmission,
     check_outcome,
+    events_of,
     make_core,
+    make_simulation,
     submit,
 )
 
+from bench.memory import arms
+from lightserve import sim
 from lightserve.messages.common import StepCoefficients
 from lightserve.messages.frontend_router import Abort
 from lightserve.messages.router_worker import StepPlan
 from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, WorkersReady
-from lightserve.router.kv.cache import KVOptions, Preemption
+from lightserve.router.kv.cache import KVOptions, KVStore, Preemption
 from lightserve.router.kv.prefix_node import MAX_DEPTH, least_recently_used, task_aware
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.queue import OLDEST_EVERY
 from lightserve.router.request import Request
 from lightserve.router.shares import Reason
+from lightserve.sim.hybrid import HybridRun
 from lightserve.sim.simulation import Outcome
-from lightserve.sim.worker import SimulatedWorker
+from lightserve.sim.traffic import DrawnTraffic
+from lightserve.sim.worker import A100_LLAMA2_7B, SimulatedWorker, VirtualHardware
 from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey
 
 FRONTEND = FrontendId(0)
@@ -267,3 +275,155 @@ class ShallowKVMachine(KVMachine):
 
 TestShallowKV = ShallowKVMachine.TestCase
 TestShallowKV.settings = settings(TestKV.settings, max_examples=40)
+
+
+# Best-effort requests start while the host has room for what could be taken from them.
+
+CONFIG = sim.HybridConfig(
+    rt="poisson:14",
+    rt_lengths="uniform:10-200,20-100",
+    rt_max_tokens=100,
+    be="closed:40",
+    be_lengths="uniform:200-400,20-60",
+    duration_s=12.0,
+    margin_s=0.0,
+    capacity_tokens=4000,
+    host_kv_tokens=1000,
+)
+
+
+def test_little_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without regard to the host it is full of copies when more is taken, which is lost then."""
+    with_regard = sim.run_hybrid(CONFIG)
+    monkeypatch.setattr(KVStore, "saves", False)
+    without = sim.run_hybrid(CONFIG)
+    assert without.kv.recomputed_tokens > 200
+    assert with_regard.kv.recomputed_tokens < 0.2 * without.kv.recomputed_tokens
+
+
+def test_best_effort_work_does_not_wait_until_real_time_memory_was_seen() -> None:
+    """Two small real-time requests per second leave nearly all of the pool to be taken from none.
+
+    Counted as the whole pool until they had been seen for two windows, they left best-effort
+    requests half of their work for half a minute.
+    """
+    light = dataclasses.replace(
+        CONFIG, rt="poisson:2", rt_lengths="uniform:10-100,5-30", duration_s=5.0
+    )
+    ample, small = (
+        sim.run_hybrid(dataclasses.replace(light, host_kv_tokens=num_slots)).be.throughput_tps
+        for num_slots in (2 * CONFIG.capacity_tokens, 1000)
+    )
+    assert small >= 0.8 * ample
+
+
+# The comparison of `bench.memory.arms`, small: what its arms have in common, and what they do.
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, sim.HybridReport]:
+    """Return a short run of every arm, memory so short that best-effort requests are paused."""
+    cells = {arm: arms.Cell(arm, 4.0, 7000, 0, 10.0, 1.0) for arm in arms.ARMS}
+    outcomes = {arm: arms.run(cell) for arm, cell in cells.items()}
+    assert all(arms.row_of(arm, [outcome]) for arm, outcome in outcomes.items())
+    return {arm: outcome.report for arm, outcome in outcomes.items()}
+
+
+def test_the_size_of_a_block_decides_nothing_but_where_slots_lie(
+    reports: dict[str, sim.HybridReport],
+) -> None:
+    blocks, single = reports["two-ended 16, checkpoint"], reports["B = 1, checkpoint"]
+    assert (blocks.rt, blocks.be) == (single.rt, single.be)
+    runs = blocks.kv.mean_run_tokens, single.kv.mean_run_tokens
+    assert None not in runs and runs[0] != runs[1]
+    assert dataclasses.replace(blocks.kv, mean_run_tokens=None) == dataclasses.replace(
+        single.kv, mean_run_tokens=None
+    )
+
+
+def test_each_arm_takes_memory_in_its_own_way(reports: dict[str, sim.HybridReport]) -> None:
+    assert all(report.kv.pauses > 0 for report in reports.values())
+    for arm, report in reports.items():
+        if "recompute" in arm:
+            assert report.kv.copied_tokens == 0 < report.kv.recomputed_tokens, arm
+        else:
+            assert report.kv.loaded_tokens > 0, arm
+    swap = reports["exclusive 16, swap"].kv
+    checkpoint = reports["two-ended 16, checkpoint"].kv
+    assert swap.ahead_tokens == 0 < checkpoint.ahead_tokens
+    assert swap.saved_tokens > checkpoint.saved_tokens
+
+
+# `recomputed_tokens` is what the workers computed twice, whatever the reason.
+
+TIGHT = sim.HybridConfig(
+    rt="poisson:12",
+    rt_lengths="uniform:10-200,5-80",
+    rt_max_tokens=100,
+    be="closed:30",
+    be_lengths="uniform:100-300,20-60",
+    duration_s=6.0,
+    margin_s=1.0,
+    capacity_tokens=2500,
+    policy="priority",
+)
+SLOW_COPIES = dataclasses.replace(A100_LLAMA2_7B, per_copied_token_s=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("preemption", "host_kv_tokens", "hardware"),
+    [
+        pytest.param("recompute", -1, A100_LLAMA2_7B, id="nothing is saved"),
+        pytest.param("checkpoint", -1, SLOW_COPIES, id="loading is slower"),
+        pytest.param("checkpoint", 100, A100_LLAMA2_7B, id="the host is full"),
+        pytest.param("swap", 100, A100_LLAMA2_7B, id="the host is full of whole requests"),
+    ],
+)
+def test_computed_twice(preemption: str, host_kv_tokens: int, hardware: VirtualHardware) -> None:
+    run = HybridRun(
+        dataclasses.replace(
+            TIGHT,
+            host_kv_tokens=host_kv_tokens,
+            hardware=hardware,
+            serve_options={"preemption": preemption, "cache_policy": "off"},
+        )
+    )
+    run.advance(TIGHT.duration_s)
+    traffic = run.clients[RequestClass.BE].traffic
+    assert isinstance(traffic, DrawnTraffic)
+    traffic.num_clients = None
+    run.advance(1000.0)  # no request is replaced any more
+    assert not run.core.running
+    needed = sum(
+        sum(clients.num_prompt_tokens) + sum(clients.num_output_tokens)
+        for clients in run.clients.values()
+    )
+    num_requests = len(run.simulation.outcomes)
+    needed -= num_requests  # the last token is not read
+    computed = run.worker.sums.num_tokens
+    lost = run.report().kv.recomputed_tokens
+    assert lost > 2 * num_requests
+    # The step that was sent when a request ended may have computed one token more.
+    assert needed + lost <= computed <= needed + lost + num_requests
+
+
+# What is kept for real-time's cache is not kept from a request that could never run otherwise.
+
+
+@pytest.mark.parametrize("num_prompt", [30, 50])
+def test_the_reserve_gives_way_where_nothing_else_can_run(num_prompt: int) -> None:
+    """30 tokens start beside the reserve and then cannot grow, 50 cannot even start."""
+    arrivals = [
+        Arrival(0.0, 48, 2, 2),
+        Arrival(0.0, 48, 2, 2),
+        Arrival(5.0, num_prompt, 12, 12, request_class=RequestClass.BE),
+    ]
+    options = KVOptions(cache_order=task_aware, rt_cache_min_tokens=90)
+    core = make_core("priority", budget=64, admission=RecklessAdmission(), kv=options)
+    simulation = make_simulation(core)
+    simulation.run(events_of(arrivals), until_s=4.0)
+    assert NUM_SLOTS - core.num_cached_slots < num_prompt + 12
+    simulation.run([])
+    assert len(simulation.outcomes) == 3
+    for arrival, outcome in zip(arrivals, simulation.outcomes.values(), strict=True):
+        check_outcome(arrival, outcome)

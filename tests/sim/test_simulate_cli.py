@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from bench.memory import past_future as table1
-from lightserve.cli.simulate import command
+from lightserve.cli.simulate import HYBRID_DEFAULTS, QUEUE_DEFAULTS, command
+from lightserve.cost.profile import SCHEMA_VERSION, ProfileKey, StepProfile, save_profile
 from lightserve.errors import ConfigError
+from lightserve.messages.common import StepCoefficients
+from lightserve.router.shares import Reason
 
 
 def simulate(*arguments: str) -> str:
@@ -155,3 +160,216 @@ def test_the_tables_script_counts_its_runs_and_says_what_a_smaller_run_is_worth(
     assert re.findall(r"(\d/3) runs", capsys.readouterr().err) == ["1/3", "2/3", "3/3"]
     assert table1.note(table1.PAPER_REQUESTS) == ""
     assert "hold for 3,000 requests" in table1.note(300) and "300" in table1.note(300)
+
+
+# `lightserve simulate --rt --be` from the command line.
+
+RT = ("--rt", "poisson:6", "--rt-lengths", "uniform:10-200,5-80", "--rt-max-tokens", "100")
+BE = ("--be", "closed:30", "--be-lengths", "uniform:100-300,20-60")
+SHORT = ("--duration-s", "5", "--margin-s", "1", "--capacity-tokens", "3000")
+CLASS_KEYS = {
+    "arrivals",
+    "ttft_attainment",
+    "tpot_attainment",
+    "mtpot_attainment",
+    "goodput_rps",
+    "goodput_tps",
+    "normalized_latency_ms",
+    "throughput_rps",
+    "throughput_tps",
+    "evictions",
+    "recomputed_tokens",
+}
+
+
+def test_json_of_both_classes_has_the_stable_keys_and_depends_on_the_seed() -> None:
+    arguments = [*RT, *BE, *SHORT, "--policy", "priority", "--json"]
+    first, again, other = (
+        json.loads(simulate(*arguments, "--seed", seed)) for seed in ("1", "1", "2")
+    )
+    assert set(first) == {"config", "rt", "be", "kv", "router"}
+    assert set(first["rt"]) >= CLASS_KEYS and set(first["be"]) >= CLASS_KEYS
+    assert {"copied_tokens", "copied_bytes", "recomputed_tokens"} <= set(first["kv"])
+    assert {"cpu_ms_p50", "cpu_ms_p99"} <= set(first["router"])
+    reasons = first["router"]["reasons"]
+    assert reasons == again["router"]["reasons"] and set(reasons) == {"rt", "be"}
+    assert all(set(counts) == set(Reason) for counts in reasons.values())
+    assert sum(reasons["be"].values()) > 0
+    assert first["config"]["admission"] == "risk" and "workload" not in first["config"]
+    for section in ("rt", "be", "kv"):
+        assert first[section] == again[section] != other[section]
+
+
+def test_the_table_shows_both_classes() -> None:
+    table = simulate(*BE, *SHORT)
+    assert table.index("rt\n") < table.index("be\n") < table.index("kv\n")
+    assert "normalized_latency_ms" in table and "copied_bytes" in table
+
+
+PRIORITY = (*RT, *BE, *SHORT, "--policy", "priority", "--json")
+
+
+@pytest.fixture(scope="module")
+def default() -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(simulate(*PRIORITY))
+    return report
+
+
+COMPARED = ("fcfs", "priority")
+
+
+def test_policies_are_compared_in_one_table_and_one_picture(
+    default: dict[str, Any], tmp_path: Path
+) -> None:
+    compare = (*RT, *BE, *SHORT, "--compare", ",".join(COMPARED))
+    document = json.loads(simulate(*compare, "--json"))
+    assert tuple(document["policies"]) == COMPARED and document["config"]["policy"] is None
+    own = document["policies"]["priority"]
+    assert [own[name] for name in ("rt", "be", "kv")] == [
+        default[name] for name in ("rt", "be", "kv")
+    ]
+    assert document["policies"]["fcfs"]["rt"] != own["rt"]
+    picture = tmp_path / "policies.svg"
+    lines = simulate(*compare, "--plot", str(picture)).splitlines()
+    assert lines[0].split() == list(COMPARED)
+    (row,) = (line.split() for line in lines if line.split()[0] == "ttft_attainment")
+    for shown, policy in zip(row[1:], COMPARED, strict=True):
+        assert float(shown) == pytest.approx(
+            document["policies"][policy]["rt"]["ttft_attainment"], abs=1e-3
+        )
+    assert picture.stat().st_size > 5000
+
+
+def test_the_table_has_no_screens_of_zeros(default: dict[str, Any]) -> None:
+    lines = simulate(*PRIORITY[:-1]).splitlines()
+    assert not [line for line in lines if line.split()[-1] == "-"]
+    assert not [line for line in lines if re.search(r"(reasons|unseen) .* 0$", line)]
+    assert "are left out)" in lines[-1]
+    zeros = [name for name, count in default["router"]["reasons"]["rt"].items() if count == 0]
+    assert zeros and not [line for line in lines if f"reasons rt {zeros[0]}" in line]
+    assert "no requests" in simulate(*BE, *SHORT).splitlines()[1]
+
+
+@pytest.mark.parametrize("name", ["trace.csv", "trace.csv.gz", "gzipped-all-the-same.csv"])
+def test_a_trace_may_be_gzipped_or_not(name: str, tmp_path: Path) -> None:
+    text = b"t,prompt_tokens,output_tokens\n0.5,30,4\n1.5,40,5\n"
+    path = tmp_path / name
+    path.write_bytes(text if name == "trace.csv" else gzip.compress(text))
+    report = json.loads(simulate("--be", str(path), *SHORT, "--json"))
+    assert report["be"]["arrivals"] == 1  # the other one came before the margin was over
+    with pytest.raises(ConfigError, match="is not a trace"):
+        path.write_bytes(b"a,b\n1,2\n")
+        simulate("--be", str(path), *SHORT)
+
+
+def test_help_names_the_defaults_that_the_code_has() -> None:
+    help_text = " ".join(simulate("--help").split())
+    shown = re.findall(r"\[default: (\S+); with --rt, --be (\S+)\]", help_text)
+    assert shown == [
+        (str(QUEUE_DEFAULTS[name]), str(HYBRID_DEFAULTS[name]))
+        for name in ("capacity_tokens", "policy", "admission")
+    ]
+    config = json.loads(simulate(*BE, *SHORT, "--json"))["config"]
+    assert {name: config[name] for name in HYBRID_DEFAULTS if name != "capacity_tokens"} == {
+        name: value for name, value in HYBRID_DEFAULTS.items() if name != "capacity_tokens"
+    }
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--preemption", "recompute"),
+        ("--block-size", "1"),
+        ("--host-kv-tokens", "0"),
+        ("--clean-ahead-tokens", "400"),
+        ("--budget-tokens", "64"),
+        ("--max-be-seqs", "2"),
+        ("--admission", "oracle"),
+        ("--policy", "fcfs"),
+        ("--ttft-slo-ms", "1"),
+        ("--burst-headroom-s", "1"),
+    ],
+)
+def test_options_matter(flag: str, value: str, default: dict[str, Any]) -> None:
+    changed = json.loads(simulate(*PRIORITY, flag, value))
+    assert any(default[section] != changed[section] for section in ("rt", "be", "kv"))
+
+
+def test_hardware_is_what_a_profile_says(default: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    key = ProfileKey("abc", "bfloat16", "a device", 1, 2, "auto")
+    fast = StepCoefficients(1e-3, 0.0, 1e-6, 0.0, 0.0, 0.0, 0.0, 0.0)
+    save_profile(StepProfile(SCHEMA_VERSION, "0", "fast", key, fast, 8, 9, 0.0, 0.0), path)
+    report = json.loads(simulate(*PRIORITY, "--hardware", str(path)))
+    assert report["be"]["throughput_tps"] > 3 * default["be"]["throughput_tps"]
+    assert report["kv"]["copied_bytes"] == 8 * report["kv"]["copied_tokens"]
+    assert report["config"]["hardware"] == str(path)
+
+
+def test_the_variants_of_deadlines_matter() -> None:
+    arguments = (*RT, *BE, *SHORT, "--policy", "unified", "--json")
+    curve, gap, loose, tight = (
+        json.loads(simulate(*arguments, *variant))
+        for variant in (
+            ("--tpot-slo-ms", "30"),
+            ("--tpot-slo-ms", "30", "--slo-clock", "gap"),
+            ("--completion-slo-s", "60"),
+            ("--completion-slo-s", "0.3"),
+        )
+    )
+    assert curve["be"] != gap["be"]
+    assert curve["rt"]["completion_attainment"] is None
+    assert loose["rt"]["ttft_attainment"] is loose["rt"]["mtpot_attainment"] is None
+    met = [report["rt"]["completion_attainment"] for report in (loose, tight)]
+    assert 1.0 >= met[0] > met[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--workload .* or --rt and --be .* is needed, got neither"),
+        ([*RT, "--workload", "dist1"], "is needed, got both"),
+        ([*RT, "--paper-artifact"], "--paper-artifact belongs to --workload, not to --rt"),
+        (
+            ["--workload", "dist1", "--tpot-slo-ms", "5"],
+            "--tpot-slo-ms belongs to --rt and --be, not to --workload",
+        ),
+        (["--workload", "dist1", "--policy", "priority"], "fcfs, chunked with --workload"),
+        (["--rt", "poisson:0", *RT[2:]], "--rt must be poisson:RATE"),
+        (["--rt", "closed:3", *RT[2:]], "--rt must be poisson:RATE"),
+        (["--be", "closed:0", *BE[2:]], "--be must be closed:N"),
+        (["--be", "closed:4"], "--be closed:4 needs --be-lengths"),
+        ([*RT, "--be-lengths", "uniform:1-2,3-4"], "--be-lengths needs --be"),
+        (["--be", "closed:4", "--be-lengths", "uniform:2-1,3-4"], "--be-lengths must be uniform:"),
+        ([*RT, "--compare", "fcfs"], "--compare needs two policies or more"),
+        ([*RT, "--compare", "fcfs,lifo"], "--policy must be one of"),
+        ([*RT, "--compare", "fcfs,mlfq", "--policy", "fcfs"], "cannot be combined with --policy"),
+        ([*RT, "--plot", "x.png"], "--plot needs --compare"),
+        (["--be", "no.csv.gz"], "--be: no.csv.gz cannot be read"),
+        (["--be", "no.csv.gz", *BE[2:]], "--be-lengths needs --be closed:N"),
+        ([*BE, "--capacity-tokens", "300"], "--capacity-tokens must be at least 359"),
+        ([*BE, "--duration-s", "60"], "--duration-s must be above 60"),
+        ([*BE, "--policy", "lifo"], "--policy must be one of"),
+        ([*BE, "--reserve", "0.1"], "--reserve needs --admission past-future"),
+        ([*BE, "--block-owner", "exclusive"], "--block-owner exclusive needs"),
+        ([*BE, "--hardware", "nowhere.json"], "--hardware 'nowhere.json' is no profile: .*No such"),
+        (
+            [*RT, "--completion-slo-s", "9", "--mtpot-slo-ms", "200"],
+            "--completion-slo-s cannot be combined with --mtpot-slo-ms",
+        ),
+        ([*BE, "--policy", "fcfs", "--slo-clock", "gap"], "--slo-clock needs --policy unified"),
+    ],
+)
+def test_wrong_arguments_for_both_classes(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        simulate(*arguments)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize(
+    "flag", ["--duration-s", "--margin-s", "--ttft-slo-ms", "--completion-slo-s"]
+)
+def test_numbers_are_finite(flag: str, value: str) -> None:
+    result = CliRunner().invoke(command, [*RT, flag, value])
+    assert result.exit_code == 2
+    assert f"{value} is not a finite number" in result.stderr

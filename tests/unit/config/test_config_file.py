@@ -13,8 +13,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+import lightserve
 from lightserve.cli import main as cli_main
 from lightserve.config import ServeConfig
+from lightserve.config.fields import flag_name
 from lightserve.config.file import (
     MAX_FILE_BYTES,
     Origin,
@@ -26,6 +28,7 @@ from lightserve.errors import ConfigError
 from lightserve.logs import JsonFormatter
 from lightserve.supervisor import loop
 from lightserve.supervisor.spawn import num_frontends
+from tools.config_page import document
 
 
 def _read(tmp_path: Path, text: str | bytes) -> dict[str, Any]:
@@ -225,3 +228,19 @@ def test_frontends_follow_the_cores_unless_their_number_is_given(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(num_cores)))
     assert num_frontends(ServeConfig(http_workers=asked)) == expected
+
+
+# docs/configuration.md is what the declaration says.
+
+
+def test_the_page_is_up_to_date() -> None:
+    page = Path(lightserve.__file__).parents[1] / "docs" / "configuration.md"
+    assert page.read_text() == document(), "python -m tools.config_page > docs/configuration.md"
+
+
+def test_the_page_has_a_whole_row_for_every_option() -> None:
+    rows = [line for line in document().splitlines() if line.startswith("| `--")]
+    for row, spec in zip(rows, dataclasses.fields(ServeConfig), strict=True):
+        assert row.startswith(f"| `{flag_name(spec.name)}` |")
+        assert row.replace(r"\|", "").count("|") == 6
+        assert str(Path(lightserve.__file__).parent) not in row

@@ -29,7 +29,13 @@ from lightserve.frontend.admin import (
     TokenizeRequest,
     TokenSpan,
 )
-from lightserve.frontend.json_body import MAX_CONTAINERS, MAX_STRINGS, StrictModel, parse_json
+from lightserve.frontend.json_body import (
+    MAX_CONTAINERS,
+    MAX_STRINGS,
+    StrictModel,
+    parse_json,
+    parse_model,
+)
 from lightserve.frontend.openai.chat import ChatRequest
 from lightserve.frontend.openai.completions import CompletionRequest
 from lightserve.frontend.openapi import OPERATIONS
@@ -417,3 +423,37 @@ def test_what_is_neither_string_nor_bracket_is_passed_over_quickly() -> None:
 
     pairs = [(cpu_s(json_body._TOKEN), cpu_s(plain)) for _ in range(9)]
     assert min(pair[0] for pair in pairs) < 2 * min(pair[1] for pair in pairs)
+
+
+# What clients read about a field of a wrong kind: its own name, and all that it may be.
+
+BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("tool_choice", "x", "tool_choice must be 'none', 'auto' or 'required' or an object"),
+        ("tool_choice", 3, "tool_choice must be 'none', 'auto' or 'required' or an object, got 3"),
+        ("tool_choice", {}, "tool_choice.type is required"),
+        ("tool_choice", {"type": "x"}, "tool_choice.type must be 'function', got \"x\""),
+        (
+            "tool_choice",
+            {"type": "function", "function": {"name": "a b"}},
+            'tool_choice.function.name must match ^[A-Za-z0-9_.-]{1,64}$, got "a b"',
+        ),
+        (
+            "structured_outputs",
+            {"json": 1},
+            "structured_outputs.json must be a string or an object, got 1",
+        ),
+        ("stop", 3, "stop must be a string or a list of strings, got 3"),
+        ("stop", "", "stop[0] must have at least 1 character, got 0"),
+        ("logit_bias", {"a": "x" * 99}, 'logit_bias.a must be a number, got "' + "x" * 63 + '…"'),
+    ],
+)
+def test_complaints(field: str, value: object, message: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        parse_model(json.dumps({**BODY, field: value}).encode(), ChatRequest, max_depth=64)
+    assert raised.value.message.startswith(message)
+    assert raised.value.param == message.partition(" ")[0]

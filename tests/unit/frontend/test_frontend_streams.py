@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from hypothesis import HealthCheck, example, given, settings
 from support.fake_router import Answer, eventually, frontend, made_logprobs, says, sse_data
+from support.forced_streams import ForcedCase, ForcedFrontend, expected_text, forced_cases
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
 from lightserve.messages.frontend_router import (
+    MAX_UNACKNOWLEDGED_TOKENS,
     ErrorCode,
     RequestDelta,
     Submit,
 )
+from lightserve.models.config import load_model_config
 from lightserve.tokenization.tokenizer import Tokenizer
 from lightserve.types import FinishReason
 
@@ -372,5 +378,174 @@ def test_the_router_learns_what_the_client_calls_a_request(
             found = [submit.names for submit in setup.router.submits]
             assert found == [names] * body.get("n", 1)
             assert not sent or names[1] == "trace-7"
+
+    asyncio.run(scenario())
+
+
+# Forced tokens that cut characters and stop strings: the same answer whatever the frontend's lag.
+#
+# `python -m bench.engine.exact streams` runs as many cases as wanted; here is a bounded share.
+
+TOKENIZER = Tokenizer(BUNDLED_MODEL_DIR)
+VOCAB_SIZE = load_model_config(BUNDLED_MODEL_DIR).vocab_size
+NUM_CASES = 300
+
+
+@pytest.fixture(scope="module")
+def forced() -> Iterator[ForcedFrontend]:
+    with ForcedFrontend() as running:
+        yield running
+
+
+def _by_bytes(text: str, stops: tuple[str, ...], *, includes_stop: bool = False) -> ForcedCase:
+    """One token for each byte, and no end by itself."""
+    ids = {TOKENIZER.bytes_of(i): i for i in range(VOCAB_SIZE)}
+    token_ids = tuple(ids[bytes([byte])] for byte in text.encode(errors="surrogateescape"))
+    return ForcedCase(token_ids, stops, includes_stop, None, (1,))
+
+
+@given(case=forced_cases(TOKENIZER, vocab_size=VOCAB_SIZE))
+@example(case=_by_bytes("aa😀b", ("😀b",)))
+@example(case=_by_bytes("a" * 60 + "é" + "b" * 60, ("éb",)))
+@example(case=_by_bytes("a\udcf0\udc9f", ()))  # ends inside a character
+@example(case=_by_bytes("a\udcf0\udc9f", ("\ufffd",)))
+@settings(
+    max_examples=NUM_CASES, deadline=None, suppress_health_check=[*HealthCheck], database=None
+)
+def test_answers_are_exact_with_any_lag(forced: ForcedFrontend, case: ForcedCase) -> None:
+    forced.check(case)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected", "num_tokens"),
+    [
+        (_by_bytes("one END two", ("END",)), "one ", 7),
+        (_by_bytes("one END two", ("END",), includes_stop=True), "one END", 7),
+        (_by_bytes("abc", ("abc", "b")), "a", 2),  # complete first, though it begins later
+        (_by_bytes("EEND", ("END",)), "E", 4),
+        (_by_bytes("EN EN", ("END",)), "EN EN", 5),  # held back, and never complete
+        (_by_bytes("日本", ("本",)), "日", 6),
+        (_by_bytes("日本", ("日本",)), "", 6),
+    ],
+)
+def test_where_outputs_end(
+    forced: ForcedFrontend, case: ForcedCase, expected: str, num_tokens: int
+) -> None:
+    answer, *_ = forced.answers(case, (0.0,))
+    assert (answer.text, answer.usage["completion_tokens"]) == (expected, num_tokens)
+    assert expected_text(TOKENIZER, case)[::2] == (expected, num_tokens)
+    assert answer.num_finished == num_tokens  # also where the router ended it itself
+
+
+def test_a_slow_frontend_stops_the_router_at_the_limit(forced: ForcedFrontend) -> None:
+    """And at no lag it goes on: otherwise the limit would not be what stopped it."""
+    for lag_s, furthest in ((0.0, 2), (0.05, MAX_UNACKNOWLEDGED_TOKENS)):
+        forced.router.num_ahead = 0
+        (answer, _) = forced.answers(_by_bytes("a" * 100, ("never",)), (lag_s,))
+        assert answer.text == "a" * 100
+        assert forced.router.num_ahead <= furthest
+    assert forced.router.num_ahead == MAX_UNACKNOWLEDGED_TOKENS
+
+
+# `stream_options`: usage in the last chunk, in every chunk, in none.
+
+TOKENS = [300, 301, 302, 303]
+COMPLETIONS, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": [5, 6, 7]},
+    CHAT_PATH: {"messages": [{"role": "user", "content": "hi"}]},
+}
+
+
+def _stream(path: str, options: dict[str, Any] | None, **fields: Any) -> list[Any]:
+    async def scenario() -> list[Any]:
+        async with frontend(says([*TOKENS, 2])) as setup:
+            body = BODIES[path] | {"model": BUNDLED_MODEL_NAME, "stream": True, "max_tokens": 50}
+            body |= {"stream_options": options, **fields}
+            response = await setup.post(path, body)
+            assert response.status_code == 200, response.text
+            *chunks, end = sse_data(response.text)
+            assert end == "[DONE]"
+            return chunks
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("path", BODIES)
+def test_every_chunk_says_what_its_choice_has_used_so_far(path: str, n: int) -> None:
+    *chunks, last = _stream(path, {"include_usage": True, "continuous_usage_stats": True}, n=n)
+    for index in range(n):
+        own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
+        used = [chunk["usage"]["completion_tokens"] for chunk in own]
+        assert used == sorted(used)
+        assert used[-1] == len(TOKENS) + 1
+        assert len(set(used)) > 2  # not all at the end
+        for chunk in own:
+            usage = chunk["usage"]
+            assert usage["prompt_tokens"] == last["usage"]["prompt_tokens"]
+            assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == n * (len(TOKENS) + 1)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_last_chunk_with_text_has_the_finish_reason_and_all_usage(path: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = _stream(path, options, max_tokens=len(TOKENS))
+    (choice,) = chunks[-1]["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice.get("text") or choice["delta"]["content"]
+    used = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    begun = list(itertools.dropwhile(lambda number: number == 0, used))
+    assert begun == sorted(set(begun)), "each chunk with text counts more than those before"
+    assert begun[-1] == last["usage"]["completion_tokens"] == len(TOKENS)
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks if _begins(chunk)] == (
+        [0] if path == CHAT_PATH else []
+    )
+
+
+def _begins(chunk: dict[str, Any]) -> bool:
+    return "role" in chunk["choices"][0].get("delta", {})
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_usage_that_is_not_wanted_at_all_is_in_no_chunk(path: str) -> None:
+    chunks = _stream(path, {"include_usage": False, "continuous_usage_stats": True})
+    assert not any("usage" in chunk for chunk in chunks)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_otherwise_the_last_chunk_has_it_or_none(path: str) -> None:
+    *chunks, last = _stream(path, {"include_usage": True, "continuous_usage_stats": False})
+    assert {chunk["usage"] for chunk in chunks} == {None}
+    assert last["usage"]["completion_tokens"] == len(TOKENS) + 1
+    for options in ({}, None, {"include_usage": False}):
+        assert not any("usage" in chunk for chunk in _stream(path, options))
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_chunks_are_not_padded_and_may_be_said_not_to_be(path: str) -> None:
+    plain = _stream(path, None, seed=1)
+    told = _stream(path, {"include_obfuscation": False}, seed=1)
+    assert [chunk["choices"] for chunk in told] == [chunk["choices"] for chunk in plain]
+    assert not any("obfuscation" in chunk for chunk in told)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"include_obfuscation": True}, "stream_options.include_obfuscation"),
+        ({"continuous_usage_stats": True}, "stream_options.continuous_usage_stats"),
+    ],
+)
+def test_what_is_not_done_is_refused(path: str, options: dict[str, Any], param: str) -> None:
+    async def scenario() -> None:
+        async with frontend() as setup:
+            body = BODIES[path] | {"model": BUNDLED_MODEL_NAME, "stream": True}
+            response = await setup.post(path, body | {"stream_options": options})
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == param
 
     asyncio.run(scenario())

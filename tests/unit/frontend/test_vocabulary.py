@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_router import copy_bundled_model
+from support.fake_router import copy_bundled_model, frontend, says
 
-from lightserve.bundled import BUNDLED_MODEL_DIR
+from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
 from lightserve.config import ServeConfig
 from lightserve.errors import ModelLoadError
+from lightserve.frontend.request_options import SamplingDefaults, read_sampling_defaults
 from lightserve.frontend.router_client import RouterClient
 from lightserve.frontend.service import load_service
 from lightserve.models.config import load_model_config
+from lightserve.tokenization.tokenizer import Tokenizer
 
 VOCAB_SIZE = load_model_config(BUNDLED_MODEL_DIR).vocab_size
 
@@ -82,3 +85,94 @@ def test_a_tokenizer_larger_than_the_model_is_refused(
     with pytest.raises(ModelLoadError) as caught:
         _load(tmp_path)
     assert f"tokenizer.json: key {key!r}" in str(caught.value)
+
+
+# `bad_words`: what a request says becomes sequences of tokens, and these are not drawn.
+
+TOKENIZER = Tokenizer(BUNDLED_MODEL_DIR)
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"model": BUNDLED_MODEL_NAME, "prompt": [5, 6, 7]},
+    "/v1/chat/completions": {
+        "model": BUNDLED_MODEL_NAME,
+        "messages": [{"role": "user", "content": "hi"}],
+    },
+}
+ID = TOKENIZER.encode("a", add_special_tokens=False)[0]
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_words_are_barred_at_the_beginning_and_behind_a_blank(path: str) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            asked = BODIES[path] | {"bad_words": ["cat", " cat", "the dog"], "n": 2}
+            response = await setup.post(path, asked)
+            assert response.status_code == 200, response.text
+            expected = {_ids(text) for text in ("cat", " cat", "the dog", " the dog")}
+            for submit in setup.router.submits:
+                assert set(submit.sampling.bad_words) == expected
+                assert len(submit.sampling.bad_words) == len(expected)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bad_words": ["a" * 100]}, "words of at most 32 tokens"),
+        ({"bad_words": ["a"], "allowed_token_ids": [ID]}, "must leave a token"),
+        ({"bad_words": ["a"], "allowed_token_ids": [ID, 2], "min_tokens": 1}, "must leave a token"),
+    ],
+)
+def test_words_that_are_too_long_or_leave_nothing_are_refused(
+    path: str, fields: dict[str, Any], message: str
+) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, 2])) as setup:
+            response = await setup.post(path, BODIES[path] | {"max_tokens": 9} | fields)
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert error["param"] == "bad_words"
+            assert message in error["message"]
+            assert setup.router.submits == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, SamplingDefaults()),
+        ({"do_sample": False}, SamplingDefaults()),
+        (
+            {"temperature": 0.6, "top_p": 0.9, "top_k": 50},
+            SamplingDefaults(temperature=0.6, top_p=0.9, top_k=50),
+        ),
+        ({"temperature": 0, "top_k": 0, "top_p": None}, SamplingDefaults(temperature=0.0)),
+        ({"temperature": 2.0, "top_k": 2304}, SamplingDefaults(temperature=2.0, top_k=2304)),
+        ({"top_k": 2305}, SamplingDefaults(top_k=0)),
+        ({"top_k": -1}, SamplingDefaults(top_k=0)),
+        ({"temperature": 2.001}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_p": "x"}, "top_p"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+    ],
+)
+def test_defaults_come_from_the_generation_config(
+    tmp_path: Any, values: dict[str, Any], expected: SamplingDefaults | str
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    if isinstance(expected, str):
+        with pytest.raises(ModelLoadError, match=expected) as caught:
+            read_sampling_defaults(tmp_path, vocab_size=2304)
+        assert "generation_config.json" in str(caught.value)
+    else:
+        assert read_sampling_defaults(tmp_path, vocab_size=2304) == expected

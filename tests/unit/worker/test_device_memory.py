@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.tiny_models import TINY_MODELS, write_tiny_model
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, StartupError
-from lightserve.messages.common import unpack_int32
+from lightserve.kernels.cpu import core
+from lightserve.messages.common import DeviceFacts, unpack_int32
 from lightserve.messages.router_worker import (
     OutputKind,
     row_results,
 )
+from lightserve.metrics.catalogue import DEVICE_INFO
+from lightserve.metrics.recording import Recorder
 from lightserve.models.base import KVGroup, KVLayout
+from lightserve.router.metrics import RouterMetrics
+from lightserve.worker import device as device_facts
+from lightserve.worker import profiling
+from lightserve.worker.device import facts_of
 from lightserve.worker.engine import build_runner
 from lightserve.worker.memory import (
     AUTO_LOCKED_BYTES,
@@ -239,3 +252,205 @@ def test_the_largest_steps_run(tmp_path: Path) -> None:
     ):
         found = row_results(plan, runner.execute(plan))
         assert [row.row for row in found] == [row.row for row in plan.rows]
+
+
+# Options of the KV memory: what would have no effect is refused, and says why.
+
+EXCLUSIVE = {"block_owner": "exclusive", "preemption": "swap", "cache_policy": "off"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"block_size": 6}, "--block-size must be 1, 2, 4, 8 or 16"),
+        (EXCLUSIVE | {"preemption": "checkpoint"}, "--block-owner exclusive needs --preemption"),
+        (EXCLUSIVE | {"cache_policy": "lru"}, "--block-owner exclusive needs --cache-policy off"),
+        ({"preemption": "swap", "clean_ahead_tokens": 9}, "--clean-ahead-tokens needs"),
+        ({"preemption": "recompute", "clean_ahead_tokens": 9}, "--clean-ahead-tokens needs"),
+        ({"preemption": "recompute", "host_kv_memory": "1MiB"}, "--host-kv-memory needs"),
+        ({"cache_policy": "off", "rt_cache_min_tokens": 9}, "--rt-cache-min-tokens needs"),
+        ({"host_kv_memory": "much"}, "--host-kv-memory"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        ServeConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        EXCLUSIVE,
+        EXCLUSIVE | {"preemption": "recompute"},
+        {"preemption": "swap", "host_kv_memory": "1MiB"},
+        {"cache_policy": "lru", "rt_cache_min_tokens": 9},
+        {"clean_ahead_tokens": 9},
+    ],
+)
+def test_what_has_an_effect_is_taken(fields: dict[str, Any]) -> None:
+    config = ServeConfig(**fields)
+    assert all(getattr(config, name) == value for name, value in fields.items())
+
+
+def test_recompute_takes_no_host_memory() -> None:
+    layout = KVLayout((KVGroup(num_layers=1, num_kv_heads=1, head_dim=16, dtype="float32"),))
+    sizes = [
+        num_host_slots(ServeConfig(preemption=way), layout, num_slots=100, free_bytes=10_000_000)
+        for way in ("checkpoint", "swap", "recompute")
+    ]
+    assert sizes == [50, 50, 0]
+
+
+# What is said of the workers' device: in the profile's key, in /version and in the metrics.
+
+CUDA = torch.device("cuda", 0)
+DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n"
+H200_FACTS = DeviceFacts(
+    kind="cuda",
+    name="NVIDIA H200",
+    memory_bytes=150 * 10**9,
+    driver="580.159.04",
+    cuda="13.0",
+    torch=str(torch.__version__),
+    triton="3.6.0",
+    kernels="triton",
+)
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    properties = SimpleNamespace(name="NVIDIA H200", total_memory=150 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(device_facts.importlib.metadata, "version", lambda name: "3.6.0")
+    monkeypatch.setattr(device_facts, "DRIVER_INFO", tmp_path / "version")
+    (tmp_path / "version").write_text(DRIVER)
+    return tmp_path / "version"
+
+
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        (DRIVER, "580.159.04"),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n", "535.104.05"),
+        ("no such line", "unknown"),
+        (None, "unknown"),
+    ],
+)
+def test_a_gpu(gpu: Path, line: str | None, version: str) -> None:
+    if line is None:
+        gpu.unlink()
+    else:
+        gpu.write_text(line)
+    facts = facts_of(ServeConfig(), CUDA)
+    assert facts == DeviceFacts(**{**_fields(H200_FACTS), "driver": version})
+    expected = f"NVIDIA H200 (driver {version}, CUDA 13.0, torch {torch.__version__}, Triton 3.6.0)"
+    assert facts.summary == expected
+
+
+def _fields(facts: DeviceFacts) -> dict[str, object]:
+    return {name: getattr(facts, name) for name in facts.__struct_fields__}
+
+
+@pytest.mark.parametrize(
+    ("config", "kernels"),
+    [
+        (ServeConfig(), "native" if core.LIBRARY.exists() else "torch"),
+        (ServeConfig(attention_backend="torch"), "torch"),
+        (ServeConfig(attention_backend="reference"), "reference"),
+        (ServeConfig(batch_invariant=True), "torch-batch-invariant"),
+    ],
+)
+def test_a_cpu(config: ServeConfig, kernels: str) -> None:
+    facts = facts_of(config, torch.device("cpu"))
+    assert (facts.kind, facts.kernels, facts.memory_bytes) == ("cpu", kernels, 0)
+    assert facts.summary == facts.name != ""
+
+
+def test_a_profile_belongs_to_the_gpu_and_its_software(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ServeConfig()
+    on_cpu = profiling.profile_key(config)
+    monkeypatch.setattr(profiling, "resolve_device", lambda name, rank: CUDA)
+    on_gpu = profiling.profile_key(config)
+    assert (on_gpu.device, on_gpu.kernels) == (H200_FACTS.summary, "triton")
+    gpu.write_text(DRIVER.replace("580", "590"))
+    assert len({on_cpu.digest, on_gpu.digest, profiling.profile_key(config).digest}) == 3
+
+
+def test_a_profile_belongs_to_how_weights_are_kept() -> None:
+    plain, rounded = (
+        profiling.profile_key(ServeConfig(quantization=name)) for name in ("none", "int8")
+    )
+    assert rounded.kernels == f"{plain.kernels}, int8 weights"
+    assert plain.digest != rounded.digest
+
+
+def test_the_metric() -> None:
+    recorder = Recorder()
+    RouterMetrics(recorder).on_device(H200_FACTS)
+    (sample,) = [s for s in recorder.snapshot() if s.family == DEVICE_INFO.name]
+    assert dict(zip(DEVICE_INFO.labels, sample.labels, strict=True)) == {
+        "device": "cuda",
+        "device_name": "NVIDIA H200",
+        "driver": "580.159.04",
+        "cuda": "13.0",
+        "triton": "3.6.0",
+        "kernels": "triton",
+    }
+
+
+# What a GPU would be told to do, without one; see `support.device_steps`.
+
+TESTS = Path(__file__).parent.parent
+KERNELS = {
+    "_decode_kernel",
+    "_prefill_kernel",
+    "_add_rms_norm_kernel",
+    "_move_kernel",
+    "_rows_kernel",
+    "adjust_kernel",
+    "draw_kernel",
+    "draw_top_kernel",
+    "logprobs_kernel",
+}
+"""Some of every part of a step."""
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": f"{TESTS.parent}:{TESTS}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "support.device_steps"],
+        capture_output=True,
+        env=environment,
+        timeout=600,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def test_steps_are_on_the_device_and_wait_for_nothing(found: Any) -> None:
+    """Real plans with every option, copies and constraints; a fault of either kind is seen."""
+    steps = found["fake"]
+    assert steps["num_plans"] > 80
+    assert set(steps["kernels"]) >= KERNELS
+    assert steps["waited"] == "in finish"
+    assert steps["launch_s"] > 0.0  # the router is told
+    # What torch calls it in one version and in another.
+    mixed = {"FakeTensorDeviceMismatchError", "RuntimeError"}
+    assert steps["faults"].pop("a tensor on the host") in mixed
+    assert steps["faults"] == {
+        "a value is read": "DataDependentOutputException",
+        "a size is read": "DynamicOutputShapeException",
+        "a kernel's argument on the host": "RuntimeError",
+    }
+
+
+def test_nothing_is_compiled_after_the_start(found: Any) -> None:
+    assert found["variants"]["late"] == {"small": [], "large": []}
+    assert found["variants"]["num_late_if_cold"] > 10

@@ -6,27 +6,34 @@ import contextlib
 import gc
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.graph_recorders import TapeRecorder
+from support.graph_recorders import Tape, TapeRecorder
 from support.random_model import layout_of, random_model, tiny_config
 from support.tensor_kernels import TensorKernels
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
-from lightserve.errors import StartupError
+from lightserve.cli.profile import FIELDS
+from lightserve.config import ServeConfig
+from lightserve.errors import ConfigError, StartupError
+from lightserve.kernels.reference import ReferenceKernels
 from lightserve.models.parallel import SingleRank
 from lightserve.worker import engine
-from lightserve.worker.engine import capture_graphs
+from lightserve.worker.engine import capture_graphs, graph_sizes
 from lightserve.worker.graphs import (
     NUM_WARM_UPS,
     CudaGraphRecorder,
     DecodeGraphs,
     DecodeTables,
     MemoryUse,
+    ladder,
 )
 from lightserve.worker.memory import KVPool
+from lightserve.worker.profiling import profile_key
 
 CUDA = torch.device("cuda", 0)
 
@@ -247,3 +254,148 @@ def test_what_a_graph_takes_on_a_device_that_others_use(
 ) -> None:
     first, second = (MemoryUse(*(MIB * number for number in use)) for use in (before, after))
     assert second.since(first) == taken * MIB
+
+
+# Options of CUDA graphs: where nothing has a use for them they are refused.
+
+CUDA_OPTIONS, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"cuda_graphs": "on"}, "--cuda-graphs must be one of auto, off"),
+        ({"cuda_graphs": "off", "cuda_graph_max_seqs": 8}, "needs --cuda-graphs auto"),
+        ({"cuda_graph_max_seqs": 65, "max_num_seqs": 64}, r"at most --max-num-seqs \(64\), got 65"),
+        ({"cuda_graphs": "off", "device": "cpu"}, "--cuda-graphs needs a GPU, got --device cpu"),
+        ({"cuda_graph_max_seqs": 8, "device": "cpu"}, "--cuda-graph-max-seqs needs a GPU"),
+        (
+            {"cuda_graphs": "off", "attention_backend": "torch"},
+            "--cuda-graphs needs --attention-backend triton, got 'torch'",
+        ),
+        (
+            {"cuda_graph_max_seqs": 8, "attention_backend": "reference"},
+            "--cuda-graph-max-seqs needs --attention-backend triton, got 'reference'",
+        ),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        ServeConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes"),
+    [
+        ({}, ladder(256)),
+        ({"max_num_seqs": 3}, (1, 2, 3)),
+        ({"max_num_seqs": 512, "max_num_batched_tokens": 512}, ladder(512)),
+        ({"max_num_seqs": 900, "max_num_batched_tokens": 900}, ladder(512)),
+        (
+            {"max_num_seqs": 900, "max_num_batched_tokens": 900, "cuda_graph_max_seqs": 700},
+            ladder(700),
+        ),
+        ({"cuda_graph_max_seqs": 4}, (1, 2, 4)),
+        ({"cuda_graphs": "off"}, ()),
+    ],
+)
+def test_sizes_on_a_gpu(fields: dict[str, Any], sizes: tuple[int, ...]) -> None:
+    assert graph_sizes(ServeConfig(**fields), TensorKernels(), CUDA_OPTIONS) == sizes
+
+
+@pytest.mark.parametrize(
+    ("kernels", "device"), [(ReferenceKernels(), CUDA_OPTIONS), (TensorKernels(), CPU)]
+)
+def test_where_there_can_be_none(kernels: ReferenceKernels, device: torch.device) -> None:
+    """What --device auto and --attention-backend auto came to is known in the worker alone."""
+    assert graph_sizes(ServeConfig(), kernels, device) == ()
+    for fields in ({"cuda_graphs": "off"}, {"cuda_graph_max_seqs": 8}):
+        with pytest.raises(
+            ConfigError, match=r"--cuda-graph.* needs a GPU and --attention-backend"
+        ):
+            graph_sizes(ServeConfig(**fields), kernels, device)
+
+
+def test_profiles_of_steps_with_and_without_graphs_differ() -> None:
+    kinds = ({}, {"cuda_graphs": "off"}, {"cuda_graph_max_seqs": 8}, {"cuda_graph_max_seqs": 9})
+    keys = [profile_key(ServeConfig(**fields)) for fields in kinds]
+    assert len({key.digest for key in keys}) == len(kinds)
+    assert {"cuda_graphs", "cuda_graph_max_seqs"} <= set(FIELDS)
+
+
+# What a CUDA graph records, on tensors that say they are on a GPU: all is on the device, no value
+# is asked for, and nothing is copied from or to the host.
+#
+# Needs a build of torch with CUDA, though no GPU: the CPU build cannot index such tensors.
+
+SIZES = (1, 2, 4, 8)
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="a build of torch without CUDA")
+
+
+class Captures:
+    """Takes down what is recorded; fake tensors need no warm-up."""
+
+    def __init__(self) -> None:
+        self.tapes: list[Tape] = []
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        with Tape() as tape:
+            function()
+        self.tapes.append(tape)
+        return lambda: None
+
+    def memory(self) -> MemoryUse:
+        return MemoryUse(0, 0)
+
+
+class SpoiltKernels(TensorKernels):
+    """And something that no graph may have."""
+
+    def __init__(self, spoil: Callable[[Tensor], object]) -> None:
+        self._spoil = spoil
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        self._spoil(gate_up)
+        return super().silu_and_mul(gate_up)
+
+
+def captured_tapes(kernels: TensorKernels) -> list[Tape]:
+    with FakeTensorMode():
+        config = tiny_config(sliding_windows=(None, 5))
+        tables = [torch.zeros(9, 65, dtype=torch.int32, device=CUDA) for _ in range(2)]
+        recorder = Captures()
+        DecodeGraphs(
+            random_model(kernels, config, device=CUDA, dtype=torch.bfloat16),
+            KVPool(layout_of(config, "bfloat16"), 100, CUDA),
+            DecodeTables(*tables),
+            sizes=SIZES,
+            recorder=recorder,
+            has_logits=True,
+        ).capture()
+        return recorder.tapes
+
+
+def test_a_pass_stays_on_the_device() -> None:
+    tapes = captured_tapes(TensorKernels())
+    assert len(tapes) == len(SIZES)
+    for tape in tapes:
+        tensors = [tensor for operation in tape.operations for tensor in operation.outputs]
+        assert len(tensors) > 50
+        assert {tensor.device for tensor in tensors} == {CUDA}
+        assert tensors[-1].dtype is torch.bfloat16 and tensors[-1].shape[1] == 200
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda x: float(x.amax()), "waits for the device"),
+        (lambda x: x.amax(dim=-1).tolist(), "waits for the device"),
+        (lambda x: x.nonzero(), "waits for the device"),
+        (lambda x: torch.arange(x.shape[-1]).to(x.device), "copies between"),
+        (lambda x: x.cpu(), "copies between"),
+    ],
+)
+def test_what_would_not_be_captured(spoil: Callable[[Tensor], object], reason: str) -> None:
+    with pytest.raises(StartupError, match=f"8 decodes could not be captured: .*{reason}"):
+        captured_tapes(SpoiltKernels(spoil))

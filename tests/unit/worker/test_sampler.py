@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sampled_rows import barred_tokens, draw, extreme_rows
+from support.sampled_rows import History, barred_tokens, draw, extreme_rows, make_batch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from lightserve.messages.common import TokenLogprob
 from lightserve.types import SamplingParams
 from lightserve.worker.sampling.interface import sequence_state, uniform, uniform_at
+from lightserve.worker.sampling.sampler import (
+    adjust,
+    logprob_tensors,
+    sample,
+    sample_on_host,
+    to_token_logprobs,
+)
 
 NUM_DRAWS = 20_000
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.0, -3.0, 0.0])
@@ -171,3 +190,227 @@ def test_every_legal_extreme_gives_a_token_that_is_allowed(scale: float) -> None
     for row, token_id in enumerate(drawn.token_ids.tolist()):
         barred = barred_tokens(params[row], histories[row], 257)
         assert 0 <= token_id < 257 and token_id not in barred, params[row]
+
+
+# Log-probabilities of drawn tokens.
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: list[int]
+) -> list[TokenLogprob]:
+    return to_token_logprobs(logprob_tensors(logits, token_ids, max(num_top)), num_top)
+
+
+def test_the_most_probable_first_and_ties_by_lower_id() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0], [0.0, 0.0, 0.0, 2.0]])
+    first, second = token_logprobs(logits, torch.tensor([0, 3]), [3, 0])
+    expected = logits[0].log_softmax(-1)
+    assert first.top_token_ids == [1, 2, 0] and second.top_token_ids == []
+    assert first.logprob == pytest.approx(float(expected[0]))
+    assert first.top_logprobs == pytest.approx(expected[[1, 2, 0]].tolist())
+    assert second.logprob == pytest.approx(float(logits[1].log_softmax(-1)[3]))
+
+
+def test_ties_do_not_depend_on_neighbours() -> None:
+    """Four different logits only: whatever the others ask for, the lowest ids of equals."""
+    torch.manual_seed(1)
+    logits = torch.randint(0, 4, (40, 300)).float()
+    token_ids = torch.zeros(40, dtype=torch.int64)
+    wanted = [5, 20, 1, 0] * 10
+    together = token_logprobs(logits, token_ids, wanted)
+    for row, num in enumerate(wanted):
+        order = sorted(range(300), key=lambda i, row=row: (-float(logits[row, i]), i))[:num]  # type: ignore[misc]
+        assert together[row].top_token_ids == order
+        assert token_logprobs(logits[row : row + 1], token_ids[:1], [num]) == [together[row]]
+
+
+def test_rows_that_want_some_get_them_in_their_order() -> None:
+    torch.manual_seed(2)
+    logits = torch.randn(4, 30)
+    logits[3, 1] = torch.nan
+    wanted = [None, 3, 0, 50]
+    params = [SamplingParams(seed=9, num_logprobs=number) for number in wanted]
+    batch = make_batch(params, [4, 5, 6, 7])
+    sampled = sample(logits, batch)
+    assert batch.rows.logprob_indices == [1, 2, 3] and sampled.logprobs is not None
+    assert sampled.logprobs.is_finite.tolist() == [True, True, False]
+    first, second, _ = to_token_logprobs(sampled.logprobs, batch.rows.num_logprobs)
+    expected = token_logprobs(logits[1:3], sampled.token_ids[1:3], [3, 0])
+    assert [first, second] == expected and len(first.top_logprobs) == 3
+    assert logprob_tensors(logits, torch.zeros(4, dtype=torch.int64), 2).is_finite.tolist() == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert sample(logits, make_batch([SamplingParams()] * 4, [1] * 4)).logprobs is None
+
+
+# Bias, penalties, barred tokens and min-p against a plain loop.
+
+VOCAB = 12
+TOKENS = st.integers(0, VOCAB - 1)
+
+
+def by_loop(logits: list[float], params: SamplingParams, history: History) -> list[float]:
+    known = list(history.token_ids)
+    output = known[history.num_prompt_tokens :]
+    bias = dict(params.logit_bias)
+    result = []
+    for token, logit in enumerate(logits):
+        value = logit + bias.get(token, 0.0)
+        if token in known:
+            factor = params.repetition_penalty
+            value = value / factor if value > 0 else value * factor
+        if token in output:
+            value -= params.presence_penalty + output.count(token) * params.frequency_penalty
+        barred = len(output) < params.min_tokens and token in history.eos_token_ids
+        barred |= any(
+            word[-1] == token and tuple(output[len(output) - len(word) + 1 :]) == word[:-1]
+            for word in params.bad_words
+            if len(word) <= len(output) + 1
+        )
+        if barred or (params.allowed_token_ids and token not in params.allowed_token_ids):
+            value = -math.inf
+        result.append(value)
+    return result
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    logits=st.lists(st.floats(-5, 5, width=32), min_size=VOCAB, max_size=VOCAB),
+    prompt=st.lists(TOKENS, min_size=1, max_size=8),
+    output=st.lists(st.integers(0, 3), max_size=8),
+    eos=st.lists(TOKENS, max_size=2),
+    params=st.builds(
+        SamplingParams,
+        temperature=st.just(0.0),
+        frequency_penalty=st.sampled_from([0.0, 0.5, -1.5]),
+        presence_penalty=st.sampled_from([0.0, 0.25, -2.0]),
+        repetition_penalty=st.sampled_from([1.0, 1.3, 0.5]),
+        logit_bias=st.dictionaries(TOKENS, st.floats(-9, 9, width=16), max_size=3).map(
+            lambda bias: tuple(bias.items())
+        ),
+        allowed_token_ids=st.lists(TOKENS, max_size=4, unique=True).map(tuple),
+        bad_words=st.lists(st.lists(TOKENS, min_size=1, max_size=4).map(tuple), max_size=5).map(
+            tuple
+        ),
+        min_tokens=st.integers(0, 6),
+    ),
+)
+def test_adjusted_logits_are_those_of_a_loop(
+    logits: list[float],
+    prompt: list[int],
+    output: list[int],
+    eos: list[int],
+    params: SamplingParams,
+) -> None:
+    history = History(prompt + output, len(prompt), eos)
+    expected = by_loop(logits, params, history)
+    # A neighbour without options changes nothing, and a row with nothing left is an error.
+    greedy = SamplingParams(temperature=0.0)
+    both = torch.tensor([logits, logits])
+    batch = make_batch([greedy, params], [9, 9], [None, history])
+    adjusted = adjust(both, batch)
+    torch.testing.assert_close(adjusted[1], torch.tensor(expected), atol=1e-5, rtol=1e-5)
+    assert torch.equal(both, torch.tensor([logits, logits])), "the model's own stay"
+    sampled = sample_on_host(both, batch)
+    assert sampled.is_finite.tolist() == [True, max(expected) > -math.inf]
+    assert int(sampled.token_ids[0]) == both[0].argmax()
+    if sampled.is_finite[1]:
+        assert int(sampled.token_ids[1]) == adjusted[1].argmax()
+
+
+def test_rows_with_options_do_not_touch_each_other() -> None:
+    torch.manual_seed(2)
+    logits = torch.randn(4, 40)
+    options = [
+        SamplingParams(repetition_penalty=1.5, logit_bias=((3, 2.0), (5, -1.0))),
+        SamplingParams(),
+        SamplingParams(frequency_penalty=0.5, allowed_token_ids=(1, 2, 3, 39)),
+        SamplingParams(presence_penalty=1.0, repetition_penalty=0.7, min_tokens=30),
+        SamplingParams(bad_words=((9,), (7, 4, 8), (3, 7, 5, 8))),
+        SamplingParams(bad_words=((5, 1), (4, 1), (39,))),
+    ]
+    logits = torch.cat([logits, torch.randn(2, 40)])
+    histories = [History([n, 3, 3, 7, n], 2, [n]) for n in range(6)]
+    together = adjust(logits, make_batch(options, [0] * 6, histories))
+    assert together[4].isinf().nonzero().flatten().tolist() == [8, 9]
+    assert together[5].isinf().nonzero().flatten().tolist() == [1, 39]
+    for row in range(6):
+        batch = make_batch(options[row : row + 1], [0], histories[row : row + 1])
+        alone = sample_on_host(logits[row : row + 1], batch)
+        assert alone.is_finite.all()
+        if batch.rows.adjustments is not None:
+            assert torch.equal(adjust(logits[row : row + 1], batch)[0], together[row])
+        else:
+            assert torch.equal(together[row], logits[row])
+
+
+def test_min_p_keeps_the_share_of_the_most_probable() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    for min_p, kept in ((0.0, 4), (0.2, 3), (0.5, 2), (1.0, 1)):
+        params = SamplingParams(min_p=min_p, seed=3)
+        tokens = draw(logits.expand(2000, -1), [params] * 2000, range(2000)).token_ids
+        assert set(tokens.tolist()) == set(range(kept))
+
+
+# Sampling options mean what they mean in transformers, where both have them.
+
+SMALL_VOCAB, FEW_DRAWS = 60, 600
+
+
+def processors(params: SamplingParams) -> LogitsProcessorList:
+    """Theirs, in our order."""
+    chosen: list[Any] = [TemperatureLogitsWarper(params.temperature)]
+    if params.repetition_penalty != 1.0:
+        chosen.insert(0, RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.min_p:
+        chosen.append(MinPLogitsWarper(params.min_p))
+    if params.top_k:
+        chosen.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        chosen.append(TopPLogitsWarper(params.top_p))
+    return LogitsProcessorList(chosen)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_p": 0.3},
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"top_k": 9, "top_p": 0.6},
+        {"min_p": 0.1, "top_k": 12},
+        {"repetition_penalty": 1.8, "min_p": 0.2},
+        {"repetition_penalty": 0.6, "top_p": 0.5, "temperature": 0.7},
+        {"repetition_penalty": 3.0, "top_k": 7, "top_p": 0.9, "temperature": 1.6},
+    ],
+    ids=str,
+)
+def test_the_same_tokens_with_the_same_chances(options: dict[str, Any]) -> None:
+    """Every token drawn is one they keep, and each as often as they would draw it."""
+    torch.manual_seed(4)
+    logits, seen = torch.randn(SMALL_VOCAB) * 2, torch.randint(0, SMALL_VOCAB, (40,))
+    theirs = processors(SamplingParams(**options))(seen[None], logits[None].clone())[0].softmax(
+        dim=-1
+    )
+    drawn = draw(
+        logits.expand(FEW_DRAWS, SMALL_VOCAB).contiguous(),
+        [SamplingParams(seed=seed, **options) for seed in range(FEW_DRAWS)],
+        [0] * FEW_DRAWS,
+        [History(seen.tolist(), 10)] * FEW_DRAWS,
+    )
+    counts = torch.bincount(drawn.token_ids, minlength=SMALL_VOCAB)
+    assert not counts[theirs == 0].any(), "a token that they drop"
+    spread = (theirs * (1 - theirs) * FEW_DRAWS).sqrt()
+    assert ((counts - theirs * FEW_DRAWS).abs() <= 5 * spread + 1).all()
+
+
+def test_repetition_penalty_gives_the_same_logits() -> None:
+    torch.manual_seed(5)
+    logits, seen = torch.randn(SMALL_VOCAB), torch.randint(0, SMALL_VOCAB, (25,))
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(seen[None], logits[None].clone())[0]
+    params = SamplingParams(repetition_penalty=1.7)
+    batch = make_batch([params], [0], [History(seen.tolist(), 5)])
+    torch.testing.assert_close(adjust(logits[None], batch)[0], expected)

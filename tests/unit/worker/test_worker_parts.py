@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import cProfile
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from support.random_plans import PlanMaker, row_by_row
+from torch import Tensor
 
 from lightserve.config import ServeConfig
 from lightserve.config.fields import parse_memory
 from lightserve.errors import ConfigError, StartupError
-from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.messages.common import TokenSegment, pack_int32, unpack_int32
 from lightserve.messages.router_worker import (
     AddSequence,
     OutputKind,
@@ -23,14 +26,22 @@ from lightserve.messages.router_worker import (
     StepPlan,
     StepResult,
     pack_decodes,
+    plan_rows,
 )
 from lightserve.models.base import KVGroup, KVLayout
 from lightserve.types import RowId, SamplingParams, StepId
-from lightserve.worker.device import HostQueue
+from lightserve.worker.device import Array, CudaQueue, HostQueue
 from lightserve.worker.host_pool import Waited
-from lightserve.worker.memory import KVPool, free_memory_bytes, num_kv_slots, usable_cores
+from lightserve.worker.memory import (
+    MIN_SLOTS,
+    KVPool,
+    free_memory_bytes,
+    num_kv_slots,
+    usable_cores,
+)
 from lightserve.worker.model_runner import Drawn, Pending, StepMarks
 from lightserve.worker.tables import SequenceTable
+from lightserve.worker.warm_up import warm_up
 
 LAYOUT = KVLayout((KVGroup(num_layers=2, num_kv_heads=3, head_dim=8, dtype="bfloat16"),))
 """192 bytes per token."""
@@ -271,3 +282,109 @@ def test_a_container_limits_cores(
             )
             (folder / "cpu.cfs_period_us").write_text("100000\n")
     assert usable_cores(tmp_path) == cores
+
+
+# Many arrays as one copy: each comes out as it was, at an address that kernels can rely on.
+
+TYPES = (np.bool_, np.uint8, np.int32, np.int64, np.float32, np.float64)
+
+
+class Unpinned(CudaQueue):
+    """Without a GPU no memory is page-locked; all else is as on one."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.full(tuple(shape), 99, dtype=dtype)
+
+
+def random_arrays(seed: int) -> list[Array]:
+    rng = np.random.default_rng(seed)
+    arrays: list[Array] = []
+    for _ in range(int(rng.integers(0, 14))):
+        shape = tuple(rng.integers(0, 9, int(rng.integers(1, 3))).tolist())
+        dtype = TYPES[int(rng.integers(len(TYPES)))]
+        arrays.append(rng.integers(0, 2 if dtype is np.bool_ else 200, shape).astype(dtype))
+    return arrays
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_arrays_come_out_as_they_were(seed: int) -> None:
+    arrays = random_arrays(seed)
+    tensors = Unpinned().upload(arrays)
+    for array, tensor in zip(arrays, tensors, strict=True):
+        assert torch.equal(tensor, torch.from_numpy(array)) and tensor.is_contiguous()
+        assert tensor.dtype is torch.from_numpy(array).dtype
+        assert tensor.storage_offset() * tensor.element_size() % 16 == 0
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) <= 1
+
+
+def test_what_is_written_later_does_not_change_it() -> None:
+    array = np.arange(5)
+    (tensor,) = Unpinned().upload([array])
+    array[:] = 7
+    assert tensor.tolist() == [0, 1, 2, 3, 4]
+
+
+# The steps of a warm-up stay within what a server of any size can run.
+
+
+class NotingRunner:
+    """Takes down the plans."""
+
+    def __init__(self, device: str, context_len: int, max_num_seqs: int, *, rank: int) -> None:
+        self.device = torch.device(device)
+        self.context_len = context_len
+        self.max_num_seqs = max_num_seqs
+        self.has_constraints = rank == 0
+        self.plans: list[StepPlan] = []
+
+    def execute(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+
+
+def plans_of(
+    device: str, context_len: int, max_num_seqs: int, max_tokens: int, *, rank: int = 0
+) -> list[StepPlan]:
+    runner = NotingRunner(device, context_len, max_num_seqs, rank=rank)
+    warm_up(runner, max_num_batched_tokens=max_tokens)  # type: ignore[arg-type]
+    return runner.plans
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("context_len", [2, 3, 5, 8, 4096])
+@pytest.mark.parametrize(("max_num_seqs", "max_tokens"), [(1, 64), (2, 64), (256, 2048)])
+def test_within_limits(device: str, context_len: int, max_num_seqs: int, max_tokens: int) -> None:
+    plans = plans_of(device, context_len, max_num_seqs, max_tokens)
+    assert plans
+    for plan in plans:
+        assert 0 < sum(row.num_tokens for row in plan_rows(plan)) <= max_tokens
+        for row in plan_rows(plan):
+            assert row.num_tokens > 0 and row.row < max_num_seqs
+            assert row.start_position + row.num_tokens <= context_len
+        for part in plan.slot_ranges:
+            assert unpack_int32(part.slots).max() < MIN_SLOTS
+        assert unpack_int32(plan.decodes.slots).max(initial=0) < MIN_SLOTS
+        for sequence in plan.sequences:
+            assert sequence.num_prompt_tokens < context_len
+
+
+def test_every_rank_runs_the_same_steps() -> None:
+    """Though rank 0 alone knows constraints."""
+    first, other = (plans_of("cuda", 4096, 256, 2048, rank=rank) for rank in (0, 1))
+    assert [plan_rows(plan) for plan in first] == [plan_rows(plan) for plan in other]
+    constrained = [plan for plan in first if any(s.constraint for s in plan.sequences)]
+    assert constrained and not any(s.constraint for plan in other for s in plan.sequences)
+
+
+def test_kinds_of_steps() -> None:
+    plans = plans_of("cuda", 4096, 256, 2048)
+    kinds = {frozenset(row.num_tokens > 1 for row in plan_rows(plan)) for plan in plans}
+    assert kinds == {frozenset({True}), frozenset({False}), frozenset({True, False})}
+    outputs = {row.output for plan in plans for row in plan_rows(plan)}
+    assert {OutputKind.NONE, OutputKind.SAMPLE} < outputs
+    assert max(row.num_tokens for plan in plans for row in plan_rows(plan)) == 4095 // 3
+    assert any(len(unpack_int32(plan.decodes.rows)) == 2 for plan in plans)
+    # On the CPU, where nothing is compiled, a start is not to take longer.
+    assert len(plans_of("cpu", 4096, 256, 2048)) == 2

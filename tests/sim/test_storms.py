@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from support.core_scenes import (
     MAX_LEN,
@@ -13,6 +15,7 @@ from support.core_scenes import (
     make_core,
     step_time,
 )
+from support.storms import storm
 
 from lightserve.messages.frontend_router import Abort
 from lightserve.router.events import FromFrontend
@@ -91,3 +94,23 @@ def test_the_storm_hits_paused_requests() -> None:
         events = []
         on_host.append(core.num_used_host_slots)
     assert max(on_host) > 0
+
+
+# Storms over the unified planner: no hang, no leak, no circle, none starved or made late.
+#
+# What is random, and what is checked at every move: `support.storms`.
+
+NUM_STORMS, PER_BLOCK = 10, 5
+
+
+@pytest.mark.parametrize("block", range(NUM_STORMS // PER_BLOCK))
+def test_every_request_gets_its_tokens(block: int) -> None:
+    ends: Counter[str] = Counter()
+    num_timed = 0
+    for seed in range(block * PER_BLOCK, (block + 1) * PER_BLOCK):
+        over = storm(seed)
+        ends += over.ends
+        num_timed += over.policy.num_timed
+    assert ends["whole"] > 10 * PER_BLOCK, "most requests get through"
+    assert ends["stop string"] > 0
+    assert num_timed > 10 * PER_BLOCK, "deadlines limited steps"

@@ -1,0 +1,130 @@
+"""Whole models on Triton's kernels, in the interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.decode_scene import places, scene
+from support.graph_recorders import RerunRecorder
+from support.model_runs import LoadedModel, load_tiny, standard_sequences
+from support.parity import DirectDriver, ParityReport, compare_all, run_sequences, schedule
+from support.tiny_models import VOCAB_SIZE, find_tiny_model, load_reference, write_tiny_model
+from torch import Tensor
+
+from lightserve.errors import ConfigError
+from lightserve.kernels import select
+from lightserve.kernels.cpu.default import TorchKernels
+from lightserve.kernels.cpu.invariant import InvariantKernels
+from lightserve.kernels.interface import Kernels
+from lightserve.kernels.select import make_kernels
+
+NUM_SEQUENCES = 3
+
+
+def report_of(name: str, dtype: torch.dtype, path: Path, **changes: object) -> ParityReport:
+    write_tiny_model(find_tiny_model(name), path, dtype=dtype)
+    sequences = standard_sequences(load_reference(path, torch.float32))[:NUM_SEQUENCES]
+    loaded = load_tiny(path, dtype, make_kernels("triton", batch_invariant=False), **changes)
+    lengths = [len(sequence.tokens) for sequence in sequences]
+    logits = loaded.run(sequences, schedule(lengths, chunk=37, num_decodes=2))
+    assert logits is not None
+    return compare_all(sequences, logits, dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama-mqa-tied", torch.float32),
+        ("llama-head-dim", torch.bfloat16),
+        ("mistral-window", torch.float32),
+        ("qwen3", torch.bfloat16),
+    ],
+)
+def test_parity_with_transformers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    report = report_of(name, dtype, tmp_path)
+    assert report.holds(dtype), report
+
+
+def test_a_wrong_window_is_seen(tmp_path: Path) -> None:
+    report = report_of("mistral-window", torch.float32, tmp_path, sliding_windows=(23,) * 3)
+    assert not report.holds(torch.float32), report
+
+
+def test_neither_gpu_nor_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        make_kernels("triton", batch_invariant=False)
+
+
+def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="the extra gpu"):
+        make_kernels("triton", batch_invariant=False)
+
+
+# Decodes as a graph has them, on Triton's kernels: padding rows, and nothing known of the host.
+
+
+@torch.inference_mode()
+def test_padded_decodes_give_the_logits_of_plain_ones() -> None:
+    ours, reference = scene(make_kernels("triton", batch_invariant=False)), scene()
+    graphs = ours.graphs(RerunRecorder(), sizes=(4,))
+    graphs.capture()
+    rng = np.random.default_rng(0)
+    for num_rows in (3, 4, 1):
+        rows, positions = places(rng, num_rows)
+        logits = graphs.logits(rows, positions)
+        assert logits is not None
+        torch.testing.assert_close(logits, reference.eager(rows, positions), rtol=1e-4, atol=1e-4)
+
+
+# Batch invariance of whole models: logits are bit-equal over batches, chunks and slots.
+
+MODELS = ("llama-mha", "llama-biases-sharded", "mistral-window-mqa", "qwen3-window-yarn")
+LENGTHS = (100, 17, 64, 3, 81)
+NUM_DECODES = 6
+
+
+def make_tokens() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator) for length in LENGTHS]
+
+
+def run(
+    loaded: LoadedModel, tokens: Sequence[Tensor], *, chunk: int | None, num_decodes: int, seed: int
+) -> list[Tensor]:
+    lengths = [len(sequence) for sequence in tokens]
+    driver = DirectDriver(
+        loaded.model,
+        num_kv_heads=loaded.num_kv_heads,
+        dtype=loaded.dtype,
+        lengths=lengths,
+        seed=seed,
+    )
+    logits = run_sequences(driver, tokens, schedule(lengths, chunk=chunk, num_decodes=num_decodes))
+    assert logits is not None
+    return logits
+
+
+def num_different(kernels: Kernels, path: Path) -> int:
+    """Return the sequences with other logits than alone and whole, over several schedules."""
+    loaded = load_tiny(path, torch.float32, kernels)
+    tokens = make_tokens()
+    alone = [run(loaded, [one], chunk=None, num_decodes=0, seed=1)[0] for one in tokens]
+    count = 0
+    for seed, chunk in enumerate((None, 16, 7)):
+        together = run(loaded, tokens, chunk=chunk, num_decodes=NUM_DECODES, seed=seed)
+        count += sum(not torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+    return count
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_do_not_depend_on_batch_chunks_or_slots(name: str, tmp_path: Path) -> None:
+    path = write_tiny_model(find_tiny_model(name), tmp_path)
+    assert num_different(InvariantKernels(), path) == 0
+    assert num_different(TorchKernels(), path) > 0, "the test can tell"
