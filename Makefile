@@ -11,9 +11,11 @@ CLIENTS ?= .venv-clients
 # Everything else comes as requirements/*.txt say, by version and hash.
 TORCH  ?= torch==2.13.0
 PORT   ?= 8000
+# Of `make test-long`; 0: no soak.
 SOAK_MINUTES ?= 120
-# How many processes run the tests; each computes with one thread.
-TEST_JOBS ?= 2
+# How many processes run the tests; each computes with one thread. One more than there are cores, as
+# tests of servers wait.
+TEST_JOBS ?= 3
 # Further flags of `lightserve serve`, for instance ARGS="--model path --tp 2"; of `lightserve chat`
 # for `make chat`, of `lightserve bench` for `make bench-client`.
 ARGS   ?=
@@ -56,13 +58,18 @@ chat: $(HAS_CLIENTS)
 bench-client: $(HAS_CLIENTS)
 	@exec $(CLIENTS)/bin/lightserve bench $(or $(ARGS),--help)
 
+# Files in order: those that take longest, of servers and kernels, begin first.
+PYTEST = $(BIN)/pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 test: $(HAS_TEST)
-	$(BIN)/pytest -n $(TEST_JOBS) --dist loadfile
+	$(PYTEST)
 
-# What takes too long for `make test`: a soak of SOAK_MINUTES under mixed load, and 20,000 requests
-# that share prefixes.
+# What `make test` leaves out: the whole of its grids, what takes minutes, and a soak: SOAK_MINUTES
+# under mixed load, and 20,000 requests that share prefixes.
 test-long: $(HAS_TEST)
-	SOAK_MINUTES=$(SOAK_MINUTES) $(BIN)/pytest -m long -s
+	$(PYTEST) -m 'long and not soak'
+ifneq ($(SOAK_MINUTES),0)
+	SOAK_MINUTES=$(SOAK_MINUTES) $(BIN)/pytest -m soak -s
+endif
 
 check: $(HAS_TEST)
 	$(BIN)/ruff format --check $(SOURCES)

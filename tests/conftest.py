@@ -12,9 +12,11 @@ from pathlib import Path
 # cost more than they bring, and beside another process (pytest -n 2) four times as much.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
+from support import grids
 
 if not torch.cuda.is_available():
     # Triton's kernels run in its interpreter, which must be known before triton is imported.
@@ -40,6 +42,11 @@ if _PROFILE == "same":
     # Hypothesis would draw constants of all code that is imported by then, too: other examples
     # after any change of it, or in another order of tests.
     providers.is_local_module_file = lambda path: False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let grids of cases know how long this run may be."""
+    grids.note_run(config.option.markexpr)
 
 
 def pytest_runtest_setup() -> None:

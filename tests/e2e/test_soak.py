@@ -14,7 +14,7 @@ import lightserve
 ROOT = Path(lightserve.__file__).parents[1]
 MINUTES = os.environ.get("SOAK_MINUTES", "120")
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(0)]
+pytestmark = [pytest.mark.long, pytest.mark.soak, pytest.mark.timeout(0)]
 
 
 @pytest.mark.parametrize(

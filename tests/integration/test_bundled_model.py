@@ -149,6 +149,7 @@ def test_rows_hold_documents_and_their_targets() -> None:
     assert starts == [0, *(i for i in range(1, 64) if steps[i] != steps[i - 1])]
 
 
+@pytest.mark.long
 def test_answers_follow_the_grammar(bundle: Bundle) -> None:
     """30 prompts: at the 190 of 200 that the model promises, fewer than 25 are very unlikely."""
     exchanges = draw_exchanges(31, num=30)
@@ -199,6 +200,7 @@ def test_answers_in_other_forms(bundle: Bundle, history: str) -> None:
     assert "Mira's" in tokenizer.decode(answer)
 
 
+@pytest.mark.long
 def test_training_is_deterministic(bundle: Bundle) -> None:
     """Two steps, twice, with the tokenizer that is committed."""
     tokenizer = Tokenizer.from_file(str(BUNDLED_MODEL_DIR / "tokenizer.json"))

@@ -38,7 +38,7 @@ def rehearse(part: str, out: Path) -> list[Row]:
     [
         ("ceilings", 2),
         ("decode-attention", 7),
-        ("prefill-attention", 17),
+        pytest.param("prefill-attention", 17, marks=pytest.mark.long),
         ("sampling", 14),
         ("graphs", 6),
         ("whole-model", 18),
@@ -73,6 +73,7 @@ def test_a_timed_kernel_is_checked_first() -> None:
     assert errors[2] == float("inf")
 
 
+@pytest.mark.long
 def test_parity_notices_a_wrong_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = WrongScale()
     monkeypatch.setattr(correctness, "make_kernels", lambda *_, **__: wrong)

@@ -14,6 +14,7 @@ from pathlib import Path
 import jsonschema_rs
 import pytest
 
+from lightserve.cli.main import main
 from lightserve.loadtest import result
 
 MOCK = Path(__file__).parents[1] / "support" / "mock_server.py"
@@ -185,9 +186,17 @@ def test_files_are_compared(sweep: Path, mock_url: str, tmp_path: Path) -> None:
         (("--rate=1", "--api-key-file=/nonexistent"), "--api-key-file"),
     ],
 )
-def test_wrong_arguments(args: tuple[str, ...], message: str) -> None:
-    exit_code = 1 if "only.json" in args else 2
-    assert message in load_test(*args, "--url=http://127.0.0.1:1", exit_code=exit_code)
+def test_wrong_arguments(
+    args: tuple[str, ...],
+    message: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOAD_TEST_API_KEY", KEY)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *args, "--url=http://127.0.0.1:1"])
+    assert ended.value.code == (1 if "only.json" in args else 2)
+    assert message in "".join(capfd.readouterr())
 
 
 def test_no_server_is_said_in_a_line() -> None:

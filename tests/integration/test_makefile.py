@@ -70,7 +70,8 @@ def test_the_tests_install_nothing_without_a_hash_but_torch() -> None:
 
 def test_long_tests_run_only_where_they_are_asked_for() -> None:
     assert "SOAK_MINUTES=10 " in (long := _dry_run("test-long", "SOAK_MINUTES=10"))
-    assert "pytest -m long" in long and "-m long" not in _dry_run("test")
+    assert "-m 'long and not soak'" in long and "-m soak" in long and "long" not in _dry_run("test")
+    assert "-m soak" not in _dry_run("test-long", "SOAK_MINUTES=0")
     with (ROOT / "pyproject.toml").open("rb") as file:
         pytest_options = tomllib.load(file)["tool"]["pytest"]["ini_options"]
     assert "-m 'not long'" in pytest_options["addopts"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import kernel_grid
+from support.grids import every_value, long_but
 from support.kernel_grid import (
     CPU,
     HEADS,
@@ -58,9 +60,17 @@ def threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+@pytest.mark.parametrize(
+    ("implementation", "every"),
+    [
+        *((kernels, 1) for kernels in IMPLEMENTATIONS[1:-1]),
+        (TritonKernels, 5),  # interpreted: slow
+        pytest.param(TritonKernels, 1, marks=pytest.mark.long),
+    ],
+)
 def test_grid(
     implementation: type[Kernels],
+    every: int,
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
 ) -> None:
@@ -69,9 +79,10 @@ def test_grid(
             monkeypatch.delitem(kernel_grid.LIMITS, dtype)
         cases = [case for case in attention_cases(large=False) if case.dtype is torch.float32]
         monkeypatch.setattr(kernel_grid, "attention_cases", lambda *, large: cases)
-    report = run_grid(CPU, large=False, kernels=implementation())
+    report = run_grid(CPU, large=False, kernels=implementation(), every=every)
     assert not report.failures
-    assert report.num_cases >= (150 if implementation is InvariantKernels else MIN_CASES)
+    least = 150 if implementation is InvariantKernels or every > 1 else MIN_CASES
+    assert report.num_cases >= least
     assert all(error <= 1e-5 for name, error in report.worst.items() if "float32" in name)
     record_property("num_cases", report.num_cases)
 
@@ -98,8 +109,18 @@ def test_a_wrong_kernel_fails_the_grid(implementation: type[Kernels], fault: str
     assert relative_error(wrong, truth) > 1e-3
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("implementation", "rows"),
+    long_but(
+        itertools.product(IMPLEMENTATIONS, ROWS),
+        [
+            *itertools.product(IMPLEMENTATIONS[:-1], ROWS),
+            *itertools.product(
+                [TritonKernels], ["decodes", "whole prompts", "rows without tokens"]
+            ),
+        ],
+    ),
+)
 def test_permuted_slots_change_no_bit(implementation: type[Kernels], rows: str) -> None:
     """Attention over any slots is bit-equal to contiguous ones."""
     some_heads = HEADS[1:3] if implementation is TritonKernels else HEADS  # interpreted: slow
@@ -158,9 +179,9 @@ class TestInvariance:
                 order = torch.randperm(77)[:count]
                 assert torch.equal(run(x[order]), whole[order]), count
 
-    @pytest.mark.parametrize("num_threads", [1, 2])
-    @pytest.mark.parametrize("window", [None, 40])
-    @pytest.mark.parametrize("heads", INVARIANT_HEADS)
+    @pytest.mark.parametrize(
+        ("heads", "window", "num_threads"), every_value(INVARIANT_HEADS, [None, 40], [1, 2])
+    )
     def test_attention_over_chunks_and_neighbours(
         self, heads: tuple[int, int, int], window: int | None, num_threads: int
     ) -> None:

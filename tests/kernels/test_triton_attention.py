@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.grids import long_but
 from support.kernel_grid import (
     AttentionCase,
     Poisoned,
@@ -172,8 +174,13 @@ FAULTS = {
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # 0 / 0 where nothing was walked
-@pytest.mark.parametrize("rows", ["chunks", "decodes"])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "rows"),
+    long_but(
+        itertools.product(FAULTS, ["chunks", "decodes", "whole prompts"]),
+        [("sees the future", "whole prompts"), *((fault, "decodes") for fault in [*FAULTS][1:])],
+    ),
+)
 def test_a_wrong_walk_is_seen(fault: str, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if (fault, rows) == ("sees the future", "decodes"):
         return  # a decode is the last position: it has no future

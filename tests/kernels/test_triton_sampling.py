@@ -16,6 +16,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from support.grids import every_value, long_but
 from support.sampled_rows import History, barred_tokens, extreme_rows, make_batch, upload
 from torch import Tensor
 
@@ -119,8 +120,12 @@ def mistakes(kind: str, vocab_size: int, options: Sequence[dict[str, Any]]) -> l
 
 
 @pytest.mark.usefixtures("_small_blocks")
-@pytest.mark.parametrize("vocab_size", [1, 257, 700])
-@pytest.mark.parametrize("kind", LOGITS)
+@pytest.mark.parametrize(
+    ("kind", "vocab_size"),
+    long_but(
+        itertools.product(LOGITS, [1, 257, 700]), [("ties", 1), ("spread", 700), ("peaked", 257)]
+    ),
+)
 def test_tokens_are_those_of_a_walk_down_the_sorted_ones(kind: str, vocab_size: int) -> None:
     assert not mistakes(kind, vocab_size, OPTIONS)
 
@@ -215,7 +220,9 @@ def _evenly_spaced(states_ptr, positions_ptr, row):  # type: ignore[no-untyped-d
 
 
 @pytest.mark.usefixtures("_small_blocks")
-@pytest.mark.parametrize("options", [{}, {"top_p": 0.8, "min_p": 0.05}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"top_p": 0.8, "min_p": 0.05}, marks=pytest.mark.long)], ids=str
+)
 def test_every_token_has_its_share_of_all_numbers(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +249,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     logits[3, 77] = torch.nan
     positions = list(range(50, 50 + len(params)))
     together = sample_on_device(logits, make_batch(params, positions)).token_ids
-    for rows in ([5], [13], [16, 4, 9], [18, 0, 3, 12]):
+    for rows in ([13], [18, 0, 3, 12]):
         batch = make_batch([params[r] for r in rows], [positions[r] for r in rows])
         assert torch.equal(sample_on_device(logits[rows], batch).token_ids, together[rows])
 
@@ -250,8 +257,13 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 # What a GPU computes without a word, infinity minus infinity, numpy warns of.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.usefixtures("_small_blocks")
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 4}])
+@pytest.mark.parametrize(
+    ("value", "options"),
+    every_value(
+        [torch.nan, torch.inf, -torch.inf],
+        [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 4}],
+    ),
+)
 def test_rows_without_finite_logits_are_alone(options: dict[str, Any], value: float) -> None:
     changed = {"logit_bias": ((1, 5.0),), **options}
     params = [SamplingParams(**options), SamplingParams(**options), SamplingParams(**changed)]
@@ -409,8 +421,9 @@ def test_rows_with_nothing_left_are_an_error() -> None:
 
 
 @pytest.mark.usefixtures("_small_blocks")
-@pytest.mark.parametrize("num_top", [0, 1, 20, 100])
-@pytest.mark.parametrize("kind", ["spread", "ties", "peaked"])
+@pytest.mark.parametrize(
+    ("num_top", "kind"), every_value([0, 1, 20, 100], ["spread", "ties", "peaked"])
+)
 def test_logprobs_are_those_of_the_cpu(kind: str, num_top: int) -> None:
     logits = make_logits(kind, 4, 700 if num_top != 100 else 90)
     logits[2, 5] = torch.nan

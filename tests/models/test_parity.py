@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from support.grids import every_value, long_but, long_unless
 from support.model_runs import NUM_DECODES, LoadedModel, load_tiny, standard_sequences
 from support.parity import (
     ParityReport,
@@ -65,17 +67,27 @@ def prepare(tiny: TinyModel, path: Path, dtype: torch.dtype, kernels: str) -> Pr
     return Prepared(tiny, path, kernels, loaded, sequences)
 
 
-CASES = [(tiny, kernels) for tiny in TINY_MODELS for kernels in KERNELS]
+def case_name(case: tuple[TinyModel, str]) -> str:
+    return f"{case[0].name}-{case[1]}"
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0].name}-{case[1]}")
+CASES = list(itertools.product(TINY_MODELS, KERNELS))
+QUICK = [(tiny, KERNELS[i % len(KERNELS)]) for i, tiny in enumerate(TINY_MODELS)]
+"""Each model on one kind of kernels."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, marks=long_unless(case in QUICK), id=case_name(case)) for case in CASES
+    ],
+)
 def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     tiny, kernels = request.param
     return prepare(tiny, tmp_path_factory.mktemp("tiny"), torch.float32, kernels)
 
 
-@pytest.mark.parametrize("chunk", [None, 16, 37], ids=["whole", "16", "37"])
-@pytest.mark.parametrize("alone", [True, False], ids=["alone", "with-16-others"])
+@pytest.mark.parametrize(("chunk", "alone"), every_value([None, 16, 37], [False, True]))
 def test_float32_keeps_n3(prepared: Prepared, chunk: int | None, alone: bool) -> None:
     report = prepared.report(chunk=chunk, alone=alone)
     assert report.num_positions >= 124
@@ -150,8 +162,12 @@ def accepted_in_bfloat16(report: ParityReport) -> bool:
     return report.holds(torch.bfloat16) and report.max_logprob_delta < BF16_LOGPROB
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("tiny", TINY_MODELS, ids=lambda tiny: tiny.name)
+@pytest.mark.parametrize(
+    ("tiny", "kernels"),
+    long_but(
+        CASES, [(tiny, KERNELS[(i + 1) % len(KERNELS)]) for i, tiny in enumerate(TINY_MODELS[::3])]
+    ),
+)
 def test_bfloat16_keeps_n3(tiny: TinyModel, kernels: str, tmp_path: Path) -> None:
     prepared = prepare(tiny, tmp_path, torch.bfloat16, kernels)
     for chunk, alone in ((None, True), (16, False)):

@@ -64,10 +64,12 @@ def test_two_ranks_keep_n3_in_float32(tmp_path: Path) -> None:
     compare_ranks(FLOAT32_MODELS, torch.float32, 2, tmp_path)
 
 
+@pytest.mark.long
 def test_two_ranks_keep_n3_in_bfloat16(tmp_path: Path) -> None:
     compare_ranks(BFLOAT16_MODELS, torch.bfloat16, 2, tmp_path)
 
 
+@pytest.mark.long
 def test_four_ranks_share_two_kv_heads(tmp_path: Path) -> None:
     compare_ranks(("qwen3", "qwen2"), torch.float32, 4, tmp_path)
 

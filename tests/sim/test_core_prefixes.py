@@ -23,6 +23,7 @@ from support.core_scenes import (
     step_time,
     submit,
 )
+from support.grids import choose, every_value, long_but
 
 from lightserve.config import ServeConfig
 from lightserve.messages.common import RegexConstraint
@@ -74,10 +75,11 @@ families = st.lists(
 )
 
 
-@pytest.mark.parametrize("order", [least_recently_used, task_aware])
-@pytest.mark.parametrize("reckless", [False, True], ids=["conservative", "preempting"])
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.parametrize(
+    ("policy", "reckless", "order"),
+    every_value(sorted(POLICIES), [True, False], [task_aware, least_recently_used]),
+)
+@settings(max_examples=choose(20, 80), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(arrivals=families, budget=st.integers(MAX_SEQS, 64))
 def test_random_traffic(
     policy: str, reckless: bool, order: object, arrivals: list[Arrival], budget: int
@@ -256,8 +258,8 @@ arrivals_of_families = st.lists(
 )
 
 
-@pytest.mark.parametrize("policy", ["chunked", "fcfs"])
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.parametrize("policy", long_but([("chunked",), ("fcfs",)], [("fcfs",)]))
+@settings(max_examples=choose(50, 100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(arrivals=arrivals_of_families, budget=st.integers(MAX_SEQS, 64))
 def test_a_request_that_reserves_the_worst_case_loses_nothing(
     policy: str, arrivals: list[Arrival], budget: int

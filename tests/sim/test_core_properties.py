@@ -20,6 +20,7 @@ from support.core_scenes import (
     make_simulation,
     submit,
 )
+from support.grids import choose, every_value
 
 from lightserve.messages.frontend_router import ClassLoad, ErrorCode
 from lightserve.messages.router_worker import StepPlan
@@ -61,9 +62,11 @@ arrivals_strategy = st.lists(
 )
 
 
-@pytest.mark.parametrize("admission", [ConservativeAdmission(), RecklessAdmission()])
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.parametrize(
+    ("admission", "policy"),
+    every_value([RecklessAdmission(), ConservativeAdmission()], sorted(POLICIES)),
+)
+@settings(max_examples=choose(20, 60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(arrivals=arrivals_strategy, budget=st.integers(MAX_SEQS, 64))
 def test_random_traffic(
     admission: AdmissionRule, policy: str, arrivals: list[Arrival], budget: int
@@ -307,10 +310,9 @@ def has_ended(outcome: Outcome) -> bool:
     return outcome.finish_reason is not None or outcome.error is not None
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("store", sorted(STORES))
+@pytest.mark.parametrize(("policy", "store"), every_value(sorted(POLICIES), sorted(STORES)))
 def test_all_requests_end(policy: str, store: str) -> None:
-    for seed in range(9):
+    for seed in range(choose(3, 9)):
         scene = Scene(seed, policy, STORES[store], ODD_SLOTS)
         scene.run(1000)
         for number, (arrival, outcome) in enumerate(

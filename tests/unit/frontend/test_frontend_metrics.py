@@ -27,7 +27,7 @@ from lightserve.types import SLO, FinishReason, RequestClass
 
 COMPLETION: dict[str, Any] = {"model": BUNDLED_MODEL_NAME, "prompt": [5, 6, 7], "max_tokens": 9}
 EOS = 2
-NUM_STRANGERS = 10_000
+NUM_STRANGERS = 3000
 
 
 def counts(setup: Setup) -> dict[tuple[str, ...], float]:
@@ -113,7 +113,7 @@ def test_the_servers_targets_are_judged() -> None:
 
 
 def test_strangers_make_no_series() -> None:
-    """10,000 requests with random models, users, keys, paths, methods and ids."""
+    """3,000 requests with random models, users, keys, paths, methods and ids."""
     chance = random.Random(7)
 
     async def stranger(setup: Setup) -> None:
@@ -159,8 +159,8 @@ def test_strangers_make_no_series() -> None:
             assert len(found) == num_series
             responses = [value for key, value in found.items() if key[0] == "http_responses_total"]
             assert sum(responses) == NUM_STRANGERS
-            assert found["http_responses_total", "POST", "/v1/completions", "404"] > 1000
-            assert found["http_responses_total", "GET", "other", "404"] > 1000
+            assert found["http_responses_total", "POST", "/v1/completions", "404"] > 300
+            assert found["http_responses_total", "GET", "other", "404"] > 300
 
     asyncio.run(scenario())
 

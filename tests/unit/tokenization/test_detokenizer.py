@@ -60,7 +60,7 @@ CUT_TEXT = st.lists(
 ).map(b"".join)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(data=CUT_TEXT, specials=st.sets(st.integers(0, 20)))
 @example(data=b"\xf0\x9f\x98", specials=set())
 @example(data=b"\xe2\x28\xa1", specials=set())
@@ -83,7 +83,7 @@ def _alphabet() -> dict[str, int]:
     return byte_level_alphabet()
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(data=CUT_TEXT, pieces=st.lists(st.tuples(st.integers(0, 12), st.integers(259, 269))))
 def test_byte_fallback_splits_characters_anywhere(
     sentencepiece: Family, data: bytes, pieces: list[tuple[int, int]]
@@ -158,7 +158,7 @@ def _naive(pieces: Sequence[str], stops: Sequence[str], *, include: bool) -> tup
 
 
 @given(PIECES, STOPS, st.booleans())
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_as_a_naive_search(pieces: list[str], stops: list[str], include: bool) -> None:
     matcher = StopMatcher(stops, include=include)
     shown, stop, num_pieces = "", "", 0

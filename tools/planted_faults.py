@@ -1,0 +1,557 @@
+"""Do the tests of `make test` find faults? Plants small ones, one at a time, and runs what should.
+
+    python -m tools.planted_faults [--only WORD] [--list] [--tests all]
+
+Each fault is an edit of one line in a copy of the tree; the tests named with it are run there as
+`make test` runs them, or with `--tests all` the long ones too. Faults are of the kind that reviews
+miss: a bound that is off by one, a factor left out, a check that is gone. Where one is missed, a
+test is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("lightserve", "tests", "bench", "tools", "docs", "examples", "requirements", "docker")
+FILES = ("pyproject.toml", "setup.py", "Makefile", "README.md", "CHANGELOG.md", "LICENSE")
+FOUND, MISSED = 1, 0
+"""Exit codes of pytest."""
+
+
+class Fault(NamedTuple):
+    """One line that is wrong."""
+
+    path: str
+    """Below lightserve/."""
+    right: str
+    """Stands in the file exactly once."""
+    wrong: str
+    tests: tuple[str, ...]
+    """Files below tests/."""
+
+
+def fault(path: str, right: str, wrong: str, *tests: str) -> Fault:
+    """Return a fault and who should find it."""
+    return Fault(path, right, wrong, tests)
+
+
+ROUTER = [
+    fault(
+        "router/slo.py",
+        "max(0.0, self._mtpot_s - self._tpot_s) if",
+        "max(0.0, self._mtpot_s) if",
+        "unit/test_slo.py",
+    ),
+    fault(
+        "router/slo.py",
+        "kept.is_first_met = now_s <= deadline_s",
+        "kept.is_first_met = now_s < deadline_s",
+        "unit/test_slo.py",
+    ),
+    fault("router/slo.py", "_num_to_come -= num_tokens", "_num_to_come -= 1", "unit/test_slo.py"),
+    fault(
+        "router/slo.py",
+        "raised[name] = FEASIBLE_FACTOR * least",
+        "raised[name] = least",
+        "unit/test_slo.py",
+        "unit/test_scheduling_targets.py",
+    ),
+    fault(
+        "router/request_table.py",
+        "counts[(generated >= self.stop_at)",
+        "counts[(generated > self.stop_at)",
+        "unit/test_request_table.py",
+        "sim/test_core_answers.py",
+        "sim/test_core_properties.py",
+    ),
+    fault(
+        "router/request_table.py",
+        "ends = self.num_output[rows] + 1 >= self.max_tokens[rows]",
+        "ends = self.num_output[rows] >= self.max_tokens[rows]",
+        "unit/test_request_table.py",
+        "sim/test_core_properties.py",
+    ),
+    fault(
+        "router/queue.py",
+        "return self._num_since >= OLDEST_EVERY - 1",
+        "return self._num_since >= OLDEST_EVERY",
+        "unit/test_queue.py",
+        "unit/test_look_ahead.py",
+    ),
+    fault(
+        "router/queue.py",
+        "put_back.move_to_end(request.key, last=False)",
+        "put_back.move_to_end(request.key, last=True)",
+        "unit/test_queue.py",
+    ),
+    fault(
+        "router/queue.py",
+        "head.deadlines.residual(now_s) > 0:",
+        "head.deadlines.residual(now_s) > -1.0:",
+        "unit/test_queue.py",
+    ),
+    fault(
+        "router/queue.py",
+        "if other.prefix_salt == request.prefix_salt:",
+        "if other is not request:",
+        "unit/test_queue.py",
+        "unit/test_prefix_tree.py",
+        "sim/test_core_prefixes.py",
+    ),
+    fault(
+        "router/kv/slots.py",
+        "place = (free & -free if end.is_low else free).bit_length() - 1",
+        "place = (free & -free).bit_length() - 1",
+        "unit/test_block_slots.py",
+    ),
+    fault(
+        "router/kv/slots.py",
+        "num_blocks = -(-max(count - left, 0) // self.block_size)",
+        "num_blocks = max(count - left, 0) // self.block_size",
+        "unit/test_block_slots.py",
+    ),
+    fault(
+        "router/kv/prefix_tree.py",
+        "was_real_time=node.was_real_time,",
+        "was_real_time=False,",
+        "unit/test_prefix_tree.py",
+    ),
+    fault(
+        "router/kv/prefix_tree.py",
+        "wanted = min(missing, self.num_evictable_rt - num_protected_rt)",
+        "wanted = missing",
+        "unit/test_prefix_tree.py",
+        "unit/test_retained_prefixes.py",
+        "sim/test_kv_machine.py",
+    ),
+    fault(
+        "router/kv/host.py",
+        "end = min(request.num_held_tokens, request.num_computed_tokens)  # confirmed",
+        "end = request.num_held_tokens",
+        "unit/test_kv_store.py",
+        "sim/test_kv_machine.py",
+        "sim/test_core_properties.py",
+    ),
+    fault(
+        "router/kv/kv_map.py",
+        "return _Use(rt, be & ~rt, saved & ~shared)",
+        "return _Use(rt, be & ~rt, saved)",
+        "unit/kv_map/test_slot_map.py",
+        "sim/test_core_prefixes.py",
+    ),
+    fault(
+        "router/step_cost.py",
+        "missed = seconds > limit_s",
+        "missed = seconds > 2 * limit_s",
+        "sim/test_step_guard.py",
+        "unit/cost/test_step_cost.py",
+        "unit/test_router_parts.py",
+    ),
+    fault(
+        "router/step_cost.py",
+        "while count > 1 and self.seconds(shape.plus(start, count)) > limit_s:",
+        "while False:",
+        "unit/cost/test_step_cost.py",
+    ),
+    fault(
+        "router/admission/risk.py",
+        "rank = len(peaks) - 1 - int(",
+        "rank = len(peaks) // 2 - int(",
+        "unit/test_admission.py",
+        "unit/test_classwise_admission.py",
+    ),
+    fault(
+        "router/admission/classwise.py",
+        "if self._be_room < num_brought:",
+        "if self._be_room < 0:",
+        "unit/test_classwise_admission.py",
+        "sim/test_kv_machine.py",
+    ),
+    fault(
+        "router/future_memory.py",
+        "np.arange(1, num_requests + 1, dtype=held.dtype), out=needed)",
+        "np.arange(0, num_requests, dtype=held.dtype), out=needed)",
+        "unit/test_future_memory.py",
+    ),
+]
+FRONTEND = [
+    fault(
+        "frontend/news.py",
+        "self.finish_reason if is_last else None,",
+        "self.finish_reason,",
+        "unit/frontend/test_router_client.py",
+        "unit/frontend/test_long_answers.py",
+    ),
+    fault(
+        "frontend/middleware.py",
+        "if access is Access.OPERATOR and not key.is_admin:",
+        "if access is Access.OPERATOR and not key.name:",
+        "unit/frontend/test_access.py",
+    ),
+    fault(
+        "frontend/middleware.py",
+        "is_foreign = bool(origins)",
+        "is_foreign = False",
+        "unit/frontend/test_access.py",
+    ),
+    fault(
+        "frontend/middleware.py",
+        "if num_bytes > self._max_body_bytes:",
+        "if num_bytes > self._max_body_bytes + 1:",
+        "unit/frontend/test_bad_input.py",
+        "integration/test_connection_limits.py",
+    ),
+    fault(
+        "frontend/json_body.py",
+        "if len(value) != len(pairs):",
+        "if len(value) > len(pairs):",
+        "unit/frontend/test_bad_input.py",
+    ),
+    fault(
+        "frontend/json_body.py",
+        "self._size -= size",
+        "self._size -= 0",
+        "unit/frontend/test_backlog.py",
+    ),
+    fault(
+        "frontend/openai/output_parser.py",
+        "lengths = range(min(len(text), len(mark) - 1), 0, -1)",
+        "lengths = range(min(len(text), len(mark) - 2), 0, -1)",
+        "unit/frontend/test_tools.py",
+    ),
+    fault(
+        "frontend/columns.py",
+        "top = slice(start * self._num_top, stop * self._num_top)",
+        "top = slice(0, (stop - start) * self._num_top)",
+        "unit/frontend/test_long_answers.py",
+        "unit/frontend/test_answer_logprobs.py",
+    ),
+    fault(
+        "structured/schemas.py",
+        'says = "properties" in schema and not any(key in schema for key in _DECIDING)',
+        'says = "properties" in schema',
+        "unit/structured/test_grammar_vocabulary.py",
+    ),
+    fault(
+        "tokenization/detokenizer.py",
+        "range(min(self._longest - 1, len(text)), 0, -1)",
+        "range(min(self._longest - 2, len(text)), 0, -1)",
+        "unit/tokenization/test_detokenizer.py",
+    ),
+    fault(
+        "tokenization/detokenizer.py",
+        "self._num_to_strip = 0 if continues else table.num_stripped",
+        "self._num_to_strip = table.num_stripped",
+        "unit/tokenization/test_detokenizer.py",
+    ),
+    fault(
+        "tokenization/template_sandbox.py",
+        "if len(str(separator)) * len(items) > MAX_OUTPUT_CHARS:",
+        "if len(str(separator)) > MAX_OUTPUT_CHARS:",
+        "unit/tokenization/test_chat_template.py",
+    ),
+]
+PROCESSES = [
+    fault(
+        "messages/router_worker.py",
+        "(token_ids < NO_TOKEN).any() or (is_token[:, 1:] & ~is_token[:, :-1]).any()",
+        "(token_ids < NO_TOKEN).any()",
+        "unit/messages/test_step_messages.py",
+    ),
+    fault(
+        "channels/zmq.py",
+        "if len(frame) > self.max_recv_bytes:",
+        "if len(frame) > 2 * self.max_recv_bytes:",
+        "integration/test_channels.py",
+        "unit/messages/test_largest_messages.py",
+    ),
+    fault(
+        "channels/zmq.py",
+        'address.removeprefix("ipc://"), 0o600)',
+        'address.removeprefix("ipc://"), 0o666)',
+        "integration/test_channels.py",
+    ),
+    fault(
+        "metrics/ledger.py",
+        "if family is not None and family.kind is not Kind.GAUGE:",
+        "if family is not None:",
+        "unit/metrics/test_metrics.py",
+    ),
+    fault(
+        "metrics/requests.py",
+        "self._max_gap_s = max(self._max_gap_s, gap_s)",
+        "self._max_gap_s = gap_s",
+        "unit/metrics/test_metrics.py",
+        "unit/frontend/test_frontend_metrics.py",
+        "unit/frontend/test_terms.py",
+    ),
+    fault(
+        "supervisor/fleet.py",
+        "if generation == self._generation:",
+        "if generation <= self._generation:",
+        "integration/test_supervisor.py",
+    ),
+    fault(
+        "supervisor/fleet.py",
+        "if child.spec.role is Role.WORKER:\n            child.due_s",
+        "if child.spec.role is Role.ROUTER:\n            child.due_s",
+        "integration/test_supervisor.py",
+    ),
+    fault(
+        "config/file.py",
+        "if kind is float and type(value) is int:",
+        "if kind is float and type(value) is bool:",
+        "unit/config/test_config_file.py",
+    ),
+    fault(
+        "api_keys.py",
+        "elif len(secret) < MIN_KEY_CHARS or",
+        "elif",
+        "unit/test_api_keys.py",
+    ),
+    fault(
+        "logs.py",
+        "self._num_bytes + len(data) > MAX_QUEUED_BYTES:",
+        "self._num_bytes + len(data) > 2 * MAX_QUEUED_BYTES:",
+        "unit/test_logs.py",
+    ),
+    fault(
+        "decisions/replaying.py",
+        "if text != msgspec.json.encode(recorded):",
+        "if text is None:",
+        "sim/test_replay.py",
+    ),
+    fault(
+        "chat/session.py",
+        "forgotten = len(self.history[-2:])\n                del self.history[-2:]",
+        "forgotten = len(self.history[-2:])\n                del self.history[-1:]",
+        "unit/chat/test_chat.py",
+    ),
+    fault(
+        "loadtest/statistics.py",
+        "* 1e3 / (self.num_tokens - 1)",
+        "* 1e3 / self.num_tokens",
+        "unit/loadtest/test_load_statistics.py",
+    ),
+    fault(
+        "loadtest/client.py",
+        "budget_s = record.intended_s + self._server.timeout_s - record.sent_s",
+        "budget_s = self._server.timeout_s",
+        "unit/loadtest/test_load_client.py",
+    ),
+    fault(
+        "loadtest/workload.py",
+        "Segment(block_id, left if is_last else min(left, block_tokens))",
+        "Segment(block_id, min(left, block_tokens))",
+        "unit/loadtest/test_load_workloads.py",
+    ),
+    fault(
+        "sim/report.py",
+        "tpot_s = (times[-1] - times[0]) / len(gaps) if times else 0.0",
+        "tpot_s = (times[-1] - times[0]) / len(times) if times else 0.0",
+        "sim/test_hybrid.py",
+    ),
+    fault(
+        "cost/model.py",
+        "return num_tokens * start + num_tokens * (num_tokens - 1) // 2",
+        "return num_tokens * start + num_tokens * num_tokens // 2",
+        "unit/cost/test_step_profile.py",
+        "unit/cost/test_step_cost.py",
+    ),
+]
+WORKER = [
+    fault(
+        "worker/sampling/host.py",
+        "torch.where(values > 0, values / factor, values * factor)",
+        "values / factor",
+        "unit/worker/test_sampler.py",
+    ),
+    fault(
+        "worker/sampling/host.py",
+        "in_top_p = (cumulative - values < options.top_p * total)",
+        "in_top_p = (cumulative < options.top_p * total)",
+        "unit/worker/test_sampler.py",
+    ),
+    fault(
+        "worker/step_loop.py",
+        "link = None if len(self._running) > 1 else self._link",
+        "link = self._link",
+        "unit/worker/test_step_loop.py",
+    ),
+    fault(
+        "worker/host_pool.py",
+        "for others in (plan.loads, plan.ahead_saves):",
+        "for others in (plan.loads,):",
+        "unit/worker/test_host_pool.py",
+    ),
+    fault(
+        "worker/memory.py",
+        "if budget * config.tp > free_bytes:",
+        "if budget > free_bytes:",
+        "unit/worker/test_worker_parts.py",
+        "unit/worker/test_device_memory.py",
+    ),
+    fault(
+        "worker/tables.py",
+        "rows[wants] * self._width + ends[wants],",
+        "rows[wants] * self._width + ends[wants] - 1,",
+        "unit/worker/test_worker_parts.py",
+        "integration/test_engine.py",
+    ),
+    fault(
+        "kernels/reference.py",
+        "hidden |= k_positions <= q_positions - sliding_window",
+        "hidden |= k_positions < q_positions - sliding_window",
+        "kernels/test_kernel_grid.py",
+        "models/test_parity.py",
+    ),
+    fault(
+        "kernels/cpu/default.py",
+        "scale = wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()",
+        "scale = wide.square().mean(dim=-1, keepdim=True).rsqrt_()",
+        "kernels/test_kernel_grid.py",
+        "models/test_parity.py",
+    ),
+    fault(
+        "kernels/cpu/plan.py",
+        "np.maximum(0, context_lens - q_lens + 1 - sliding_window)",
+        "np.maximum(0, context_lens - sliding_window)",
+        "kernels/test_kernel_grid.py",
+        "models/test_parity.py",
+    ),
+    fault(
+        "kernels/triton/elementwise.py",
+        "mask = (heads < NUM_KV_HEADS) & (columns < 2 * HALF + REST)",
+        "mask = (heads < NUM_KV_HEADS) & (columns < 2 * HALF)",
+        "kernels/test_elementwise_kernels.py",
+    ),
+    fault(
+        "kernels/triton/prefill.py",
+        "begin = tl.maximum(0, first_position - window + 1)",
+        "begin = tl.maximum(0, first_position - window + 65)",
+        "kernels/test_kernel_grid.py",
+        "kernels/test_triton_attention.py",
+    ),
+    fault(
+        "kernels/triton/sampling_adjust.py",
+        "in_output = (counts & (_IN_PROMPT - 1)).to(tl.float32)",
+        "in_output = counts.to(tl.float32)",
+        "kernels/test_triton_sampling.py",
+    ),
+    fault(
+        "models/layers/rotary.py",
+        "blended = (1 - smooth) * scaled / rope.factor + smooth * scaled",
+        "blended = (1 - smooth) * scaled + smooth * scaled",
+        "models/test_loading.py",
+    ),
+    fault(
+        "models/decoder.py",
+        "return embedding, embedding if torch.equal(embedding.tensor, head.tensor) else head",
+        "return embedding, embedding",
+        "models/test_loading.py",
+    ),
+    fault(
+        "models/layers/linear.py",
+        "self.first_id = tp.rank * num_rows",
+        "self.first_id = min(tp.rank, 1) * num_rows",
+        "models/test_tensor_parallel.py",
+    ),
+]
+FAULTS = ROUTER + FRONTEND + PROCESSES + WORKER
+
+
+class Result(NamedTuple):
+    """What became of a fault."""
+
+    fault: Fault
+    exit_code: int
+    seconds: float
+    last_line: str
+
+
+def copy_tree(source: Path, target: Path) -> None:
+    """Copy what tests need, the native core as it is built included."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+    for name in COPIED:
+        if (source / name).is_dir():
+            shutil.copytree(source / name, target / name, ignore=ignored)
+    for name in FILES:
+        if (source / name).exists():
+            shutil.copy2(source / name, target / name)
+
+
+def run_tests(tree: Path, tests: list[str], *, with_long: bool) -> tuple[int, str]:
+    """Run test files of a tree; returns pytest's exit code and its last line."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    if with_long:
+        command += ["-m", "not soak"]
+    ended = subprocess.run(
+        command,
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = (ended.stdout + ended.stderr).strip().splitlines()
+    return ended.returncode, lines[-1] if lines else ""
+
+
+def try_fault(tree: Path, planted: Fault, *, with_long: bool) -> Result:
+    """Plant a fault, run its tests, and take it out again."""
+    path = tree / "lightserve" / planted.path
+    text = path.read_text()
+    if text.count(planted.right) != 1:
+        return Result(planted, -1, 0.0, f"{text.count(planted.right)} places to plant it in")
+    start_s = time.monotonic()
+    path.write_text(text.replace(planted.right, planted.wrong))
+    try:
+        tests = [f"tests/{name}" for name in planted.tests]
+        code, line = run_tests(tree, tests, with_long=with_long)
+    finally:
+        path.write_text(text)
+    return Result(planted, code, time.monotonic() - start_s, line)
+
+
+def main() -> int:
+    """Try all faults; returns how many were not found."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="faults in paths that hold this")
+    parser.add_argument("--list", action="store_true", help="say what there is, and stop")
+    parser.add_argument("--tests", choices=("quick", "all"), default="quick")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="which tree is copied")
+    options = parser.parse_args()
+    chosen = [each for each in FAULTS if options.only in each.path]
+    if options.list:
+        for each in chosen:
+            print(f"{each.path}: {each.right!r} -> {each.wrong!r}")
+        return 0
+    results = []
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        tree = Path(folder)
+        copy_tree(options.tree, tree)
+        for each in chosen:
+            result = try_fault(tree, each, with_long=options.tests == "all")
+            word = {FOUND: "found", MISSED: "MISSED"}.get(result.exit_code, "ERROR")
+            print(
+                f"{word:6} {result.seconds:6.1f} s  {each.path}: {each.wrong[:60]!r}"
+                f"  {result.last_line}",
+                flush=True,
+            )
+            results.append(result)
+    num_found = sum(result.exit_code == FOUND for result in results)
+    print(f"{num_found} of {len(results)} found")
+    return len(results) - num_found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
