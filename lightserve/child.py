@@ -23,8 +23,7 @@ from typing import NoReturn
 
 import msgspec
 
-from lightserve.channels.base import AsyncLink, Link
-from lightserve.channels.zmq import LINGER_S, connect_async_link, connect_link
+from lightserve.channels import LINGER_S, AsyncLink, Link, connect_async_link, connect_link
 from lightserve.errors import LightserveError
 from lightserve.logs import one_line, setup_logging
 from lightserve.messages.supervision import (

@@ -236,7 +236,7 @@ FRONTEND = [
         "unit/frontend/test_answer_logprobs.py",
     ),
     fault(
-        "structured/schemas.py",
+        "structured.py",
         'says = "properties" in schema and not any(key in schema for key in _DECIDING)',
         'says = "properties" in schema',
         "unit/structured/test_grammar_vocabulary.py",
@@ -268,20 +268,20 @@ PROCESSES = [
         "unit/messages/test_step_messages.py",
     ),
     fault(
-        "channels/zmq.py",
+        "channels.py",
         "if len(frame) > self.max_recv_bytes:",
         "if len(frame) > 2 * self.max_recv_bytes:",
         "integration/test_channels.py",
         "unit/messages/test_largest_messages.py",
     ),
     fault(
-        "channels/zmq.py",
+        "channels.py",
         'address.removeprefix("ipc://"), 0o600)',
         'address.removeprefix("ipc://"), 0o666)',
         "integration/test_channels.py",
     ),
     fault(
-        "metrics/ledger.py",
+        "supervisor/metrics.py",
         "if family is not None and family.kind is not Kind.GAUGE:",
         "if family is not None:",
         "unit/metrics/test_metrics.py",
@@ -313,7 +313,7 @@ PROCESSES = [
         "unit/config/test_config_file.py",
     ),
     fault(
-        "api_keys.py",
+        "http_access.py",
         "elif len(secret) < MIN_KEY_CHARS or",
         "elif",
         "unit/test_api_keys.py",
@@ -331,7 +331,7 @@ PROCESSES = [
         "sim/test_replay.py",
     ),
     fault(
-        "chat/session.py",
+        "chat.py",
         "forgotten = len(self.history[-2:])\n                del self.history[-2:]",
         "forgotten = len(self.history[-2:])\n                del self.history[-1:]",
         "unit/chat/test_chat.py",
@@ -370,13 +370,13 @@ PROCESSES = [
 ]
 WORKER = [
     fault(
-        "worker/sampling/host.py",
+        "worker/sampling/sampler.py",
         "torch.where(values > 0, values / factor, values * factor)",
         "values / factor",
         "unit/worker/test_sampler.py",
     ),
     fault(
-        "worker/sampling/host.py",
+        "worker/sampling/sampler.py",
         "in_top_p = (cumulative - values < options.top_p * total)",
         "in_top_p = (cumulative < options.top_p * total)",
         "unit/worker/test_sampler.py",
@@ -448,7 +448,7 @@ WORKER = [
         "kernels/test_triton_sampling.py",
     ),
     fault(
-        "models/layers/rotary.py",
+        "models/layers/attention.py",
         "blended = (1 - smooth) * scaled / rope.factor + smooth * scaled",
         "blended = (1 - smooth) * scaled + smooth * scaled",
         "models/test_loading.py",

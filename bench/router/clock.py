@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import msgspec
 
-from lightserve.channels.zmq import ZmqHub, ZmqLink, bind_hub, connect_link
+from lightserve.channels import ZmqHub, ZmqLink, bind_hub, connect_link
 from lightserve.messages.frontend_router import FrontendMessage, RouterMessage
 from lightserve.messages.router_worker import RouterToWorker, StepPlan, WorkerToRouter
 from lightserve.messages.supervision import ChildMessage, ChildSpec, SupervisorMessage

@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 
 from bench.router.clock import Mode, StepFigures, run_router
-from lightserve.channels.zmq import ZmqHub, ZmqLink, bind_hub, connect_link
+from lightserve.channels import ZmqHub, ZmqLink, bind_hub, connect_link
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull
 from lightserve.messages.common import PROTOCOL_VERSION, StepCoefficients

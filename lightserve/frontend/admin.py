@@ -30,7 +30,7 @@ from lightserve.frontend.middleware import caller_of
 from lightserve.frontend.request_options import check_token_range
 from lightserve.frontend.service import Service
 from lightserve.messages.common import PROTOCOL_VERSION
-from lightserve.messages.kv_map import KindRuns, KVPool, unpack_kinds
+from lightserve.messages.frontend_router import KindRuns, KVPool, unpack_kinds
 from lightserve.metrics.recording import ENGINE_ID
 from lightserve.tokenization.tokenizer import Spans
 from lightserve.types import SlotKind

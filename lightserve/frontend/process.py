@@ -24,8 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 import lightserve
-from lightserve.channels.base import AsyncLink
-from lightserve.channels.zmq import connect_async_link
+from lightserve.channels import AsyncLink, connect_async_link
 from lightserve.errors import ChannelFull, InvalidRequest
 from lightserve.frontend.admin import debug_router, operations_router, tokens_router
 from lightserve.frontend.connections import connection_table

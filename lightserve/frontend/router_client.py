@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from lightserve.channels.base import AsyncLink
+from lightserve.channels import AsyncLink
 from lightserve.errors import ChannelFull, FrameTooLarge, ProtocolError
 from lightserve.frontend.errors import (
     RequestFailed,
@@ -42,9 +42,12 @@ from lightserve.messages.common import (
 from lightserve.messages.frontend_router import (
     Abort,
     Acknowledge,
+    DescribeKV,
     ErrorCode,
     Finish,
     FrontendMessage,
+    KVMap,
+    KVPool,
     Progress,
     RequestDelta,
     RouterMessage,
@@ -54,7 +57,6 @@ from lightserve.messages.frontend_router import (
     Submit,
     TokenDelta,
 )
-from lightserve.messages.kv_map import DescribeKV, KVMap, KVPool
 from lightserve.types import (
     RequestId,
 )

@@ -14,7 +14,12 @@ from torch import Tensor
 from lightserve.kernels.interface import AttentionBatch
 from lightserve.models.base import KVTensors
 from lightserve.models.context import ModelContext
-from lightserve.models.layers.attention import AttentionInputs, SelfAttention
+from lightserve.models.layers.attention import (
+    AttentionInputs,
+    RotaryTable,
+    SelfAttention,
+    frequencies,
+)
 from lightserve.models.layers.linear import (
     ColumnParallelLinear,
     LMHead,
@@ -22,7 +27,6 @@ from lightserve.models.layers.linear import (
     VocabEmbedding,
     VocabWeight,
 )
-from lightserve.models.layers.rotary import RotaryTable, frequencies
 from lightserve.models.parallel import even_part
 from lightserve.models.weight_files import EMBEDDING, LM_HEAD
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightserve.messages.frontend_router import RouterStatus
-from lightserve.messages.kv_map import KVPool
+from lightserve.messages.frontend_router import KVPool, RouterStatus
 from lightserve.router.booking import KVCounters, SkipCounters, StepBooking
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.demand import BurstHeadroom, RealTimeDemand

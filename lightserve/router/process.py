@@ -16,8 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from lightserve.channels.base import Hub, Link, Waitable, wait_readable
-from lightserve.channels.zmq import bind_hub
+from lightserve.channels import Hub, Link, Waitable, bind_hub, wait_readable
 from lightserve.config.fields import parse_memory
 from lightserve.decisions.records import CoreCalls, DecisionLogFile, RecordedCore, header_of
 from lightserve.errors import ChannelFull, ConfigError, ProtocolError
@@ -25,10 +24,12 @@ from lightserve.logs import num_dropped_lines
 from lightserve.messages.common import MAX_INT32, PROTOCOL_VERSION
 from lightserve.messages.frontend_router import (
     Abort,
+    DescribeKV,
     ErrorCode,
     Finish,
     FrontendHello,
     FrontendMessage,
+    KVMap,
     RequestDelta,
     RouterMessage,
     RouterWelcome,
@@ -36,7 +37,6 @@ from lightserve.messages.frontend_router import (
     Submit,
     TokenDelta,
 )
-from lightserve.messages.kv_map import DescribeKV, KVMap
 from lightserve.messages.router_worker import (
     RouterToWorker,
     StepResult,

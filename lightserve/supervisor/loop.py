@@ -14,8 +14,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Self
 
-from lightserve.channels.base import Waitable
-from lightserve.channels.zmq import ZmqHub, bind_hub, wait_readable
+from lightserve.channels import Waitable, ZmqHub, bind_hub, wait_readable
 from lightserve.config import ServeConfig
 from lightserve.config.file import Origin, log_configuration
 from lightserve.errors import ConfigError

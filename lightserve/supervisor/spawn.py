@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from lightserve.channels.base import Hub
+from lightserve.channels import Hub
 from lightserve.child import SPEC_HEADER, control_name
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull, StartupError

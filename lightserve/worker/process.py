@@ -13,8 +13,7 @@ from typing import NoReturn
 
 import msgspec
 
-from lightserve.channels.base import Link
-from lightserve.channels.zmq import connect_link
+from lightserve.channels import Link, connect_link
 from lightserve.cost.profile import ProfileJob, ProfileNews
 from lightserve.errors import LightserveError
 from lightserve.logs import one_line, setup_logging

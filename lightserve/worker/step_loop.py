@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn, Protocol
 
-from lightserve.channels.base import Link, Waitable, wait_readable
+from lightserve.channels import Link, Waitable, wait_readable
 from lightserve.errors import DeviceError, ProtocolError
 from lightserve.messages.router_worker import RouterToWorker, StepPlan, StepResult, WorkerToRouter
 from lightserve.types import StepId

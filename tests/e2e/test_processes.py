@@ -23,7 +23,7 @@ from support.live_server import LiveServer, live_server
 from support.processes import wait_for
 from support.streams import Outcome, stream_once
 
-from lightserve.channels.zmq import VERSION_BYTE
+from lightserve.channels import VERSION_BYTE
 from lightserve.config import ServeConfig
 from lightserve.cost.profile import SCHEMA_VERSION, StepProfile, save_profile
 from lightserve.kernels.cpu import core

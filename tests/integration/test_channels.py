@@ -24,9 +24,8 @@ from hypothesis import strategies as st
 from support import memory_channel
 from support.processes import PATIENCE_S, wait_for
 
-from lightserve.channels import zmq as zmq_channels
-from lightserve.channels.base import wait_readable
-from lightserve.channels.zmq import VERSION_BYTE, Codec
+from lightserve import channels as zmq_channels
+from lightserve.channels import VERSION_BYTE, Codec, wait_readable
 from lightserve.errors import ChannelFull, ProtocolError
 from lightserve.messages.common import MAX_FRAME_BYTES, TokenSegment
 from lightserve.messages.frontend_router import (
@@ -358,7 +357,7 @@ def test_async_link_hears_what_arrives_while_it_sends(wire: Wire) -> None:
 
 
 def test_other_tasks_go_on_while_messages_wait(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightserve.channels.base.MAX_TURN_S", 0.0)
+    monkeypatch.setattr("lightserve.channels.MAX_TURN_S", 0.0)
 
     async def scenario() -> list[int]:
         link = wire.async_link("frontend-0")
@@ -490,7 +489,7 @@ def test_a_message_sent_just_before_close_and_exit_arrives(tmp_path: Path) -> No
     )
     script = (
         "import os, sys\n"
-        "from lightserve.channels.zmq import connect_link\n"
+        "from lightserve.channels import connect_link\n"
         "from lightserve.messages.frontend_router import *\n"
         "link = connect_link(sys.argv[1], name='router', send_type=FrontendMessage,"
         " recv_type=RouterMessage, linger_s=60.0)\n"

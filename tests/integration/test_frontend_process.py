@@ -24,7 +24,7 @@ from support.patient_loop import run_patiently
 from support.running_frontend import NUM_KV_SLOTS, Running, running_frontend
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
-from lightserve.channels.zmq import ZmqAsyncLink
+from lightserve.channels import ZmqAsyncLink
 from lightserve.errors import ChannelFull
 from lightserve.frontend.http_server import HttpProtocol
 from lightserve.frontend.news import MAX_TOKENS_PER_TURN

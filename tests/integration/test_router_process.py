@@ -18,10 +18,13 @@ from lightserve.messages.common import PROTOCOL_VERSION, TokenLogprob, TokenSegm
 from lightserve.messages.frontend_router import (
     Abort,
     Acknowledge,
+    ClassSlots,
+    DescribeKV,
     ErrorCode,
     Finish,
     FrontendHello,
     FrontendMessage,
+    KVMap,
     Progress,
     RequestDelta,
     RouterMessage,
@@ -31,7 +34,6 @@ from lightserve.messages.frontend_router import (
     Submit,
     TokenDelta,
 )
-from lightserve.messages.kv_map import ClassSlots, DescribeKV, KVMap
 from lightserve.messages.router_worker import (
     RouterToWorker,
     RowResult,

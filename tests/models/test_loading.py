@@ -26,7 +26,7 @@ from lightserve.errors import ConfigError
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.models.base import kv_layout
 from lightserve.models.config import load_model_config, resolve_context_len, resolve_dtype
-from lightserve.models.layers.rotary import RotaryTable, frequencies
+from lightserve.models.layers.attention import RotaryTable, frequencies
 from lightserve.models.loader import SafetensorsReader
 from lightserve.models.weight_files import (
     EMBEDDING,

@@ -27,8 +27,7 @@ from support.grids import choose, every_value, long_but
 
 from lightserve.config import ServeConfig
 from lightserve.messages.common import RegexConstraint
-from lightserve.messages.frontend_router import ClassLoad
-from lightserve.messages.kv_map import KVPool, unpack_kinds
+from lightserve.messages.frontend_router import ClassLoad, KVPool, unpack_kinds
 from lightserve.messages.router_worker import StepPlan, pack_results, plan_rows, row_results
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig

@@ -14,7 +14,7 @@ from support.core_scenes import make_core
 from support.random_plans import PlanMaker, row_by_row
 from support.storms import Storm, play
 
-from lightserve.channels.zmq import Codec
+from lightserve.channels import Codec
 from lightserve.errors import FrameTooLarge
 from lightserve.messages.common import JsonSchemaConstraint, TokenSegment, pack_int32
 from lightserve.messages.frontend_router import ErrorCode, Submit

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
-from lightserve.channels.zmq import Codec
+from lightserve.channels import Codec
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull
 from lightserve.frontend.news import Delta, LiveRequest
@@ -32,7 +32,12 @@ from lightserve.messages.common import (
 from lightserve.messages.frontend_router import (
     Abort,
     ClassLoad,
+    ClassSlots,
+    DescribeKV,
     FrontendMessage,
+    KVMap,
+    KVPool,
+    PackedKinds,
     RequestDelta,
     RouterMessage,
     RouterStatus,
@@ -40,7 +45,6 @@ from lightserve.messages.frontend_router import (
     Submit,
     TokenDelta,
 )
-from lightserve.messages.kv_map import ClassSlots, DescribeKV, KVMap, KVPool, PackedKinds
 from lightserve.types import FinishReason, RequestClass, SamplingParams
 
 BOOT_ID = "boot"

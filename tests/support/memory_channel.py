@@ -14,8 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, Generic
 
-from lightserve.channels.base import Turn, wait_readable
-from lightserve.channels.zmq import Codec, RecvT, SendT, check_peer_name
+from lightserve.channels import Codec, RecvT, SendT, Turn, check_peer_name, wait_readable
 from lightserve.errors import ChannelFull, ProtocolError
 
 DEFAULT_MAX_QUEUED = 4096

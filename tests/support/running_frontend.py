@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from lightserve.channels.zmq import bind_hub
+from lightserve.channels import bind_hub
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull
 from lightserve.frontend.process import _serve

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.core_scenes import Arrival, make_core, submit
 
-from lightserve.channels.zmq import Codec
+from lightserve.channels import Codec
 from lightserve.messages.common import Constraint, JsonSchemaConstraint
 from lightserve.messages.frontend_router import (
     Abort,

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch, QKNorm
+from lightserve.models.config import (
+    DefaultRope,
+    DynamicRope,
+    LinearRope,
+    Llama3Rope,
+    RopeConfig,
+    YarnRope,
+)
 from lightserve.models.context import ModelContext
 from lightserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightserve.models.parallel import Part, even_part, kv_head_part
@@ -105,3 +115,117 @@ class SelfAttention:
 
 def _features(heads: Part, head_dim: int) -> Part:
     return Part(heads.start * head_dim, heads.size * head_dim)
+
+
+# ----------------------------------------------------------------------
+# Rotary position embedding: a float32 table of cos and sin, computed as transformers does.
+#
+# Each kind gives inverse frequencies and a factor on cos and sin; the formulas and their order of
+# operations are transformers' (`modeling_rope_utils`), so that the tables agree to the bit.
+#
+# Dynamic NTK. transformers recomputes the base from the length of the longest sequence in each
+# call, so the same position is rotated differently from one step to the next. A server caches
+# keys and shares them between requests, so a position must always be rotated the same way: the
+# base is computed once, for the context length that is served. Up to `max_position_embeddings`
+# (the default context length) that is plain RoPE, exactly as transformers; a longer
+# --max-model-len gives what transformers gives for a sequence of that length, at every position.
+
+
+class Frequencies(NamedTuple):
+    """What a kind of RoPE comes down to."""
+
+    inverse: Tensor
+    """float32 [head_dim / 2], radians per position."""
+    scale: float
+    """Factor on cos and sin."""
+
+
+def frequencies(
+    rope: RopeConfig, *, head_dim: int, max_position_embeddings: int, context_len: int
+) -> Frequencies:
+    """Return the frequencies for serving sequences of up to `context_len` tokens."""
+    match rope:
+        case DefaultRope(theta=theta):
+            return Frequencies(_inverse(theta, head_dim), 1.0)
+        case LinearRope(theta=theta, factor=factor):
+            return Frequencies(_inverse(theta, head_dim) / factor, 1.0)
+        case DynamicRope():
+            theta = _dynamic_theta(rope, head_dim, max_position_embeddings, context_len)
+            return Frequencies(_inverse(theta, head_dim), 1.0)
+        case Llama3Rope():
+            return Frequencies(_llama3_inverse(rope, head_dim), 1.0)
+        case YarnRope():
+            return Frequencies(_yarn_inverse(rope, head_dim), _yarn_scale(rope))
+
+
+class RotaryTable:
+    """cos and sin of every position of the served context."""
+
+    def __init__(self, table: Frequencies, *, context_len: int, device: torch.device) -> None:
+        positions = torch.arange(context_len, dtype=torch.float32)
+        angles = positions[:, None] * table.inverse
+        self._cos = (angles.cos() * table.scale).to(device)
+        self._sin = (angles.sin() * table.scale).to(device)
+
+    def select(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return float32 cos and sin [T, head_dim / 2] at int64 positions [T]."""
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+
+def _inverse(theta: float, head_dim: int) -> Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / (theta**exponents)
+
+
+def _dynamic_theta(
+    rope: DynamicRope, head_dim: int, max_position_embeddings: int, context_len: int
+) -> float:
+    length = max(context_len, max_position_embeddings)
+    growth = rope.factor * length / max_position_embeddings - (rope.factor - 1)
+    return rope.theta * float(growth ** (head_dim / (head_dim - 2)))
+
+
+def _llama3_inverse(rope: Llama3Rope, head_dim: int) -> Tensor:
+    inverse = _inverse(rope.theta, head_dim)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    length = rope.original_max_position_embeddings
+    wavelengths = 2 * math.pi / inverse
+    scaled = torch.where(wavelengths > length / low, inverse / rope.factor, inverse)
+    smooth = (length / wavelengths - low) / (high - low)
+    between = ~(wavelengths < length / high) & ~(wavelengths > length / low)
+    blended = (1 - smooth) * scaled / rope.factor + smooth * scaled
+    return torch.where(between, blended, scaled)
+
+
+def _yarn_inverse(rope: YarnRope, head_dim: int) -> Tensor:
+    powers = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    extrapolated, interpolated = 1.0 / powers, 1.0 / (rope.factor * powers)
+    low = _yarn_dimension(rope, head_dim, rope.beta_fast)
+    high = _yarn_dimension(rope, head_dim, rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # as transformers: no division by zero
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)
+    keep = 1 - ramp.clamp(0, 1)
+    return interpolated * (1 - keep) + extrapolated * keep
+
+
+def _yarn_dimension(rope: YarnRope, head_dim: int, num_rotations: float) -> float:
+    """Return the dimension that turns `num_rotations` times over the original length."""
+    length = rope.original_max_position_embeddings
+    turns = math.log(length / (num_rotations * 2 * math.pi))
+    return head_dim * turns / (2 * math.log(rope.theta))
+
+
+def _yarn_scale(rope: YarnRope) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
+    return _mscale(rope.factor, 1.0)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

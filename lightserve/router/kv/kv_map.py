@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightserve.messages.common import Int32Array
-from lightserve.messages.kv_map import ClassSlots, KVPool, UInt8Array, pack_kinds
+from lightserve.messages.frontend_router import ClassSlots, KVPool, UInt8Array, pack_kinds
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.request import Request
 from lightserve.types import RequestClass, SlotKind

@@ -31,8 +31,15 @@ from lightserve.frontend.admin import MAX_SILENCE_S, RUNS_PER_PIECE
 from lightserve.frontend.json_body import Backlog
 from lightserve.frontend.response import KEEP_ALIVE
 from lightserve.frontend.router_client import RouterClient
-from lightserve.messages.frontend_router import ErrorCode, RequestDelta, RouterWelcome, TokenDelta
-from lightserve.messages.kv_map import DescribeKV, KVMap, pack_kinds
+from lightserve.messages.frontend_router import (
+    DescribeKV,
+    ErrorCode,
+    KVMap,
+    RequestDelta,
+    RouterWelcome,
+    TokenDelta,
+    pack_kinds,
+)
 from lightserve.types import FinishReason
 
 COMPLETION: dict[str, Any] = {"model": BUNDLED_MODEL_NAME, "prompt": "hi", "max_tokens": 500}

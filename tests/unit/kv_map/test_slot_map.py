@@ -7,16 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightserve.channels.zmq import Codec
+from lightserve.channels import Codec
 from lightserve.messages.common import Int32Array
-from lightserve.messages.frontend_router import FrontendMessage, RouterMessage
-from lightserve.messages.kv_map import (
+from lightserve.messages.frontend_router import (
     MAX_SLOTS_BYTES,
     ClassSlots,
     DescribeKV,
+    FrontendMessage,
     KVMap,
     KVPool,
     PackedKinds,
+    RouterMessage,
     pack_kinds,
     unpack_kinds,
 )

@@ -10,7 +10,7 @@ import pytest
 from support.fake_router import frontend, kv_pool, says
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
-from lightserve.channels.zmq import Codec
+from lightserve.channels import Codec
 from lightserve.errors import FrameTooLarge
 from lightserve.http_access import MAX_KEYS, ApiKey
 from lightserve.messages.common import (
@@ -21,16 +21,18 @@ from lightserve.messages.common import (
     pack_int32,
 )
 from lightserve.messages.frontend_router import (
+    MAX_SLOTS_BYTES,
     Acknowledge,
     ErrorCode,
     FrontendMessage,
+    KVMap,
+    PackedKinds,
     Progress,
     RequestDelta,
     RouterMessage,
     Submit,
     TokenDelta,
 )
-from lightserve.messages.kv_map import MAX_SLOTS_BYTES, KVMap, PackedKinds
 from lightserve.messages.router_worker import (
     MAX_PROMPT_LOGPROB_POSITIONS,
     RouterToWorker,

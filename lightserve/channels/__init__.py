@@ -1,1 +1,0 @@
-"""Typed, bounded queues between processes: one contract, ZeroMQ and in-memory versions."""
