@@ -5,19 +5,17 @@
         --be closed:32 --be-lengths uniform:512-1024,32-128 --duration-s 20 --margin-s 5 \\
         --compare own_policy:ShortAnswersFirst,chunked,unified
 
-A policy says who advances in the next step, and by how many tokens. It sees lengths and limits,
-never text, and changes nothing: it may be asked several times for one step. docs/scheduling.md has
-what is built in, docs/contributing.md how a policy becomes part of lightserve.
+A policy is an order: it yields groups of requests, and the planner fills the step with as much of
+them as time, tokens, rows and memory allow. It sees lengths and limits, never text, and changes
+nothing: it may be asked several times for one step. docs/scheduling.md has what is built in,
+docs/contributing.md how a policy becomes part of lightserve.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
-from lightserve.router.admission.base import AdmissionRound
-from lightserve.router.policies.base import StepLimits, Waiting
-from lightserve.router.policies.budget import BudgetedStep
+from lightserve.router.policies.base import Phase
+from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.request import Request
-from lightserve.router.request_table import Running
-from lightserve.router.shares import Share
 from lightserve.types import BE
 
 
@@ -27,19 +25,10 @@ class ShortAnswersFirst:
     is_class_aware = False  # memory is never taken from best-effort requests for real-time ones
     meets_deadlines = False  # targets are measured, but not planned for
 
-    def select(
-        self,
-        running: Running,
-        waiting: Waiting,
-        limits: StepLimits,
-        admission: AdmissionRound,
-    ) -> Sequence[Share]:
-        """Return who advances; the step notes why the others do not."""
-        step = BudgetedStep(limits)
-        step.advance(running)
-        newcomers = sorted(waiting, key=_rank)  # equal ones: as they came
-        step.start(newcomers, admission, limits.num_free_rows)
-        return step.chosen
+    def phases(self, step: StepBudget) -> Iterator[Phase]:
+        """Yield what runs, then what waits."""
+        yield step.running_of()
+        yield Phase(newcomers=sorted(step.waiting, key=_rank))  # equal ones: as they came
 
 
 def _rank(request: Request) -> tuple[bool, int]:

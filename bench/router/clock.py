@@ -27,11 +27,11 @@ from lightserve.router import core as core_module
 from lightserve.router.admission.base import AdmissionRound, AdmissionRule, PoolView
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
-from lightserve.router.events import PlannedStep, WaitUntil
 from lightserve.router.factory import make_core_config
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.process import Collector, RouterProcess
 from lightserve.router.request import Request, RequestState
+from lightserve.router.step import PlannedStep, WaitUntil
 
 MAX_MODEL_LEN = 32_768
 KV_METHODS = (
@@ -162,11 +162,11 @@ class MeasuredCore(RouterCore):
         figures = StepFigures(
             cpu_s=cpu_s,
             by_part={} if self._clock is None else self._clock.take(),
-            num_rows=len(planned.allotments),
+            num_rows=len(planned.scheduled),
             num_live=len(self._rows),
             num_queued=len(self._waiting),
             num_tree_tokens=self._kv.tree.num_resident,
-            num_started=sum(r.state is RequestState.WAITING for r, _ in planned.allotments),
+            num_started=sum(r.state is RequestState.WAITING for r, _ in planned.scheduled),
         )
         self.steps.append(figures)
         if len(self.steps) == self._num_steps:

@@ -33,9 +33,8 @@ from lightserve.decisions.replaying import DecisionLogReader, Line, make_core_of
 from lightserve.messages.router_worker import StepResult
 from lightserve.router import core as core_module
 from lightserve.router.booking import SkipCounters
-from lightserve.router.events import PlannedStep
-from lightserve.router.planning import StepPlanner
-from lightserve.router.shares import Skips
+from lightserve.router.planner import Planner
+from lightserve.router.step import PlannedStep, Skips
 from lightserve.sim import HybridConfig, run_hybrid
 
 NUM_WARM_UP = 50
@@ -61,7 +60,7 @@ def without_reasons() -> Iterator[None]:
     """Let the router note, collect and count nothing."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(core_module, "Skips", NoSkips))
-        stack.enter_context(patch.object(StepPlanner, "unseen", lambda *_: {}))
+        stack.enter_context(patch.object(Planner, "unseen", lambda *_: {}))
         stack.enter_context(patch.object(SkipCounters, "note", lambda *_: None))
         yield
 

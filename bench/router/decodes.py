@@ -21,8 +21,9 @@ from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Submit
 from lightserve.messages.router_worker import StepPlan, StepResult, sampling_rows
 from lightserve.router.core import RouterCore
-from lightserve.router.events import FromFrontend, PlannedStep, WorkersReady
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.factory import make_core_config
+from lightserve.router.step import PlannedStep
 from lightserve.types import NO_SLO, SLO, FrontendId, RequestClass, RequestId, SamplingParams
 
 NUM_PROMPT_TOKENS = 64

@@ -37,12 +37,13 @@ from lightserve.messages.router_worker import (
 from lightserve.router import core as core_module
 from lightserve.router.admission.base import AdmissionRule, PoolView
 from lightserve.router.core import RouterCore
-from lightserve.router.events import FromFrontend, PlannedStep, WorkersReady
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.factory import make_core_config
 from lightserve.router.intake import QueueLimits
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.request import Request
+from lightserve.router.step import PlannedStep
 from lightserve.sim.traffic import load_workload
 from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
 

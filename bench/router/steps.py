@@ -33,9 +33,10 @@ from bench.router.process import (
 from lightserve.messages.frontend_router import RequestDelta
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.core import RouterCore
-from lightserve.router.events import CoreEvent, FromFrontend, Outgoing, PlannedStep, WaitUntil
+from lightserve.router.events import CoreEvent, FromFrontend, Outgoing
 from lightserve.router.factory import make_core_config
 from lightserve.router.process import Collector
+from lightserve.router.step import PlannedStep, WaitUntil
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.sim.worker import LengthWorker
 from lightserve.types import SLO, FrontendId, RequestClass

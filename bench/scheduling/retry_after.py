@@ -27,8 +27,9 @@ from lightserve.messages.frontend_router import ErrorCode, RequestDelta, Submit
 from lightserve.messages.router_worker import StepPlan
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
-from lightserve.router.events import FromFrontend, PlannedStep
+from lightserve.router.events import FromFrontend
 from lightserve.router.factory import make_core_config
+from lightserve.router.step import PlannedStep
 from lightserve.sim.hybrid import fitted_profile
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.sim.traffic import Job, Lengths, TraceLengths, UniformLengths, read_trace
@@ -86,7 +87,7 @@ class WatchedCore(RouterCore):
 
     def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:
         """See `RouterCore.commit`."""
-        for request, _ in planned.allotments:
+        for request, _ in planned.scheduled:
             self.begun_s.setdefault(request.key, now_s)
         return super().commit(planned, now_s)
 

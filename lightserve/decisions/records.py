@@ -31,13 +31,11 @@ from lightserve.router.events import (
     FromFrontend,
     FrontendGone,
     Outgoing,
-    PlannedStep,
-    WaitUntil,
     WorkersGone,
     WorkersReady,
 )
 from lightserve.router.request import Request
-from lightserve.router.shares import Reason, Unseen
+from lightserve.router.step import PlannedStep, Reason, Unseen, WaitUntil
 from lightserve.types import FrontendId, RequestClass, RequestId, StepId
 
 FORMAT_VERSION = 2
@@ -181,7 +179,7 @@ def decision_of(step: PlannedStep, plan: StepPlan, committed_at_s: float) -> Dec
         committed_at_s=committed_at_s,
         predicted_s=float(step.predicted_s),
         limit_s=None if limit_s is None or limit_s == float("inf") else float(limit_s),
-        advancing=[Share(*request.key, count) for request, count in step.allotments],
+        advancing=[Share(*request.key, count) for request, count in step.scheduled],
         stops=[_name(request) for request in step.stops],
         takes=[Share(*request.key, count) for request, count in step.takes],
         drops=[_name(request) for request in step.drops],

@@ -29,9 +29,9 @@ from lightserve.errors import ConfigError, DecisionLogError, ProtocolError
 from lightserve.messages.frontend_router import Abort, Finish, RequestDelta, Submit
 from lightserve.messages.router_worker import StepResult
 from lightserve.router.core import RouterCore
-from lightserve.router.events import Outgoing, PlannedStep
+from lightserve.router.events import Outgoing
 from lightserve.router.factory import make_core
-from lightserve.router.shares import Reason
+from lightserve.router.step import PlannedStep, Reason
 from lightserve.types import NO_SLO, SLO, FrontendId, RequestClass, RequestId
 
 # Reads decision logs: format, chain of hashes, a last line that was cut off.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,14 +19,13 @@ from lightserve.messages.router_worker import (
     StepPlan,
     pack_decodes,
 )
-from lightserve.router.events import PlannedStep
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.host import MAX_AHEAD_PER_PLAN, PlanCopies
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import RUNNING, WAITING, Request
 from lightserve.router.request_table import Decodes, RequestTable
-from lightserve.router.shares import Allotment, Reason
+from lightserve.router.step import PlannedStep, Reason
 from lightserve.router.waits import WaitForecast
 from lightserve.types import BE, RT, RequestClass, RowId
 
@@ -34,25 +33,6 @@ from lightserve.types import BE, RT, RequestClass, RowId
 
 _NONE, _SAMPLE = OutputKind.NONE, OutputKind.SAMPLE
 _WITH_PROMPT = (OutputKind.PROMPT_LOGPROBS, OutputKind.PROMPT_LOGPROBS | OutputKind.SAMPLE)
-
-
-def nums_of_samples(allotments: Sequence[Allotment]) -> tuple[int, ...]:
-    """Return how many new tokens the next tokens of each request yield.
-
-    None before its last known token, one with it, and one more for each step that it runs on
-    by itself (simulated workers only).
-    """
-    ends = [r.next_position + count for r, count in allotments]
-    known = [
-        r.num_prompt_tokens + len(r.output_token_ids) + r.num_inflight_samples
-        for r, _ in allotments
-    ]
-    return tuple(
-        [
-            end - num_known + 1 if end >= num_known else 0
-            for end, num_known in zip(ends, known, strict=True)
-        ]
-    )
 
 
 def _wanted_output(request: Request, samples: int) -> OutputKind:
@@ -184,7 +164,7 @@ loses anything, every best-effort newcomer would still be the next victim for a 
 
 
 class StepBooking:
-    """Carries out what `StepPlanner` decided, in the order that copies rely on.
+    """Carries out what `Planner` decided, in the order that copies rely on.
 
     Memory is taken first (its saves run before all else in the step), then requests start or come
     nearer to it (loads run after the saves), then slots are given out, and at last tails are copied

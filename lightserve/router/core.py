@@ -32,7 +32,6 @@ from lightserve.messages.router_worker import (
     StepPlan,
     StepResult,
 )
-from lightserve.router.booking import nums_of_samples
 from lightserve.router.core_state import CoreState
 from lightserve.router.deltas import DeltaBatch
 from lightserve.router.demand import expected_kv_tokens
@@ -41,17 +40,18 @@ from lightserve.router.events import (
     FromFrontend,
     FrontendGone,
     Outgoing,
-    PlannedStep,
-    WaitUntil,
     WorkersGone,
     WorkersReady,
 )
 from lightserve.router.intake import most_tokens_in_plans, request_of
 from lightserve.router.kv.cache import KVStore
-from lightserve.router.planning import take_news
 from lightserve.router.request import ENDED, RUNNING, WAITING, Request, can_replay, until_end
-from lightserve.router.shares import Skips, decodes_and_chunks, each_allotment, shape_of
 from lightserve.router.slo import CompletionLedger
+from lightserve.router.step import (
+    PlannedStep,
+    WaitUntil,
+    each_scheduled,
+)
 from lightserve.types import RT, FrontendId, RequestKey, RowId
 
 
@@ -62,7 +62,6 @@ class RouterCore(CoreState):
 
     def on_message(self, event: CoreEvent, now_s: float) -> list[Outgoing]:
         """Take in what happened outside; return the news for frontends."""
-        self._awaits_news = False
         deltas = DeltaBatch()
         match event:
             case FromFrontend(frontend_id, Submit() as submit):
@@ -210,48 +209,25 @@ class RouterCore(CoreState):
     # ---------------------------------------------------------------- planning
 
     def plan(self, now_s: float) -> PlannedStep | WaitUntil:
-        """Return the step to send now, or when to ask again.
-
-        Changes nothing, but remembers that there is no step before the next news.
-        """
-        if self._kv is None or not self._requests or self._awaits_news:
+        """Return the step to send now, or when to ask again; changes nothing."""
+        if self._kv is None or not self._requests:
             return WaitUntil(None)
         due_s = self._pipeline.next_plan_due_s()
         if due_s is None or due_s > now_s:
             return WaitUntil(due_s)
         headroom = self._burst.headroom(now_s, self._kv.num_slots)
-        skips = Skips(self._rows)
-        fit = self._planner.choose(self._kv, self._suspects, headroom, now_s, skips)
-        if not fit:
-            return WaitUntil(None)
-        if fit.stops and not self._pipeline.is_empty:
-            self._awaits_news = True
-            return WaitUntil(None)
-        decodes, chunks = decodes_and_chunks(self._rows, fit.parts)
-        left_out = skips.of_step(decodes, chunks)
-        return PlannedStep(
-            step_id=self._pipeline.next_step_id,
-            decodes=decodes,
-            chunks=chunks,
-            num_samples=nums_of_samples(chunks),
-            stops=fit.stops,
-            takes=fit.takes,
-            drops=fit.drops,
-            loads=fit.loads,
-            planned_at_s=now_s,
-            predicted_s=self._pipeline.predict(shape_of([decodes, *chunks]), fit.num_copied),
-            left_out=left_out,
-            unseen=self._planner.unseen(fit, left_out, skips.stopped_by),
-            limit_s=skips.limit_s,
-            best_effort_s=skips.best_effort_s,
-            forecast_peak=fit.forecast_peak,
-        )
+        planned = self._planner.plan(self._kv, self._suspects, headroom, now_s)
+        if planned is None or (planned.stops and not self._pipeline.is_empty):
+            return WaitUntil(None)  # a row may only be taken from a request that is not in flight
+        return planned
 
     def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:
         """Book a step planned since the last event; return the message to send now."""
         assert self._kv is not None
         if planned.forecast_peak is not None:
             self.forecast_peak = planned.forecast_peak
+        self.burst_headroom_tokens = planned.headroom
+        self._burst.note_time(now_s)
         return self._booking.book(planned, self._kv, now_s)
 
     # ---------------------------------------------------------------- results
@@ -263,7 +239,6 @@ class RouterCore(CoreState):
             ProtocolError: the result is not that step's, or does not fit its plan; then nothing of
                 it has been taken.
         """
-        self._awaits_news = False
         if self._kv is not None:
             self._kv.expire(now_s)
         step, (token_ids, others) = self._pipeline.pop(result, now_s)
@@ -303,7 +278,7 @@ class RouterCore(CoreState):
                 samples=samples,
             )
         self._waits.note_step(planned, step.shape)
-        self._targets.foresee(r for r, _ in each_allotment([planned.decodes, *planned.chunks]))
+        self._targets.foresee(r for r, _ in each_scheduled([planned.decodes, *planned.chunks]))
         self._sink_late(now_s)
         self._pipeline.note_work(bool(self._requests))
         return deltas.outgoing()
@@ -349,7 +324,7 @@ class RouterCore(CoreState):
             self._end(request)
             return
         if result.prompt_logprobs and (
-            news := take_news(request, start_position, result.prompt_logprobs)
+            news := request.take_prompt_logprobs(start_position, result.prompt_logprobs)
         ):
             deltas.add_prompt_logprobs(request, news)
         if result.token_ids:

@@ -13,7 +13,7 @@ from lightserve.router.integrity import check_integrity
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.kv_map import describe_kv
 from lightserve.router.pipeline import Pipeline
-from lightserve.router.planning import StepPlanner
+from lightserve.router.planner import Planner
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import Request
 from lightserve.router.request_table import RequestTable
@@ -42,22 +42,21 @@ class CoreState:
         self._unfinished: dict[RequestKey, Request] = {}
         """Requests whose last token was sent, but whose frontend still looks for a stop string."""
         self._demand = RealTimeDemand()
-        self._planner = StepPlanner(config, self._waiting, self._rows, self._pipeline, self._demand)
+        self._planner = Planner(config, self._waiting, self._rows, self._pipeline, self._demand)
         self._booking = StepBooking(self._waiting, self._rows, self._pipeline, self._waits)
         self._burst = BurstHeadroom(config.burst_headroom_s)
         self._num_arrivals = 0
-        self._awaits_news = False
-        """Whether the next step would stop somebody who is in flight, and nothing has come since
-        that was found: it would be found again."""
         self.forecast_peak: int | None = None
         """Slots that the batch was expected to need at its peak at the last admission."""
+        self.burst_headroom_tokens = 0
+        """Slots that best-effort newcomers had to leave free in the last step."""
         self._suspects: list[Request] = []
         """Requests that were in flight when workers died: each runs alone up to a token."""
 
     @property
     def running(self) -> list[Request]:
         """Requests that hold rows and have not ended, in order of admission."""
-        return self._planner.running()
+        return self._rows.of(self._rows.rows)
 
     @property
     def num_preemptions(self) -> int:
@@ -87,11 +86,6 @@ class CoreState:
     def predicted_wait_s(self, request_class: RequestClass) -> float:
         """Return the predicted time until all of a class that waits has begun."""
         return self._waits.seconds(request_class, self._kv)
-
-    @property
-    def burst_headroom_tokens(self) -> int:
-        """Slots that best-effort newcomers had to leave free when a step was last planned."""
-        return self._burst.num_tokens
 
     @property
     def num_raised_targets(self) -> Mapping[RaisedTarget, int]:

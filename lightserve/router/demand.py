@@ -61,8 +61,6 @@ class BurstHeadroom:
     def __init__(self, interval_s: float) -> None:
         """`interval_s` 0 leaves no headroom."""
         self._interval_s = interval_s
-        self.num_tokens = 0
-        """The answer that was given last."""
         self._num_intervals = 0
         """Length of the window."""
         if interval_s > 0:
@@ -85,22 +83,29 @@ class BurstHeadroom:
 
     def headroom(self, now_s: float, num_slots: int) -> int:
         """Return the slots of a pool of `num_slots` that best-effort newcomers must leave."""
-        self.num_tokens = self._headroom(now_s, num_slots)
-        return self.num_tokens
-
-    def _headroom(self, now_s: float, num_slots: int) -> int:
-        if self._num_intervals == 0:
+        if self._num_intervals == 0 or self._first is None:
             return 0
-        self._advance(now_s)
-        assert self._first is not None
-        count = min(self._num_intervals, self._current - self._first)
-        if count == 0 or self._sum == 0:
+        interval = max(self._current, int(now_s // self._interval_s))
+        count = min(self._num_intervals, interval - self._first)
+        is_past = interval - self._num_intervals <= self._current < interval
+        arriving = self._arriving if is_past else 0
+        total, of_squares = self._sum + arriving, self._sum_of_squares + arriving * arriving
+        for number, num_tokens in self._past:
+            if number >= interval - self._num_intervals:
+                break
+            total, of_squares = total - num_tokens, of_squares - num_tokens * num_tokens
+        if count == 0 or total == 0:
             return 0
-        mean = self._sum / count
-        variance = max(0.0, self._sum_of_squares / count - mean * mean)
+        mean = total / count
+        variance = max(0.0, of_squares / count - mean * mean)
         step = max(1, num_slots // POOL_STEPS)
         wanted = mean + NUM_DEVIATIONS * math.sqrt(variance)
         return min(num_slots, math.ceil(wanted / step) * step)
+
+    def note_time(self, now_s: float) -> None:
+        """Forget what has left the window."""
+        if self._num_intervals > 0:
+            self._advance(now_s)
 
     def _advance(self, now_s: float) -> None:
         """Close the intervals that are over; those out of the window count no more."""

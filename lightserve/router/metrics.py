@@ -54,10 +54,9 @@ from lightserve.metrics.catalogue import (
 )
 from lightserve.metrics.recording import Gauge, Recorder
 from lightserve.router.core import RouterCore
-from lightserve.router.events import PlannedStep
 from lightserve.router.request import WAITING, Request
 from lightserve.router.scheduling_targets import RaisedTarget
-from lightserve.router.shares import Reason
+from lightserve.router.step import PlannedStep, Reason
 from lightserve.router.step_cost import StepKind
 from lightserve.types import SLO, RequestClass, StepId
 

@@ -27,9 +27,9 @@ from lightserve.messages.router_worker import (
     sampling_rows,
 )
 from lightserve.router.demand import TimeShare
-from lightserve.router.events import PlannedStep
 from lightserve.router.policies.base import NO_LIMIT
 from lightserve.router.request import Request
+from lightserve.router.step import PlannedStep
 from lightserve.router.step_cost import CopyCost, StepCost, StepGuard, StepShape
 from lightserve.types import StepId
 
@@ -173,7 +173,7 @@ class Pipeline:
         if self.overlaps_copies:
             behind_s = max(0.0, behind_s - planned.predicted_s)
         start_s = None if ahead else now_s
-        self._in_flight.append(SentStep(planned, plan, planned.shape(), start_s, ahead, behind_s))
+        self._in_flight.append(SentStep(planned, plan, planned.shape, start_s, ahead, behind_s))
         self.next_step_id = StepId(self.next_step_id + 1)
         self._router_s += 0.1 * (now_s - planned.planned_at_s - self._router_s)
 

@@ -64,13 +64,13 @@ from lightserve.router.events import (
     FromFrontend,
     FrontendGone,
     Outgoing,
-    PlannedStep,
     WorkersGone,
     WorkersReady,
 )
 from lightserve.router.factory import make_core
 from lightserve.router.intake import check_submit
 from lightserve.router.metrics import RouterMetrics
+from lightserve.router.step import PlannedStep
 from lightserve.types import FinishReason, FrontendId
 
 # When Python looks for garbage in the router: often and briefly, never at length (T14).

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from lightserve.messages.common import Constraint, Int32Array
+from lightserve.messages.common import Constraint, Int32Array, TokenLogprob
 from lightserve.messages.frontend_router import MAX_UNACKNOWLEDGED_TOKENS
 from lightserve.router.kv.prefix_node import PrefixNode
 from lightserve.router.kv.prefix_tree import Hit, Lease
@@ -228,6 +228,19 @@ class Request:
         self.output_token_ids.extend(token_ids)
         if self.cells is not None:
             self.cells["num_output"][self._place] = len(self.output_token_ids)
+
+    def take_prompt_logprobs(
+        self, start_position: int, logprobs: list[TokenLogprob]
+    ) -> list[TokenLogprob]:
+        """Return the log-probabilities that have not been sent yet, and count them as sent.
+
+        `logprobs` are those of prompt tokens start_position+1 …; a preempted request computes some
+        of them twice.
+        """
+        num_known = self.num_prompt_logprobs_sent - start_position
+        news = logprobs[max(0, num_known) :]
+        self.num_prompt_logprobs_sent += len(news)
+        return news
 
     def acknowledge(self, num_tokens: int) -> None:
         """Learn how much of the output has no stop string; older news change nothing."""

@@ -35,7 +35,7 @@ from lightserve.types import BE, RT, RequestClass
 
 if TYPE_CHECKING:
     from lightserve.router.core_config import CoreConfig
-    from lightserve.router.events import PlannedStep
+    from lightserve.router.step import PlannedStep
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 600.0

@@ -33,15 +33,15 @@ from lightserve.router.admission.baselines import OracleAdmission
 from lightserve.router.admission.peak import PeakAdmission, PeakRound
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
-from lightserve.router.events import FromFrontend, Outgoing, PlannedStep, WorkersReady
+from lightserve.router.events import FromFrontend, Outgoing, WorkersReady
 from lightserve.router.future_memory import IntArray
 from lightserve.router.intake import QueueLimits
 from lightserve.router.output_lengths import OutputLengths
-from lightserve.router.policies.base import Policy, StepLimits, Waiting
+from lightserve.router.policies.base import Phase, Policy
 from lightserve.router.policies.registry import POLICIES
+from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.request import Request
-from lightserve.router.request_table import Running
-from lightserve.router.shares import Allotment, Loading, Share, each_allotment
+from lightserve.router.step import PlannedStep
 from lightserve.sim.report import Measurements, Report
 from lightserve.sim.traffic import DISTRIBUTION_MAX_TOKENS, Workload, load_workload
 from lightserve.sim.worker import A100_LLAMA2_7B, VirtualHardware
@@ -173,29 +173,25 @@ class RunPolicy:
         """Say that decode steps have been made."""
         self._steps_left = (self._steps_left - num_steps) % self._interval
 
-    def select(
-        self,
-        running: Running,
-        waiting: Waiting,
-        limits: StepLimits,
-        admission: AdmissionRound,
-    ) -> Sequence[Share]:
-        """See `Policy.select`."""
-        may_admit = self._steps_left == 0 or not running
-        chosen = self._inner.select(
-            running, waiting if may_admit else _Nothing(), limits, admission
-        )
-        if self._limit is None or any(isinstance(part, Loading) for part in chosen):
-            return chosen
-        requests = [r for r, _ in each_allotment(chosen)]  # type: ignore[arg-type]
-        if not all(request.is_decoding for request in requests):
-            return chosen
-        num_steps = max(1, self._limit(requests)) if requests else 1
+    def phases(self, step: StepBudget) -> Iterator[Phase]:
+        """See `Policy.phases`."""
+        may_admit = self._steps_left == 0 or not len(step.running)
+        if not may_admit:
+            step.waiting = _Nothing()
+        yield from self._inner.phases(step)
+        if self._limit is None or step.started:
+            return
+        rows = step.decode_rows
+        requests = step.running.table.of(rows)
+        if not len(rows) or len(rows) < step.num_tokens or not all(r.is_decoding for r in requests):
+            return
+        num_steps = max(1, self._limit(requests))
         if may_admit:
             num_steps = self._admission.run_length(num_steps, self._interval)
         else:
             num_steps = min(num_steps, self._steps_left)
-        return [Allotment(request, num_steps) for request in requests]
+        if num_steps > 1:
+            yield Phase(gives_way=rows, prompts=requests, classes=(), num_tokens=num_steps)
 
 
 class _Nothing:
@@ -212,6 +208,11 @@ class _Nothing:
     def jobs(self) -> Iterator[Request]:
         """No request has a completion time."""
         return iter(())
+
+    def is_prefix_in_flight(self, request: Request) -> bool:
+        """Return False."""
+        del request
+        return False
 
     def late(self) -> Iterator[Request]:
         """Iterate over no request."""
@@ -421,10 +422,10 @@ class OfflineRun:
         """Return the tokens of each request that yields any, and the virtual hardware's seconds."""
         outputs = [
             _output(request, num_samples)
-            for (request, _), num_samples in zip(step.allotments, step.all_samples, strict=True)
+            for (request, _), num_samples in zip(step.scheduled, step.all_samples, strict=True)
             if num_samples
         ]
-        if any(not request.is_decoding for request, _ in step.allotments):
+        if any(not request.is_decoding for request, _ in step.scheduled):
             exec_s = self._measured.prompts(step)
         else:
             num_steps = max(output.num_tokens for output in outputs)

@@ -11,11 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from lightserve.router.core import RouterCore
-from lightserve.router.events import PlannedStep
 from lightserve.router.future_memory import IntArray, peak_memory
 from lightserve.router.output_lengths import FloatArray
 from lightserve.router.request import Request
-from lightserve.router.shares import Reason
+from lightserve.router.step import PlannedStep, Reason
 from lightserve.sim.simulation import TimedCore
 from lightserve.sim.worker import RunLengths, VirtualHardware, WorkSums
 from lightserve.types import SLO, RequestClass
@@ -409,11 +408,11 @@ class Measurements:
     def prompts(self, step: PlannedStep) -> float:
         """Take in a step of prompts; returns its seconds."""
         self._peak = None
-        parts = [(request.next_position, num_tokens) for request, num_tokens in step.allotments]
+        parts = [(request.next_position, num_tokens) for request, num_tokens in step.scheduled]
         num_new = sum(num_tokens for _, num_tokens in parts)
         pairs = sum(num_tokens * (start + num_tokens // 2) for start, num_tokens in parts)
         self._max_overtaken = max(
-            self._max_overtaken, *(request.num_overtaken for request, _ in step.allotments)
+            self._max_overtaken, *(request.num_overtaken for request, _ in step.scheduled)
         )
         return self._spend(self._hardware.seconds(num_new, chunk_context=pairs))
 
@@ -425,8 +424,8 @@ class Measurements:
             self._peak = None
         if self._peak is None:
             self._peak = self._true_peak([request for request in live if request not in step.stops])
-        num_rows = len(step.allotments)
-        held = sum(request.next_position for request, _ in step.allotments)
+        num_rows = len(step.scheduled)
+        held = sum(request.next_position for request, _ in step.scheduled)
         freed = sum(victim.next_position for victim in step.stops)
         growth = num_rows * num_steps * (num_steps + 1) / 2
         self._decode_steps += num_steps

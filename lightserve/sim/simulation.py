@@ -20,14 +20,8 @@ from lightserve.messages.frontend_router import Abort, ErrorCode, RequestDelta, 
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
-from lightserve.router.events import (
-    CoreEvent,
-    FromFrontend,
-    Outgoing,
-    PlannedStep,
-    WaitUntil,
-    WorkersReady,
-)
+from lightserve.router.events import CoreEvent, FromFrontend, Outgoing, WorkersReady
+from lightserve.router.step import PlannedStep, WaitUntil
 from lightserve.types import FinishReason, FrontendId, RequestClass, RequestKey
 
 # The real core, with a look at what its calls cost and how full the pool is.

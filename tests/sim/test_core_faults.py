@@ -26,14 +26,8 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.core import RouterCore
-from lightserve.router.events import (
-    FromFrontend,
-    FrontendGone,
-    Outgoing,
-    PlannedStep,
-    WorkersGone,
-    WorkersReady,
-)
+from lightserve.router.events import FromFrontend, FrontendGone, Outgoing, WorkersGone, WorkersReady
+from lightserve.router.step import PlannedStep
 from lightserve.sim.simulation import Outcome
 from lightserve.sim.worker import SimulatedWorker
 from lightserve.types import FinishReason, FrontendId, RequestClass, RequestId, RequestKey
@@ -195,7 +189,7 @@ def run_with_poison(
         worker = SimulatedWorker(num_slots=120, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN)
         while isinstance(step := core.plan(0.0), PlannedStep):
             plan = core.commit(step, 0.0)
-            if any(part.request.key.request_id == poison for part in step.allotments):
+            if any(part.request.key.request_id == poison for part in step.scheduled):
                 deliver(core.on_message(WorkersGone(), 0.0))
                 break
             deliver(core.on_result(worker.execute(plan, exec_s=0.01, idle_s=0.0), 0.0))

@@ -31,19 +31,14 @@ from lightserve.messages.frontend_router import ClassLoad, KVPool, unpack_kinds
 from lightserve.messages.router_worker import StepPlan, pack_results, plan_rows, row_results
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
-from lightserve.router.events import (
-    FromFrontend,
-    FrontendGone,
-    PlannedStep,
-    WorkersGone,
-    WorkersReady,
-)
+from lightserve.router.events import FromFrontend, FrontendGone, WorkersGone, WorkersReady
 from lightserve.router.factory import make_admission
 from lightserve.router.intake import QueueLimits
 from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import least_recently_used, task_aware
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
+from lightserve.router.step import PlannedStep
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.sim.worker import SimulatedWorker
 from lightserve.types import (
@@ -200,7 +195,7 @@ def test_workers_are_told_who_is_real_time() -> None:
     step = core.plan(0.0)
     assert isinstance(step, PlannedStep)
     sequences = core.commit(step, 0.0).sequences
-    classes = [request.request_class for request, _ in step.allotments]
+    classes = [request.request_class for request, _ in step.scheduled]
     assert len(set(classes)) == 2
     assert [s.is_real_time for s in sequences] == [of is RequestClass.RT for of in classes]
 

@@ -27,17 +27,11 @@ from lightserve.messages.router_worker import StepPlan
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.core import RouterCore
-from lightserve.router.events import (
-    FromFrontend,
-    FrontendGone,
-    Outgoing,
-    PlannedStep,
-    WorkersGone,
-    WorkersReady,
-)
+from lightserve.router.events import FromFrontend, FrontendGone, Outgoing, WorkersGone, WorkersReady
 from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.policies.registry import POLICIES
+from lightserve.router.step import PlannedStep
 from lightserve.sim.simulation import Outcome, TimedEvent
 from lightserve.sim.worker import SimulatedWorker
 from lightserve.types import (

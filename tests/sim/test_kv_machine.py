@@ -34,13 +34,13 @@ from lightserve import sim
 from lightserve.messages.common import StepCoefficients
 from lightserve.messages.frontend_router import Abort
 from lightserve.messages.router_worker import StepPlan
-from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, WorkersReady
+from lightserve.router.events import FromFrontend, WorkersGone, WorkersReady
 from lightserve.router.kv.cache import KVOptions, KVStore, Preemption
 from lightserve.router.kv.prefix_node import MAX_DEPTH, least_recently_used, task_aware
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.queue import OLDEST_EVERY
 from lightserve.router.request import Request
-from lightserve.router.shares import Reason
+from lightserve.router.step import PlannedStep, Reason
 from lightserve.sim.hybrid import HybridRun
 from lightserve.sim.simulation import Outcome
 from lightserve.sim.traffic import DrawnTraffic
@@ -184,8 +184,8 @@ class KVMachine(RuleBasedStateMachine):
 
     def check_victims(self, step: PlannedStep) -> None:
         """Invariants 3 and 6: real-time goes last, and only for a more senior one."""
-        moved = {request for request, _ in step.allotments}
-        if self.is_class_aware and sum(count for _, count in step.allotments) < BUDGET:
+        moved = {request for request, _ in step.scheduled}
+        if self.is_class_aware and sum(count for _, count in step.scheduled) < BUDGET:
             stuck = [
                 request
                 for request in self.core.running
@@ -208,7 +208,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def check_loads(self, step: PlannedStep) -> None:
         """A request that loads beside a step is paused, stays so, and loses nothing in it."""
-        moved = {request for request, _ in step.allotments}
+        moved = {request for request, _ in step.scheduled}
         losers = {*step.stops, *step.drops, *(request for request, _ in step.takes)}
         loading = {request for request, _ in step.loads}
         assert len(loading) == len(step.loads) and not loading & (moved | losers)

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from support.policy_scenes import RT, Admitting, Queue, make_request, running_of, shares_of
+from support.policy_scenes import RT, Admitting, Queue, filled, make_request, running_of
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
-from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend
 from lightserve.router.factory import make_core_config
-from lightserve.router.policies.base import LOOK_AHEAD, Policy, StepLimits, Waiting
+from lightserve.router.policies.base import LOOK_AHEAD, Phase, Policy, StepLimits
+from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 from lightserve.router.request import Request
-from lightserve.router.shares import Allotment, Reason, Skips
 from lightserve.router.slo import TokenDeadlines
+from lightserve.router.step import Reason, Skips
 from lightserve.router.step_cost import StepCost, StepShape
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.sim.traffic import Job
@@ -50,14 +50,11 @@ def play(
     cost: StepCost, requests: list[Request], *, long_tokens: int = 4096
 ) -> tuple[dict[int, int], Skips]:
     in_rows = running_of([r for r in requests if r.num_computed_tokens])
-    skips = Skips(in_rows.table)
-    limits = StepLimits(
-        512, num_free_rows=64, step_number=1, num_slots=10**6, cost=cost, skips=skips
-    )
+    limits = StepLimits(512, num_free_rows=64, step_number=1, num_slots=10**6, cost=cost)
     waiting = Queue([r for r in requests if not r.num_computed_tokens])
     policy = UnifiedPolicy(UnifiedOptions(long_prompt_tokens=long_tokens))
-    chosen = policy.select(in_rows, waiting, limits, Admitting())
-    return {request.arrival_number: count for request, count in shares_of(chosen)}, skips
+    step = filled(policy, in_rows, waiting, limits, Admitting())
+    return {request.arrival_number: count for request, count in step.parts}, step.skips
 
 
 def test_a_second_long_prompt_waits_and_short_ones_go_on(cost: StepCost) -> None:
@@ -93,7 +90,8 @@ def test_the_search_for_short_ones_ends(cost: StepCost) -> None:
     waiting = [due(make_request(1 + i, prompt=LONG), 5000) for i in range(50)]
     shares, skips = play(cost, [first, *waiting])
     assert shares == {0: 10}
-    assert len(skips.reasons) == LOOK_AHEAD and skips.stopped_by[RT] is Reason.ORDER
+    held = [request for request in waiting if skips.reason_of(request) is not None]
+    assert len(held) == LOOK_AHEAD and skips.stopped_by[RT] is Reason.ORDER
 
 
 class TurnTaking:
@@ -102,20 +100,16 @@ class TurnTaking:
     is_class_aware = True
     meets_deadlines = True
 
-    def select(
-        self,
-        running: Collection[Request],
-        waiting: Waiting,
-        limits: StepLimits,
-        admission: AdmissionRound,
-    ) -> list[Allotment]:
-        both = [*running, *(r for r in waiting.of(RT) if admission.admit(r))]
-        both = [r for r in both if r.num_schedulable_tokens > 0]
-        decodes = [Allotment(r, 1) for r in both if r.num_schedulable_tokens == 1]
-        prompts = [r for r in both if r.num_schedulable_tokens > 1]
-        budget = limits.max_num_batched_tokens - len(decodes)
-        share = budget // max(1, len(prompts))
-        return decodes + [Allotment(r, min(share, r.num_schedulable_tokens)) for r in prompts]
+    def phases(self, step: StepBudget) -> Iterator[Phase]:
+        running = step.running_of()
+        yield Phase(decodes=running.decodes)
+        prompts, newcomers = list(running.prompts), list(step.waiting.of(RT))
+        budget = step.limits.max_num_batched_tokens - step.num_tokens
+        share = budget // max(1, len(prompts) + len(newcomers))
+        for request in prompts:
+            yield Phase(prompts=[request], num_tokens=min(share, request.num_schedulable_tokens))
+        for request in newcomers:
+            yield Phase(newcomers=[request], num_tokens=min(share, request.num_schedulable_tokens))
 
 
 def ends(policy: Policy) -> list[float]:

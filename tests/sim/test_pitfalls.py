@@ -30,12 +30,12 @@ from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.admission.classwise import ClasswiseAdmission
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
-from lightserve.router.events import FromFrontend, PlannedStep, WorkersReady
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.intake import QueueLimits
 from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
-from lightserve.router.shares import Reason
+from lightserve.router.step import PlannedStep, Reason
 from lightserve.sim.hybrid import HybridRun
 from lightserve.sim.simulation import Outcome
 from lightserve.sim.worker import SimulatedWorker
@@ -146,7 +146,7 @@ class Scene:
         assert self.core.num_used_slots == 0
 
     def moved(self, step: PlannedStep) -> dict[int, int]:
-        return {int(request.key.request_id): count for request, count in step.allotments}
+        return {int(request.key.request_id): count for request, count in step.scheduled}
 
     def stops_of(self, number: int) -> int:
         return sum(int(r.key.request_id) == number for step in self.steps for r in step.stops)
@@ -219,7 +219,7 @@ def test_paused_requests_resume_before_new_ones_on_what_they_hold() -> None:
     counters = scene.core.counters[BE]
     assert counters.num_pauses >= len(paused)
     assert counters.lost_tokens == 0, "nothing is computed again"
-    computed = sum(count for step in scene.steps for _, count in step.allotments)
+    computed = sum(count for step in scene.steps for _, count in step.scheduled)
     assert computed == sum(a.num_prompt + a.num_output - 1 for a in scene.arrivals.values())
 
 
@@ -308,7 +308,7 @@ def test_results_belong_to_plans() -> None:
             scene.core.on_result(late, scene.now_s)
     scene.run_dry()
     key = RequestKey(FRONTEND, RequestId(0))
-    assert all(r.key == key for step in scene.steps for r, _ in step.allotments)
+    assert all(r.key == key for step in scene.steps for r, _ in step.scheduled)
     assert len(scene.steps) == 10, "no slack: one step for each token, the prompt's included"
 
 

@@ -35,12 +35,13 @@ from lightserve.messages.router_worker import (
     row_results,
     unpack_decodes,
 )
-from lightserve.router import intake, placement
+from lightserve.router import intake, memory_plan
 from lightserve.router.core import RouterCore
-from lightserve.router.events import FromFrontend, PlannedStep, WorkersReady
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.intake import COPY_BYTES, ROW_BYTES, SLOT_BYTES, newcomer_bytes
 from lightserve.router.kv.prefix_node import least_recently_used
 from lightserve.router.request import WAITING
+from lightserve.router.step import PlannedStep
 from lightserve.sim.worker import LengthWorker, PlanError, SimulatedWorker
 from lightserve.types import FrontendId, RequestClass, RequestId, RowId, SamplingParams, StepId
 
@@ -115,8 +116,8 @@ def test_many_newcomers_on_one_cached_prefix_join_in_several_steps() -> None:
 
 
 def test_a_newcomer_above_the_budget_begins_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "MAX_NEWCOMER_BYTES", 20_000)
-    monkeypatch.setattr(placement, "FEW_NEWCOMER_BYTES", 0)
+    monkeypatch.setattr(memory_plan, "MAX_NEWCOMER_BYTES", 20_000)
+    monkeypatch.setattr(memory_plan, "FEW_NEWCOMER_BYTES", 0)
     core = _large_core()
     for number in range(2):  # 32 kB each; the token budget has room for both
         prompt = [TokenSegment(token_ids=pack_int32([number] * 4000))]
@@ -131,8 +132,8 @@ def test_a_large_newcomer_begins_though_small_ones_come_with_every_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Real-time ones go first: it would never have a step for itself."""
-    monkeypatch.setattr(placement, "MAX_NEWCOMER_BYTES", 20_000)
-    monkeypatch.setattr(placement, "FEW_NEWCOMER_BYTES", 2_000)
+    monkeypatch.setattr(memory_plan, "MAX_NEWCOMER_BYTES", 20_000)
+    monkeypatch.setattr(memory_plan, "FEW_NEWCOMER_BYTES", 2_000)
     core = _large_core()
     prompt = [TokenSegment(token_ids=pack_int32([1] * 4000))]
     core.on_message(_submit(0, prompt=prompt, request_class=RequestClass.BE), 0.0)
@@ -199,7 +200,7 @@ def test_a_newcomer_takes_no_more_than_was_said(
     core.on_message(_submit(2**62, prompt=prompt, max_tokens=1, **changes), 0.0)
     step = core.plan(0.0)
     assert isinstance(step, PlannedStep)
-    said = newcomer_bytes(step.allotments[0][0])
+    said = newcomer_bytes(step.scheduled[0][0])
     plan = core.commit(step, 0.0)
     assert said - 256 <= len(msgspec.msgpack.encode(plan.sequences + plan.slot_ranges)) <= said
 
@@ -211,13 +212,11 @@ class _Weighed(Storm):
 
     def _check(self, step: PlannedStep) -> None:
         super()._check(step)
-        newcomers = [request for request, _ in step.allotments if request.state is WAITING]
+        newcomers = [request for request, _ in step.scheduled if request.state is WAITING]
         sizes = [newcomer_bytes(r) for r in [*newcomers, *[r for r, _ in step.loads]]]
-        assert len(sizes) <= 1 or sum(sizes) <= placement.MAX_NEWCOMER_BYTES
+        assert len(sizes) <= 1 or sum(sizes) <= memory_plan.MAX_NEWCOMER_BYTES
         self.num_refused += any(reason == "bytes" for _, reason in step.skipped)
-        self._said = sum(sizes) + sum(
-            ROW_BYTES + SLOT_BYTES * count for _, count in step.allotments
-        )
+        self._said = sum(sizes) + sum(ROW_BYTES + SLOT_BYTES * count for _, count in step.scheduled)
         commit = self.core.commit
 
         def weigh(step: PlannedStep, now_s: float) -> StepPlan:
@@ -234,8 +233,8 @@ class _Weighed(Storm):
 def test_a_budget_of_bytes_leaves_every_request_its_tokens(
     max_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placement, "MAX_NEWCOMER_BYTES", max_bytes)
-    monkeypatch.setattr(placement, "FEW_NEWCOMER_BYTES", 0)
+    monkeypatch.setattr(memory_plan, "MAX_NEWCOMER_BYTES", max_bytes)
+    monkeypatch.setattr(memory_plan, "FEW_NEWCOMER_BYTES", 0)
     assert sum(play(_Weighed(seed)).num_refused for seed in range(4)) > 0
 
 

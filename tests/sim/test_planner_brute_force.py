@@ -17,7 +17,7 @@ from support.small_states import Reading, State, empty_state, make_state
 
 from lightserve.messages.common import StepCoefficients
 from lightserve.router.policies.registry import POLICIES
-from lightserve.router.shares import Allotment
+from lightserve.router.step import Scheduled
 
 NUM_STATES = 240
 MAX_MISSED = 0.01
@@ -77,12 +77,12 @@ def test_a_state_by_hand() -> None:
     state.mean_step_s = 0.005
     state.set_due(decode, 30.0)
     best = best_step(state, Reading.SHARE)
-    assert best == [Allotment(decode, 1), Allotment(prompt, 199)]
+    assert best == [Scheduled(decode, 1), Scheduled(prompt, 199)]
     planned = dict(state.planned())
     assert planned[decode] == 1 and planned[prompt] in (198, 199), "but for rounding"
-    assert not state.is_feasible([Allotment(decode, 1), Allotment(prompt, 200)], Reading.SHARE)
-    assert state.is_feasible([Allotment(prompt, 150)], Reading.SHARE), "the decode can wait"
-    assert not state.is_feasible([Allotment(prompt, 151)], Reading.SHARE)
+    assert not state.is_feasible([Scheduled(decode, 1), Scheduled(prompt, 200)], Reading.SHARE)
+    assert state.is_feasible([Scheduled(prompt, 150)], Reading.SHARE), "the decode can wait"
+    assert not state.is_feasible([Scheduled(prompt, 151)], Reading.SHARE)
     state.set_due(decode, 5.0)
     assert state.is_lost(decode), "it asks for nothing any more"
-    assert best_step(state, Reading.SHARE) == [Allotment(prompt, 400)]
+    assert best_step(state, Reading.SHARE) == [Scheduled(prompt, 400)]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-from support.policy_scenes import BE, RT, Admitting, Queue, make_request, running_of, shares_of
+from support.policy_scenes import BE, RT, Admitting, Queue, filled, make_request, running_of
 
 from lightserve.config import ServeConfig
 from lightserve.router.core import RouterCore
@@ -16,7 +14,6 @@ from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import Request
-from lightserve.router.shares import Skips
 from lightserve.router.slo import CompletionLedger, TokenDeadlines
 from lightserve.router.step_cost import StepCost, StepShape
 from lightserve.sim.simulation import Simulation, TimedEvent
@@ -48,9 +45,8 @@ def play(cost: StepCost, running: list[Request], waiting: list[Request]) -> dict
         512, num_free_rows=8, step_number=1, num_slots=10**6, cost=cost, average_step_s=0.01
     )
     in_rows = running_of(running)
-    limits = replace(limits, skips=Skips(in_rows.table))
-    chosen = UnifiedPolicy().select(in_rows, Queue(waiting), limits, Admitting())
-    return {request.arrival_number: count for request, count in shares_of(chosen)}
+    step = filled(UnifiedPolicy(), in_rows, Queue(waiting), limits, Admitting())
+    return {request.arrival_number: count for request, count in step.parts}
 
 
 @pytest.mark.parametrize(

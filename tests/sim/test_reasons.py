@@ -26,12 +26,12 @@ from lightserve.messages.frontend_router import Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.core import RouterCore
-from lightserve.router.events import FromFrontend, FrontendGone, PlannedStep, WorkersGone
+from lightserve.router.events import FromFrontend, FrontendGone, WorkersGone
 from lightserve.router.kv.cache import KVOptions
 from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.request import RequestState
-from lightserve.router.shares import Reason
+from lightserve.router.step import PlannedStep, Reason
 from lightserve.sim.simulation import TimedEvent
 from lightserve.types import FrontendId, RequestClass
 
@@ -58,7 +58,7 @@ class AccountingCore(RouterCore):
 
     def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:
         self.num_checked += 1
-        advancing = [request for request, _ in planned.allotments]
+        advancing = [request for request, _ in planned.scheduled]
         skipped = [request for request, _ in planned.skipped]
         named = {*advancing, *skipped}
         assert len(named) == len(advancing) + len(skipped), "a request is named twice"

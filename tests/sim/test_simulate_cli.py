@@ -19,7 +19,7 @@ from lightserve.cli.simulate import HYBRID_DEFAULTS, QUEUE_DEFAULTS, command
 from lightserve.cost.profile import SCHEMA_VERSION, ProfileKey, StepProfile, save_profile
 from lightserve.errors import ConfigError
 from lightserve.messages.common import StepCoefficients
-from lightserve.router.shares import Reason
+from lightserve.router.step import Reason
 
 
 def simulate(*arguments: str) -> str:

@@ -18,13 +18,13 @@ from lightserve.messages.frontend_router import Abort
 from lightserve.messages.router_worker import StepPlan
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
-from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, WorkersReady
+from lightserve.router.events import FromFrontend, WorkersGone, WorkersReady
 from lightserve.router.intake import QueueLimits
 from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.request import Request
-from lightserve.router.shares import Reason
+from lightserve.router.step import PlannedStep, Reason
 from lightserve.sim.simulation import Outcome
 from lightserve.sim.worker import ProfiledHardware, SimulatedWorker, VirtualWorker
 from lightserve.types import SLO, FrontendId, RequestClass, RequestId
@@ -168,7 +168,7 @@ def test_it_comes_back_beside_the_decodes_of_others(policy: str, overlaps: bool)
     assert len(scene.num_loaded_ahead()) > 3
     loads = [step for step in scene.steps if step.loads]
     assert all((victim, Reason.LOADING) in step.skipped for step in loads)
-    first_run = next(step for step in scene.steps if victim in dict(step.allotments))
+    first_run = next(step for step in scene.steps if victim in dict(step.scheduled))
     assert first_run.step_id == loads[-1].step_id + 1, "in the step after its last token"
     gaps_s = scene.step_times_s
     if overlaps and policy == "unified":
@@ -239,6 +239,6 @@ def test_an_arrival_that_is_real_time_does_not_wait_for_loads() -> None:
     num_planned = len(scene.steps)
     scene.run(len(scene.sent) + 1)
     first = scene.steps[num_planned]
-    assert 9 in {int(request.key.request_id) for request, _ in first.allotments}
+    assert 9 in {int(request.key.request_id) for request, _ in first.scheduled}
     assert max(scene.step_times_s) == pytest.approx(STEP_S + 19 * TOKEN_S)
     scene.run_dry()

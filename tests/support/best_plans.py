@@ -8,7 +8,7 @@ the server for itself from here on (`State.is_lost` says which ones could not),
     time of the step + (0 if it advances, else T_avg) <= residual of its next token
 
 with T_avg the mean time of a step, residuals as `slo.py` defines them, all at the start of the
-step; and if `fit_into_memory` places every share of it in full, by memory and rows. What starts
+step; and if `MemoryPlan` places every share of it in full, by memory and rows. What starts
 needs memory for the whole prompt (`WholePrompts`, the planner's admission too). There are two ways
 to read "advances" where a prompt is cut: it has a share (`Reading.SHARE`), or the step yields its
 token (`Reading.TOKEN`, which asks more). The best step has the most best-effort tokens, of prompts
@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.router.shares import Allotment, runs
+from lightserve.router.request import RUNNING
+from lightserve.router.step import Scheduled
 from lightserve.router.step_cost import StepShape
 from support.policy_scenes import BE, RT
 from support.small_states import ROUNDING_S, Reading, State
@@ -34,8 +35,8 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 def best_step(
-    state: State, reading: Reading, *, with_all_of: Sequence[Allotment] = ()
-) -> list[Allotment] | None:
+    state: State, reading: Reading, *, with_all_of: Sequence[Scheduled] = ()
+) -> list[Scheduled] | None:
     """Return the feasible step with the highest best-effort rate; None: none is feasible.
 
     Args:
@@ -50,12 +51,12 @@ def best_step(
     return None
 
 
-def only_real_time(step: Sequence[Allotment]) -> list[Allotment]:
+def only_real_time(step: Sequence[Scheduled]) -> list[Scheduled]:
     """Return the shares of real-time requests."""
     return [part for part in step if part.request.request_class is RT]
 
 
-def _covers(step: Sequence[Allotment], shares: Sequence[Allotment]) -> bool:
+def _covers(step: Sequence[Scheduled], shares: Sequence[Scheduled]) -> bool:
     counts = dict(step)
     return all(counts.get(request, 0) >= count for request, count in shares)
 
@@ -70,7 +71,7 @@ class _Candidates:
     rate: FloatArray
 
 
-def _by_rate(steps: _Steps) -> Iterator[list[Allotment]]:
+def _by_rate(steps: _Steps) -> Iterator[list[Scheduled]]:
     """Yield steps that keep deadlines, tokens and rows, the highest rate first."""
     groups = list(steps.candidates())
     rates = np.concatenate([group.rate for group in groups])
@@ -79,12 +80,12 @@ def _by_rate(steps: _Steps) -> Iterator[list[Allotment]]:
         number = int(np.searchsorted(firsts, place, side="right")) - 1
         group, at = groups[number], int(place - firsts[number])
         step = [
-            Allotment(request, request.num_schedulable_tokens)
+            Scheduled(request, request.num_schedulable_tokens)
             for request, is_in in zip(steps.requests, group.whole[at], strict=True)
             if is_in
         ]
         if group.cut is not None:
-            step.append(Allotment(steps.requests[group.cut], int(group.num_cut[at])))
+            step.append(Scheduled(steps.requests[group.cut], int(group.num_cut[at])))
             step.sort(key=lambda part: steps.requests.index(part.request))
         yield step
 
@@ -103,7 +104,7 @@ class _Steps:
         self._in = (numbers[:, None] >> np.arange(count)) & 1 == 1
         self._rest = np.array([r.num_schedulable_tokens for r in self.requests])
         self._is_be = np.array([r.request_class is BE for r in self.requests])
-        self._is_new = np.array([not runs(r) for r in self.requests])
+        self._is_new = np.array([r.state is not RUNNING for r in self.requests])
         self._copies_s = np.array([state.copy_seconds(r) for r in self.requests])
         self._residual = np.array(
             [
@@ -115,7 +116,9 @@ class _Steps:
             StepShape().plus(r.next_position, r.num_schedulable_tokens) for r in state.requests
         ]
         self._shape = self._in @ np.array(shapes, dtype=np.float64)
-        kept = np.array([r.num_kept_tokens if runs(r) or r.is_paused else 0 for r in self.requests])
+        kept = np.array(
+            [r.num_kept_tokens if r.state is RUNNING or r.is_paused else 0 for r in self.requests]
+        )
         held = np.array([r.num_held_tokens for r in self.requests])
         self._slots = np.where(self._is_be, kept, kept - held)
         """That each takes, besides its tokens, of what is left if best-effort ones lose all."""

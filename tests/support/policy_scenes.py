@@ -6,12 +6,15 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from lightserve.router.booking import nums_of_samples
-from lightserve.router.events import PlannedStep
-from lightserve.router.policies.base import Policy, StepLimits
+from lightserve.router.admission.base import AdmissionRound
+from lightserve.router.kv.cache import KVOptions, KVStore
+from lightserve.router.memory_plan import MemoryPlan
+from lightserve.router.planner import fill
+from lightserve.router.policies.base import Policy, StepLimits, Waiting
+from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.request import Request, RequestState
 from lightserve.router.request_table import NO_ROWS, Decodes, RequestTable, Running
-from lightserve.router.shares import Allotment, Share, Skips
+from lightserve.router.step import PlannedStep, Scheduled, Skips, nums_of_samples, shape_of
 from lightserve.types import (
     FrontendId,
     RequestClass,
@@ -66,24 +69,49 @@ def running_of(requests: Iterable[Request]) -> Running:
     return Running(table)
 
 
-def shares_of(chosen: Iterable[Share]) -> list[tuple[Request, int]]:
-    """Return the parts of a step request by request, with their tokens."""
-    shares: list[tuple[Request, int]] = []
-    for part in chosen:
-        one = part.requests if isinstance(part, Decodes) else [part.request]
-        shares += [(r, 1 if isinstance(part, Decodes) else part.num_tokens) for r in one]
-    return shares
+def filled(
+    policy: Policy,
+    running: Running,
+    waiting: Waiting,
+    limits: StepLimits,
+    admission: AdmissionRound,
+) -> StepBudget:
+    """Return a step as the planner's loop fills it where slots are no limit."""
+    skips = Skips(running.table)
+    step = StepBudget(running, waiting, limits, skips, meets_deadlines=policy.meets_deadlines)
+    by_rank = sorted(running, key=lambda request: request.request_class is BE)
+    memory = MemoryPlan(
+        KVStore(1 << 17, KVOptions()),
+        running.table,
+        lambda: by_rank,
+        0,
+        is_class_aware=policy.is_class_aware,
+    )
+    memory._num_rows = limits.num_free_rows
+    fill(policy, step, memory, admission)
+    parts = step.parts
+    assert len({request for request, _ in parts}) == len(parts)
+    return step
 
 
 def planned_step(
-    allotments: Sequence[Allotment], *, step_id: int = 0, now_s: float = 0.0, predicted_s: float = 0
+    allotments: Sequence[Scheduled], *, step_id: int = 0, now_s: float = 0.0, predicted_s: float = 0
 ) -> PlannedStep:
     """Return a step of these, none of them as a row of decodes."""
     samples = nums_of_samples(allotments)
     tables = RequestTable(16)
     decodes = Decodes(tables, NO_ROWS)
     return PlannedStep(
-        StepId(step_id), decodes, tuple(allotments), samples, (), (), (), now_s, predicted_s
+        StepId(step_id),
+        decodes,
+        tuple(allotments),
+        samples,
+        (),
+        (),
+        (),
+        now_s,
+        shape_of(allotments),
+        predicted_s,
     )
 
 
@@ -107,6 +135,9 @@ class Queue:
     def late(self) -> Iterator[Request]:
         return (r for r in self._requests if r in self._late)
 
+    def is_prefix_in_flight(self, request: Request) -> bool:
+        return False
+
 
 class Admitting:
     """Admits all but the given numbers."""
@@ -114,6 +145,8 @@ class Admitting:
     def __init__(self, refused: Collection[int] = ()) -> None:
         self._refused = refused
         self.asked: list[int] = []
+
+    forecast_peak = None
 
     def admit(self, request: Request) -> bool:
         self.asked.append(request.key.request_id)
@@ -140,7 +173,6 @@ def select(
         num_yielding_rows=yielding,
         max_be_seqs=max_be,
         step_number=step_number,
-        skips=Skips(running.table),
     )
-    chosen = policy.select(running, waiting, limits, Admitting(refused))
-    return [(request.key.request_id, num_tokens) for request, num_tokens in shares_of(chosen)]
+    step = filled(policy, running, waiting, limits, Admitting(refused))
+    return [(request.key.request_id, num_tokens) for request, num_tokens in step.parts]

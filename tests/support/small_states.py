@@ -15,17 +15,17 @@ from lightserve.router.admission.base import PoolView
 from lightserve.router.core_config import CoreConfig
 from lightserve.router.demand import RealTimeDemand
 from lightserve.router.kv.cache import KVOptions, KVStore, Preemption
+from lightserve.router.memory_plan import MemoryPlan
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.pipeline import Pipeline
-from lightserve.router.placement import fit_into_memory
-from lightserve.router.planning import StepPlanner
+from lightserve.router.planner import Planner
 from lightserve.router.policies.base import Policy
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.queue import WaitingQueue
-from lightserve.router.request import Request, RequestState
+from lightserve.router.request import RUNNING, Request, RequestState
 from lightserve.router.request_table import RequestTable
-from lightserve.router.shares import Allotment, Skips, runs, shape_of
 from lightserve.router.slo import TokenDeadlines
+from lightserve.router.step import Scheduled, each_scheduled, shape_of
 from lightserve.router.step_cost import StepShape
 from lightserve.types import SLO, StepId
 from support.policy_scenes import BE, RT, make_request
@@ -122,14 +122,14 @@ class State:
 
     def copy_seconds(self, *newcomers: Request) -> float:
         """Return the seconds that a step waits for the copies of those who resume."""
-        num_loaded = sum(r.num_loaded_by_start for r in newcomers if not runs(r))
+        num_loaded = sum(r.num_loaded_by_start for r in newcomers if r.state is not RUNNING)
         return self.pipeline.copy_seconds(num_loaded)
 
-    def seconds(self, step: Sequence[Allotment]) -> float:
+    def seconds(self, step: Sequence[Scheduled]) -> float:
         """Return the predicted seconds of a step."""
         return self.pipeline.cost.seconds(shape_of(step)) + self.copy_seconds(*(r for r, _ in step))
 
-    def planner(self, policy: Policy | None = None) -> StepPlanner:
+    def planner(self, policy: Policy | None = None) -> Planner:
         """Return the planner of a core with a policy, by default the unified one."""
         best_effort = [r for r in self.requests if r.request_class is BE]
         config = CoreConfig(
@@ -142,19 +142,21 @@ class State:
             lengths=OutputLengths(max_output_tokens=1 << 16),
         )
         demand = RealTimeDemand()
-        return StepPlanner(config, self.waiting, self.rows, self.pipeline, demand)
+        return Planner(config, self.waiting, self.rows, self.pipeline, demand)
 
-    def planned(self, policy: Policy | None = None) -> list[Allotment]:
+    def planned(self, policy: Policy | None = None) -> list[Scheduled]:
         """Return the step that the planner comes to."""
-        return self.planner(policy).choose(self.kv, (), 0, START_S, Skips(self.rows)).allotments
+        step = self.planner(policy).plan(self.kv, (), 0, START_S)
+        return [] if step is None else step.scheduled
 
-    def fits(self, step: Sequence[Allotment]) -> bool:
+    def fits(self, step: Sequence[Scheduled]) -> bool:
         """Whether memory and rows allow all of a step."""
-        holders = self.planner().holders
-        fit = fit_into_memory(step, self.kv, holders, self.rows.num_free, is_class_aware=True)
-        return set(fit.allotments) == set(step)
+        memory = MemoryPlan(self.kv, self.rows, self.planner().holders, 0, is_class_aware=True)
+        for part in step:
+            memory.place(part)
+        return set(each_scheduled(memory.parts)) == set(step)
 
-    def is_feasible(self, step: Sequence[Allotment], reading: Reading) -> bool:
+    def is_feasible(self, step: Sequence[Scheduled], reading: Reading) -> bool:
         """Whether a step that memory and rows allow keeps all deadlines; see the module."""
         advancing = {
             request
@@ -169,7 +171,7 @@ class State:
             if request.request_class is RT and not self.is_lost(request)
         )
 
-    def be_rate(self, step: Sequence[Allotment]) -> float:
+    def be_rate(self, step: Sequence[Scheduled]) -> float:
         """Return best-effort tokens per second."""
         tokens = sum(count for request, count in step if request.request_class is BE)
         return tokens / self.seconds(step) if step else 0.0
@@ -218,7 +220,7 @@ def make_state(seed: int, max_requests: int = MAX_REQUESTS) -> State:
         num_held = request.num_computed_tokens
         num_on_host = rng.choice([0, rng.randint(0, num_held)]) if kind.endswith("paused") else None
         state.put(request, num_held=num_held, num_on_host=num_on_host)
-    decodes = [Allotment(r, 1) for r in state.rows if r.num_schedulable_tokens == 1]
+    decodes = [Scheduled(r, 1) for r in state.rows if r.num_schedulable_tokens == 1]
     state.mean_step_s = cost.seconds(shape_of(decodes).plus(0, rng.randint(2, 512)))
     state.pipeline.average_step_s = state.mean_step_s
     state.waiting.sink_late(START_S)
@@ -232,7 +234,7 @@ def _set_deadlines(requests: Sequence[Request], rng: random.Random) -> None:
         request: rng.choice([rng.uniform(-0.02, 0.1), rng.uniform(0.0, 0.4)])
         for request in real_time
     }
-    fresh = [r for r in real_time if not runs(r)]
+    fresh = [r for r in real_time if r.state is not RUNNING]
     if rng.random() < 0.5:
         alike = sorted(residuals[request] for request in fresh)
         residuals |= dict(zip(fresh, alike, strict=True))

@@ -12,7 +12,7 @@ import heapq
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from lightserve.messages.common import StepCoefficients
@@ -27,35 +27,27 @@ from lightserve.messages.router_worker import (
     StepPlan,
     plan_rows,
 )
-from lightserve.router.admission.base import AdmissionRound, AdmissionRule
+from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.admission.classwise import ClasswiseAdmission
 from lightserve.router.core import RouterCore
 from lightserve.router.core_config import CoreConfig
-from lightserve.router.events import (
-    FromFrontend,
-    FrontendGone,
-    Outgoing,
-    PlannedStep,
-    WorkersGone,
-    WorkersReady,
-)
+from lightserve.router.events import FromFrontend, FrontendGone, Outgoing, WorkersGone, WorkersReady
 from lightserve.router.intake import QueueLimits
 from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import least_recently_used, task_aware
 from lightserve.router.output_lengths import OutputLengths
-from lightserve.router.policies.base import NO_LIMIT, StepLimits, Waiting
+from lightserve.router.policies.base import NO_LIMIT, Phase
+from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.queue import OLDEST_EVERY
 from lightserve.router.request import Request
-from lightserve.router.request_table import Running
-from lightserve.router.shares import Allotment, Loading, Share, each_allotment, shape_of
 from lightserve.router.slo import curve_clock, gap_clock
+from lightserve.router.step import PlannedStep, Scheduled, shape_of
 from lightserve.sim.simulation import Outcome
 from lightserve.sim.worker import SimulatedWorker
 from lightserve.types import SLO, FinishReason, FrontendId, RequestClass, RequestId, RequestKey
 from support.core_scenes import MAX_LEN, Arrival, RecklessAdmission, check_outcome, submit
-from support.policy_scenes import shares_of
 
 RT, BE = RequestClass.RT, RequestClass.BE
 STEPS_PER_TOKEN = 20  # more of them: requests go round in circles
@@ -70,27 +62,17 @@ class WatchedPolicy(UnifiedPolicy):
     num_timed = 0
     """Steps in which a deadline limited what best-effort requests or prompts got."""
 
-    def select(
-        self,
-        running: Running,
-        waiting: Waiting,
-        limits: StepLimits,
-        admission: AdmissionRound,
-    ) -> Sequence[Share]:
-        shares = super().select(running, waiting, limits, admission)
-        one_by_one = shares_of(shares)
-        assert len({request for request, _ in one_by_one}) == len(one_by_one)
-        parts = [share for share in shares if not isinstance(share, Loading)]
-        chosen = list(each_allotment(parts))
-        assert chosen or not shares, "a step of copies alone"
-        assert sum(count for _, count in chosen) <= limits.max_num_batched_tokens
+    def phases(self, step: StepBudget) -> Iterator[Phase]:
+        yield from super().phases(step)
+        chosen = [part for part in step.parts if isinstance(part, Scheduled)]
+        assert len({request for request, _ in step.parts}) == len(step.parts)
+        assert sum(count for _, count in chosen) <= step.limits.max_num_batched_tokens
         for request, count in chosen:
             assert 1 <= count <= request.num_schedulable_tokens
-        self.num_loads += len(shares) - len(parts)
-        self._watch_deadlines(chosen, limits)
-        return shares
+        self.num_loads += len(step.parts) - len(chosen)
+        self._watch_deadlines(chosen, step)
 
-    def _watch_deadlines(self, chosen: Sequence[Allotment], limits: StepLimits) -> None:
+    def _watch_deadlines(self, chosen: Sequence[Scheduled], step: StepBudget) -> None:
         """No request is late that would be in time without those that rank behind it.
 
         Best-effort rows harm no real-time token, and prompts harm no decode.
@@ -98,24 +80,20 @@ class WatchedPolicy(UnifiedPolicy):
         real_time = [part for part in chosen if part.request.request_class is RT]
         decodes = [part for part in real_time if part.request.is_decoding]
         due = [r for r, count in real_time if count == r.num_schedulable_tokens]
-        self._watch(due, real_time, chosen, limits)
-        self._watch([r for r, _ in decodes], decodes, real_time, limits)
+        self._watch(due, real_time, chosen, step)
+        self._watch([r for r, _ in decodes], decodes, real_time, step)
 
     def _watch(
         self,
         due: Sequence[Request],
-        before: Sequence[Allotment],
-        after: Sequence[Allotment],
-        limits: StepLimits,
+        before: Sequence[Scheduled],
+        after: Sequence[Scheduled],
+        step: StepBudget,
     ) -> None:
-        cost = limits.cost
-        assert cost is not None
+        cost = step.limits.cost
         before_s, after_s = (cost.guard * cost.seconds(shape_of(part)) for part in (before, after))
         for request in due:
-            assert request.deadlines is not None
-            residual_s = request.deadlines.residual(limits.start_s)
-            if num_ahead := request.num_inflight_samples:  # come with the step before
-                residual_s = request.deadlines.residual_behind(num_ahead, limits.start_s)
+            residual_s = step.residual(request)
             if residual_s >= before_s + ROUNDING_S:
                 assert after_s <= residual_s + ROUNDING_S, "made late by others"
                 self.num_timed += len(after) > len(before)
@@ -335,7 +313,7 @@ class Storm:
 
     def _check(self, step: PlannedStep) -> None:
         """Invariants of classes, memory and order (`WatchedPolicy` has the planner's)."""
-        moved = {request for request, _ in step.allotments}
+        moved = {request for request, _ in step.scheduled}
         losers = {*step.stops, *step.drops, *(request for request, _ in step.takes)}
         assert moved, "an empty step"
         assert all(request.key in self.core._requests for request in moved | losers)
@@ -355,7 +333,7 @@ class Storm:
         taken = sum(kv.gain(r, count) for r, count in step.takes if r in kept)
         left = kv.num_freed_by([*step.drops, *kept]) - kv.num_freed_by(step.drops) - taken
         assert left <= 0, "real-time loses beside best-effort memory"
-        advancing = {request.request_class for request, _ in step.allotments}
+        advancing = {request.request_class for request, _ in step.scheduled}
         assert RT in advancing, "real-time loses for best-effort"
 
     def _check_end(self) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.policy_scenes import BE, make_request, running_of
+from support.policy_scenes import BE, Queue, make_request, running_of
 
-from lightserve.router.policies.base import StepLimits
-from lightserve.router.policies.unified.batch_order import WINDOW, BatchOrder
-from lightserve.router.policies.unified.timed_step import TimedStep
+from lightserve.router.policies.base import Phase, StepLimits
+from lightserve.router.policies.batch_order import WINDOW, BatchOrder
+from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.queue import OLDEST_EVERY, Turn, WaitingQueue
 from lightserve.router.request import Request
+from lightserve.router.step import Scheduled, Skips
 from lightserve.router.step_cost import StepCost, StepShape
 
 
@@ -33,6 +34,11 @@ def waiting(number: int, *, rest: int, there: int = 0, loaded: int = 0) -> Reque
     return request
 
 
+def empty_step(limits: StepLimits) -> StepBudget:
+    running = running_of([])
+    return StepBudget(running, Queue([]), limits, Skips(running.table), meets_deadlines=True)
+
+
 def order(
     cost: StepCost,
     requests: list[Request],
@@ -49,7 +55,7 @@ def order(
         cost=cost,
         load_seconds=lambda num_tokens: 1e-4 * num_tokens,
     )
-    best_first = BatchOrder(TimedStep(limits, running_of([])), limits).best_first(iter(requests))
+    best_first = BatchOrder(empty_step(limits)).best_first(iter(requests))
     return [request.arrival_number for request in best_first]
 
 
@@ -100,7 +106,7 @@ def test_only_the_next_few_are_looked_at(cost: StepCost) -> None:
             yield waiting(number, rest=100, there=number)
 
     limits = StepLimits(1000, num_free_rows=8, num_slots=10_000, cost=cost)
-    first = next(BatchOrder(TimedStep(limits, running_of([])), limits).best_first(many()))
+    first = next(BatchOrder(empty_step(limits)).best_first(many()))
     assert first.arrival_number == WINDOW - 1 and num_seen == WINDOW
 
 
@@ -110,20 +116,20 @@ def test_the_oldest_comes_first_when_it_is_its_turn(cost: StepCost) -> None:
     for since, place in ((0, 20), (OLDEST_EVERY - 1, 0)):
         turn = Turn([old, *better], since)
         limits = StepLimits(1000, num_free_rows=8, num_slots=10_000, cost=cost, turn=turn)
-        found = list(
-            BatchOrder(TimedStep(limits, running_of([])), limits).best_first([old, *better])
-        )
+        found = list(BatchOrder(empty_step(limits)).best_first([old, *better]))
         assert found.index(old) == place
 
 
 def test_slots_that_the_step_takes_are_free_no_more(cost: StepCost) -> None:
     """Two that share as much: what is lost from the cache for a newcomer counts as it is now."""
     limits = StepLimits(1000, num_free_rows=8, num_slots=1000, num_free_slots=300, cost=cost)
-    step = TimedStep(limits, running_of([]))
-    order = BatchOrder(step, limits)
+    step = empty_step(limits)
+    order = BatchOrder(step)
     request = waiting(0, rest=200, there=100)
     before = order.score(request)
-    assert step.add_chunk(waiting(1, rest=250))
+    part = step.offer(waiting(1, rest=250), Phase())
+    assert isinstance(part, Scheduled) and part.num_tokens == 250
+    step.add(part)
     gained = 100 + 200 - (200 - 50)
     added_s = step.seconds_added(request, 200)
     assert order.score(request) == pytest.approx(gained / added_s)

@@ -27,7 +27,7 @@ def test_headroom_equals_its_definition(arrivals: list[tuple[int, int]], interva
     """Arrivals up to fifteen minutes apart; asked after each, as by a planner."""
     burst, now_s, began_s = BurstHeadroom(interval_s), 100.25, 100.25
     seen: list[tuple[float, int]] = []
-    burst.headroom(now_s, POOL)
+    burst.note_time(now_s)
     for wait_s, num_tokens in arrivals:
         now_s += wait_s
         burst.note_arrival(now_s, num_tokens)

@@ -21,7 +21,7 @@ from lightserve.router.demand import (
     RealTimeDemand,
 )
 from lightserve.router.output_lengths import PRIOR_MOST, expected_output
-from lightserve.router.policies.unified.timed_step import IDLE_FLOORS, lent_until_s
+from lightserve.router.policies.step_budget import IDLE_FLOORS, lent_until_s
 
 shares = st.floats(0.0, 1.0)
 outlooks = st.builds(

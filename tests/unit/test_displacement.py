@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from support.policy_scenes import BE, RT, Admitting, Queue, make_request, running_of, shares_of
+from support.policy_scenes import BE, RT, Admitting, Queue, filled, make_request, running_of
 
 from lightserve.messages.common import StepCoefficients
 from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.request import Request
-from lightserve.router.shares import Reason, Skips
 from lightserve.router.slo import TokenDeadlines
+from lightserve.router.step import Reason, Skips
 from lightserve.router.step_cost import StepCost
 from lightserve.types import SLO
 
@@ -42,7 +42,6 @@ def play(
     cost = StepCost()
     cost.use_profile(_coefficients(per_context_s))
     in_rows = running_of(running)
-    skips = Skips(in_rows.table)
     limits = StepLimits(
         2048,
         num_free_rows=8,
@@ -50,10 +49,9 @@ def play(
         num_slots=10**6,
         cost=cost,
         average_step_s=average_step_s,
-        skips=skips,
     )
-    chosen = UnifiedPolicy().select(in_rows, Queue(waiting), limits, Admitting())
-    return {request.arrival_number: count for request, count in shares_of(chosen)}, skips
+    step = filled(UnifiedPolicy(), in_rows, Queue(waiting), limits, Admitting())
+    return {request.arrival_number: count for request, count in step.parts}, step.skips
 
 
 def test_an_ample_decode_gives_way_to_a_prompt() -> None:

@@ -25,15 +25,10 @@ from lightserve.messages.router_worker import (
     plan_rows,
 )
 from lightserve.router.core import RouterCore
-from lightserve.router.events import (
-    FromFrontend,
-    FrontendGone,
-    PlannedStep,
-    WorkersGone,
-    WorkersReady,
-)
+from lightserve.router.events import FromFrontend, FrontendGone, WorkersGone, WorkersReady
 from lightserve.router.intake import QueueLimits
 from lightserve.router.queue import Backlog
+from lightserve.router.step import PlannedStep
 from lightserve.router.waits import MIN_RETRY_S
 from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
 

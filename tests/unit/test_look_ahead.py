@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.policy_scenes import Queue, filled, running_of
 from test_admission import make_request
 
-from lightserve.router.policies.base import LOOK_AHEAD, StepLimits, admissible
+from lightserve.router.policies.base import LOOK_AHEAD, StepLimits
+from lightserve.router.policies.baselines import ChunkedPolicy
 from lightserve.router.queue import OLDEST_EVERY, Turn, WaitingQueue
 from lightserve.router.request import Request
 from lightserve.types import RequestClass
 
-LIMITS = StepLimits(1000, num_free_rows=1000)
+LIMITS = StepLimits(10_000, num_free_rows=1000)
 
 
 class SmallOnly:
     """Admits prompts of at most ten tokens."""
+
+    forecast_peak = None
 
     def admit(self, request: Request) -> bool:
         return request.num_prompt_tokens <= 10
@@ -31,8 +36,12 @@ def large(number: int, request_class: RequestClass = RequestClass.BE) -> Request
     return make_request(number, prompt=50, request_class=request_class)
 
 
+def started(queue: Sequence[Request], limits: StepLimits = LIMITS) -> list[Request]:
+    return list(filled(ChunkedPolicy(), running_of([]), Queue(queue), limits, SmallOnly()).started)
+
+
 def admitted(queue: list[Request]) -> list[int]:
-    return [request.key.request_id for request in admissible(queue, SmallOnly(), LIMITS)]
+    return [request.key.request_id for request in started(queue)]
 
 
 def test_passes_over_best_effort_only() -> None:
@@ -49,16 +58,15 @@ def test_looks_only_so_far() -> None:
 def test_one_step_never_passes_the_turn_of_the_oldest() -> None:
     queue = [large(0), *(small(i) for i in range(1, 200))]
     for since in (0, 3, OLDEST_EVERY - 1):
-        limits = StepLimits(1000, num_free_rows=1000, turn=Turn(queue, since))
-        started = list(admissible(queue, SmallOnly(), limits))
-        assert len(started) == OLDEST_EVERY - 1 - since
+        limits = StepLimits(10_000, num_free_rows=1000, turn=Turn(queue, since))
+        assert len(started(queue, limits)) == OLDEST_EVERY - 1 - since
 
 
 def test_an_oldest_that_starts_gives_the_turn_to_the_next() -> None:
     """In order of arrival none is ever held up."""
     queue = [small(i) for i in range(200)]
-    limits = StepLimits(1000, num_free_rows=1000, turn=Turn(queue, OLDEST_EVERY - 1))
-    assert list(admissible(queue, SmallOnly(), limits)) == queue
+    limits = StepLimits(10_000, num_free_rows=1000, turn=Turn(queue, OLDEST_EVERY - 1))
+    assert started(queue, limits) == queue
 
 
 def test_a_large_one_holds_up_the_others_at_last() -> None:
@@ -71,8 +79,8 @@ def test_a_large_one_holds_up_the_others_at_last() -> None:
     for _ in range(100):
         for _ in range(5):
             queue.append(stream.popleft())
-        limits = StepLimits(1000, num_free_rows=1000, turn=queue.turn())
-        for request in list(admissible(queue, SmallOnly(), limits)):
+        limits = StepLimits(10_000, num_free_rows=1000, turn=queue.turn())
+        for request in started(list(queue), limits):
             queue.admit(request)
             num_admitted += 1
     assert head.num_overtaken == num_admitted == OLDEST_EVERY - 1

@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 
-from lightserve.router.policies.budget import (
+from lightserve.router.policies.baselines import (
+    MAX_CANDIDATES,
+    MAX_OVERTAKEN,
     ChunkedPolicy,
     FcfsPolicy,
+    MlfqPolicy,
     PriorityPolicy,
     RoundRobinPolicy,
     SjfPolicy,
+    queue_of,
 )
-from lightserve.router.policies.mlfq import MAX_CANDIDATES, MAX_OVERTAKEN, MlfqPolicy, queue_of
 from lightserve.router.request import Request
 from tests.support.core_scenes import Arrival, events_of, make_core, make_simulation
 from tests.support.policy_scenes import BE, RT, make_request, select
@@ -180,7 +183,7 @@ class TestMlfq:
             ({"budget": 100}, [(0, 1), (2, 20), (1, 1), (4, 78)]),
             ({"budget": 15}, [(0, 1), (2, 14)]),
             ({"budget": 3000, "rows": 2}, [(0, 1), (2, 20), (1, 1), (4, 300)]),
-            ({"budget": 3000, "refused": [4]}, [(0, 1), (2, 20), (1, 1)]),
+            ({"budget": 3000, "refused": [4]}, [(0, 1), (2, 20), (1, 1), (3, 2000)]),
             ({"budget": 3000, "max_be": 1}, [(0, 1), (2, 20), (1, 1), (4, 300)]),
         ],
     )

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from lightserve.router.kv.cache import KVOptions, KVStore, Preemption
-from lightserve.router.placement import fit_into_memory
+from lightserve.router.memory_plan import MemoryPlan
 from lightserve.router.request import Request, RequestState
-from lightserve.router.shares import Allotment, Fit
+from lightserve.router.request_table import RequestTable
+from lightserve.router.step import Scheduled, each_scheduled
 from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey, SamplingParams
 
 RT, BE = RequestClass.RT, RequestClass.BE
@@ -52,6 +53,8 @@ def play(
 
     Returns by name: tokens moved, tokens taken; then who stops and who is dropped.
     """
+    num_running = len([actor for actor in actors if actor.state == "running"])
+    table = RequestTable(num_rows + num_running)
     kv = KVStore(num_slots, KVOptions(preemption=preemption), num_host_slots=1000)
     requests: dict[str, Request] = {}
     for number, actor in enumerate(actors):
@@ -64,21 +67,26 @@ def play(
         request.num_computed_tokens = actor.held
         request.output_token_ids = [1]
         request.state = RequestState.RUNNING
+        if actor.state == "running":
+            table.acquire(request)
         if actor.state == "paused":
             request.pause()
             kv.look_up(request)
     holders = [requests[actor.name] for actor in actors if actor.state != "new"]
-    wanted = [Allotment(requests[a.name], a.wants) for a in actors if a.wants]
-    fit = fit_into_memory(wanted, kv, lambda: holders, num_rows, is_class_aware=is_class_aware)
-    return summary(fit, {request: name for name, request in requests.items()})
+    wanted = [Scheduled(requests[a.name], a.wants) for a in actors if a.wants]
+    memory = MemoryPlan(kv, table, lambda: holders, 0, is_class_aware=is_class_aware)
+    for part in wanted:
+        memory.place(part)
+    return summary(memory, {request: name for name, request in requests.items()})
 
 
 def summary(
-    fit: Fit, names: dict[Request, str]
+    memory: MemoryPlan, names: dict[Request, str]
 ) -> tuple[dict[str, int], dict[str, int], list[str], list[str]]:
-    moved = {names[request]: count for request, count in fit.allotments}
-    taken = {names[request]: count for request, count in fit.takes}
-    return moved, taken, [names[r] for r in fit.stops], [names[r] for r in fit.drops]
+    moved = {names[request]: count for request, count in each_scheduled(memory.parts)}
+    changes = memory.changes()
+    taken = {names[request]: count for request, count in changes.takes}
+    return moved, taken, [names[r] for r in changes.stops], [names[r] for r in changes.drops]
 
 
 def test_memory_for_all() -> None:

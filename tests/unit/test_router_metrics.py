@@ -17,10 +17,11 @@ from lightserve.messages.router_worker import (
 from lightserve.metrics.recording import Recorder
 from lightserve.router.admission.baselines import EmaAdmission
 from lightserve.router.core import RouterCore
-from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, WorkersReady
+from lightserve.router.events import FromFrontend, WorkersGone, WorkersReady
 from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.metrics import RouterMetrics
 from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.step import PlannedStep
 from lightserve.types import NO_SLO, SLO, FrontendId, RequestClass
 
 TEN_MS = StepCoefficients(0.01, 1e9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)

@@ -20,13 +20,13 @@ from lightserve.messages.router_worker import (
 from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.booking import build_plan
-from lightserve.router.events import PlannedStep
 from lightserve.router.kv.host import PlanCopies
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import Request
 from lightserve.router.request_table import NO_ROWS, Decodes, RequestTable
-from lightserve.router.shares import Allotment, shape_of
+from lightserve.router.step import PlannedStep, Scheduled, shape_of
+from lightserve.router.step_cost import StepShape
 from lightserve.types import (
     FrontendId,
     RequestClass,
@@ -97,9 +97,9 @@ def test_build_plan_splits_slots_and_samples_at_the_end() -> None:
         rows.acquire(request)
         request.slots = np.arange(100, dtype=np.int32) + 100 * request.key.request_id
     requests[2].num_computed_tokens = 3  # found in the cache
-    chunks = tuple(Allotment(*pair) for pair in zip(requests[1:], (3, 5), strict=True))
+    chunks = tuple(Scheduled(*pair) for pair in zip(requests[1:], (3, 5), strict=True))
     decodes = Decodes(rows, np.array([0])).kept()
-    step = PlannedStep(StepId(7), decodes, chunks, (0, 1), (), (), (), 0.0, 0.0)
+    step = PlannedStep(StepId(7), decodes, chunks, (0, 1), (), (), (), 0.0, StepShape(), 0.0)
     copies = PlanCopies(saves=KVCopies(b"1234", b"5678"), ahead_loads=KVCopies(b"abcd", b"efgh"))
     slots = np.arange(9, dtype=np.int32)
     plan = build_plan(
@@ -134,10 +134,11 @@ class TestPipeline:
         table = RequestTable(CHUNK.row + 1)
         while table.acquire(request) != CHUNK.row:
             request.leave()
-        chunks, decodes = (Allotment(request, num_tokens),), Decodes(table, NO_ROWS)
-        predicted_s = pipeline.predict(shape_of(chunks), 0)
+        chunks, decodes = (Scheduled(request, num_tokens),), Decodes(table, NO_ROWS)
+        shape = shape_of(chunks)
+        predicted_s = pipeline.predict(shape, 0)
         return PlannedStep(
-            *(pipeline.next_step_id, decodes, chunks, (1,), (), (), (), now_s, predicted_s)
+            *(pipeline.next_step_id, decodes, chunks, (1,), (), (), (), now_s, shape, predicted_s)
         )
 
     def push(self, pipeline: Pipeline, planned_s: float, now_s: float) -> None:

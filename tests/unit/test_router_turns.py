@@ -14,11 +14,12 @@ from lightserve.messages.router_worker import (
     plan_rows,
 )
 from lightserve.router.core import RouterCore
-from lightserve.router.events import FromFrontend, PlannedStep, WorkersReady
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.kv import prefix_tree
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.prefix_node import common_len, task_aware
-from lightserve.router.planning import MAX_NEWCOMERS
+from lightserve.router.planner import MAX_NEWCOMERS
+from lightserve.router.step import PlannedStep
 from lightserve.types import NO_SLO, SLO, FrontendId, RequestClass
 
 FRONTEND = FrontendId(0)

@@ -18,11 +18,12 @@ from lightserve.messages.router_worker import (
     plan_rows,
 )
 from lightserve.router.core import RouterCore
-from lightserve.router.events import FromFrontend, Outgoing, PlannedStep, WorkersReady
+from lightserve.router.events import FromFrontend, Outgoing, WorkersReady
 from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies.registry import POLICIES
 from lightserve.router.slo import SLO_CLOCKS, CompletionLedger
+from lightserve.router.step import PlannedStep
 from lightserve.types import NO_SLO, SLO, FrontendId, RequestClass
 
 COST = StepCoefficients(
@@ -62,7 +63,7 @@ class Server:
         rows = [RowResult(r.row, [5]) for r in plan_rows(plan) if r.output is OutputKind.SAMPLE]
         result = pack_results(plan, rows, exec_s=seconds)
         news = self.core.on_result(result, self.now_s)
-        shares: dict[int, int] = {r.key.request_id: num_tokens for r, num_tokens in step.allotments}
+        shares: dict[int, int] = {r.key.request_id: num_tokens for r, num_tokens in step.scheduled}
         return shares, [delta for outgoing in news for delta in outgoing.message.each()]
 
     def first_delta(self, number: int) -> RequestDelta:

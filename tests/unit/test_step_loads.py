@@ -7,7 +7,7 @@ import math
 import pytest
 from support.policy_scenes import BE, RT, make_request
 
-from lightserve.router.policies.base import LOOK_AHEAD, StepLimits
+from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.step_loads import LINK_SHARE, StepLoads, num_loaded_by
 from lightserve.router.request import Request
 from lightserve.types import RequestClass
@@ -25,6 +25,12 @@ def make_loads(*, overlaps: bool = True, token_s: float = TOKEN_S) -> StepLoads:
     return StepLoads(limits)
 
 
+def add_beside(loads: StepLoads, num_lacking: int, limit_s: float) -> int:
+    num_tokens = loads.tokens_beside(lacking(num_lacking), STEP_S, limit_s)
+    loads.add_beside(num_tokens)
+    return num_tokens
+
+
 def lacking(num_tokens: int, request_class: RequestClass = BE) -> Request:
     request = make_request(0, request_class, prompt=1000)
     request.num_loaded_by_start = num_tokens
@@ -34,24 +40,21 @@ def lacking(num_tokens: int, request_class: RequestClass = BE) -> Request:
 def test_beside_a_step_comes_what_the_link_can_do_in_its_time() -> None:
     loads = make_loads()
     most = int(LINK_SHARE * STEP_S / TOKEN_S)
-    assert loads.add_beside(lacking(40), STEP_S, 0.0) == 40
-    assert loads.add_beside(lacking(500), STEP_S, 0.0) == most - 40
+    assert add_beside(loads, 40, 0.0) == 40
+    assert add_beside(loads, 500, 0.0) == most - 40
     assert loads.seconds() == 0.0, "not waited for"
-    for number in range(LOOK_AHEAD + 1):
-        assert loads.may_pass_more, number
-        assert loads.add_beside(lacking(1), STEP_S, 0.0) == 0
-    assert not loads.may_pass_more
+    assert add_beside(loads, 1, 0.0) == 0
 
 
 def test_where_nothing_overlaps_it_takes_the_time_that_is_left() -> None:
     loads = make_loads(overlaps=False)
     loads.wait_for(lacking(30))
     limit_s = STEP_S + 100.5 * TOKEN_S
-    assert loads.add_beside(lacking(500), STEP_S, limit_s) == 70
+    assert add_beside(loads, 500, limit_s) == 70
     assert loads.seconds() == pytest.approx(100 * TOKEN_S)
     assert loads.seconds(5) == pytest.approx(105 * TOKEN_S)
-    assert loads.add_beside(lacking(500), STEP_S, limit_s) == 0
-    assert loads.add_beside(lacking(500), STEP_S, 0.0) == 0, "there is less than no time"
+    assert add_beside(loads, 500, limit_s) == 0
+    assert add_beside(loads, 500, 0.0) == 0, "there is less than no time"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.policy_scenes import BE, RT, Admitting, Queue, make_request, running_of, shares_of
+from support.policy_scenes import BE, RT, Admitting, Queue, filled, make_request, running_of
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
@@ -11,7 +11,6 @@ from lightserve.router.demand import IDLE_LIMIT_S, SHARE_MEMORY_S, TimeShare
 from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 from lightserve.router.request import Request
-from lightserve.router.shares import Skips
 from lightserve.router.slo import TokenDeadlines
 from lightserve.router.step_cost import StepCost, StepShape
 from lightserve.types import SLO
@@ -38,7 +37,6 @@ def play(
     cost: StepCost, time: TimeShare, running: list[Request], waiting: list[Request]
 ) -> tuple[dict[int, int], float | None]:
     in_rows = running_of(running)
-    skips = Skips(in_rows.table)
     limits = StepLimits(
         512,
         num_free_rows=8,
@@ -46,14 +44,10 @@ def play(
         num_slots=10**6,
         cost=cost,
         best_effort_time=time,
-        skips=skips,
     )
     policy = UnifiedPolicy(UnifiedOptions(be_min_share=SHARE))
-    chosen = policy.select(in_rows, Queue(waiting), limits, Admitting())
-    assert len({request for request, _ in shares_of(chosen)}) == len(shares_of(chosen))
-    return {
-        request.arrival_number: count for request, count in shares_of(chosen)
-    }, skips.best_effort_s
+    step = filled(policy, in_rows, Queue(waiting), limits, Admitting())
+    return {request.arrival_number: count for request, count in step.parts}, step.best_effort_s
 
 
 def test_a_share_is_owed_while_more_is_wanted() -> None:

@@ -12,8 +12,9 @@ from lightserve.config import ServeConfig
 from lightserve.decisions.records import event_of, input_of
 from lightserve.errors import ConfigError
 from lightserve.router.core import RouterCore
-from lightserve.router.events import FromFrontend, PlannedStep, WorkersGone, WorkersReady
+from lightserve.router.events import FromFrontend, WorkersGone, WorkersReady
 from lightserve.router.factory import make_core_config
+from lightserve.router.step import PlannedStep
 from lightserve.types import FrontendId
 from lightserve.worker.profiling import limits_of
 
@@ -66,7 +67,7 @@ def first_chunk(core: RouterCore) -> int:
     """Return how much of a prompt that waits is in the next step."""
     step = core.plan(0.0)
     assert isinstance(step, PlannedStep)
-    return step.allotments[0].num_tokens
+    return step.scheduled[0].num_tokens
 
 
 def waiting_core(policy: str, configured: int) -> RouterCore:

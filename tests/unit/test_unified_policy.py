@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.policy_scenes import BE, RT, Admitting, Queue, make_request, running_of, shares_of
+from support.policy_scenes import BE, RT, Admitting, Queue, filled, make_request, running_of
 
 from lightserve.router.demand import IDLE_LIMIT_S
 from lightserve.router.policies.base import StepLimits
+from lightserve.router.policies.step_budget import MIN_CHUNK, StepBudget
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
-from lightserve.router.policies.unified.timed_step import MIN_CHUNK
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import Request
-from lightserve.router.shares import Reason, Skips
 from lightserve.router.slo import TokenDeadlines
+from lightserve.router.step import Reason
 from lightserve.router.step_cost import StepCost, StepGuard, StepShape
 from lightserve.types import SLO
 
@@ -49,13 +49,10 @@ def play(
     num_slots: int = 100_000,
     copy_ms: float = 0.0,
     guard: StepGuard | None = None,
-    skips: Skips | None = None,
+    into: list[StepBudget] | None = None,
     late_min_share: float = 0.1,
 ) -> dict[int, int]:
     in_rows = running_of(running)
-    skips = skips or Skips()
-    skips.table = in_rows.table
-    skips.__post_init__()
     limits = StepLimits(
         max_num_batched_tokens=budget,
         num_free_rows=num_free_rows,
@@ -64,15 +61,15 @@ def play(
         start_s=NOW_S,
         cost=cost,
         guard=guard,
-        skips=skips,
         load_seconds=lambda num_tokens: num_tokens * copy_ms / 1e3,
         ahead_seconds=lambda num_tokens: num_tokens * copy_ms / 1e3,
     )
     policy = UnifiedPolicy(UnifiedOptions(late_min_share=late_min_share))
     late = [r for r in waiting or [] if r.deadlines and r.deadlines.residual(NOW_S) <= 0]
-    chosen = policy.select(in_rows, Queue(waiting or [], late), limits, Admitting(refused))
-    assert len({request for request, _ in shares_of(chosen)}) == len(shares_of(chosen))
-    return {request.arrival_number: count for request, count in shares_of(chosen)}
+    step = filled(policy, in_rows, Queue(waiting or [], late), limits, Admitting(refused))
+    if into is not None:
+        into.append(step)
+    return {request.arrival_number: count for request, count in step.parts}
 
 
 def decode(number: int, residual_ms: float) -> Request:
@@ -91,10 +88,12 @@ def test_after_misses_a_step_is_filled_by_less(cost: StepCost) -> None:
     """One time limit: 30 ms are 300 tokens; of what the two decodes leave of them, half."""
     running = [decode(0, 200), decode(1, 30)]
     waiting = [due(make_request(2, prompt=1000), 400)]
-    skips = Skips()
-    shares = play(cost, running, waiting, guard=StepGuard(share=0.5), skips=skips)
+    steps: list[StepBudget] = []
+    shares = play(cost, running, waiting, guard=StepGuard(share=0.5), into=steps)
     assert shares[2] == pytest.approx(149, abs=3)
-    assert skips.limit_s == pytest.approx(0.03), "what it is to keep is the deadline all the same"
+    assert steps[0].deadline_s == pytest.approx(0.03), (
+        "what it is to keep is the deadline all the same"
+    )
 
 
 def test_a_late_decode_does_not_shorten_the_step(cost: StepCost) -> None:
@@ -176,11 +175,12 @@ def holding(running: list[Request]) -> list[Request]:
 def test_late_newcomers_leave_memory_to_arrivals(cost: StepCost) -> None:
     running = holding([decode(0, 100), decode(1, 100)])
     in_time, late = due(make_request(2, prompt=20), 90), due(make_request(3, prompt=20), -10)
-    both, skips = [in_time, late], Skips()
+    both = [in_time, late]
+    steps: list[StepBudget] = []
     assert set(play(cost, running, both, late_min_share=0.0)) == {0, 1, 2, 3}
-    shares = play(cost, running, both, num_slots=20, late_min_share=0.0, skips=skips)
+    shares = play(cost, running, both, num_slots=20, late_min_share=0.0, into=steps)
     assert set(shares) == {0, 1, 2}
-    assert skips.stopped_by[RT] is Reason.ORDER
+    assert steps[0].skips.stopped_by[RT] is Reason.ORDER
 
 
 def test_late_newcomers_have_a_share_of_those_that_run(cost: StepCost) -> None:

@@ -17,7 +17,7 @@ from lightserve.router.policies.registry import POLICIES
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import Request
 from lightserve.router.request_table import RequestTable
-from lightserve.router.shares import Allotment, shape_of
+from lightserve.router.step import Scheduled, shape_of
 from lightserve.router.waits import (
     MAX_RETRY_S,
     MIN_RETRY_S,
@@ -78,7 +78,7 @@ class Scene:
         for length in lengths:
             self.waits.note_length(self.make(request_class, 8), length)
 
-    def step(self, allotments: list[Allotment], seconds: float) -> None:
+    def step(self, allotments: list[Scheduled], seconds: float) -> None:
         self.pipeline.busy_s += seconds
         self.waits.note_step(planned_step(allotments), shape_of(allotments))
 
@@ -141,7 +141,7 @@ def test_what_was_seen_counts() -> None:
     (request,) = scene.run(1, BE, output=1)
     (other,) = scene.run(1, RT, output=1)
     for number in range(4000):
-        allotment = Allotment(other if number % 2 else request, 100)
+        allotment = Scheduled(other if number % 2 else request, 100)
         scene.step([allotment], 0.01)
     assert scene.seconds(BE) == pytest.approx(2 * before_s, rel=0.06)
     assert scene.waits.computed == {BE: Work(200_000, 0), RT: Work(200_000, 0)}
@@ -151,7 +151,7 @@ def test_time_without_a_queue_does_not_count() -> None:
     scene = Scene()
     (request,) = scene.run(1, BE, output=1)
     for _ in range(100):
-        scene.step([Allotment(request, 1)], 1.0)
+        scene.step([Scheduled(request, 1)], 1.0)
     scene.wait(4, BE, 3000)
     assert scene.seconds(BE) == pytest.approx(1.2)
 
@@ -172,7 +172,7 @@ def test_without_step_times_it_follows_the_tokens_that_were_seen() -> None:
     assert scene.waits.retry_after_s(BE, scene.kv) == MIN_RETRY_S
     (request,) = scene.run(1, BE, output=1)
     for _ in range(100):
-        scene.step([Allotment(request, 100)], 0.1)
+        scene.step([Scheduled(request, 100)], 0.1)
     assert scene.seconds(BE) == pytest.approx(12_000 / 1000, rel=0.05)
 
 

@@ -1,21 +1,25 @@
-"""Who advances in a step: the interface of a policy."""
+"""What a policy is: in which order requests are tried for a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.demand import NO_OUTLOOK, Outlook, TimeShare
 from lightserve.router.queue import Turn
-from lightserve.router.request import WAITING, Request
-from lightserve.router.request_table import Decodes, Running
-from lightserve.router.shares import Reason, Share, Skips
+from lightserve.router.request import Request
+from lightserve.router.request_table import NO_ROWS, Rows
 from lightserve.router.step_cost import StepCost, StepGuard
-from lightserve.types import BE, RT, RequestClass
+from lightserve.types import RequestClass
+
+if TYPE_CHECKING:
+    from lightserve.router.policies.step_budget import StepBudget
 
 NO_LIMIT = 1 << 30
+LOOK_AHEAD = 8
+"""Best-effort requests that may be passed over in one step: the order of batch work is free, and a
+smaller one behind them may fit now."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class StepLimits:
 
     max_num_batched_tokens: int
     num_free_rows: int
-    """For newcomers of this step, of which there may be no more than `planning.MAX_NEWCOMERS`."""
+    """For newcomers of this step, of which there may be no more than `planner.MAX_NEWCOMERS`."""
     num_yielding_rows: int = 0
     """Rows of best-effort requests, which real-time newcomers get beyond these."""
     max_be_seqs: int = NO_LIMIT
@@ -37,8 +41,8 @@ class StepLimits:
     """Slots of it that hold nothing, cached KV counting as something."""
     start_s: float = 0.0
     """When the step will start, as predicted, on the router's clock."""
-    cost: StepCost | None = None
-    """Predicts what it takes; None: nobody asks."""
+    cost: StepCost = field(default_factory=StepCost)
+    """Predicts what it takes."""
     best_effort_time: TimeShare = field(default_factory=TimeShare)
     """What best-effort requests got of the time while they wanted more."""
     average_step_s: float = 0.0
@@ -55,8 +59,6 @@ class StepLimits:
     """What real-time requests ask for."""
     turn: Turn = field(default_factory=Turn)
     """Whose turn it is among best-effort requests that wait."""
-    skips: Skips = field(default_factory=Skips)
-    """Where the policy says whom it leaves out, and why."""
 
 
 class Waiting(Protocol):
@@ -77,86 +79,42 @@ class Waiting(Protocol):
     def late(self) -> Iterable[Request]:
         """Return the real-time ones that never ran and are late; `of` has them at its end."""
 
+    def is_prefix_in_flight(self, request: Request) -> bool:
+        """Whether it should wait for a prefix that another is just computing."""
 
-LOOK_AHEAD = 8
-"""Best-effort requests that may be passed over in one step."""
+
+ALL_CLASSES = tuple(RequestClass)
 
 
-def admissible(
-    waiting: Iterable[Request], admission: AdmissionRound, limits: StepLimits
-) -> Iterator[Request]:
-    """Yield waiting requests that may start, in order, each already counted by `admission`.
+class Phase(NamedTuple):
+    """A group of requests to be tried for a step, in this order.
 
-    A real-time request that may not start ends the search. A best-effort one may be passed
-    over: the order of batch work is free, and a smaller one behind it may fit now; but where it is
-    the turn of the oldest, it is that one or none. `limits.skips` is told of those who are passed,
-    and what ended the search of the class that it ended with.
+    A prompt is cut where time or tokens end, and that ends the phase. A newcomer that may not start
+    ends the search for newcomers (of its class, where the policy knows classes); a best-effort one
+    may be passed for want of memory, `LOOK_AHEAD` of them in a phase.
     """
-    skips, turn = limits.skips, limits.turn
-    num_passed = 0
-    for request in waiting:
-        if request.num_schedulable_tokens == 0:
-            skips.note(request, Reason.BLOCKED)
-            continue  # preempted, and its frontend has not caught up with it yet
-        is_best_effort = request.request_class is BE
-        if is_best_effort and not turn.allows(request):
-            skips.note(request, Reason.ORDER)
-            skips.stop(BE, Reason.ORDER)
-            return
-        if admission.admit(request):
-            if is_best_effort:
-                turn.note(request)
-            yield request
-            continue
-        skips.note(request, Reason.KV_FUTURE)
-        if not is_best_effort or num_passed == LOOK_AHEAD:
-            skips.stop(request.request_class, Reason.KV_FUTURE)
-            return
-        num_passed += 1
 
-
-def within_be_limit(
-    waiting: Waiting,
-    running: Running,
-    limits: StepLimits,
-    chosen: Sequence[Share],
-) -> Iterator[Request]:
-    """Yield the waiting in the order of the queue, of best-effort ones as many as may run.
-
-    For policies that know no classes. `chosen` grows while this goes on: newcomers in it count.
-    Once the limit is reached, the other class alone is gone through.
-    """
-    num_left = limits.max_be_seqs - len(running.of(BE))
-    num_counted = 0
-    seen: set[Request] = set()
-    if num_left <= 0:
-        limits.skips.stop(BE, Reason.ROWS)
-    for request in waiting if num_left > 0 else waiting.of(RT):
-        num_left -= num_best_effort(
-            part.request
-            for part in chosen[num_counted:]
-            if not isinstance(part, Decodes) and _is_new(part.request)
-        )
-        num_counted = len(chosen)
-        if request.request_class is BE and num_left <= 0:
-            limits.skips.stop(BE, Reason.ROWS)
-            yield from (r for r in waiting.of(RT) if r not in seen)
-            return
-        seen.add(request)
-        yield request
-
-
-def num_best_effort(requests: Iterable[Request]) -> int:
-    """Return how many of these are best-effort."""
-    return sum(request.request_class is BE for request in requests)
-
-
-def _is_new(request: Request) -> bool:
-    return request.state is WAITING
+    gives_way: Rows = NO_ROWS
+    """Decodes in the step that leave it before anything is tried."""
+    decodes: Rows = NO_ROWS
+    """Rows that compute one token, tried together."""
+    prompts: Iterable[Request] = ()
+    """Requests that run and compute more."""
+    newcomers: Iterable[Request] = ()
+    """Requests that wait; read as far as needed."""
+    classes: tuple[RequestClass, ...] = ALL_CLASSES
+    """Of `newcomers`."""
+    goes_before: Callable[[Request, Request], bool] | None = None
+    """Whether a newcomer is tried before a prompt; None: after all of them."""
+    is_whole: bool = False
+    """Whether prompts are not cut; one that is longer than the budget is a step of its own."""
+    num_tokens: int = 0
+    """Where not 0, each gets so many tokens, whatever time and budget are left (simulated workers
+    decode on by themselves)."""
 
 
 class Policy(Protocol):
-    """Chooses the rows of a step. Changes nothing; the core commits what was chosen."""
+    """Says in which order requests are tried; the planner's loop fills the step."""
 
     @property
     def is_class_aware(self) -> bool:
@@ -166,20 +124,10 @@ class Policy(Protocol):
     def meets_deadlines(self) -> bool:
         """Whether it looks at requests' deadlines."""
 
-    def select(
-        self,
-        running: Running,
-        waiting: Waiting,
-        limits: StepLimits,
-        admission: AdmissionRound,
-    ) -> Sequence[Share]:
-        """Return who advances, each request at most once, each by 1 … num_schedulable_tokens.
+    def phases(self, step: StepBudget) -> Iterator[Phase]:
+        """Yield what is to be tried, in order.
 
-        A paused request may instead load some of its KV beside the step, if anybody advances.
-
-        `running` comes in order of admission, without ended requests; `waiting` in the order
-        of the queue. A waiting request may be chosen if `admission` admits it and a row is free.
-
-        Everybody running who is not chosen is named in `limits.skips`, and everybody waiting who
-        was looked at; where some of a class were not, what stopped the search is.
+        When the next phase is asked for, what fitted of those before is in `step`, which also has
+        the requests that run and wait, and the step's limits. Each request is tried once at most; a
+        policy changes nothing but the time limits of the step.
         """

@@ -9,14 +9,14 @@ from lightserve.config import ServeConfig
 from lightserve.config.fields import is_class_path
 from lightserve.errors import ConfigError
 from lightserve.router.policies.base import Policy
-from lightserve.router.policies.budget import (
+from lightserve.router.policies.baselines import (
     ChunkedPolicy,
     FcfsPolicy,
+    MlfqPolicy,
     PriorityPolicy,
     RoundRobinPolicy,
     SjfPolicy,
 )
-from lightserve.router.policies.mlfq import MlfqPolicy
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -65,5 +65,5 @@ def _own_policy(path: str) -> Policy:
     return made
 
 
-_MEMBERS = ("is_class_aware", "meets_deadlines", "select")
+_MEMBERS = ("is_class_aware", "meets_deadlines", "phases")
 """Of `Policy`."""

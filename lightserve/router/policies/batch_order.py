@@ -1,9 +1,9 @@
-"""Which best-effort request starts next (mechanisms E1, E5, A9, C8).
+"""Which best-effort request starts next (Echo, section 4.1; AccelGen, section 3).
 
 The queue gives those that were paused, then the few newcomers that are worth asking; before all of
 them the oldest where it is its turn (`Turn`). Among the next of either kind the best goes first:
 
-    those that resume    who brings the least back: loads and recomputed tokens, in seconds
+    those that resume    what brings the least back: loads and recomputed tokens, in seconds
     newcomers            tokens gained, cached ones included, less those that leave the cache for
                          them and may have to be computed again, per second that they add
 
@@ -21,13 +21,13 @@ from typing import NamedTuple
 import numpy as np
 
 from lightserve.router.policies.base import StepLimits, Waiting
-from lightserve.router.policies.unified.timed_step import TimedStep
+from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.request import Request
 from lightserve.router.request_table import NO_ROWS, Rows, Running
 from lightserve.router.slo import CompletionLedger
 from lightserve.router.step_cost import StepShape
 
-# Best-effort jobs with a completion time (AccelGen's JCT; mechanisms A7, C13).
+# Best-effort jobs with a completion time (AccelGen's JCT).
 #
 # Such a job is as any other until its time left comes below PROMOTION_FACTOR times the work that it
 # needs; from then on it goes with the real-time requests, as long as it can still end in time. It
@@ -75,7 +75,7 @@ def promote(running: Running, best_effort: Rows, waiting: Waiting, limits: StepL
 
 
 def _num_to_come(request: Request, ledger: CompletionLedger) -> float:
-    """Return the expected tokens to come; whoever has outrun that is believed to be mostly done."""
+    """Return the expected tokens to come; one that has outrun that is taken to be mostly done."""
     num_output = len(request.output_token_ids) + request.num_inflight_samples
     num_left = request.max_tokens - num_output
     return min(num_left, max(ledger.num_tokens_to_come, 1.0 + num_output / 4))
@@ -90,15 +90,16 @@ ALIKE = 0.05
 class BatchOrder:
     """Compares best-effort requests that could start in a step."""
 
-    def __init__(self, step: TimedStep, limits: StepLimits) -> None:
+    def __init__(self, step: StepBudget) -> None:
         self._step = step
+        limits = step.limits
         self._max_tokens = limits.max_num_batched_tokens
         self._turn = limits.turn
         self._num_free_at_first = limits.num_free_slots
         self._num_slots = max(1, limits.num_slots)
         self._scores: dict[Request, float] = {}
         self._distances: dict[Request, float] = {}
-        self._num_chosen = len(step.chosen)
+        self._num_tokens = step.num_tokens
         """By others the step was then filled: what was found holds as long."""
 
     def best_first(self, waiting: Iterable[Request]) -> Iterator[Request]:
@@ -145,9 +146,9 @@ class BatchOrder:
         return min(best, key=lambda index: self._distance_now(requests[index]))
 
     def _score_now(self, request: Request) -> float:
-        """Return the score, from memory while nobody has joined the step since."""
-        if self._num_chosen != len(self._step.chosen):
-            self._num_chosen = len(self._step.chosen)
+        """Return the score, from memory while nothing has joined the step since."""
+        if self._num_tokens != self._step.num_tokens:
+            self._num_tokens = self._step.num_tokens
             self._scores.clear()
             self._distances.clear()
         if request not in self._scores:

@@ -1,6 +1,18 @@
-"""The state of a step that is being fitted into memory and rows; see `fit_into_memory`.
+"""Memory and rows of a step that is being planned: what fits, and from where the rest is taken.
 
-Nothing is done here: slots are counted, and what would have to happen is noted.
+Pure, a dry run: slots are counted, and what would have to happen is noted.
+
+Requests that hold KV have a rank: (for class-aware policies) real-time before best-effort, in a
+class running before paused, then order of admission and of the queue. One that needs more than
+there is free or cached takes it from those of a lower rank, the last first:
+
+    paused ones      lose tokens from the end of their KV, saved on the host
+    running ones     are paused first; then the same
+    and if that is not enough, or nothing is saved (--preemption recompute), they lose all of it
+
+Nothing is taken unless it makes the taker fit, so none is paused for nothing, and none can take
+back what it lost to one of a higher rank. A newcomer that never ran ranks below all of its class
+and takes from other classes alone.
 """
 
 from __future__ import annotations
@@ -9,114 +21,206 @@ import bisect
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from lightserve.router.intake import FEW_NEWCOMER_BYTES, MAX_NEWCOMER_BYTES, newcomer_bytes
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.prefix_node import PrefixNode, path_of
-from lightserve.router.request import Request
-from lightserve.router.request_table import Decodes
-from lightserve.router.shares import (
-    Allotment,
-    Fit,
-    Loading,
-    Reason,
-    Share,
-    Tails,
-    Take,
-    each_allotment,
-    of_running,
-    runs,
-)
-from lightserve.types import BE, RT, RequestClass
+from lightserve.router.request import RUNNING, Request
+from lightserve.router.request_table import Decodes, RequestTable, Rows
+from lightserve.router.step import Loading, Reason, Scheduled, Take, each_scheduled
+from lightserve.types import BE, RT
+
+
+class MemoryChanges(NamedTuple):
+    """What must happen before a step is sent; see `PlannedStep`."""
+
+    stops: tuple[Request, ...]
+    takes: tuple[Take, ...]
+    drops: tuple[Request, ...]
+    loads: tuple[Loading, ...]
+
+
+def _runs(request: Request) -> bool:
+    """Whether a request has a row, and has not ended."""
+    return request.state is RUNNING
 
 
 def _path_of_hit(request: Request) -> Iterator[PrefixNode]:
     return path_of(request.hit.node) if request.hit and request.hit.node else iter(())
 
 
-class Placement:
+class MemoryPlan:
     """The step so far. `num_left` counts slots that are free or cached, less what was placed."""
 
     def __init__(
         self,
         kv: KVStore,
+        table: RequestTable,
         holders: Callable[[], Sequence[Request]],
-        num_rows: int,
         num_reserved: int,
         *,
         is_class_aware: bool,
+        spared: Iterable[Request] = (),
     ) -> None:
-        """`num_reserved` cached slots are none of best-effort requests'."""
+        """Begin with nothing placed.
+
+        Args:
+            kv: the pool as it is.
+            table: the requests that run.
+            holders: returns those that run and those that are paused, the highest rank first.
+            num_reserved: cached slots that best-effort requests may not have.
+            is_class_aware: whether a real-time newcomer may take from best-effort requests.
+            spared: newcomers; what they found in the prefix tree is not taken.
+        """
+        self._table = table
+        self._num_rows = table.num_free
         self._kv, self._tails = kv, Tails(kv)
         self._num_reserved = num_reserved
         self._list_holders = holders
         self._ranks: dict[Request, int] | None = None
-        self._num_rows = num_rows
         self._is_class_aware = is_class_aware
         self._num_left = kv.num_available
         self._newcomer_bytes = 0
-        """What those who begin or load take in the plan."""
-        self._whole: list[Decodes | Allotment] = []
+        """What requests that begin or load take in the plan."""
+        self._whole: list[Decodes | Scheduled] = []
         """Parts that were placed as they are before anything was taken from anything."""
         self._placed: dict[Request, int] = {}
         """Tokens that each of all others computes."""
         self._num_slots_of: dict[Request, int] = {}
-        """Slots that they take; also of some who were placed and have been stopped."""
+        """Slots that they take; also of some that were placed and have been stopped."""
         self._loads: dict[Request, int] = {}
         """Tokens that come back for those that stay paused."""
         self._stops: dict[Request, Reason] = {}
-        """Those who run now and are to stop, and what for."""
+        """Requests that run and are to be paused, and what for."""
         self._takes: dict[Request, int] = {}
         self._drops: dict[Request, None] = {}
         self._pinned: set[PrefixNode] = set()
-        """What newcomers of the step found in the prefix tree: nobody takes it now."""
+        """What newcomers of the step found in the prefix tree: it is not taken now."""
         self.robbed: list[Request] = []
         """Real-time newcomers that do not start, as what they found is being taken."""
         self._barren_rank: float = math.inf
-        """Nobody finds anything to take whose juniors begin at this rank or behind it."""
+        """From this rank on there is nothing to take."""
         self._barren_from: dict[int, int] = {}
         """By where ranks end that are taken from: from which on nothing is left of them."""
 
-    def pin(self, newcomers: Iterable[Request]) -> None:
-        """Let nobody take what these found in the prefix tree."""
-        for request in newcomers:
-            self._pinned |= set(_path_of_hit(request))
+        for newcomer in spared:
+            self._pinned |= set(_path_of_hit(newcomer))
 
-    def result(self, refused: dict[Request, Reason]) -> Fit:
-        """Return what has been decided; `refused` were not placed."""
-        return Fit(
-            (*self._whole, *itertools.starmap(Allotment, self._placed.items())),
-            tuple(request for request in self._stops if request not in self._drops),
+    # ---------------------------------------------------------------- what was decided
+
+    @property
+    def parts(self) -> list[Decodes | Scheduled]:
+        """What advances."""
+        return [*self._whole, *itertools.starmap(Scheduled, self._placed.items())]
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether anything advances."""
+        return bool(self._whole or self._placed)
+
+    def changes(self) -> MemoryChanges:
+        """Return what must happen before."""
+        dropped = filter(_runs, self._drops)
+        return MemoryChanges(
+            tuple(dict.fromkeys([*self._stops, *dropped])),
             tuple(Take(request, count) for request, count in self._takes.items() if count),
             tuple(self._drops),
-            refused,
-            self._stops,
             tuple(itertools.starmap(Loading, self._loads.items())),
         )
 
-    def make_room_for(self, parts: Sequence[Decodes | Allotment]) -> None:
-        """Take from best-effort requests at once what real-time ones among `parts` will miss.
+    @property
+    def stopped_for(self) -> dict[Request, Reason]:
+        """Requests that run and are to be paused: whether for their memory or their row."""
+        return self._stops
 
-        One by one they would take the same.
+    @property
+    def num_copied(self) -> int:
+        """Tokens that the step copies at most, to the host and back."""
+        num_loaded = sum([r.num_loaded_by_start for r in self._placed if not _runs(r)])
+        return num_loaded + sum(self._takes.values())
+
+    def not_stopped(self, rows: Rows) -> Rows:
+        """Return those rows that go on running."""
+        if not (self._stops or self._takes or self._drops):
+            return rows
+        losers = {request.row for request in (*self._stops, *self._takes, *self._drops)}
+        going_on: Rows = rows[~np.isin(rows, [row for row in losers if row is not None])]
+        return going_on
+
+    def real_time(self) -> set[Scheduled]:
+        """Return what advances of real-time requests."""
+        return {part for part in each_scheduled(self.parts) if part.request.request_class is RT}
+
+    # ---------------------------------------------------------------- placing
+
+    def place_decodes(self, rows: Rows) -> Rows:
+        """Add rows that compute one token each; return those that fit."""
+        rows = self.not_stopped(rows)
+        if not len(rows):
+            return rows
+        if len(rows) > self._num_left - self._num_reserved:
+            real_time = self._table.of(rows[self._table.is_rt[rows]])
+            self._make_room(self._kv.cost_of_all([(request, 1) for request in real_time]))
+            rows = self.not_stopped(rows)
+        count = 0
+        if self._kv.costs_are_tokens:
+            count = max(0, min(len(rows), self._num_left - self._num_reserved))
+        if count:
+            self._whole.append(Decodes(self._table, rows[:count]))
+            self._num_left -= count
+        if count == len(rows):
+            return rows
+        for request in self._table.of(rows[count:]):
+            if not self._has_stopped(request):  # for one before it
+                self._place_running(Scheduled(request, 1))
+        is_placed = [request in self._placed for request in self._table.of(rows[count:])]
+        fitting = np.concatenate([rows[:count], rows[count:][np.array(is_placed, dtype=np.bool_)]])
+        return self.not_stopped(fitting)
+
+    def place(self, part: Scheduled | Loading) -> Scheduled | Loading | Reason:
+        """Add a part; return what of it fits, or why nothing does. Prompts that run may be cut."""
+        request = part.request
+        if self._has_stopped(request) or request in self._takes:
+            return Reason.KV_NOW
+        if not _runs(request):
+            return self._place_waiting(part) or part
+        placed = self._place_running(Scheduled(*part))
+        return Reason.KV_NOW if placed is None else placed
+
+    def remove_decodes(self, rows: Rows) -> None:
+        """Take out rows that were placed."""
+        left: list[Decodes | Scheduled] = []
+        for part in self._whole:
+            assert isinstance(part, Decodes)
+            others = part.rows[~np.isin(part.rows, rows)]
+            self._num_left += len(part.rows) - len(others)
+            if len(others):
+                left.append(Decodes(self._table, others))
+        self._whole = left
+        for request in self._table.of(rows):
+            if request in self._placed:
+                self._num_left += self._num_slots_of[request]
+                del self._placed[request]
+
+    def _make_room(self, num_slots: int) -> None:
+        """Take what real-time requests that run will miss of so many slots from best-effort ones.
+
+        Decodes would take the same one by one; a prompt alone would be content with less.
         """
-        if self._kv.costs_are_tokens and self._num_tokens(parts) <= self._num_left:
-            return
-        real_time = [a for a in each_allotment(parts) if a.request.request_class is RT]
-        missing = self._kv.cost_of_all(real_time) - self._num_left
-        if missing > 0:
+        missing = num_slots - self._num_left
+        if missing > 0 and self._is_class_aware:
+            self._place_one_by_one()
             best_effort = range(self._first_best_effort, len(self._holders))
             if not self._take_ends(best_effort, missing, takes_less=False):
                 self._take_rest(best_effort, missing, takes_less=True)
 
-    @staticmethod
-    def _num_tokens(parts: Iterable[Decodes | Allotment]) -> int:
-        return sum([len(p) if isinstance(p, Decodes) else p.num_tokens for p in parts])
-
     def _place_one_by_one(self) -> None:
         """Look at the requests of whole parts one by one from here on."""
-        for request, num_tokens in each_allotment(self._whole):
+        for request, num_tokens in each_scheduled(self._whole):
             self._placed[request] = num_tokens
             if request not in self._num_slots_of:
                 self._num_slots_of[request] = self._kv.cost(request, num_tokens)
@@ -135,64 +239,16 @@ class Placement:
             self._holders, True, key=lambda holder: holder.request_class is BE
         )
 
-    def place_running(
-        self, wanted: Sequence[Decodes | Allotment], refused: dict[Request, Reason]
-    ) -> None:
-        """Add parts of requests that run, prompts perhaps shorter; say who does not fit."""
-        num_tokens = self._num_tokens(wanted)
-        if (
-            not (self._stops or self._takes or self._drops)
-            and self._kv.costs_are_tokens
-            and num_tokens <= self._num_left - self._num_reserved
-        ):
-            self._whole += wanted
-            self._num_left -= num_tokens
-            return
-        self._place_one_by_one()
-        parts = list(each_allotment(wanted))
-        num_fitting = self._num_fitting(parts)
-        first = parts[:num_fitting]
-        self._placed.update(first)
-        self._num_slots_of.update(
-            first if self._kv.costs_are_tokens else {r: self._kv.cost(r, n) for r, n in first}
-        )
-        self._num_left -= self._kv.cost_of_all(first)
-        for part in parts[num_fitting:]:
-            request = part.request
-            if self._has_stopped(request) or request in self._takes:
-                refused[request] = Reason.KV_NOW
-            elif (reason := self._place_running(part)) is not None:
-                refused[request] = reason
-
-    def _num_fitting(self, parts: Sequence[Allotment]) -> int:
-        """Return how many of these, from the first on, certainly fit as they are.
-
-        One by one they would find the same: nothing is taken from them, and none has to take.
-        """
-        num_left = self._num_left - self._num_reserved
-        losers = {*self._stops, *self._takes, *self._drops}
-        if not losers and self._kv.cost_of_all(parts) <= num_left:
-            return len(parts)
-        if not self._kv.costs_are_tokens:
-            return 0
-        for index, (request, num_tokens) in enumerate(parts):
-            num_left -= num_tokens
-            if num_left < 0 or request in losers:
-                return index
-        return len(parts)
-
-    def place_waiting(self, part: Allotment | Loading) -> Reason | None:
-        """Add the share of a request that has no row; None, or why it does not fit."""
+    def _place_waiting(self, part: Scheduled | Loading) -> Reason | None:
+        """Add the part of a request that has no row; None, or why it does not fit."""
         request = part.request
-        if self._has_stopped(request) or request in self._takes:
-            return Reason.KV_NOW
         num_bytes = newcomer_bytes(request)
         together = self._newcomer_bytes + num_bytes
         if self._newcomer_bytes > FEW_NEWCOMER_BYTES and together > MAX_NEWCOMER_BYTES:
             return Reason.BYTES
         before = self._save()
         if isinstance(part, Loading):
-            reason = self._place_newcomer(Allotment(request, 1))  # is there room for all of it?
+            reason = self._place_newcomer(Scheduled(request, 1))  # is there room for all of it?
             self._restore(before)
             before = self._save()
             reason = reason or self._place_loading(part)
@@ -218,21 +274,24 @@ class Placement:
         self._num_left -= num_slots
         return None
 
-    def _place_running(self, part: Allotment) -> Reason | None:
+    def _place_running(self, part: Scheduled) -> Scheduled | None:
+        """Add a part of a request that runs, or as much of it as fits; None: nothing does."""
         request, num_tokens = part
         num_slots = self._num_slots_for(request, num_tokens)
+        if request.request_class is RT:
+            self._make_room(num_slots)
         missing = num_slots - self._num_usable(request)
         if missing > 0:
             self._take_from_juniors(request, missing)
             num_tokens = self._most_tokens(request, num_tokens)
             num_slots = self._num_slots_for(request, num_tokens)
         if num_tokens == 0:
-            return Reason.KV_NOW
+            return None
         self._placed[request], self._num_slots_of[request] = num_tokens, num_slots
         self._num_left -= num_slots
-        return None
+        return Scheduled(request, num_tokens)
 
-    def _place_newcomer(self, part: Allotment) -> Reason | None:
+    def _place_newcomer(self, part: Scheduled) -> Reason | None:
         """Add a request that has no row; if it does not fit, the state is to be restored."""
         request, num_tokens = part
         if request.hit is not None:
@@ -264,7 +323,7 @@ class Placement:
 
     def _num_slots_for(self, request: Request, num_tokens: int) -> int:
         """Return what a share takes: its new tokens, and what it brings back or holds on to."""
-        if runs(request):
+        if _runs(request):
             return self._kv.cost(request, num_tokens)
         num_new = request.num_loaded_by_start + num_tokens
         return self._num_pinned_by(request) + self._kv.cost(request, num_new)
@@ -334,7 +393,7 @@ class Placement:
         """Pause a running junior for its row; whether there is one."""
         self._place_one_by_one()
         for junior in reversed(self._holders[self._first_junior(request) :]):
-            if runs(junior) and not self._has_stopped(junior):
+            if _runs(junior) and not self._has_stopped(junior):
                 self._stop(junior, Reason.ROWS)
                 return True
         return False
@@ -352,16 +411,16 @@ class Placement:
         enough = self._num_usable(request) + missing
         for group in self._groups_from(rank):
             missing = enough - self._num_usable(request)
-            if missing <= 0 or (runs(request) and self._num_usable(request) > 0):
+            if missing <= 0 or (_runs(request) and self._num_usable(request) > 0):
                 return
             if self._take_ends(group, missing, takes_less=False):
                 return  # as a rule: that is enough, and nothing is to be restored
             before = before or self._save()
-            self._take_rest(group, missing, takes_less=runs(request))
-        if self._num_usable(request) < (1 if runs(request) else enough):
+            self._take_rest(group, missing, takes_less=_runs(request))
+        if self._num_usable(request) < (1 if _runs(request) else enough):
             if before is not None:
                 self._restore(before)
-            if runs(request):
+            if _runs(request):
                 self._barren_rank = rank
 
     def _num_slots_placed(self, request: Request) -> int:
@@ -453,88 +512,26 @@ class Placement:
         if request in self._placed:
             self._num_left += self._num_slots_placed(request)
             del self._placed[request]
-            if not runs(request):
+            if not _runs(request):
                 self._num_rows += 1
                 self._newcomer_bytes -= newcomer_bytes(request)
-        if runs(request) and request not in self._stops:
+        if _runs(request) and request not in self._stops:
             self._stops[request] = reason
             self._num_rows += 1
 
 
-# Memory and rows for a step: what of it fits, and where the rest is taken. Pure, a dry run.
-#
-# Requests that hold KV have an order of seniority: (for class-aware policies) real-time before
-# best-effort, in a class running before paused, then order of admission and of the queue. One that
-# needs more than there is free or cached takes it from those strictly behind, the last first:
-#
-#     paused ones      lose tokens from the end of their KV, saved on the host
-#     running ones     are paused first; then the same
-#     and if that is not enough, or nothing is saved (--preemption recompute), they lose all of it
-#
-# Nothing is taken unless it makes the taker fit, so none is paused for nothing, and none can
-# take back what it lost to a senior (no ping-pong). A newcomer that
-# never ran is junior to all of its class and takes from other classes alone.
+class Tails:
+    """How much could be taken from each request, remembered while only a plan of it changes."""
 
+    def __init__(self, kv: KVStore) -> None:
+        self._kv = kv
+        self._pinned: Container[PrefixNode] = ()
+        self._found: dict[Request, int] = {}
 
-def fit_into_memory(
-    shares: Sequence[Share],
-    kv: KVStore,
-    holders: Callable[[], Sequence[Request]],
-    num_free_rows: int,
-    *,
-    is_class_aware: bool,
-) -> Fit:
-    """Return the part of a step that fits.
-
-    Args:
-        shares: what the policy chose, in its order of preference.
-        kv: the pool as it is.
-        holders: returns the running and paused requests, the most senior first.
-        num_free_rows: rows that newcomers get though nothing stops.
-        is_class_aware: whether a real-time newcomer may take from best-effort requests.
-
-    What is reserved for real-time's cache gives way where nobody could ever advance otherwise: a
-    best-effort request may need more than the rest of the pool.
-    """
-    num_reserved = kv.num_reserved_for_rt
-    holders = functools.cache(holders)
-
-    def attempt(num_reserved: int, pinned: Iterable[Request] = ()) -> tuple[Fit, list[Request]]:
-        plan = Placement(kv, holders, num_free_rows, num_reserved, is_class_aware=is_class_aware)
-        plan.pin(pinned)
-        return _fit(shares, plan, is_class_aware=is_class_aware), plan.robbed
-
-    fit, robbed = attempt(num_reserved)
-    if robbed:
-        spared, _ = attempt(num_reserved, robbed)
-        if _real_time(fit) < _real_time(spared):
-            return spared
-    if fit or num_reserved == 0 or any(holder.num_inflight_steps for holder in holders()):
-        return fit
-    return attempt(0)[0]
-
-
-def _real_time(fit: Fit) -> set[Allotment]:
-    return {part for part in each_allotment(fit.parts) if part.request.request_class is RT}
-
-
-def _fit(shares: Sequence[Share], plan: Placement, *, is_class_aware: bool) -> Fit:
-    """Place what fits, in order."""
-    if is_class_aware:
-        running = [part for part in shares if of_running(part)]
-        plan.make_room_for([part for part in running if not isinstance(part, Loading)])
-    refused: dict[Request, Reason] = {}
-    shut: set[RequestClass] = set()
-    for is_running, parts in itertools.groupby(shares, key=of_running):
-        if is_running:
-            plan.place_running([part for part in parts if not isinstance(part, Loading)], refused)
-            continue
-        for part in parts:
-            assert not isinstance(part, Decodes)
-            request = part.request
-            if request.request_class in shut:
-                refused[request] = Reason.ORDER
-            elif (reason := plan.place_waiting(part)) is not None:
-                refused[request] = reason
-                shut.add(request.request_class)  # nobody of a class passes another here
-    return plan.result(refused)
+    def takeable(self, request: Request, pinned: Container[PrefixNode]) -> int:
+        """See `KVStore.takeable`; another `pinned` is another object."""
+        if pinned is not self._pinned:
+            self._pinned, self._found = pinned, {}
+        if (found := self._found.get(request)) is None:
+            found = self._found[request] = self._kv.takeable(request, pinned)
+        return found

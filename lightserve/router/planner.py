@@ -1,0 +1,409 @@
+"""Plans steps: the one loop that fills them, in the order of a policy, as far as all limits allow.
+
+Time, tokens and rows are the step's (`StepBudget`), slots now the pool's (`MemoryPlan`), slots
+later those of admission's forecast. Pure: changes nothing but notes on waiting requests (what
+starting them would take), which are made anew for every plan.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lightserve.router.admission.base import AdmissionRound, PoolView
+from lightserve.router.admission.peak import SharedPrefixes
+from lightserve.router.core_config import CoreConfig
+from lightserve.router.demand import Outlook, RealTimeDemand
+from lightserve.router.kv.cache import KVStore
+from lightserve.router.memory_plan import MemoryPlan
+from lightserve.router.pipeline import Pipeline
+from lightserve.router.policies.base import Phase, Policy, StepLimits, Waiting
+from lightserve.router.policies.step_budget import StepBudget
+from lightserve.router.queue import Turn, WaitingQueue, prefix_in_flight
+from lightserve.router.request import RUNNING, WAITING, Request
+from lightserve.router.request_table import RequestTable, Running
+from lightserve.router.step import (
+    LeftOut,
+    PlannedStep,
+    Reason,
+    Skips,
+    Unseen,
+    decodes_and_chunks,
+    nums_of_samples,
+    shape_of,
+)
+from lightserve.types import BE, RT, RequestClass
+
+MAX_NEWCOMERS = 32
+"""Requests that begin or resume in one step: each takes the router about half a millisecond between
+two steps, for forecasts of memory above all, and the worker some time as well."""
+RT_GROWTH = 2
+"""Real-time requests may come to hold so many times `RealTimeDemand.most_held`."""
+
+
+def fill(policy: Policy, step: StepBudget, memory: MemoryPlan, future: AdmissionRound) -> None:
+    """Fill a step in the order of a policy: what is tried joins it, or is left out for a reason."""
+    for phase in policy.phases(step):
+        if len(phase.gives_way):
+            step.remove_decodes(phase.gives_way)
+            memory.remove_decodes(phase.gives_way)
+        step.open_phase()
+        if len(phase.decodes):
+            _add_decodes(phase, step, memory)
+        for request in _in_order(phase, step):
+            is_newcomer = request.state is WAITING
+            lacking = step.refuses_to_start(request) if is_newcomer else None
+            if lacking is None and is_newcomer and not future.admit(request):
+                lacking = Reason.KV_FUTURE
+            part = lacking or step.offer(request, phase)
+            if not isinstance(part, Reason):
+                part = memory.place(part)
+            if isinstance(part, Reason):
+                classes = (request.request_class,) if policy.is_class_aware else phase.classes
+                step.skip(request, part, classes)
+            else:
+                step.add(part)
+        if step.has_run_out:
+            step.close_all(phase)
+    step.note_rest()
+
+
+def _add_decodes(phase: Phase, step: StepBudget, memory: MemoryPlan) -> None:
+    wanted = memory.not_stopped(phase.decodes)
+    in_time = step.in_time(wanted)
+    fitting = memory.place_decodes(in_time)
+    step.add_decodes(fitting)
+    if len(in_time) < len(wanted):
+        step.has_run_out = True
+        step.skips.note_rows(np.setdiff1d(wanted, in_time, assume_unique=True), step.full_of)
+    if len(fitting) < len(phase.decodes):
+        step.skips.note_rows(np.setdiff1d(phase.decodes, fitting), Reason.KV_NOW)
+
+
+def _in_order(phase: Phase, step: StepBudget) -> Iterator[Request]:
+    """Yield prompts and newcomers of a phase as they are to be tried, until it has ended."""
+    newcomers = _open(phase, step)
+    newcomer = next(newcomers, None) if phase.goes_before is not None else None
+    for prompt in phase.prompts:
+        while newcomer is not None and phase.goes_before and phase.goes_before(newcomer, prompt):
+            yield newcomer
+            newcomer = next(newcomers, None)
+        if step.has_run_out:
+            return
+        yield prompt
+    if newcomer is not None:
+        yield newcomer
+    yield from newcomers
+
+
+def _open(phase: Phase, step: StepBudget) -> Iterator[Request]:
+    """Yield the newcomers of a phase while any of their classes may start."""
+    newcomers = iter(phase.newcomers)
+    while not step.has_run_out and any(map(step.is_open, phase.classes)):
+        if (newcomer := next(newcomers, None)) is None:
+            return
+        if step.is_open(newcomer.request_class):
+            yield newcomer
+
+
+class Planner:
+    """Plans steps over the queue, the rows and the pipeline."""
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        waiting: WaitingQueue,
+        rows: RequestTable,
+        pipeline: Pipeline,
+        demand: RealTimeDemand,
+    ) -> None:
+        self._config = config
+        self._policy = config.policy
+        self._waiting = waiting
+        self._rows = rows
+        self._pipeline = pipeline
+        self._demand = demand
+
+    def plan(
+        self, kv: KVStore, suspects: Sequence[Request], headroom: int, now_s: float
+    ) -> PlannedStep | None:
+        """Return the next step; None: nothing can advance before news come.
+
+        Args:
+            kv: the pool.
+            suspects: requests that may have killed workers, the next to be tried alone first.
+            headroom: slots that best-effort newcomers may not count on.
+            now_s: the time.
+        """
+        start_s = self._pipeline.next_start_s(now_s)
+        outlook = self._demand.outlook(self._pipeline.cost.work, start_s)
+        running = Running(self._rows)
+        pool = PoolView(kv.num_slots, headroom, self._be_room(kv, running, outlook))
+        for scene in self._scenes(kv, running, suspects):
+            filled = self._fill(scene, kv, pool, outlook, start_s)
+            if filled.memory.robbed:
+                spared = self._fill(
+                    scene._replace(spared=filled.memory.robbed), kv, pool, outlook, start_s
+                )
+                if filled.memory.real_time() < spared.memory.real_time():
+                    filled = spared
+            if filled.memory.has_parts:
+                return self._planned(filled, headroom, now_s)
+        return None
+
+    def _scenes(
+        self, kv: KVStore, running: Running, suspects: Sequence[Request]
+    ) -> Iterator[_Scene]:
+        """Yield what may advance; later ones are for steps in which nothing else could."""
+        is_idle = self._pipeline.is_empty
+        if suspects:
+            suspect = suspects[0]
+            if is_idle or suspect.num_inflight_steps > 0:
+                yield self._alone(suspect, kv)
+            if not is_idle:
+                return
+            # Where there is no room for it, those before it that were cleared make some.
+            holders = [request for request in self.holders() if request not in suspects]
+            rows = [request.row for request in holders if request.state is RUNNING]
+            running = Running(self._rows, np.array(rows, dtype=np.int64))
+            waiting: Waiting = _Only([kv.look_up(r) for r in holders if r.is_paused])
+        else:
+            by_sharing = self._config.be_by_sharing
+            waiting = _LookedUp(self._waiting, kv, running, by_sharing=by_sharing)
+            holders = []
+        yield _Scene(running, waiting)
+        if kv.num_reserved_for_rt and not any(h.num_inflight_steps for h in self.holders()):
+            yield _Scene(running, waiting, keeps_reserve=False)
+        # With nothing in flight no result will make room, and something has to move at last: first
+        # without newcomers, then the highest rank that holds memory, which can take from all.
+        if is_idle:
+            yield _Scene(running, _Only([]))
+            for request in holders or self.holders():
+                if request.num_schedulable_tokens > 0:
+                    yield self._alone(request, kv)._replace(keeps_reserve=False)
+
+    def _alone(self, request: Request, kv: KVStore) -> _Scene:
+        """Return a scene of nothing but a request."""
+        if request.state is RUNNING:
+            rows = np.array([request.row], dtype=np.int64)
+            return _Scene(Running(self._rows, rows), _Only([]))
+        rows = np.empty(0, dtype=np.int64)
+        return _Scene(Running(self._rows, rows), _Only([kv.look_up(request)]))
+
+    def _fill(
+        self, scene: _Scene, kv: KVStore, pool: PoolView, outlook: Outlook, start_s: float
+    ) -> _Filled:
+        """Return the step of a scene, as the policy orders it."""
+        memory = MemoryPlan(
+            kv,
+            self._rows,
+            self.holders,
+            kv.num_reserved_for_rt if scene.keeps_reserve else 0,
+            is_class_aware=self._policy.is_class_aware,
+            spared=scene.spared,
+        )
+        step = StepBudget(
+            scene.running,
+            scene.waiting,
+            self._limits(scene, kv, outlook, start_s),
+            Skips(self._rows),
+            meets_deadlines=self._policy.meets_deadlines,
+        )
+        future = self._config.admission.begin(list(self._rows), pool)
+        fill(self._policy, step, memory, future)
+        return _Filled(step, memory, future)
+
+    def _limits(self, scene: _Scene, kv: KVStore, outlook: Outlook, start_s: float) -> StepLimits:
+        pipeline = self._pipeline
+        num_free = min(self._rows.num_free, MAX_NEWCOMERS)
+        num_yielding = 0
+        if self._policy.is_class_aware:
+            num_yielding = min(len(scene.running.of(BE)), MAX_NEWCOMERS - num_free)
+        return StepLimits(
+            max_num_batched_tokens=pipeline.max_num_batched_tokens,
+            num_free_rows=num_free,
+            num_yielding_rows=num_yielding,
+            max_be_seqs=self._config.max_be_seqs,
+            step_number=pipeline.next_step_id,
+            num_slots=kv.num_slots,
+            num_free_slots=kv.num_available - kv.num_cached,
+            start_s=start_s,
+            cost=pipeline.cost,
+            guard=pipeline.guard,
+            best_effort_time=pipeline.best_effort_time,
+            average_step_s=pipeline.average_step_s,
+            load_seconds=pipeline.load_seconds,
+            ahead_seconds=pipeline.ahead_seconds,
+            overlaps_copies=pipeline.overlaps_copies,
+            outlook=outlook,
+            turn=self._waiting.turn() if isinstance(scene.waiting, _LookedUp) else Turn(),
+        )
+
+    def _planned(self, filled: _Filled, headroom: int, now_s: float) -> PlannedStep:
+        step, memory, future = filled
+        decodes, chunks = decodes_and_chunks(self._rows, memory.parts)
+        for request in step.started:
+            step.skips.note(request, Reason.KV_NOW)  # unless it is in the step after all
+        for request, reason in memory.stopped_for.items():
+            step.skips.lose(request, reason)
+        left_out = step.skips.of_step(decodes, chunks)
+        newcomers = [r for r, _ in chunks if r.state is WAITING]
+        stops, takes, drops, loads = memory.changes()
+        shape = shape_of([decodes, *chunks])
+        return PlannedStep(
+            step_id=self._pipeline.next_step_id,
+            decodes=decodes,
+            chunks=chunks,
+            num_samples=nums_of_samples(chunks),
+            stops=stops,
+            takes=takes,
+            drops=drops,
+            planned_at_s=now_s,
+            shape=shape,
+            predicted_s=self._pipeline.predict(shape, memory.num_copied),
+            loads=loads,
+            left_out=left_out,
+            unseen=self._unseen(newcomers, left_out, step.skips),
+            limit_s=step.deadline_s if math.isfinite(step.deadline_s) else None,
+            best_effort_s=step.best_effort_s,
+            forecast_peak=future.forecast_peak,
+            headroom=headroom,
+        )
+
+    def _unseen(
+        self, newcomers: Sequence[Request], left_out: LeftOut, skips: Skips
+    ) -> dict[RequestClass, Unseen]:
+        """Return, per class, how many of those that wait were not looked at for a step, and why."""
+        looked_at = [*newcomers, *[r for r in left_out.waiting if r.state is WAITING]]
+        num_rt = len([request for request in looked_at if request.request_class is RT])
+        unseen: dict[RequestClass, Unseen] = {}
+        for request_class, count in ((RT, num_rt), (BE, len(looked_at) - num_rt)):
+            num_requests = self._waiting.backlog(request_class).num_requests - count
+            reason = skips.stopped_by.get(request_class) if num_requests else None
+            unseen[request_class] = Unseen(num_requests, reason)
+        return unseen
+
+    def _be_room(self, kv: KVStore, running: Running, outlook: Outlook) -> int | None:
+        """Return how many tokens best-effort newcomers may bring, see `PoolView`; None: any.
+
+        One may start however large it is while no other of its class holds anything.
+        """
+        if not kv.saves or self._waiting.backlog(BE).num_requests == 0:
+            return None
+        started = self._rows.of(running.of(BE))
+        started += self._waiting.paused(BE)
+        if not started:
+            return None
+        held = self._demand.most_held(outlook.kv_per_step_s, self._pipeline.average_step_s)
+        num_rt = min(kv.num_slots, math.ceil(RT_GROWTH * held))
+        num_known = sum([r.num_known_tokens for r in started])
+        num_known -= SharedPrefixes(started).num_counted_twice
+        return max(0, kv.checkpoints.num_slots + kv.num_slots - num_rt - num_known)
+
+    def holders(self) -> list[Request]:
+        """Return the running and paused requests, the highest rank first (see `MemoryPlan`)."""
+        paused = {c: list(self._waiting.paused(c)) for c in RequestClass}
+        running = self._rows.of(self._rows.rows)
+        if not self._policy.is_class_aware:
+            return running + paused[RT] + paused[BE]
+        holders: list[Request] = []
+        for request_class in (RT, BE):
+            holders += [r for r in running if r.request_class is request_class]
+            holders += paused[request_class]
+        return holders
+
+
+class _Scene(NamedTuple):
+    """What may advance in a step."""
+
+    running: Running
+    waiting: Waiting
+    keeps_reserve: bool = True
+    """Whether what is reserved for real-time's cache stays so; not where nothing could ever advance
+    otherwise: a best-effort request may need more than the rest of the pool."""
+    spared: Sequence[Request] = ()
+    """Real-time newcomers; what they found in the prefix tree is not taken."""
+
+
+class _Filled(NamedTuple):
+    """A step as it was filled."""
+
+    step: StepBudget
+    memory: MemoryPlan
+    future: AdmissionRound
+
+
+class _LookedUp:
+    """The waiting, each with notes on what starting it takes; see `policies.base.Waiting`."""
+
+    def __init__(
+        self, waiting: WaitingQueue, kv: KVStore, running: Running, *, by_sharing: bool
+    ) -> None:
+        """`by_sharing`: best-effort requests come by what is cached of them, not by arrival."""
+        self._waiting = waiting
+        self._kv = kv
+        self._running = running
+        self._tree = kv.tree if by_sharing else None
+
+    def __iter__(self) -> Iterator[Request]:
+        return map(self._kv.look_up, self._waiting)
+
+    def of(self, request_class: RequestClass) -> Iterator[Request]:
+        """Iterate over one class."""
+        if request_class is RT:
+            return map(self._kv.look_up, self._waiting.real_time())
+        table, rows = self._running.table, self._running.rows
+        context_len = float(table.next_position[rows].sum()) / max(1, len(rows))
+        turn = self._waiting.turn()
+        return map(self._kv.look_up, self._waiting.best_effort(turn, self._tree, context_len))
+
+    def late(self) -> Iterator[Request]:
+        """Iterate over real-time requests that never ran and are late."""
+        return map(self._kv.look_up, self._waiting.late())
+
+    def jobs(self) -> Iterator[Request]:
+        """Iterate over best-effort requests with a completion time, the earliest first."""
+        return map(self._kv.look_up, self._waiting.jobs())
+
+    def is_prefix_in_flight(self, request: Request) -> bool:
+        """Whether it should wait for a prefix that another is just computing.
+
+        A best-effort request does where these come by what they share; a real-time one does not.
+        """
+        return self._tree is not None and bool(prefix_in_flight(request, self._prefilling))
+
+    @functools.cached_property
+    def _prefilling(self) -> list[Request]:
+        table, rows = self._running.table, self._running.rows
+        prefilling = table.of(rows[~table.is_plain[rows]])
+        return [request for request in prefilling if not request.is_prompt_shared]
+
+
+class _Only:
+    """These requests and no others; see `policies.base.Waiting`."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def of(self, request_class: RequestClass) -> Iterator[Request]:
+        """Iterate over one class."""
+        return (r for r in self._requests if r.request_class is request_class)
+
+    def jobs(self) -> Iterator[Request]:
+        """Iterate over those that may have a completion time."""
+        return self.of(BE)
+
+    def late(self) -> Iterator[Request]:
+        """Iterate over nothing: one that is tried alone comes in its turn."""
+        return iter(())
+
+    def is_prefix_in_flight(self, request: Request) -> bool:
+        """Return False: it is tried at once."""
+        return False

@@ -1,0 +1,146 @@
+"""Policies to compare with: each is an order, under a static token budget."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+
+from lightserve.router.policies.base import Phase
+from lightserve.router.policies.step_budget import StepBudget
+from lightserve.router.request import WAITING, Request
+from lightserve.types import BE, RT, RequestClass
+
+
+class _ClassBlind:
+    """Neither classes nor deadlines count."""
+
+    is_class_aware = False
+    meets_deadlines = False
+
+
+class FcfsPolicy(_ClassBlind):
+    """Whole prompts first, else decodes; never both in one step.
+
+    First come, first served, prefill before decode, as early vLLM did: a baseline of BROS and
+    AccelGen. A prompt longer than the budget runs alone.
+    """
+
+    def phases(self, step: StepBudget) -> Iterator[Phase]:
+        """See `Policy.phases`."""
+        yield Phase(newcomers=step.in_queue_order(), is_whole=True)
+        if step.is_empty:
+            yield step.running_of()
+
+
+class ChunkedPolicy(_ClassBlind):
+    """Decodes first, then chunks of prompts up to the budget (Sarathi-Serve)."""
+
+    def phases(self, step: StepBudget) -> Iterator[Phase]:
+        """See `Policy.phases`."""
+        yield step.running_of()
+        yield Phase(newcomers=step.in_queue_order())
+
+
+class RoundRobinPolicy(_ClassBlind):
+    """Two queues served in turn (BROS, section II-B: "RR"): real-time ones in even steps.
+
+    A class that has nothing to do leaves its turn to the other.
+    """
+
+    def phases(self, step: StepBudget) -> Iterator[Phase]:
+        """See `Policy.phases`."""
+        for request_class in (RT, BE) if step.limits.step_number % 2 == 0 else (BE, RT):
+            yield step.running_of(request_class)
+            yield step.newcomers_of(request_class)
+            if not step.is_empty:
+                return
+
+
+class PriorityPolicy:
+    """Real-time requests before best-effort ones, which get what those leave of a step.
+
+    The strict scheduler of two classes that the papers compare with (Echo's BS), and the tuned
+    baseline of every table about both classes. While a real-time request that could start waits, no
+    best-effort one runs.
+    """
+
+    is_class_aware = True
+    meets_deadlines = False
+
+    def phases(self, step: StepBudget) -> Iterator[Phase]:
+        """See `Policy.phases`."""
+        yield step.running_of(RT)
+        yield Phase(newcomers=self.newcomers(step), classes=(RT,))
+        if step.is_full or step.leaves_waiting(RT):
+            return
+        yield step.running_of(BE)
+        yield step.newcomers_of(BE)
+
+    def newcomers(self, step: StepBudget) -> Iterable[Request]:
+        """Return real-time requests that wait, in the order in which they start."""
+        return step.waiting.of(RT)
+
+
+class SjfPolicy(PriorityPolicy):
+    """Shortest prompt first: `priority`, with real-time newcomers in the order of their lengths.
+
+    What is short waits least and counts as much as what is long, so that past capacity no order
+    that knows deadlines alone meets more of them; long prompts then wait while shorter ones come.
+    """
+
+    def newcomers(self, step: StepBudget) -> Iterable[Request]:
+        """Return real-time requests that wait, those with least to compute first."""
+        return sorted(step.waiting.of(RT), key=lambda request: request.num_schedulable_tokens)
+
+
+# Multi-level feedback queues over iterations (FastServe; a baseline of AccelGen).
+#
+# Five queues. A request is in the queue whose limit of service it has not reached; service is
+# tokens, of prompt and output, and each queue's share of it twice the one's before:
+#
+#     queue             0     1     2      3      4
+#     tokens        < 128  <384  <896  <1920   more
+#
+# So a long prompt joins a lower queue at once (FastServe's skip-join: its first iteration would
+# use up the share of those above), and one that generates is demoted step by step. A step is filled
+# from the top queue down, within a queue decodes first, then prompts in progress, then newcomers by
+# priority and arrival. Against starvation one that was overtaken too often joins the top queue.
+
+SERVICE_LIMITS = (128, 384, 896, 1920)
+"""Tokens at which a request leaves a queue for the next one."""
+MAX_OVERTAKEN = 64
+"""A request that was overtaken this often joins the top queue."""
+MAX_CANDIDATES = 32
+"""Waiting requests of each class that are looked at, from the head of its queue."""
+
+
+class MlfqPolicy(_ClassBlind):
+    """Those that have had least service first."""
+
+    def phases(self, step: StepBudget) -> Iterator[Phase]:
+        """See `Policy.phases`."""
+        newcomers = [
+            request
+            for request_class in RequestClass
+            for request in itertools.islice(step.waiting.of(request_class), MAX_CANDIDATES)
+        ]
+        newcomers.sort(key=lambda request: (request.priority, request.arrival_number))
+        yield Phase(
+            prompts=sorted(step.running, key=_rank),
+            newcomers=sorted(newcomers, key=_rank),
+            goes_before=lambda newcomer, request: _rank(newcomer) < _rank(request),
+        )
+
+
+def queue_of(request: Request) -> int:
+    """Return the number of a request's queue, 0 … 4."""
+    if request.num_overtaken >= MAX_OVERTAKEN:
+        return 0
+    return bisect_right(SERVICE_LIMITS, request.num_known_tokens)
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    """Return a sort key; requests of equal rank stay in order."""
+    is_waiting = request.state is WAITING
+    return queue_of(request), 2 if is_waiting else request.num_schedulable_tokens > 1

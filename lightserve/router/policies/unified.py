@@ -1,0 +1,447 @@
+"""Real-time tokens by their deadlines, best-effort ones in all the time that is left.
+
+One time limit per step (BROS, section IV; Echo, section 4.2): the smallest residual among tokens
+that this step completes and that can still be in time; token budgets are the inverse of the cost
+model at that limit (AccelGen, section 3), so that prompts fill it exactly. Slack that early tokens
+bought is what long chunks and best-effort work live on.
+
+    1. real-time decodes: they make the limit
+    2. real-time prompts that can still be in time, by residual, one cut where the limit ends;
+       long ones one after the other (`_one_long_at_once`)
+    3. real-time prompts that are late anyway; those that have not started only while memory is
+       left for arrivals that can be in time (`turn_of_late`)
+    4. best-effort decodes, prompts in progress, those that resume, newcomers, the best of the next
+       few first (`batch_order`)
+
+Decodes with time to spare give way to requests that would be late beside them, and, where deadlines
+limit a step, to 4 if that gains tokens (`_rescued`, `_displaced`). Best-effort jobs with a
+completion time go with 1 and 2 while they are urgent (`promote`).
+
+In overload this order keeps goodput: sorted by deadline alone, all would be a little late. While
+late ones are fewer than `--late-min-share` of all that run, one of them starts before those of 2,
+and their prompts head such a share of the steps: what runs gets a token in every step, so that this
+is a share of time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from lightserve.router.demand import Outlook
+from lightserve.router.policies.base import LOOK_AHEAD, Phase
+from lightserve.router.policies.batch_order import BatchOrder, promote
+from lightserve.router.policies.step_budget import MEMORY_REASONS, StepBudget
+from lightserve.router.request import Request
+from lightserve.router.request_table import NO_ROWS, RequestTable, Rows
+from lightserve.router.step import Reason
+from lightserve.router.step_cost import StepShape
+from lightserve.types import BE, RT, RequestClass
+
+# What `--policy unified` can be told.
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnifiedOptions:
+    """Fields are options of `lightserve serve`; defaults are theirs."""
+
+    late_min_share: float = 0.1
+    be_min_share: float = 0.0
+    best_first: bool = True
+    """Whether best-effort requests start by what they gain; otherwise as the queue has them."""
+    long_prompt_tokens: int = 4096
+    """AccelGen's bound of long prompts."""
+
+
+MAX_RESCUED = 4
+"""Of those that wait, decodes may give way to one of so many."""
+MAX_WEIGHED = 64
+"""Of those that wait, so many are compared by what they take."""
+
+
+class UnifiedPolicy:
+    """See the module."""
+
+    is_class_aware = True
+    meets_deadlines = True
+
+    def __init__(self, options: UnifiedOptions = UnifiedOptions()) -> None:
+        """`options` are frozen."""
+        self._options = options
+
+    def phases(self, step: StepBudget) -> Iterator[Phase]:
+        """See `Policy.phases`."""
+        order = _Order(self._options, step)
+        yield from order.decodes()
+        yield from order.owed()
+        yield from order.urgent()
+        yield from order.best_effort()
+        if self._options.be_min_share > 0 and order.wants_more:
+            step.best_effort_s = order.best_effort_s
+
+
+class _Order:
+    """The order of one step, from the most urgent requests to the least."""
+
+    def __init__(self, options: UnifiedOptions, step: StepBudget) -> None:
+        self.best_effort_s = 0.0
+        """What best-effort requests add to the step's time."""
+        self.wants_more = False
+        """Whether there are some that could do with more time."""
+        self._options = options
+        self._step, self._limits = step, step.limits
+        self._table = step.running.table
+        self._real_time, self._best_effort = step.running.of(RT), step.running.of(BE)
+        self._num_held = int(self._table.next_position[self._real_time].sum())
+        """Tokens of real-time requests."""
+        promoted = promote(step.running, self._best_effort, step.waiting, step.limits)
+        step.due_s = promoted.due_s
+        step.urgent = set(promoted.waiting)
+        self._jobs = promoted.waiting
+        """Best-effort requests that wait, and go with real-time ones."""
+        self._promoted = promoted.rows
+        if len(promoted.rows):
+            self._best_effort = self._best_effort[~np.isin(self._best_effort, promoted.rows)]
+        self._prompts: list[Request] = []
+        """In progress, of real-time requests and of such jobs."""
+        self._gave_way: Rows = NO_ROWS
+        """Decodes left out for a more urgent request."""
+        self._is_left = False
+        """Whether something urgent that could move or start was left out, or cut."""
+
+    def decodes(self) -> Iterator[Phase]:
+        """Yield the decodes of real-time requests: they make the limit. Jobs' may not break it."""
+        step = self._step
+        for rows in (self._real_time, self._promoted):
+            of_rows = step.phase_of(rows)
+            self._prompts += of_rows.prompts
+            if len(of_rows.decodes) or rows is self._real_time:
+                yield Phase(decodes=of_rows.decodes, classes=())
+                step.limit_by_deadlines()
+        newcomers = itertools.islice(step.waiting.of(RT), MAX_RESCUED)
+        prompts = itertools.chain(self._prompts, newcomers)
+        self._gave_way = _rescued(step, prompts)
+        if len(self._gave_way):
+            yield Phase(gives_way=self._gave_way)
+            step.limit_by_deadlines()
+
+    def owed(self) -> Iterator[Phase]:
+        """Yield what is missing from the share of best-effort requests, whatever the limit."""
+        owed_s = self._limits.best_effort_time.owed_s(self._options.be_min_share)
+        if owed_s > 0:
+            with self._step.in_any_case(owed_s):
+                yield from self._fill_with_best_effort()
+
+    def urgent(self) -> Iterator[Phase]:
+        """Yield real-time prompts: those that can be in time, then those that cannot."""
+        options, step = self._options, self._step
+        prompts = sorted(self._prompts, key=step.residual)
+        late = [r for r in prompts if not step.can_be_in_time(r)]
+        in_time = [r for r in prompts if r not in late]
+        turn = turn_of_late(
+            self._table, self._real_time, options.late_min_share, self._limits.step_number
+        )
+        newcomers = self._newcomers(late_first=turn.has_newcomer)
+        newcomers = self._most_in_time(newcomers, in_time)
+        newcomers = self._one_long_at_once(newcomers, in_time)
+        classes: tuple[RequestClass, ...] = (RT,)
+        if jobs := [r for r in self._jobs if r not in step.started]:
+            newcomers, classes = self._by_residual(jobs, newcomers), (RT, BE)
+        late_first, late_last = (late, []) if turn.has_prompts else ([], late)
+        for phase in (
+            Phase(prompts=late_first),
+            Phase(
+                prompts=in_time,
+                newcomers=newcomers,
+                classes=classes,
+                goes_before=self._goes_before,
+            ),
+            Phase(prompts=late_last),
+        ):
+            yield phase._replace(classes=classes)
+            if step.has_run_out:
+                self._is_left = True
+                return
+        self._is_left = not step.waits_for_memory(RT) and any(
+            request not in step.started
+            and request.num_schedulable_tokens > 0
+            and step.skips.reason_of(request) not in MEMORY_REASONS
+            for request in step.waiting.of(RT)
+        )
+
+    def best_effort(self) -> Iterator[Phase]:
+        """Yield what fills the rest of the step, as far as it is lent, if nothing urgent waits."""
+        step = self._step
+        if len(self._gave_way):
+            yield Phase(decodes=step.by_residual(self._gave_way), classes=())
+        if self._is_left or step.is_full:
+            self.wants_more = self._options.be_min_share > 0 and (
+                bool(len(self._best_effort)) or next(iter(step.waiting.of(BE)), None) is not None
+            )
+            return
+        step.lend(self._lent_until_s())
+        displaced = _displaced(step)
+        if len(displaced):
+            yield Phase(gives_way=displaced)
+        yield from self._fill_with_best_effort()
+        if len(displaced):
+            yield Phase(decodes=displaced, classes=())
+
+    def _fill_with_best_effort(self) -> Iterator[Phase]:
+        """Yield those that run, then those that start, up to the limit that is set."""
+        step = self._step
+        before_s = step.seconds
+        yield step.phase_of(self._best_effort)
+        if not step.has_run_out and not step.waits_for_memory(RT):
+            newcomers: Iterator[Request]
+            newcomers = (r for r in step.waiting.of(BE) if r not in step.started)
+            if self._options.best_first:
+                newcomers = BatchOrder(step).best_first(newcomers)
+            yield Phase(newcomers=newcomers, classes=(BE,))
+        self.wants_more = step.has_run_out
+        self.best_effort_s += step.seconds - before_s
+
+    def _lent_until_s(self) -> float:
+        step, limits = self._step, self._limits
+        floor_s = limits.cost.seconds(StepShape().plus(0, 1))
+        held_share = self._num_held / limits.num_slots
+        return lent_until_s(step.seconds, floor_s, held_share, limits.outlook, limits.num_slots)
+
+    # ---------------------------------------------------------------- real-time newcomers
+
+    def _newcomers(self, *, late_first: bool) -> Iterator[Request]:
+        """Yield those that may start: one late one first, or all of these last or not at all."""
+        waiting = self._step.waiting
+        late = next(iter(waiting.late()), None)
+        if late_first and late is not None:
+            yield late
+            yield from (r for r in waiting.of(RT) if r is not late)
+            return
+        has_room = self._num_held < LATE_POOL_SHARE * self._limits.num_slots
+        for request in waiting.of(RT):
+            if request is late and not has_room:  # and all behind it are
+                return
+            yield request
+
+    def _most_in_time(
+        self, newcomers: Iterator[Request], in_progress: Iterable[Request]
+    ) -> Iterator[Request]:
+        """Yield newcomers by deadline while all can be in time, otherwise the shortest first.
+
+        By deadlines alone those that cannot be in time would be at the head of the queue in
+        overload; and as one is worth as much as another, most are in time if those go first that
+        take least, time as well as memory. Those that cannot be in time follow, before those that
+        are late. Those that never ran and that nothing is due of are not looked at before it is
+        their turn: they come by arrival, as otherwise shorter ones would pass a long one for ever.
+
+        Args:
+            newcomers: by deadline, those without any and those that are late at the end.
+            in_progress: prompts that compute as well.
+        """
+        step = self._step
+        weighed: list[Request] = []
+        rest: Iterator[Request] = newcomers
+        for request in itertools.islice(newcomers, MAX_WEIGHED):
+            residual_s = step.residual(request)
+            if residual_s <= 0 or (residual_s == math.inf and request.num_requeues == 0):
+                rest = itertools.chain([request], newcomers)
+                break
+            weighed.append(request)
+        hopeless = [r for r in weighed if not step.can_be_in_time(r)]
+        in_time = [r for r in weighed if r not in hopeless]
+        num_free = LATE_POOL_SHARE * self._limits.num_slots - self._num_held
+        if not _fit_all(in_time, in_progress, step, num_free):
+            in_time.sort(key=lambda request: request.num_schedulable_tokens)
+        yield from in_time
+        yield from hopeless
+        yield from rest
+
+    def _one_long_at_once(
+        self, newcomers: Iterable[Request], in_progress: Iterable[Request]
+    ) -> Iterator[Request]:
+        """Yield newcomers, those left out that would be a second long prompt in progress.
+
+        Two long prompts that take turns both end late: each waits for the other's chunks, and both
+        hold memory meanwhile (AccelGen's exclusive allocation). So a new one waits until the one in
+        progress is through, however near its own deadline is, unless it is urgent: it could not
+        meet it any more after one more step. Short prompts go on. Best-effort prompts need no rule:
+        they follow one another anyway.
+
+        Args:
+            newcomers: in order.
+            in_progress: prompts that run and can be in time; a late one may never end.
+        """
+        long_tokens = self._options.long_prompt_tokens
+        step, num_held = self._step, 0
+        is_taken = long_tokens > 0 and any(
+            request.num_known_tokens - (request.num_cached_tokens or 0) >= long_tokens
+            for request in in_progress
+        )
+        for request in newcomers:
+            is_long = request.num_schedulable_tokens >= long_tokens
+            if not is_taken or not is_long or step.is_urgent(request):
+                yield request
+                continue
+            step.skips.note(request, Reason.ORDER)
+            num_held += 1
+            if num_held == LOOK_AHEAD:
+                return
+
+    def _by_residual(
+        self, first: Iterable[Request], newcomers: Iterator[Request]
+    ) -> Iterator[Request]:
+        """Merge urgent jobs with newcomers; those of these that are late come last."""
+        newcomer = next(newcomers, None)
+        for request in first:
+            while newcomer is not None and self._goes_before(newcomer, request):
+                yield newcomer
+                newcomer = next(newcomers, None)
+            yield request
+        if newcomer is not None:
+            yield newcomer
+        yield from newcomers
+
+    def _goes_before(self, newcomer: Request, request: Request) -> bool:
+        step = self._step
+        is_first = step.residual(newcomer) < step.residual(request)
+        return is_first and step.can_be_in_time(newcomer)
+
+
+def _fit_all(
+    newcomers: Sequence[Request], in_progress: Iterable[Request], step: StepBudget, num_free: float
+) -> bool:
+    """Return whether newcomers, one after the other, have memory and are all in time."""
+    if sum(request.num_known_tokens for request in newcomers) > num_free:
+        return False
+    done_s = sum(step.seconds_to_end_beside_others(request) for request in in_progress)
+    for request in newcomers:
+        done_s += step.seconds_to_end_beside_others(request)
+        if done_s > step.residual(request):
+            return False
+    return True
+
+
+# Which real-time requests that are late start, and when.
+#
+# What runs gets a token in every step, so that a share of what runs is a share of time.
+# While requests whose first token was late are fewer than `--late-min-share` of all that run, one
+# more starts before those that can be in time. Otherwise they start last, and only while memory is
+# left for arrivals that can be in time.
+
+LATE_POOL_SHARE = 0.8
+"""Beyond their share of time late requests start while real-time ones hold less of the pool."""
+
+
+class LateTurn(NamedTuple):
+    """What late requests may do before all others in a step."""
+
+    has_prompts: bool
+    """Those in progress go first."""
+    has_newcomer: bool
+    """One of those that wait does."""
+
+
+def turn_of_late(
+    table: RequestTable, real_time: Rows, min_share: float, step_number: int
+) -> LateTurn:
+    """Return what is theirs, as long as fewer of them run than should at least.
+
+    Among few, a single one would be more than the share: then only every so many steps.
+    """
+    num_late = int(np.count_nonzero(table.is_first_late[real_time]))
+    most = min_share * len(real_time)
+    is_turn = num_late < most and step_number % round(1 / min_share) == 0
+    return LateTurn(is_turn, is_turn or num_late + 1 <= most)
+
+
+# Time that is lent to best-effort requests in a step.
+#
+# Deadlines alone lend too much. Longer steps keep real-time requests, and their KV, for longer: at
+# the same rate of arrival memory grows with the time of a step (Little's law), until newcomers wait
+# for it; and near capacity there is no time left in which it would fall again. So steps are kept to
+# the time at which real-time requests come to hold a share of the pool; the share is the smaller,
+# the less time is free, and it is left by and by as they hold more than that.
+#
+# Below the knee of the cost model tokens cost next to nothing. A step is stretched by a share of
+# itself in any case, as far as there is free time, so that these are not left unused.
+
+IDLE_FLOORS = 2.0
+"""Beyond the idle limit, so many times the shortest step: on slow machines that may be longer."""
+MAX_SHARE = 0.85
+"""Share of the pool that real-time requests may come to hold where most time is free."""
+BUSY_SHARE, SHARE_PER_FREE = 0.1, 1.8
+"""The share at full load, and its growth with the share of time that is free."""
+OVER_SHARE, FADE = 0.1, 0.3
+"""This much over its share nothing is lent, this much below that all of it."""
+STRETCH_PER_FREE = 0.1
+"""Share of a step by which it is stretched in any case, per share of time that is free."""
+
+
+def lent_until_s(
+    base_s: float, floor_s: float, held_share: float, outlook: Outlook, num_slots: int
+) -> float:
+    """Return how long a step may take, best-effort requests included, in seconds.
+
+    Args:
+        base_s: what its real-time requests take; 0: there are none.
+        floor_s: what a step of one token takes.
+        held_share: of the pool's slots, held by real-time requests.
+        outlook: what real-time requests ask for.
+        num_slots: size of the pool.
+    """
+    free = min(1.0, max(0.0, 1.0 - outlook.load))
+    share = min(MAX_SHARE, BUSY_SHARE + SHARE_PER_FREE * free)
+    shortest_s = IDLE_FLOORS * floor_s
+    limit_s = max(outlook.idle_limit_s, shortest_s)
+    if outlook.kv_per_step_s > 0:
+        limit_s = min(limit_s, share * num_slots / outlook.kv_per_step_s)
+    limit_s *= min(1.0, max(0.0, (share + OVER_SHARE - held_share) / FADE))
+    stretched_s = base_s * (1.0 + STRETCH_PER_FREE * free) if base_s > 0 else shortest_s
+    return max(limit_s, stretched_s)
+
+
+# Real-time decodes that can wait for a step give way.
+#
+#     _rescued      to a real-time token that would be late beside them, and is in time without
+#     _displaced    to best-effort prompts, if these gain more tokens in their time
+#
+# A decode can wait if it is still in time after this step and one more like the recent ones, for
+# best-effort prompts two. What gave way comes back if the step has time left for it.
+
+
+def _rescued(step: StepBudget, prompts: Iterable[Request]) -> Rows:
+    """Return decodes that give way to the most urgent request that they make late.
+
+    Args:
+        step: with the decodes, its limit known.
+        prompts: of real-time requests, that may join.
+    """
+    average_step_s = step.limits.average_step_s
+    if average_step_s <= 0:
+        return NO_ROWS
+    in_danger = [*step.in_danger, *(r for r in prompts if not step.can_be_in_time(r))]
+    for request in sorted((r for r in in_danger if step.residual(r) > 0), key=step.residual):
+        others = step.decodes_due_after(step.residual(request) + average_step_s)
+        if len(others) and step.would_be_in_time(request, without=others):
+            return others
+    return NO_ROWS
+
+
+def _displaced(step: StepBudget) -> Rows:
+    """Return decodes that give way to best-effort prompts.
+
+    Only where deadlines are what limits the step: time that is not lent is no gain.
+    """
+    average_step_s = step.limits.average_step_s
+    limit_s = step.deadline_limit_s
+    if average_step_s <= 0 or limit_s == math.inf:
+        return NO_ROWS
+    ample = step.decodes_due_after(limit_s + 2 * average_step_s, lent=True)
+    if not len(ample) or step.gained_by_prompt(without=ample) <= len(ample):
+        return NO_ROWS
+    return ample
