@@ -27,10 +27,10 @@ from lightserve.messages.frontend_router import (
     RequestDelta,
 )
 from lightserve.messages.router_worker import OutputKind, StepPlan
-from lightserve.router import planning
 from lightserve.router.core import RouterCore
 from lightserve.router.events import CoreEvent, FromFrontend, FrontendGone
 from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.policies import step_budget
 from lightserve.sim.simulation import TimedEvent
 from lightserve.sim.worker import position_logprob
 from lightserve.types import FrontendId, RequestId, RequestKey, SamplingParams
@@ -206,7 +206,7 @@ def test_each_position_once(policy: str, scene: list[tuple[Arrival, bool]]) -> N
         events.append(TimedEvent(arrival.time_s, FromFrontend(FRONTEND, message)))
     with (
         patch.object(simulation._worker, "execute", note),
-        patch.object(planning, "MAX_PROMPT_LOGPROB_POSITIONS", CAP),
+        patch.object(step_budget, "MAX_PROMPT_LOGPROB_POSITIONS", CAP),
     ):
         simulation.run(events)
     core.check_integrity()
