@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightserve.config import ServeConfig
+from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import FromFrontend
-from lightserve.router.factory import make_core_config
 from lightserve.sim.hybrid import fitted_profile
 from lightserve.sim.simulation import Outcome, Simulation, TimedCore, TimedEvent
 from lightserve.sim.traffic import (
@@ -153,7 +153,7 @@ def run(cell: Cell) -> Answer:
         "rt_max_waiting_requests": len(sent),
         "rt_max_waiting_tokens": 1 << 40,
     }
-    config = make_core_config(ServeConfig(**options), max_model_len=longest, seed=cell.seed)
+    config = make_scheduler_config(ServeConfig(**options), max_model_len=longest, seed=cell.seed)
     worker = VirtualWorker(
         A100_LLAMA2_7B,
         LengthWorker(max_num_seqs=config.max_num_seqs, max_model_len=longest),
@@ -306,7 +306,7 @@ def ask_about_documents(cell: Cell) -> Asked:
     ]
     longest = 16_384
     options: dict[str, Any] = {"cache_policy": cell.cache_policy, "be_order": cell.be_order}
-    config = make_core_config(
+    config = make_scheduler_config(
         ServeConfig(max_num_batched_tokens=512, **options), max_model_len=longest, seed=cell.seed
     )
     worker = VirtualWorker(

@@ -23,14 +23,13 @@ from lightserve.channels import ZmqHub, ZmqLink, bind_hub, connect_link
 from lightserve.messages.frontend_router import FrontendMessage, RouterMessage
 from lightserve.messages.router_worker import RouterToWorker, StepPlan, WorkerToRouter
 from lightserve.messages.supervision import ChildMessage, ChildSpec, SupervisorMessage
-from lightserve.router import core as core_module
+from lightserve.router import scheduler as core_module
 from lightserve.router.admission.base import AdmissionRound, AdmissionRule, PoolView
-from lightserve.router.core import RouterCore
-from lightserve.router.core_config import CoreConfig
-from lightserve.router.factory import make_core_config
+from lightserve.router.config import SchedulerConfig, make_scheduler_config
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.process import Collector, RouterProcess
 from lightserve.router.request import Request, RequestState
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep, WaitUntil
 
 MAX_MODEL_LEN = 32_768
@@ -145,10 +144,10 @@ class Enough(Exception):
     """As many steps as were asked for are there."""
 
 
-class MeasuredCore(RouterCore):
+class MeasuredCore(Scheduler):
     """The real core; it decides as one that does not measure itself."""
 
-    def __init__(self, config: CoreConfig, clock: Clock | None, num_steps: int) -> None:
+    def __init__(self, config: SchedulerConfig, clock: Clock | None, num_steps: int) -> None:
         super().__init__(config)
         self.steps: list[StepFigures] = []
         self._num_steps = num_steps
@@ -156,7 +155,7 @@ class MeasuredCore(RouterCore):
         self._since_s = time.thread_time()
 
     def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:
-        """See `RouterCore.commit`, at whose beginning one step's time ends. Raises Enough."""
+        """See `Scheduler.commit`, at whose beginning one step's time ends. Raises Enough."""
         cpu_s = time.thread_time() - self._since_s
         assert self._kv is not None and self._kv.tree is not None
         figures = StepFigures(
@@ -178,12 +177,12 @@ class MeasuredCore(RouterCore):
 class PartsCore(MeasuredCore):
     """One whose planning is a part of its own."""
 
-    def __init__(self, config: CoreConfig, clock: Clock, num_steps: int) -> None:
+    def __init__(self, config: SchedulerConfig, clock: Clock, num_steps: int) -> None:
         super().__init__(config, clock, num_steps)
         self._plan = clock.timed("planner")(super().plan)
 
     def plan(self, now_s: float) -> PlannedStep | WaitUntil:
-        """See `RouterCore.plan`."""
+        """See `Scheduler.plan`."""
         step: PlannedStep | WaitUntil = self._plan(now_s)
         return step
 
@@ -208,7 +207,7 @@ def run_router(spec: ChildSpec, mode: Mode, num_steps: int, results: Connection)
 
 
 def _core(spec: ChildSpec, mode: Mode, num_steps: int) -> MeasuredCore:
-    config = make_core_config(spec.config, max_model_len=MAX_MODEL_LEN)
+    config = make_scheduler_config(spec.config, max_model_len=MAX_MODEL_LEN)
     if mode is Mode.WHOLE:
         return MeasuredCore(config, None, num_steps)
     clock = Clock()

@@ -31,8 +31,8 @@ from lightserve.decisions.records import (
 )
 from lightserve.decisions.replaying import DecisionLogReader, Line, make_core_of
 from lightserve.messages.router_worker import StepResult
-from lightserve.router import core as core_module
-from lightserve.router.booking import SkipCounters
+from lightserve.router import scheduler as core_module
+from lightserve.router.commit import SkipCounters
 from lightserve.router.planner import Planner
 from lightserve.router.step import PlannedStep, Skips
 from lightserve.sim import HybridConfig, run_hybrid

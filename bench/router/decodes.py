@@ -20,9 +20,9 @@ from lightserve.config import ServeConfig
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Submit
 from lightserve.messages.router_worker import StepPlan, StepResult, sampling_rows
-from lightserve.router.core import RouterCore
+from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import FromFrontend, WorkersReady
-from lightserve.router.factory import make_core_config
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.types import NO_SLO, SLO, FrontendId, RequestClass, RequestId, SamplingParams
 
@@ -31,10 +31,10 @@ STEP_S = 0.005
 CALLS = ("plan", "commit", "encode", "decode", "on_result", "deltas")
 
 
-def make_core(num_running: int, *, policy: str, targets: bool, best_effort: int) -> RouterCore:
+def make_core(num_running: int, *, policy: str, targets: bool, best_effort: int) -> Scheduler:
     """Return a core in which so many requests decode, `best_effort` of them of that class."""
     config = ServeConfig(model="none", policy=policy, max_num_seqs=num_running)
-    core = RouterCore(make_core_config(config, max_model_len=8192))
+    core = Scheduler(make_scheduler_config(config, max_model_len=8192))
     core.on_message(WorkersReady(num_running * 4096, max_num_batched_tokens=8192), 0.0)
     slo = SLO(ttft_ms=60_000.0, tpot_ms=100.0) if targets else NO_SLO
     rng = np.random.default_rng(0)
@@ -57,7 +57,7 @@ def make_core(num_running: int, *, policy: str, targets: bool, best_effort: int)
 class Clock:
     """Runs steps on virtual time and keeps the CPU time of each call."""
 
-    def __init__(self, core: RouterCore) -> None:
+    def __init__(self, core: Scheduler) -> None:
         self.core = core
         self.now_s = 0.0
         self.spent_s = dict.fromkeys(CALLS, 0.0)

@@ -34,15 +34,15 @@ from lightserve.messages.router_worker import (
     StepResult,
     sampling_rows,
 )
-from lightserve.router import core as core_module
+from lightserve.router import scheduler as core_module
 from lightserve.router.admission.base import AdmissionRule, PoolView
-from lightserve.router.core import RouterCore
+from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import FromFrontend, WorkersReady
-from lightserve.router.factory import make_core_config
-from lightserve.router.intake import QueueLimits
+from lightserve.router.from_submit import QueueLimits
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.request import Request
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.sim.traffic import load_workload
 from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
@@ -160,9 +160,9 @@ class Run:
         config = ServeConfig(block_size=setting.block_size)
         unbounded = QueueLimits(max_requests=1 << 60, max_tokens=1 << 60)
         admission: AdmissionRule = FullBatch()
-        self.core = RouterCore(
+        self.core = Scheduler(
             replace(
-                make_core_config(config, max_model_len=32_768),
+                make_scheduler_config(config, max_model_len=32_768),
                 max_num_seqs=2 * NUM_LIVE,
                 queue_limits=dict.fromkeys(RequestClass, unbounded),
                 admission=admission,

@@ -32,10 +32,10 @@ from bench.router.process import (
 )
 from lightserve.messages.frontend_router import RequestDelta
 from lightserve.messages.router_worker import StepPlan, StepResult
-from lightserve.router.core import RouterCore
-from lightserve.router.events import CoreEvent, FromFrontend, Outgoing
-from lightserve.router.factory import make_core_config
+from lightserve.router.config import make_scheduler_config
+from lightserve.router.events import FromFrontend, Outgoing, SchedulerEvent
 from lightserve.router.process import Collector
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep, WaitUntil
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.sim.worker import LengthWorker
@@ -51,11 +51,11 @@ class Enough(Exception):
     """As many steps as were asked for are there."""
 
 
-class MeasuredCore(RouterCore):
+class MeasuredCore(Scheduler):
     """The real core; it decides as one that does not measure itself."""
 
     def __init__(self, num_steps: int) -> None:
-        super().__init__(make_core_config(CONFIG, max_model_len=MAX_MODEL_LEN))
+        super().__init__(make_scheduler_config(CONFIG, max_model_len=MAX_MODEL_LEN))
         self.steps_s: list[dict[str, float]] = []
         """Of each step the CPU seconds of each call, from one commit to the next."""
         self.num_live: list[int] = []
@@ -63,22 +63,22 @@ class MeasuredCore(RouterCore):
         self._num_steps = num_steps
         self._spent_s = dict.fromkeys(CALLS, 0.0)
 
-    def on_message(self, event: CoreEvent, now_s: float) -> list[Outgoing]:
-        """See `RouterCore.on_message`."""
+    def on_message(self, event: SchedulerEvent, now_s: float) -> list[Outgoing]:
+        """See `Scheduler.on_message`."""
         start_s = time.thread_time()
         news = super().on_message(event, now_s)
         self._spent_s["on_message"] += time.thread_time() - start_s
         return news
 
     def plan(self, now_s: float) -> PlannedStep | WaitUntil:
-        """See `RouterCore.plan`."""
+        """See `Scheduler.plan`."""
         start_s = time.thread_time()
         step = super().plan(now_s)
         self._spent_s["plan"] += time.thread_time() - start_s
         return step
 
     def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:
-        """See `RouterCore.commit`. Raises Enough."""
+        """See `Scheduler.commit`. Raises Enough."""
         start_s = time.thread_time()
         plan = super().commit(planned, now_s)
         self._spent_s["commit"] += time.thread_time() - start_s
@@ -92,7 +92,7 @@ class MeasuredCore(RouterCore):
         return plan
 
     def on_result(self, result: StepResult, now_s: float) -> list[Outgoing]:
-        """See `RouterCore.on_result`."""
+        """See `Scheduler.on_result`."""
         start_s = time.thread_time()
         news = super().on_result(result, now_s)
         self._spent_s["on_result"] += time.thread_time() - start_s

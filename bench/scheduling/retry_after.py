@@ -25,10 +25,9 @@ import numpy as np
 from lightserve.config import ServeConfig
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta, Submit
 from lightserve.messages.router_worker import StepPlan
-from lightserve.router.core import RouterCore
-from lightserve.router.core_config import CoreConfig
+from lightserve.router.config import SchedulerConfig, make_scheduler_config
 from lightserve.router.events import FromFrontend
-from lightserve.router.factory import make_core_config
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.sim.hybrid import fitted_profile
 from lightserve.sim.simulation import Simulation, TimedEvent
@@ -78,15 +77,15 @@ class Waited(NamedTuple):
         return all(abs(self.predicted_s - wait_s) <= 0.5 * wait_s for wait_s in self[1:])
 
 
-class WatchedCore(RouterCore):
+class WatchedCore(Scheduler):
     """Notes when each request begins."""
 
-    def __init__(self, config: CoreConfig) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
         self.begun_s: dict[RequestKey, float] = {}
 
     def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:
-        """See `RouterCore.commit`."""
+        """See `Scheduler.commit`."""
         for request, _ in planned.scheduled:
             self.begun_s.setdefault(request.key, now_s)
         return super().commit(planned, now_s)
@@ -115,7 +114,7 @@ class Play:
             be_max_waiting_requests=bounds["be_max_waiting_requests"],
         )
         longest = trace.max_prompt_tokens + 2048
-        config = make_core_config(serve, max_model_len=longest, seed=scene.seed)
+        config = make_scheduler_config(serve, max_model_len=longest, seed=scene.seed)
         self.core = WatchedCore(config)
         noise = np.random.default_rng(scene.seed + 1)
         worker = VirtualWorker(

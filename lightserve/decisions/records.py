@@ -27,10 +27,10 @@ from lightserve.messages.common import StepCoefficients
 from lightserve.messages.frontend_router import Abort, Acknowledge, Finish, Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.events import (
-    CoreEvent,
     FromFrontend,
     FrontendGone,
     Outgoing,
+    SchedulerEvent,
     WorkersGone,
     WorkersReady,
 )
@@ -203,9 +203,9 @@ def _name(request: Request) -> RequestName:
 
 
 class CoreCalls(Protocol):
-    """The seam of `RouterCore`; see there."""
+    """The seam of `Scheduler`; see there."""
 
-    def on_message(self, event: CoreEvent, now_s: float) -> list[Outgoing]:
+    def on_message(self, event: SchedulerEvent, now_s: float) -> list[Outgoing]:
         """Take in what happened outside."""
 
     def plan(self, now_s: float) -> PlannedStep | WaitUntil:
@@ -232,28 +232,28 @@ class RecordedCore:
         self._core = core
         self._log = log
 
-    def on_message(self, event: CoreEvent, now_s: float) -> list[Outgoing]:
-        """See `RouterCore.on_message`."""
+    def on_message(self, event: SchedulerEvent, now_s: float) -> list[Outgoing]:
+        """See `Scheduler.on_message`."""
         self._log.append(input_of(event, now_s))
         return self._core.on_message(event, now_s)
 
     def plan(self, now_s: float) -> PlannedStep | WaitUntil:
-        """See `RouterCore.plan`, which changes nothing: a plan not committed is no decision."""
+        """See `Scheduler.plan`, which changes nothing: a plan not committed is no decision."""
         return self._core.plan(now_s)
 
     def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:
-        """See `RouterCore.commit`."""
+        """See `Scheduler.commit`."""
         plan = self._core.commit(planned, now_s)
         self._log.append(decision_of(planned, plan, now_s))
         return plan
 
     def on_result(self, result: StepResult, now_s: float) -> list[Outgoing]:
-        """See `RouterCore.on_result`."""
+        """See `Scheduler.on_result`."""
         self._log.append(ResultReceived(now_s=now_s, result=result))
         return self._core.on_result(result, now_s)
 
 
-def input_of(event: CoreEvent, now_s: float) -> Input:
+def input_of(event: SchedulerEvent, now_s: float) -> Input:
     """Return the line of what the core was told."""
     match event:
         case FromFrontend(frontend_id, message):
@@ -272,7 +272,7 @@ def input_of(event: CoreEvent, now_s: float) -> Input:
     return WorkersWereLost(now_s=now_s)
 
 
-def event_of(record: Input) -> CoreEvent | StepResult:
+def event_of(record: Input) -> SchedulerEvent | StepResult:
     """Return what a recorded input told the core."""
     match record:
         case MessageReceived(frontend_id=frontend_id, message=message):

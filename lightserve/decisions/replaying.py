@@ -28,9 +28,9 @@ from lightserve.decisions.records import (
 from lightserve.errors import ConfigError, DecisionLogError, ProtocolError
 from lightserve.messages.frontend_router import Abort, Finish, RequestDelta, Submit
 from lightserve.messages.router_worker import StepResult
-from lightserve.router.core import RouterCore
+from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import Outgoing
-from lightserve.router.factory import make_core
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep, Reason
 from lightserve.types import NO_SLO, SLO, FrontendId, RequestClass, RequestId
 
@@ -195,11 +195,13 @@ def replay(reader: DecisionLogReader) -> Replay:
     return Replay(num_inputs, num_decisions, chain.hexdigest(), reader.is_cut_off, difference)
 
 
-def make_core_of(header: Header) -> RouterCore:
+def make_core_of(header: Header) -> Scheduler:
     """Return a core as the one that a log is of. Raises DecisionLogError."""
     try:
         config = ServeConfig(**header.config)
-        return make_core(config, max_model_len=header.max_model_len, seed=header.seed)
+        return Scheduler(
+            make_scheduler_config(config, max_model_len=header.max_model_len, seed=header.seed)
+        )
     except (TypeError, ConfigError) as error:
         raise DecisionLogError(
             f"the log is of lightserve {header.lightserve_version}, whose options differ: {error}"

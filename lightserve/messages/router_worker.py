@@ -140,7 +140,7 @@ NO_COPIES = KVCopies()
 
 MAX_PLAN_BYTES = 128 * 1024 * 1024
 """Largest `StepPlan`: one sequence with all that may have to be done for it has to fit. Plans of
-many are kept far smaller (`lightserve.router.intake`)."""
+many are kept far smaller (`lightserve.router.from_submit`)."""
 
 
 class StepPlan(Message, frozen=True):

@@ -1,12 +1,31 @@
-"""What goes into `RouterCore` besides step results, and what comes out of it."""
+"""What goes into `Scheduler` besides step results, and what comes out of it."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
-from lightserve.messages.common import StepCoefficients
-from lightserve.messages.frontend_router import Abort, Acknowledge, Finish, Submit, TokenDelta
-from lightserve.types import FrontendId
+import numpy as np
+
+from lightserve.messages.common import (
+    Int32Array,
+    StepCoefficients,
+    TokenLogprob,
+    pack_int32,
+    pack_int64,
+)
+from lightserve.messages.frontend_router import (
+    Abort,
+    Acknowledge,
+    ErrorCode,
+    Finish,
+    RequestDelta,
+    Submit,
+    TokenDelta,
+)
+from lightserve.router.request import Request
+from lightserve.router.request_table import RequestTable, Rows
+from lightserve.types import FinishReason, FrontendId
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +63,7 @@ class WorkersGone:
     """The worker group is lost with all its KV; plans in flight will never be answered."""
 
 
-CoreEvent = FromFrontend | FrontendGone | WorkersReady | WorkersGone
+SchedulerEvent = FromFrontend | FrontendGone | WorkersReady | WorkersGone
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +72,96 @@ class Outgoing:
 
     frontend_id: FrontendId
     message: TokenDelta
+
+
+# Collects one step's news: one frame per frontend.
+
+MAX_DELTAS = 8192
+"""In one message: with twenty log-probabilities each, and a step's of prompts, 3 MB."""
+
+
+class DeltaBatch:
+    """News by frontend, in the order in which it was added."""
+
+    def __init__(self) -> None:
+        self._by_frontend: defaultdict[FrontendId, list[RequestDelta]] = defaultdict(list)
+        self._plain: dict[FrontendId, tuple[Rows, Int32Array]] = {}
+
+    def add_tokens(
+        self,
+        request: Request,
+        token_ids: list[int],
+        reason: FinishReason | None,
+        logprobs: list[TokenLogprob],
+    ) -> None:
+        """Confirmed tokens that are not among its output yet, perhaps the last ones.
+
+        `logprobs` has one entry for each, or none; those of more tokens are cut off.
+        """
+        frontend_id, request_id = request.key
+        if not request.output_token_ids:
+            delta = RequestDelta(
+                request_id,
+                token_ids,
+                reason,
+                num_cached_tokens=request.num_cached_tokens or 0,
+                logprobs=logprobs[: len(token_ids)],
+                scheduled_slo=request.scheduled_slo,
+            )
+        elif logprobs:
+            delta = RequestDelta(request_id, token_ids, reason, logprobs=logprobs[: len(token_ids)])
+        else:  # as a rule: this is done for every token of every request
+            delta = RequestDelta(request_id, token_ids, reason)
+        self._by_frontend[frontend_id].append(delta)
+
+    def add_plain(self, table: RequestTable, rows: Rows, token_ids: Int32Array) -> None:
+        """Confirmed tokens, one of each row, that are news to nothing but their frontends."""
+        frontend_ids = table.frontend_id[rows]
+        for frontend_id in np.unique(frontend_ids).tolist():
+            own = frontend_ids == frontend_id
+            self._plain[FrontendId(frontend_id)] = table.request_id[rows[own]], token_ids[own]
+
+    def add_prompt_logprobs(self, request: Request, logprobs: list[TokenLogprob]) -> None:
+        """How probable the next tokens of the prompt are."""
+        self._add(request, RequestDelta(request.key.request_id, [], prompt_logprobs=logprobs))
+
+    def fail(
+        self,
+        request: Request,
+        error: ErrorCode,
+        *,
+        retry_after_s: float = 0.0,
+        max_tokens: int = 0,
+    ) -> None:
+        """The end of a request without its whole answer."""
+        delta = RequestDelta(
+            request.key.request_id,
+            [],
+            FinishReason.ERROR,
+            error,
+            retry_after_s=retry_after_s,
+            max_tokens=max_tokens,
+        )
+        self._add(request, delta)
+
+    def _add(self, request: Request, delta: RequestDelta) -> None:
+        self._by_frontend[request.key.frontend_id].append(delta)
+
+    def outgoing(self) -> list[Outgoing]:
+        """Return one message per frontend that has news, several only if there are very many."""
+        news: list[Outgoing] = []
+        for frontend_id in {**self._plain, **self._by_frontend}:
+            requests = self._by_frontend.get(frontend_id, [])
+            plain = self._plain.get(frontend_id)
+            if plain is not None:
+                delta = TokenDelta(
+                    request_ids=pack_int64(plain[0]),
+                    token_ids=pack_int32(plain[1]),
+                    requests=requests[:MAX_DELTAS],
+                )
+                news.append(Outgoing(frontend_id, delta))
+            news += [
+                Outgoing(frontend_id, TokenDelta(requests=requests[start : start + MAX_DELTAS]))
+                for start in range(0 if plain is None else MAX_DELTAS, len(requests), MAX_DELTAS)
+            ]
+        return news

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightserve.router.intake import FEW_NEWCOMER_BYTES, MAX_NEWCOMER_BYTES, newcomer_bytes
+from lightserve.router.from_submit import FEW_NEWCOMER_BYTES, MAX_NEWCOMER_BYTES, newcomer_bytes
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.prefix_node import PrefixNode, path_of
 from lightserve.router.request import RUNNING, Request

@@ -53,8 +53,8 @@ from lightserve.metrics.catalogue import (
     WORKER_IDLE,
 )
 from lightserve.metrics.recording import Gauge, Recorder
-from lightserve.router.core import RouterCore
 from lightserve.router.request import WAITING, Request
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.scheduling_targets import RaisedTarget
 from lightserve.router.step import PlannedStep, Reason
 from lightserve.router.step_cost import StepKind
@@ -131,7 +131,7 @@ class RouterMetrics:
         """Forget the steps in flight."""
         self._sent.clear()
 
-    def collect(self, core: RouterCore, status: RouterStatus, num_rejected: int) -> None:
+    def collect(self, core: Scheduler, status: RouterStatus, num_rejected: int) -> None:
         """Take over what others count; call before each snapshot."""
         recorder = self.recorder
         for request_class, load in status.load.items():
@@ -170,7 +170,7 @@ class RouterMetrics:
         recorder.gauge(STALLED).value = status.stalled_s
         recorder.counter(IPC_REJECTED, "router").value = num_rejected
 
-    def _count_pauses(self, core: RouterCore) -> None:
+    def _count_pauses(self, core: Scheduler) -> None:
         for request_class, counters in core.counters.items():
             for family, value in (
                 (PAUSES, counters.num_pauses),
@@ -181,19 +181,19 @@ class RouterMetrics:
             ):
                 self.recorder.counter(family, request_class.value).value = value
 
-    def _count_computed(self, core: RouterCore) -> None:
+    def _count_computed(self, core: Scheduler) -> None:
         for request_class, work in core.computed_tokens.items():
             for kind, value in (("prompt", work.num_prompt), ("decode", work.num_decodes)):
                 self.recorder.counter(COMPUTED_TOKENS, request_class.value, kind).value = value
 
-    def _count_raised(self, core: RouterCore) -> None:
+    def _count_raised(self, core: Scheduler) -> None:
         for request_class in RequestClass:
             for target in SLO.__struct_fields__:
                 label = target.rpartition("_")[0]  # as `slo_requests_total` names them
                 counter = self.recorder.counter(RAISED_TARGETS, request_class.value, label)
                 counter.value = core.num_raised_targets.get(RaisedTarget(request_class, target), 0)
 
-    def _count_skips(self, core: RouterCore) -> None:
+    def _count_skips(self, core: Scheduler) -> None:
         counters = core.skip_counters
         for family, counts in (
             (REQUESTS_SKIPPED, counters.skipped),

@@ -26,7 +26,7 @@ from lightserve.messages.router_worker import (
     read_result,
     sampling_rows,
 )
-from lightserve.router.demand import TimeShare
+from lightserve.router.arrivals import TimeShare
 from lightserve.router.policies.base import NO_LIMIT
 from lightserve.router.request import Request
 from lightserve.router.step import PlannedStep

@@ -16,8 +16,8 @@ import numpy as np
 
 from lightserve.router.admission.base import AdmissionRound, PoolView
 from lightserve.router.admission.peak import SharedPrefixes
-from lightserve.router.core_config import CoreConfig
-from lightserve.router.demand import Outlook, RealTimeDemand
+from lightserve.router.arrivals import ArrivalStats, Outlook
+from lightserve.router.config import SchedulerConfig
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.memory_plan import MemoryPlan
 from lightserve.router.pipeline import Pipeline
@@ -42,7 +42,7 @@ MAX_NEWCOMERS = 32
 """Requests that begin or resume in one step: each takes the router about half a millisecond between
 two steps, for forecasts of memory above all, and the worker some time as well."""
 RT_GROWTH = 2
-"""Real-time requests may come to hold so many times `RealTimeDemand.most_held`."""
+"""Real-time requests may come to hold so many times `ArrivalStats.most_held`."""
 
 
 def fill(policy: Policy, step: StepBudget, memory: MemoryPlan, future: AdmissionRound) -> None:
@@ -115,11 +115,11 @@ class Planner:
 
     def __init__(
         self,
-        config: CoreConfig,
+        config: SchedulerConfig,
         waiting: WaitingQueue,
         rows: RequestTable,
         pipeline: Pipeline,
-        demand: RealTimeDemand,
+        demand: ArrivalStats,
     ) -> None:
         self._config = config
         self._policy = config.policy

@@ -1,4 +1,4 @@
-"""The router process: moves messages between the links and RouterCore. All the I/O is here.
+"""The router process: moves messages between the links and Scheduler. All the I/O is here.
 
 One single-threaded, event-driven loop: take in what has arrived (results first, so that the
 worker's next plan leaves before anything else is done), let the core plan, sleep until the next
@@ -58,18 +58,18 @@ from lightserve.metrics.catalogue import LOG_LINES_DROPPED
 from lightserve.metrics.recording import Recorder
 from lightserve.metrics.turns import TurnClock
 from lightserve.models.config import load_model_config, resolve_context_len
-from lightserve.router.core import RouterCore
+from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import (
-    CoreEvent,
     FromFrontend,
     FrontendGone,
     Outgoing,
+    SchedulerEvent,
     WorkersGone,
     WorkersReady,
 )
-from lightserve.router.factory import make_core
-from lightserve.router.intake import check_submit
+from lightserve.router.from_submit import check_submit
 from lightserve.router.metrics import RouterMetrics
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.types import FinishReason, FrontendId
 
@@ -127,7 +127,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
     workers: Hub[RouterToWorker, WorkerToRouter] = bind_hub(
         spec.workers_address, send_type=RouterToWorker, recv_type=WorkerToRouter
     )
-    core = make_core(spec.config, max_model_len=max_model_len)
+    core = Scheduler(make_scheduler_config(spec.config, max_model_len=max_model_len))
     decision_log = _open_log(spec, max_model_len)
     collector = Collector()
     control.send(ChildReady())
@@ -185,7 +185,7 @@ class RouterProcess:
     def __init__(
         self,
         spec: ChildSpec,
-        core: RouterCore,
+        core: Scheduler,
         frontends: Hub[RouterMessage, FrontendMessage],
         workers: Hub[RouterToWorker, WorkerToRouter],
         control: Link[ChildMessage, SupervisorMessage],
@@ -428,7 +428,7 @@ class RouterProcess:
         elif isinstance(message, WorkersLost) and message.generation == self._group.generation:
             self._lose_workers(next_generation=message.generation + 1)
 
-    def _dispatch(self, event: CoreEvent) -> None:
+    def _dispatch(self, event: SchedulerEvent) -> None:
         self._deliver(self._calls.on_message(event, time.monotonic()))
 
     def _send_status(self, now_s: float) -> None:

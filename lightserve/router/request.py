@@ -103,7 +103,7 @@ class Parameters:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request. Only `RouterCore` and the parts it owns write to it."""
+    """One request. Only `Scheduler` and the parts it owns write to it."""
 
     key: RequestKey
     prompt_token_ids: Int32Array

@@ -3,7 +3,7 @@
 Architecture 7: a target that an idle server could not meet is replaced, for scheduling, by 1.2
 times the predicted idle time. The client is told (`Request.scheduled_slo`), it is counted here,
 and attainment is judged by what was asked all the same. Nothing is raised while too little is
-known of what steps take. `RouterCore` asks once for every request that it takes in, and only
+known of what steps take. `Scheduler` asks once for every request that it takes in, and only
 under policies that look at deadlines.
 """
 
@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightserve.router.core_config import CoreConfig
+from lightserve.router.config import SchedulerConfig
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.request import ENDED, Request
+from lightserve.router.retry_after import QueueDelay
 from lightserve.router.slo import CompletionLedger, FeasibleSLO, IdleTimes, raise_to_feasible, track
 from lightserve.router.step_cost import StepShape
-from lightserve.router.waits import WaitForecast
 from lightserve.types import SLO, RequestClass
 
 
@@ -36,7 +36,7 @@ class RaisedTarget(NamedTuple):
 class SchedulingTargets:
     """Sets deadlines; O(1) per request, but for a look at the cache where a target seems tight."""
 
-    def __init__(self, config: CoreConfig, pipeline: Pipeline, waits: WaitForecast) -> None:
+    def __init__(self, config: SchedulerConfig, pipeline: Pipeline, waits: QueueDelay) -> None:
         self.num_raised: Counter[RaisedTarget] = Counter()
         """Since boot."""
         self._meets_deadlines = config.policy.meets_deadlines

@@ -1,4 +1,4 @@
-"""The real RouterCore under a virtual clock, with a simulated worker."""
+"""The real Scheduler under a virtual clock, with a simulated worker."""
 
 from lightserve.sim.hybrid import HybridConfig, run_hybrid
 from lightserve.sim.offline import SimulationConfig, make_workload, run

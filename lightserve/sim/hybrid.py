@@ -1,4 +1,4 @@
-"""Real-time and best-effort requests together through the real RouterCore.
+"""Real-time and best-effort requests together through the real Scheduler.
 
 Time passes as on a server: the core plans one step ahead, virtual hardware takes its time with
 noise, requests come by a Poisson process, from a closed loop, or as a trace says. The first and
@@ -26,9 +26,8 @@ from lightserve.messages.frontend_router import RequestDelta
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.baselines import OracleAdmission
 from lightserve.router.admission.classwise import ClasswiseAdmission
-from lightserve.router.core_config import CoreConfig
+from lightserve.router.config import SchedulerConfig, make_scheduler_config
 from lightserve.router.events import FromFrontend
-from lightserve.router.factory import make_core_config
 from lightserve.router.request import Request
 from lightserve.sim.report import HybridReport, Seen, Targets, Window, hybrid_report
 from lightserve.sim.simulation import Simulation, TimedCore, TimedEvent, Worker
@@ -231,7 +230,7 @@ class HybridRun:
             for event in clients.first_events(config.duration_s)
         ]
 
-    def _inner_worker(self, core_config: CoreConfig) -> Worker:
+    def _inner_worker(self, core_config: SchedulerConfig) -> Worker:
         if not self.config.checks_kv:
             return self.lengths_worker
         return SimulatedWorker(
@@ -351,7 +350,7 @@ def _traffic(config: HybridConfig) -> dict[RequestClass, Traffic]:
 
 def make_core_config_of(
     config: HybridConfig, clients: Mapping[RequestClass, Clients]
-) -> CoreConfig:
+) -> SchedulerConfig:
     """Return the core that a server with these options would have. Raises ConfigError."""
     longest = max(c.traffic.max_prompt_tokens + c.traffic.max_tokens for c in clients.values())
     if longest - 1 > config.capacity_tokens:
@@ -360,7 +359,7 @@ def make_core_config_of(
             f" got {config.capacity_tokens}"
         )
     serve = _serve_config(config)
-    core_config = make_core_config(serve, max_model_len=longest, seed=config.seed)
+    core_config = make_scheduler_config(serve, max_model_len=longest, seed=config.seed)
     if config.admission != "oracle":
         return core_config
 
@@ -388,7 +387,7 @@ def _serve_config(config: HybridConfig) -> ServeConfig:
     return ServeConfig(**options)
 
 
-def _open_log(config: HybridConfig, core_config: CoreConfig) -> DecisionLogFile | None:
+def _open_log(config: HybridConfig, core_config: SchedulerConfig) -> DecisionLogFile | None:
     """Return the decision log that is wanted. Raises ConfigError."""
     if config.decision_log is None:
         return None

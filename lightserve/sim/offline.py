@@ -1,4 +1,4 @@
-"""A queue of requests through the real RouterCore: how many decode steps, how many evictions.
+"""A queue of requests through the real Scheduler: how many decode steps, how many evictions.
 
 The setting of Past-Future's Table 1: requests come in order (all at the start, unless the
 workload says when), prompts are prefilled whole between decode steps, and what counts is decode
@@ -31,16 +31,16 @@ from lightserve.router.admission import ADMISSION_RULES
 from lightserve.router.admission.base import AdmissionRound, AdmissionRule, PoolView
 from lightserve.router.admission.baselines import OracleAdmission
 from lightserve.router.admission.peak import PeakAdmission, PeakRound
-from lightserve.router.core import RouterCore
-from lightserve.router.core_config import CoreConfig
+from lightserve.router.config import SchedulerConfig
 from lightserve.router.events import FromFrontend, Outgoing, WorkersReady
+from lightserve.router.from_submit import QueueLimits
 from lightserve.router.future_memory import IntArray
-from lightserve.router.intake import QueueLimits
 from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.policies import POLICIES
 from lightserve.router.policies.base import Phase, Policy
-from lightserve.router.policies.registry import POLICIES
 from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.request import Request
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.sim.report import Measurements, Report
 from lightserve.sim.traffic import DISTRIBUTION_MAX_TOKENS, Workload, load_workload
@@ -324,8 +324,8 @@ class OfflineRun:
             interval=ARTIFACT_INTERVAL_STEPS if config.paper_artifact else 1,
             limit=self._steps_to_event if config.steps_at_once else None,
         )
-        self._core = RouterCore(
-            CoreConfig(
+        self._core = Scheduler(
+            SchedulerConfig(
                 max_model_len=longest,
                 max_num_seqs=len(self._rows),
                 max_num_batched_tokens=ARTIFACT_PROMPT_BUDGET if config.paper_artifact else 1 << 40,

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightserve.router.core import RouterCore
 from lightserve.router.future_memory import IntArray, peak_memory
 from lightserve.router.output_lengths import FloatArray
 from lightserve.router.request import Request
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep, Reason
 from lightserve.sim.simulation import TimedCore
 from lightserve.sim.worker import RunLengths, VirtualHardware, WorkSums
@@ -448,7 +448,7 @@ class Measurements:
         """A request has left the batch."""
         self._peak = None
 
-    def report(self, num_finished: int, core: RouterCore, duration_s: float) -> Report:
+    def report(self, num_finished: int, core: Scheduler, duration_s: float) -> Report:
         """Return what the run came to."""
         share = 100.0 / (self._capacity * max(1, self._decode_steps))
         p50, p99 = _percentiles(self.router_s) * 1e3

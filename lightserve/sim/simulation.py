@@ -1,4 +1,4 @@
-"""Discrete-event simulation: the real RouterCore under a virtual clock.
+"""Discrete-event simulation: the real Scheduler under a virtual clock.
 
 Events are popped in time order, set the clock, and are handed to the core's four calls; the
 worker is `SimulatedWorker` with a step-time formula. Deterministic: no randomness of its own.
@@ -18,9 +18,9 @@ from lightserve.decisions.records import CoreCalls
 from lightserve.messages.common import StepCoefficients, TokenLogprob
 from lightserve.messages.frontend_router import Abort, ErrorCode, RequestDelta, Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
-from lightserve.router.core import RouterCore
-from lightserve.router.core_config import CoreConfig
-from lightserve.router.events import CoreEvent, FromFrontend, Outgoing, WorkersReady
+from lightserve.router.config import SchedulerConfig
+from lightserve.router.events import FromFrontend, Outgoing, SchedulerEvent, WorkersReady
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep, WaitUntil
 from lightserve.types import FinishReason, FrontendId, RequestClass, RequestKey
 
@@ -30,10 +30,10 @@ MEASURED_EVERY = 8
 """CPU time is asked for in every so many-th step: it is a system call, and may be a slow one."""
 
 
-class TimedCore(RouterCore):
-    """A RouterCore that measures itself; it decides as one that does not."""
+class TimedCore(Scheduler):
+    """A Scheduler that measures itself; it decides as one that does not."""
 
-    def __init__(self, config: CoreConfig) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
         self.step_cpu_s: list[float] = []
         """Of every `MEASURED_EVERY`-th step: CPU time of all calls since the step before was sent,
@@ -50,22 +50,22 @@ class TimedCore(RouterCore):
     def _clock(self) -> float:
         return time.process_time() if self._is_measured else 0.0
 
-    def on_message(self, event: CoreEvent, now_s: float) -> list[Outgoing]:
-        """See `RouterCore.on_message`."""
+    def on_message(self, event: SchedulerEvent, now_s: float) -> list[Outgoing]:
+        """See `Scheduler.on_message`."""
         start_s = self._clock()
         news = super().on_message(event, now_s)
         self._cpu_s += self._clock() - start_s
         return news
 
     def plan(self, now_s: float) -> PlannedStep | WaitUntil:
-        """See `RouterCore.plan`."""
+        """See `Scheduler.plan`."""
         start_s = self._clock()
         step = super().plan(now_s)
         self._cpu_s += self._clock() - start_s
         return step
 
     def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:
-        """See `RouterCore.commit`."""
+        """See `Scheduler.commit`."""
         start_s = self._clock()
         plan = super().commit(planned, now_s)
         if self._is_measured:
@@ -78,7 +78,7 @@ class TimedCore(RouterCore):
         return plan
 
     def on_result(self, result: StepResult, now_s: float) -> list[Outgoing]:
-        """See `RouterCore.on_result`."""
+        """See `Scheduler.on_result`."""
         start_s = self._clock()
         news = super().on_result(result, now_s)
         self._cpu_s += self._clock() - start_s
@@ -113,7 +113,7 @@ class TimedEvent:
     """Something that happens to the router at a given time."""
 
     time_s: float
-    event: CoreEvent
+    event: SchedulerEvent
 
 
 Frontend = Callable[[FrontendId, RequestDelta, float], list[TimedEvent]]
@@ -168,7 +168,7 @@ class Simulation:
         self.now_s = 0.0
         self._worker = worker
         self._step_time = step_time
-        self._heap: list[tuple[float, int, CoreEvent | StepResult | None]] = []
+        self._heap: list[tuple[float, int, SchedulerEvent | StepResult | None]] = []
         self._order = itertools.count()
         self._sent: deque[StepPlan] = deque()
         self._is_busy = False
@@ -187,10 +187,10 @@ class Simulation:
             self._handle(event)
             self._plan()
 
-    def _push(self, time_s: float, event: CoreEvent | StepResult | None) -> None:
+    def _push(self, time_s: float, event: SchedulerEvent | StepResult | None) -> None:
         heapq.heappush(self._heap, (time_s, next(self._order), event))
 
-    def _handle(self, event: CoreEvent | StepResult | None) -> None:
+    def _handle(self, event: SchedulerEvent | StepResult | None) -> None:
         if event is None:
             return
         if isinstance(event, StepResult):

@@ -28,13 +28,13 @@ from lightserve.messages.common import (
 from lightserve.messages.frontend_router import ErrorCode, Submit
 from lightserve.messages.router_worker import AddSequence, StepPlan, StepResult
 from lightserve.router.admission.baselines import ConservativeAdmission
-from lightserve.router.core import RouterCore
-from lightserve.router.core_config import CoreConfig
+from lightserve.router.config import SchedulerConfig
 from lightserve.router.events import FromFrontend
-from lightserve.router.intake import QueueLimits
+from lightserve.router.from_submit import QueueLimits
 from lightserve.router.output_lengths import OutputLengths
-from lightserve.router.policies.registry import POLICIES
+from lightserve.router.policies import POLICIES
 from lightserve.router.request import Request
+from lightserve.router.scheduler import Scheduler
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.structured import compile_matcher, kept_bytes, model_vocabulary
 from lightserve.tokenization.tokenizer import Tokenizer
@@ -126,10 +126,10 @@ def make_request(
 
 def run(
     runner: ModelRunner, requests: list[Submit], *, num_slots: int = NUM_SLOTS
-) -> tuple[Simulation, RouterCore]:
+) -> tuple[Simulation, Scheduler]:
     scarce = num_slots < NUM_SLOTS
-    core = RouterCore(
-        CoreConfig(
+    core = Scheduler(
+        SchedulerConfig(
             max_model_len=MAX_LEN,
             max_num_seqs=32,
             max_num_batched_tokens=256,

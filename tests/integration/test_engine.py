@@ -29,14 +29,14 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.baselines import ConservativeAdmission
-from lightserve.router.core import RouterCore
-from lightserve.router.core_config import CoreConfig
+from lightserve.router.config import SchedulerConfig
 from lightserve.router.events import FromFrontend
-from lightserve.router.intake import QueueLimits
+from lightserve.router.from_submit import QueueLimits
 from lightserve.router.kv.cache import Preemption
 from lightserve.router.output_lengths import OutputLengths
-from lightserve.router.policies.registry import POLICIES
+from lightserve.router.policies import POLICIES
 from lightserve.router.request import Request
+from lightserve.router.scheduler import Scheduler
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
 from lightserve.worker.engine import build_runner
@@ -132,9 +132,9 @@ def run(
     num_slots: int = NUM_SLOTS,
     admission: AdmissionRule | None = None,
     extra: list[TimedEvent] | None = None,
-) -> tuple[dict[int, Answer], RouterCore]:
-    core = RouterCore(
-        CoreConfig(
+) -> tuple[dict[int, Answer], Scheduler]:
+    core = Scheduler(
+        SchedulerConfig(
             max_model_len=MAX_LEN,
             max_num_seqs=32,
             max_num_batched_tokens=budget,

@@ -52,8 +52,9 @@ from lightserve.messages.supervision import (
     WorkersLost,
     WorkersStalled,
 )
-from lightserve.router.factory import make_core
+from lightserve.router.config import make_scheduler_config
 from lightserve.router.process import RouterProcess
+from lightserve.router.scheduler import Scheduler
 from lightserve.types import (
     SLO,
     FinishReason,
@@ -129,7 +130,7 @@ def make_scene(**options: object) -> Scene:
     )
     process = RouterProcess(
         spec,
-        make_core(config, max_model_len=128),
+        Scheduler(make_scheduler_config(config, max_model_len=128)),
         frontends,
         workers,
         supervisor.connect_link("router-0"),

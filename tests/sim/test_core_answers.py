@@ -27,10 +27,10 @@ from lightserve.messages.frontend_router import (
     RequestDelta,
 )
 from lightserve.messages.router_worker import OutputKind, StepPlan
-from lightserve.router.core import RouterCore
-from lightserve.router.events import CoreEvent, FromFrontend, FrontendGone
+from lightserve.router.events import FromFrontend, FrontendGone, SchedulerEvent
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies import step_budget
+from lightserve.router.scheduler import Scheduler
 from lightserve.sim.simulation import TimedEvent
 from lightserve.sim.worker import position_logprob
 from lightserve.types import FrontendId, RequestId, RequestKey, SamplingParams
@@ -77,7 +77,7 @@ class LaggingFrontend:
 
 
 def run(
-    core: RouterCore, arrivals: list[Arrival], frontend: LaggingFrontend
+    core: Scheduler, arrivals: list[Arrival], frontend: LaggingFrontend
 ) -> dict[int, list[int]]:
     simulation = make_simulation(core, frontend)
     simulation.run(
@@ -149,7 +149,7 @@ def test_a_silent_frontend_pauses_its_request_only() -> None:
 @pytest.mark.parametrize(
     "ending", [FromFrontend(FRONTEND, Abort(request_id=RequestId(0))), FrontendGone(FRONTEND)]
 )
-def test_a_request_that_never_says_finish_is_forgotten(ending: CoreEvent) -> None:
+def test_a_request_that_never_says_finish_is_forgotten(ending: SchedulerEvent) -> None:
     lengths = NotedLengths()
     core = make_core("chunked", lengths=lengths)
     simulation = make_simulation(core)

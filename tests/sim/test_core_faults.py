@@ -25,8 +25,8 @@ from lightserve.messages.router_worker import (
     row_results,
 )
 from lightserve.router.admission.baselines import ConservativeAdmission
-from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend, FrontendGone, Outgoing, WorkersGone, WorkersReady
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.sim.simulation import Outcome
 from lightserve.sim.worker import SimulatedWorker
@@ -169,9 +169,7 @@ def test_random_faults(block: int) -> None:
         assert world.core.num_used_slots == 0
 
 
-def run_with_poison(
-    core: RouterCore, poison: int, num_requests: int
-) -> dict[int, ErrorCode | None]:
+def run_with_poison(core: Scheduler, poison: int, num_requests: int) -> dict[int, ErrorCode | None]:
     """Kill the workers whenever a plan has the poison's row; return how each request ended."""
     arrivals = [Arrival(0.0, 4, 3, 3) for _ in range(num_requests)]
     ends: dict[int, ErrorCode | None] = {}

@@ -29,15 +29,14 @@ from lightserve.config import ServeConfig
 from lightserve.messages.common import RegexConstraint
 from lightserve.messages.frontend_router import ClassLoad, KVPool, unpack_kinds
 from lightserve.messages.router_worker import StepPlan, pack_results, plan_rows, row_results
-from lightserve.router.core import RouterCore
-from lightserve.router.core_config import CoreConfig
+from lightserve.router.config import SchedulerConfig, make_admission
 from lightserve.router.events import FromFrontend, FrontendGone, WorkersGone, WorkersReady
-from lightserve.router.factory import make_admission
-from lightserve.router.intake import QueueLimits
+from lightserve.router.from_submit import QueueLimits
 from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import least_recently_used, task_aware
 from lightserve.router.output_lengths import OutputLengths
-from lightserve.router.policies.registry import POLICIES
+from lightserve.router.policies import POLICIES
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.sim.worker import SimulatedWorker
@@ -303,8 +302,8 @@ class Scene:
     """One step after the other; remembers the step of each request's first token."""
 
     def __init__(self) -> None:
-        self.core = RouterCore(
-            CoreConfig(
+        self.core = Scheduler(
+            SchedulerConfig(
                 max_model_len=VICTIM_LEN,
                 max_num_seqs=16,
                 max_num_batched_tokens=256,
@@ -391,7 +390,7 @@ some_options = st.builds(
 )
 
 
-def _simulation(core: RouterCore) -> Simulation:
+def _simulation(core: Scheduler) -> Simulation:
     worker = SimulatedWorker(
         num_slots=NUM_SLOTS,
         max_num_seqs=MAX_SEQS,
@@ -401,7 +400,7 @@ def _simulation(core: RouterCore) -> Simulation:
     return Simulation(core, worker, step_time, num_slots=NUM_SLOTS, num_host_slots=NUM_HOST_SLOTS)
 
 
-def _checked_map(core: RouterCore) -> KVPool:
+def _checked_map(core: Scheduler) -> KVPool:
     """Return the map, which agrees with itself and with the core's figures."""
     pool = core.kv_map()
     assert pool is not None and pool.slots is not None
@@ -438,7 +437,7 @@ def test_at_any_moment(
 def test_what_is_copied_ahead_is_checkpointed() -> None:
     options = KVOptions(block_size=4, preemption=Preemption.CHECKPOINT, clean_ahead_tokens=24)
     core = make_core("priority", 64, admission=RecklessAdmission(), kv=options)
-    core._booking._steps_since_take = 0  # memory was just taken from a request
+    core._commit._steps_since_take = 0  # memory was just taken from a request
     arrivals = [
         Arrival(0.0, 30, 20, 20, request_class=request_class) for request_class in RequestClass
     ]

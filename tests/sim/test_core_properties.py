@@ -26,11 +26,11 @@ from lightserve.messages.frontend_router import ClassLoad, ErrorCode
 from lightserve.messages.router_worker import StepPlan
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.baselines import ConservativeAdmission
-from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend, FrontendGone, Outgoing, WorkersGone, WorkersReady
 from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import task_aware
-from lightserve.router.policies.registry import POLICIES
+from lightserve.router.policies import POLICIES
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.sim.simulation import Outcome, TimedEvent
 from lightserve.sim.worker import SimulatedWorker
@@ -245,7 +245,7 @@ class Scene:
     def __init__(self, seed: int, policy: str, kv: KVOptions, num_slots: int) -> None:
         rng = random.Random(seed)
         self.num_slots = num_slots
-        self.core: RouterCore = make_core(
+        self.core: Scheduler = make_core(
             policy, rng.choice([6, 24, 64]), admission=RecklessAdmission(), kv=kv
         )
         self.arrivals = [

@@ -12,13 +12,13 @@ from support.policy_scenes import RT, Admitting, Queue, filled, make_request, ru
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
-from lightserve.router.core import RouterCore
+from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import FromFrontend
-from lightserve.router.factory import make_core_config
 from lightserve.router.policies.base import LOOK_AHEAD, Phase, Policy, StepLimits
 from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 from lightserve.router.request import Request
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.slo import TokenDeadlines
 from lightserve.router.step import Reason, Skips
 from lightserve.router.step_cost import StepCost, StepShape
@@ -114,8 +114,8 @@ class TurnTaking:
 
 def ends(policy: Policy) -> list[float]:
     """Return when each of two long and twenty short requests is through."""
-    core_config = make_core_config(ServeConfig(policy="unified"), max_model_len=16384)
-    core = RouterCore(dataclasses.replace(core_config, policy=policy))
+    core_config = make_scheduler_config(ServeConfig(policy="unified"), max_model_len=16384)
+    core = Scheduler(dataclasses.replace(core_config, policy=policy))
     worker = VirtualWorker(
         A100_LLAMA2_7B,
         LengthWorker(max_num_seqs=core_config.max_num_seqs, max_model_len=16384),

@@ -28,13 +28,13 @@ from lightserve.messages.router_worker import (
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.admission.classwise import ClasswiseAdmission
-from lightserve.router.core import RouterCore
-from lightserve.router.core_config import CoreConfig
+from lightserve.router.config import SchedulerConfig
 from lightserve.router.events import FromFrontend, WorkersReady
-from lightserve.router.intake import QueueLimits
+from lightserve.router.from_submit import QueueLimits
 from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.output_lengths import OutputLengths
-from lightserve.router.policies.registry import POLICIES
+from lightserve.router.policies import POLICIES
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep, Reason
 from lightserve.sim.hybrid import HybridRun
 from lightserve.sim.simulation import Outcome
@@ -86,8 +86,8 @@ class Scene:
         budget: int = 256,
         admission: AdmissionRule | None = None,
     ) -> None:
-        self.core = RouterCore(
-            CoreConfig(
+        self.core = Scheduler(
+            SchedulerConfig(
                 max_model_len=MAX_LEN,
                 max_num_seqs=num_rows,
                 max_num_batched_tokens=budget,

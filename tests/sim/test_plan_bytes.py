@@ -35,12 +35,12 @@ from lightserve.messages.router_worker import (
     row_results,
     unpack_decodes,
 )
-from lightserve.router import intake, memory_plan
-from lightserve.router.core import RouterCore
+from lightserve.router import from_submit, memory_plan
 from lightserve.router.events import FromFrontend, WorkersReady
-from lightserve.router.intake import COPY_BYTES, ROW_BYTES, SLOT_BYTES, newcomer_bytes
+from lightserve.router.from_submit import COPY_BYTES, ROW_BYTES, SLOT_BYTES, newcomer_bytes
 from lightserve.router.kv.prefix_node import least_recently_used
 from lightserve.router.request import WAITING
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.sim.worker import LengthWorker, PlanError, SimulatedWorker
 from lightserve.types import FrontendId, RequestClass, RequestId, RowId, SamplingParams, StepId
@@ -68,13 +68,13 @@ def _submit(number: int, **changes: Any) -> FromFrontend:
     return FromFrontend(FRONTEND, Submit(**values | changes))
 
 
-def _finish(core: RouterCore, plan: StepPlan, now_s: float) -> None:
+def _finish(core: Scheduler, plan: StepPlan, now_s: float) -> None:
     rows = [RowResult(row.row, [7]) for row in plan_rows(plan) if row.output]
     result = pack_results(plan, rows, exec_s=0.01)
     core.on_result(result, now_s)
 
 
-def _large_core() -> RouterCore:
+def _large_core() -> Scheduler:
     core = make_core(
         "unified",
         8192,
@@ -86,7 +86,7 @@ def _large_core() -> RouterCore:
     return core
 
 
-def _next_plan(core: RouterCore, now_s: float) -> tuple[PlannedStep, StepPlan]:
+def _next_plan(core: Scheduler, now_s: float) -> tuple[PlannedStep, StepPlan]:
     step = core.plan(now_s)
     assert isinstance(step, PlannedStep)
     return step, core.commit(step, now_s)
@@ -107,7 +107,7 @@ def test_many_newcomers_on_one_cached_prefix_join_in_several_steps() -> None:
         now_s += 1.0
         _, plan = _next_plan(core, now_s)
         nums_joined.append(len(plan.sequences))
-        assert _encoded(plan) <= intake.MAX_NEWCOMER_BYTES + 300 * 64
+        assert _encoded(plan) <= from_submit.MAX_NEWCOMER_BYTES + 300 * 64
         _finish(core, plan, now_s)
         now_s += 1.0
     assert sum(nums_joined) == 128

@@ -15,9 +15,9 @@ import pytest
 from support.storms import Storm, WatchedPolicy, play
 
 from lightserve.router.admission.classwise import ClasswiseAdmission
-from lightserve.router.core import RouterCore
 from lightserve.router.request import WAITING, Request
 from lightserve.router.request_table import RequestTable
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.router.step_cost import StepCost
 
@@ -79,7 +79,7 @@ def fields_of(thing: Any) -> list[str]:
     return [*getattr(thing, "__dict__", {}), *(name for name in slots if name != "__weakref__")]
 
 
-class ComparingCore(RouterCore):
+class ComparingCore(Scheduler):
     """Compares itself with a copy that was made before each plan."""
 
     num_plans = 0

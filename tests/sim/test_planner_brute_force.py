@@ -16,7 +16,7 @@ from support.policy_scenes import BE, RT, make_request
 from support.small_states import Reading, State, empty_state, make_state
 
 from lightserve.messages.common import StepCoefficients
-from lightserve.router.policies.registry import POLICIES
+from lightserve.router.policies import POLICIES
 from lightserve.router.step import Scheduled
 
 NUM_STATES = 240

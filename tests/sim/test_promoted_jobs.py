@@ -7,13 +7,13 @@ import pytest
 from support.policy_scenes import BE, RT, Admitting, Queue, filled, make_request, running_of
 
 from lightserve.config import ServeConfig
-from lightserve.router.core import RouterCore
+from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import FromFrontend
-from lightserve.router.factory import make_core_config
 from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import Request
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.slo import CompletionLedger, TokenDeadlines
 from lightserve.router.step_cost import StepCost, StepShape
 from lightserve.sim.simulation import Simulation, TimedEvent
@@ -100,8 +100,8 @@ def test_the_queue_knows_its_jobs_by_their_ends() -> None:
 def ends(slo: SLO) -> tuple[list[float], float]:
     """Return how long ten jobs took behind a backlog, and the share of real-time first tokens
     that came in time."""
-    core_config = make_core_config(ServeConfig(policy="unified"), max_model_len=2048)
-    core = RouterCore(core_config)
+    core_config = make_scheduler_config(ServeConfig(policy="unified"), max_model_len=2048)
+    core = Scheduler(core_config)
     worker = VirtualWorker(
         A100_LLAMA2_7B,
         LengthWorker(max_num_seqs=core_config.max_num_seqs, max_model_len=2048),

@@ -25,12 +25,12 @@ from lightserve.decisions.records import Decision, Input, RecordedCore, decision
 from lightserve.messages.frontend_router import Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.admission.baselines import ConservativeAdmission
-from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend, FrontendGone, WorkersGone
 from lightserve.router.kv.cache import KVOptions
 from lightserve.router.kv.prefix_node import task_aware
-from lightserve.router.policies.registry import POLICIES
+from lightserve.router.policies import POLICIES
 from lightserve.router.request import RequestState
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep, Reason
 from lightserve.sim.simulation import TimedEvent
 from lightserve.types import FrontendId, RequestClass
@@ -51,7 +51,7 @@ arrivals_strategy = st.lists(
 )
 
 
-class AccountingCore(RouterCore):
+class AccountingCore(Scheduler):
     """Checks each step that it books: all live requests are in it, or are accounted for, once."""
 
     num_checked = 0
@@ -89,7 +89,7 @@ class Lines:
     def append(self, record: Input | Decision) -> None:
         self.lines.append(msgspec.json.encode(record))
 
-    def replay(self, core: RouterCore) -> None:
+    def replay(self, core: Scheduler) -> None:
         """Check that a fresh core decides what the lines say."""
         for line in self.lines:
             record = msgspec.json.decode(line, type=Input | Decision)
@@ -151,7 +151,7 @@ def test_every_request_is_accounted_for(
         events.append(TimedEvent(gone_s, FrontendGone(FrontendId(7))))
     simulation.run(events)
     assert core.num_checked > 0
-    log.replay(RouterCore(config))
+    log.replay(Scheduler(config))
 
 
 def _with_stop_strings(timed: TimedEvent) -> TimedEvent:

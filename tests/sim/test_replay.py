@@ -23,8 +23,8 @@ from lightserve.config import ServeConfig
 from lightserve.decisions.records import DECIDING_OPTIONS, new_hash
 from lightserve.decisions.replaying import MAX_LINES, DecisionLogReader, find_request, story_of
 from lightserve.errors import ConfigError, DecisionLogError
-from lightserve.router.factory import make_core_config
-from lightserve.router.policies.registry import POLICIES
+from lightserve.router.config import make_scheduler_config
+from lightserve.router.policies import POLICIES
 
 TRAFFIC = (
     *("--rt", "poisson:8", "--rt-lengths", "uniform:10-200,5-60", "--rt-max-tokens", "80"),
@@ -330,5 +330,5 @@ def test_all_options_that_decide_are_recorded() -> None:
 
     for policy in ("chunked", "unified"):
         config = ServeConfig(policy=policy)
-        make_core_config(Watched(), max_model_len=100)  # type: ignore[arg-type]
+        make_scheduler_config(Watched(), max_model_len=100)  # type: ignore[arg-type]
     assert read and read <= set(DECIDING_OPTIONS)

@@ -16,14 +16,14 @@ from support.core_scenes import Arrival, RecklessAdmission, check_outcome, submi
 from lightserve.messages.common import StepCoefficients
 from lightserve.messages.frontend_router import Abort
 from lightserve.messages.router_worker import StepPlan
-from lightserve.router.core import RouterCore
-from lightserve.router.core_config import CoreConfig
+from lightserve.router.config import SchedulerConfig
 from lightserve.router.events import FromFrontend, WorkersGone, WorkersReady
-from lightserve.router.intake import QueueLimits
+from lightserve.router.from_submit import QueueLimits
 from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.output_lengths import OutputLengths
-from lightserve.router.policies.registry import POLICIES
+from lightserve.router.policies import POLICIES
 from lightserve.router.request import Request
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep, Reason
 from lightserve.sim.simulation import Outcome
 from lightserve.sim.worker import ProfiledHardware, SimulatedWorker, VirtualWorker
@@ -52,8 +52,8 @@ class Scene:
     """A core and a worker; a best-effort request that lost half of its KV to a real-time one."""
 
     def __init__(self, policy: str = "unified", *, overlaps: bool = True) -> None:
-        self.core = RouterCore(
-            CoreConfig(
+        self.core = Scheduler(
+            SchedulerConfig(
                 max_model_len=MAX_LEN,
                 max_num_seqs=MAX_SEQS,
                 max_num_batched_tokens=512,

@@ -15,15 +15,15 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.router.admission.base import AdmissionRule, PoolView
 from lightserve.router.admission.baselines import ConservativeAdmission
-from lightserve.router.core import RouterCore
-from lightserve.router.core_config import CoreConfig
+from lightserve.router.config import SchedulerConfig
 from lightserve.router.events import FromFrontend
-from lightserve.router.intake import QueueLimits
+from lightserve.router.from_submit import QueueLimits
 from lightserve.router.kv.cache import KVOptions
 from lightserve.router.kv.prefix_node import EvictionOrder
 from lightserve.router.output_lengths import OutputLengths
-from lightserve.router.policies.registry import POLICIES
+from lightserve.router.policies import POLICIES
 from lightserve.router.request import Request
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.slo import SLOClock, curve_clock
 from lightserve.sim.simulation import Frontend, Outcome, Simulation, TimedEvent
 from lightserve.sim.worker import EOS_TOKEN_ID, SimulatedWorker, sampled_token
@@ -79,9 +79,9 @@ def make_core(
     max_model_len: int = MAX_LEN,
     max_num_seqs: int = MAX_SEQS,
     max_parameter_bytes: int = 1 << 30,
-) -> RouterCore:
-    return RouterCore(
-        CoreConfig(
+) -> Scheduler:
+    return Scheduler(
+        SchedulerConfig(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,

@@ -18,14 +18,14 @@ from lightserve.config import ServeConfig
 from lightserve.messages.common import StepCoefficients, TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Abort, Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
-from lightserve.router.core import RouterCore
-from lightserve.router.core_config import CoreConfig
+from lightserve.router.config import SchedulerConfig
 from lightserve.router.events import FromFrontend
-from lightserve.router.intake import QueueLimits
+from lightserve.router.from_submit import QueueLimits
 from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import least_recently_used, task_aware
 from lightserve.router.output_lengths import OutputLengths
-from lightserve.router.policies.registry import POLICIES
+from lightserve.router.policies import POLICIES
+from lightserve.router.scheduler import Scheduler
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
 from lightserve.worker.engine import build_runner
@@ -285,10 +285,10 @@ _COUNTERS = (
 )
 
 
-def make_core(schedule: Schedule) -> RouterCore:
+def make_core(schedule: Schedule) -> Scheduler:
     """Return a core that admits all requests, so that memory runs out."""
-    return RouterCore(
-        CoreConfig(
+    return Scheduler(
+        SchedulerConfig(
             max_model_len=MAX_LEN,
             max_num_seqs=MAX_SEQS,
             max_num_batched_tokens=schedule.budget,
@@ -302,7 +302,7 @@ def make_core(schedule: Schedule) -> RouterCore:
 
 
 def _tally(
-    core: RouterCore, model: WatchedModel, simulation: Simulation, num_requests: int
+    core: Scheduler, model: WatchedModel, simulation: Simulation, num_requests: int
 ) -> Tally:
     hits = [outcome.num_cached_tokens for outcome in simulation.outcomes.values()]
     tally = Tally(

@@ -12,8 +12,8 @@ import numpy as np
 
 from lightserve.messages.common import StepCoefficients
 from lightserve.router.admission.base import PoolView
-from lightserve.router.core_config import CoreConfig
-from lightserve.router.demand import RealTimeDemand
+from lightserve.router.arrivals import ArrivalStats
+from lightserve.router.config import SchedulerConfig
 from lightserve.router.kv.cache import KVOptions, KVStore, Preemption
 from lightserve.router.memory_plan import MemoryPlan
 from lightserve.router.output_lengths import OutputLengths
@@ -132,7 +132,7 @@ class State:
     def planner(self, policy: Policy | None = None) -> Planner:
         """Return the planner of a core with a policy, by default the unified one."""
         best_effort = [r for r in self.requests if r.request_class is BE]
-        config = CoreConfig(
+        config = SchedulerConfig(
             max_model_len=1 << 16,
             max_num_seqs=len(self.rows) + self.rows.num_free,
             max_num_batched_tokens=self.budget,
@@ -141,7 +141,7 @@ class State:
             admission=WholePrompts(self.kv, sum(r.num_held_tokens for r in best_effort)),
             lengths=OutputLengths(max_output_tokens=1 << 16),
         )
-        demand = RealTimeDemand()
+        demand = ArrivalStats()
         return Planner(config, self.waiting, self.rows, self.pipeline, demand)
 
     def planned(self, policy: Policy | None = None) -> list[Scheduled]:

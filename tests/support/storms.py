@@ -30,10 +30,9 @@ from lightserve.messages.router_worker import (
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.admission.classwise import ClasswiseAdmission
-from lightserve.router.core import RouterCore
-from lightserve.router.core_config import CoreConfig
+from lightserve.router.config import SchedulerConfig
 from lightserve.router.events import FromFrontend, FrontendGone, Outgoing, WorkersGone, WorkersReady
-from lightserve.router.intake import QueueLimits
+from lightserve.router.from_submit import QueueLimits
 from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import least_recently_used, task_aware
 from lightserve.router.output_lengths import OutputLengths
@@ -42,6 +41,7 @@ from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.queue import OLDEST_EVERY
 from lightserve.router.request import Request
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.slo import curve_clock, gap_clock
 from lightserve.router.step import PlannedStep, Scheduled, shape_of
 from lightserve.sim.simulation import Outcome
@@ -115,7 +115,7 @@ class Storm:
         self.load_s = link.choice([1e-5, 1e-4, 1e-3])
         """For each token from the host, as a profile says."""
         self.overlaps_copies = link.random() < 0.5
-        self.core = RouterCore(self._config())
+        self.core = Scheduler(self._config())
         self.now_s = 0.0
         self.num_steps = 0
         self.worker: SimulatedWorker | None = None
@@ -132,12 +132,12 @@ class Storm:
         self.num_acknowledgements = 0  # on their way
         self.start_workers()
 
-    def _config(self) -> CoreConfig:
+    def _config(self) -> SchedulerConfig:
         rng = self.rng
         lengths = OutputLengths(max_output_tokens=MAX_LEN)
         admission = rng.choice([*["reckless"] * 3, *["loose"] * 2, "conservative"])
         is_exclusive = rng.random() < 0.15
-        return CoreConfig(
+        return SchedulerConfig(
             max_model_len=MAX_LEN,
             max_num_seqs=self.num_rows,
             max_num_batched_tokens=rng.choice([self.num_rows, 16, 24, 64]),

@@ -12,7 +12,7 @@ from test_admission import history, make_request
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
-from lightserve.router.demand import BURST_WINDOW_S, BurstHeadroom, expected_kv_tokens
+from lightserve.router.arrivals import BURST_WINDOW_S, BurstHeadroom, expected_kv_tokens
 
 POOL = 10_000
 

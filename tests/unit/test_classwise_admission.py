@@ -12,7 +12,7 @@ from test_admission import history, make_request
 from lightserve.config import ServeConfig
 from lightserve.router.admission import ADMISSION_RULES, risk
 from lightserve.router.admission.base import AdmissionRule, PoolView
-from lightserve.router.factory import make_admission
+from lightserve.router.config import make_admission
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.request import Request
 from lightserve.router.request_table import RequestTable

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from lightserve.cost.model import StepModel, StepShape
 from lightserve.messages.common import StepCoefficients
-from lightserve.router.demand import (
+from lightserve.router.arrivals import (
     IDLE_LIMIT_S,
     MAX_IDLE_LIMIT_S,
     MEMORY_S,
     NO_OUTLOOK,
     WINDOW_S,
+    ArrivalStats,
     Outlook,
-    RealTimeDemand,
 )
 from lightserve.router.output_lengths import PRIOR_MOST, expected_output
-from lightserve.router.policies.step_budget import IDLE_FLOORS, lent_until_s
+from lightserve.router.policies.unified import IDLE_FLOORS, lent_until_s
 
 shares = st.floats(0.0, 1.0)
 outlooks = st.builds(
@@ -33,8 +33,8 @@ def _tokens(shape: StepShape) -> float:
     return 1e-3 * shape.num_new
 
 
-def _steady(rate: float, duration_s: float, *, prompt: int, output: int) -> RealTimeDemand:
-    demand = RealTimeDemand()
+def _steady(rate: float, duration_s: float, *, prompt: int, output: int) -> ArrivalStats:
+    demand = ArrivalStats()
     for number in range(round(rate * duration_s)):
         demand.note_arrival(number / rate, prompt, max_output_tokens=1000)
         demand.note_decodes(output, sum(range(prompt + 1, prompt + output + 1)), number / rate)
@@ -43,7 +43,7 @@ def _steady(rate: float, duration_s: float, *, prompt: int, output: int) -> Real
 
 
 def test_nothing_is_asked_for_at_first() -> None:
-    demand = RealTimeDemand()
+    demand = ArrivalStats()
     assert demand.outlook(_tokens, 0.0) == NO_OUTLOOK
     demand.note_arrival(0.0, 10, max_output_tokens=1000)
     assert demand.outlook(_tokens, 0.4) == NO_OUTLOOK
@@ -58,7 +58,7 @@ def test_a_steady_stream_is_known() -> None:
 
 def test_what_is_assumed_soon_weighs_nothing() -> None:
     """Of 148 tokens that are assumed of four lives, 7 are left per life after 80 that had one."""
-    demand = RealTimeDemand()
+    demand = ArrivalStats()
     for number in range(80):
         demand.note_arrival(0.1 * number, 1, max_output_tokens=1 << 17)
     assert expected_output(PRIOR_MOST) < 150
@@ -75,7 +75,7 @@ def test_what_is_assumed_soon_weighs_nothing() -> None:
 def test_those_that_go_on_count_by_what_they_have_had(mean: float, seed: int) -> None:
     """Half of many are still running: the mean of those that ended would be a third of it."""
     lengths = np.random.default_rng(seed).geometric(1 / mean, 120)
-    demand = RealTimeDemand()
+    demand = ArrivalStats()
     for number in range(len(lengths)):
         demand.note_arrival(0.01 * number, 1, max_output_tokens=100)
     for age in range(int(np.median(lengths))):
@@ -89,7 +89,7 @@ def test_those_that_go_on_count_by_what_they_have_had(mean: float, seed: int) ->
 
 def test_most_memory_is_by_littles_law_until_more_was_seen() -> None:
     """4 per second with 40 steps of 80 tokens: 640 where a step takes 50 ms, and 1,280 in 100."""
-    demand = RealTimeDemand()
+    demand = ArrivalStats()
     assert demand.most_held(0.0, 0.05) == 0
     demand.note_arrival(0.0, 60, max_output_tokens=1000)
     assert demand.most_held(4 * 40 * 80, 0.05) == pytest.approx(640)
@@ -155,7 +155,7 @@ def test_an_idle_server_lends_all() -> None:
 
 def test_the_limit_of_an_idle_server_follows_the_tightest_target() -> None:
     """A quarter of it, as far as no step is longer than half a second; of the last half minute."""
-    demand = RealTimeDemand()
+    demand = ArrivalStats()
 
     def limit_after(now_s: float, ttft_s: float) -> float:
         demand.note_arrival(now_s, 100, max_output_tokens=20, ttft_s=ttft_s)
@@ -177,7 +177,7 @@ def test_a_slow_machine_is_not_left_with_one_row_a_step() -> None:
 
 
 def test_no_output_is_expected_beyond_what_may_be() -> None:
-    demand = RealTimeDemand()
+    demand = ArrivalStats()
     for number in range(40):
         demand.note_arrival(0.1 * number, 1, max_output_tokens=20)
     outlook = demand.outlook(_tokens, 4.0)

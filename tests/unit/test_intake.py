@@ -24,12 +24,12 @@ from lightserve.messages.router_worker import (
     pack_results,
     plan_rows,
 )
-from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend, FrontendGone, WorkersGone, WorkersReady
-from lightserve.router.intake import QueueLimits
+from lightserve.router.from_submit import QueueLimits
 from lightserve.router.queue import Backlog
+from lightserve.router.retry_after import MIN_RETRY_S
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
-from lightserve.router.waits import MIN_RETRY_S
 from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
 
 FRONTEND = FrontendId(0)
@@ -77,7 +77,7 @@ def _ids(number: int, count: int) -> tuple[int, ...]:
     return tuple(range(300 + number, 300 + number + count))
 
 
-def _sent(core: RouterCore, number: int, **fields: Any) -> list[RequestDelta]:
+def _sent(core: Scheduler, number: int, **fields: Any) -> list[RequestDelta]:
     """Submit as over a link: nothing that arrives is the same object as anything else."""
     frontend_id = fields.pop("frontend_id", FRONTEND)
     arrival = Arrival(0.0, 8, 4, 4, request_class=fields.pop("request_class", RT))

@@ -11,7 +11,7 @@ from lightserve.cli import simulate
 from lightserve.config import ServeConfig
 from lightserve.decisions.records import header_of
 from lightserve.errors import ConfigError
-from lightserve.router.policies.registry import make_policy
+from lightserve.router.policies import make_policy
 from tests.support.policy_scenes import BE, RT, make_request, select
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

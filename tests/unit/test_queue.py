@@ -13,12 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.core_scenes import NUM_SLOTS, Arrival, make_core, make_simulation, submit
 
 from lightserve.router.events import FromFrontend
-from lightserve.router.intake import request_of
+from lightserve.router.from_submit import request_of
 from lightserve.router.kv import prefix_tree
 from lightserve.router.kv.cache import KVOptions, KVStore
 from lightserve.router.kv.prefix_node import PrefixNode, task_aware
 from lightserve.router.kv.prefix_tree import MAX_VISITS, PrefixTree
-from lightserve.router.policies.registry import POLICIES
+from lightserve.router.policies import POLICIES
 from lightserve.router.queue import (
     MAX_COMPARED,
     MAX_COUNTED,

@@ -16,11 +16,11 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.metrics.recording import Recorder
 from lightserve.router.admission.baselines import EmaAdmission
-from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend, WorkersGone, WorkersReady
 from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.metrics import RouterMetrics
 from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.types import NO_SLO, SLO, FrontendId, RequestClass
 
@@ -31,7 +31,7 @@ TEN_MS = StepCoefficients(0.01, 1e9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 class Driver:
     """Runs a core by hand, on a clock of its own, as the router's loop does."""
 
-    def __init__(self, core: RouterCore, num_kv_slots: int) -> None:
+    def __init__(self, core: Scheduler, num_kv_slots: int) -> None:
         self.core = core
         self.metrics = RouterMetrics(Recorder())
         self.now_s = 0.0

@@ -19,7 +19,7 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.baselines import ConservativeAdmission
-from lightserve.router.booking import build_plan
+from lightserve.router.commit import build_plan
 from lightserve.router.kv.host import PlanCopies
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.queue import WaitingQueue

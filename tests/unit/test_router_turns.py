@@ -13,12 +13,12 @@ from lightserve.messages.router_worker import (
     pack_results,
     plan_rows,
 )
-from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.kv import prefix_tree
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.prefix_node import common_len, task_aware
 from lightserve.router.planner import MAX_NEWCOMERS
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.types import NO_SLO, SLO, FrontendId, RequestClass
 
@@ -26,7 +26,7 @@ FRONTEND = FrontendId(0)
 
 
 def _send(
-    core: RouterCore,
+    core: Scheduler,
     number: int,
     prompt: list[int],
     request_class: RequestClass = RequestClass.RT,
@@ -38,13 +38,13 @@ def _send(
     assert core.on_message(FromFrontend(FRONTEND, message), 1.0) == []
 
 
-def _step(core: RouterCore) -> StepPlan:
+def _step(core: Scheduler) -> StepPlan:
     planned = core.plan(1.0)
     assert isinstance(planned, PlannedStep)
     return core.commit(planned, 1.0)
 
 
-def _finish(core: RouterCore, plan: StepPlan) -> None:
+def _finish(core: Scheduler, plan: StepPlan) -> None:
     rows = [RowResult(row.row, [7]) for row in plan_rows(plan) if row.output]
     core.on_result(pack_results(plan, rows, exec_s=0.01), 1.0)
 

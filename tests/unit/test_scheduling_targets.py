@@ -17,11 +17,11 @@ from lightserve.messages.router_worker import (
     pack_results,
     plan_rows,
 )
-from lightserve.router.core import RouterCore
 from lightserve.router.events import FromFrontend, Outgoing, WorkersReady
 from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.output_lengths import OutputLengths
-from lightserve.router.policies.registry import POLICIES
+from lightserve.router.policies import POLICIES
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.slo import SLO_CLOCKS, CompletionLedger
 from lightserve.router.step import PlannedStep
 from lightserve.types import NO_SLO, SLO, FrontendId, RequestClass
@@ -44,7 +44,7 @@ BUDGET = 16
 class Server:
     """A core with workers, driven by hand; steps take as long as predicted, if anything is."""
 
-    def __init__(self, core: RouterCore, *, cost: StepCoefficients | None = COST) -> None:
+    def __init__(self, core: Scheduler, *, cost: StepCoefficients | None = COST) -> None:
         self.core = core
         self.now_s = 0.0
         core.on_message(WorkersReady(100, step_cost=cost), 0.0)

@@ -7,7 +7,7 @@ from support.policy_scenes import BE, RT, Admitting, Queue, filled, make_request
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
-from lightserve.router.demand import IDLE_LIMIT_S, SHARE_MEMORY_S, TimeShare
+from lightserve.router.arrivals import IDLE_LIMIT_S, SHARE_MEMORY_S, TimeShare
 from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 from lightserve.router.request import Request

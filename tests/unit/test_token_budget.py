@@ -11,9 +11,9 @@ from support.core_scenes import Arrival, make_core, submit
 from lightserve.config import ServeConfig
 from lightserve.decisions.records import event_of, input_of
 from lightserve.errors import ConfigError
-from lightserve.router.core import RouterCore
+from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import FromFrontend, WorkersGone, WorkersReady
-from lightserve.router.factory import make_core_config
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.types import FrontendId
 from lightserve.worker.profiling import limits_of
@@ -45,7 +45,7 @@ def test_what_is_given_has_room_for_a_token_of_every_sequence() -> None:
 
 
 def test_a_core_plans_as_on_a_cpu_until_workers_say_otherwise() -> None:
-    assert make_core_config(ServeConfig(), max_model_len=64).max_num_batched_tokens == 512
+    assert make_scheduler_config(ServeConfig(), max_model_len=64).max_num_batched_tokens == 512
 
 
 class _Runner:
@@ -63,14 +63,14 @@ def test_steps_are_profiled_up_to_the_budget(device_type: str, expected: int) ->
     assert limits.max_tokens == expected
 
 
-def first_chunk(core: RouterCore) -> int:
+def first_chunk(core: Scheduler) -> int:
     """Return how much of a prompt that waits is in the next step."""
     step = core.plan(0.0)
     assert isinstance(step, PlannedStep)
     return step.scheduled[0].num_tokens
 
 
-def waiting_core(policy: str, configured: int) -> RouterCore:
+def waiting_core(policy: str, configured: int) -> Scheduler:
     core = make_core(policy, configured)
     arrival = Arrival(0.0, PROMPT_TOKENS, 2, 2)
     core.on_message(FromFrontend(FrontendId(0), submit(0, arrival)), 0.0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.policy_scenes import BE, RT, Admitting, Queue, filled, make_request, running_of
 
-from lightserve.router.demand import IDLE_LIMIT_S
+from lightserve.router.arrivals import IDLE_LIMIT_S
 from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.step_budget import MIN_CHUNK, StepBudget
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy

@@ -8,22 +8,17 @@ from support.policy_scenes import BE, RT, make_request, planned_step
 
 from lightserve.messages.common import StepCoefficients
 from lightserve.router.admission.baselines import ConservativeAdmission
-from lightserve.router.core_config import CoreConfig
-from lightserve.router.intake import QueueLimits
+from lightserve.router.config import SchedulerConfig
+from lightserve.router.from_submit import QueueLimits
 from lightserve.router.kv.cache import KVOptions, KVStore
 from lightserve.router.output_lengths import PRIOR_MOST, OutputLengths, expected_output
 from lightserve.router.pipeline import Pipeline
-from lightserve.router.policies.registry import POLICIES
+from lightserve.router.policies import POLICIES
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import Request
 from lightserve.router.request_table import RequestTable
+from lightserve.router.retry_after import MAX_RETRY_S, MIN_RETRY_S, QueueDelay, Work
 from lightserve.router.step import Scheduled, shape_of
-from lightserve.router.waits import (
-    MAX_RETRY_S,
-    MIN_RETRY_S,
-    WaitForecast,
-    Work,
-)
 from lightserve.types import RequestClass
 
 TEN_MS = StepCoefficients(
@@ -47,7 +42,7 @@ class Scene:
         self.pipeline = Pipeline(max_num_batched_tokens=100)
         if cost is not None:
             self.pipeline.cost.use_profile(cost)
-        config = CoreConfig(
+        config = SchedulerConfig(
             max_model_len=4096,
             max_num_seqs=8,
             max_num_batched_tokens=100,
@@ -56,7 +51,7 @@ class Scene:
             admission=ConservativeAdmission(),
             lengths=OutputLengths(max_output_tokens=4096),
         )
-        self.waits = WaitForecast(config, self.waiting, self.rows, self.pipeline)
+        self.waits = QueueDelay(config, self.waiting, self.rows, self.pipeline)
         self.kv = KVStore(100_000, KVOptions())
         self._number = 0
 

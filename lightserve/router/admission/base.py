@@ -15,7 +15,7 @@ class PoolView:
 
     num_slots: int
     headroom: int = 0
-    """Slots that best-effort requests may not count on (`router.demand`); real-time ones may.
+    """Slots that best-effort requests may not count on (`router.arrivals`); real-time ones may.
 
     Only class-aware policies leave any, so only `ClasswiseAdmission` reads it.
     """

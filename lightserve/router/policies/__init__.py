@@ -1,1 +1,71 @@
 """Who advances in a step: one short file per policy."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+from lightserve.config import ServeConfig
+from lightserve.config.fields import is_class_path
+from lightserve.errors import ConfigError
+from lightserve.router.policies.base import Policy
+from lightserve.router.policies.baselines import (
+    ChunkedPolicy,
+    FcfsPolicy,
+    MlfqPolicy,
+    PriorityPolicy,
+    RoundRobinPolicy,
+    SjfPolicy,
+)
+from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
+
+# The policies by name, and those of other packages.
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "chunked": ChunkedPolicy,
+    "fcfs": FcfsPolicy,
+    "mlfq": MlfqPolicy,
+    "priority": PriorityPolicy,
+    "unified": UnifiedPolicy,
+    "round-robin": RoundRobinPolicy,
+    "sjf": SjfPolicy,
+}
+"""Factories of the choices of --policy, with what they take unless told otherwise."""
+
+
+def make_policy(config: ServeConfig) -> Policy:
+    """Return the configured policy.
+
+    Raises:
+        ConfigError: a class of another package cannot be had, or is no policy.
+    """
+    if is_class_path(config.policy):
+        return _own_policy(config.policy)
+    if config.policy == "unified":
+        return UnifiedPolicy(
+            UnifiedOptions(
+                late_min_share=config.late_min_share,
+                be_min_share=config.be_min_share,
+                best_first=config.be_by_sharing(),
+                long_prompt_tokens=config.long_prompt_tokens,
+            )
+        )
+    return POLICIES[config.policy]()
+
+
+def _own_policy(path: str) -> Policy:
+    """Return what MODULE:CLASS makes, called without arguments."""
+    module_name, _, name = path.partition(":")
+    try:
+        policy = getattr(importlib.import_module(module_name), name)()
+    except Exception as error:
+        raise ConfigError(f"--policy {path}: {type(error).__name__}: {error}") from error
+    missing = [member for member in _MEMBERS if not hasattr(policy, member)]
+    if missing:
+        raise ConfigError(f"--policy {path} is no policy: it has no {', '.join(missing)}")
+    made: Policy = policy
+    return made
+
+
+_MEMBERS = ("is_class_aware", "meets_deadlines", "phases")
+"""Of `Policy`."""

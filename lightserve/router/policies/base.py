@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from lightserve.router.demand import NO_OUTLOOK, Outlook, TimeShare
+from lightserve.router.arrivals import NO_OUTLOOK, Outlook, TimeShare
 from lightserve.router.queue import Turn
 from lightserve.router.request import Request
 from lightserve.router.request_table import NO_ROWS, Rows

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightserve.router.demand import Outlook
+from lightserve.router.arrivals import Outlook
 from lightserve.router.policies.base import LOOK_AHEAD, Phase
 from lightserve.router.policies.batch_order import BatchOrder, promote
 from lightserve.router.policies.step_budget import MEMORY_REASONS, StepBudget

@@ -46,7 +46,7 @@ from lightserve.messages.supervision import (
     NewApiKeys,
     SupervisorMessage,
 )
-from lightserve.router.deltas import MAX_DELTAS, DeltaBatch
+from lightserve.router.events import MAX_DELTAS, DeltaBatch
 from lightserve.router.request import Request
 from lightserve.types import (
     FinishReason,

@@ -25,8 +25,8 @@ from lightserve.router.pipeline import Pipeline
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import RUNNING, WAITING, Request
 from lightserve.router.request_table import Decodes, RequestTable
+from lightserve.router.retry_after import QueueDelay
 from lightserve.router.step import PlannedStep, Reason
-from lightserve.router.waits import WaitForecast
 from lightserve.types import BE, RT, RequestClass, RowId
 
 # From allotments to the message that workers execute.
@@ -163,7 +163,7 @@ AHEAD_STEPS = 256
 loses anything, every best-effort newcomer would still be the next victim for a moment."""
 
 
-class StepBooking:
+class StepCommit:
     """Carries out what `Planner` decided, in the order that copies rely on.
 
     Memory is taken first (its saves run before all else in the step), then requests start or come
@@ -172,7 +172,7 @@ class StepBooking:
     """
 
     def __init__(
-        self, waiting: WaitingQueue, rows: RequestTable, pipeline: Pipeline, waits: WaitForecast
+        self, waiting: WaitingQueue, rows: RequestTable, pipeline: Pipeline, waits: QueueDelay
     ) -> None:
         self._waiting = waiting
         self._rows = rows

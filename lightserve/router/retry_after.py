@@ -34,7 +34,7 @@ from lightserve.router.step_cost import StepShape
 from lightserve.types import BE, RT, RequestClass
 
 if TYPE_CHECKING:
-    from lightserve.router.core_config import CoreConfig
+    from lightserve.router.config import SchedulerConfig
     from lightserve.router.step import PlannedStep
 
 MIN_RETRY_S = 1.0
@@ -102,11 +102,11 @@ class _OfClass:
         )
 
 
-class WaitForecast:
+class QueueDelay:
     """See the module. Told of steps and requests by the core and its booking."""
 
     def __init__(
-        self, config: CoreConfig, waiting: WaitingQueue, rows: RequestTable, pipeline: Pipeline
+        self, config: SchedulerConfig, waiting: WaitingQueue, rows: RequestTable, pipeline: Pipeline
     ) -> None:
         self._waiting = waiting
         self._rows = rows

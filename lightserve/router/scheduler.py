@@ -1,4 +1,4 @@
-"""RouterCore: every decision and all book-keeping, behind four calls.
+"""Scheduler: every decision and all book-keeping, behind four calls.
 
 No I/O, no clock, no randomness, no logging: `process.py`, the simulator and the tests drive the
 same object through
@@ -15,6 +15,7 @@ rows that a plan in flight names are not reassigned before its result is there.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from lightserve.messages.frontend_router import (
     Acknowledge,
     ErrorCode,
     Finish,
+    KVPool,
+    RouterStatus,
     Submit,
 )
 from lightserve.messages.router_worker import (
@@ -32,35 +35,71 @@ from lightserve.messages.router_worker import (
     StepPlan,
     StepResult,
 )
-from lightserve.router.core_state import CoreState
-from lightserve.router.deltas import DeltaBatch
-from lightserve.router.demand import expected_kv_tokens
+from lightserve.router.arrivals import ArrivalStats, BurstHeadroom, expected_kv_tokens
+from lightserve.router.commit import KVCounters, SkipCounters, StepCommit
+from lightserve.router.config import SchedulerConfig
 from lightserve.router.events import (
-    CoreEvent,
+    DeltaBatch,
     FromFrontend,
     FrontendGone,
     Outgoing,
+    SchedulerEvent,
     WorkersGone,
     WorkersReady,
 )
-from lightserve.router.intake import most_tokens_in_plans, request_of
+from lightserve.router.from_submit import HeldParameters, most_tokens_in_plans, request_of
 from lightserve.router.kv.cache import KVStore
+from lightserve.router.kv.kv_map import describe_kv
+from lightserve.router.pipeline import Pipeline
+from lightserve.router.planner import Planner
+from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import ENDED, RUNNING, WAITING, Request, can_replay, until_end
+from lightserve.router.request_table import RequestTable
+from lightserve.router.retry_after import QueueDelay, Work
+from lightserve.router.scheduling_targets import RaisedTarget, SchedulingTargets
 from lightserve.router.slo import CompletionLedger
+from lightserve.router.status import check_integrity, router_status
 from lightserve.router.step import (
     PlannedStep,
     WaitUntil,
     each_scheduled,
 )
-from lightserve.types import RT, FrontendId, RequestKey, RowId
+from lightserve.types import RT, FrontendId, RequestClass, RequestKey, RowId
 
 
-class RouterCore(CoreState):
+class Scheduler:
     """See the module's docstring."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._requests: dict[RequestKey, Request] = {}
+        self._waiting = WaitingQueue()
+        self._rows = RequestTable(config.max_num_seqs)
+        self._kv: KVStore | None = None
+        self._pipeline = Pipeline(
+            max_steps_in_flight=config.max_steps_in_flight,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self._waits = QueueDelay(config, self._waiting, self._rows, self._pipeline)
+        self._targets = SchedulingTargets(config, self._pipeline, self._waits)
+        self._parameters = HeldParameters(config.max_parameter_bytes)
+        self._unfinished: dict[RequestKey, Request] = {}
+        """Requests whose last token was sent, but whose frontend still looks for a stop string."""
+        self._demand = ArrivalStats()
+        self._planner = Planner(config, self._waiting, self._rows, self._pipeline, self._demand)
+        self._commit = StepCommit(self._waiting, self._rows, self._pipeline, self._waits)
+        self._burst = BurstHeadroom(config.burst_headroom_s)
+        self._num_arrivals = 0
+        self.forecast_peak: int | None = None
+        """Slots that the batch was expected to need at its peak at the last admission."""
+        self.burst_headroom_tokens = 0
+        """Slots that best-effort newcomers had to leave free in the last step."""
+        self._suspects: list[Request] = []
+        """Requests that were in flight when workers died: each runs alone up to a token."""
 
     # ---------------------------------------------------------------- events
 
-    def on_message(self, event: CoreEvent, now_s: float) -> list[Outgoing]:
+    def on_message(self, event: SchedulerEvent, now_s: float) -> list[Outgoing]:
         """Take in what happened outside; return the news for frontends."""
         deltas = DeltaBatch()
         match event:
@@ -228,7 +267,7 @@ class RouterCore(CoreState):
             self.forecast_peak = planned.forecast_peak
         self.burst_headroom_tokens = planned.headroom
         self._burst.note_time(now_s)
-        return self._booking.book(planned, self._kv, now_s)
+        return self._commit.book(planned, self._kv, now_s)
 
     # ---------------------------------------------------------------- results
 
@@ -391,6 +430,93 @@ class RouterCore(CoreState):
         assert self._kv is not None
         self._kv.release(request, keep=request.keeps_kv)
         self._rows.release(request)
+
+    # ---------------------------------------------------------------- what operators see
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that hold rows and have not ended, in order of admission."""
+        return self._rows.of(self._rows.rows)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a request lost KV to another."""
+        return sum(counters.num_evictions for counters in self.counters.values())
+
+    @property
+    def num_preempted_tokens(self) -> int:
+        """Tokens that these have to compute again, unless they find them as cache."""
+        return sum(counters.lost_tokens for counters in self.counters.values())
+
+    @property
+    def counters(self) -> Mapping[RequestClass, KVCounters]:
+        """What happened to requests' KV."""
+        return self._commit.counters
+
+    @property
+    def skip_counters(self) -> SkipCounters:
+        """Whom steps left out, and why."""
+        return self._commit.skip_counters
+
+    @property
+    def computed_tokens(self) -> Mapping[RequestClass, Work]:
+        """What steps have computed for each class."""
+        return self._waits.computed
+
+    def predicted_wait_s(self, request_class: RequestClass) -> float:
+        """Return the predicted time until all of a class that waits has begun."""
+        return self._waits.seconds(request_class, self._kv)
+
+    @property
+    def num_raised_targets(self) -> Mapping[RaisedTarget, int]:
+        """Targets that an idle server could not have met: others are scheduled by."""
+        return self._targets.num_raised
+
+    @property
+    def num_used_slots(self) -> int:
+        """Slots of the KV pool that somebody holds."""
+        return 0 if self._kv is None else self._kv.num_used
+
+    @property
+    def num_cached_slots(self) -> int:
+        """Slots whose KV is kept although no live request reads it."""
+        return 0 if self._kv is None else self._kv.num_cached
+
+    @property
+    def num_host_slots(self) -> int:
+        """Size of the host pool."""
+        return 0 if self._kv is None else self._kv.checkpoints.num_slots
+
+    @property
+    def num_used_host_slots(self) -> int:
+        """Host slots that hold copies."""
+        return 0 if self._kv is None else self._kv.checkpoints.num_used
+
+    @property
+    def parameter_bytes(self) -> Mapping[RequestClass, int]:
+        """Memory of what requests have besides their prompts."""
+        return self._parameters.num_bytes
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have ended here, but whose frontend has not said at which token."""
+        return len(self._unfinished)
+
+    def kv_map(self) -> KVPool | None:
+        """Return what every slot of the pool is for; None without workers."""
+        return None if self._kv is None else describe_kv([*self._rows, *self._waiting], self._kv)
+
+    def status(self, now_s: float) -> RouterStatus:
+        """Return the pulse that frontends are told."""
+        return router_status(self._waiting, self._rows, self._kv, self._pipeline, now_s)
+
+    def check_integrity(self) -> None:
+        """Assert what must hold between any two calls (architecture 6, invariant 1)."""
+        check_integrity(self._requests, self._waiting, self._rows, self._kv)
+        held = [*self._requests.values(), *self._unfinished.values()]
+        for request_class, num_bytes in self._parameters.num_bytes.items():
+            kept = {r.parameters for r in held if r.request_class is request_class}
+            assert num_bytes == sum(parameters.num_bytes for parameters in kept)
 
 
 def _tokens(entries: list[int]) -> list[int]:

@@ -200,7 +200,7 @@ class Outlook(NamedTuple):
 NO_OUTLOOK = Outlook()
 
 
-class RealTimeDemand:
+class ArrivalStats:
     """Pure; O(1) per call."""
 
     def __init__(self) -> None:
