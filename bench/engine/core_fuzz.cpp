@@ -99,6 +99,37 @@ struct Buffer {
                        num_slots * size, slots, num_slots, scale, scale, 1e-5f, level,          \
                        threads);                                                                \
   }
+extern "C" {
+void core_scan_logits(const float*, int64_t, int64_t, int64_t, int64_t*, uint8_t*, int32_t, int32_t);
+void core_draw_tokens(const float*, int64_t, int64_t, const int64_t*, int64_t, const int64_t*,
+                      const float*, const float*, const double*, int64_t*, int32_t, int32_t);
+void core_top_tokens(const float*, int64_t, int64_t, const int64_t*, int64_t, const int64_t*,
+                     const float*, const float*, int64_t, float*, int64_t*, double*, int32_t,
+                     int32_t);
+}
+
+static void fuzz_drawing(int32_t level) {
+  const int32_t threads = static_cast<int32_t>(among(1, 3));
+  const int64_t rows = among(1, 5), vocab = among(1, 3000), top = among(1, smaller(vocab, 300));
+  Buffer<float> logits(rows * vocab), temperature(rows), min_p(rows), values(rows * top);
+  Buffer<int64_t> chosen(rows), largest(rows), tokens(rows), order(rows * top);
+  Buffer<uint8_t> good(rows);
+  Buffer<double> numbers(rows), all(rows);
+  for (int64_t i = 0; i < rows; i++) {
+    chosen[i] = i;
+    temperature[i] = 0.5f + temperature[i];
+    numbers[i] = static_cast<double>(among(0, 99)) / 100;
+  }
+  float* least = rows % 2 ? static_cast<float*>(min_p) : nullptr;
+  core_scan_logits(logits, vocab, rows, vocab, largest, good, level, threads);
+  core_draw_tokens(logits, vocab, vocab, chosen, rows, largest, temperature, least, numbers, tokens,
+                   level, threads);
+  core_top_tokens(logits, vocab, vocab, chosen, rows, largest, temperature, least, top, values,
+                  order, all, level, threads);
+  for (int64_t i = 0; i < rows; i++)
+    if (tokens[i] < 0 || tokens[i] >= vocab) std::abort();
+}
+
 FUZZ(float, f32, 0)
 FUZZ(bf16, bf16, 1)
 
@@ -108,6 +139,7 @@ int main(int, char** arguments) {
     for (int i = 0; i < std::atoi(arguments[1]); i++) {
       fuzz_f32(level);
       fuzz_bf16(level);
+      fuzz_drawing(level);
     }
   std::printf("good: %s rounds at each of %d levels\n", arguments[1], best);
 }

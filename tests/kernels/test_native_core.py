@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import logging
 import random
 import shutil
@@ -17,6 +18,7 @@ import pytest
 import torch
 from support import kernel_grid
 from support.kernel_grid import CPU, Poisoned, make_batch, make_inputs, relative_error
+from support.sampled_rows import make_batch as make_drawn
 from torch import Tensor
 
 from lightserve.kernels import select
@@ -26,7 +28,9 @@ from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.reference import ReferenceKernels, rounded_to_int8
 from lightserve.kernels.select import make_kernels
+from lightserve.types import SamplingParams
 from lightserve.worker import engine
+from lightserve.worker.sampling import sampler
 
 pytestmark = pytest.mark.skipif(bool(select.missing_core()), reason=select.missing_core())
 LEVELS = [level for level in Level if level is not Level.NONE]
@@ -222,6 +226,66 @@ def test_a_slot_beyond_the_pool_is_refused() -> None:
                 slot_mapping=torch.tensor([0, slot]), qk_norm=None,
             )  # fmt: skip
     assert not pool.any(), "nothing is written then"
+
+
+DRAWING_LEVELS = (Level.AVX2, Level.AVX512)
+"""Sets of instructions that tokens are drawn with."""
+
+
+def core_of(level: Level) -> core.Core:
+    if load_core().level < level:
+        pytest.skip(f"this machine has no {level.name}")
+    return dataclasses.replace(load_core(), level=level)
+
+
+@pytest.mark.parametrize("level", DRAWING_LEVELS, ids=[level.name for level in DRAWING_LEVELS])
+@pytest.mark.parametrize("vocab_size", [1, 2, 17, 255, 256, 257, 1000, 9_001])
+def test_the_native_core_draws_what_torch_draws(
+    level: Level, vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, generator = core_of(level), torch.Generator().manual_seed(vocab_size)
+    options: list[dict[str, float]] = [
+        {"temperature": 0.0}, {}, {"temperature": 0.01}, {"temperature": 1.7, "min_p": 0.02},
+        {"top_k": 1}, {"top_k": 7}, {"top_p": 0.3}, {"top_k": 300, "top_p": 0.99},
+        {"top_p": 0.9, "min_p": 0.001}, {"top_p": 0.9999},
+    ]  # fmt: skip
+    params = [SamplingParams(seed=seed, **options[seed % 10]) for seed in range(40)]  # type: ignore[arg-type]
+    logits = torch.randn(40, vocab_size, generator=generator) * 3
+    # Barred tokens come as minus infinity, behind what says whether the model's own are finite.
+    barred = torch.rand(40, vocab_size, generator=generator) < 0.3
+    barred[:, vocab_size // 2] = False
+    batches = [make_drawn(params, range(40)), make_drawn(params, range(40), allowed=~barred)]
+    for batch in batches:
+        monkeypatch.setattr(sampler, "_core", lambda: None)
+        expected = sampler.sample_on_host(logits, batch)
+        monkeypatch.setattr(sampler, "_core", lambda: own)
+        found = sampler.sample_on_host(logits, batch)
+        assert torch.equal(found.token_ids, expected.token_ids)
+        assert found.is_finite.all() and expected.is_finite.all()
+    assert not barred[range(40), found.token_ids].any()
+
+
+@pytest.mark.parametrize("level", DRAWING_LEVELS, ids=[level.name for level in DRAWING_LEVELS])
+def test_the_native_core_takes_the_first_of_equals_and_tells_what_is_no_number(
+    level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = core_of(level)
+    monkeypatch.setattr(sampler, "_core", lambda: own)
+    logits = torch.zeros(6, 3000)
+    logits[0, [700, 701, 2999]] = 5.0
+    logits[1] = -3e38
+    logits[2, 2999] = 3e38  # the row's sum is none, its numbers are
+    for row, value in ((3, torch.nan), (4, torch.inf), (5, -torch.inf)):
+        logits[row, 2990] = value
+    for params in ({"temperature": 0.0}, {"top_k": 1}, {"temperature": 1.0}):
+        drawn = sampler.sample_on_host(
+            logits,
+            make_drawn([SamplingParams(seed=1, **params)] * 6, range(6)),  # type: ignore[arg-type]
+        )
+        assert drawn.is_finite.tolist() == [True, True, True, False, False, False]
+        assert drawn.token_ids[2] == 2999 and drawn.token_ids[3:].tolist() == [0, 0, 0]
+        if params != {"temperature": 1.0}:
+            assert drawn.token_ids[:2].tolist() == [700, 0]
 
 
 class TestMissing:

@@ -72,6 +72,15 @@ class Operations:
         self.attention = function("attention", "plppllplplllllfpii")
 
 
+class Drawing:
+    """The functions that draw tokens; see the C++ for their arguments."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.scan = _typed(library.core_scan_logits, "plllppii")
+        self.draw = _typed(library.core_draw_tokens, "pllplpppppii")
+        self.top = _typed(library.core_top_tokens, "pllplppplpppii")
+
+
 @dataclass(frozen=True)
 class Core:
     """A loaded library and the instructions it may use."""
@@ -80,6 +89,7 @@ class Core:
     level: Level
     f32: Operations
     bf16: Operations
+    drawing: Drawing
 
     def packed_size(self, num_outputs: int, num_inputs: int, *, is_bf16: bool) -> int:
         """Return how many numbers a weight has when it is packed."""
@@ -118,4 +128,5 @@ def load_core() -> Core:
     library.core_packed_size_int8.argtypes = [_LONG, _LONG]
     library.core_packed_size_int8.restype = _LONG
     library.core_large_pages.argtypes = [_POINTER, _LONG]
-    return Core(library, level, Operations(library, "f32"), Operations(library, "bf16"))
+    f32, bf16 = Operations(library, "f32"), Operations(library, "bf16")
+    return Core(library, level, f32, bf16, Drawing(library))

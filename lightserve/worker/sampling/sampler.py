@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightserve.kernels.cpu.core import Core, CoreMissingError, load_core
 from lightserve.messages.common import TokenLogprob
 from lightserve.worker.sampling.interface import (
     Adjustments,
@@ -219,26 +220,62 @@ CANDIDATES = 256
 
 def sample_on_host(logits: Tensor, batch: SamplingBatch) -> Tokens:
     """Return the tokens of float32 logits [L, vocab] on the CPU."""
-    rows = batch.rows
-    is_finite = _finite_rows(logits)
+    rows, core = batch.rows, _core()
+    token_ids, is_finite = _scan(logits, core)
     if rows.adjustments is not None or batch.masks is not None:
         logits = adjust(logits, batch)
-        is_finite &= logits.amax(dim=-1).isfinite()
+        token_ids, _ = _scan(logits, core)
+        is_finite &= logits.gather(1, token_ids[:, None]).squeeze(1).isfinite()
     if not bool(is_finite.all()):
         logits = torch.where(is_finite[:, None], logits, 0.0)
-    token_ids = _largest(logits)
-    for draw, chosen in ((_draw_truncated, rows.truncated), (_draw, rows.drawn)):
-        if chosen:
+    for is_truncated, chosen in ((True, rows.truncated), (False, rows.drawn)):
+        if not chosen:
+            continue
+        numbers = _numbers(batch, chosen)
+        options = _Options(
+            rows.temperature[chosen, None],
+            rows.min_p[chosen, None] if rows.has_min_p else None,
+            rows.top_k[chosen, None].long(),
+            rows.top_p[chosen, None],
+        )
+        if core is None:
             some = logits if len(chosen) == len(rows) else logits[chosen]
-            numbers = _numbers(batch, chosen)
-            options = _Options(
-                rows.temperature[chosen, None],
-                rows.min_p[chosen, None] if rows.has_min_p else None,
-                rows.top_k[chosen, None].long(),
-                rows.top_p[chosen, None],
-            )
+            draw = _draw_truncated if is_truncated else _draw
             token_ids[chosen] = draw(_probabilities(some, options), options, numbers)
+        else:
+            native = _ChosenRows(core, logits, token_ids, chosen, options)
+            draw_rows = native.draw_truncated if is_truncated else native.draw
+            token_ids[chosen] = draw_rows(numbers)
     return Tokens(torch.where(is_finite, token_ids, 0), is_finite)
+
+
+def _core() -> Core | None:
+    """Return the native core, where there is one: it reads a vocabulary once or twice."""
+    try:
+        return load_core()
+    except CoreMissingError:
+        return None
+
+
+def _scan(logits: Tensor, core: Core | None) -> tuple[Tensor, Tensor]:
+    """Return the first of each row's largest logits, int64 [L], and whether all are finite."""
+    if core is None:
+        return _largest(logits), _finite_rows(logits)
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    num_rows, vocab_size = logits.shape
+    largest = torch.empty(num_rows, dtype=torch.int64)
+    is_finite = torch.empty(num_rows, dtype=torch.bool)
+    core.drawing.scan(
+        logits.data_ptr(),
+        logits.stride(0),
+        num_rows,
+        vocab_size,
+        largest.data_ptr(),
+        is_finite.data_ptr(),
+        int(core.level),
+        torch.get_num_threads(),
+    )
+    return largest, is_finite
 
 
 class _Options(NamedTuple):
@@ -252,6 +289,65 @@ class _Options(NamedTuple):
     def of(self, rows: Tensor) -> _Options:
         min_p = None if self.min_p is None else self.min_p[rows]
         return _Options(self.temperature[rows], min_p, self.top_k[rows], self.top_p[rows])
+
+
+class _ChosenRows:
+    """Rows that are drawn, as the native core reads them."""
+
+    def __init__(
+        self, core: Core, logits: Tensor, largest: Tensor, chosen: list[int], options: _Options
+    ) -> None:
+        """`logits` and `largest` are of all rows; logits are finite where they are largest."""
+        self._core = core
+        self._logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        self._options = options
+        self._rows = torch.tensor(chosen)
+        self._largest = largest[self._rows]
+        self._temperature = options.temperature.contiguous()
+        self._min_p = None if options.min_p is None else options.min_p.contiguous()
+
+    def draw(self, numbers: Tensor) -> Tensor:
+        """Draw from the whole vocabulary, in its own order; int64 [rows]."""
+        token_ids = torch.empty_like(self._rows)
+        numbers = numbers.contiguous()
+        self._core.drawing.draw(
+            *self._inputs(), numbers.data_ptr(), token_ids.data_ptr(), *self._how()
+        )
+        return token_ids
+
+    def draw_truncated(self, numbers: Tensor) -> Tensor:
+        """Draw from the most probable tokens that top-k and then top-p keep; int64 [rows]."""
+        num_rows, vocab_size = len(self._rows), self._logits.shape[1]
+        count = min(CANDIDATES, vocab_size)
+        values = torch.empty(num_rows, count)
+        order = torch.empty(num_rows, count, dtype=torch.int64)
+        everything = torch.empty(num_rows, 1, dtype=torch.float64)
+        outputs = (values.data_ptr(), order.data_ptr(), everything.data_ptr())
+        self._core.drawing.top(*self._inputs(), count, *outputs, *self._how())
+        top = _Top(values.double(), order, everything)
+        drawn = _draw_from_top(top, self._options, numbers, vocab_size)
+        missing = (~drawn.is_certain).nonzero().flatten()
+        if len(missing):
+            options = self._options.of(missing)
+            probabilities = _probabilities(self._logits[self._rows[missing]], options)
+            token_ids = _draw_truncated(probabilities, options, numbers[missing])
+            drawn.token_ids[missing] = token_ids
+        return drawn.token_ids
+
+    def _inputs(self) -> tuple[int | None, ...]:
+        return (
+            self._logits.data_ptr(),
+            self._logits.stride(0),
+            self._logits.shape[1],
+            self._rows.data_ptr(),
+            len(self._rows),
+            self._largest.data_ptr(),
+            self._temperature.data_ptr(),
+            None if self._min_p is None else self._min_p.data_ptr(),
+        )
+
+    def _how(self) -> tuple[int, int]:
+        return int(self._core.level), torch.get_num_threads()
 
 
 def _finite_rows(logits: Tensor) -> Tensor:
@@ -310,11 +406,12 @@ def _draw(probabilities: Tensor, options: _Options, numbers: Tensor) -> Tensor:
 def _draw_truncated(probabilities: Tensor, options: _Options, numbers: Tensor) -> Tensor:
     """Draw from the most probable tokens that top-k and then top-p keep; int64 [L]."""
     vocab_size = probabilities.shape[-1]
-    drawn = _draw_from_top(probabilities, options, numbers, min(CANDIDATES, vocab_size))
+    top = _top_of(probabilities, min(CANDIDATES, vocab_size))
+    drawn = _draw_from_top(top, options, numbers, vocab_size)
     missing = (~drawn.is_certain).nonzero().flatten()
     if len(missing):
-        rest = options.of(missing)
-        again = _draw_from_top(probabilities[missing], rest, numbers[missing], vocab_size)
+        rest, everything = options.of(missing), _top_of(probabilities[missing], vocab_size)
+        again = _draw_from_top(everything, rest, numbers[missing], vocab_size)
         drawn.token_ids[missing] = again.token_ids
     return drawn.token_ids
 
@@ -326,18 +423,33 @@ class _Drawn(NamedTuple):
     """bool [L], False where tokens that were not looked at may be kept too."""
 
 
-def _draw_from_top(probabilities: Tensor, options: _Options, numbers: Tensor, count: int) -> _Drawn:
-    """Draw as if the vocabulary were each row's `count` most probable tokens."""
-    vocab_size = probabilities.shape[-1]
-    top_k = torch.where(options.top_k > 0, options.top_k, vocab_size).clamp(max=vocab_size)
+class _Top(NamedTuple):
+    """The most probable tokens of some rows."""
+
+    values: Tensor
+    """float64 [rows, count], falling; a token's share is its value of `everything`."""
+    order: Tensor
+    """int64 [rows, count]."""
+    everything: Tensor
+    """float64 [rows, 1]."""
+
+
+def _top_of(probabilities: Tensor, count: int) -> _Top:
     values, order = probabilities.topk(count, dim=-1)
-    values = values.double()
+    everything = probabilities.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    return _Top(values.double(), order, everything)
+
+
+def _draw_from_top(top: _Top, options: _Options, numbers: Tensor, vocab_size: int) -> _Drawn:
+    """Draw as if the vocabulary were each row's most probable tokens."""
+    values, order, everything = top
+    count = values.shape[1]
+    top_k = torch.where(options.top_k > 0, options.top_k, vocab_size).clamp(max=vocab_size)
     cumulative = values.cumsum(dim=-1)
     limit = top_k.clamp(max=count)
     # What top-k leaves, of which top-p takes the smallest prefix that reaches its share.
     total = cumulative.gather(1, limit - 1)
     if count < vocab_size:
-        everything = probabilities.sum(dim=-1, keepdim=True, dtype=torch.float64)
         total = torch.where(top_k > count, everything, total)
     in_top_p = (cumulative - values < options.top_p * total).sum(dim=-1, keepdim=True)
     last = torch.minimum(limit, in_top_p).clamp(min=1) - 1

@@ -1,4 +1,5 @@
 #include "core.h"
+#include "sampling.h"
 
 #define SPACE avx2
 #define TARGET TARGET_AVX2
@@ -6,3 +7,4 @@
 #define ROWS_F32 3
 #define ROWS_BF16 2
 #include "vectors.h"
+#include "vectors_sampling.h"

@@ -1,4 +1,5 @@
 #include "core.h"
+#include "sampling.h"
 
 #define SPACE avx512
 #define TARGET TARGET_AVX512
@@ -6,3 +7,4 @@
 #define ROWS_F32 12
 #define ROWS_BF16 8
 #include "vectors.h"
+#include "vectors_sampling.h"
