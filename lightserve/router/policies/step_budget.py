@@ -164,7 +164,7 @@ class StepBudget:
 
     def not_in_it(self, rows: Rows) -> Rows:
         """Return those rows of which nothing is in the step."""
-        if self.is_empty:
+        if self.is_empty or not len(rows):
             return rows
         is_in = np.zeros(self._table.num_rows, dtype=np.bool_)
         is_in[self.decode_rows] = True
@@ -344,8 +344,9 @@ class StepBudget:
     def note_rest(self) -> None:
         """Say of requests that were not tried why: it was not their turn."""
         reason = Reason.TOKENS if self.is_full else Reason.ORDER
-        others = self.not_in_it(self._table.rows)
-        if len(others):
+        num_in_it = self._shape.num_decodes + self._shape.num_chunks
+        if num_in_it - len(self.started) < len(self._table.rows):
+            others = self.not_in_it(self._table.rows)
             is_blocked = self.running.schedulable[others] == 0
             self.skips.note_rows(others[is_blocked], Reason.BLOCKED)
             self.skips.note_rows(others[~is_blocked], reason)

@@ -153,20 +153,13 @@ class _Order:
         if jobs := [r for r in self._jobs if r not in step.started]:
             newcomers, classes = self._by_residual(jobs, newcomers), (RT, BE)
         late_first, late_last = (late, []) if turn.has_prompts else ([], late)
-        for phase in (
-            Phase(prompts=late_first),
-            Phase(
-                prompts=in_time,
-                newcomers=newcomers,
-                classes=classes,
-                goes_before=self._goes_before,
-            ),
-            Phase(prompts=late_last),
-        ):
-            yield phase._replace(classes=classes)
-            if step.has_run_out:
-                self._is_left = True
-                return
+        middle = Phase(prompts=in_time, newcomers=newcomers, goes_before=self._goes_before)
+        for phase in (Phase(prompts=late_first), middle, Phase(prompts=late_last)):
+            if phase is middle or phase.prompts:
+                yield phase._replace(classes=classes)
+                if step.has_run_out:
+                    self._is_left = True
+                    return
         self._is_left = not step.waits_for_memory(RT) and any(
             request not in step.started
             and request.num_schedulable_tokens > 0
@@ -195,15 +188,18 @@ class _Order:
     def _fill_with_best_effort(self) -> Iterator[Phase]:
         """Yield those that run, then those that start, up to the limit that is set."""
         step = self._step
-        before_s = step.seconds
-        yield step.phase_of(self._best_effort)
-        if not step.has_run_out and not step.waits_for_memory(RT):
+        before_s, has_run_out = step.seconds, False
+        if len(self._best_effort):
+            yield step.phase_of(self._best_effort)
+            has_run_out = step.has_run_out
+        if not has_run_out and not step.waits_for_memory(RT):
             newcomers: Iterator[Request]
             newcomers = (r for r in step.waiting.of(BE) if r not in step.started)
             if self._options.best_first:
                 newcomers = BatchOrder(step).best_first(newcomers)
             yield Phase(newcomers=newcomers, classes=(BE,))
-        self.wants_more = step.has_run_out
+            has_run_out = step.has_run_out
+        self.wants_more = has_run_out
         self.best_effort_s += step.seconds - before_s
 
     def _lent_until_s(self) -> float:
