@@ -61,7 +61,7 @@ class Sources:
         return sum(map(code_lines, self.texts.values()))
 
     def edges(self, inside: str = "") -> set[tuple[str, str]]:
-        """Return who imports whom among the modules whose names start with `inside`.
+        """Return which imports which among the modules whose names start with `inside`.
 
         Imports for type checkers count, and those within functions.
         """

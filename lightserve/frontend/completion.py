@@ -435,7 +435,7 @@ class Choices:
 # ----------------------------------------------------------------------
 # What an answer says of targets that no server could have met: `slo`, on every route.
 #
-# It is there only if the router schedules by others than were asked for (architecture 7). A whole
+# It is there only if the router schedules by others than were asked for. A whole
 # answer has it once; in a stream the first event of each choice has it.
 
 

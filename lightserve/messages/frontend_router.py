@@ -8,7 +8,7 @@ once a second) the other; `DescribeKV` is answered by `KVMap`. Times never cross
 
 Stop strings are text, which the router never sees: a request that has some sets
 `needs_acknowledgement`, runs at most MAX_UNACKNOWLEDGED_TOKENS past the last acknowledgement, and
-ends by `Finish` at the token that completed one (architecture 4).
+ends by `Finish` at the token that completed one.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ arrivals (an exponential average over MEMORY_S), the mean length of prompts and 
 average life follow
 
     load             time that all of it takes in large steps, per second: 1 is all there is
-    kv_per_step_s    KV slots held per second of step time, by Little's law: whoever needs n steps
+    kv_per_step_s    KV slots held per second of step time, by Little's law: what needs n steps
                      stays for n step times, so that memory grows with the time of a step
 
 Arrivals say it at once; steps and memory themselves would only show it when it is too late.
@@ -17,7 +17,7 @@ much is never free again; by and by, over MANY_ENDS, it becomes that of the last
 begins with NUM_PRIOR lives of a length that is assumed, which soon weigh nothing.
 
 Arrivals also say how soon the next ones may have to be answered, hence how long a step may be at
-most while nothing else limits it: whoever comes waits for the rest of it.
+most while nothing else limits it: what comes waits for the rest of it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightserve.cost.model import StepShape
 from lightserve.router.output_lengths import PRIOR_MOST, OutputLengths, expected_output
 from lightserve.router.request import Request
 
-# Burst headroom: KV that best-effort requests leave free for real-time arrivals (Echo, E8).
+# Burst headroom: KV that best-effort requests leave free for real-time arrivals (Echo).
 #
 # The core calls `note_arrival` for every real-time request that it takes in; planning reads
 # `headroom`, which `ClasswiseAdmission` takes off the pool of best-effort newcomers.
@@ -178,7 +178,7 @@ IDLE_SHARE = 0.25
 """Otherwise so much of the tightest time to a first token: it waits for the rest of one such step,
 and runs in the next ones."""
 MAX_IDLE_LIMIT_S = 0.5
-"""Never more: a step cannot be taken back, whoever hangs up."""
+"""Never more: a step cannot be taken back if a client hangs up."""
 
 
 class Outlook(NamedTuple):

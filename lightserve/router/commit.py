@@ -157,10 +157,10 @@ class SkipCounters:
 
 AHEAD_FACTOR = 4
 """Tails are copied ahead once less than this many times what is to be clean is free or cached:
-before that nobody will lose anything soon, and the copies would be for nothing."""
+before that nothing will be taken soon, and the copies would be for nothing."""
 AHEAD_STEPS = 256
-"""Steps after memory was last taken from somebody in which tails are copied ahead: where nobody
-loses anything, every best-effort newcomer would still be the next victim for a moment."""
+"""Steps after memory was last taken in which tails are copied ahead: where nothing is
+taken, every best-effort newcomer would still be the next victim for a moment."""
 
 
 class StepCommit:
@@ -261,7 +261,7 @@ class StepCommit:
             kv.expect(request)
 
     def _copy_ahead(self, kv: KVStore, num_loading: int) -> None:
-        """Save tails of the next best-effort victims, paused ones first, while nobody waits.
+        """Save tails of the next best-effort victims, paused ones first, while no load waits.
 
         The link is shared with what is loaded.
         """

@@ -11,7 +11,7 @@ moments. `FutureMemory` keeps many futures (columns of sampled rests) at once, a
 with one more request?" without sorting again.
 
 Tokens that several requests hold together leave with the last of them: they belong to the base
-of the one that stays longest (mechanisms C7), which differs from future to future.
+of the one that stays longest, which differs from future to future.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IntArray = npt.NDArray[np.int64]
 _INT32_LIMIT = 2**30
 """Sums below it leave room for a newcomer's tokens as well."""
 _SPARE = 8
-"""Newcomers for whom there is room at the start."""
+"""Newcomers that there is room for at the start."""
 
 
 def peak_memory(base: IntArray, rest: IntArray) -> IntArray:
@@ -191,7 +191,7 @@ class FutureMemory:
         return WithNewcomer(peaks, num_tokens, rest, is_alive, brings, grown, own_held, own_needed)
 
     def add(self, newcomer: WithNewcomer) -> None:
-        """Let a request join for good, about which this was asked since anybody joined."""
+        """Let a request join for good, about which this was asked since the last one joined."""
         num_requests, size = self._num_requests, self._moments.shape[2]
         self._bound += newcomer.num_tokens
         self._longest = max(self._longest, int(newcomer.rest.max()))

@@ -478,7 +478,7 @@ class MemoryPlan:
     ) -> bool:
         """Take all KV of as many juniors as must be; it has to be computed again.
 
-        Whoever has nothing left in the pool has nothing to give: its copies on the host stay.
+        One that has nothing left in the pool has nothing to give: its copies on the host stay.
         """
         juniors = [j for j in juniors if j.num_held_tokens > self._takes.get(j, 0)]
         counts = range(1, len(juniors) + 1)
@@ -504,7 +504,7 @@ class MemoryPlan:
         return after - before + num_placed - num_taken
 
     def _stop(self, request: Request, reason: Reason = Reason.KV_NOW) -> None:
-        """Take back a share that was placed; whoever runs is paused."""
+        """Take back a part that was placed; a request that runs is paused."""
         if request in self._loads:
             self._num_left += self._num_slots_placed(request)
             self._newcomer_bytes -= newcomer_bytes(request)

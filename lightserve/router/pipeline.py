@@ -1,4 +1,4 @@
-"""The steps in flight: at most one running and one waiting behind it (architecture 4).
+"""The steps in flight: at most one running and one waiting behind it.
 
 Knows when the next plan should leave: when the predicted rest of the running step is under
 max(1 ms, 3 x measured router time), and what a GPU's host takes to launch a step, so that an
@@ -81,7 +81,7 @@ class Pipeline:
         self.num_finished = 0
         self.busy_s = 0.0
         self.average_step_s = 0.0
-        """Execution time of recent steps (B6)."""
+        """Execution time of recent steps."""
         self.idle_s = 0.0
         self._in_flight: deque[SentStep] = deque()
         self._router_s = 0.0
@@ -155,7 +155,7 @@ class Pipeline:
     def load_is_cheaper(self, num_tokens: int, start: int) -> bool:
         """Whether loading tokens from `start` on costs less than computing them, or may do so.
 
-        Where copies overlap hardly anybody waits for loads, so that their overhead does not count.
+        Where copies overlap hardly any step waits for loads, so that their overhead does not count.
         """
         computed_s = self.cost.seconds(self._shape.plus(start, num_tokens))
         computed_s -= self.cost.seconds(self._shape)

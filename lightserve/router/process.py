@@ -73,7 +73,7 @@ from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.types import FinishReason, FrontendId
 
-# When Python looks for garbage in the router: often and briefly, never at length (T14).
+# When Python looks for garbage in the router: often and briefly, never at length.
 #
 # What the router keeps, tens of thousands of waiting requests and the nodes of their prompts, is
 # freed by reference counts: nothing of it stays part of a cycle. A full collection would look

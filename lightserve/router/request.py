@@ -1,7 +1,7 @@
 """A request inside the router: its tokens, its progress, its place.
 
 There are no phases: `num_computed_tokens` chases `num_known_tokens`, and prefill, chunked
-prefill, decode and recompute are the same move. With one plan ahead (architecture 4) a request
+prefill, decode and recompute are the same move. With one plan ahead a request
 has confirmed progress and progress in flight:
 
     0 ......... num_computed_tokens ......... next_position ......... num_known_tokens
@@ -388,7 +388,7 @@ class Request:
 
     @property
     def num_own_slots(self) -> int:
-        """Slots that nobody else can read."""
+        """Slots that no other request can read."""
         return self.num_held_tokens - self.num_shared_tokens
 
     @property
@@ -429,7 +429,7 @@ def until_end(request: Request, token_ids: list[int]) -> tuple[list[int], Finish
 def can_replay(request: Request, *, was_in_flight: bool) -> bool:
     """Best-effort requests go on where they were; a real-time one only if nothing was sent.
 
-    Whoever was not in flight, since a suspect ran alone, had no part in the death and goes on.
+    One that was not in flight, since a suspect ran alone, had no part in the death and goes on.
     """
     if not was_in_flight:
         return True

@@ -8,7 +8,7 @@ same object through
     commit(planned, now_s)   -> StepPlan                         books it; send the message
     on_result(result, now_s) -> [Outgoing]       a step has finished
 
-One plan is ahead (architecture 4): while step i runs, plan i+1 waits at the worker. Slots and
+One plan is ahead: while step i runs, plan i+1 waits at the worker. Slots and
 rows that a plan in flight names are not reassigned before its result is there.
 """
 
@@ -455,7 +455,7 @@ class Scheduler:
 
     @property
     def skip_counters(self) -> SkipCounters:
-        """Whom steps left out, and why."""
+        """Requests that steps left out, and why."""
         return self._commit.skip_counters
 
     @property
@@ -474,7 +474,7 @@ class Scheduler:
 
     @property
     def num_used_slots(self) -> int:
-        """Slots of the KV pool that somebody holds."""
+        """Slots of the KV pool that requests hold."""
         return 0 if self._kv is None else self._kv.num_used
 
     @property
@@ -511,7 +511,7 @@ class Scheduler:
         return router_status(self._waiting, self._rows, self._kv, self._pipeline, now_s)
 
     def check_integrity(self) -> None:
-        """Assert what must hold between any two calls (architecture 6, invariant 1)."""
+        """Assert what must hold between any two calls."""
         check_integrity(self._requests, self._waiting, self._rows, self._kv)
         held = [*self._requests.values(), *self._unfinished.values()]
         for request_class, num_bytes in self._parameters.num_bytes.items():

@@ -1,20 +1,20 @@
-"""Deadlines of the next token, from targets (architecture 7; mechanisms B2, E2, A1, A7, C2, C13).
+"""Deadlines of the next token, from targets.
 
 Two trackers behind one interface, pure: times come as arguments, in seconds on one clock.
 
 `TokenDeadlines`, the curve: d1 = arrival + ttft; then, with t_k the time of token k, m1 = t1 and
     m(k+1) = min(max(m_k, t_k - (mtpot - tpot)) + tpot, t_k + mtpot)
     d(k+1) = max(m(k+1), t_k + 0.75 tpot).
-Tokens that come early buy slack for later ones (E2), and no gap may exceed mtpot. A late one is
+Tokens that come early buy slack for later ones, and no gap may exceed mtpot. A late one is
 counted once, and what it took too long those behind it make up for, each by a quarter of tpot at
-most, up to a stall of mtpot: to forget it (architecture 7) is to miss the mean with every error
+most, up to a stall of mtpot: to forget it is to miss the mean with every error
 of a step's prediction, as what is too long counts then and what is too short does not. What the
 first token leaves of its own time is not theirs: the mean that clients are promised, and judge
 by, counts from it on. Best-effort work keeps to an earlier line, 0.1 tpot more per token: what it
 leaves, bursts of prompts and stalls live on, and a last token that is late is no miss. With mtpot =
-tpot it is the gap clock (B2): each token is due tpot after the one before, whatever was gained.
+tpot it is the gap clock: each token is due tpot after the one before, whatever was gained.
 
-`CompletionLedger`, a job with a completion time (A7): what is left of that time is granted to
+`CompletionLedger`, a job with a completion time: what is left of that time is granted to
 the tokens to come in equal parts, and under- and over-use are carried forward:
     d(k+1) = d_k + (D - d_k) / (tokens to come)           with D = arrival + completion.
 Granted and ungranted time are together completion_s, always. AccelGen grants each step T_max and
@@ -249,7 +249,7 @@ class CompletionLedger:
         return self.residual_behind(num_tokens, now_s)
 
     def is_urgent(self, now_s: float, *, work_left_s: float) -> bool:
-        """Whether it must run as if it were real-time to end in time, and still can (C13).
+        """Whether it must run as if it were real-time to end in time, and still can.
 
         Args:
             now_s: the time.
@@ -275,12 +275,12 @@ SLOClock = Callable[[SLO], SLO]
 
 
 def curve_clock(slo: SLO) -> SLO:
-    """Return the targets as they are: tokens that come early buy slack for later ones (E2)."""
+    """Return the targets as they are: tokens that come early buy slack for later ones."""
     return slo
 
 
 def gap_clock(slo: SLO) -> SLO:
-    """Return the targets by which each token is due `tpot_ms` after the one before (B2)."""
+    """Return the targets by which each token is due `tpot_ms` after the one before."""
     if slo.tpot_ms is None:
         return slo
     return msgspec.structs.replace(slo, mtpot_ms=slo.tpot_ms)

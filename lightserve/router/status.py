@@ -13,7 +13,7 @@ from lightserve.router.request import Request, RequestState
 from lightserve.router.request_table import RequestTable
 from lightserve.types import RequestClass, RequestKey
 
-# What must hold between any two calls of the core (architecture 6, invariant 1). Pure.
+# What must hold between any two calls of the core. Pure.
 
 
 def check_integrity(

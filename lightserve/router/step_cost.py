@@ -1,4 +1,4 @@
-"""Predicted time of a step, corrected while serving (mechanisms B4, E9, A2, C3, 3.2).
+"""Predicted time of a step, corrected while serving.
 
 The model comes from a profile of the workers, or, without one, from the steps themselves: as many
 of each size are remembered, so that a long stretch of decodes does not make it forget what
@@ -19,9 +19,9 @@ from enum import StrEnum
 from lightserve.cost.model import StepModel, StepSample, StepShape, fit
 from lightserve.messages.common import StepCoefficients
 
-# What copying KV between the pool and the host costs, learnt while serving (mechanisms B5).
+# What copying KV between the pool and the host costs, learnt while serving.
 #
-# Copies that a step waits for are added to its time (architecture 6: a sum, not a maximum). They
+# Copies that a step waits for are added to its time. They
 # wait for what the plan before copies ahead, if that is not finished. Most are a few tokens and say
 # little about many: seconds per copy mistaken for seconds per token would make every load look
 # dear, and then none would be made that could show otherwise.
@@ -130,7 +130,7 @@ class _Ratio:
 
 @dataclass(slots=True)
 class StepGuard:
-    """Outer guard against errors of the model: a share of the time that may be filled (C3, AIMD).
+    """Outer guard against errors of the model: a share of the time that may be filled.
 
     A step that took longer than its limit halves the share; every other one adds 5 % of the whole,
     up to all of it. Unlike the ratios it needs no prediction to be right.
@@ -181,7 +181,7 @@ class StepCost:
 
     @property
     def pivot(self) -> float:
-        """New tokens at which a step stops being free (A2)."""
+        """New tokens at which a step stops being free."""
         return 0.0 if self._model is None else self._model.coefficients.knee
 
     @property
@@ -237,7 +237,7 @@ class StepCost:
     def tokens_within(self, shape: StepShape, limit_s: float, start: int, most: int) -> int:
         """Return how many tokens of one more prompt, from `start` on, keep a step in its limit.
 
-        The largest of 0 … `most` (A2, A4), without guard; `most` while nothing is known.
+        The largest of 0 … `most`, without guard; `most` while nothing is known.
         """
         if self._model is None:
             return most

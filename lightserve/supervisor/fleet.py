@@ -1,6 +1,6 @@
 """All children of one server, and what a death or a message means.
 
-Rules while serving (architecture 9):
+Rules while serving:
 
     frontend dies   FrontendLost to the router; a new one on the same listening socket
     worker dies     the rest of its group is killed, WorkersLost to the router; a new group

@@ -5,7 +5,7 @@ slots of a block upwards, best-effort the highest downwards, so that the newest 
 best-effort request lie next to real-time's end.
 
     slot of the block   0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15
-                        R0  R1  R2  R3  ->  .   .   .   .   .   .  <-  b3  b2  b1  b0
+                        r0  r1  r2  r3  ->  .   .   .   .   .   .  <-  b3  b2  b1  b0
 
 Any number of sequences, live or cached, may have slots in a block, but at each end at most one
 *grows*: whatever is free there is its own next slots as long as others find any elsewhere. A

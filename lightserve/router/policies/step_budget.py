@@ -417,7 +417,7 @@ class StepBudget:
         return max(MIN_CHUNK, most)
 
     def is_urgent(self, request: Request) -> bool:
-        """Whether a prompt can be in time, and no more if it waits for one step like this (A8)."""
+        """Whether a prompt can be in time, and no more if it waits for one step like this."""
         slack_s = self.residual(request) - self.seconds_to_end(request)
         return 0.0 <= slack_s <= min(self._limit_s, self._idle_limit_s)
 
