@@ -1,6 +1,6 @@
 """Do the tests of `make test` find faults? Plants small ones, one at a time, and runs what should.
 
-    python -m tools.planted_faults [--only WORD] [--list] [--tests all]
+    python -m tools.planted_faults [--only WORD] [--below FOLDER] [--tests all] [--list]
 
 Each fault is an edit of one line in a copy of the tree; the tests named with it are run there as
 `make test` runs them, or with `--tests all` the long ones too. Faults are of the kind that reviews
@@ -526,11 +526,17 @@ def main() -> int:
     """Try all faults; returns how many were not found."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="faults in paths that hold this")
+    parser.add_argument("--below", default="", help="only tests below this folder of tests/")
     parser.add_argument("--list", action="store_true", help="say what there is, and stop")
     parser.add_argument("--tests", choices=("quick", "all"), default="quick")
     parser.add_argument("--tree", type=Path, default=ROOT, help="which tree is copied")
     options = parser.parse_args()
-    chosen = [each for each in FAULTS if options.only in each.path]
+    chosen = [
+        each._replace(tests=tests)
+        for each in FAULTS
+        if options.only in each.path
+        and (tests := tuple(name for name in each.tests if name.startswith(options.below)))
+    ]
     if options.list:
         for each in chosen:
             print(f"{each.path}: {each.right!r} -> {each.wrong!r}")
@@ -539,6 +545,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         tree = Path(folder)
         copy_tree(options.tree, tree)
+        whole = sorted({f"tests/{name}" for each in chosen for name in each.tests})
+        code, line = run_tests(tree, whole, with_long=options.tests == "all")
+        print(f"without a fault: {line}", flush=True)
+        if code != MISSED:
+            return 1
         for each in chosen:
             result = try_fault(tree, each, with_long=options.tests == "all")
             word = {FOUND: "found", MISSED: "MISSED"}.get(result.exit_code, "ERROR")
