@@ -17,6 +17,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -508,6 +509,7 @@ def run_tests(tree: Path, tests: list[str], *, with_long: bool) -> tuple[int, st
     In a copy of this process, which has imported what takes long and nothing of lightserve.
     """
     arguments = ["-q", "-x", "-p", "no:cacheprovider", *tests]
+    arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what was imported before
     if with_long:
         arguments += ["-m", "not soak"]
     with tempfile.TemporaryFile() as output:
@@ -532,9 +534,12 @@ def _be_pytest(tree: Path, arguments: list[str], output_fd: int) -> NoReturn:
         sys.path[:] = [str(tree), *(entry for entry in sys.path if Path(entry) != ROOT)]
         sys.modules.pop("tools", None)
         code = int(pytest.main(arguments))
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
-        os._exit(code)
+        sys.stderr.flush()
+        os._exit(code & 0xFF)
 
 
 def try_fault(tree: Path, planted: Fault, *, with_long: bool) -> Result:
