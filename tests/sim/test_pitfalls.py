@@ -57,11 +57,11 @@ ELSEWHERE = {
         ("tests/sim/test_storms.py", "test_nothing_is_left_after_a_storm"),
     ],
     "opposite signs of priority": [
-        ("tests/unit/test_queue.py", "test_under_every_policy_lower_numbers_start_first"),
+        ("tests/unit/router/test_queue.py", "test_under_every_policy_lower_numbers_start_first"),
     ],
     "SGLang 17026: metrics by class": [
         (
-            "tests/unit/test_router_metrics.py",
+            "tests/unit/router/test_router_metrics.py",
             "test_steps_are_compared_by_kind_and_tokens_counted_by_class",
         ),
     ],
@@ -69,7 +69,7 @@ ELSEWHERE = {
         ("tests/unit/frontend/test_frontend_fields.py", "test_a_tier_is_a_class_and_is_stated"),
     ],
     "vLLM 39375: no request is preempted for nothing": [
-        ("tests/unit/test_preemption.py", "test_a_newcomer_takes_all_it_needs_or_nothing"),
+        ("tests/unit/router/test_preemption.py", "test_a_newcomer_takes_all_it_needs_or_nothing"),
     ],
 }
 

@@ -403,7 +403,7 @@ def test_the_metric() -> None:
 
 # What a GPU would be told to do, without one; see `support.device_steps`.
 
-TESTS = Path(__file__).parent.parent
+TESTS = Path(__file__).parents[2]
 KERNELS = {
     "_decode_kernel",
     "_prefill_kernel",

@@ -14,7 +14,7 @@ from lightserve.errors import ConfigError
 from lightserve.router.policies import make_policy
 from tests.support.policy_scenes import BE, RT, make_request, select
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 OWN = "own_policy:ShortAnswersFirst"
 
 
