@@ -31,6 +31,7 @@ from bench.abuse.arena import (
     raise_file_limit,
     running_arena,
 )
+from bench.table import print_head, print_row
 
 SUBJECTS: Mapping[str, Sequence[Attack]] = {
     "calm": requests.CALM,
@@ -73,8 +74,8 @@ class Row:
     @property
     def met(self) -> bool:
         """Whether the bound was kept, and the server with it."""
-        is_whole = self.is_alive and not self.num_tracebacks
-        return self.outcome.met and is_whole and (self.attack.may_restart or not self.num_restarts)
+        is_calm = self.attack.may_restart or not (self.num_restarts or self.num_tracebacks)
+        return self.outcome.met and self.is_alive and is_calm
 
     @property
     def figures(self) -> str:
@@ -206,11 +207,10 @@ def _turn(row: Row, role: str) -> str:
     return " / ".join("?" if s is None else f"{s * 1e3:.0f}" for s in clocks)
 
 
-def _print_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    print("| " + " | ".join(head) + " |")
-    print("|" + " --- |" * len(head))
+def _print_table(names: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    print_head(*names)
     for line in lines:
-        print("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |", flush=True)
+        print_row(*line)
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ same `Setup` share one server, in any order, so leave nothing behind. Around eac
 watches from a process of its own (`bench.abuse.arena` itself): an uninvolved client that asks for
 /livez, a stream whose gaps are measured (not if `has_victim` is False: then the worker is idle),
 memory, restarts, turns of the loops, tracebacks in the log. A row is met if your Outcome is, the
-server lives, no process was replaced (but with `may_restart`) and the log has no traceback. Report
+server lives, no process was replaced and the log has no traceback (but with `may_restart`). Report
 times, but let `met` depend on one only where the bound is a time.
 """
 
@@ -315,7 +315,7 @@ class Attack:
     has_victim: bool = True
     """Whether a stream runs beside it."""
     may_restart: bool = False
-    """Whether processes may be replaced: the attack kills some itself."""
+    """Whether processes may end, with a traceback in the log: the attack kills some itself."""
 
 
 @dataclass

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.engine.throughput import write_model
+from bench.table import print_head, print_row
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config import ServeConfig
 from lightserve.cost.model import FitError, StepModel, StepSample, StepShape, fit, least_squares
@@ -207,13 +208,13 @@ def report_published() -> list[dict[str, object]]:
 def print_table(lines: Sequence[dict[str, object]]) -> None:
     """Print Markdown."""
     heads = list(lines[0])
-    print("| " + " | ".join(heads) + " |\n|" + " --- |" * len(heads))
+    print_head(*heads)
     for line in lines:
         cells = [
             "" if v is None else f"{v:.1f}" if isinstance(v, float) else str(v)
             for v in map(line.get, heads)
         ]
-        print("| " + " | ".join(cells) + " |")
+        print_row(*cells)
 
 
 def main() -> None:

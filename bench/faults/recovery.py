@@ -30,6 +30,7 @@ import psutil
 from support.streams import Outcome, StreamLoad, stream_once
 
 from bench.serving.server import Server, running_server
+from bench.table import print_head, print_row
 
 PROMPT = "Tell me a story about Mira and the brass lantern."
 READY_TIMEOUT_S = 120.0
@@ -106,14 +107,11 @@ def _runs(process: psutil.Process) -> bool:
 def print_kills(results: list[FaultResult]) -> None:
     """Print a Markdown table."""
     outcomes = [outcome.value for outcome in Outcome]
-    header = ["killed", "in flight", *outcomes, "orphans", "ready again (s)"]
-    print("| " + " | ".join(header) + " |")
-    print("| " + " | ".join("---" for _ in header) + " |")
+    print_head("killed", "in flight", *outcomes, "orphans", "ready again (s)")
     for result in results:
         again = "-" if result.ready_again_s is None else f"{result.ready_again_s:.2f}"
         counts = [result.outcomes[outcome] for outcome in outcomes]
-        row: list[Any] = [result.victim, result.num_in_flight, *counts, result.num_orphans, again]
-        print("| " + " | ".join(map(str, row)) + " |")
+        print_row(result.victim, result.num_in_flight, *counts, result.num_orphans, again)
 
 
 def kills() -> None:
@@ -265,16 +263,16 @@ def _wait_answered(server: Server) -> float:
 
 def print_ranks(results: list[RankFault]) -> None:
     """Print a Markdown table, a row for each signal: medians, and the extremes of detection."""
-    print("| rank 1 gets | detected (s) | min … max | ready again (s) | the request | orphans |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    names = ("detected (s)", "min … max", "ready again (s)", "the request", "orphans")
+    print_head("rank 1 gets", *names)
     for name in dict.fromkeys(result.signal for result in results):
         some = [result for result in results if result.signal == name]
         times = [result.detected_s for result in some]
         outcomes = ", ".join(sorted({result.outcome for result in some}))
-        print(
-            f"| {name} | {statistics.median(times):.3f} | {min(times):.3f} … {max(times):.3f}"
-            f" | {statistics.median(result.ready_again_s for result in some):.2f}"
-            f" | {outcomes} | {sum(result.num_orphans for result in some)} |"
+        again_s = statistics.median(result.ready_again_s for result in some)
+        print_row(
+            *(name, f"{statistics.median(times):.3f}", f"{min(times):.3f} … {max(times):.3f}"),
+            *(f"{again_s:.2f}", outcomes, sum(result.num_orphans for result in some)),
         )
 
 

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bench.table import print_head, print_row
 from lightserve import sim
 from lightserve.sim.hybrid import HybridRun
 from lightserve.sim.traffic import read_trace
@@ -93,16 +94,13 @@ def run_headroom(cell: HeadroomCell) -> sim.HybridReport:
 
 
 HEADROOM_HEADER = (
-    "| preemption | headroom s | RT TTFT p99 ms | TTFT ≤ 0.4 s | MTPOT ≤ 0.2 s | BE tokens/s"
-    " | BE evicted | recomputed | copied in steps | copied ahead | loaded |"
+    "preemption | headroom s | RT TTFT p99 ms | TTFT ≤ 0.4 s | MTPOT ≤ 0.2 s | BE tokens/s"
+    " | BE evicted | recomputed | copied in steps | copied ahead | loaded"
 )
 
 
-def headroom_row_of(cells: Sequence[HeadroomCell], reports: Sequence[sim.HybridReport]) -> str:
-    """Return a line of the table: means over the seeds, the middle one's p99."""
-
-    def mean(values: Iterable[float | None]) -> float:
-        return float(np.mean([value for value in values if value is not None]))
+def print_headroom(cells: Sequence[HeadroomCell], reports: Sequence[sim.HybridReport]) -> None:
+    """Print a line of the table: means over the seeds, the middle one's p99."""
 
     ttft_ms = float(np.median([r.rt.ttft_ms_p99 or 0.0 for r in reports]))
     figures = [
@@ -116,12 +114,12 @@ def headroom_row_of(cells: Sequence[HeadroomCell], reports: Sequence[sim.HybridR
         f"{mean(r.kv.ahead_tokens for r in reports):,.0f}",
         f"{mean(r.kv.loaded_tokens for r in reports):,.0f}",
     ]
-    return f"| {cells[0].preemption} | {cells[0].headroom_s:g} | " + " | ".join(figures) + " |"
+    print_row(cells[0].preemption, f"{cells[0].headroom_s:g}", *figures)
 
 
 def headroom(num_seeds: int, num_jobs: int) -> None:
     """Print one line per way to preempt and headroom."""
-    print_header(HEADROOM_HEADER)
+    print_head(*HEADROOM_HEADER.split(" | "))
     groups = [
         [HeadroomCell(preemption, headroom_s, seed) for seed in range(num_seeds)]
         for preemption in PREEMPTIONS
@@ -130,10 +128,9 @@ def headroom(num_seeds: int, num_jobs: int) -> None:
     with ProcessPoolExecutor(num_jobs) as pool:
         pending = [pool.map(run_headroom, cells) for cells in groups]
         for cells, reports in zip(groups, pending, strict=True):
-            print(headroom_row_of(cells, list(reports)), flush=True)
+            print_headroom(cells, list(reports))
 
 
-LENGTHS = Path(__file__).parents[1] / "traces" / "sharegpt_lengths.csv.gz"
 ARMS: dict[str, dict[str, float | str]] = {
     "two-ended 16, checkpoint": {"block_size": 16, "preemption": "checkpoint"},
     "B = 1, checkpoint": {"block_size": 1, "preemption": "checkpoint"},
@@ -225,14 +222,14 @@ def mean(values: Iterable[float | None]) -> float:
 
 
 HEADER = (
-    "| arm | TTFT ≤ 0.4 s | p99 ms | TPOT ≤ 0.2 s | TPOT ≤ 40 / 30 / 25 ms | BE req/s | BE tokens/s"
+    "arm | TTFT ≤ 0.4 s | p99 ms | TPOT ≤ 0.2 s | TPOT ≤ 40 / 30 / 25 ms | BE req/s | BE tokens/s"
     " | saved | ahead | loaded | GiB copied | recomputed | RT / BE evictions | pauses | run"
-    " | plan bytes | router µs |"
+    " | plan bytes | router µs"
 )
 
 
-def row_of(arm: str, outcomes: Sequence[Outcome]) -> str:
-    """Return a line of the table: means over the seeds."""
+def print_arm(arm: str, outcomes: Sequence[Outcome]) -> None:
+    """Print a line of the table: means over the seeds."""
     reports = [outcome.report for outcome in outcomes]
     tight = np.mean([outcome.tight_tpot for outcome in outcomes], axis=0)
     figures = [
@@ -254,17 +251,17 @@ def row_of(arm: str, outcomes: Sequence[Outcome]) -> str:
         f"{mean(r.router.plan_bytes_mean for r in reports):,.0f}",
         f"{1e3 * mean(r.router.cpu_ms_p50 for r in reports):.0f}",
     ]
-    return f"| {arm} | " + " | ".join(figures) + " |"
+    print_row(arm, *figures)
 
 
 BURSTS_HEADER = (
-    "| clean-ahead | RT TTFT p99 ms | TTFT ≤ 0.4 s | largest step ms | steps waited for copies, s"
-    " | saved | ahead | loaded | BE tokens/s |"
+    "clean-ahead | RT TTFT p99 ms | TTFT ≤ 0.4 s | largest step ms | steps waited for copies, s"
+    " | saved | ahead | loaded | BE tokens/s"
 )
 
 
-def bursts_row_of(cell: Cell, outcomes: Sequence[Outcome]) -> str:
-    """Return a line of the table of clean-ahead."""
+def print_bursts(cell: Cell, outcomes: Sequence[Outcome]) -> None:
+    """Print a line of the table of clean-ahead."""
     reports = [outcome.report for outcome in outcomes]
     figures = [
         f"{mean(r.rt.ttft_ms_p99 for r in reports):.0f}",
@@ -276,7 +273,7 @@ def bursts_row_of(cell: Cell, outcomes: Sequence[Outcome]) -> str:
         f"{mean(r.kv.loaded_tokens for r in reports):,.0f}",
         f"{mean(r.be.throughput_tps for r in reports):.0f}",
     ]
-    return f"| {cell.clean_ahead_tokens} | " + " | ".join(figures) + " |"
+    print_row(cell.clean_ahead_tokens, *figures)
 
 
 def tables(seeds: int) -> Iterator[tuple[str, list[list[Cell]]]]:
@@ -297,12 +294,6 @@ def burst_groups(seeds: int) -> list[list[Cell]]:
         [Cell(arm, 0.0, 20_000, seed, BURSTS_DURATION_S / 2, 20.0, amount) for seed in range(seeds)]
         for amount in CLEAN_AHEAD
     ]
-
-
-def print_header(header: str) -> None:
-    """Print a table's head."""
-    print(header)
-    print("| --- " * (header.count(" | ") + 1) + "|", flush=True)
 
 
 def main() -> None:
@@ -330,10 +321,10 @@ def main() -> None:
         if args.what == "bursts":
             groups = burst_groups(args.seeds)
             pending = [pool.map(run, cells) for cells in groups]
-            print_header(BURSTS_HEADER)
+            print_head(*BURSTS_HEADER.split(" | "))
             for cells, outcomes in zip(groups, map(list, pending), strict=True):
                 note(cells, outcomes)
-                print(bursts_row_of(cells[0], outcomes), flush=True)
+                print_bursts(cells[0], outcomes)
         else:
             planned = [
                 (title, groups, [pool.map(run, cells) for cells in groups])
@@ -341,10 +332,10 @@ def main() -> None:
             ]
             for title, groups, pending in planned:
                 print(f"\n{title}:\n")
-                print_header(HEADER)
+                print_head(*HEADER.split(" | "))
                 for cells, outcomes in zip(groups, map(list, pending), strict=True):
                     note(cells, outcomes)
-                    print(row_of(cells[0].arm, outcomes), flush=True)
+                    print_arm(cells[0].arm, outcomes)
     print(f"\n{time.perf_counter() - start_s:.0f} s")
 
 

@@ -28,6 +28,7 @@ import numpy as np
 
 from bench.memory.arms import ARMS
 from bench.serving.server import Server, load, pinned_server
+from bench.table import print_head, print_row
 from lightserve.loadtest.result import Run
 
 TARGET_FACTOR = 3.0
@@ -138,7 +139,7 @@ def print_table(lines: Mapping[str, Sequence[tuple[Run, Counter[str]]]]) -> None
         "BE tokens/s",
     ]
     heads += [name.removesuffix("_total") for name in COUNTERS]
-    print("| " + " | ".join(heads) + " |\n" + "| --- " * len(heads) + "|")
+    print_head(*heads)
     for name, rounds in lines.items():
         seen = [run.classes["rt"] for run, _ in rounds]
         be = [run.classes["be"].output_tokens_per_s for run, _ in rounds if "be" in run.classes]
@@ -153,7 +154,7 @@ def print_table(lines: Mapping[str, Sequence[tuple[Run, Counter[str]]]]) -> None
             f"{np.mean(be or [0.0]):.0f}",
             *(f"{np.mean([counted[c] for _, counted in rounds]):,.0f}" for c in COUNTERS),
         ]
-        print(f"| {name} | " + " | ".join(figures) + " |", flush=True)
+        print_row(name, *figures)
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bench.table import print_head, print_row
 from lightserve import sim
 from lightserve.sim.offline import OfflineConfig, run_offline
 from lightserve.sim.report import Report
@@ -186,10 +187,8 @@ def t1() -> None:
         }
         show_progress(jobs.values())
         reports = {key: job.result() for key, job in jobs.items()}
-    print(
-        "| workload | rule | steps/optimum (paper) | memory % (paper) | evicted % (paper) | ± | |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    paper = [f"{name} (paper)" for name in ("steps/optimum", "memory %", "evicted %")]
+    print_head("workload", "rule", *paper, "±", "")
     for number, cell in enumerate(cells):
         optimum = next(i for i, other in enumerate(cells) if other.workload == cell.workload)
         ratios = [
@@ -201,12 +200,14 @@ def t1() -> None:
         consumed = statistics.median(run.consumed_pct for run in runs)
         evicted = statistics.median(run.evicted_pct for run in runs)
         paper_ratio = cell.paper_steps / cells[optimum].paper_steps
-        print(
-            f"| {cell.workload} | {cell.label} | {ratio:.3f} ({paper_ratio:.3f})"
-            f" | {consumed:.1f} ({cell.paper_consumed_pct:.1f})"
-            f" | {evicted:.2f} ({cell.paper_evicted_pct:.2f})"
-            f" | ±{(max(ratios) - min(ratios)) / 2:.3f}"
-            f" | {judge(cell, ratio, paper_ratio, consumed, evicted)} |"
+        print_row(
+            cell.workload,
+            cell.label,
+            f"{ratio:.3f} ({paper_ratio:.3f})",
+            f"{consumed:.1f} ({cell.paper_consumed_pct:.1f})",
+            f"{evicted:.2f} ({cell.paper_evicted_pct:.2f})",
+            f"±{(max(ratios) - min(ratios)) / 2:.3f}",
+            judge(cell, ratio, paper_ratio, consumed, evicted),
         )
     print(f"\n{note(args.num_requests)}{len(jobs)} runs of {args.num_requests} requests, ", end="")
     print(f"{time.perf_counter() - start_s:.0f} s")
@@ -309,19 +310,10 @@ def verdict(misses: Sequence[str]) -> str:
     return "missed: " + ", ".join(misses) if misses else "met"
 
 
-def print_rows(*rows: Sequence[str]) -> None:
-    """Print lines of a Markdown table."""
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
-
-
 def t2(num_processes: int) -> None:
     """Warm, every trace, one setting: steps, evictions, and total work beside two rules."""
     reports = run_all([Job(load, rule) for load in LOADS for rule in RULES], num_processes)
-    print_rows(
-        ["load", "rule", "steps over optimum %", "evicted %", "redone tokens", "work s", ""],
-        ["---"] * 7,
-    )
+    print_head("load", "rule", "steps over optimum %", "evicted %", "redone tokens", "work s", "")
     logs: dict[str, list[float]] = {"ema": [], "pf 5%": []}
     possible: dict[str, list[float]] = {"ema": [], "pf 5%": []}
     for name, load in LOADS.items():
@@ -341,16 +333,14 @@ def t2(num_processes: int) -> None:
             is_ours = rule == "risk"
             target = f" (≤{load.max_steps_pct:.1f})" if is_ours else ""
             most = f" (≤{load.max_evicted_pct:.0f})" if is_ours else ""
-            print_rows(
-                [
-                    name,
-                    rule,
-                    f"{over(run, optimum):+.2f}{target}",
-                    f"{run.evicted_pct:.2f}{most}",
-                    f"{run.recomputed_tokens:,}",
-                    f"{run.total_work_s:.1f}",
-                    verdict(misses) if is_ours else "",
-                ]
+            print_row(
+                name,
+                rule,
+                f"{over(run, optimum):+.2f}{target}",
+                f"{run.evicted_pct:.2f}{most}",
+                f"{run.recomputed_tokens:,}",
+                f"{run.total_work_s:.1f}",
+                verdict(misses) if is_ours else "",
             )
     for rule, ratios in logs.items():
         saved, possibly = saved_pct(ratios), saved_pct(possible[rule])
@@ -378,24 +368,19 @@ def t3(num_processes: int) -> None:
         )
     ]
     reports = run_all(jobs, num_processes)
-    print_rows(
-        ["load", "rule", "steps over FCFS optimum %", "evicted %", "overtaken at most", ""],
-        ["---"] * 6,
-    )
+    print_head("load", "rule", "steps over FCFS optimum %", "evicted %", "overtaken at most", "")
     for name in names:
         fcfs = reports[Job(name, "optimum", RequestClass.RT)]
         for rule in ("risk", "optimum"):
             run = reports[Job(name, rule, RequestClass.BE)]
             misses = ["steps"] if over(run, fcfs) > -1.0 else []
-            print_rows(
-                [
-                    name,
-                    f"{rule}, looking ahead",
-                    f"{over(run, fcfs):+.2f} (≤-1)",
-                    f"{run.evicted_pct:.2f}",
-                    f"{run.max_overtaken}",
-                    verdict(misses) if rule == "risk" else "",
-                ]
+            print_row(
+                name,
+                f"{rule}, looking ahead",
+                f"{over(run, fcfs):+.2f} (≤-1)",
+                f"{run.evicted_pct:.2f}",
+                f"{run.max_overtaken}",
+                verdict(misses) if rule == "risk" else "",
             )
 
 
@@ -404,9 +389,8 @@ def t4(num_processes: int) -> None:
     limits = {"reason 120k": 12.0, "dist1 120k": 4.0}
     jobs = [Job(name, rule, is_warm=False) for name in limits for rule in RULES]
     reports = run_all(jobs, num_processes)
-    print_rows(
-        ["load", "rule", "redone, % of prompt tokens", "evicted %", "steps over optimum %", ""],
-        ["---"] * 6,
+    print_head(
+        "load", "rule", "redone, % of prompt tokens", "evicted %", "steps over optimum %", ""
     )
     for name, limit in limits.items():
         optimum = reports[Job(name, "optimum", is_warm=False)]
@@ -417,15 +401,13 @@ def t4(num_processes: int) -> None:
             misses = ["redone"] if redone_pct > limit else []
             misses += ["steps"] if over(run, optimum) > 6.0 else []
             is_ours = rule == "risk"
-            print_rows(
-                [
-                    name,
-                    rule,
-                    f"{redone_pct:.2f}" + (f" (≤{limit:.0f})" if is_ours else ""),
-                    f"{run.evicted_pct:.2f}",
-                    f"{over(run, optimum):+.2f}" + (" (≤6)" if is_ours else ""),
-                    verdict(misses) if is_ours else "",
-                ]
+            print_row(
+                name,
+                rule,
+                f"{redone_pct:.2f}" + (f" (≤{limit:.0f})" if is_ours else ""),
+                f"{run.evicted_pct:.2f}",
+                f"{over(run, optimum):+.2f}" + (" (≤6)" if is_ours else ""),
+                verdict(misses) if is_ours else "",
             )
 
 
@@ -449,21 +431,18 @@ def t5(num_processes: int) -> None:
     reports = run_all(jobs.values(), num_processes)
     runs = {rule: reports[job] for rule, job in jobs.items()}
     theirs = runs["pf 5%"]
-    print_rows(["rule", "steps", "evicted %", "redone tokens", "work s", ""], ["---"] * 6)
+    print_head("rule", "steps", "evicted %", "redone tokens", "work s", "")
     for rule, run in runs.items():
         misses = ["steps"] if run.decode_steps >= theirs.decode_steps else []
         misses += ["evictions"] if run.evicted_pct > 0.7 * theirs.evicted_pct else []
         is_ours = rule == "risk"
-        print_rows(
-            [
-                rule,
-                f"{run.decode_steps:,}" + (f" (<{theirs.decode_steps:,})" if is_ours else ""),
-                f"{run.evicted_pct:.2f}"
-                + (f" (≤{0.7 * theirs.evicted_pct:.2f})" if is_ours else ""),
-                f"{run.recomputed_tokens:,}",
-                f"{run.total_work_s:.0f}",
-                verdict(misses) if is_ours else "",
-            ]
+        print_row(
+            rule,
+            f"{run.decode_steps:,}" + (f" (<{theirs.decode_steps:,})" if is_ours else ""),
+            f"{run.evicted_pct:.2f}" + (f" (≤{0.7 * theirs.evicted_pct:.2f})" if is_ours else ""),
+            f"{run.recomputed_tokens:,}",
+            f"{run.total_work_s:.0f}",
+            verdict(misses) if is_ours else "",
         )
 
 
@@ -471,14 +450,11 @@ def t18(num_processes: int) -> None:
     """How often the peak that was reached lay above the forecast's quantile."""
     ranges = {0.5: (40.0, 60.0), 0.9: (5.0, 15.0), 0.99: (0.0, 3.0)}
     reports = run_all([Job(name, "risk") for name in LOADS], num_processes)
-    print_rows(
-        ["load", "q 0.5 (40 to 60 %)", "q 0.9 (5 to 15 %)", "q 0.99 (≤3 %)", ""],
-        ["---"] * 5,
-    )
+    print_head("load", "q 0.5 (40 to 60 %)", "q 0.9 (5 to 15 %)", "q 0.99 (≤3 %)", "")
     for name in LOADS:
         exceeded = reports[Job(name, "risk")].exceeded_pct
         misses = [f"{q}" for q, (low, high) in ranges.items() if not low <= exceeded[q] <= high]
-        print_rows([name, *(f"{exceeded[q]:.1f}" for q in ranges), verdict(misses)])
+        print_row(name, *(f"{exceeded[q]:.1f}" for q in ranges), verdict(misses))
 
 
 TABLES = {"t2": t2, "t3": t3, "t4": t4, "t5": t5, "t18": t18}

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bench.table import print_head, print_row
 from lightserve.config import ServeConfig
 from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import FromFrontend
@@ -221,20 +222,27 @@ def compare_policies(args: argparse.Namespace) -> None:
         Cell(trace, policy, args.capacity, be_order, max_be_seqs, args.rows, args.seed)
         for max_be_seqs, trace, (policy, be_order) in product(args.max_be_seqs, TRACES, ARMS)
     ]
-    print(
-        "| trace | most BE at once | cache policy | BE order | hit RT | RT peaks | BE | all |"
-        " RT TTFT p50 s | p99 s | BE ended | BE tokens/s |"
+    print_head(
+        *(
+            "trace",
+            "most BE at once",
+            "cache policy",
+            "BE order",
+            "hit RT",
+            "RT peaks",
+            "BE",
+            "all",
+        ),
+        *("RT TTFT p50 s", "p99 s", "BE ended", "BE tokens/s"),
     )
-    print("|---" * 12 + "|")
     with ProcessPoolExecutor(args.processes) as pool:
         for cell, got in zip(cells, pool.map(run, cells), strict=True):
-            print(
-                f"| {cell.trace} | {cell.max_be_seqs or 'what fits'} | {cell.cache_policy} |"
-                f" {cell.be_order} |"
-                f" {got.hit_rt:.1%} | {got.hit_rt_peak:.1%} | {got.hit_be:.1%} |"
-                f" {got.hit_all:.1%} | {got.rt_ttft_p50_s:.2f} | {got.rt_ttft_p99_s:.2f} |"
-                f" {got.be_finished} | {got.be_tokens_per_s:,.0f} |",
-                flush=True,
+            rates = (got.hit_rt, got.hit_rt_peak, got.hit_be, got.hit_all)
+            print_row(
+                *(cell.trace, cell.max_be_seqs or "what fits", cell.cache_policy, cell.be_order),
+                *(f"{rate:.1%}" for rate in rates),
+                *(f"{got.rt_ttft_p50_s:.2f}", f"{got.rt_ttft_p99_s:.2f}"),
+                *(got.be_finished, f"{got.be_tokens_per_s:,.0f}"),
             )
 
 
@@ -244,19 +252,17 @@ def compare_orders(args: argparse.Namespace) -> None:
         Cell("documents", policy, DOCUMENTS_CAPACITY, order, 0, 0, args.seed)
         for policy, order in product(("lru", "task-aware"), ("arrival", "sharing"))
     ]
-    print("| cache policy | BE order | hit BE | RT in time | BE ended/s | x arrival | max wait s |")
-    print("|---" * 7 + "|")
+    names = ("cache policy", "BE order", "hit BE", "RT in time", "BE ended/s", "x arrival")
+    print_head(*names, "max wait s")
     with ProcessPoolExecutor(args.processes) as pool:
         by_arrival = 0.0
         for cell, got in zip(cells, pool.map(ask_about_documents, cells), strict=True):
             if cell.be_order == "arrival":
                 by_arrival = got.be_ended_per_s
             ratio = got.be_ended_per_s / by_arrival
-            print(
-                f"| {cell.cache_policy} | {cell.be_order} | {got.hit_be:.1%} |"
-                f" {got.rt_in_time:.1%} | {got.be_ended_per_s:.2f} | {ratio:.2f} |"
-                f" {got.longest_wait_s:.0f} |",
-                flush=True,
+            print_row(
+                *(cell.cache_policy, cell.be_order, f"{got.hit_be:.1%}", f"{got.rt_in_time:.1%}"),
+                *(f"{got.be_ended_per_s:.2f}", f"{ratio:.2f}", f"{got.longest_wait_s:.0f}"),
             )
 
 

@@ -17,7 +17,7 @@ import dataclasses
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -29,6 +29,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from bench.table import print_head, print_row
 from lightserve.sim import HybridConfig, HybridReport, run_hybrid
 
 LENGTHS = str(Path(__file__).parents[1] / "traces/sharegpt_lengths.csv.gz")
@@ -267,7 +268,7 @@ MAX_WAITING = 4
 """Real-time requests that may wait where refusals are on. Sixteen gained nothing: who is let in
 late takes memory and time from the others."""
 TIGHT = Load(16.0, 20_000)
-COLUMNS = "TTFT % | gaps % | goodput/s | ms/token | best-effort/s | RT evictions (beside BE)"
+COLUMNS = ("TTFT %", "gaps %", "goodput/s", "ms/token", "best-effort/s", "RT evictions (beside BE)")
 
 
 @dataclass(frozen=True)
@@ -314,7 +315,7 @@ def t6(bench: Bench) -> None:
 def t7(bench: Bench) -> None:
     """Print goodput at four rates, and the latency at the lowest."""
     ratios = {16.0: 1.0, 24.0: 1.05, 28.0: 2.0, 32.0: 2.0}
-    head("RT/s", "policy, budget/best-effort/admission", COLUMNS)
+    print_head("RT/s", "policy, budget/best-effort/admission", *COLUMNS)
     for rate in RATES:
         load = Load(rate)
         ours = bench.figures(UNIFIED, load)
@@ -350,7 +351,7 @@ def _latency(bench: Bench) -> None:
 
 def t8(bench: Bench) -> None:
     """Print what overload leaves, without and with refusals."""
-    head("RT/s", "refusals", COLUMNS + " | missed: p99 to the end, s")
+    print_head("RT/s", "refusals", *COLUMNS, "missed: p99 to the end, s")
     goodput: dict[tuple[float, int], float] = {}
     for max_waiting in (0, MAX_WAITING):
         for factor in OVERLOAD:
@@ -374,7 +375,7 @@ def t8(bench: Bench) -> None:
 
 def t9(bench: Bench) -> None:
     """Print best-effort throughput where real-time load is light."""
-    head("RT/s", "policy, budget/best-effort/admission", COLUMNS)
+    print_head("RT/s", "policy, budget/best-effort/admission", *COLUMNS)
     fcfs = bench.figures(Setting("fcfs"), Load(8.0))
     row("8", f"stock {Setting('fcfs')}", fcfs)
     for rate in (8.0, 16.0):
@@ -393,7 +394,7 @@ def t9(bench: Bench) -> None:
 
 def t10(bench: Bench) -> None:
     """Print what a pool of 20,000 tokens leaves."""
-    head("M", "policy, budget/best-effort/admission", COLUMNS + " | recomputed | link %")
+    print_head("M", "policy, budget/best-effort/admission", *COLUMNS, "recomputed", "link %")
     ours = bench.figures(UNIFIED, TIGHT)
     setting, priority = bench.priority(TIGHT)
     for name, found in ((f"**{UNIFIED}**", ours), (str(setting), priority)):
@@ -408,27 +409,13 @@ def t10(bench: Bench) -> None:
     print(f"| 20k | {link} {verdict(ours.link_pct <= 50.0)} |")
 
 
-def head(*names: str) -> None:
-    """Print a table's head."""
-    line = " | ".join(names)
-    print(f"| {line} |")
-    print("| " + " | ".join(["---"] * (line.count("|") + 1)) + " |")
-
-
 def row(load: str, name: object, found: Figures, *more: str) -> None:
     """Print a row: the figures of COLUMNS, and more."""
-    cells: Iterable[str] = (
-        load,
-        str(name),
-        f"{found.ttft_pct:.1f}",
-        f"{found.mtpot_pct:.1f}",
-        f"{found.goodput:.2f}",
-        f"{found.latency_ms:.0f}",
-        f"{found.be_rps:.2f}",
-        f"{found.evictions:g} ({found.evictions_beside_be:g})",
-        *more,
+    print_row(
+        *(load, name, f"{found.ttft_pct:.1f}", f"{found.mtpot_pct:.1f}", f"{found.goodput:.2f}"),
+        *(f"{found.latency_ms:.0f}", f"{found.be_rps:.2f}"),
+        *(f"{found.evictions:g} ({found.evictions_beside_be:g})", *more),
     )
-    print("| " + " | ".join(cells) + " |")
 
 
 def verdict(is_met: bool) -> str:

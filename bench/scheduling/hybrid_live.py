@@ -33,6 +33,7 @@ from bench.serving.server import (
     write_profile,
     write_random_model,
 )
+from bench.table import print_head, print_row
 from lightserve.loadtest.options import BE, RT
 from lightserve.loadtest.result import RequestRow, Run
 
@@ -226,7 +227,7 @@ def print_comparison(lines: Mapping[str, Sums], be_alone: float) -> None:
         *("TPOT p50 / p99, ms", "largest gap p99, ms", "BE tokens/s"),
         *(f"of BE alone (≥ {BE_BAR:.2f})", "client's CPU"),
     )
-    print("| " + " | ".join(heads) + " |\n" + "| --- " * len(heads) + "|")
+    print_head(*heads)
     for name, sums in lines.items():
         be = float(np.mean(sums.be_tokens_per_s or [0.0]))
         pairs = {
@@ -239,7 +240,7 @@ def print_comparison(lines: Mapping[str, Sums], be_alone: float) -> None:
             *(f"{be:.0f}{_rounds(sums.be_tokens_per_s, '.0f')}", f"{be / be_alone:.2f}"),
             f"{np.mean(sums.client_cpu):.0%}",
         )
-        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+        print_row(*cells)
 
 
 def _rounds(values: Sequence[float], spec: str) -> str:
@@ -249,7 +250,7 @@ def _rounds(values: Sequence[float], spec: str) -> str:
 def gaps(bench: Bench) -> None:
     """Print decode gaps of chats while long prompts come."""
     heads = ("policy", "long prompts", "chat ITL p50 / p99 / max, ms", "chat tokens/s", "prompts/s")
-    print("| " + " | ".join(heads) + " |\n" + "| --- " * len(heads) + "|")
+    print_head(*heads)
     for kind in (None, BE, RT):
         for policy in POLICIES if kind else ("unified",):
             run = bench.gaps(policy, kind)
@@ -261,7 +262,7 @@ def gaps(bench: Bench) -> None:
                 f"{chats.output_tokens_per_s:.0f}",
                 f"{prompts.requests_per_s:.2f}" if prompts else "",
             )
-            print("| " + " | ".join(cells) + " |", flush=True)
+            print_row(*cells)
     print(f"\nload average {load_average()}\n")
 
 

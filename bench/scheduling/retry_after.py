@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bench.table import print_head, print_row
 from lightserve.config import ServeConfig
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta, Submit
 from lightserve.messages.router_worker import StepPlan
@@ -243,16 +244,15 @@ def main() -> None:
         for backlog in options.backlogs
     ]
     started_s = time.monotonic()
-    print("| policy | class | when | backlog | predicted s | measured s | retried s | off by |")
-    print("|---|---|---|---|---|---|---|---|")
+    seconds = ("predicted s", "measured s", "retried s")
+    print_head("policy", "class", "when", "backlog", *seconds, "off by")
     with ProcessPoolExecutor(options.jobs) as pool:
         for scene, waited in zip(scenes, pool.map(play, scenes), strict=True):
             off = waited.predicted_s / waited.measured_s - 1
-            print(
-                f"| {scene.policy} | {scene.request_class} | {scene.when} | {scene.backlog} |"
-                f" {waited.predicted_s:.1f} | {waited.measured_s:.1f} | {waited.retried_s:.1f} |"
-                f" {100 * off:+.0f} % |",
-                flush=True,
+            print_row(
+                *(scene.policy, scene.request_class, scene.when, scene.backlog),
+                *(f"{wait_s:.1f}" for wait_s in waited),
+                f"{100 * off:+.0f} %",
             )
     print(f"\n{time.monotonic() - started_s:.0f} s")
 

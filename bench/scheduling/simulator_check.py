@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.serving.server import Server, load, load_average, pinned_server, write_profile
+from bench.table import print_head, print_row
 from lightserve.cost.model import StepShape
 from lightserve.loadtest.result import RequestRow, Run
 from lightserve.loadtest.workload import load_trace
@@ -215,10 +216,9 @@ def print_line(name: str, expected: Outcome, seen: Sequence[Outcome]) -> bool:
         unit = "" if figure == "tokens/s" else ", ms"
         spread = (max(values) - min(values)) / mean
         runs = " / ".join(f"{value:.0f}" for value in values)
-        print(
-            f"| {name} | {figure}{unit} | {predicted:.0f} | {mean:.0f} | {runs} | {spread:.0%}"
-            f" | {off:+.1%} | {bar:.0%} |",
-            flush=True,
+        print_row(
+            *(name, f"{figure}{unit}", f"{predicted:.0f}", f"{mean:.0f}", runs),
+            *(f"{spread:.0%}", f"{off:+.1%}", f"{bar:.0%}"),
         )
     return is_near
 
@@ -271,7 +271,7 @@ def main() -> None:
         )
         heads = ["policy, load", "figure", "simulated", "live mean", "live runs", "spread"]
         heads += ["off by", "bar"]
-        print("| " + " | ".join(heads) + " |\n" + "| --- " * len(heads) + "|")
+        print_head(*heads)
         near = [
             print_line(name, simulated(path, policy, machine), seen[name])
             for name, (policy, path) in cases.items()
