@@ -16,6 +16,7 @@ import time
 import msgspec
 import numpy as np
 
+from bench.router.process import PROFILE
 from lightserve.config import ServeConfig
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Submit
@@ -35,7 +36,8 @@ def make_core(num_running: int, *, policy: str, targets: bool, best_effort: int)
     """Return a core in which so many requests decode, `best_effort` of them of that class."""
     config = ServeConfig(model="none", policy=policy, max_num_seqs=num_running)
     core = Scheduler(make_scheduler_config(config, max_model_len=8192))
-    core.on_message(WorkersReady(num_running * 4096, max_num_batched_tokens=8192), 0.0)
+    ready = WorkersReady(num_running * 4096, step_cost=PROFILE, max_num_batched_tokens=8192)
+    core.on_message(ready, 0.0)
     slo = SLO(ttft_ms=60_000.0, tpot_ms=100.0) if targets else NO_SLO
     rng = np.random.default_rng(0)
     for number in range(num_running):
