@@ -62,7 +62,7 @@ _FLAGS = (
 )
 
 
-FEW_ENDS = 8
+_FEW_ENDS = 8
 """So many tokens that end outputs are compared one by one: `isin` takes as long for one."""
 
 
@@ -257,7 +257,7 @@ class RequestTable:
             self._ends = +self._ends
             self._end_ids = np.fromiter(self._ends, dtype=np.int32, count=len(self._ends))
         ends = self.num_output[rows] + 1 >= self.max_tokens[rows]
-        if len(self._end_ids) > FEW_ENDS:
+        if len(self._end_ids) > _FEW_ENDS:
             ends |= np.isin(token_ids, self._end_ids)
         else:
             for end_id in self._end_ids:
