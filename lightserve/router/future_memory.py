@@ -26,8 +26,6 @@ IntArray = npt.NDArray[np.int64]
 
 _INT32_LIMIT = 2**30
 """Sums below it leave room for a newcomer's tokens as well."""
-_SPARE = 8
-"""Newcomers that there is room for at the start."""
 
 
 def peak_memory(base: IntArray, rest: IntArray) -> IntArray:
@@ -107,33 +105,37 @@ class FutureMemory:
 
     def __init__(self, base: IntArray, rest: IntArray) -> None:
         """`base` is int64 [n], or [num_futures, n] where tokens are shared; `rest` the latter."""
-        num_futures, num_requests = rest.shape
+        num_requests = rest.shape[1]
         self._num_requests: int = num_requests
         longest = int(rest.max(initial=0))
         # Value and index in one number: sorting plain integers is several times faster.
         index_bits = num_requests.bit_length()
+        # How much sooner than the longest: ascending is then the order that is wanted.
         fits = (longest + 1) << index_bits < 2 * _INT32_LIMIT
-        packed = rest.astype(np.int32 if fits else np.int64, order="C")
-        np.left_shift(packed, index_bits, out=packed)
-        np.bitwise_or(packed, np.arange(num_requests, dtype=packed.dtype), out=packed)
+        packed = np.empty(rest.shape, np.int32 if fits else np.int64)
+        np.subtract(longest, rest, out=packed, casting="same_kind")
+        packed <<= index_bits
+        packed |= np.arange(num_requests, dtype=packed.dtype)
         packed.sort(axis=1)
-        packed = packed[:, ::-1]
         order = packed & ((1 << index_bits) - 1)
         self._longest = longest
         self._bound = int(base.sum(axis=-1).max())
         """No less than all that is held, in any future."""
-        self._moments = np.empty((3, num_futures, num_requests + _SPARE), self._narrowest())
-        """In how many steps a request ends; what those who then live hold now; what they need."""
-        ends, held, needed = self._moments[..., :num_requests]
-        np.right_shift(packed, index_bits, out=ends)
+        # Contiguous: numpy takes such arrays in one go, and rows of wider ones one by one.
+        dtype = self._narrowest()
+        packed >>= index_bits
+        self._ends: IntArray = np.subtract(longest, packed, dtype=dtype, casting="same_kind")
+        """In how many steps each request ends, [num_futures, n]."""
         if base.ndim == 2:  # flat, with the places of each future behind those of the one before
             order += np.arange(0, packed.size, num_requests, dtype=order.dtype)[:, None]
-        base = base.astype(held.dtype, order="C").ravel().take(order)
-        base.cumsum(axis=1, dtype=held.dtype, out=held)
-        np.multiply(ends, np.arange(1, num_requests + 1, dtype=held.dtype), out=needed)
-        needed += held
+        base = base.astype(dtype, order="C").ravel().take(order)
+        self._held = base.cumsum(axis=1, dtype=dtype)
+        """What requests that then live hold now, the same."""
+        self._needed = self._ends * np.arange(1, num_requests + 1, dtype=dtype)
+        """What they then need, the same."""
+        self._needed += self._held
         self._ends_at_peak: IntArray | None = None
-        self._peaks: IntArray = needed.max(axis=1, initial=0).astype(np.int64)
+        self._peaks: IntArray = self._needed.max(axis=1, initial=0).astype(np.int64)
 
     def _narrowest(self) -> type[np.signedinteger[Any]]:
         """Return a type that holds every sum; half the bytes are nearly half the time."""
@@ -156,9 +158,9 @@ class FutureMemory:
         It looks at one moment of each future: that of the peak without the newcomer.
         """
         if self._ends_at_peak is None:
-            ends, _, needed = self._moments[..., : self._num_requests]
-            futures = np.arange(len(ends))
-            self._ends_at_peak = ends[futures, needed.argmax(axis=1)].astype(np.int64)
+            futures = np.arange(len(self._ends))
+            at_peak = self._needed.argmax(axis=1)
+            self._ends_at_peak = self._ends[futures, at_peak].astype(np.int64)
         grown = self._ends_at_peak + base
         grown *= self._ends_at_peak < rest
         grown += self._peaks
@@ -175,7 +177,7 @@ class FutureMemory:
             shared: what else it holds, together with others.
         """
         # Masks are multiplied by: several times faster than choosing by them.
-        ends, held, needed = self._moments[..., : self._num_requests]
+        ends, held, needed = self._ends, self._held, self._needed
         is_alive = ends < rest.astype(ends.dtype)[:, None]
         rank = self._num_requests + 1 - is_alive.sum(axis=1)
         own_held = (held * ~is_alive).max(axis=1, initial=0).astype(np.int64) + base
@@ -192,19 +194,22 @@ class FutureMemory:
 
     def add(self, newcomer: WithNewcomer) -> None:
         """Let a request join for good, about which this was asked since the last one joined."""
-        num_requests, size = self._num_requests, self._moments.shape[2]
         self._bound += newcomer.num_tokens
         self._longest = max(self._longest, int(newcomer.rest.max()))
         self._num_requests += 1
-        if num_requests == size or self._moments.dtype != self._narrowest():
-            larger = np.empty((*self._moments.shape[:2], size + _SPARE), self._narrowest())
-            larger[..., :num_requests] = self._moments[..., :num_requests]
-            self._moments = larger
-        _, held, needed = self._moments[..., :num_requests]
-        held += newcomer.is_alive * newcomer.brings
-        needed[:] = newcomer.grown
-        self._moments[..., num_requests] = newcomer.rest, newcomer.held, newcomer.needed
+        dtype = self._narrowest()
+        self._ends = _append(self._ends, newcomer.rest, dtype)
+        self._held = _append(self._held, newcomer.held, dtype)
+        self._held[:, :-1] += newcomer.is_alive * newcomer.brings
+        self._needed = _append(newcomer.grown, newcomer.needed, dtype)
         self._peaks, self._ends_at_peak = newcomer.peaks, None
+
+
+def _append(moments: IntArray, newcomer: IntArray, dtype: type[np.signedinteger[Any]]) -> IntArray:
+    """Return moments [num_futures, n] with one more, int64 [num_futures]."""
+    result: IntArray = np.empty((len(moments), moments.shape[1] + 1), dtype)
+    result[:, :-1], result[:, -1] = moments, newcomer
+    return result
 
 
 def _inherited(shared: Sequence[SharedTokens], steps: IntArray) -> IntArray:

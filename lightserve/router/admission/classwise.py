@@ -6,8 +6,6 @@ the future of all, in the pool less the burst headroom; and it has to leave the 
 all that real-time requests may come to take from its class (`PoolView.be_room`), as what cannot be
 saved is computed again. So real-time requests are evicted
 as rarely as their own risk says, and best-effort ones absorb the rest.
-
-Two instances of one rule decide, as each keeps the samples of those that it is asked about.
 """
 
 from __future__ import annotations

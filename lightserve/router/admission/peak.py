@@ -39,9 +39,22 @@ PeakBound = Callable[[IntArray, Request], int]
 
 def nums_generated(requests: Sequence[Request]) -> IntArray:
     """Return how many output tokens each request has or is about to have, int64 [n]."""
-    # Spelt out: a call for each is most of the time that a small forecast takes.
+    return _progress(requests)[1]
+
+
+def _progress(requests: Sequence[Request]) -> tuple[IntArray, IntArray]:
+    """Return how many prompt tokens requests have, and how many they have generated, int64 [n]."""
+    rows = [request.row for request in requests]
+    if rows and None not in rows:
+        cells = requests[0].cells
+        assert cells is not None
+        names = ("num_prompt", "num_output", "inflight_samples")
+        index = np.array(rows)
+        prompts, confirmed, inflight = (np.frombuffer(cells[n], np.int64)[index] for n in names)
+        return prompts, confirmed + inflight
+    prompts = np.array([request.num_prompt_tokens for request in requests], dtype=np.int64)
     numbers = [len(r.output_token_ids) + r.num_inflight_samples for r in requests]
-    return np.array(numbers, dtype=np.int64)
+    return prompts, np.array(numbers, dtype=np.int64)
 
 
 class PeakAdmission:
@@ -68,7 +81,7 @@ class PeakRound:
         self._memory: FutureMemory | None = None
         self._shared = SharedPrefixes(self._live)
         self._rest: IntArray = np.empty((0, 0), dtype=np.int64)
-        """What those who were live are still to generate, [n, num_futures]."""
+        """What live requests are still to generate, [n, num_futures]."""
         self._rests_of_newcomers: list[IntArray] = []
         """The same of those admitted, [num_futures] each."""
         self._held_for: dict[PrefixNode, IntArray] = {}
@@ -107,11 +120,11 @@ class PeakRound:
         return True
 
     def _forecast(self) -> FutureMemory:
-        generated = nums_generated(self._live)
-        prompts = np.array([request.num_prompt_tokens for request in self._live], dtype=np.int64)
+        prompts, generated = _progress(self._live)
         base = prompts + generated
         lengths = self._sample(self._live, generated)
-        rest = np.maximum(lengths - generated.astype(lengths.dtype)[:, None], 0)
+        rest = lengths - generated.astype(lengths.dtype)[:, None]
+        np.maximum(rest, 0, out=rest)
         self._rest = rest
         if held := self._shared.held_by_several():
             shared = [(part.num_tokens, part.holders) for part in held]

@@ -182,5 +182,5 @@ def _move_on(rng: np.random.Generator, live: Sequence[Request]) -> list[Request]
         rows.acquire(request)
         request.num_inflight_samples = 0 if rng.random() < 0.05 else 1
         if rng.random() < 0.8:
-            request.output_token_ids.append(1)
+            request.add_output([1])
     return [r for r in live if len(r.output_token_ids) < 98 and rng.random() < 0.98]
