@@ -457,6 +457,18 @@ def test_what_is_protected_is_not_gone_through_for_each_eviction() -> None:
     assert len(tree.evict(50, num_protected_rt=90)) == 9
 
 
+@pytest.mark.parametrize("num_expected", [0, 4])
+def test_what_real_time_read_stays_to_the_token(num_expected: int) -> None:
+    """Of one node, or of two where a waiting request has cut it."""
+    tree, tokens = PrefixTree(), array(range(10))
+    lease, _ = tree.acquire("a", tokens, is_real_time=True)
+    tree.extend(lease, tokens, tokens)
+    tree.release(lease)
+    tree.expect("a", array(range(num_expected)))
+    assert len(tree.evict(9, num_protected_rt=3)) == 7
+    assert tree.num_evictable_rt == 3
+
+
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 200])
 @pytest.mark.parametrize("differs_at", [0, 1, 63, 64, 65, 199, 200])
 def test_how_many_leading_tokens_are_equal(length: int, differs_at: int) -> None:
