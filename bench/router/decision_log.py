@@ -31,10 +31,9 @@ from lightserve.decisions.records import (
 )
 from lightserve.decisions.replaying import DecisionLogReader, Line, make_core_of
 from lightserve.messages.router_worker import StepResult
-from lightserve.router import scheduler as core_module
+from lightserve.router import planner
 from lightserve.router.commit import SkipCounters
-from lightserve.router.planner import Planner
-from lightserve.router.step import PlannedStep, Skips
+from lightserve.router.step import LeftOut, PlannedStep, Skips
 from lightserve.sim import HybridConfig, run_hybrid
 
 NUM_WARM_UP = 50
@@ -48,19 +47,19 @@ class NoSkips(Skips):
     def note(self, *_: Any) -> None:
         """Do nothing."""
 
-    note_all = stop = stop_all = lose = note  # type: ignore[assignment]
+    note_rows = stop = lose = note  # type: ignore[assignment]
 
-    def of_step(self, *_: Any) -> tuple[Any, ...]:
+    def of_step(self, *_: Any) -> LeftOut:
         """Return no request."""
-        return ()
+        return LeftOut({})
 
 
 @contextmanager
 def without_reasons() -> Iterator[None]:
     """Let the router note, collect and count nothing."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(core_module, "Skips", NoSkips))
-        stack.enter_context(patch.object(Planner, "unseen", lambda *_: {}))
+        stack.enter_context(patch.object(planner, "Skips", NoSkips))
+        stack.enter_context(patch.object(planner.Planner, "_unseen", lambda *_: {}))
         stack.enter_context(patch.object(SkipCounters, "note", lambda *_: None))
         yield
 
