@@ -107,6 +107,8 @@ class MemoryPlan:
         self._barren_from: dict[int, int] = {}
         """By where ranks end that are taken from: from which on nothing is left of them."""
 
+        self._untaken: tuple[Any, ...] | None = None
+        """What was placed before decodes took anything; None: they did not."""
         for newcomer in spared:
             self._pinned |= set(_path_of_hit(newcomer))
 
@@ -163,6 +165,8 @@ class MemoryPlan:
         if not len(rows):
             return rows
         if len(rows) > self._num_left - self._num_reserved:
+            if self._untaken is None and not (self._stops or self._takes or self._drops):
+                self._untaken = self._save()
             real_time = self._table.of(rows[self._table.is_rt[rows]])
             self._make_room(self._kv.cost_of_all([(request, 1) for request in real_time]))
             rows = self.not_stopped(rows)
@@ -184,6 +188,7 @@ class MemoryPlan:
     def place(self, part: Scheduled | Loading) -> Scheduled | Loading | Reason:
         """Add a part; return what of it fits, or why nothing does. Prompts that run may be cut."""
         request = part.request
+        self._untaken = None
         if self._has_stopped(request) or request in self._takes:
             return Reason.KV_NOW
         if not _runs(request):
@@ -192,14 +197,26 @@ class MemoryPlan:
         return Reason.KV_NOW if placed is None else placed
 
     def remove_decodes(self, rows: Rows) -> None:
-        """Take out rows that were placed."""
+        """Take out rows that were placed, and undo what was taken if nothing but decodes was."""
+        if self._untaken is None:
+            self._remove(rows)
+            return
+        placed = [request.row for request, _ in each_scheduled(self.parts)]
+        self._restore(self._untaken)
+        self._barren_rank, self._untaken = math.inf, None
+        self._remove(rows)
+        before = [request.row for request, _ in each_scheduled(self.parts)]
+        again = np.array([row for row in placed if row not in before], dtype=np.int64)
+        self.place_decodes(again[~np.isin(again, rows)])
+
+    def _remove(self, rows: Rows) -> None:
         left: list[Decodes | Scheduled] = []
         for part in self._whole:
             assert isinstance(part, Decodes)
-            others = part.rows[~np.isin(part.rows, rows)]
-            self._num_left += len(part.rows) - len(others)
-            if len(others):
-                left.append(Decodes(self._table, others))
+            staying = part.rows[~np.isin(part.rows, rows)]
+            self._num_left += len(part.rows) - len(staying)
+            if len(staying):
+                left.append(Decodes(self._table, staying))
         self._whole = left
         for request in self._table.of(rows):
             if request in self._placed:

@@ -60,10 +60,12 @@ def fill(policy: Policy, step: StepBudget, memory: MemoryPlan, future: Admission
             if lacking is None and is_newcomer and not future.admit(request):
                 lacking = Reason.KV_FUTURE
             part = lacking or step.offer(request, phase)
+            classes = (request.request_class,) if policy.is_class_aware else phase.classes
             if not isinstance(part, Reason):
                 part = memory.place(part)
+                if isinstance(part, Reason):  # time and tokens are left for others
+                    step.has_run_out, classes = step.is_full, (request.request_class,)
             if isinstance(part, Reason):
-                classes = (request.request_class,) if policy.is_class_aware else phase.classes
                 step.skip(request, part, classes)
             else:
                 step.add(part)
@@ -95,7 +97,7 @@ def _in_order(phase: Phase, step: StepBudget) -> Iterator[Request]:
         if step.has_run_out:
             return
         yield prompt
-    if newcomer is not None:
+    if newcomer is not None and not step.has_run_out:
         yield newcomer
     yield from newcomers
 
@@ -166,6 +168,8 @@ class Planner:
                 yield self._alone(suspect, kv)
             if not is_idle:
                 return
+            if kv.num_reserved_for_rt:
+                yield self._alone(suspect, kv)._replace(keeps_reserve=False)
             # Where there is no room for it, those before it that were cleared make some.
             holders = [request for request in self.holders() if request not in suspects]
             rows = [request.row for request in holders if request.state is RUNNING]

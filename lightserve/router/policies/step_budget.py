@@ -27,7 +27,8 @@ from lightserve.types import BE, RT, RequestClass
 
 MIN_CHUNK = 16
 """Under deadlines, fewer tokens of a prompt are not worth a row, unless they end it."""
-MEMORY_REASONS = {Reason.KV_NOW, Reason.KV_FUTURE}
+MEMORY_REASONS = {Reason.KV_NOW, Reason.KV_FUTURE, Reason.BYTES}
+"""What newcomers may lack though there is time: those that run go on."""
 
 
 class StepBudget:
@@ -174,6 +175,8 @@ class StepBudget:
 
     def leaves_waiting(self, request_class: RequestClass) -> bool:
         """Whether a request of a class could have started by now, and is left out."""
+        if self.skips.stopped_by.get(request_class) in (Reason.KV_NOW, Reason.BYTES):
+            return False
         return any(
             request not in self.started and request.num_schedulable_tokens > 0
             for request in self.waiting.of(request_class)
@@ -232,11 +235,15 @@ class StepBudget:
         rest = request.num_schedulable_tokens
         if rest == 0:
             return Reason.BLOCKED
+        if request.wants_prompt_logprobs:
+            rest = min(rest, self._num_positions_left)
+            if rest == 0:
+                return Reason.TOKENS
         if phase.num_tokens:
             return Scheduled(request, phase.num_tokens)
         if phase.is_whole:
             is_in = self.is_empty or rest <= self._budget
-            return self._up_to_positions(request, rest) if is_in else self._run_out()
+            return Scheduled(request, rest) if is_in else self._run_out()
         loads = num_loaded_by(request) > 0
         can_go_beside = loads and self._loads.can_go_beside(request, self.seconds)
         if can_go_beside and self._loads.is_free_for(request, self.seconds, self._due_for(request)):
@@ -248,13 +255,7 @@ class StepBudget:
                 return self._offer_loading(request)
             return self._run_out()
         self.has_run_out = num_tokens < rest
-        return self._up_to_positions(request, num_tokens)
-
-    def _up_to_positions(self, request: Request, num_tokens: int) -> Scheduled | Reason:
-        """Return as many tokens as positions may yield log-probabilities in one step."""
-        if request.wants_prompt_logprobs:
-            num_tokens = min(num_tokens, self._num_positions_left)
-        return Scheduled(request, num_tokens) if num_tokens else Reason.TOKENS
+        return Scheduled(request, num_tokens)
 
     def _due_for(self, request: Request) -> float:
         """Return the time that a request has to load its KV beside steps."""
@@ -322,7 +323,12 @@ class StepBudget:
         if request.state is not WAITING or reason is Reason.BLOCKED:
             return
         is_best_effort = request.request_class is BE
-        if reason is Reason.LOADING or (reason is Reason.KV_FUTURE and is_best_effort):
+        has_no_positions = request.wants_prompt_logprobs and self._num_positions_left <= 0
+        if (
+            reason is Reason.LOADING
+            or (reason is Reason.KV_FUTURE and is_best_effort)
+            or (reason is Reason.TOKENS and has_no_positions)
+        ):
             self._num_passed += 1
             if self._num_passed <= LOOK_AHEAD:
                 return

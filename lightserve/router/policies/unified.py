@@ -194,7 +194,12 @@ class _Order:
             has_run_out = step.has_run_out
         if not has_run_out and not step.waits_for_memory(RT):
             newcomers: Iterator[Request]
-            newcomers = (r for r in step.waiting.of(BE) if r not in step.started)
+            newcomers = (
+                request
+                for request in step.waiting.of(BE)
+                if request not in step.started
+                and step.skips.reason_of(request) not in MEMORY_REASONS  # it was tried before
+            )
             if self._options.best_first:
                 newcomers = BatchOrder(step).best_first(newcomers)
             yield Phase(newcomers=newcomers, classes=(BE,))

@@ -1,0 +1,149 @@
+"""Scenes in which one limit of a step must not cost what another would still allow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.core_scenes import MAX_SEQS, Arrival, RecklessAdmission, make_core, submit
+
+from lightserve.messages.common import StepCoefficients
+from lightserve.router.events import FromFrontend, WorkersGone, WorkersReady
+from lightserve.router.kv.cache import KVOptions
+from lightserve.router.kv.prefix_node import task_aware
+from lightserve.router.scheduler import Scheduler
+from lightserve.router.step import PlannedStep
+from lightserve.sim.worker import SimulatedWorker
+from lightserve.types import SLO, FrontendId, RequestClass, SamplingParams
+
+RT, BE = RequestClass.RT, RequestClass.BE
+MAX_LEN = 4000
+
+
+class Scene:
+    """A core and a worker whose tokens take `token_s` each."""
+
+    def __init__(
+        self, core: Scheduler, num_slots: int, *, floor_s: float = 0.01, token_s: float = 0.0
+    ) -> None:
+        self.core, self.now_s = core, 0.0
+        self.planned: PlannedStep | None = None
+        self._times_s = floor_s, token_s
+        self.start(num_slots)
+
+    def start(self, num_slots: int) -> None:
+        self._worker = SimulatedWorker(
+            num_slots=num_slots, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN
+        )
+        floor_s, token_s = self._times_s
+        zeros = dict.fromkeys(StepCoefficients.__struct_fields__, 0.0)
+        profile = StepCoefficients(**{**zeros, "floor_s": floor_s, "per_new_s": token_s})
+        self.core.on_message(WorkersReady(num_slots, 0, profile if token_s else None), self.now_s)
+
+    def arrive(
+        self, number: int, num_prompt: int, request_class: RequestClass, **more: Any
+    ) -> None:
+        num_output = more.pop("num_output", 3)
+        arrival = Arrival(
+            self.now_s, num_prompt, num_output, num_output, request_class=request_class
+        )
+        self.core.on_message(
+            FromFrontend(FrontendId(0), submit(number, arrival, **more)), self.now_s
+        )
+
+    def step(self) -> dict[int, int]:
+        """Run one step; return what moved by how much."""
+        planned = self.core.plan(self.now_s)
+        if not isinstance(planned, PlannedStep):
+            return {}
+        self.planned = planned
+        moved = {int(r.key.request_id): count for r, count in planned.scheduled}
+        plan = self.core.commit(planned, self.now_s)
+        floor_s, token_s = self._times_s
+        exec_s = max(floor_s, token_s * sum(moved.values()))
+        self.now_s += exec_s
+        result = self._worker.execute(plan, exec_s=exec_s, idle_s=0.0)
+        self.core.on_result(result, self.now_s)
+        return moved
+
+
+@pytest.mark.parametrize("policy", ["chunked", "priority", "unified"])
+def test_a_prompt_without_log_probabilities_passes_those_that_wait_for_positions(
+    policy: str,
+) -> None:
+    core = make_core(policy, 4000, admission=RecklessAdmission(), max_model_len=MAX_LEN)
+    scene = Scene(core, 20_000)
+    for number in (0, 1):
+        scene.arrive(number, 600, RT, sampling=SamplingParams(num_prompt_logprobs=0))
+    scene.arrive(2, 50, RT)
+    assert scene.step() == {0: 512, 2: 50}
+
+
+def test_what_memory_refuses_leaves_its_time_to_prompts_in_progress() -> None:
+    """The newcomer is due sooner, and would be cut where the tokens end."""
+    core = make_core("unified", 40, admission=RecklessAdmission(), max_model_len=MAX_LEN)
+    scene = Scene(core, 100)
+    scene.arrive(0, 30, RT, num_output=60)
+    scene.step()
+    scene.arrive(1, 60, RT, slo=SLO(5000.0, None, None))
+    assert scene.step() == {0: 1, 1: 39}
+    scene.arrive(2, 50, RT, slo=SLO(1000.0, None, None))
+    assert scene.step() == {0: 1, 1: 21}
+
+
+def test_best_effort_goes_on_while_a_real_time_newcomer_has_no_slots() -> None:
+    core = make_core("priority", 100, admission=RecklessAdmission(), max_model_len=MAX_LEN)
+    scene = Scene(core, 100)
+    scene.arrive(0, 60, RT, num_output=30)
+    scene.arrive(1, 4, BE, num_output=30)
+    scene.step()
+    scene.arrive(2, 50, RT)
+    assert scene.step() == {0: 1, 1: 1}
+
+
+def test_decodes_that_give_way_take_no_memory() -> None:
+    """The pool is nearly full; the urgent one is in time without the others."""
+    core = make_core("unified", 64, admission=RecklessAdmission(), max_model_len=MAX_LEN)
+    scene = Scene(core, 100, floor_s=0.0, token_s=0.002)
+    scene.arrive(5, 42, BE, num_output=40)
+    scene.step()
+    for number in range(4):
+        scene.arrive(number, 5, RT, num_output=60, slo=SLO(10_000.0, 2_000.0, 4_000.0))
+    scene.step()
+    scene.step()
+    scene.arrive(4, 5, RT, num_output=60, slo=SLO(10_000.0, 6.0, 6.0))
+    scene.step()
+    for _ in range(7):
+        assert 4 in scene.step()
+        assert scene.planned is not None
+        assert not scene.planned.stops and not scene.planned.drops
+
+
+def test_a_class_blind_policy_lets_real_time_pass_what_the_reserve_refuses() -> None:
+    kv = KVOptions(cache_order=task_aware, rt_cache_min_tokens=40)
+    core = make_core("chunked", 100, admission=RecklessAdmission(), max_model_len=MAX_LEN, kv=kv)
+    scene = Scene(core, 100)
+    scene.arrive(0, 60, RT, num_output=2)
+    scene.step()
+    scene.step()
+    scene.arrive(1, 5, BE, num_output=30)
+    scene.step()
+    scene.arrive(2, 70, BE)
+    scene.arrive(3, 20, RT)
+    assert scene.step() == {1: 1, 3: 20}
+
+
+@pytest.mark.parametrize("policy", ["priority", "unified"])
+def test_a_suspect_gets_what_is_reserved_where_nothing_else_could_move(policy: str) -> None:
+    kv = KVOptions(cache_order=task_aware, rt_cache_min_tokens=30)
+    core = make_core(policy, 128, admission=RecklessAdmission(), max_model_len=128, kv=kv)
+    scene = Scene(core, 200)
+    scene.arrive(0, 40, RT)
+    scene.arrive(1, 85, BE)
+    planned = core.plan(0.0)
+    assert isinstance(planned, PlannedStep)
+    core.commit(planned, 0.0)
+    core.on_message(WorkersGone(), 1.0)
+    scene.start(100)
+    moved = [scene.step() for _ in range(6)]
+    assert {1: 85} in moved
