@@ -328,7 +328,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         takes_targets=True,
     ),
     ("get", "/v1/models"): Operation(answers=ModelList),
-    ("get", "/v1/models/{model_id}"): Operation(answers=ModelObject, errors=(404,)),
+    ("get", "/v1/models/{model_id}"): Operation(answers=ModelObject, errors=(400, 404)),
     ("post", "/generate"): Operation(
         request=GenerateRequest, answers=GenerateAnswer, errors=_BODY_ERRORS, takes_targets=True
     ),

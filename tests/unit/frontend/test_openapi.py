@@ -120,6 +120,13 @@ def test_every_reference_leads_somewhere() -> None:
     assert "$defs" not in json.dumps(schema)
 
 
+def test_a_path_that_takes_text_says_that_it_may_be_refused() -> None:
+    """Control characters in a model's name."""
+    status, answer, schema = _ask("/v1/models/a%0Ab")
+    assert status == 400 and answer["error"]["code"] == "invalid_path"
+    assert "400" in schema["paths"]["/v1/models/{model_id}"]["get"]["responses"]
+
+
 def test_keys_are_in_the_schema_where_they_are_needed(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"alice {'a' * 32} admin\n")
