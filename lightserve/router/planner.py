@@ -94,7 +94,7 @@ def _in_order(phase: Phase, step: StepBudget) -> Iterator[Request]:
         while newcomer is not None and phase.goes_before and phase.goes_before(newcomer, prompt):
             yield newcomer
             newcomer = next(newcomers, None)
-        if step.has_run_out:
+        if step.has_run_out and not phase.num_tokens:
             return
         yield prompt
     if newcomer is not None and not step.has_run_out:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.core_scenes import MAX_SEQS, Arrival, RecklessAdmission, make_core, submit
+from support.policy_scenes import Admitting, Queue, filled, make_request, running_of
 
 from lightserve.messages.common import StepCoefficients
 from lightserve.router.events import FromFrontend, WorkersGone, WorkersReady
 from lightserve.router.kv.cache import KVOptions
 from lightserve.router.kv.prefix_node import task_aware
+from lightserve.router.policies.base import Phase, StepLimits
+from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.sim.worker import SimulatedWorker
@@ -131,6 +135,23 @@ def test_a_class_blind_policy_lets_real_time_pass_what_the_reserve_refuses() -> 
     scene.arrive(2, 70, BE)
     scene.arrive(3, 20, RT)
     assert scene.step() == {1: 1, 3: 20}
+
+
+class RunsOn:
+    """Every request that runs goes forty steps on by itself."""
+
+    is_class_aware = False
+    meets_deadlines = False
+
+    def phases(self, step: StepBudget) -> Iterator[Phase]:
+        yield Phase(prompts=list(step.running), classes=(), num_tokens=40)
+
+
+def test_runs_of_decodes_do_not_end_with_the_budget() -> None:
+    running = running_of([make_request(number, output=3) for number in range(3)])
+    limits = StepLimits(64, num_free_rows=4)
+    step = filled(RunsOn(), running, Queue([]), limits, Admitting())
+    assert [(r.arrival_number, count) for r, count in step.parts] == [(0, 40), (1, 40), (2, 40)]
 
 
 @pytest.mark.parametrize("policy", ["priority", "unified"])

@@ -407,15 +407,12 @@ class StepBudget:
 
     def seconds_to_end_beside_others(self, request: Request) -> float:
         """Return the share of the time of full steps that a prompt takes, with the guard."""
-        chunk = self.tokens_per_step(request)
         start, decodes = request.next_position, self._shape.decodes
+        chunk = self._tokens_beside(decodes, request)
         return request.num_schedulable_tokens / chunk * self._seconds(decodes.plus(start, chunk))
 
-    def tokens_per_step(self, request: Request) -> int:
-        """Return how much of a prompt goes beside the decodes of a step, at least MIN_CHUNK."""
-        return self._tokens_beside(self._shape.decodes, request)
-
     def _tokens_beside(self, decodes: StepShape, request: Request) -> int:
+        """Return how much of a prompt goes beside decodes in a step, at least MIN_CHUNK."""
         most = self.limits.max_num_batched_tokens - decodes.num_new
         if math.isfinite(self._limit_s) and self._cost.is_known:
             limit_s = self._limit_s / self._cost.guard
