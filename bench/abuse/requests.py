@@ -492,20 +492,30 @@ WITHIN_S = 120.0
 
 
 def no_more_addresses(arena: Arena) -> Outcome:
-    """Forbid the worker to map anything new, and send prompts that need memory."""
+    """Forbid the worker to map anything new, and send what needs memory until it ends.
+
+    Long prompts take activations; 128 choices with allowed ids take masks and rows, which a heap
+    that has been large before may not have room for.
+    """
     before = arena.pids()
     worker = psutil.Process(before["worker-0"])
     size = worker.memory_info().vms
-    worker.rlimit(resource.RLIMIT_AS, (size, size))
+    unlimited = worker.rlimit(resource.RLIMIT_AS)
+    worker.rlimit(resource.RLIMIT_AS, (size, unlimited[1]))
     deadline_s = time.monotonic() + WITHIN_S
     rng = random.Random(1)
+    crowd = {"n": NUM_CHOICES, "allowed_token_ids": list(VOCABULARY), "service_tier": "flex"}
     while worker.is_running() and time.monotonic() < deadline_s:
         prompt = [rng.randrange(300, 2000) for _ in range(1500)]
-        body = {"model": arena.model, "prompt": prompt, "max_tokens": 1}
-        arena.ask(arena.post("/v1/completions", body), timeout_s=0.3)  # those that wait, wait on
+        # Those that wait, wait on.
+        arena.ask(_completion(arena, prompt=prompt, max_tokens=1), timeout_s=0.3)
+        prompts = [[300 + n] for n in range(8)]
+        arena.ask(_completion(arena, prompt=prompts, **crowd), timeout_s=0.3)
         with contextlib.suppress(psutil.NoSuchProcess):
             if worker.status() == psutil.STATUS_ZOMBIE:
                 break
+    with contextlib.suppress(psutil.NoSuchProcess):
+        worker.rlimit(resource.RLIMIT_AS, unlimited)  # it lives: not the next attack's to find
     died_s = time.monotonic()
     while arena.ask(arena.get("/readyz")).status != 200 and time.monotonic() < deadline_s:
         time.sleep(0.05)
