@@ -11,6 +11,7 @@ import pytest
 from support.fake_router import Answer, frontend, says, sse_data
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
+from lightserve.frontend.columns import LogprobColumns
 from lightserve.frontend.openai.logprobs import token_text
 from lightserve.messages.common import TokenLogprob, unpack_int32
 from lightserve.messages.frontend_router import RequestDelta, Submit
@@ -34,6 +35,25 @@ CHAT: dict[str, Any] = {
     "model": BUNDLED_MODEL_NAME,
     "messages": [{"role": "user", "content": "hi"}],
 }
+
+
+@pytest.mark.parametrize("num_top", [0, 2])
+def test_a_part_of_the_columns_is_what_a_list_would_have(num_top: int) -> None:
+    """News of a stream has those of its own tokens, with their own others."""
+    whole = [
+        TokenLogprob(
+            -1.0 - i, [10 * i + j for j in range(num_top)], [-2.0 * i - j for j in range(num_top)]
+        )
+        for i in range(7)
+    ]
+    columns = LogprobColumns()
+    for logprob in whole:
+        columns.append(logprob)
+    for start, stop in itertools.combinations(range(8), 2):
+        assert list(columns.part(start, stop)) == whole[start:stop]
+    again = columns.part(0, 3)
+    again.extend(columns.part(3, 7))
+    assert list(again) == whole
 
 
 async def _ask(path: str, body: dict[str, Any], answer: Answer) -> tuple[Any, Submit]:

@@ -14,7 +14,7 @@ from support.mock_server import Behaviour, MockServer, count_tokens
 
 from lightserve.loadtest.client import EventLines, StreamClient, api_base, clock
 from lightserve.loadtest.options import ArrivalKind, ServerOptions, Targets, Traffic
-from lightserve.loadtest.result import Run
+from lightserve.loadtest.result import Record, Run
 from lightserve.loadtest.runner import Runner, RunOutcome, RunSettings
 from lightserve.loadtest.session import counting_window, make_plans, make_run
 from lightserve.loadtest.workload import UNCALIBRATED, PromptMaker
@@ -178,9 +178,26 @@ def test_no_server_is_a_failure_to_connect() -> None:
     assert [record.error for record in outcome.records] == ["connect"] * 3
 
 
-def test_a_timeout_counts_from_the_intended_arrival() -> None:
+def test_a_request_without_an_answer_times_out() -> None:
     outcome, _ = run(open_loop(3), is_gated=True, timeout_s=0.05)
     assert [record.error for record in outcome.records] == ["timeout"] * 3
+
+
+@pytest.mark.parametrize(("late_s", "error"), [(0.0, None), (31.0, "timeout")])
+def test_a_timeout_counts_from_the_intended_arrival(late_s: float, error: str | None) -> None:
+    """A client that is behind by more than the timeout has nothing left to wait with."""
+
+    async def send() -> Record:
+        async with MockServer(Behaviour()) as server:
+            options = ServerOptions(url=server.url, model="mock", timeout_s=30.0)
+            async with StreamClient(options, api_key=None, ca_file=None) as client:
+                record = Record(0, "rt", 0.0, 20, 5)
+                now = clock()
+                outgoing = client.outgoing(record, "hi", Targets())
+                await client.send(record, outgoing, lambda: now() + late_s)
+                return record
+
+    assert asyncio.run(send()).error == error
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])

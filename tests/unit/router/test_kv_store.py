@@ -9,6 +9,7 @@ from lightserve.messages.common import unpack_int32
 from lightserve.router.kv.cache import KVOptions, KVStore, Preemption
 from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.request import Request, RequestState
+from lightserve.router.request_table import RequestTable
 from lightserve.types import (
     FrontendId,
     RequestClass,
@@ -245,6 +246,19 @@ def test_clean_tokens_cost_nothing_to_take() -> None:
     request.pause()
     assert scene.kv.take(request, 16) == 0
     assert scene.copies() == (0, 0, 0)
+
+
+def test_what_is_still_being_computed_is_not_copied_ahead() -> None:
+    """The copy may be made before the step in flight has written it."""
+    scene = Scene(cached=False, clean_ahead=64)
+    request = scene.run(make_request(0), num_output=5)
+    assert request.slots is not None
+    request.slots[25:29] = scene.kv.acquire([(request, 4)])
+    RequestTable(1).acquire(request)
+    request.num_inflight_tokens, request.next_position = 4, 29
+    assert (request.num_computed_tokens, request.num_held_tokens) == (25, 29)
+    assert scene.kv.copy_ahead([request], 256) == 25
+    assert request.host is not None and request.host.end == 25
 
 
 @pytest.mark.parametrize("preemption", [Preemption.SWAP, Preemption.RECOMPUTE])

@@ -111,6 +111,13 @@ def test_bombs_are_refused_when_loading(text: str) -> None:
     assert "MemoryError" not in str(caught.value)  # a limit must come first
 
 
+@pytest.mark.parametrize("name", ["join", "join-filter"])
+def test_what_joins_too_much_is_refused_before_it_is_joined(name: str) -> None:
+    """What any filter returns is bounded as well, but by then it has been made."""
+    with pytest.raises(ModelLoadError, match="joins into too long a text"):
+        _template(BOMBS[name])
+
+
 @pytest.mark.parametrize("text", BOMBS.values(), ids=BOMBS.keys())
 def test_bombs_set_off_by_a_message_are_refused(text: str) -> None:
     armed = "{% if messages[0].content == 'boom' %}" + text + "{% else %}ok{% endif %}"
