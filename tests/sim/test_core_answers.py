@@ -17,6 +17,7 @@ from support.core_scenes import (
     make_simulation,
     submit,
 )
+from support.grids import choose, more_when_long
 
 from lightserve.messages.frontend_router import (
     MAX_UNACKNOWLEDGED_TOKENS,
@@ -106,8 +107,9 @@ scenes = st.lists(
 )
 
 
+@more_when_long
 @pytest.mark.parametrize("reckless", [False, True], ids=["roomy", "preempting"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=choose(20, 60), deadline=None)
 @given(scene=scenes)
 def test_the_lag_changes_nothing_visible(reckless: bool, scene: list[tuple[Arrival, int]]) -> None:
     """0, 5 and 50 ms: the same tokens up to the stop, and exactly these become history."""
@@ -169,8 +171,9 @@ def test_a_request_that_never_says_finish_is_forgotten(ending: SchedulerEvent) -
 CAP = 7
 
 
+@more_when_long
 @pytest.mark.parametrize("policy", ["chunked", "fcfs"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=choose(20, 60), deadline=None)
 @given(
     scene=st.lists(
         st.tuples(

@@ -15,6 +15,7 @@ from support.core_scenes import (
     make_core,
     submit,
 )
+from support.grids import choose, more_when_long
 
 from lightserve.messages.frontend_router import Abort, ErrorCode, RequestDelta
 from lightserve.messages.router_worker import (
@@ -157,10 +158,11 @@ class FaultyWorld:
             self.finish_step(may_fail=False)
 
 
+@more_when_long
 @pytest.mark.parametrize("block", range(4))
 def test_random_faults(block: int) -> None:
     """No request gets stuck, no token is lost or repeated, no slot leaks."""
-    for seed in range(block * 40, block * 40 + 40):
+    for seed in range(block * 40, block * 40 + choose(10, 40)):
         world = FaultyWorld(seed)
         for _ in range(world.rng.randint(20, 200)):
             world.move()

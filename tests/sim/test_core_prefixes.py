@@ -23,7 +23,7 @@ from support.core_scenes import (
     step_time,
     submit,
 )
-from support.grids import choose, every_value, long_but
+from support.grids import choose, every_value, long_but, more_when_long
 
 from lightserve.config import ServeConfig
 from lightserve.messages.common import RegexConstraint
@@ -252,7 +252,7 @@ arrivals_of_families = st.lists(
 
 
 @pytest.mark.parametrize("policy", long_but([("chunked",), ("fcfs",)], [("fcfs",)]))
-@settings(max_examples=choose(50, 100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=choose(20, 100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(arrivals=arrivals_of_families, budget=st.integers(MAX_SEQS, 64))
 def test_a_request_that_reserves_the_worst_case_loses_nothing(
     policy: str, arrivals: list[Arrival], budget: int
@@ -414,7 +414,8 @@ def _checked_map(core: Scheduler) -> KVPool:
     return pool
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@more_when_long
+@settings(max_examples=choose(30, 100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     arrivals=some_arrivals,
     options=some_options,

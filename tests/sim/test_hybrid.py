@@ -237,26 +237,21 @@ class TestVirtualWorker:
 
 class TestRuns:
     def test_the_same_seed_gives_the_same_run_and_every_read_of_kv_is_right(self) -> None:
-        """Memory is short, so that best-effort requests are paused and resume."""
-        first = sim.run_hybrid(dataclasses.replace(SMALL, checks_kv=True))
-        again = sim.run_hybrid(dataclasses.replace(SMALL, checks_kv=True))
+        """Memory is short, so that best-effort requests are paused and resume.
+
+        The worker that checks what is read decides no more than the one that checks nothing.
+        """
+        short = dataclasses.replace(SMALL, duration_s=6.0)
+        first = sim.run_hybrid(dataclasses.replace(short, checks_kv=True))
+        again = sim.run_hybrid(short)
         assert figures(first) == figures(again)
-        other = sim.run_hybrid(dataclasses.replace(SMALL, seed=1))
+        other = sim.run_hybrid(dataclasses.replace(short, seed=1))
         assert figures(first) != figures(other)
         assert first.kv.pauses > 0 and first.kv.loaded_tokens > 0
         assert first.rt.evictions == 0 < first.be.evictions
         assert first.kv.copied_bytes == 524_288 * (
             first.kv.saved_tokens + first.kv.ahead_tokens + first.kv.loaded_tokens
         )
-
-    def test_a_worker_that_checks_nothing_decides_nothing(self) -> None:
-        checked = HybridRun(dataclasses.replace(SMALL, duration_s=5.0, checks_kv=True))
-        cheap = HybridRun(dataclasses.replace(SMALL, duration_s=5.0))
-        for run in (checked, cheap):
-            run.advance(5.0)
-        assert checked.simulation.outcomes.keys() == cheap.simulation.outcomes.keys()
-        for key, outcome in checked.simulation.outcomes.items():
-            assert outcome.token_times_s == cheap.simulation.outcomes[key].token_times_s
 
     def test_clients_of_one_class_do_not_depend_on_the_rest(self) -> None:
         def arrivals(config: sim.HybridConfig, request_class: RequestClass) -> list[float]:

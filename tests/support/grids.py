@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import pytest
 
 Value = TypeVar("Value")
+Test = TypeVar("Test")
 
 
 class Run:
@@ -25,6 +26,11 @@ def note_run(marks: str) -> None:
 def choose(quick: Value, long: Value) -> Value:
     """Return how many examples, seeds or seconds a test of this run takes."""
     return long if Run.is_long else quick
+
+
+def more_when_long(test: Test) -> Test:
+    """Have a test that chooses how much it tries run again in a long run."""
+    return pytest.mark.long(test) if Run.is_long else test
 
 
 def long_unless(is_quick: bool) -> tuple[pytest.MarkDecorator, ...]:
