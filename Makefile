@@ -43,6 +43,8 @@ HAS_CLIENTS := $(CLIENTS)/.has-clients
 HAS_SUPPLY := $(SUPPLY)/.has-supply
 LIGHTSERVE_CACHE = $${XDG_CACHE_HOME:-$$HOME/.cache}/lightserve
 SOURCES := lightserve tests bench tools examples
+# Where this is set, each of the hundreds of processes that tests start would compile all sources.
+unexport PYTHONDONTWRITEBYTECODE
 # What the CPU engine's native core is built from, when the package is installed.
 CORE := setup.py $(wildcard lightserve/kernels/cpu/csrc/*)
 

@@ -537,6 +537,9 @@ def _be_pytest(tree: Path, arguments: list[str], output_fd: int) -> NoReturn:
         os.dup2(output_fd, 2)
         os.chdir(tree)
         os.environ["PYTHONPATH"] = str(tree)
+        # A fault and what is right may be equally long and a moment apart: no stale bytecode.
+        sys.dont_write_bytecode = True
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         sys.path[:] = [str(tree), *(entry for entry in sys.path if Path(entry) != ROOT)]
         sys.modules.pop("tools", None)
         code = int(pytest.main(arguments))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from bench.gpu.device import Machine, copy_bandwidth
 from bench.gpu.table import Bench
@@ -396,6 +395,9 @@ def torch_s(machine: Machine, heads: Heads, chunk: Chunk, backend: SDPBackend) -
     Raises:
         RuntimeError: the backend cannot do this here.
     """
+    # Brings the compiler with it, seconds that tests of the rest need not wait for.
+    from torch.nn.attention.bias import causal_lower_right  # noqa: PLC0415
+
     q = machine.random(NUM_SETS, heads.num_heads, chunk.num_tokens, heads.head_dim)
     shape = (NUM_SETS, heads.num_kv_heads, chunk.context, heads.head_dim)
     k, v = machine.random(*shape), machine.random(*shape)

@@ -19,7 +19,6 @@ from support.model_runs import LoadedModel, load_tiny
 from support.parity import Chunk, DirectDriver, compare_all, make_sequences, schedule
 from support.tiny_models import TINY_MODELS, TinyModel, find_tiny_model, load_reference
 from support.tiny_models import write_tiny_model as write
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
@@ -322,7 +321,7 @@ def our_table(path: Path, *, context_len: int) -> tuple[torch.Tensor, torch.Tens
 
 def their_table(path: Path, *, context_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     config = transformers.AutoConfig.from_pretrained(path)
-    rotary = LlamaRotaryEmbedding(config)
+    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
     cos, sin = rotary(torch.zeros(1), torch.arange(context_len)[None])
     half = cos.shape[-1] // 2
     return cos[0, :, :half], sin[0, :, :half]

@@ -5,6 +5,8 @@ generator's grammar; measures the held-out loss against the generator's own entr
 least loss that any model can reach. Seconds to a minute on two cores.
 """
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Sequence
 from itertools import islice
@@ -14,8 +16,8 @@ from statistics import fmean, pstdev
 from typing import NamedTuple
 
 import torch
+import transformers
 from torch.nn import functional
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from tools.tiny_model.corpus import Exchange, accepts, draw_exchange
@@ -32,8 +34,8 @@ _MAX_ANSWER_TOKENS = 400
 class Bundle(NamedTuple):
     """The model as a user has it: bfloat16 weights and the tokenizer."""
 
-    model: LlamaForCausalLM
-    tokenizer: PreTrainedTokenizerFast
+    model: transformers.LlamaForCausalLM
+    tokenizer: transformers.PreTrainedTokenizerFast
 
 
 class Answer(NamedTuple):
@@ -80,8 +82,9 @@ class LossReport(NamedTuple):
 
 def load_bundle(directory: Path) -> Bundle:
     """Load a model directory with transformers, in bfloat16."""
-    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
-    return Bundle(model.train(False), PreTrainedTokenizerFast.from_pretrained(directory))
+    model = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    return Bundle(model.train(False), tokenizer)
 
 
 def draw_exchanges(seed: int, *, num: int) -> list[Exchange]:
@@ -90,7 +93,7 @@ def draw_exchanges(seed: int, *, num: int) -> list[Exchange]:
     return [draw_exchange(rng, kind=KINDS[index % len(KINDS)]) for index in range(num)]
 
 
-def chat_prompt(prompt: str, *, tokenizer: PreTrainedTokenizerFast) -> str:
+def chat_prompt(prompt: str, *, tokenizer: transformers.PreTrainedTokenizerFast) -> str:
     """Render one user message by the chat template, up to where the answer starts."""
     messages = [{"role": "user", "content": prompt}]
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

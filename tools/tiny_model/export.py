@@ -3,6 +3,8 @@
 Layout: that of Hugging Face, so that any Llama loader reads it. Used by `train` only.
 """
 
+from __future__ import annotations
+
 import json
 import platform
 from collections.abc import Iterable
@@ -10,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tools.tiny_model.rows import BOS, CHAT_TEMPLATE, EOS, PAD, SPECIAL_TOKENS
 
@@ -116,9 +118,9 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
-def model_config(tokenizer: Tokenizer) -> LlamaConfig:
+def model_config(tokenizer: Tokenizer) -> transformers.LlamaConfig:
     """Return the architecture: 4 layers of width 256, 8 query and 4 key heads of 32."""
-    return LlamaConfig(
+    return transformers.LlamaConfig(
         vocab_size=_VOCAB_SIZE,
         hidden_size=256,
         intermediate_size=768,
@@ -152,7 +154,7 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     )
 
 
-def write_model(directory: Path, model: LlamaForCausalLM) -> None:
+def write_model(directory: Path, model: transformers.LlamaForCausalLM) -> None:
     """Write the weights in bfloat16, `config.json` and `generation_config.json`.
 
     Applies `LOGIT_SCALE` to what it writes, not to `model`.

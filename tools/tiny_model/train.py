@@ -8,6 +8,8 @@ Muon (K. Jordan, 2024; in torch) trains the matrices inside the layers and AdamW
 size and budget that reaches the same loss in far fewer steps than AdamW alone.
 """
 
+from __future__ import annotations
+
 import argparse
 import math
 import time
@@ -17,10 +19,10 @@ from random import Random
 from typing import NamedTuple
 
 import torch
+import transformers
 from tokenizers import Tokenizer
 from torch.nn import functional
 from tqdm import tqdm  # type: ignore[import-untyped]
-from transformers import AttentionInterface, LlamaForCausalLM
 
 from tools.tiny_model.check import check_model
 from tools.tiny_model.corpus import Conversation, draw_conversation
@@ -58,7 +60,7 @@ _MAX_GRADIENT_NORM = 1.0
 class TrainedModel(NamedTuple):
     """The result of training, float32, and the number of documents it took."""
 
-    model: LlamaForCausalLM
+    model: transformers.LlamaForCausalLM
     num_documents: int
 
 
@@ -118,10 +120,10 @@ def build_tokenizer() -> Tokenizer:
 def train_model(tokenizer: Tokenizer, *, num_steps: int = NUM_STEPS) -> TrainedModel:
     """Train from random weights for a fixed number of steps; seeds torch's global generator."""
     torch.manual_seed(_WEIGHT_SEED)
-    AttentionInterface.register("block_causal", block_causal_attention)
+    transformers.AttentionInterface.register("block_causal", block_causal_attention)
     config = model_config(tokenizer)
     config._attn_implementation = "block_causal"
-    model = LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(config)
     optimizers = _build_optimizers(model)
 
     num_documents = 0
@@ -148,7 +150,7 @@ def train_model(tokenizer: Tokenizer, *, num_steps: int = NUM_STEPS) -> TrainedM
     return TrainedModel(model, num_documents)
 
 
-def _backpropagate(model: LlamaForCausalLM, batch: Rows) -> float:
+def _backpropagate(model: transformers.LlamaForCausalLM, batch: Rows) -> float:
     """Add the gradients of a batch's mean loss to the model's; return that loss in nats."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(
@@ -165,7 +167,7 @@ def _backpropagate(model: LlamaForCausalLM, batch: Rows) -> float:
     return float(loss.item())
 
 
-def _build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+def _build_optimizers(model: transformers.LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     """Give the layers' matrices to Muon and the embedding and the norms to AdamW."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     inside = {id(p) for p in matrices}

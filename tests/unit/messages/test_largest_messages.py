@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -96,21 +96,21 @@ def _row(number: int, num_prompt_logprobs: int = 0) -> RowResult:
     )
 
 
-LARGEST: Mapping[str, tuple[Any, Any, Message]] = {
+LARGEST: Mapping[str, tuple[Any, Any, Callable[[], Message]]] = {
     "submit": (
         FrontendMessage,
         RouterMessage,
-        _submit(MAX_FRAME_BYTES - _submit_overhead()),
+        lambda: _submit(MAX_FRAME_BYTES - _submit_overhead()),
     ),
     "acknowledge": (
         FrontendMessage,
         RouterMessage,
-        Acknowledge(progress=[Progress(RequestId(BIG), BIG)] * (1 << 20)),
+        lambda: Acknowledge(progress=[Progress(RequestId(BIG), BIG)] * (1 << 20)),
     ),
     "tokens": (
         RouterMessage,
         FrontendMessage,
-        TokenDelta(
+        lambda: TokenDelta(
             requests=[
                 _delta(0, MAX_PROMPT_LOGPROB_POSITIONS),
                 *[_delta(number) for number in range(1, MAX_DELTAS)],
@@ -120,12 +120,12 @@ LARGEST: Mapping[str, tuple[Any, Any, Message]] = {
     "kv map": (
         RouterMessage,
         FrontendMessage,
-        KVMap(query_id=1, pool=kv_pool(slots=PackedKinds(bytes(MAX_SLOTS_BYTES), b""))),
+        lambda: KVMap(query_id=1, pool=kv_pool(slots=PackedKinds(bytes(MAX_SLOTS_BYTES), b""))),
     ),
     "result": (
         WorkerToRouter,
         RouterToWorker,
-        StepResult(
+        lambda: StepResult(
             step_id=StepId(BIG),
             generation=BIG,
             token_ids=pack_int32([-1] * MAX_ROWS),
@@ -140,15 +140,16 @@ LARGEST: Mapping[str, tuple[Any, Any, Message]] = {
     "keys": (
         SupervisorMessage,
         ChildMessage,
-        NewApiKeys(keys=[ApiKey("n" * 64, bytes(32), is_admin=True)] * MAX_KEYS),
+        lambda: NewApiKeys(keys=[ApiKey("n" * 64, bytes(32), is_admin=True)] * MAX_KEYS),
     ),
-    "failure": (ChildMessage, SupervisorMessage, ChildFailed(reason="\U0001f600" * 4096)),
+    "failure": (ChildMessage, SupervisorMessage, lambda: ChildFailed(reason="\U0001f600" * 4096)),
 }
 
 
 @pytest.mark.parametrize("name", LARGEST)
 def test_the_largest_legal_message_passes(name: str) -> None:
-    up, down, message = LARGEST[name]
+    up, down, make = LARGEST[name]
+    message = make()
     sender: Codec[Any, Any] = Codec(send_type=up, recv_type=down)
     receiver: Codec[Any, Any] = Codec(send_type=down, recv_type=up)
     frame = sender.encode(message)
