@@ -326,6 +326,8 @@ def plan_rows(plan: StepPlan) -> list[PlanRow]:
 class StepOutput(NamedTuple):
     """What the rows of a step gave."""
 
+    rows: Int32Array
+    """Those that sample, in the plan's order."""
     token_ids: Int32Array
     """[rows that sample, tokens_per_row], in the plan's order; a row's tokens, then NO_TOKEN."""
     others: dict[RowId, RowResult]
@@ -358,7 +360,7 @@ def read_result(plan: StepPlan, result: StepResult) -> StepOutput:
         raise ProtocolError("a token that is none")
     others = {other.row: other for other in result.rows}
     _check_others(plan, result, others, rows[~is_token[:, 0]].tolist())
-    return StepOutput(token_ids, others)
+    return StepOutput(rows, token_ids, others)
 
 
 def _check_others(
@@ -386,7 +388,7 @@ def row_results(plan: StepPlan, result: StepResult) -> list[RowResult]:
     Raises:
         ProtocolError: as `read_result` does.
     """
-    token_ids, others = read_result(plan, result)
+    _, token_ids, others = read_result(plan, result)
     tokens = iter(token_ids.tolist())
     found: list[RowResult] = []
     for row in plan_rows(plan):

@@ -148,8 +148,9 @@ class SkipCounters:
 
     def note(self, step: PlannedStep) -> None:
         """Count a step that is sent."""
-        for request_class, counts in step.left_out.count().items():
-            self.skipped[request_class].update(counts)
+        if step.left_out:
+            for request_class, counts in step.left_out.count().items():
+                self.skipped[request_class].update(counts)
         for request_class, (num_requests, stopped_by) in step.unseen.items():
             if stopped_by is not None:
                 self.unseen[request_class][stopped_by] += num_requests

@@ -117,6 +117,9 @@ class DeltaBatch:
     def add_plain(self, table: RequestTable, rows: Rows, token_ids: Int32Array) -> None:
         """Confirmed tokens, one of each row, that are news to nothing but their frontends."""
         frontend_ids = table.frontend_id[rows]
+        if (frontend_ids == frontend_ids[0]).all():
+            self._plain[FrontendId(int(frontend_ids[0]))] = table.request_id[rows], token_ids
+            return
         for frontend_id in np.unique(frontend_ids).tolist():
             own = frontend_ids == frontend_id
             self._plain[FrontendId(frontend_id)] = table.request_id[rows[own]], token_ids[own]

@@ -102,6 +102,8 @@ class OutputLengths:
         self._raised: IntArray = _empty_rows(0, 4)
         """The same, those of a row raised by its index times `_ROW_OFFSET`: one search in all."""
         self._free_rows = list(range(4))
+        self._table_of: dict[Hashable, int] = {}
+        """By key, those asked for since the tables were renewed: their numbers."""
         prior = np.geomspace(1, max(1, max_output_tokens), NUM_PRIOR_LENGTHS)
         self.prior: IntArray = np.rint(prior).astype(np.int64)
         """Lengths, equally likely, that are believed in before any has been seen."""
@@ -139,6 +141,7 @@ class OutputLengths:
     def _renew(self) -> None:
         """Let all that was recorded count."""
         self.version += 1
+        self._table_of.clear()
         self.num_known = len(self._pooled)
         self._num_in_table = self._pooled.num_added
         self._table = self._pooled.sorted
@@ -178,10 +181,10 @@ class OutputLengths:
 
     def tables(self, keys: Sequence[Hashable]) -> IntArray:
         """Return the number of the table of each key, int64 [n]; good for this `version`."""
-        if len(keys) == 1:
-            return np.array([self._row_of(keys[0])])
-        row_of = {key: self._row_of(key) for key in dict.fromkeys(keys)}
-        return np.array([row_of[key] for key in keys], dtype=np.int64)
+        known = self._table_of
+        if unknown := [key for key in keys if key not in known]:
+            known.update({key: self._row_of(key) for key in unknown})
+        return np.array([known[key] for key in keys], dtype=np.int64)
 
     def draw(
         self,

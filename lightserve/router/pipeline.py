@@ -24,7 +24,6 @@ from lightserve.messages.router_worker import (
     StepPlan,
     StepResult,
     read_result,
-    sampling_rows,
 )
 from lightserve.router.arrivals import TimeShare
 from lightserve.router.policies.base import NO_LIMIT
@@ -233,15 +232,13 @@ def _read(sent: SentStep, result: StepResult) -> StepOutput:
     if not all(0.0 <= time_s < math.inf for time_s in times_s):  # nor one that is no number
         raise ProtocolError("times must be finite and not negative")
     output = read_result(sent.plan, result)
-    planned, (token_ids, others) = sent.planned, output
-    num_decodes = len(planned.decodes)
-    is_token = token_ids >= 0
-    most = np.ones(len(token_ids), dtype=np.int64)
-    most[num_decodes:] = [count for count in planned.num_samples if count]
-    if (is_token.sum(axis=1) > most).any():
-        raise ProtocolError("a row has more tokens than were wanted")
-    rows = sampling_rows(sent.plan)
-    if (planned.decodes.table.wants_logprobs[rows] & is_token[:, 0]).any():
+    planned, (rows, token_ids, others) = sent.planned, output
+    if token_ids.shape[1] > 1:
+        most = np.ones(len(token_ids), dtype=np.int64)
+        most[len(planned.decodes) :] = [count for count in planned.num_samples if count]
+        if ((token_ids >= 0).sum(axis=1) > most).any():
+            raise ProtocolError("a row has more tokens than were wanted")
+    if (planned.decodes.table.wants_logprobs[rows] & (token_ids[:, 0] >= 0)).any():
         raise ProtocolError("a row has no log-probabilities")
     if others:
         plan_rows = {row.row: row for row in sent.plan.rows}

@@ -144,7 +144,8 @@ class Planner:
         start_s = self._pipeline.next_start_s(now_s)
         outlook = self._demand.outlook(self._pipeline.cost.work, start_s)
         running = Running(self._rows)
-        pool = PoolView(kv.num_slots, headroom, self._be_room(kv, running, outlook))
+        be_room = functools.partial(self._be_room, kv, running, outlook)
+        pool = PoolView(kv.num_slots, headroom, functools.cache(be_room))
         for scene in self._scenes(kv, running, suspects):
             filled = self._fill(scene, kv, pool, outlook, start_s)
             if filled.memory.robbed:

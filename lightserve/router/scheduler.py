@@ -170,7 +170,7 @@ class Scheduler:
 
     def _sink_late(self, now_s: float) -> None:
         """Let real-time requests that cannot be in time any more wait behind those that can."""
-        if self._config.policy.meets_deadlines:
+        if self._config.policy.meets_deadlines and self._waiting.backlog(RT).num_requests:
             self._waiting.sink_late(self._pipeline.next_end_s(now_s))
 
     def _finish(self, frontend_id: FrontendId, finish: Finish) -> None:
@@ -280,7 +280,7 @@ class Scheduler:
         """
         if self._kv is not None:
             self._kv.expire(now_s)
-        step, (token_ids, others) = self._pipeline.pop(result, now_s)
+        step, (_, token_ids, others) = self._pipeline.pop(result, now_s)
         planned, table, deltas = step.planned, self._rows, DeltaBatch()
         rows = planned.decodes.rows
         table.receive(rows)

@@ -158,6 +158,9 @@ class LeftOut:
     codes: Sequence[int] = ()
     """Their reasons, see `count`."""
 
+    def __bool__(self) -> bool:
+        return bool(self.waiting or self.requests)
+
     def each(self) -> tuple[Skipped, ...]:
         """Return them one by one."""
         running = zip(self.requests, self.codes, strict=True)

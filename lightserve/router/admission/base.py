@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,9 +19,10 @@ class PoolView:
 
     Only class-aware policies leave any, so only `ClasswiseAdmission` reads it.
     """
-    be_room: int | None = None
-    """Tokens that best-effort newcomers may bring so that all could be saved on the host if
-    real-time requests came to hold twice as much as they did of late; None: nothing is saved."""
+    be_room: Callable[[], int | None] = lambda: None
+    """Returns the tokens that best-effort newcomers may bring so that all could be saved on the
+    host if real-time requests came to hold twice as much as they did of late; None: nothing is
+    saved."""
 
 
 class AdmissionRound(Protocol):

@@ -10,6 +10,7 @@ as rarely as their own risk says, and best-effort ones absorb the rest.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -43,7 +44,8 @@ class ClasswiseRound:
         self._counted = live
         """All with a share in the future, those admitted in this round at the end."""
         self._pool = pool
-        self._be_room = pool.be_room
+        self._num_brought = 0
+        """Tokens that best-effort newcomers of this round bring."""
         self._shared: SharedPrefixes | None = None
         self._rounds: dict[RequestClass, AdmissionRound] = {}
         self.forecast_peak: int | None = None
@@ -56,18 +58,22 @@ class ClasswiseRound:
         num_brought = 0
         if is_newcomer and self._be_room is not None:
             num_brought = request.num_known_tokens - self._best_effort().num_held_of(request)
-            if self._be_room < num_brought:
+            if self._be_room - self._num_brought < num_brought:
                 return False
         if not self._round_of(request_class).admit(request):
             return False
         self._counted.append(request)
         if is_newcomer and self._be_room is not None:
-            self._be_room -= num_brought
+            self._num_brought += num_brought
             self._best_effort().add(request)
         self.forecast_peak = self._rounds[request_class].forecast_peak
         if request_class is RT:  # best-effort ones have to be forecast again
             self._rounds.pop(BE, None)
         return True
+
+    @functools.cached_property
+    def _be_room(self) -> int | None:
+        return self._pool.be_room()
 
     def _best_effort(self) -> SharedPrefixes:
         """Return what those of the class read together, which takes room once."""

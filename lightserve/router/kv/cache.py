@@ -304,6 +304,8 @@ class KVStore:
         Raises:
             ValueError: more than `num_available`.
         """
+        if not shares:
+            return _NO_SLOTS
         wanted = [(request, request.request_class, count) for request, count in shares]
         total = sum([count for _, count in shares])
         if total > self._pool.num_free:

@@ -22,6 +22,7 @@ import numpy as np
 
 from lightserve.router.policies.base import StepLimits, Waiting
 from lightserve.router.policies.step_budget import StepBudget
+from lightserve.router.policies.step_loads import num_loaded_by
 from lightserve.router.request import Request
 from lightserve.router.request_table import NO_ROWS, Rows, Running
 from lightserve.router.slo import CompletionLedger
@@ -99,6 +100,8 @@ class BatchOrder:
         self._num_slots = max(1, limits.num_slots)
         self._scores: dict[Request, float] = {}
         self._distances: dict[Request, float] = {}
+        self._num_left: dict[tuple[int, int], int] = {}
+        """Tokens of a prompt that there is time for, by where it begins and what it loads."""
         self._num_tokens = step.num_tokens
         """By others the step was then filled: what was found holds as long."""
 
@@ -121,9 +124,8 @@ class BatchOrder:
 
     def score(self, request: Request) -> float:
         """Return the tokens that a newcomer's chunk gains per second."""
-        num_new = max(1, self._step.num_tokens_in_time(request, request.num_schedulable_tokens))
+        num_new, added_s = self._step.share_of(request)
         num_lost = max(0, num_new - self._num_free)
-        added_s = self._step.seconds_added(request, num_new)
         num_gained = request.next_position + num_new - num_lost
         return num_gained / added_s if added_s > 0 else math.inf
 
@@ -151,6 +153,7 @@ class BatchOrder:
             self._num_tokens = self._step.num_tokens
             self._scores.clear()
             self._distances.clear()
+            self._num_left.clear()
         if request not in self._scores:
             self._scores[request] = self.score(request)
         return self._scores[request]
@@ -164,7 +167,10 @@ class BatchOrder:
     def _distance(self, request: Request) -> float:
         """Return how far a demand for compute and KV is from what is left of both, as shares."""
         num_rest = request.num_schedulable_tokens
-        num_left = self._step.num_tokens_in_time(request, self._max_tokens)
+        place = request.next_position, num_loaded_by(request)
+        if (num_left := self._num_left.get(place)) is None:
+            num_left = self._step.num_tokens_in_time(request, self._max_tokens)
+            self._num_left[place] = num_left
         compute = (num_rest - num_left) / self._max_tokens
         return math.hypot(compute, (num_rest - self._num_free) / self._num_slots)
 

@@ -79,14 +79,15 @@ class StepBudget:
         self._budget = limits.max_num_batched_tokens
         self._num_positions_left = MAX_PROMPT_LOGPROB_POSITIONS
         """Of prompts whose log-probabilities are wanted."""
-        self._num_be_left = limits.max_be_seqs
+        is_bounded = limits.max_be_seqs < NO_LIMIT
+        self._num_be_left = limits.max_be_seqs - (len(running.of(BE)) if is_bounded else 0)
         """Best-effort requests that may start."""
-        if limits.max_be_seqs < NO_LIMIT:
-            self._num_be_left -= len(running.of(BE))
         self._num_passed = 0
         self._cost = limits.cost
         self._loads = StepLoads(limits)
         self._shape = StepShape()
+        self._timed = self._shape, 0.0
+        """What it was when its time was last asked for, and that time."""
         self._guard = limits.guard
         self._idle_limit_s = limits.outlook.idle_limit_s
         self._limit_s = math.inf
@@ -437,7 +438,7 @@ class StepBudget:
         and a token that will be late in any case is due as if all before it had been in time,
         lest its request falls behind further. If that cannot be either, it sets no limit.
         """
-        least_s, base_s = self._cost.seconds(self._shape), self._seconds(self._shape)
+        least_s, base_s = self.seconds, self._seconds(self._shape)
         rows = self.decode_rows
         residual_s = self._due_of(rows, self._residuals.due)
         is_sure = residual_s >= base_s
@@ -482,7 +483,9 @@ class StepBudget:
     @property
     def seconds(self) -> float:
         """What it takes as predicted, without copies."""
-        return self._cost.seconds(self._shape)
+        if self._timed[0] is not self._shape:
+            self._timed = self._shape, self._cost.seconds(self._shape)
+        return self._timed[1]
 
     def _limit_for(self, request: Request) -> float:
         """Return how long the step may compute if a prompt, perhaps one that resumes, joins."""
@@ -508,10 +511,10 @@ class StepBudget:
         if self._budget <= 0 or not len(rows):
             return 0
         rows = rows[: self._budget]
-        contexts = np.cumsum(self._table.next_position[rows]).tolist()
-        count = len(rows)
-        if self._has_time_for(count, contexts[-1]):
+        positions, count = self._table.next_position[rows], len(rows)
+        if self._has_time_for(count, int(positions.sum())):
             return count
+        contexts = np.cumsum(positions).tolist()
         # Time only grows with each: as many as one by one would find it.
         count = bisect.bisect_left(
             range(1, count),
@@ -580,8 +583,26 @@ class StepBudget:
     def seconds_added(self, request: Request, num_tokens: int) -> float:
         """Return what the step takes longer if so many tokens of a prompt join, loads included."""
         shape = self._shape.plus(request.next_position, num_tokens)
-        copied_s = self._loads.seconds(num_loaded_by(request)) - self._loads.seconds()
-        return self._cost.seconds(shape) - self._cost.seconds(self._shape) + copied_s
+        return self._cost.seconds(shape) - self.seconds + self._seconds_loading(request)
+
+    def share_of(self, request: Request) -> tuple[int, float]:
+        """Return how many of a prompt's tokens, at least 1, would join, and what they add to it.
+
+        As `num_tokens_in_time` and `seconds_added` say, which as a rule are one question.
+        """
+        most = min(request.num_schedulable_tokens, self._budget)
+        if most > 1:
+            seconds = self._cost.seconds(self._shape.plus(request.next_position, most))
+            if seconds <= self._limit_for(request) or not self._cost.is_known:
+                return most, seconds - self.seconds + self._seconds_loading(request)
+        num_tokens = max(1, self.num_tokens_in_time(request, most))
+        return num_tokens, self.seconds_added(request, num_tokens)
+
+    def _seconds_loading(self, request: Request) -> float:
+        """Return what the step takes longer for the loads of one more request."""
+        if num_loaded := num_loaded_by(request):
+            return self._loads.seconds(num_loaded) - self._loads.seconds()
+        return 0.0
 
     def _seconds(self, shape: StepShape) -> float:
         return (self._cost.seconds(shape) + self._loads.seconds()) * self._cost.guard

@@ -128,7 +128,7 @@ def test_a_result_is_read_as_it_was_packed(scene: tuple[StepPlan, list[RowResult
     message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=StepResult)
     assert (message.step_id, message.generation, message.exec_s) == (plan.step_id, 3, 0.5)
     assert row_results(plan, message) == results
-    token_ids, others = read_result(plan, message)
+    _, token_ids, others = read_result(plan, message)
     by_row = {result.row: result for result in results}
     assert token_ids.shape == (len(sampling_rows(plan)), message.tokens_per_row)
     for row, own in zip(sampling_rows(plan).tolist(), token_ids.tolist(), strict=True):
@@ -185,6 +185,6 @@ def test_the_tokens_of_plain_decodes_are_those_of_the_message() -> None:
     """Read in place: nothing is copied, nothing is done row by row."""
     plan = StepPlan(StepId(0), [], [], [], pack_decodes([4, 2], [1, 1], [0, 9]))
     result = StepResult(StepId(0), 0, pack_int32([11, 22]), exec_s=0.0, idle_s=0.0)
-    token_ids, others = read_result(plan, result)
+    _, token_ids, others = read_result(plan, result)
     assert token_ids.tolist() == [[11], [22]] and not others
     assert np.shares_memory(token_ids, unpack_int32(result.token_ids))

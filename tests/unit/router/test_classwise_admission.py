@@ -67,9 +67,9 @@ def live_and_asked() -> tuple[list[Request], dict[str, Request]]:
         (["rt", "be"], PoolView(150, headroom=31), ["rt"]),
         (["rt", "be"], PoolView(60, headroom=1000), ["rt"]),
         # What could not be saved on the host does not start, whatever the pool.
-        (["be", "be2", "rt"], PoolView(1000, be_room=19), ["be", "rt"]),
-        (["be", "be2"], PoolView(1000, be_room=20), ["be", "be2"]),
-        (["be", "rt"], PoolView(1000, be_room=9), ["rt"]),
+        (["be", "be2", "rt"], PoolView(1000, be_room=lambda: 19), ["be", "rt"]),
+        (["be", "be2"], PoolView(1000, be_room=lambda: 20), ["be", "be2"]),
+        (["be", "rt"], PoolView(1000, be_room=lambda: 9), ["rt"]),
     ],
 )
 def test_which_requests_count_for_which(

@@ -262,5 +262,5 @@ def test_of_the_room_for_best_effort_requests_shared_tokens_take_their_part_once
         request.request_class = RequestClass.BE
     rule = ClasswiseAdmission(*(make_rule("aggressive", history(20)) for _ in range(2)))
     for be_room, admitted in ((2, [False, False]), (3, [True, False]), (6, [True, True])):
-        round_ = rule.begin(scene.live, PoolView(1000, be_room=be_room))
+        round_ = rule.begin(scene.live, PoolView(1000, be_room=lambda room=be_room: room))
         assert [round_.admit(request) for request in newcomers] == admitted
