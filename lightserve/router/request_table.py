@@ -10,7 +10,9 @@ Rows are int64 arrays of row numbers, in order of admission.
 
 from __future__ import annotations
 
+import functools
 import heapq
+import math
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -353,6 +355,46 @@ class RequestTable:
         self.num_kept[rows] += 1
         self.by_mean_s[rows], self.last_s[rows] = by_mean_s, now_s
         self.due_s[rows] = np.maximum(by_mean_s, now_s + self.soonest_s[rows])
+
+
+class DueTimes:
+    """When tokens of a step are due, in seconds from its start."""
+
+    def __init__(self, table: RequestTable, start_s: float) -> None:
+        self._table = table
+        self._start_s = start_s
+        self.of_jobs: dict[Request, float] = {}
+        """Prompts of urgent jobs, which have no deadline for their first token."""
+
+    @functools.cached_property
+    def residuals(self) -> Residuals:
+        """Those of the requests that run, but for `of_jobs`."""
+        return self._table.residuals(self._start_s)
+
+    def of(self, request: Request) -> float:
+        """Return when a request's next token is due.
+
+        One that is in flight comes when the step starts; the one of this step is due behind it.
+        """
+        if request in self.of_jobs:
+            return self.of_jobs[request]
+        if request.row is not None:
+            return float(self.residuals.due[request.row])
+        deadlines = request.deadlines
+        return math.inf if deadlines is None else deadlines.residual(self._start_s)
+
+    def of_rows(self, rows: Rows, residuals: FloatArray) -> FloatArray:
+        """Return what a column of `residuals` says of rows, but for `of_jobs`."""
+        found: FloatArray = residuals[rows]
+        for request, due_s in self.of_jobs.items():
+            if request.row is not None:
+                found[rows == request.row] = due_s
+        return found
+
+    def in_order(self, rows: Rows) -> Rows:
+        """Return rows, the most urgent first."""
+        in_order: Rows = rows[np.argsort(self.of_rows(rows, self.residuals.due), kind="stable")]
+        return in_order
 
 
 class Running:

@@ -20,7 +20,7 @@ from lightserve.router.policies.base import (
 )
 from lightserve.router.policies.step_loads import StepLoads, num_loaded_by
 from lightserve.router.request import WAITING, Request
-from lightserve.router.request_table import NO_ROWS, FloatArray, Residuals, Rows, Running
+from lightserve.router.request_table import NO_ROWS, DueTimes, Rows, Running
 from lightserve.router.step import Loading, Reason, Scheduled, Skips
 from lightserve.router.step_cost import StepShape
 from lightserve.types import BE, RT, RequestClass
@@ -61,8 +61,7 @@ class StepBudget:
         self.skips = skips
         self.started: dict[Request, None] = {}
         """Newcomers in it, those that load to start later included."""
-        self.due_s: dict[Request, float] = {}
-        """Seconds to when prompts are due that have no deadline for their first token."""
+        self.due = DueTimes(running.table, limits.start_s)
         self.urgent: set[Request] = set()
         """Best-effort newcomers that start whatever the turn."""
         self.has_run_out = False
@@ -103,7 +102,6 @@ class StepBudget:
         self._chunks: set[Request] = set()
         """All others that advance in it."""
         self._table = running.table
-        self._known_residuals: Residuals | None = None
 
     # ---------------------------------------------------------------- what policies ask
 
@@ -201,7 +199,7 @@ class StepBudget:
         Where tokens are short, the most urgent ones.
         """
         if len(rows) > self._budget and self._meets_deadlines:
-            rows = self.by_residual(rows)
+            rows = self.due.in_order(rows)
         return rows[: self._num_decodes_in_time(rows)]
 
     def refuses_to_start(self, request: Request) -> Reason | None:
@@ -362,23 +360,9 @@ class StepBudget:
 
     # ---------------------------------------------------------------- deadlines
 
-    @property
-    def _residuals(self) -> Residuals:
-        if self._known_residuals is None:
-            self._known_residuals = self._table.residuals(self.limits.start_s)
-        return self._known_residuals
-
     def residual(self, request: Request) -> float:
-        """Return the time from the start of the step to the deadline of a request's next token.
-
-        One that is in flight comes when the step starts; the one of this step is due behind it.
-        """
-        if request in self.due_s:
-            return self.due_s[request]
-        if request.row is not None:
-            return float(self._residuals.due[request.row])
-        deadlines = request.deadlines
-        return math.inf if deadlines is None else deadlines.residual(self.limits.start_s)
+        """Return the time from the start of the step to the deadline of a request's next token."""
+        return self.due.of(request)
 
     def can_be_in_time(self, request: Request) -> bool:
         """Whether a prompt, computed from here on without a pause, meets its deadline."""
@@ -440,12 +424,14 @@ class StepBudget:
         """
         least_s, base_s = self.seconds, self._seconds(self._shape)
         rows = self.decode_rows
-        residual_s = self._due_of(rows, self._residuals.due)
+        residual_s = self.due.of_rows(rows, self.due.residuals.due)
         is_sure = residual_s >= base_s
         surely_s = float(residual_s[is_sure].min(initial=math.inf))
         self.in_danger = self._table.of(rows[~is_sure])
-        lent_s = self._due_of(rows, self._residuals.lent)
-        lent_s = np.where(lent_s < least_s, self._due_of(rows, self._residuals.of_late), lent_s)
+        lent_s = self.due.of_rows(rows, self.due.residuals.lent)
+        lent_s = np.where(
+            lent_s < least_s, self.due.of_rows(rows, self.due.residuals.of_late), lent_s
+        )
         self.deadline_s = self._limit_s = surely_s
         self._best_effort_limit_s = float(lent_s[lent_s >= least_s].min(initial=math.inf))
         if self._guard is not None and math.isfinite(surely_s):
@@ -456,14 +442,6 @@ class StepBudget:
         """Return the rows of all decodes in it."""
         rows = [part for part in self._added if isinstance(part, np.ndarray)]
         return rows[0] if len(rows) == 1 else np.concatenate([NO_ROWS, *rows])
-
-    def _due_of(self, rows: Rows, residuals: FloatArray) -> FloatArray:
-        """Return what `residuals` say of rows, but for those that `due_s` has."""
-        found: FloatArray = residuals[rows]
-        for request, due_s in self.due_s.items():
-            if request.row is not None:
-                found[rows == request.row] = due_s
-        return found
 
     def lend(self, until_s: float) -> None:
         """Let best-effort requests have what is left: the step may take so long."""
@@ -502,11 +480,6 @@ class StepBudget:
 
     # ---------------------------------------------------------------- decodes
 
-    def by_residual(self, rows: Rows) -> Rows:
-        """Return decodes, the most urgent first."""
-        by_residual: Rows = rows[np.argsort(self._due_of(rows, self._residuals.due), kind="stable")]
-        return by_residual
-
     def _num_decodes_in_time(self, rows: Rows) -> int:
         if self._budget <= 0 or not len(rows):
             return 0
@@ -531,7 +504,7 @@ class StepBudget:
     def decodes_due_after(self, residual_s: float, *, lent: bool = False) -> Rows:
         """Return decodes in it whose residual is longer, or `lent`, what of it is lent."""
         rows = self.decode_rows
-        due_s = self._due_of(rows, self._residuals.lent if lent else self._residuals.due)
+        due_s = self.due.of_rows(rows, self.due.residuals.lent if lent else self.due.residuals.due)
         has_output = self._table.num_output[rows] + self._table.inflight_samples[rows] > 0
         late: Rows = rows[(due_s > residual_s) & has_output]
         return late

@@ -100,7 +100,7 @@ class _Order:
         self._num_held = int(self._table.next_position[self._real_time].sum())
         """Tokens of real-time requests."""
         promoted = promote(step.running, self._best_effort, step.waiting, step.limits)
-        step.due_s = promoted.due_s
+        step.due.of_jobs = promoted.due_s
         step.urgent = set(promoted.waiting)
         self._jobs = promoted.waiting
         """Best-effort requests that wait, and go with real-time ones."""
@@ -171,7 +171,7 @@ class _Order:
         """Yield what fills the rest of the step, as far as it is lent, if nothing urgent waits."""
         step = self._step
         if len(self._gave_way):
-            yield Phase(decodes=step.by_residual(self._gave_way), classes=())
+            yield Phase(decodes=step.due.in_order(self._gave_way), classes=())
         if self._is_left or step.is_full:
             self.wants_more = self._options.be_min_share > 0 and (
                 bool(len(self._best_effort)) or next(iter(step.waiting.of(BE)), None) is not None
