@@ -448,8 +448,9 @@ class SchedulingOptions:
     )
     late_min_share: float = option(
         0.1,
-        "unified: least share of running real-time requests, and so of step time, that those have"
-        " whose first token is late, while any of them wait.",
+        "unified: share of the steps in which real-time requests whose first token is late go"
+        " first. Beyond capacity it is halved until it is the part of the time that it could serve"
+        " of what is too much.",
         low=0.0,
         high=0.9,
     )

@@ -9,7 +9,7 @@ bought is what long chunks and best-effort work live on.
     2. real-time prompts that can still be in time, by residual, one cut where the limit ends;
        long ones one after the other (`_one_long_at_once`)
     3. real-time prompts that are late anyway; those that have not started only while memory is
-       left for arrivals that can be in time (`turn_of_late`)
+       left for arrivals that can be in time
     4. best-effort decodes, prompts in progress, those that resume, newcomers, the best of the next
        few first (`batch_order`)
 
@@ -17,10 +17,8 @@ Decodes with time to spare give way to requests that would be late beside them, 
 limit a step, to 4 if that gains tokens (`_rescued`, `_displaced`). Best-effort jobs with a
 completion time go with 1 and 2 while they are urgent (`promote`).
 
-In overload this order keeps goodput: sorted by deadline alone, all would be a little late. While
-late ones are fewer than `--late-min-share` of all that run, one of them starts before those of 2,
-and their prompts head such a share of the steps: what runs gets a token in every step, so that this
-is a share of time.
+In overload this order keeps goodput: sorted by deadline alone, all would be a little late. So that
+none waits for ever, 3 goes before 2 in a share of the steps (`is_turn_of_late`).
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -143,16 +140,20 @@ class _Order:
         prompts = sorted(self._prompts, key=step.residual)
         late = [r for r in prompts if not step.can_be_in_time(r)]
         in_time = [r for r in prompts if r not in late]
-        turn = turn_of_late(
-            self._table, self._real_time, options.late_min_share, self._limits.step_number
+        late_goes_first = is_turn_of_late(
+            self._table,
+            self._real_time,
+            options.late_min_share,
+            self._limits.outlook.load,
+            self._limits.step_number,
         )
-        newcomers = self._newcomers(late_first=turn.has_newcomer)
+        newcomers = self._newcomers(late_first=late_goes_first)
         newcomers = self._most_in_time(newcomers, in_time)
         newcomers = self._one_long_at_once(newcomers, in_time)
         classes: tuple[RequestClass, ...] = (RT,)
         if jobs := [r for r in self._jobs if r not in step.started]:
             newcomers, classes = self._by_residual(jobs, newcomers), (RT, BE)
-        late_first, late_last = (late, []) if turn.has_prompts else ([], late)
+        late_first, late_last = (late, []) if late_goes_first else ([], late)
         middle = Phase(prompts=in_time, newcomers=newcomers, goes_before=self._goes_before)
         for phase in (Phase(prompts=late_first), middle, Phase(prompts=late_last)):
             if phase is middle or phase.prompts:
@@ -327,37 +328,38 @@ def _fit_all(
     return True
 
 
-# Which real-time requests that are late start, and when.
+# In which steps late requests go before those that can be in time.
 #
-# What runs gets a token in every step, so that a share of what runs is a share of time.
-# While requests whose first token was late are fewer than `--late-min-share` of all that run, one
-# more starts before those that can be in time. Otherwise they start last, and only while memory is
-# left for arrivals that can be in time.
+# In its turn a late prompt in progress goes first, or else one more late request starts, while
+# fewer requests whose first token was late run than are the share of those that are late.
+# Otherwise late ones go last, and start only while memory is left for arrivals that can be in time.
+#
+# Beyond capacity more become late than any share could serve, and all that it does is that none
+# waits for ever; but what it takes is goodput. So it is halved until it is the part of the time
+# that it could serve of what is too much.
 
 LATE_POOL_SHARE = 0.8
-"""Beyond their share of time late requests start while real-time ones hold less of the pool."""
+"""Late requests start last while real-time ones hold less of the pool."""
 
 
-class LateTurn(NamedTuple):
-    """What late requests may do before all others in a step."""
+def is_turn_of_late(
+    table: RequestTable, real_time: Rows, min_share: float, load: float, step_number: int
+) -> bool:
+    """Return whether late requests go before all others in a step.
 
-    has_prompts: bool
-    """Those in progress go first."""
-    has_newcomer: bool
-    """One of those that wait does."""
-
-
-def turn_of_late(
-    table: RequestTable, real_time: Rows, min_share: float, step_number: int
-) -> LateTurn:
-    """Return what is theirs, as long as fewer of them run than should at least.
-
-    Among few, a single one would be more than the share: then only every so many steps.
+    Args:
+        table: of all requests.
+        real_time: rows of those that run.
+        min_share: of the steps, at least, where all could be served.
+        load: share of the time that real-time requests ask for, above 1 in overload.
+        step_number: of the step.
     """
+    if min_share <= 0:
+        return False
+    num_halvings = max(0, math.ceil(math.log2(max(1.0, (load - 1.0) / min_share))))
+    every = round(1 / min_share) << num_halvings
     num_late = int(np.count_nonzero(table.is_first_late[real_time]))
-    most = min_share * len(real_time)
-    is_turn = num_late < most and step_number % round(1 / min_share) == 0
-    return LateTurn(is_turn, is_turn or num_late + 1 <= most)
+    return step_number % every == 0 and num_late * every < len(real_time)
 
 
 # Time that is lent to best-effort requests in a step.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.policy_scenes import BE, RT, Admitting, Queue, filled, make_request, running_of
 
-from lightserve.router.arrivals import IDLE_LIMIT_S
+from lightserve.router.arrivals import IDLE_LIMIT_S, Outlook
 from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.step_budget import MIN_CHUNK, StepBudget
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
@@ -51,6 +51,7 @@ def play(
     guard: StepGuard | None = None,
     into: list[StepBudget] | None = None,
     late_min_share: float = 0.1,
+    load: float = 0.0,
 ) -> dict[int, int]:
     in_rows = running_of(running)
     limits = StepLimits(
@@ -63,6 +64,7 @@ def play(
         guard=guard,
         load_seconds=lambda num_tokens: num_tokens * copy_ms / 1e3,
         ahead_seconds=lambda num_tokens: num_tokens * copy_ms / 1e3,
+        outlook=Outlook(load=load),
     )
     policy = UnifiedPolicy(UnifiedOptions(late_min_share=late_min_share))
     late = [r for r in waiting or [] if r.deadlines and r.deadlines.residual(NOW_S) <= 0]
@@ -183,8 +185,8 @@ def test_late_newcomers_leave_memory_to_arrivals(cost: StepCost) -> None:
     assert steps[0].skips.stopped_by[RT] is Reason.ORDER
 
 
-def test_late_newcomers_have_a_share_of_those_that_run(cost: StepCost) -> None:
-    """One starts first if a tenth of those that decode are late at the most, or in its turn."""
+def test_late_newcomers_have_a_share_of_the_steps(cost: StepCost) -> None:
+    """One starts first in each tenth step if fewer than a tenth of those that run are late."""
     running = holding([decode(number, 100) for number in range(9)])
     for request in running:
         assert request.deadlines is not None
@@ -195,13 +197,35 @@ def test_late_newcomers_have_a_share_of_those_that_run(cost: StepCost) -> None:
         shares = play(cost, running, waiting, num_slots=30, **options)  # type: ignore[arg-type]
         return [number for number in shares if number > 20]
 
-    assert newcomers() == [21], "one of nine would be more than a tenth"
+    assert newcomers() == [21]
     assert newcomers(step_number=10) == [22, 21]
-    assert newcomers(late_min_share=0.2) == [22, 21]
-    assert newcomers(late_min_share=0.0) == [21]
+    assert newcomers(step_number=5) == [21]
+    assert newcomers(step_number=5, late_min_share=0.2) == [22, 21]
+    assert newcomers(step_number=10, late_min_share=0.0) == [21]
     assert running[0].deadlines is not None
     running[0].deadlines.kept.is_first_met = False
     assert newcomers(step_number=10) == [21], "one of nine is late already"
+    running[0].deadlines.kept.is_first_met = True
+
+
+def test_in_overload_late_requests_have_what_they_can_use_of_their_share(cost: StepCost) -> None:
+    """A tenth of the time serves a fifth of the half that is too much: then a fiftieth at most."""
+    late = due(make_request(1, prompt=600, computed=50), -10)
+    in_time = due(make_request(2, prompt=600, computed=50), 80)
+
+    def turns(load: float, *, late_min_share: float = 0.1) -> list[int]:
+        options = {"load": load, "late_min_share": late_min_share}
+        return [
+            number
+            for number in range(10, 241, 10)
+            if 1 in play(cost, [late, in_time], budget=550, step_number=number, **options)  # type: ignore[arg-type]
+        ]
+
+    assert turns(0.5) == turns(1.05) == list(range(10, 241, 10))
+    assert turns(1.15) == list(range(20, 241, 20))
+    assert turns(1.5) == [80, 160, 240]
+    assert turns(1.5, late_min_share=0.5) == list(range(10, 241, 10))
+    assert turns(1.5, late_min_share=0.0) == []
 
 
 def test_who_cannot_be_in_time_does_not_hold_up_who_can(cost: StepCost) -> None:
