@@ -1,14 +1,17 @@
-"""What a client is told when its request is not answered: OpenAI's error shape, everywhere.
+"""What a client is told when its request is not answered: OpenAI's error shape, but on one route.
 
 Two exceptions end a request: `InvalidRequest` (the client must change it) and `RequestFailed`
-(the server cannot serve it now). Both become `{"error": {message, type, param, code}}`, as a
-response with a status, or as an SSE event once a stream has begun. Anything else is a bug: it is
+(the server cannot serve it now). Both become `{"error": {message, type, param, code}}`, or what
+Anthropic's clients read on `/v1/messages`, as a response with a status, or as an SSE event once a
+stream has begun. Anything else is a bug: it is
 logged with its traceback, and the client learns only that it happened.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import msgspec
 from starlette.responses import Response
@@ -143,9 +146,55 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 def error_body(error: InvalidRequest | RequestFailed) -> bytes:
     """Return the JSON body of an error."""
-    param = error.param if isinstance(error, InvalidRequest) else None
-    detail = ErrorDetail(error.message, _error_type(error.status), param, error.code)
+    detail = ErrorDetail(error.message, _error_type(error.status), _param_of(error), error.code)
     return msgspec.json.encode({"error": detail})
+
+
+def _param_of(error: InvalidRequest | RequestFailed) -> str | None:
+    return error.param if isinstance(error, InvalidRequest) else None
+
+
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_body(error: InvalidRequest | RequestFailed) -> bytes:
+    """Return the JSON body of an error on Anthropic's routes."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    details = {"error_code": error.code, "param": _param_of(error)}
+    detail = {"type": kind, "message": error.message, "details": details}
+    return msgspec.json.encode({"type": "error", "error": detail})
+
+
+def _is_anthropic(path: str) -> bool:
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+
+
+OWN_NAMES: Mapping[str, str] = {}
+"""Of the fields of a route that has no others."""
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Have errors about fields call them what a route calls them: `names`, by the others."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param is None or error.param not in names:
+            raise
+        name = names[error.param]
+        message = error.message.replace(error.param, name)
+        raise InvalidRequest(message, param=name, code=error.code, status=error.status) from None
 
 
 def error_response(error: InvalidRequest | RequestFailed, scope: Scope) -> Response:
@@ -159,7 +208,7 @@ def error_response(error: InvalidRequest | RequestFailed, scope: Scope) -> Respo
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(
-        error_body(error),
+        anthropic_body(error) if _is_anthropic(scope["path"]) else error_body(error),
         status_code=error.status,
         headers=headers,
         media_type="application/json",

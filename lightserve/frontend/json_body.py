@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
 
 import pydantic
+from pydantic import Discriminator
 from starlette.requests import ClientDisconnect, Request
 
 from lightserve.errors import InvalidRequest
@@ -291,7 +292,11 @@ def _check_content_type(given: list[str]) -> None:
 
 def parse_model(body: bytes, model: type[ModelT], *, max_depth: int) -> ModelT:
     """Return a body as a `model`. Raises InvalidRequest."""
-    value = parse_json(body, max_depth=max_depth)
+    return validated(parse_json(body, max_depth=max_depth), model)
+
+
+def validated(value: Any, model: type[ModelT]) -> ModelT:
+    """Return parsed JSON as a `model`. Raises InvalidRequest."""
     try:
         return model.model_validate(value)
     except pydantic.ValidationError as error:
@@ -301,14 +306,42 @@ def parse_model(body: bytes, model: type[ModelT], *, max_depth: int) -> ModelT:
 AN_OBJECT, OTHERWISE = "(object)", "(otherwise)"
 """Tags of the branches of a union of which one is an object, for `BY_KIND`. Without them pydantic
 complains of each branch in turn, and calls them what Python does."""
-BY_KIND = pydantic.Discriminator(
+BY_KIND = Discriminator(
     lambda value: AN_OBJECT if isinstance(value, dict | pydantic.BaseModel) else OTHERWISE
 )
+
+
+_TAG = re.compile(r"\(\w*\)")
 
 UNKNOWN_PARAMETER = "unknown_parameter"
 """Code of errors about a field that there is not: the name is the client's own word."""
 UNSUPPORTED_VALUE = "unsupported_value"
 """Type of validation errors with their own words, in a context of `field` and `complaint`."""
+
+
+def by_type(names: Sequence[str], *, field: str = "type", default: str = "") -> Discriminator:
+    """Tell the branches of a union of objects apart by a field: `type_tag` of its value is the tag.
+
+    `default`: what an object without the field is.
+    """
+
+    def tag_of(value: Any) -> str:
+        given = value.get(field, default) if isinstance(value, dict) else names[0]
+        return type_tag(given) if isinstance(given, str) else type_tag("")
+
+    known = f"{', '.join(names[:-1])} or {names[-1]}"
+    return Discriminator(
+        tag_of,
+        custom_error_type=UNSUPPORTED_VALUE,
+        custom_error_message="{complaint}",
+        custom_error_context={"field": field, "complaint": f"must be {known}"},
+    )
+
+
+def type_tag(name: str) -> str:
+    """Return the tag of the objects of a type; no field of ours is called like that."""
+    return f"({name})"
+
 
 _TYPE_NAMES = {
     "int_type": "an integer",
@@ -343,16 +376,17 @@ def _complaint(error: pydantic.ValidationError) -> InvalidRequest:
     errors = error.errors(include_url=False)
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     kind, context, given = first["type"], first.get("ctx", {}), first["input"]
-    location = tuple(part for part in first["loc"] if part not in (AN_OBJECT, OTHERWISE))
+    num_own = len(first["loc"]) - (kind == "extra_forbidden")  # that name is the client's
+    location = tuple(p for p in first["loc"][:num_own] if not _TAG.fullmatch(str(p)))
+    location += first["loc"][num_own:]
     or_object = " or an object" if first["loc"][-1:] == (OTHERWISE,) else ""
     if kind == UNSUPPORTED_VALUE:  # found in the object that has the field
         location = (*location, context["field"])
-    param = _path(location)
     code = "invalid_value"
     if kind == "extra_forbidden":
         complaint, code = "is not supported", UNKNOWN_PARAMETER
     elif kind == UNSUPPORTED_VALUE:
-        complaint, code = f"{context['complaint']}, got {show(given[location[-1]])}", kind
+        complaint, code = f"{context['complaint']}, got {show(given.get(location[-1]))}", kind
     elif kind == "missing":
         complaint, code = "is required", "missing_required_parameter"
     elif kind in _TYPE_NAMES:
@@ -373,6 +407,7 @@ def _complaint(error: pydantic.ValidationError) -> InvalidRequest:
         complaint = str(context["error"])
     else:
         complaint = "is not valid"
+    param = _path(location)
     return InvalidRequest(f"{param or 'the request body'} {complaint}", param=param, code=code)
 
 

@@ -61,6 +61,7 @@ ROUTE_ACCESS: Mapping[str, Access] = {
         (
             *("/", "/version", "/openapi.json", "/docs", "/docs/oauth2-redirect"),
             *("/v1/completions", "/v1/chat/completions", "/v1/models"),
+            *("/v1/messages", "/v1/messages/count_tokens"),
             *("/v1/models/{model_id:path}", "/generate", "/generate_stream"),
             *("/tokenize", "/detokenize"),
         ),
@@ -177,13 +178,13 @@ class Gate:
 
     def _caller(self, scope: Scope, ring: KeyRing) -> Caller:
         access = access_to(scope[ROUTE_KEY])
-        given = bearer_key(_only(_values(scope, b"authorization")))
+        given = _key_of(scope)
         key = find_key(ring.keys, given) if given else None
         if access is Access.OPEN and scope["method"] == "GET":
             return _PROBE if key is None else Caller(key.name, key.is_admin)
         if key is None:
             raise InvalidRequest(
-                "a valid API key is needed: Authorization: Bearer KEY",
+                "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY",
                 code="invalid_api_key",
                 status=401,
             )
@@ -305,6 +306,13 @@ class CrossOrigin:
 
 def _values(scope: Scope, name: bytes) -> list[bytes]:
     return [value for key, value in scope["headers"] if key == name]
+
+
+def _key_of(scope: Scope) -> bytes:
+    """Return the key that a request brings; what Anthropic's clients send counts alone."""
+    if authorization := _values(scope, b"authorization"):
+        return bearer_key(_only(authorization))
+    return _only(_values(scope, b"x-api-key"))
 
 
 def _only(values: list[bytes]) -> bytes:

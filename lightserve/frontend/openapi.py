@@ -22,6 +22,7 @@ from lightserve.frontend.admin import (
     TokenizeRequest,
     TokenSpan,
 )
+from lightserve.frontend.anthropic.request import CountTokensRequest, MessagesRequest
 from lightserve.frontend.completion import RaisedSLOObject
 from lightserve.frontend.json_body import StrictModel
 from lightserve.frontend.middleware import Access, access_to
@@ -182,6 +183,86 @@ class ModelList(StrictModel):
     data: list[ModelObject]
 
 
+# ----------------------------------------------------------------------
+# What Anthropic's routes answer.
+
+
+class ContentBlockObject(StrictModel):
+    """A block of an answer: what there is besides `type` follows from that."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | None = None
+    thinking: str | None = None
+    signature: Literal[""] | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+
+
+class MessageUsageObject(StrictModel):
+    """Tokens read, those that were found in the prefix cache apart, and written."""
+
+    input_tokens: int = Field(ge=0)
+    cache_creation_input_tokens: Literal[0]
+    cache_read_input_tokens: int = Field(ge=0)
+    output_tokens: int = Field(ge=0)
+    service_tier: Literal["standard", "batch"]
+
+
+class MessageObject(StrictModel):
+    """The answer of /v1/messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ContentBlockObject]
+    stop_reason: Literal[
+        "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+    ]
+    stop_sequence: str | None
+    usage: MessageUsageObject
+    slo: RaisedSLOObject | None = None
+
+
+class TokensCount(StrictModel):
+    """The answer of /v1/messages/count_tokens."""
+
+    input_tokens: int = Field(ge=1)
+
+
+class AnthropicErrorDetails(StrictModel):
+    """What programs may look at."""
+
+    error_code: str
+    param: str | None
+
+
+class AnthropicErrorDetail(StrictModel):
+    """What is wrong, in Anthropic's words."""
+
+    type: Literal[
+        "invalid_request_error",
+        "authentication_error",
+        "permission_error",
+        "not_found_error",
+        "request_too_large",
+        "rate_limit_error",
+        "timeout_error",
+        "overloaded_error",
+        "api_error",
+    ]
+    message: str
+    details: AnthropicErrorDetails
+
+
+class AnthropicErrorObject(StrictModel):
+    """Every answer of these routes that is none; also an event of a stream that has begun."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
 class ErrorDetailObject(StrictModel):
     """What is wrong, in OpenAI's words."""
 
@@ -302,6 +383,8 @@ class Operation:
     """Media types of the answer."""
     errors: tuple[int, ...] = ()
     """Statuses besides those that every path may have."""
+    error: type[BaseModel] = ErrorObject
+    """Type of an answer with any of them."""
     unavailable: bool = False
     """Whether the answer's shape also comes with a 503."""
     takes_targets: bool = False
@@ -326,6 +409,20 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         content=_STREAMS_TOO,
         errors=(404, *_BODY_ERRORS),
         takes_targets=True,
+    ),
+    ("post", "/v1/messages"): Operation(
+        request=MessagesRequest,
+        answers=MessageObject,
+        content=_STREAMS_TOO,
+        errors=(404, *_BODY_ERRORS),
+        error=AnthropicErrorObject,
+        takes_targets=True,
+    ),
+    ("post", "/v1/messages/count_tokens"): Operation(
+        request=CountTokensRequest,
+        answers=TokensCount,
+        errors=(404, *_BODY_ERRORS),
+        error=AnthropicErrorObject,
     ),
     ("get", "/v1/models"): Operation(answers=ModelList),
     ("get", "/v1/models/{model_id}"): Operation(answers=ModelObject, errors=(400, 404)),
@@ -396,10 +493,13 @@ def _build(app: FastAPI, *, needs_keys: bool) -> dict[str, Any]:
             errors = _errors(path, operation, needs_keys)
             described.update(models.describe(operation, errors=errors))
             if needs_keys and access_to(path) is not Access.OPEN:
-                described["security"] = [{"key": []}]
+                described["security"] = [{"key": []}, {"x-api-key": []}]
     schema["components"] = {"schemas": models.definitions}
     if needs_keys:
-        schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        schema["components"]["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
     return schema
 
 
@@ -425,7 +525,7 @@ class _Models:
             media_type: self._content(media_type, operation) for media_type in operation.content
         }
         responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
-        error = {_JSON: {"schema": self._schema(ErrorObject, "serialization")}}
+        error = {_JSON: {"schema": self._schema(operation.error, "serialization")}}
         for status in sorted(errors):
             responses[str(status)] = {"description": _STATUSES[status], "content": error}
         if operation.unavailable:

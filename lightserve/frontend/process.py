@@ -27,6 +27,7 @@ import lightserve
 from lightserve.channels import AsyncLink, connect_async_link
 from lightserve.errors import ChannelFull, InvalidRequest
 from lightserve.frontend.admin import debug_router, operations_router, tokens_router
+from lightserve.frontend.anthropic.messages import messages_router
 from lightserve.frontend.connections import connection_table
 from lightserve.frontend.errors import ClientGone, RequestFailed, draining, error_response
 from lightserve.frontend.http_server import HttpServer
@@ -91,6 +92,7 @@ def _routers(service: Service) -> list[APIRouter]:
     return [
         completions_router(service),
         chat_router(service),
+        messages_router(service),
         models_router(service),
         tgi_router(service),
         tokens_router(service),

@@ -69,6 +69,8 @@ class ResponseWriter(Protocol):
 
     request_id: str
     wants_pieces: bool
+    keep_alive: bytes
+    """What a stream sends when it has had nothing to send for a while."""
 
     def opening(self) -> bytes:
         """Return the events before the first text."""
@@ -78,6 +80,9 @@ class ResponseWriter(Protocol):
 
     def closing(self, choices: Choices) -> bytes:
         """Return the events after the last news."""
+
+    def failing(self, failure: InvalidRequest | RequestFailed) -> bytes:
+        """Return the event that ends a stream in place of further news."""
 
     def keep(self, index: int, delta: TextDelta) -> None:
         """Take in some news of a completion for the answer as a whole."""
@@ -93,6 +98,11 @@ Prepare = Callable[[], Awaitable[Sequence[Prepared]]]
 def sse_event(data: bytes) -> bytes:
     """Return one server-sent event."""
     return b"data: " + data + b"\n\n"
+
+
+def error_event(failure: InvalidRequest | RequestFailed) -> bytes:
+    """Return the event of a failure, in OpenAI's shape."""
+    return sse_event(error_body(failure))
 
 
 def new_request_id(prefix: str) -> str:
@@ -125,10 +135,12 @@ class EventWriter:
         self,
         send: Send,
         keepalive_s: float,
+        keep_alive: bytes,
         events_of: Callable[[int, TextDelta], Iterable[bytes]],
         connection: Connection | None,
     ) -> None:
         self._send = send
+        self._keep_alive = keep_alive
         self._events_of = events_of
         self._connection = connection
         self._keepalive_s = keepalive_s
@@ -157,11 +169,11 @@ class EventWriter:
             self._connection.write_body(data)
 
     async def keep_alive(self) -> None:
-        """Send a comment whenever nothing has been sent for a while; until cancelled."""
+        """Send what shows life whenever nothing has been sent for a while; until cancelled."""
         while True:
             idle_s = time.monotonic() - self._written_s
             if idle_s >= self._keepalive_s:
-                await self.write(KEEP_ALIVE)
+                await self.write(self._keep_alive)
                 idle_s = 0.0
             await asyncio.sleep(self._keepalive_s - idle_s)
 
@@ -274,7 +286,7 @@ class CompletionResponse(Response):
             outcome = failure.code
             if not self._has_begun:
                 raise  # it can still be a status
-            await send(_body(sse_event(error_body(failure)), more=False))
+            await send(_body(self._writer.failing(failure), more=False))
         finally:
             if timer is not None:
                 timer.cancel()
@@ -341,6 +353,7 @@ class CompletionResponse(Response):
         writer = EventWriter(
             send,
             self._service.config.sse_keepalive_s,
+            self._writer.keep_alive,
             lambda index, delta: self._writer.delta(index, delta, choices),
             self._connection,
         )

@@ -26,6 +26,7 @@ from lightserve.frontend.columns import (
     json_text,
 )
 from lightserve.frontend.completion import Choices, Completion, TextDelta, raised_slo
+from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.json_body import Integer, StrictModel, show
 from lightserve.frontend.middleware import ARRIVAL_KEY
 from lightserve.frontend.openai.common import NoEffect, NoEffectModel
@@ -52,7 +53,13 @@ from lightserve.frontend.request_options import (
     resolve_sampling,
     resolve_service_level,
 )
-from lightserve.frontend.response import CompletionResponse, new_request_id, sse_event
+from lightserve.frontend.response import (
+    KEEP_ALIVE,
+    CompletionResponse,
+    error_event,
+    new_request_id,
+    sse_event,
+)
 from lightserve.frontend.service import AnswerSize, Service
 from lightserve.frontend.structured_output import NativeGrammar, resolve_constraint, spec_of_grammar
 from lightserve.messages.common import TokenSegment, pack_int32
@@ -164,6 +171,7 @@ class GenerateWriter:
     """TGI's response and events, one event per token."""
 
     wants_pieces = True
+    keep_alive = KEEP_ALIVE
 
     def __init__(
         self, service: Service, request: GenerateRequest, *, in_list: bool = False
@@ -212,6 +220,10 @@ class GenerateWriter:
             input_length = completion.usage.prompt_tokens
             self._pending["details"] = {**_details(completion), "input_length": input_length}
         return self._flush()
+
+    def failing(self, failure: InvalidRequest | RequestFailed) -> bytes:
+        """Return the event of a failure."""
+        return error_event(failure)
 
     def keep(self, index: int, delta: TextDelta) -> None:
         """Take in some news for `whole`."""

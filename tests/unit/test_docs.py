@@ -18,6 +18,7 @@ import pytest
 import lightserve
 from lightserve.config import ServeConfig
 from lightserve.config.fields import flag_name
+from lightserve.frontend.anthropic.request import MessagesRequest
 from lightserve.frontend.json_body import StrictModel
 from lightserve.frontend.openai.chat import ChatRequest
 from lightserve.frontend.openai.completions import CompletionRequest
@@ -121,7 +122,7 @@ def test_headings_and_links_are_read_as_they_are_shown(tmp_path: Path) -> None:
 DOCS = PACKAGE.parent / "docs"
 
 
-@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
+@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest, MessagesRequest])
 def test_every_field_of_the_api_is_described(model: type[StrictModel]) -> None:
     page = (DOCS / "api.md").read_text()
     described = set(re.findall(r"`(\w+)`", page))

@@ -6,31 +6,29 @@ import dataclasses
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from fastapi import APIRouter, Request
 from msgspec.json import encode
-from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
+from pydantic import BeforeValidator, Field
 from starlette.responses import Response
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import ITEMS_PER_PIECE, Piece, PieceColumns, json_list, json_object
 from lightserve.frontend.completion import Choices, Completion, TextDelta, raised_slo
+from lightserve.frontend.errors import OWN_NAMES, RequestFailed, renamed
 from lightserve.frontend.json_body import (
     BODY_BYTES_KEY,
     MAX_VALUES,
-    StrictModel,
     count_values_in_texts,
     show,
 )
 from lightserve.frontend.openai.common import (
     CHAT_NO_EFFECT,
-    MESSAGE_NO_EFFECT,
     ChunkWriter,
     CommonFields,
-    NoEffectModel,
     end_fields,
     whole_answer,
 )
@@ -39,6 +37,7 @@ from lightserve.frontend.openai.logprobs import (
     chat_logprobs_json,
     prompt_logprobs_json,
 )
+from lightserve.frontend.openai.messages import CacheMarks, Message
 from lightserve.frontend.openai.output_parser import (
     END_OF_THINK,
     THINK,
@@ -47,8 +46,6 @@ from lightserve.frontend.openai.output_parser import (
     ParserOptions,
 )
 from lightserve.frontend.openai.tools import (
-    MAX_TOOLS,
-    ToolCall,
     ToolChoice,
     Tools,
     ToolUse,
@@ -56,7 +53,13 @@ from lightserve.frontend.openai.tools import (
 )
 from lightserve.frontend.prompts import EncodedChat
 from lightserve.frontend.request_options import MaxTokens, NumLogprobs, Prepared, ServiceLevel
-from lightserve.frontend.response import CompletionResponse, new_request_id
+from lightserve.frontend.response import (
+    KEEP_ALIVE,
+    CompletionResponse,
+    ResponseWriter,
+    error_event,
+    new_request_id,
+)
 from lightserve.frontend.service import AnswerSize, Service
 from lightserve.tokenization.chat_template import (
     ChatMessage,
@@ -70,69 +73,6 @@ from lightserve.types import FinishReason
 MAX_MESSAGES = 2048
 MAX_TEMPLATE_OPTIONS = 16
 _ROLE = {"role": "assistant", "content": ""}
-
-
-def _text_of(content: Any) -> Any:
-    """Reduce a list of text parts to one string, the parts on lines of their own."""
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ValueError(f"must be a string or a list of text parts, got {show(content)}")
-    if not content:
-        raise ValueError("must have at least one part, got 0")
-    for part in content:
-        is_text = isinstance(part, dict) and part.get("type") == "text"
-        if not is_text or not {"type", "text"} <= set(part) <= _PART_FIELDS:
-            raise ValueError(_PART_FORM)
-        if not isinstance(part["text"], str):
-            raise ValueError(_PART_FORM)
-        _check_cache_control(part.get("cache_control"))
-    return _JOINT.join(part["text"] for part in content)
-
-
-_JOINT = "\n"
-_PART_FIELDS = {"type", "text", "cache_control"}
-_PART_FORM = 'must have only parts of the form {"type": "text", "text": "…"}'
-_TTL_S = {"5m": 300.0, "1h": 3600.0}
-_DEFAULT_TTL = "5m"
-
-
-def _check_cache_control(value: Any) -> None:
-    if value is None:
-        return
-    is_known = isinstance(value, dict) and value.get("type") == "ephemeral"
-    if not is_known or not set(value) <= {"type", "ttl"}:
-        raise ValueError('must have cache_control only as {"type": "ephemeral", "ttl": "5m"}')
-    if (ttl := value.get("ttl")) is not None and (not isinstance(ttl, str) or ttl not in _TTL_S):
-        raise ValueError(f"must have cache_control.ttl {' or '.join(_TTL_S)}, got {show(ttl)}")
-
-
-class CacheMark(NamedTuple):
-    """What the `cache_control`s of a message ask for."""
-
-    num_chars: int
-    """Of its content, up to the last of them."""
-    seconds: float
-    """The longest of them."""
-
-
-class CacheMarks(NamedTuple):
-    """The same of all messages."""
-
-    place: Place
-    seconds: float
-
-
-def _mark_of(content: Any) -> CacheMark | None:
-    """Return what a content that `_text_of` takes is marked with."""
-    if not isinstance(content, list):
-        return None
-    controls = [part.get("cache_control") for part in content]
-    if (seconds := [_TTL_S[c.get("ttl") or _DEFAULT_TTL] for c in controls if c is not None]) == []:
-        return None
-    last = max(number for number, control in enumerate(controls) if control is not None)
-    before = _JOINT.join(part["text"] for part in content[: last + 1])
-    return CacheMark(len(before), max(seconds))
 
 
 def _plain(value: Any) -> Any:
@@ -151,81 +91,6 @@ TemplateOptions = Annotated[
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-
-
-class CacheControl(StrictModel):
-    """Up to the end of the part that has it, the prompt should stay in the prefix cache."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
-class TextPart(StrictModel):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-    cache_control: CacheControl | None = None
-
-
-_Content = str | Annotated[list[TextPart], Field(min_length=1)]
-"""What `_text_of` takes."""
-
-
-class Message(NoEffectModel):
-    """One turn; `developer` is another word for `system`."""
-
-    no_effect = MESSAGE_NO_EFFECT
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    content: Annotated[
-        str | None, BeforeValidator(_text_of, json_schema_input_type=_Content | None)
-    ] = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    """Another name of `reasoning`."""
-    _cache_mark: CacheMark | None = None
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _checked(cls, body: Any, validate: ModelWrapValidatorHandler[Message]) -> Message:
-        message = validate(body)
-        calls, thoughts = message.tool_calls, message.thoughts
-        if message.role != "assistant" and (calls or thoughts):
-            raise ValueError("may have tool_calls and reasoning only as the assistant's")
-        if None not in (given := {message.reasoning, message.reasoning_content}) and len(given) > 1:
-            raise ValueError("may have reasoning and reasoning_content only if they are equal")
-        if (message.role == "tool") != (message.tool_call_id is not None):
-            raise ValueError("must have tool_call_id exactly if its role is tool")
-        if message.content is None and not calls and not thoughts:
-            raise ValueError("must have content, which is null only beside tool_calls or reasoning")
-        message._cache_mark = _mark_of(body.get("content"))
-        return message
-
-    @property
-    def cache_mark(self) -> CacheMark | None:
-        """The last `cache_control` in its content."""
-        return self._cache_mark
-
-    @property
-    def thoughts(self) -> str | None:
-        """What the assistant thought before."""
-        return self.reasoning_content if self.reasoning is None else self.reasoning
-
-    def rendered(self) -> ChatMessage:
-        """Return it as chat templates know it."""
-        others: dict[str, Any] = {} if self.name is None else {"name": self.name}
-        if self.tool_calls:
-            others["tool_calls"] = [call.rendered() for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            others["tool_call_id"] = self.tool_call_id
-        if self.thoughts is not None:  # templates know it by either name
-            others["reasoning"] = others["reasoning_content"] = self.thoughts
-        role = "system" if self.role == "developer" else self.role
-        return ChatMessage(role, self.content or "", others)
 
 
 class ChatRequest(CommonFields):
@@ -249,6 +114,11 @@ class ChatRequest(CommonFields):
     def limit_param(self) -> str:
         """The name under which this request gives its limit of tokens."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """The most tokens of an answer, if it says so."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def check(self, service: Service) -> None:
         """Check what types cannot. Raises InvalidRequest."""
@@ -354,6 +224,8 @@ class ChatRequest(CommonFields):
 class ChatWriter:
     """OpenAI's chat completion objects."""
 
+    keep_alive = KEEP_ALIVE
+
     def __init__(self, service: Service, request: ChatRequest) -> None:
         self.request_id = new_request_id("chatcmpl")
         self._request = request
@@ -434,6 +306,10 @@ class ChatWriter:
         """Return usage, if wanted, and the end."""
         return self._writer.closing(choices.usage)
 
+    def failing(self, failure: InvalidRequest | RequestFailed) -> bytes:
+        """Return the event of a failure."""
+        return error_event(failure)
+
     def keep(self, index: int, delta: TextDelta) -> None:
         """Take in some news for `whole`."""
         self._messages[index].extend(self._parts(index, delta))
@@ -496,30 +372,79 @@ def chat_router(service: Service) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         """Answer a conversation."""
         body = await service.bodies.read(request, ChatRequest)
-        body.check(service)
-        level = body.service_level(service, request)
-        writer = ChatWriter(service, body)
-        tools = body.tool_use(service)
-
-        async def prepare() -> list[Prepared]:
-            size: int = request.scope[BODY_BYTES_KEY]
-            requests, prompt = await _prepare(service, body, tools, level, size)
-            has_constraint = requests[0][0].constraint is not None
-            writer.parser_options = _parser_options(
-                service, body, tools, prompt.ending, has_constraint=has_constraint
-            )
-            return requests
-
-        return CompletionResponse(
-            service,
-            writer,
-            prepare,
-            level,
-            stream=body.stream or False,
-            per_prompt=body.num_choices,
-        )
+        return answer_chat(service, request, body, ChatWriter(service, body))
 
     return router
+
+
+class ConversationWriter(ResponseWriter, Protocol):
+    """A way of writing the answer to a conversation down."""
+
+    parser_options: ParserOptions
+    """What to look for in the output; set before it begins."""
+
+
+def answer_chat(
+    service: Service,
+    request: Request,
+    body: ChatRequest,
+    writer: ConversationWriter,
+    *,
+    most_tokens: int | None = None,
+    names: Mapping[str, str] = OWN_NAMES,
+) -> CompletionResponse:
+    """Return the answer to a conversation, whichever route it came by.
+
+    `most_tokens`: a limit that the context may cut. `names`: what errors call fields on that route.
+
+    Raises:
+        InvalidRequest: what types cannot check is wrong.
+    """
+    with renamed(names):
+        body.check(service)
+        level = body.service_level(service, request)
+        tools = body.tool_use(service)
+
+    async def prepare() -> list[Prepared]:
+        size: int = request.scope[BODY_BYTES_KEY]
+        with renamed(names):
+            requests, prompt = await _prepare(
+                service, body, tools, level, size, most_tokens=most_tokens
+            )
+        has_constraint = requests[0][0].constraint is not None
+        writer.parser_options = _parser_options(
+            service, body, tools, prompt.ending, has_constraint=has_constraint
+        )
+        return requests
+
+    return CompletionResponse(
+        service,
+        writer,
+        prepare,
+        level,
+        stream=body.stream or False,
+        per_prompt=body.num_choices,
+    )
+
+
+async def encode_chat(
+    service: Service, body: ChatRequest, tools: ToolUse, size: int
+) -> EncodedChat:
+    """Render and encode a body of this size. Raises InvalidRequest, RequestFailed."""
+    options = body.template_options(service.encoder.template)
+    marks = body.cache_marks
+
+    def conversation() -> Conversation:
+        return Conversation(
+            messages=body.rendered(),
+            tools=tools.descriptions,
+            options=options,
+            ending=body.ending,
+            mark=None if marks is None else marks.place,
+        )
+
+    keep = service.resolve_truncation(body.truncate_prompt_tokens, max_tokens=body.asked_tokens)
+    return await service.encoder.encode_chat(conversation, size=size, keep=keep)
 
 
 def _parser_options(
@@ -536,33 +461,26 @@ def _parser_options(
         continues=is_thinking and not begun.rstrip().endswith(THINK),
         tool_format=service.config.tool_call_parser if tools.offered else "none",
         tool_names=tools.names,
+        max_calls=None if tools.is_parallel else 1,
     )
 
 
 async def _prepare(
-    service: Service, body: ChatRequest, tools: ToolUse, level: ServiceLevel, size: int
+    service: Service,
+    body: ChatRequest,
+    tools: ToolUse,
+    level: ServiceLevel,
+    size: int,
+    *,
+    most_tokens: int | None,
 ) -> tuple[list[Prepared], EncodedChat]:
-    """Render, encode, resolve a body of this size. Raises InvalidRequest, RequestFailed."""
-    options = body.template_options(service.encoder.template)
-    marks = body.cache_marks
-
-    def conversation() -> Conversation:
-        return Conversation(
-            messages=body.rendered(),
-            tools=tools.descriptions,
-            options=options,
-            ending=body.ending,
-            mark=None if marks is None else marks.place,
-        )
-
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    keep = service.resolve_truncation(body.truncate_prompt_tokens, max_tokens=asked)
-    prompt = await service.encoder.encode_chat(conversation, size=size, keep=keep)
+    """Encode and resolve a body of this size. Raises InvalidRequest, RequestFailed."""
+    prompt = await encode_chat(service, body, tools, size)
     num_logprobs = body.top_logprobs or 0
     (max_tokens,) = service.resolve_max_tokens(
         [len(prompt.token_ids)],
-        asked,
-        default=None,
+        body.asked_tokens,
+        default=most_tokens,
         param=body.limit_param,
         size=AnswerSize(
             num_choices=body.num_choices,
@@ -584,7 +502,7 @@ async def _prepare(
         )
     prompts = [(prompt.token_ids, max_tokens)]
     requests = list(body.new_requests(service, prompts, sampling, level, constraint))
-    if marks is None or body.keeps_prompts:
+    if (marks := body.cache_marks) is None or body.keeps_prompts:
         return requests, prompt
     kept = {"num_retained_tokens": prompt.num_marked, "retention_s": marks.seconds}
     marked = [(msgspec.structs.replace(request, **kept), options) for request, options in requests]

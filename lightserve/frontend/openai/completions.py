@@ -29,6 +29,7 @@ from lightserve.frontend.columns import (
     text_parts,
 )
 from lightserve.frontend.completion import Choices, TextDelta, raised_slo
+from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.json_body import Integer, show, whole_numbers
 from lightserve.frontend.openai.common import (
     COMPLETION_NO_EFFECT,
@@ -44,7 +45,12 @@ from lightserve.frontend.openai.logprobs import (
     prompt_pieces,
 )
 from lightserve.frontend.request_options import NumChoices, NumLogprobs, Prepared, ServiceLevel
-from lightserve.frontend.response import CompletionResponse, new_request_id
+from lightserve.frontend.response import (
+    KEEP_ALIVE,
+    CompletionResponse,
+    error_event,
+    new_request_id,
+)
 from lightserve.frontend.service import AnswerSize, Service
 
 # ----------------------------------------------------------------------
@@ -178,6 +184,8 @@ class CompletionRequest(CommonFields):
 class CompletionWriter:
     """OpenAI's text completion objects."""
 
+    keep_alive = KEEP_ALIVE
+
     def __init__(self, service: Service, request: CompletionRequest) -> None:
         self.request_id = new_request_id("cmpl")
         self.wants_pieces = request.logprobs is not None or bool(request.return_token_ids)
@@ -259,6 +267,10 @@ class CompletionWriter:
     def closing(self, choices: Choices) -> bytes:
         """Return usage, if wanted, and the end."""
         return self._writer.closing(choices.usage)
+
+    def failing(self, failure: InvalidRequest | RequestFailed) -> bytes:
+        """Return the event of a failure."""
+        return error_event(failure)
 
     def keep(self, index: int, delta: TextDelta) -> None:
         """Take in some news for `whole`."""

@@ -479,6 +479,8 @@ class ParserOptions(NamedTuple):
     tool_format: str = "none"
     """`hermes`, `llama3_json` or `none`."""
     tool_names: frozenset[str] = frozenset()
+    max_calls: int | None = None
+    """Further calls are left out of the answer."""
 
 
 class OutputParser:
@@ -486,6 +488,8 @@ class OutputParser:
 
     def __init__(self, options: ParserOptions) -> None:
         self.num_calls = 0
+        self._max_calls = options.max_calls
+        self._drops_call = False
         self._deltas: list[Delta] = []
         self._calls: HermesText | JsonText | None = None
         if options.tool_format == "hermes":
@@ -535,6 +539,10 @@ class OutputParser:
             self._deltas.append({key: text})
 
     def _call(self, news: CallNews) -> None:
+        if news.name:
+            self._drops_call = self.num_calls == self._max_calls
+        if self._drops_call:
+            return
         if news.name:
             function = {"name": news.name, "arguments": ""}
             call = {"index": self.num_calls, "id": f"call_{uuid.uuid4().hex[:24]}"}

@@ -81,7 +81,10 @@ def test_everything_wants_a_key() -> None:
                     assert response.status_code == 401, (method, path)
                     assert response.headers["www-authenticate"] == "Bearer"
                     if method != "HEAD":
-                        assert response.json()["error"]["code"] == "invalid_api_key"
+                        error = response.json()["error"]
+                        is_anthropic = f"{path}/".startswith("/v1/messages/")
+                        code = error["details"]["error_code"] if is_anthropic else error["code"]
+                        assert code == "invalid_api_key"
             assert num_open == 12 and num_bad == 6 and len(OPEN_PATHS) == 3
             assert rejects == {
                 "invalid_api_key": len(paths) * len(METHODS) - num_open,
@@ -114,6 +117,9 @@ def test_what_is_no_key(value: str) -> None:
         async with guarded() as (setup, _, _):
             headers = [(b"authorization", value.encode("latin-1"))]
             assert (await setup.http.get("/v1/models", headers=headers)).status_code == 401
+            for mixed in (ALICE, value):  # an Authorization decides, whatever is beside it
+                more = [*headers, (b"x-api-key", mixed.encode("latin-1"))]
+                assert (await setup.http.get("/v1/models", headers=more)).status_code == 401
             both = [*_bearer(ALICE).items(), *_bearer(ALICE).items()]
             assert (await setup.http.get("/v1/models", headers=both)).status_code == 401
             # A probe with a wrong key is a probe.
@@ -130,6 +136,8 @@ def test_keys_open_routes_and_change_at_once() -> None:
                     headers = {"authorization": f"{scheme} {key}"}
                     response = await setup.http.get("/v1/models", headers=headers)
                     assert response.status_code == 200
+                headers = {"x-api-key": key}
+                assert (await setup.http.get("/v1/models", headers=headers)).status_code == 200
             assert (await setup.http.get("/none", headers=_bearer(ALICE))).status_code == 404
             for path in ADMIN_PATHS:
                 for method in METHODS:

@@ -29,6 +29,7 @@ from lightserve.frontend.admin import (
     TokenizeRequest,
     TokenSpan,
 )
+from lightserve.frontend.anthropic.request import CountTokensRequest, MessagesRequest
 from lightserve.frontend.json_body import (
     MAX_CONTAINERS,
     MAX_STRINGS,
@@ -47,10 +48,13 @@ CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hi"}],
     "max_tokens": 2,
 }
+MESSAGES = {name: CHAT[name] for name in ("model", "messages")}
 GENERATE: dict[str, Any] = {"inputs": "hi", "parameters": {}}
 ROUTES: dict[str, tuple[type[StrictModel], dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, COMPLETION),
     "/v1/chat/completions": (ChatRequest, CHAT),
+    "/v1/messages": (MessagesRequest, CHAT),
+    "/v1/messages/count_tokens": (CountTokensRequest, MESSAGES),
     "/generate": (GenerateRequest, GENERATE),
     "/tokenize": (TokenizeRequest, {"inputs": "hi"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [5]}),
@@ -66,8 +70,12 @@ def assert_clean(response: httpx.Response, status: int | None = None) -> None:
     if response.status_code < 400:
         return
     error = response.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert error["type"] == "invalid_request_error"
+    if response.url.path.startswith("/v1/messages"):
+        assert error.keys() == {"message", "type", "details"}
+        assert error["details"].keys() == {"error_code", "param"}
+    else:
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error"
     for word in INTERNAL:
         assert word not in error["message"], error
 
@@ -205,7 +213,8 @@ def test_every_number_at_and_beyond_its_limits(path: str) -> None:
                     is_outside = value in number.outside
                     assert_clean(response, 400 if is_outside else None)
                     if is_outside:
-                        named = response.json()["error"]["param"] or ""
+                        error = response.json()["error"]
+                        named = error.get("details", error)["param"] or ""
                         assert str(number.keys[0]) in named, (number.keys, value)
                 for literal in ("NaN", "Infinity", "-Infinity", "1e999", "9" * 5000):
                     text = json.dumps(number.body("@")).replace('"@"', literal)

@@ -52,6 +52,28 @@ ANSWERS: list[tuple[str, Any]] = [
             "modalities": ["text"],
         },
     ),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}),
+    (
+        "/v1/messages",
+        {
+            "max_tokens": 9,
+            "system": [{"type": "text", "text": "Be.", "cache_control": {"type": "ephemeral"}}],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "hi", "citations": []}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "So.", "signature": ""},
+                        {"type": "tool_use", "id": "t", "name": "add", "input": {"a": 1}},
+                    ],
+                },
+                {"role": "user", "content": "and?"},
+            ],
+            "stop_sequences": ["x"],
+            "metadata": {"user_id": "u"},
+        },
+    ),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}]}),
     ("/generate", {"inputs": "hi"}),
     ("/", {"inputs": "hi", "stream": False, "parameters": {"watermark": False, "truncate": 1}}),
     (
@@ -98,6 +120,12 @@ def test_bodies_and_answers_fit(path: str, body: Any) -> None:
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "hi"}], "store": True},
+        ),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": 5}], "max_tokens": 9}),
+        (
+            "/v1/messages/count_tokens",
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         ),
         ("/generate", {"inputs": "hi", "parameters": {"top_p": 0}}),
         ("/detokenize", {"tokens": ["a"]}),
@@ -153,7 +181,9 @@ def test_targets_are_headers_of_what_generates() -> None:
         for method, operation in methods.items():
             headers = [p["name"] for p in operation.get("parameters", []) if p["in"] == "header"]
             generates = (
-                "completions" in path or "generate" in path or (method, path) == ("post", "/")
+                "completions" in path
+                or "generate" in path
+                or (method, path) in (("post", "/"), ("post", "/v1/messages"))
             )
             names = ("ttft-ms", "tpot-ms", "mtpot-ms", "completion-s")
             assert headers == [f"x-slo-{name}" for name in names if generates], path

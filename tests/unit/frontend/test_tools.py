@@ -357,6 +357,12 @@ CASES: list[tuple[ParserOptions, str, Any]] = [
         '<tool_call>{"name": "add", "x": 1.5, "arguments": {"a": 1}, "y": null}</tool_call>',
         (None, None, [("add", '{"a": 1}')]),
     ),
+    # One at most.
+    (
+        HERMES._replace(max_calls=1),
+        f'So. {SAID}\n{SAID}<tool_call>{{"arguments":{{"a":1}},"name":"add"}}</tool_call> done',
+        (None, "So.done", [("weather", ARGUMENTS)]),
+    ),
     # Cut by max_tokens.
     (HERMES, '<tool_call>{"name": "add", "argum', (None, None, [("add", "")])),
     (HERMES, '<tool_call>{"name": "add", "arguments": {"a', (None, None, [("add", '{"a')])),

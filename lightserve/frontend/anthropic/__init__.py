@@ -1,0 +1,1 @@
+"""Anthropic's routes, over the same request as chat completions."""

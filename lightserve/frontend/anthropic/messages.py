@@ -1,0 +1,252 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from msgspec.json import encode
+from starlette.responses import Response
+
+from lightserve.errors import InvalidRequest
+from lightserve.frontend.anthropic.request import (
+    CHAT_NAMES,
+    CountTokensRequest,
+    MessagesRequest,
+    check_version,
+)
+from lightserve.frontend.columns import TextBuffer, json_array, json_object, json_text
+from lightserve.frontend.completion import Choices, Completion, TextDelta, raised_slo
+from lightserve.frontend.errors import RequestFailed, anthropic_body, renamed
+from lightserve.frontend.json_body import BODY_BYTES_KEY
+from lightserve.frontend.openai.chat import ChatRequest, answer_chat, encode_chat
+from lightserve.frontend.openai.output_parser import OutputParser, ParserOptions
+from lightserve.frontend.response import sse_event
+from lightserve.frontend.service import Service
+from lightserve.types import FinishReason
+
+RAW_INPUT = "raw_arguments"
+"""Key of the input of a call whose arguments, as the model wrote them, are no JSON object."""
+_TEXT_FIELDS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
+"""By type of a block: what a delta calls its text."""
+_DELTA_TYPES = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: " + kind.encode() + b"\n" + sse_event(encode({"type": kind, **fields}))
+
+
+PING = _event("ping")
+
+
+class Block:
+    """A block of the answer's content as it grows."""
+
+    def __init__(self, kind: str, **fields: str) -> None:
+        self.kind = kind
+        self.text = TextBuffer()
+        """Of the answer as a whole alone."""
+        self._fields = {"type": kind, **fields}
+
+    def opened(self) -> dict[str, Any]:
+        """Return it without its text, as a stream begins it."""
+        texts: dict[str, dict[str, Any]] = {
+            "text": {"text": ""},
+            "thinking": {"thinking": "", "signature": ""},
+            "tool_use": {"input": {}},
+        }
+        return self._fields | texts[self.kind]
+
+    def frame(self, index: int) -> tuple[bytes, bytes]:
+        """Return what stands before and behind the text in its deltas."""
+        delta = {"type": _DELTA_TYPES[self.kind], _TEXT_FIELDS[self.kind]: ""}
+        head, tail = _event("content_block_delta", index=index, delta=delta).split(b'""')
+        return head, tail
+
+    def whole(self) -> Iterator[bytes]:
+        """Yield it as JSON."""
+        if self.kind == "tool_use":
+            return json_object(self.opened() | {"input": _input_of(str(self.text))})
+        return json_object(self.opened() | {self.kind: json_text(self.text.parts())})
+
+
+def _input_of(arguments: str) -> Any:
+    try:
+        value = msgspec.json.decode(arguments or "{}")
+    except msgspec.DecodeError:
+        value = None
+    return value if isinstance(value, dict) else {RAW_INPUT: arguments}
+
+
+class MessageWriter:
+    """Anthropic's message objects, and the events of their streams."""
+
+    wants_pieces = False
+    keep_alive = PING
+
+    def __init__(self, body: MessagesRequest) -> None:
+        self.request_id = f"msg_{uuid.uuid4().hex}"
+        self.parser_options = ParserOptions()
+        """What to look for in the output; set before it begins."""
+        self._model = body.model
+        self._max_tokens = body.max_tokens
+        self._tier = "batch" if body.service_tier == "flex" else "standard"
+        self._parser: OutputParser | None = None
+        self._blocks: list[Block] = []
+        self._frame = (b"", b"")
+        """Of the last block."""
+
+    def opening(self) -> bytes:
+        """Return nothing: a message begins with its usage, which comes with the first news."""
+        return b""
+
+    def delta(self, index: int, delta: TextDelta, choices: Choices) -> Iterator[bytes]:
+        """Yield the events of some news."""
+        completion = choices.completions[index]
+        if self._parser is None:
+            yield self._start(completion)
+        for kind, text, fields in self._parts(delta):
+            if self._is_new(kind, fields):
+                yield self._next_block(kind, fields)
+            if text:
+                yield self._frame[0] + encode(text) + self._frame[1]
+        if delta.finish_reason is not None:
+            if self._blocks:
+                yield _event("content_block_stop", index=len(self._blocks) - 1)
+            yield _event("message_delta", delta=self._end(completion), usage=_tokens(completion))
+
+    def closing(self, choices: Choices) -> bytes:
+        """Return the last event."""
+        return _event("message_stop")
+
+    def failing(self, failure: InvalidRequest | RequestFailed) -> bytes:
+        """Return the event of a failure."""
+        return b"event: error\n" + sse_event(anthropic_body(failure))
+
+    def keep(self, index: int, delta: TextDelta) -> None:
+        """Take in some news for `whole`."""
+        for kind, text, fields in self._parts(delta):
+            if self._is_new(kind, fields):
+                self._blocks.append(Block(kind, **fields))
+            self._blocks[-1].text.append(text)
+
+    def whole(self, choices: Choices) -> Iterator[bytes]:
+        """Yield the message object."""
+        content = json_array(block.whole() for block in self._blocks)
+        return json_object(self._message(choices.first, content, self._end(choices.first)))
+
+    def _start(self, completion: Completion) -> bytes:
+        end = {"stop_reason": None, "stop_sequence": None}
+        message = self._message(completion, [], end)
+        message["usage"] |= {"output_tokens": 0}
+        return _event("message_start", message=message)
+
+    def _message(self, completion: Completion, content: Any, end: dict[str, Any]) -> dict[str, Any]:
+        message = {
+            "id": self.request_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            **end,
+            "usage": _tokens(completion) | {"service_tier": self._tier},
+        }
+        if (slo := raised_slo([completion])) is not None:
+            message["slo"] = slo
+        return message
+
+    def _next_block(self, kind: str, fields: dict[str, str]) -> bytes:
+        """Return the events between the last block, if there is one, and a new one's text."""
+        index, block = len(self._blocks), Block(kind, **fields)
+        stop = _event("content_block_stop", index=index - 1) if index else b""
+        self._blocks.append(block)
+        self._frame = block.frame(index)
+        return stop + _event("content_block_start", index=index, content_block=block.opened())
+
+    def _is_new(self, kind: str, fields: dict[str, str]) -> bool:
+        return bool(fields) or not self._blocks or self._blocks[-1].kind != kind
+
+    def _parts(self, delta: TextDelta) -> Iterator[tuple[str, str, dict[str, str]]]:
+        """Yield the type, the next text and, where one begins with a call, the fields of blocks."""
+        parser = self._parser
+        if parser is None:
+            parser = self._parser = OutputParser(self.parser_options)
+        parts = parser.push(delta.text)
+        if delta.finish_reason is not None:
+            parts += parser.finish()
+        for part in parts:
+            ((field, value),) = part.items()
+            if field != "tool_calls":
+                yield ("text" if field == "content" else "thinking"), value, {}
+                continue
+            for call in value:
+                function, fields = call["function"], {}
+                if "id" in call:
+                    fields = {"id": f"toolu_{call['id'][5:]}", "name": function["name"]}
+                yield "tool_use", function["arguments"], fields
+
+    def _end(self, completion: Completion) -> dict[str, Any]:
+        """Return why a message ended, in Anthropic's words."""
+        reason = "end_turn"
+        if completion.finish_reason is FinishReason.LENGTH:
+            is_cut = completion.request.max_tokens < self._max_tokens
+            reason = "model_context_window_exceeded" if is_cut else "max_tokens"
+        elif completion.stop_string is not None:
+            reason = "stop_sequence"
+        elif self._parser is not None and self._parser.num_calls > 0:
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": completion.stop_string}
+
+
+def _tokens(completion: Completion) -> dict[str, Any]:
+    """Return the usage: what was found in the prefix cache is not in `input_tokens`."""
+    usage = completion.usage
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def messages_router(service: Service) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter()
+
+    async def as_chat(request: Request, body: CountTokensRequest) -> ChatRequest:
+        check_version(request.headers)
+        body.check()
+        size: int = request.scope[BODY_BYTES_KEY]
+        with renamed(CHAT_NAMES):
+            return await service.encoder.run(lambda: body.as_chat(service), size=size)
+
+    @router.post("/v1/messages")
+    async def create_message(request: Request) -> Response:
+        """Answer a conversation."""
+        body = await service.bodies.read(request, MessagesRequest)
+        chat = await as_chat(request, body)
+        return answer_chat(
+            service,
+            request,
+            chat,
+            MessageWriter(body),
+            most_tokens=body.max_tokens,
+            names=CHAT_NAMES,
+        )
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        """Count the tokens of a conversation's prompt."""
+        body = await service.bodies.read(request, CountTokensRequest)
+        chat = await as_chat(request, body)
+        with renamed(CHAT_NAMES):
+            chat.check(service)
+            tools, size = chat.tool_use(service), request.scope[BODY_BYTES_KEY]
+            prompt = await encode_chat(service, chat, tools, size)
+        count = encode({"input_tokens": len(prompt.token_ids)})
+        return Response(count, media_type="application/json")
+
+    return router

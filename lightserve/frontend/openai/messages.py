@@ -1,0 +1,150 @@
+"""The messages of a conversation, as chat completions have them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
+
+from lightserve.frontend.json_body import StrictModel, show
+from lightserve.frontend.openai.common import MESSAGE_NO_EFFECT, NoEffectModel
+from lightserve.frontend.openai.tools import MAX_TOOLS, ToolCall
+from lightserve.tokenization.chat_template import ChatMessage, Place
+
+
+def _text_of(content: Any) -> Any:
+    """Reduce a list of text parts to one string, the parts on lines of their own."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"must be a string or a list of text parts, got {show(content)}")
+    if not content:
+        raise ValueError("must have at least one part, got 0")
+    for part in content:
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        if not is_text or not {"type", "text"} <= set(part) <= _PART_FIELDS:
+            raise ValueError(_PART_FORM)
+        if not isinstance(part["text"], str):
+            raise ValueError(_PART_FORM)
+        _check_cache_control(part.get("cache_control"))
+    return _JOINT.join(part["text"] for part in content)
+
+
+_JOINT = "\n"
+_PART_FIELDS = {"type", "text", "cache_control"}
+_PART_FORM = 'must have only parts of the form {"type": "text", "text": "…"}'
+_TTL_S = {"5m": 300.0, "1h": 3600.0}
+_DEFAULT_TTL = "5m"
+
+
+def _check_cache_control(value: Any) -> None:
+    if value is None:
+        return
+    is_known = isinstance(value, dict) and value.get("type") == "ephemeral"
+    if not is_known or not set(value) <= {"type", "ttl"}:
+        raise ValueError('must have cache_control only as {"type": "ephemeral", "ttl": "5m"}')
+    if (ttl := value.get("ttl")) is not None and (not isinstance(ttl, str) or ttl not in _TTL_S):
+        raise ValueError(f"must have cache_control.ttl {' or '.join(_TTL_S)}, got {show(ttl)}")
+
+
+class CacheMark(NamedTuple):
+    """What the `cache_control`s of a message ask for."""
+
+    num_chars: int
+    """Of its content, up to the last of them."""
+    seconds: float
+    """The longest of them."""
+
+
+class CacheMarks(NamedTuple):
+    """The same of all messages."""
+
+    place: Place
+    seconds: float
+
+
+def _mark_of(content: Any) -> CacheMark | None:
+    """Return what a content that `_text_of` takes is marked with."""
+    if not isinstance(content, list):
+        return None
+    controls = [part.get("cache_control") for part in content]
+    if (seconds := [_TTL_S[c.get("ttl") or _DEFAULT_TTL] for c in controls if c is not None]) == []:
+        return None
+    last = max(number for number, control in enumerate(controls) if control is not None)
+    before = _JOINT.join(part["text"] for part in content[: last + 1])
+    return CacheMark(len(before), max(seconds))
+
+
+class CacheControl(StrictModel):
+    """Up to the end of the part that has it, the prompt should stay in the prefix cache."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class TextPart(StrictModel):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+
+
+_Content = str | Annotated[list[TextPart], Field(min_length=1)]
+"""What `_text_of` takes."""
+
+
+class Message(NoEffectModel):
+    """One turn; `developer` is another word for `system`."""
+
+    no_effect = MESSAGE_NO_EFFECT
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    content: Annotated[
+        str | None, BeforeValidator(_text_of, json_schema_input_type=_Content | None)
+    ] = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """Another name of `reasoning`."""
+    _cache_mark: CacheMark | None = None
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _checked(cls, body: Any, validate: ModelWrapValidatorHandler[Message]) -> Message:
+        message = validate(body)
+        calls, thoughts = message.tool_calls, message.thoughts
+        if message.role != "assistant" and (calls or thoughts):
+            raise ValueError("may have tool_calls and reasoning only as the assistant's")
+        if None not in (given := {message.reasoning, message.reasoning_content}) and len(given) > 1:
+            raise ValueError("may have reasoning and reasoning_content only if they are equal")
+        if (message.role == "tool") != (message.tool_call_id is not None):
+            raise ValueError("must have tool_call_id exactly if its role is tool")
+        if message.content is None and not calls and not thoughts:
+            raise ValueError("must have content, which is null only beside tool_calls or reasoning")
+        message._cache_mark = _mark_of(body.get("content"))
+        return message
+
+    @property
+    def cache_mark(self) -> CacheMark | None:
+        """The last `cache_control` in its content."""
+        return self._cache_mark
+
+    @property
+    def thoughts(self) -> str | None:
+        """What the assistant thought before."""
+        return self.reasoning_content if self.reasoning is None else self.reasoning
+
+    def rendered(self) -> ChatMessage:
+        """Return it as chat templates know it."""
+        others: dict[str, Any] = {} if self.name is None else {"name": self.name}
+        if self.tool_calls:
+            others["tool_calls"] = [call.rendered() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            others["tool_call_id"] = self.tool_call_id
+        if self.thoughts is not None:  # templates know it by either name
+            others["reasoning"] = others["reasoning_content"] = self.thoughts
+        role = "system" if self.role == "developer" else self.role
+        return ChatMessage(role, self.content or "", others)
