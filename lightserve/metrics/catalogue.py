@@ -217,7 +217,8 @@ KV_SLOTS_FORECAST = gauge(
     "kv_slots_forecast_peak",
     Origin.ROUTER,
     "Most slots that the batch was expected to need when a request was last admitted, as the"
-    " admission rule bounds them; 0 with rules that do not look ahead.",
+    " admission rule bounds them, or, where all have room at their limits, the sum of these; 0 with"
+    " rules that do not look ahead.",
 )
 NUM_PREEMPTIONS = counter(
     "num_preemptions_total",

@@ -11,6 +11,7 @@ to hold.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -57,6 +58,11 @@ def _progress(requests: Sequence[Request]) -> tuple[IntArray, IntArray]:
     return prompts, np.array(numbers, dtype=np.int64)
 
 
+def _most_tokens(request: Request) -> int:
+    """Return how many tokens a request can come to hold, by its limit."""
+    return max(request.num_prompt_tokens + request.admission_limit, request.num_known_tokens)
+
+
 class PeakAdmission:
     """A rule that looks into the future."""
 
@@ -73,12 +79,20 @@ class PeakRound:
         sample: OutputSampler,
         bound: PeakBound,
         limit: int,
+        *,
+        is_capped: bool = False,
     ) -> None:
+        """`is_capped`: `sample` gives no more than limits, nor `bound` than the highest peak.
+
+        So where the limits of all have room together nothing need be sampled.
+        """
         self._live = list(live)
         self._sample = sample
         self._bound = bound
         self._limit = limit
+        self._is_capped = is_capped
         self._memory: FutureMemory | None = None
+        """None until the limits of all might not have room together."""
         self._shared = SharedPrefixes(self._live)
         self._rest: IntArray = np.empty((0, 0), dtype=np.int64)
         """What live requests are still to generate, [n, num_futures]."""
@@ -96,6 +110,13 @@ class PeakRound:
 
     def admit(self, request: Request) -> bool:
         """Admit if the peak with this request is acceptable, or if it would be alone."""
+        if self._memory is None and self._is_capped:
+            most = self._most_of_live + _most_tokens(request)
+            if most <= self._limit:
+                self._live.append(request)
+                self._shared.add(request)
+                self._most_of_live = self.forecast_peak = most
+                return True
         if self._memory is None:
             self._memory = self._forecast()
         generated = nums_generated([request])
@@ -118,6 +139,10 @@ class PeakRound:
         self._held_for.clear()
         self.forecast_peak = peak
         return True
+
+    @functools.cached_property
+    def _most_of_live(self) -> int:
+        return sum([_most_tokens(request) for request in self._live])
 
     def _forecast(self) -> FutureMemory:
         prompts, generated = _progress(self._live)

@@ -72,7 +72,7 @@ class RiskAdmission(PeakAdmission):
             rank = len(peaks) - 1 - int(self._risk[request.request_class] * len(peaks))
             return int(np.partition(peaks, rank)[rank])
 
-        return PeakRound(live, self.totals, quantile, pool.num_slots)
+        return PeakRound(live, self.totals, quantile, pool.num_slots, is_capped=True)
 
     def totals(self, requests: Sequence[Request], generated: IntArray) -> LengthArray:
         """Return the total length of each request in each future, int32 [n, num_futures].

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -155,12 +157,56 @@ def test_risk_is_a_calibrated_probability_per_class() -> None:
     [("risk", 105), ("past-future", 105), ("ema", 105), ("conservative", None)],
 )
 def test_rules_tell_the_peak_they_expect(name: str, expected: int | None) -> None:
-    round_ = make_rule(name, history(20)).begin(LIVE, PoolView(400))
+    capacity = _most_tokens([*LIVE, NEWCOMER]) - 1
+    round_ = make_rule(name, history(20)).begin(LIVE, PoolView(capacity))
     assert round_.forecast_peak is None
     assert round_.admit(NEWCOMER)
     assert round_.forecast_peak == expected
     assert not round_.admit(make_request(3, prompt=400))
     assert round_.forecast_peak == expected, "of those that were admitted"
+
+
+def _most_tokens(requests: Sequence[Request]) -> int:
+    return sum(request.num_prompt_tokens + request.max_tokens for request in requests)
+
+
+def test_risk_samples_nothing_while_the_limits_of_all_have_room_together() -> None:
+    """The same requests are admitted as if it did; what it tells is then their sum."""
+
+    class Sampled(OutputLengths):
+        num_draws = 0
+
+        def draw(self, *args: Any) -> Any:
+            self.num_draws += 1
+            return super().draw(*args)
+
+    rng = np.random.default_rng(3)
+    num_admitted, num_refused, num_without = 0, 0, 0
+    for _ in range(60):
+        lengths = Sampled(max_output_tokens=100)
+        for length in rng.integers(1, 100, 30).tolist():
+            lengths.record(length)
+        live = [
+            make_request(i, prompt=int(prompt), generated=int(generated), max_tokens=100)
+            for i, (prompt, generated) in enumerate(rng.integers(1, 90, (int(rng.integers(6)), 2)))
+        ]
+        asked = [make_request(9 + i, prompt=int(rng.integers(1, 90))) for i in range(5)]
+        pool = PoolView(int(rng.integers(100, 1500)))
+        rule = RiskAdmission(lengths, seed=0, rt_risk=0.05, be_risk=0.2)
+        round_, without = rule.begin(live, pool), rule.begin(live, pool)
+        without._is_capped = False
+        counted = list(live)
+        for request in asked:
+            before = lengths.num_draws
+            is_admitted = round_.admit(request)
+            counted += [request] * is_admitted
+            if is_admitted and _most_tokens(counted) <= pool.num_slots:
+                assert lengths.num_draws == before
+                assert round_.forecast_peak == _most_tokens(counted)
+                num_without += 1
+            assert without.admit(request) == is_admitted
+            num_admitted, num_refused = num_admitted + is_admitted, num_refused + (not is_admitted)
+    assert min(num_admitted, num_refused, num_without) > 40
 
 
 def test_a_short_history_is_trusted_less() -> None:
