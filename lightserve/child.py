@@ -131,6 +131,12 @@ def _run_frontend(spec: ChildSpec) -> int:
     return run(spec, lambda: connect_async_control(spec))
 
 
+def _run_batches(spec: ChildSpec) -> int:
+    from lightserve.batches.process import run  # noqa: PLC0415
+
+    return run(spec, lambda: connect_async_control(spec))
+
+
 def _run_router(spec: ChildSpec) -> int:
     from lightserve.router.process import run  # noqa: PLC0415
 
@@ -145,6 +151,7 @@ def _run_worker(spec: ChildSpec) -> int:
 
 ROLE_RUNNERS: Mapping[Role, Runner] = {
     Role.FRONTEND: _run_frontend,
+    Role.BATCHES: _run_batches,
     Role.ROUTER: _run_router,
     Role.WORKER: _run_worker,
 }

@@ -11,6 +11,7 @@
     ├── LoadTestError      `lightserve bench` got no server or no file: exit code 1 and one line
     ├── KVMapError         `lightserve kv-map` got or wrote no picture: exit code 1 and one line
     ├── DecisionLogError   a decision log that cannot be read or was changed: exit code 1, one line
+    ├── StoreError         the batch store cannot be read or written: 503, or 507 if it is full
     ├── ProtocolError      a peer process sent what this version does not understand
     │   └── FrameTooLarge  a message that no peer would accept
     └── ChannelFull        a bounded queue to a peer is full
@@ -77,6 +78,14 @@ class LoadTestError(LightserveError):
 
 class KVMapError(LightserveError):
     """A KV map that a server does not give, or a picture of it that cannot be written."""
+
+
+class StoreError(LightserveError):
+    """A batch store that cannot be read or written; `is_full`: for want of space."""
+
+    def __init__(self, message: str, *, is_full: bool = False) -> None:
+        super().__init__(message)
+        self.is_full = is_full
 
 
 class GrammarError(LightserveError):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
-from lightserve.config.fields import check_limits, option, parse_memory
+from lightserve.config.fields import check_limits, flag_name, option, parse_memory
 from lightserve.config.options import (
     ANY_NAME,
     FrontendOptions,
@@ -40,6 +40,7 @@ SECTIONS = {
     "tp": "Workers",
     "chat_template": "Templates and parsers",
     "start_timeout_s": "Starts, ends and restarts",
+    "batch_store": "Files and batches",
     "run_dir": "Files and logs",
 }
 """Titles of the parts of help and documentation; each begins with the field that it is keyed by."""
@@ -133,6 +134,17 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
         5, "Restarts of children within --restart-window-s before the server gives up.", low=0
     )
     restart_window_s: float = option(60.0, "See --max-restarts.", low=1.0)
+    batch_store: str = option(
+        "",
+        "Directory for files and batches (/v1/files, /v1/batches), on a disk of this machine; made"
+        " if it is not there. Default: none are kept.",
+    )
+    batch_max_in_flight: int = option(
+        256, "Most lines of batches that the router has at once.", low=1, high=4096
+    )
+    batch_max_stored_bytes: int = option(
+        10_000_000_000, "Most bytes of files that are kept for one API key; more get a 413.", low=1
+    )
     run_dir: str = option(
         "", "Directory under which the private socket directory is made; default: the system's."
     )
@@ -169,6 +181,9 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
             attention_backend=self.attention_backend,
             max_num_seqs=self.max_num_seqs,
         )
+        for name in ("batch_max_in_flight", "batch_max_stored_bytes"):
+            if not self.batch_store and getattr(self, name) != getattr(ServeConfig, name):
+                raise ConfigError(f"{flag_name(name)} needs --batch-store")
         if parse_memory(self.decision_log_size, "--decision-log-size") < MIN_DECISION_LOG_BYTES:
             raise ConfigError(
                 f"--decision-log-size must be at least 1MiB, got {self.decision_log_size!r}"

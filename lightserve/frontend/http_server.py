@@ -41,7 +41,7 @@ from uvicorn.protocols.utils import get_remote_addr
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.connections import ACCEPT_BURST, ConnectionLimits, ConnectionTable
 from lightserve.frontend.errors import RequestFailed, error_body
-from lightserve.frontend.middleware import owner_of
+from lightserve.frontend.middleware import is_upload, owner_of
 from lightserve.frontend.response import CONNECTION_KEY
 
 WRITE_DEADLINE_S = 30.0
@@ -300,7 +300,7 @@ class HttpProtocol(H11Protocol):
                 self._await(wanted)
             self._num_body_bytes += num_new_bytes
             self._num_window_bytes += num_new_bytes
-            if wanted is _Awaited.BODY:
+            if wanted is _Awaited.BODY and not is_upload(self.scope):  # type: ignore[arg-type]
                 owner = owner_of(self.scope)  # type: ignore[arg-type]  # uvicorn's word for it
                 self._table.hold_body(self, owner, self._num_body_bytes)
         elif state is h11.IDLE:
@@ -342,6 +342,8 @@ class HttpProtocol(H11Protocol):
             return
         if awaited is _Awaited.BODY:
             left_s = self._awaited_since_s + limits.body_timeout_s - self.loop.time()
+            if is_upload(self.scope):  # type: ignore[arg-type]  # as long as it comes on
+                left_s = self.rate_window_s
             least = limits.min_body_bytes_per_s * self.rate_window_s
             if left_s > 0.001 and self._num_window_bytes >= least:
                 self._wait(min(self.rate_window_s, left_s))

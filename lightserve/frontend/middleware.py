@@ -18,6 +18,7 @@ from enum import Enum
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lightserve.batches.records import MAX_FILE_BYTES
 from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.errors import REFUSAL_KEY, error_response
@@ -64,6 +65,8 @@ ROUTE_ACCESS: Mapping[str, Access] = {
             *("/v1/messages", "/v1/messages/count_tokens"),
             *("/v1/models/{model_id:path}", "/generate", "/generate_stream"),
             *("/tokenize", "/detokenize"),
+            *("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"),
+            *("/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"),
         ),
         Access.CLIENT,
     ),
@@ -125,6 +128,15 @@ def access_to(template: str) -> Access:
     return ROUTE_ACCESS.get(template, Access.OPERATOR)
 
 
+MAX_UPLOAD_BYTES = MAX_FILE_BYTES + 65_536
+"""Of a form with a file in it."""
+
+
+def is_upload(scope: Scope) -> bool:
+    """Whether a request's body is a file that is written to disk as it arrives."""
+    return (scope["method"], scope["path"]) == ("POST", "/v1/files")
+
+
 _AMBIGUOUS_LENGTH = "ambiguous_length"
 
 
@@ -146,16 +158,16 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it; a body that grows too large ends in `receive`."""
-        num_bytes = 0
+        num_bytes, most = 0, self._most_bytes(scope)
 
         async def limited_receive() -> Message:
             nonlocal num_bytes
             message = await receive()
             if message["type"] == "http.request":
                 num_bytes += len(message.get("body", b""))
-                if num_bytes > self._max_body_bytes:
+                if num_bytes > most:
                     self._rejects["request_too_large"] += 1
-                    raise self._too_large()
+                    raise _too_large(most)
             return message
 
         try:
@@ -241,8 +253,8 @@ class Gate:
             )
         for name, value in headers:
             if name == b"content-length" and value.isdigit():
-                if int(value[:20]) > self._max_body_bytes:
-                    raise self._too_large()
+                if int(value[:20]) > (most := self._most_bytes(scope)):
+                    raise _too_large(most)
             elif name == b"content-encoding" and value.lower() != b"identity":
                 raise InvalidRequest(
                     "the request body must not be compressed",
@@ -250,12 +262,15 @@ class Gate:
                     status=415,
                 )
 
-    def _too_large(self) -> InvalidRequest:
-        return InvalidRequest(
-            f"the request body must be at most {self._max_body_bytes} bytes",
-            code="request_too_large",
-            status=413,
-        )
+    def _most_bytes(self, scope: Scope) -> int:
+        """Return how large the body may be; files have a limit of their own."""
+        return MAX_UPLOAD_BYTES if is_upload(scope) else self._max_body_bytes
+
+
+def _too_large(most: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"the request body must be at most {most} bytes", code="request_too_large", status=413
+    )
 
 
 class CrossOrigin:
@@ -295,7 +310,7 @@ class CrossOrigin:
         scope: Scope, headers: list[tuple[bytes, bytes]], send: Send
     ) -> None:
         headers += [
-            (b"access-control-allow-methods", b"GET, HEAD, POST"),
+            (b"access-control-allow-methods", b"GET, HEAD, POST, DELETE"),
             (b"access-control-max-age", b"600"),
         ]
         if wanted := _only(_values(scope, b"access-control-request-headers")):

@@ -8,7 +8,7 @@ real answers, and against what the server refuses.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
@@ -16,6 +16,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, Field, TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
+from lightserve.batches.records import MAX_TTL_S, MIN_TTL_S, Endpoint, Purpose, Status
 from lightserve.frontend.admin import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -26,8 +27,10 @@ from lightserve.frontend.anthropic.request import CountTokensRequest, MessagesRe
 from lightserve.frontend.completion import RaisedSLOObject
 from lightserve.frontend.json_body import StrictModel
 from lightserve.frontend.middleware import Access, access_to
+from lightserve.frontend.openai.batches import MAX_BATCHES_LISTED, BatchRequest
 from lightserve.frontend.openai.chat import ChatRequest
 from lightserve.frontend.openai.completions import CompletionRequest
+from lightserve.frontend.openai.files import MAX_FILES_LISTED
 from lightserve.frontend.request_options import header_schemas
 from lightserve.frontend.tgi import GenerateRequest
 
@@ -325,6 +328,82 @@ class GenerateAnswer(StrictModel):
 _Count = Annotated[int, Field(ge=0)]
 
 
+class FileObject(StrictModel):
+    """A file."""
+
+    id: str
+    object: Literal["file"]
+    bytes: _Count
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: Purpose
+    status: Literal["processed"]
+    status_details: None
+
+
+class DeletedFile(StrictModel):
+    """What is left of a file."""
+
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+class RequestCounts(StrictModel):
+    """Lines of a batch."""
+
+    total: _Count
+    completed: _Count
+    failed: _Count
+
+
+class BatchObject(StrictModel):
+    """A batch."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: Endpoint
+    errors: None
+    input_file_id: str
+    completion_window: str
+    status: Status
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None
+
+
+class Page(StrictModel):
+    """A part of a list."""
+
+    object: Literal["list"]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FilePage(Page):
+    """Of files."""
+
+    data: list[FileObject]
+
+
+class BatchPage(Page):
+    """Of batches."""
+
+    data: list[BatchObject]
+
+
 class KindCounts(StrictModel):
     """Slots of each kind; together all slots."""
 
@@ -368,8 +447,20 @@ class KVMapObject(StrictModel):
 
 _REF = "#/components/schemas/{model}"
 _JSON, _SSE, _TEXT = "application/json", "text/event-stream", "text/plain"
+_BYTES = "application/octet-stream"
 _EVENTS = {"description": "Server-sent events; `docs/api.md` says of what kinds."}
 _OBJECT = {"type": "object"}
+_UPLOAD = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"enum": ["batch"]},
+        "expires_after[anchor]": {"enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": MIN_TTL_S, "maximum": MAX_TTL_S},
+    },
+    "required": ["file", "purpose"],
+    "additionalProperties": False,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,12 +478,17 @@ class Operation:
     """Type of an answer with any of them."""
     unavailable: bool = False
     """Whether the answer's shape also comes with a 503."""
+    is_upload: bool = False
+    """Whether the body is a form with a file."""
+    query: Mapping[str, Any] = field(default_factory=dict)
+    """Schemas of parameters, by name."""
     takes_targets: bool = False
     """Whether targets may come in headers."""
 
 
 _BODY_ERRORS = (400, 408, 413, 415, 429, 503)
 _STREAMS_TOO = (_JSON, _SSE)
+_STORE_ERRORS = (400, 404, 503)
 _HEALTH = Operation(unavailable=True)
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
@@ -426,6 +522,39 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("get", "/v1/models"): Operation(answers=ModelList),
     ("get", "/v1/models/{model_id}"): Operation(answers=ModelObject, errors=(400, 404)),
+    ("post", "/v1/files"): Operation(
+        is_upload=True, answers=FileObject, errors=(404, 507, *_BODY_ERRORS)
+    ),
+    ("get", "/v1/files"): Operation(
+        answers=FilePage,
+        errors=_STORE_ERRORS,
+        query={
+            "purpose": {"enum": ["batch", "batch_output"]},
+            "order": {"enum": ["asc", "desc"]},
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_FILES_LISTED},
+            "after": {"type": "string"},
+        },
+    ),
+    ("get", "/v1/files/{file_id}"): Operation(answers=FileObject, errors=_STORE_ERRORS),
+    ("get", "/v1/files/{file_id}/content"): Operation(content=(_BYTES,), errors=_STORE_ERRORS),
+    ("delete", "/v1/files/{file_id}"): Operation(
+        answers=DeletedFile, errors=(409, 507, *_STORE_ERRORS)
+    ),
+    ("post", "/v1/batches"): Operation(
+        request=BatchRequest, answers=BatchObject, errors=(404, 409, 507, *_BODY_ERRORS)
+    ),
+    ("get", "/v1/batches"): Operation(
+        answers=BatchPage,
+        errors=_STORE_ERRORS,
+        query={
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_BATCHES_LISTED},
+            "after": {"type": "string"},
+        },
+    ),
+    ("get", "/v1/batches/{batch_id}"): Operation(answers=BatchObject, errors=_STORE_ERRORS),
+    ("post", "/v1/batches/{batch_id}/cancel"): Operation(
+        answers=BatchObject, errors=(409, 507, *_STORE_ERRORS)
+    ),
     ("post", "/generate"): Operation(
         request=GenerateRequest, answers=GenerateAnswer, errors=_BODY_ERRORS, takes_targets=True
     ),
@@ -459,16 +588,18 @@ _STATUSES = {
     400: "The request cannot be served as it is; the error names the field.",
     401: "A valid API key is needed.",
     403: "The key is not an operator's; without keys: a web page of another origin asks.",
-    404: "There is no model of this name.",
+    404: "There is no model, file or batch of this name.",
     408: "The request was not sent in time, or not done after its own timeout.",
+    409: "That cannot be done any more, or not yet.",
     413: "The body is too large.",
-    415: "The Content-Type is not application/json, or the body is compressed.",
+    415: "The Content-Type is not the one that is wanted, or the body is compressed.",
     421: "The Host header names another machine.",
     429: "Too many requests are waiting; Retry-After says when to try again.",
     431: "The headers are too many or too large.",
     500: "The server has failed.",
     503: "The server is starting, draining or has lost its workers; see Retry-After.",
     504: "The router does not answer.",
+    507: "The batch store is full.",
 }
 _ANYWHERE = (421, 431, 500)
 
@@ -533,6 +664,14 @@ class _Models:
         described: dict[str, Any] = {"responses": responses}
         if operation.takes_targets:
             described["parameters"] = header_schemas()
+        if operation.query:
+            described["parameters"] = [
+                {"name": name, "in": "query", "required": False, "schema": schema}
+                for name, schema in operation.query.items()
+            ]
+        if operation.is_upload:
+            form = {"multipart/form-data": {"schema": _UPLOAD}}
+            described["requestBody"] = {"required": True, "content": form}
         if operation.request is not None:
             body = {"schema": self._schema(operation.request, "validation")}
             described["requestBody"] = {"required": True, "content": {_JSON: body}}

@@ -15,7 +15,8 @@ import logging
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Protocol
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -32,8 +33,10 @@ from lightserve.frontend.connections import connection_table
 from lightserve.frontend.errors import ClientGone, RequestFailed, draining, error_response
 from lightserve.frontend.http_server import HttpServer
 from lightserve.frontend.middleware import CrossOrigin, Gate, KeyRing, RequestLog
+from lightserve.frontend.openai.batches import batches_router
 from lightserve.frontend.openai.chat import chat_router
 from lightserve.frontend.openai.completions import completions_router, models_router
+from lightserve.frontend.openai.files import files_router
 from lightserve.frontend.openapi import describe
 from lightserve.frontend.router_client import RouterClient, RouterLink
 from lightserve.frontend.service import Service, load_service
@@ -80,7 +83,7 @@ def create_app(service: Service, keys: KeyRing | None = None) -> ASGIApp:
     config = service.config
     keys = KeyRing([]) if keys is None else keys
     routers = _routers(service)
-    application = _routes(service, routers)
+    application = make_routes(service, routers)
     app: ASGIApp = Gate(application, config, keys, service.observation.rejects)
     if config.origins:
         app = CrossOrigin(app, config)
@@ -94,6 +97,8 @@ def _routers(service: Service) -> list[APIRouter]:
         chat_router(service),
         messages_router(service),
         models_router(service),
+        files_router(service),
+        batches_router(service),
         tgi_router(service),
         tokens_router(service),
         operations_router(service),
@@ -101,7 +106,8 @@ def _routers(service: Service) -> list[APIRouter]:
     ]
 
 
-def _routes(service: Service, routers: Sequence[APIRouter]) -> FastAPI:
+def make_routes(service: Service, routers: Sequence[APIRouter]) -> FastAPI:
+    """Return an application of these routes, with what their exceptions become."""
     app = FastAPI(
         title="lightserve",
         version=lightserve.__version__,
@@ -193,22 +199,31 @@ async def _serve(
         server = HttpServer(create_app(service, keys), table, tls)
         frontend = Frontend(spec, service, control, server, keys)
         try:
-            await frontend.serve(listener)
+            await frontend.serve(server.serve(sockets=[listener]))
         finally:
             service.close()
             control.close()
     return 0
 
 
+class Server(Protocol):
+    """What a process is there for: it takes requests from the outside."""
+
+    listening: asyncio.Event
+    """Set once it does."""
+    should_exit: bool
+    """Set to end it."""
+
+
 class Frontend:
-    """What the process does besides HTTP."""
+    """What the process does besides HTTP, or besides batches."""
 
     def __init__(
         self,
         spec: ChildSpec,
         service: Service,
         control: Control,
-        server: HttpServer,
+        server: Server,
         keys: KeyRing,
     ) -> None:
         self._spec = spec
@@ -225,9 +240,9 @@ class Frontend:
         self._drain_task: asyncio.Task[None] | None = None
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def serve(self, listener: socket.socket) -> None:
-        """Run until drained."""
-        serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+    async def serve(self, server: Coroutine[None, None, None]) -> None:
+        """Run the server until drained."""
+        serving = asyncio.create_task(server)
         following = asyncio.create_task(self._follow_supervisor())
         beating = asyncio.create_task(self._beat())
         try:

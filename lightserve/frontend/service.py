@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from lightserve.batches.access import StoreThread
 from lightserve.config import ServeConfig
 from lightserve.config.fields import flag_name
 from lightserve.errors import ChannelFull, InvalidRequest
@@ -98,6 +99,8 @@ class Observation:
         self.recorder = Recorder()
         self.requests = FrontendMetrics(self.recorder)
         self.scrapes = Scrapes()
+        self.before_snapshot: Callable[[], None] | None = None
+        """Brings figures up to date."""
         self.rejects: Counter[str] = Counter()
         """Requests and connections refused before any route, by error code."""
 
@@ -110,6 +113,8 @@ class Observation:
     ) -> MetricsSnapshot:
         """Return everything as it stands."""
         recorder = self.recorder
+        if self.before_snapshot is not None:
+            self.before_snapshot()
         for code, count in self.rejects.items():
             recorder.counter(HTTP_REJECTIONS, code).value = count
         recorder.gauge(REQUESTS_IN_FLIGHT).value = num_in_flight
@@ -257,9 +262,13 @@ class Service:
     kept: Held[Crowded]
     """Answers that are not streamed, until they are read."""
     observation: Observation
+    store: StoreThread | None
+    """Files and batches; None: the server keeps none."""
 
     def close(self) -> None:
         """Let running work in threads end; drop what waits."""
+        if self.store is not None:
+            self.store.close()
         self.bodies.close()
         self.encoder.close()
         self.constraints.close()
@@ -377,4 +386,5 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
         turns=Turns(),
         kept=Held(config.max_kept_answer_bytes),
         observation=Observation(),
+        store=StoreThread(Path(config.batch_store)) if config.batch_store else None,
     )

@@ -55,6 +55,8 @@ class Role(StrEnum):
     """What a child process is."""
 
     FRONTEND = "frontend"
+    BATCHES = "batches"
+    """To all others a frontend: the one with the last index."""
     ROUTER = "router"
     WORKER = "worker"
 

@@ -133,6 +133,15 @@ REQUESTS_IN_FLIGHT = gauge(
     Origin.FRONTEND,
     "Generating HTTP requests between admission and their last byte.",
 )
+BATCHES = gauge("batches", Origin.FRONTEND, "Batches that the store has, by status.", ("status",))
+BATCH_LINES = gauge(
+    "batch_lines", Origin.FRONTEND, "Lines of the batches in progress, by state.", ("state",)
+)
+BATCH_RESULTS_LATE = counter(
+    "batch_results_late_total",
+    Origin.FRONTEND,
+    "Results of lines that were no longer leased when they came: their batch had ended.",
+)
 HTTP_RESPONSES = counter(
     "http_responses_total",
     Origin.FRONTEND,

@@ -3,6 +3,7 @@
 Rules while serving:
 
     frontend dies   FrontendLost to the router; a new one on the same listening socket
+                    (the batches process is one that listens to no socket)
     worker dies     the rest of its group is killed, WorkersLost to the router; a new group
                     starts when the last of the old one is gone (its memory is free then)
     router dies     RouterDown to the frontends, the workers are killed; then a new router with
@@ -48,7 +49,7 @@ from lightserve.messages.supervision import (
     WorkersStalled,
 )
 from lightserve.supervisor.metrics import ServerMetrics
-from lightserve.supervisor.spawn import Child, Spawner, SpecWriter, num_frontends
+from lightserve.supervisor.spawn import Child, Spawner, SpecWriter, num_submitters
 from lightserve.types import FrontendId
 
 # How many restarts are too many.
@@ -156,7 +157,7 @@ class Fleet:
         """Start all processes at once: links connect whenever their other end appears."""
         self._start_router()
         self._start_workers()
-        for index in range(num_frontends(self._specs.config)):
+        for index in range(num_submitters(self._specs.config)):
             self._start_frontend(index, 0)
 
     def drain(self) -> None:
@@ -226,11 +227,11 @@ class Fleet:
                 f"{child.name}: {child.failure}" if child.failure else f"{child.name} {how}"
             )
         if self.phase is Phase.DRAINING:
-            if child.spec.role is not Role.FRONTEND:
+            if child.spec.role in (Role.ROUTER, Role.WORKER):
                 self._tell_frontends_router_down()
             return
         reason = f"{child.name} {how}"
-        if child.spec.role is Role.FRONTEND:
+        if child.spec.role in (Role.FRONTEND, Role.BATCHES):
             self._replace_frontend(child, reason)
         elif not child.is_doomed:
             is_router = child.spec.role is Role.ROUTER

@@ -9,11 +9,13 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Self
 
+from lightserve.batches.database import prepare
 from lightserve.channels import Waitable, ZmqHub, bind_hub, wait_readable
 from lightserve.config import ServeConfig
 from lightserve.config.file import Origin, log_configuration
@@ -161,6 +163,9 @@ def _serve(
             metrics_listener = stack.enter_context(closing(MetricsListener(config)))
         config = resolve_model(config)
         check_model(config)
+        if config.batch_store:
+            config = replace(config, batch_store=str(Path(config.batch_store).absolute()))
+            stack.enter_context(closing(prepare(Path(config.batch_store))))
         signals.defer()
         run_dir = stack.enter_context(closing(RunDir(config.run_dir)))
         control_address = run_dir.address("control")

@@ -117,6 +117,11 @@ def num_frontends(config: ServeConfig) -> int:
     return config.http_workers or max(1, by_cores)
 
 
+def num_submitters(config: ServeConfig) -> int:
+    """Return how many processes send requests to the router: frontends, and that of batches."""
+    return num_frontends(config) + bool(config.batch_store)
+
+
 @dataclass(frozen=True)
 class RouterBoot:
     """One life of a router: a fresh id, and sockets that no earlier router's peers know."""
@@ -146,15 +151,16 @@ class SpecWriter:
         )
 
     def frontend(self, index: int, generation: int, api_keys: Sequence[ApiKey]) -> ChildSpec:
-        """Specify a frontend's `generation`-th start."""
+        """Specify a frontend's `generation`-th start; behind them all is the batches process."""
+        is_frontend = index < num_frontends(self.config)
         return ChildSpec(
-            role=Role.FRONTEND,
+            role=Role.FRONTEND if is_frontend else Role.BATCHES,
             index=index,
             generation=generation,
             boot_id="",
             config=self.config,
             control_address=self.control_address,
-            listen_fd=self.listen_fd,
+            listen_fd=self.listen_fd if is_frontend else -1,
             api_keys=list(api_keys),
         )
 

@@ -19,7 +19,7 @@ from lightserve.errors import ConfigError, ModelLoadError, StartupError
 from lightserve.logs import LineWriter, one_line
 from lightserve.models.config import check_tp, load_model_config, resolve_context_len
 from lightserve.models.weight_files import check_digests, check_weights
-from lightserve.supervisor.spawn import num_frontends
+from lightserve.supervisor.spawn import num_submitters
 
 # What `lightserve serve` prints when it is ready: commands that work as printed.
 
@@ -130,7 +130,7 @@ def check_threads(config: ServeConfig) -> None:
     Raises:
         StartupError: there cannot.
     """
-    num_needed = _OWN_THREADS + _CHILD_THREADS * (1 + num_frontends(config) + config.tp)
+    num_needed = _OWN_THREADS + _CHILD_THREADS * (1 + num_submitters(config) + config.tp)
     may_end = threading.Event()
     threads: list[threading.Thread] = []
     try:

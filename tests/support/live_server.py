@@ -23,7 +23,7 @@ from support.processes import PATIENCE_S, wait_for, wait_gone
 
 _READY_LINE = re.compile(r"lightserve: ready on (?P<url>\S+) \(model (?P<model>\S+)\)\n")
 _METRICS_LINE = re.compile(r"metrics on (http\S+)\n")
-_ROLE = re.compile(r"(frontend|router|worker)-\d+")
+_ROLE = re.compile(r"(frontend|batches|router|worker)-\d+")
 
 
 _SERVE = (

@@ -25,7 +25,7 @@ from lightserve.frontend.middleware import (
     KeyRing,
     access_to,
 )
-from lightserve.frontend.process import _routers, _routes, create_app
+from lightserve.frontend.process import _routers, create_app, make_routes
 from lightserve.http_access import ApiKey, digest_of
 from lightserve.metrics.recording import OTHER
 
@@ -63,7 +63,7 @@ def test_everything_wants_a_key() -> None:
         async with guarded(enable_docs=True) as (setup, _, rejects):
             paths = {
                 route.path
-                for route in _flat(_routes(setup.service, _routers(setup.service)).routes)
+                for route in _flat(make_routes(setup.service, _routers(setup.service)).routes)
             }
             assert {"/v1/completions", "/openapi.json", "/docs", "/livez"} <= paths
             paths |= {"/", "/nothing", "/v1", "/livez/", "//livez", "/LIVEZ", "*", *ADMIN_PATHS}
@@ -182,7 +182,7 @@ def test_every_route_is_declared() -> None:
         async with frontend(enable_docs=True) as setup:
             return {
                 route.path
-                for route in _flat(_routes(setup.service, _routers(setup.service)).routes)
+                for route in _flat(make_routes(setup.service, _routers(setup.service)).routes)
             }
 
     assert asyncio.run(scenario()) | {OTHER} == set(ROUTE_ACCESS)

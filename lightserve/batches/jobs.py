@@ -1,0 +1,426 @@
+"""Batches and their lines: who works on which, and what became of it.
+
+    queued ──lease──► leased ──settle──► done, error
+       ▲                │ │
+       └──settle, begin─┘ └──expire──► error          queued and leased ──cancel──► cancelled
+
+A line is leased to an owner in one of its epochs: an owner that begins anew has a new epoch, and
+what an earlier one still says is dropped. A result counts only from the owner of the lease, in
+the transaction that says so: whatever is killed, each line has one result. The last one ends the
+batch in the same transaction. Output and error files are no copies: their rows are the lines'.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Any, Protocol, get_args
+
+from lightserve.batches.database import Database
+from lightserve.batches.files import Files
+from lightserve.batches.records import (
+    MAX_ACTIVE_BATCHES,
+    BatchRecord,
+    LeasedLine,
+    NewBatch,
+    NewLine,
+    Outcome,
+    Status,
+)
+from lightserve.errors import InvalidRequest, StoreError
+
+_COLUMNS = (
+    "number, id, endpoint, input_file_id, window, status, created_s, expires_s, ended_s, metadata,"
+    " num_lines, num_done, num_failed, output_file_id, error_file_id"
+)
+EXPIRED_MESSAGE = "This request could not be executed before the completion window expired."
+
+
+class LeaseLost(StoreError):
+    """The owner has begun anew elsewhere: this epoch of it may say nothing more."""
+
+
+class JobStore(Protocol):
+    """What the process that works off batches needs of a store; `now_s` is Unix time."""
+
+    def begin(self, owner: str) -> int:
+        """Begin a new epoch of an owner, whose leases of earlier ones end; return it."""
+
+    def lease(
+        self,
+        owner: str,
+        epoch: int,
+        now_s: float,
+        *,
+        lease_s: float,
+        max_lines: int,
+        max_bytes: int,
+    ) -> list[LeasedLine]:
+        """Lease lines, of the batches that end first; at least one if there is one and room."""
+
+    def renew(self, owner: str, epoch: int, now_s: float, *, lease_s: float) -> None:
+        """Have all leases of an owner begin anew."""
+
+    def settle(self, owner: str, epoch: int, outcomes: Sequence[Outcome], now_s: float) -> int:
+        """Take in what became of leased lines, all or nothing; return how many came too late."""
+
+    def expire(self, now_s: float) -> int:
+        """End batches whose window is over; return how many."""
+
+    def active(self) -> set[int]:
+        """Return the numbers of the batches in progress."""
+
+    def counts(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return how many lines of the batches in progress, and how many batches, are in which
+        state."""
+
+
+class Jobs:
+    """See the module; a `JobStore`. Each method is one transaction."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+        self._files = Files(database)
+
+    # ------------------------------------------------------------------ clients
+
+    def create(self, new: NewBatch, lines: Sequence[NewLine], now_s: float) -> BatchRecord:
+        """Make a batch of lines that have been checked; or return the one that is there already.
+
+        Raises:
+            InvalidRequest: there is no such file, its idempotency key is another request's, or the
+                key has too many batches in progress.
+        """
+        with self._db.transaction():
+            if (known := self.find_repeated(new)) is not None:
+                return known
+            file = self._files.get(new.key_name, new.input_file_id, now_s)
+            self.check_active(new.key_name)
+            self._db.write(
+                "INSERT INTO batches (id, key_name, endpoint, input_file, input_file_id, window,"
+                " status, created_s, expires_s, metadata, output_ttl_s, idempotency_key,"
+                " request_digest, num_lines) VALUES (?, ?, ?, ?, ?, ?, 'in_progress', ?, ?, ?, ?,"
+                " ?, ?, ?)",
+                *(f"batch_{secrets.token_hex(12)}", new.key_name, new.endpoint, file.number),
+                *(file.id, new.window, int(now_s), int(now_s) + new.window_s, new.metadata),
+                *(new.output_ttl_s, new.idempotency_key, new.request_digest, len(lines)),
+            )
+            number = self._db.last_number
+            self._db.write_many(
+                "INSERT INTO lines (batch, number, custom_id, position, num_bytes, state)"
+                " VALUES (?, ?, ?, ?, ?, 'queued')",
+                (
+                    (number, index, line.custom_id, line.position, line.num_bytes)
+                    for index, line in enumerate(lines)
+                ),
+            )
+            return self._record(number)
+
+    def find_repeated(self, new: NewBatch) -> BatchRecord | None:
+        """Return the batch that this request, sent again, has made; None: it is a new one.
+
+        Raises:
+            InvalidRequest: its idempotency key came with another request (409).
+        """
+        row = self._db.row(
+            f"SELECT request_digest, {_COLUMNS} FROM batches WHERE key_name = ?"
+            " AND idempotency_key = ?",
+            *(new.key_name, new.idempotency_key),
+        )
+        if row is None:
+            return None
+        if row[0] != new.request_digest:
+            raise InvalidRequest(
+                "the Idempotency-Key came with another request before",
+                param="Idempotency-Key",
+                code="idempotency_key_reused",
+                status=409,
+            )
+        return _record(row[1:])
+
+    def check_active(self, key_name: str) -> None:
+        """Check that a key may have one more batch. Raises InvalidRequest (429)."""
+        num_active = self._db.value(
+            "SELECT count(*) FROM batches WHERE key_name = ? AND status = 'in_progress'", key_name
+        )
+        if num_active >= MAX_ACTIVE_BATCHES:
+            raise InvalidRequest(
+                f"a key may have at most {MAX_ACTIVE_BATCHES} batches in progress, got one more"
+                f" than {num_active}",
+                code="too_many_batches",
+                status=429,
+            )
+
+    def get(self, key_name: str, batch_id: str) -> BatchRecord:
+        """Return a batch. Raises InvalidRequest (404): the key has none of this id."""
+        row = self._db.row(
+            f"SELECT {_COLUMNS} FROM batches WHERE id = ? AND key_name = ?", batch_id, key_name
+        )
+        if row is None:
+            raise InvalidRequest(
+                f"there is no batch {batch_id[:64]!r}",
+                param="batch_id",
+                code="batch_not_found",
+                status=404,
+            )
+        return _record(row)
+
+    def page(
+        self, key_name: str, *, limit: int, after: str | None = None
+    ) -> tuple[list[BatchRecord], bool]:
+        """Return batches from the newest on, and whether there are more.
+
+        Raises:
+            InvalidRequest: `after` is none of them (404).
+        """
+        bound = 2**62 if after is None else self.get(key_name, after).number
+        rows = self._db.rows(
+            f"SELECT {_COLUMNS} FROM batches WHERE key_name = ? AND number < ?"
+            " ORDER BY number DESC LIMIT ?",
+            *(key_name, bound, limit + 1),
+        )
+        return [_record(row) for row in rows[:limit]], len(rows) > limit
+
+    def cancel(self, key_name: str, batch_id: str, now_s: float) -> BatchRecord:
+        """End a batch with what it has; results that are on their way come too late.
+
+        Raises:
+            InvalidRequest: there is none (404), or it is over (409).
+        """
+        with self._db.transaction():
+            batch = self.get(key_name, batch_id)
+            if batch.status == "cancelled":
+                return batch
+            if batch.status != "in_progress":
+                raise InvalidRequest(
+                    f"the batch is {batch.status}: it cannot be cancelled any more",
+                    param="batch_id",
+                    code="batch_is_over",
+                    status=409,
+                )
+            self._db.write(
+                "UPDATE lines SET state = 'cancelled', owner = NULL WHERE batch = ?"
+                " AND state IN ('queued', 'leased')",
+                batch.number,
+            )
+            self._end(batch.number, "cancelled", now_s)
+            return self._record(batch.number)
+
+    # ------------------------------------------------------------------ work
+
+    def begin(self, owner: str) -> int:
+        """See `JobStore`."""
+        with self._db.transaction():
+            self._db.write(
+                "INSERT INTO owners VALUES (?, 1)"
+                " ON CONFLICT (name) DO UPDATE SET epoch = epoch + 1",
+                owner,
+            )
+            self._db.write(
+                "UPDATE lines SET state = 'queued', owner = NULL WHERE state = 'leased'"
+                " AND owner = ?",
+                owner,
+            )
+            return int(self._db.value("SELECT epoch FROM owners WHERE name = ?", owner))
+
+    def lease(
+        self,
+        owner: str,
+        epoch: int,
+        now_s: float,
+        *,
+        lease_s: float,
+        max_lines: int,
+        max_bytes: int,
+    ) -> list[LeasedLine]:
+        """See `JobStore`."""
+        leased: list[LeasedLine] = []
+        with self._db.transaction():
+            self._check_epoch(owner, epoch)
+            self._db.write(
+                "UPDATE lines SET state = 'queued', owner = NULL WHERE state = 'leased'"
+                " AND lease_until_s < ? AND owner != ?",
+                *(now_s, owner),
+            )
+            for batch in self._db.rows(
+                "SELECT number, id, endpoint, key_name, input_file, expires_s,"
+                " num_lines - num_done - num_failed FROM batches WHERE status = 'in_progress'"
+                " AND expires_s > ? ORDER BY expires_s, number",
+                now_s,
+            ):
+                lines = self._queued(batch, max_lines - len(leased), max_bytes)
+                leased += lines
+                max_bytes -= sum(len(line.line) for line in lines)
+                if len(leased) >= max_lines or max_bytes <= 0:
+                    break
+            self._db.write_many(
+                "UPDATE lines SET state = 'leased', owner = ?, epoch = ?, lease_until_s = ?"
+                " WHERE batch = ? AND number = ?",
+                ((owner, epoch, now_s + lease_s, line.batch, line.number) for line in leased),
+            )
+        return leased
+
+    def _queued(self, batch: tuple[Any, ...], max_lines: int, max_bytes: int) -> list[LeasedLine]:
+        """Return the first queued lines of a batch, as far as there is room."""
+        number, batch_id, endpoint, key_name, file, expires_s, num_left = batch
+        lines: list[LeasedLine] = []
+        for index, custom_id, position, num_bytes, attempt in self._db.rows(
+            "SELECT number, custom_id, position, num_bytes, attempt FROM lines WHERE batch = ?"
+            " AND state = 'queued' ORDER BY number LIMIT ?",
+            *(number, max_lines),
+        ):
+            if max_bytes <= 0:
+                break
+            max_bytes -= num_bytes
+            line = LeasedLine(
+                batch=number,
+                number=index,
+                batch_id=batch_id,
+                custom_id=custom_id,
+                endpoint=endpoint,
+                key_name=key_name,
+                attempt=attempt,
+                line=self._files.read_span(file, position, num_bytes),
+                expires_s=expires_s,
+                num_left=num_left,
+            )
+            lines.append(line)
+        return lines
+
+    def renew(self, owner: str, epoch: int, now_s: float, *, lease_s: float) -> None:
+        """See `JobStore`."""
+        with self._db.transaction():
+            self._check_epoch(owner, epoch)
+            self._db.write(
+                "UPDATE lines SET lease_until_s = ? WHERE state = 'leased' AND owner = ?"
+                " AND epoch = ?",
+                *(now_s + lease_s, owner, epoch),
+            )
+
+    def settle(self, owner: str, epoch: int, outcomes: Sequence[Outcome], now_s: float) -> int:
+        """See `JobStore`."""
+        num_late = 0
+        with self._db.transaction():
+            self._check_epoch(owner, epoch)
+            touched: set[int] = set()
+            for outcome in outcomes:
+                state = "queued"
+                if outcome.result is not None:
+                    state = "error" if outcome.is_error else "done"
+                changed = self._db.write(
+                    "UPDATE lines SET state = ?, result = ?, attempt = attempt + ?, owner = NULL"
+                    " WHERE batch = ? AND number = ? AND state = 'leased' AND owner = ?"
+                    " AND epoch = ?",
+                    *(state, outcome.result, outcome.has_failed),
+                    *(outcome.batch, outcome.number, owner, epoch),
+                )
+                num_late += not changed
+                if changed and state != "queued":
+                    column = "num_failed" if state == "error" else "num_done"
+                    self._db.write(
+                        f"UPDATE batches SET {column} = {column} + 1 WHERE number = ?",
+                        outcome.batch,
+                    )
+                    touched.add(outcome.batch)
+            for batch in sorted(touched):
+                left = "SELECT num_lines - num_done - num_failed FROM batches WHERE number = ?"
+                if self._db.value(left, batch) == 0:
+                    self._end(batch, "completed", now_s)
+        return num_late
+
+    def expire(self, now_s: float) -> int:
+        """See `JobStore`."""
+        with self._db.transaction():
+            over = self._db.rows(
+                "SELECT number, id FROM batches WHERE status = 'in_progress' AND expires_s <= ?",
+                now_s,
+            )
+            for number, batch_id in over:
+                num_failed = self._db.write(
+                    "UPDATE lines SET state = 'error', owner = NULL, result = CAST(json_object("
+                    "'id', ? || number, 'custom_id', custom_id, 'response', NULL, 'error',"
+                    " json_object('code', 'batch_expired', 'message', ?)) AS BLOB)"
+                    " WHERE batch = ? AND state IN ('queued', 'leased')",
+                    *(f"batch_req_{batch_id.removeprefix('batch_')}_", EXPIRED_MESSAGE, number),
+                )
+                self._db.write(
+                    "UPDATE batches SET num_failed = num_failed + ? WHERE number = ?",
+                    *(num_failed, number),
+                )
+                self._end(number, "expired", now_s)
+        return len(over)
+
+    def active(self) -> set[int]:
+        """See `JobStore`."""
+        rows = self._db.rows("SELECT number FROM batches WHERE status = 'in_progress'")
+        return {number for (number,) in rows}
+
+    def counts(self) -> tuple[dict[str, int], dict[str, int]]:
+        """See `JobStore`."""
+        with self._db.snapshot():
+            total, done, failed = self._db.rows(
+                "SELECT ifnull(sum(num_lines), 0), ifnull(sum(num_done), 0),"
+                " ifnull(sum(num_failed), 0) FROM batches WHERE status = 'in_progress'"
+            )[0]
+            leased = self._db.value("SELECT count(*) FROM lines WHERE state = 'leased'")
+            batches = dict(self._db.rows("SELECT status, count(*) FROM batches GROUP BY status"))
+        queued = total - done - failed - leased
+        lines = {"queued": queued, "leased": leased, "done": done, "error": failed}
+        return lines, {status: batches.get(status, 0) for status in get_args(Status)}
+
+    def _check_epoch(self, owner: str, epoch: int) -> None:
+        """Raise LeaseLost unless this is the owner's last epoch."""
+        if self._db.value("SELECT epoch FROM owners WHERE name = ?", owner) != epoch:
+            raise LeaseLost(f"{owner} has begun anew")
+
+    def _end(self, number: int, status: Status, now_s: float) -> None:
+        """End a batch: its results become files, in the transaction that is under way."""
+        batch_id, key_name, ttl_s = self._db.rows(
+            "SELECT id, key_name, output_ttl_s FROM batches WHERE number = ?", number
+        )[0]
+        ids: dict[str, str | None] = {"done": None, "error": None}
+        for state, name in (("done", "output"), ("error", "error")):
+            num_bytes = self._db.value(
+                "SELECT sum(length(result) + 1) FROM lines WHERE batch = ? AND state = ?",
+                *(number, state),
+            )
+            if num_bytes is None:
+                continue
+            ids[state] = file_id = f"file-{secrets.token_hex(12)}"
+            self._db.write(
+                "INSERT INTO files (id, key_name, purpose, filename, num_bytes, created_s,"
+                " expires_s, touched_s, is_whole, batch, has_errors)"
+                " VALUES (?, ?, 'batch_output', ?, ?, ?, ?, ?, 1, ?, ?)",
+                *(file_id, key_name, f"{batch_id}_{name}.jsonl", num_bytes, int(now_s)),
+                *(int(now_s) + ttl_s, int(now_s), number, state == "error"),
+            )
+        self._db.write("DELETE FROM lines WHERE batch = ? AND state = 'cancelled'", number)
+        self._db.write(
+            "UPDATE batches SET status = ?, ended_s = ?, output_file_id = ?, error_file_id = ?"
+            " WHERE number = ?",
+            *(status, int(now_s), ids["done"], ids["error"], number),
+        )
+
+    def _record(self, number: int) -> BatchRecord:
+        row = self._db.row(f"SELECT {_COLUMNS} FROM batches WHERE number = ?", number)
+        assert row is not None
+        return _record(row)
+
+
+def _record(row: tuple[Any, ...]) -> BatchRecord:
+    return BatchRecord(**dict(zip(_COLUMNS.replace(",", "").split(), row, strict=True)))
+
+
+def result_line(line: LeasedLine, *, status: int, request_id: str, body: bytes) -> bytes:
+    """Return a line of an output or error file; `body` is JSON."""
+    head = json.dumps({"id": line.id, "custom_id": line.custom_id})
+    response = json.dumps({"status_code": status, "request_id": request_id})
+    return (
+        head[:-1].encode()
+        + b', "response": '
+        + response[:-1].encode()
+        + b', "body": '
+        + body
+        + b'}, "error": null}'
+    )

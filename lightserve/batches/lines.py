@@ -1,0 +1,158 @@
+"""The lines of an input file: what is wrong with one is said before a batch is made of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from lightserve.batches.files import Files
+from lightserve.batches.records import (
+    MAX_CUSTOM_ID_CHARS,
+    MAX_LINE_BYTES,
+    MAX_LINES,
+    FileRecord,
+    NewLine,
+)
+from lightserve.errors import InvalidRequest
+
+BATCH_TIER = "flex"
+_MAX_SHOWN_CHARS = 64
+
+
+class InputLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One line."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class _Body(msgspec.Struct, frozen=True):
+    """What of a body a batch decides; all else is checked when the line runs."""
+
+    model: str
+    stream: bool | None = None
+    service_tier: str | None = None
+    slo: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_LINE = msgspec.json.Decoder(InputLine)
+_BODY = msgspec.json.Decoder(_Body)
+
+
+def check_lines(
+    files: Files, file: FileRecord, endpoint: str, check_model: Callable[[str], None]
+) -> list[NewLine]:
+    """Return the lines of an input file; blank ones are passed over.
+
+    Raises:
+        InvalidRequest: a line is none of a batch for `endpoint`; the first such is named.
+    """
+    lines: list[NewLine] = []
+    seen: dict[str, int] = {}
+    for number, position, line in _split(files, file):
+        if number > MAX_LINES:
+            raise _refusal(number, f"a batch must have at most {MAX_LINES} lines")
+        if not line.strip():
+            continue
+        custom_id = _check(number, line, endpoint, check_model)
+        if custom_id in seen:
+            raise _refusal(
+                number,
+                f"custom_id must be unique, got {_show(custom_id)} as in line {seen[custom_id]}",
+                code="duplicate_custom_id",
+            )
+        seen[custom_id] = number
+        lines.append(NewLine(custom_id, position, len(line)))
+    if not lines:
+        raise InvalidRequest(
+            "the input file must have at least one line, got 0", param="input_file_id"
+        )
+    return lines
+
+
+def body_of(line: bytes) -> bytes:
+    """Return the request in a line that has been checked, as one of best effort."""
+    body = bytes(_LINE.decode(line).body).strip()
+    if _BODY.decode(body).service_tier is not None:
+        return body
+    return b'{"service_tier":"%s",' % BATCH_TIER.encode() + body[1:]
+
+
+def _split(files: Files, file: FileRecord) -> Iterator[tuple[int, int, bytes]]:
+    """Yield each line of a file: its number from 1, the position of its first byte, and itself."""
+    number, position, rest = 1, 0, b""
+    cursor: int | None = 0
+    while cursor is not None and len(rest) <= MAX_LINE_BYTES:
+        data, cursor = files.read(file, cursor)
+        *whole, rest = (rest + data).split(b"\n")
+        for line in whole:
+            yield number, position, line
+            number += 1
+            position += len(line) + 1
+    yield number, position, rest
+
+
+def _check(number: int, line: bytes, endpoint: str, check_model: Callable[[str], None]) -> str:
+    """Return the custom_id of a line. Raises InvalidRequest."""
+    if len(line) > MAX_LINE_BYTES:
+        raise _refusal(
+            number,
+            f"a line must have at most {MAX_LINE_BYTES} bytes, got {len(line)} or more",
+            code="line_too_large",
+        )
+    try:
+        line.decode("utf-8")
+        given = _LINE.decode(line)
+        body = _BODY.decode(given.body)
+    except UnicodeDecodeError:
+        raise _refusal(number, "it is not valid UTF-8", code="invalid_json") from None
+    except msgspec.ValidationError as error:
+        raise _refusal(number, _in_words(error)) from None
+    except (msgspec.DecodeError, RecursionError):
+        raise _refusal(number, "it is not valid JSON", code="invalid_json") from None
+    if not 1 <= len(given.custom_id) <= MAX_CUSTOM_ID_CHARS:
+        raise _refusal(
+            number,
+            f"custom_id must have 1 to {MAX_CUSTOM_ID_CHARS} characters,"
+            f" got {len(given.custom_id)}",
+        )
+    if given.method != "POST":
+        raise _refusal(number, f'method must be "POST", got {_show(given.method)}')
+    if given.url != endpoint:
+        raise _refusal(
+            number, f"url must be the batch's endpoint {endpoint}, got {_show(given.url)}"
+        )
+    try:
+        check_model(body.model)
+    except InvalidRequest as refusal:
+        raise _refusal(number, f"body.{refusal.message}", code=refusal.code) from None
+    if body.stream:
+        raise _refusal(number, "body.stream must be false, got true")
+    if body.service_tier not in (None, BATCH_TIER):
+        raise _refusal(
+            number, f'body.service_tier must be "{BATCH_TIER}", got {_show(body.service_tier)}'
+        )
+    if bytes(body.slo) != b"null":
+        raise _refusal(number, "body.slo is not supported: the completion_window is the target")
+    return given.custom_id
+
+
+def _refusal(number: int, complaint: str, *, code: str = "invalid_line") -> InvalidRequest:
+    return InvalidRequest(
+        f"line {number} of the input file: {complaint}", param="input_file_id", code=code
+    )
+
+
+def _in_words(error: msgspec.ValidationError) -> str:
+    """Return what a decoder says of a line, without the names of Python's types."""
+    text, _, place = str(error).partition(" - at `$")
+    field = place.rstrip("`").lstrip(".")
+    return f"{field}: {text}" if field else text
+
+
+def _show(text: str) -> str:
+    return json.dumps(text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…")

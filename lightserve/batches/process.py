@@ -1,0 +1,153 @@
+"""The batches process: a frontend to the router, whose clients are the lines in the store.
+
+A line takes the way of an HTTP request without the HTTP: the same routes read its body, and their
+answer is its result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from lightserve.batches.access import StoreThread
+from lightserve.batches.lines import body_of
+from lightserve.batches.records import LeasedLine
+from lightserve.batches.runner import Answer, Runner
+from lightserve.frontend.errors import RequestFailed, error_body
+from lightserve.frontend.middleware import ARRIVAL_KEY, CALLER_KEY, Caller, KeyRing
+from lightserve.frontend.openai.chat import chat_router
+from lightserve.frontend.openai.completions import completions_router
+from lightserve.frontend.process import Control, Frontend, make_routes
+from lightserve.frontend.request_options import MAX_SECONDS
+from lightserve.frontend.router_client import RouterClient
+from lightserve.frontend.service import Service, load_service
+from lightserve.logs import request_id
+from lightserve.messages.supervision import ChildSpec
+from lightserve.metrics.catalogue import BATCH_LINES, BATCH_RESULTS_LATE, BATCHES
+
+log = logging.getLogger(__name__)
+
+
+def run(spec: ChildSpec, connect_control: Callable[[], Control]) -> int:
+    """Work off batches until told to drain; return the exit code.
+
+    Raises:
+        ModelLoadError, ConfigError: the model's files cannot be used.
+    """
+    return asyncio.run(_serve(spec, connect_control))
+
+
+async def _serve(spec: ChildSpec, connect_control: Callable[[], Control]) -> int:
+    service = load_service(spec.config, RouterClient())
+    gc.collect()
+    gc.freeze()
+    control = connect_control()
+    store = StoreThread(Path(spec.config.batch_store))
+    runner = Runner(store, InnerRoutes(service), max_in_flight=spec.config.batch_max_in_flight)
+    service.observation.before_snapshot = lambda: _note_counts(service, runner)
+    frontend = Frontend(spec, service, control, runner, KeyRing([]))
+    try:
+        await frontend.serve(runner.serve())
+    finally:
+        store.close()
+        service.close()
+        control.close()
+    return 0
+
+
+class InnerRoutes:
+    """Answers lines by the routes of a frontend."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._app: ASGIApp = make_routes(
+            service, [completions_router(service), chat_router(service)]
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """See `runner.Engine`."""
+        return self._service.router.is_ready and not self._service.in_flight.is_draining
+
+    async def answer(self, line: LeasedLine, *, due_in_s: float) -> Answer:
+        """See `runner.Engine`."""
+        token = request_id.set(line.id)
+        try:
+            body = body_of(line.line)
+            call = _Call(body)
+            await self._app(_scope(line, len(body), due_in_s), call.receive, call.send)
+        except Exception:
+            log.exception("line %s failed", line.id)
+            failure = RequestFailed("an internal error occurred", code="internal_error", status=500)
+            return Answer(status=500, body=error_body(failure), request_id=line.id)
+        finally:
+            request_id.reset(token)
+        return Answer(
+            status=call.status,
+            body=bytes(call.answer),
+            request_id=line.id,
+            retry_after_s=call.retry_after_s,
+        )
+
+
+def _scope(line: LeasedLine, num_bytes: int, due_in_s: float) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": line.endpoint,
+        "raw_path": line.endpoint.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(num_bytes).encode()),
+            (b"x-slo-completion-s", b"%.3f" % min(due_in_s, MAX_SECONDS)),
+        ],
+        ARRIVAL_KEY: time.monotonic(),
+        CALLER_KEY: Caller(name=line.key_name, is_admin=False),
+    }
+
+
+class _Call:
+    """A request to the routes: its body at once, its answer as a whole."""
+
+    def __init__(self, body: bytes) -> None:
+        self.status = 0
+        self.retry_after_s = 0.0
+        self.answer = bytearray()
+        self._body: bytes | None = body
+
+    async def receive(self) -> Message:
+        """Return the body; after it, wait: this client does not leave."""
+        body, self._body = self._body, None
+        if body is None:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(self, message: Message) -> None:
+        """Take in a part of the answer."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = dict(message.get("headers", ()))
+            self.retry_after_s = float(headers.get(b"retry-after", b"0"))
+        else:
+            self.answer += message.get("body", b"")
+
+
+def _note_counts(service: Service, runner: Runner) -> None:
+    recorder = service.observation.recorder
+    for state, count in runner.counts.lines.items():
+        recorder.gauge(BATCH_LINES, state).value = count
+    for status, count in runner.counts.batches.items():
+        recorder.gauge(BATCHES, status).value = count
+    recorder.counter(BATCH_RESULTS_LATE).value = runner.counts.num_late

@@ -1,0 +1,168 @@
+"""What the store holds, as its readers see it, and the limits of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import msgspec
+
+MAX_LINES = 50_000
+MAX_LINE_BYTES = 1024 * 1024
+MAX_FILE_BYTES = 200 * 1000 * 1000
+MAX_ACTIVE_BATCHES = 100
+"""Of one key."""
+MAX_CUSTOM_ID_CHARS = 512
+MAX_FILENAME_CHARS = 255
+CHUNK_BYTES = 256 * 1024
+"""Of a file's content in the store; only its last chunk has fewer."""
+DAY_S = 86_400
+DEFAULT_TTL_S = 30 * DAY_S
+"""How long files are kept, unless their owner says otherwise."""
+MIN_TTL_S, MAX_TTL_S = 3600, 30 * DAY_S
+MIN_WINDOW_S, MAX_WINDOW_S = 60, 30 * DAY_S
+
+Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
+Purpose = Literal["batch", "batch_output"]
+Status = Literal["in_progress", "completed", "expired", "cancelled"]
+
+
+class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that is whole."""
+
+    number: int
+    id: str
+    purpose: Purpose
+    filename: str
+    num_bytes: int
+    created_s: int
+    expires_s: int | None
+    batch: int | None
+    """Number of the batch whose results it is; None: it was uploaded."""
+    has_errors: bool
+    """Whether it is that batch's error file."""
+
+    def body(self) -> dict[str, Any]:
+        """Return OpenAI's file object."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.num_bytes,
+            "created_at": self.created_s,
+            "expires_at": self.expires_s,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+
+
+class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch."""
+
+    number: int
+    id: str
+    endpoint: str
+    input_file_id: str
+    window: str
+    status: Status
+    created_s: int
+    expires_s: int
+    ended_s: int | None
+    metadata: str | None
+    """JSON."""
+    num_lines: int
+    num_done: int
+    num_failed: int
+    output_file_id: str | None
+    error_file_id: str | None
+
+    def body(self) -> dict[str, Any]:
+        """Return OpenAI's batch object."""
+        ended_s = {self.status: self.ended_s}
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "errors": None,
+            "input_file_id": self.input_file_id,
+            "completion_window": self.window,
+            "status": self.status,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            "created_at": self.created_s,
+            "in_progress_at": self.created_s,
+            "expires_at": self.expires_s,
+            "finalizing_at": ended_s.get("completed"),
+            "completed_at": ended_s.get("completed"),
+            "failed_at": None,
+            "expired_at": ended_s.get("expired"),
+            "cancelling_at": ended_s.get("cancelled"),
+            "cancelled_at": ended_s.get("cancelled"),
+            "request_counts": {
+                "total": self.num_lines,
+                "completed": self.num_done,
+                "failed": self.num_failed,
+            },
+            "metadata": None if self.metadata is None else json.loads(self.metadata),
+        }
+
+
+class NewLine(msgspec.Struct, frozen=True):
+    """A line of an input file that has been checked."""
+
+    custom_id: str
+    position: int
+    """Of its first byte in the file."""
+    num_bytes: int
+
+
+class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """What a batch is made of."""
+
+    key_name: str
+    endpoint: str
+    input_file_id: str
+    window: str
+    window_s: int
+    metadata: str | None
+    output_ttl_s: int
+    idempotency_key: str | None
+    request_digest: str
+    """Of all that the request said: the same key may not come with another request."""
+
+
+class LeasedLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line that one owner works on."""
+
+    batch: int
+    number: int
+    batch_id: str
+    custom_id: str
+    endpoint: str
+    key_name: str
+    attempt: int
+    """How often it has failed by itself before."""
+    line: bytes
+    """As it stands in the input file."""
+    expires_s: int
+    """Of its batch."""
+    num_left: int
+    """Lines of its batch that have no result yet, this one included."""
+
+    @property
+    def id(self) -> str:
+        """What its result is called."""
+        return f"batch_req_{self.batch_id.removeprefix('batch_')}_{self.number}"
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a leased line: a result, or it waits for another turn."""
+
+    batch: int
+    number: int
+    result: bytes | None
+    """A line of the output or error file; None: it is queued again."""
+    is_error: bool = False
+    has_failed: bool = False
+    """Queued again: whether the attempt counts against the line."""

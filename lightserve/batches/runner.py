@@ -1,0 +1,251 @@
+"""Works off batches: leases lines, has them answered, writes what became of them.
+
+One task leases and writes; each line in flight is a task of its own. While the engine is not ready
+nothing is leased, and what it lost is queued again: that counts against no line. A line that fails
+by itself is tried MAX_ATTEMPTS times. When the store fails, what is in flight is given up, and the
+work begins anew, in a new epoch, as soon as the store can be written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from lightserve.batches.access import Store, StoreThread
+from lightserve.batches.jobs import result_line
+from lightserve.batches.records import LeasedLine, Outcome
+from lightserve.errors import StoreError
+
+OWNER = "server"
+"""A store has one server at a time, which holds its lock: what one before it leased is free."""
+LEASE_S = 30.0
+RENEW_S = 5.0
+PURGE_S = 60.0
+COUNT_S = 2.0
+POLL_S = 0.25
+"""How often it is looked for new batches, and for those that have been cancelled."""
+GATHER_S = 0.05
+"""Results that come within it are written in one transaction."""
+MAX_LEASED_BYTES = 64 * 1024 * 1024
+MAX_ATTEMPTS = 2
+STORE_RETRY_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """How a line was answered."""
+
+    status: int
+    """Of HTTP."""
+    body: bytes
+    request_id: str
+    retry_after_s: float = 0.0
+    """With 429 and 503."""
+
+
+@dataclass
+class Counts:
+    """What the runner has seen."""
+
+    lines: dict[str, int]
+    batches: dict[str, int]
+    num_late: int = 0
+    """Results that came when the line was no longer leased."""
+
+
+class Engine(Protocol):
+    """What answers lines; see `process`."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether lines can be answered now."""
+
+    async def answer(self, line: LeasedLine, *, due_in_s: float) -> Answer:
+        """Return the answer to a line, which should be there in so many seconds."""
+
+
+class Runner:
+    """See the module; `should_exit` ends `serve`."""
+
+    def __init__(
+        self,
+        store: StoreThread,
+        engine: Engine,
+        *,
+        max_in_flight: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.listening = asyncio.Event()
+        """Set once it works."""
+        self.should_exit = False
+        self.counts = Counts({}, {})
+        self._store = store
+        self._engine = engine
+        self._max_in_flight = max_in_flight
+        self._clock = clock
+        self._epoch = 0
+        self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._num_bytes = 0
+        """Of the lines in flight."""
+        self._outcomes: list[Outcome] = []
+        self._wake = asyncio.Event()
+        self._pause_until_s = 0.0
+        """Monotonic: the engine has asked for so long a pause."""
+        self._due_s: dict[Callable[[], Awaitable[None]], float] = {}
+
+    async def serve(self) -> None:
+        """Work until told to end."""
+        self.listening.set()
+        while not self.should_exit:
+            try:
+                await self._work()
+            except StoreError as error:
+                log.error("batches wait: %s", error)
+                await self._give_up()
+                await self._sleep(STORE_RETRY_S)
+        await self._give_up()
+
+    async def _work(self) -> None:
+        self._epoch = await self._store.run(lambda store: store.jobs.begin(OWNER))
+        try:
+            while not self.should_exit:
+                await self._every(RENEW_S, self._renew)
+                await self._every(PURGE_S, self._purge)
+                await self._every(POLL_S, self._look)
+                await self._lease()
+                await self._every(COUNT_S, self._count)
+                await self._sleep(POLL_S)
+                if self._outcomes:
+                    await asyncio.sleep(GATHER_S)
+                    await self._write()
+        finally:
+            with contextlib.suppress(StoreError):
+                await self._write()
+
+    async def _every(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
+        """Do some work if it was done so long ago."""
+        now_s = time.monotonic()
+        if now_s >= self._due_s.get(work, 0.0):
+            self._due_s[work] = now_s + seconds
+            await work()
+
+    async def _sleep(self, seconds: float) -> None:
+        """Sleep until something has come, or so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        self._wake.clear()
+
+    # ------------------------------------------------------------------ the store
+
+    async def _renew(self) -> None:
+        now_s, epoch = self._clock(), self._epoch
+        await self._store.run(lambda s: s.jobs.renew(OWNER, epoch, now_s, lease_s=LEASE_S))
+
+    async def _purge(self) -> None:
+        now_s = self._clock()
+        while await self._store.run(lambda store: store.files.purge(now_s)):
+            pass
+
+    async def _look(self) -> None:
+        """End batches whose window is over; give up lines of those that have ended."""
+        now_s = self._clock()
+
+        def look(store: Store) -> set[int]:
+            store.jobs.expire(now_s)
+            return store.jobs.active()
+
+        active = await self._store.run(look)
+        for (batch, _), task in list(self._tasks.items()):
+            if batch not in active:
+                task.cancel()
+
+    async def _count(self) -> None:
+        self.counts.lines, self.counts.batches = await self._store.run(lambda s: s.jobs.counts())
+
+    async def _lease(self) -> None:
+        """Take as many lines as there is room for; in portions, as each is a transaction."""
+        room = self._max_in_flight - len(self._tasks)
+        is_paused = time.monotonic() < self._pause_until_s or not self._engine.is_ready
+        if is_paused or room < max(1, self._max_in_flight // 8):
+            return
+        now_s, epoch = self._clock(), self._epoch
+        num_bytes = MAX_LEASED_BYTES - self._num_bytes
+        lines = await self._store.run(
+            lambda store: store.jobs.lease(
+                *(OWNER, epoch, now_s), lease_s=LEASE_S, max_lines=room, max_bytes=num_bytes
+            )
+        )
+        for line in lines:
+            self._num_bytes += len(line.line)
+            place = line.batch, line.number
+            self._tasks[place] = task = asyncio.create_task(self._run(line))
+            task.add_done_callback(partial(self._forget, place, line))
+
+    async def _write(self) -> None:
+        outcomes, self._outcomes = self._outcomes, []
+        if not outcomes:
+            return
+        now_s, epoch = self._clock(), self._epoch
+        num_late = await self._store.run(
+            lambda store: store.jobs.settle(OWNER, epoch, outcomes, now_s)
+        )
+        self.counts.num_late += num_late
+
+    async def _give_up(self) -> None:
+        """End what is in flight; its lines are queued again when the work begins anew."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._outcomes.clear()
+
+    # ------------------------------------------------------------------ lines
+
+    def _forget(self, place: tuple[int, int], line: LeasedLine, _task: asyncio.Task[None]) -> None:
+        del self._tasks[place]
+        self._num_bytes -= len(line.line)
+        self._wake.set()
+
+    async def _run(self, line: LeasedLine) -> None:
+        """Have a line answered, and note what became of it."""
+        due_in_s = due_in(line, num_in_flight=self._max_in_flight, now_s=self._clock())
+        answer = await self._engine.answer(line, due_in_s=due_in_s)
+        if answer.status in (429, 503):
+            self._pause_until_s = time.monotonic() + max(0.1, answer.retry_after_s)
+            self._outcomes.append(Outcome(batch=line.batch, number=line.number, result=None))
+            return
+        if answer.status >= 500 and line.attempt + 1 < MAX_ATTEMPTS:
+            self._outcomes.append(
+                Outcome(batch=line.batch, number=line.number, result=None, has_failed=True)
+            )
+            return
+        result = result_line(
+            line, status=answer.status, request_id=answer.request_id, body=answer.body
+        )
+        self._outcomes.append(
+            Outcome(
+                batch=line.batch,
+                number=line.number,
+                result=result,
+                is_error=answer.status != 200,
+            )
+        )
+
+
+def due_in(line: LeasedLine, *, num_in_flight: int, now_s: float) -> float:
+    """Return in how many seconds a line should be answered for its batch to be in time.
+
+    What is left of the window is shared evenly by the lines that are left: so many in flight at
+    once may take the time of as many. A batch that falls behind asks for its lines sooner.
+    """
+    left_s = max(1.0, line.expires_s - now_s)
+    return left_s * min(1.0, num_in_flight / line.num_left)

@@ -1,0 +1,159 @@
+"""/v1/batches: create, list, retrieve, cancel; the batches process works them off."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import AfterValidator, Field
+from starlette.responses import JSONResponse
+
+from lightserve.batches.access import Store
+from lightserve.batches.lines import check_lines
+from lightserve.batches.records import (
+    DEFAULT_TTL_S,
+    MAX_TTL_S,
+    MAX_WINDOW_S,
+    MIN_TTL_S,
+    MIN_WINDOW_S,
+    BatchRecord,
+    Endpoint,
+    NewBatch,
+)
+from lightserve.errors import InvalidRequest
+from lightserve.frontend.json_body import Integer, StrictModel, show
+from lightserve.frontend.middleware import caller_of
+from lightserve.frontend.openai.common import Metadata
+from lightserve.frontend.openai.files import in_store, page_object, read_limit, read_query
+from lightserve.frontend.service import Service
+
+MAX_BATCHES_LISTED = 100
+DEFAULT_BATCHES_LISTED = 20
+MAX_IDEMPOTENCY_KEY_CHARS = 255
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_WINDOW = re.compile(r"([1-9][0-9]{0,8})([smhd])", re.ASCII)
+
+
+def window_seconds(text: str) -> int:
+    """Return the seconds of a window such as 30m, 24h or 7d. Raises ValueError."""
+    match = _WINDOW.fullmatch(text)
+    seconds = int(match[1]) * _UNITS_S[match[2]] if match else 0
+    if not MIN_WINDOW_S <= seconds <= MAX_WINDOW_S:
+        raise ValueError(
+            "must be a time such as 30m, 24h or 7d, of at least"
+            f" {MIN_WINDOW_S} seconds and at most {MAX_WINDOW_S // 86_400} days, got {show(text)}"
+        )
+    return seconds
+
+
+def _window(text: str) -> str:
+    window_seconds(text)
+    return text
+
+
+class OutputExpiresAfter(StrictModel):
+    """How long output and error files are kept."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[Integer, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
+
+
+class BatchRequest(StrictModel):
+    """The body."""
+
+    input_file_id: Annotated[str, Field(min_length=1, max_length=64)]
+    endpoint: Endpoint
+    completion_window: Annotated[str, AfterValidator(_window)]
+    metadata: Metadata | None = None
+    output_expires_after: OutputExpiresAfter | None = None
+
+
+def batches_router(service: Service) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter()
+
+    @router.post("/v1/batches")
+    async def create_batch(request: Request) -> JSONResponse:
+        """Have every line of a file answered within a window of time."""
+        body = await service.bodies.read(request, BatchRequest)
+        new = _new_batch(body, caller_of(request.scope).name, _idempotency_key(request))
+
+        def create(store: Store) -> BatchRecord:
+            if (known := store.jobs.find_repeated(new)) is not None:
+                return known
+            now_s = time.time()
+            file = store.files.get(new.key_name, new.input_file_id, now_s)
+            if file.purpose != "batch":
+                raise InvalidRequest(
+                    f"input_file_id must be of a file of purpose batch, got {file.purpose}",
+                    param="input_file_id",
+                )
+            store.jobs.check_active(new.key_name)
+            lines = check_lines(store.files, file, new.endpoint, service.check_model)
+            return store.jobs.create(new, lines, now_s)
+
+        return JSONResponse((await in_store(service, create)).body())
+
+    @router.get("/v1/batches")
+    async def list_batches(request: Request) -> JSONResponse:
+        """List the batches of the key, the newest first."""
+        query = read_query(request, ("limit", "after"))
+        limit = read_limit(query, default=DEFAULT_BATCHES_LISTED, most=MAX_BATCHES_LISTED)
+        key_name, after = caller_of(request.scope).name, query.get("after")
+        batches, has_more = await in_store(
+            service, lambda store: store.jobs.page(key_name, limit=limit, after=after)
+        )
+        return page_object([batch.body() for batch in batches], has_more)
+
+    @router.get("/v1/batches/{batch_id}")
+    async def retrieve_batch(request: Request, batch_id: str) -> JSONResponse:
+        """Say how far a batch is."""
+        key_name = caller_of(request.scope).name
+        batch = await in_store(service, lambda store: store.jobs.get(key_name, batch_id))
+        return JSONResponse(batch.body())
+
+    @router.post("/v1/batches/{batch_id}/cancel")
+    async def cancel_batch(request: Request, batch_id: str) -> JSONResponse:
+        """End a batch with what it has."""
+        key_name = caller_of(request.scope).name
+        batch = await in_store(
+            service, lambda store: store.jobs.cancel(key_name, batch_id, time.time())
+        )
+        return JSONResponse(batch.body())
+
+    return router
+
+
+def _new_batch(body: BatchRequest, key_name: str, idempotency_key: str | None) -> NewBatch:
+    said: dict[str, Any] = body.model_dump(mode="json")
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    expiry = body.output_expires_after
+    return NewBatch(
+        key_name=key_name,
+        endpoint=body.endpoint,
+        input_file_id=body.input_file_id,
+        window=body.completion_window,
+        window_s=window_seconds(body.completion_window),
+        metadata=None if body.metadata is None else json.dumps(body.metadata),
+        output_ttl_s=DEFAULT_TTL_S if expiry is None else expiry.seconds,
+        idempotency_key=idempotency_key,
+        request_digest=digest,
+    )
+
+
+def _idempotency_key(request: Request) -> str | None:
+    """Return the header by which a request that is sent again is known. Raises InvalidRequest."""
+    given = request.headers.getlist("idempotency-key")
+    if not given:
+        return None
+    if len(given) > 1 or not 1 <= len(given[0]) <= MAX_IDEMPOTENCY_KEY_CHARS:
+        raise InvalidRequest(
+            "the header Idempotency-Key must be given once, with 1 to"
+            f" {MAX_IDEMPOTENCY_KEY_CHARS} characters",
+            param="Idempotency-Key",
+        )
+    return given[0]

@@ -1,0 +1,406 @@
+"""/v1/files: upload into the batch store, list, retrieve, content, delete."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from lightserve.batches.access import Store
+from lightserve.batches.records import (
+    CHUNK_BYTES,
+    MAX_FILE_BYTES,
+    MAX_FILENAME_CHARS,
+    MAX_TTL_S,
+    MIN_TTL_S,
+    FileRecord,
+)
+from lightserve.errors import InvalidRequest, StoreError
+from lightserve.frontend.errors import ClientGone, RequestFailed
+from lightserve.frontend.json_body import UNKNOWN_PARAMETER, show
+from lightserve.frontend.middleware import caller_of
+from lightserve.frontend.service import Service
+
+MAX_VALUE_BYTES = 1024
+MAX_FILES_LISTED = 10_000
+DEFAULT_FILES_LISTED = 10_000
+_FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
+
+T = TypeVar("T")
+
+
+async def in_store(service: Service, work: Callable[[Store], T]) -> T:
+    """Return what `work` does with the store.
+
+    Raises:
+        InvalidRequest: as `work` does; there is no store (404).
+        RequestFailed: the store cannot be used now (503), or is full (507).
+    """
+    if service.store is None:
+        raise InvalidRequest(
+            "this server keeps no files and batches: it was started without --batch-store",
+            code="batch_store_off",
+            status=404,
+        )
+    try:
+        return await service.store.run(work)
+    except StoreError as error:
+        if error.is_full:
+            raise RequestFailed(
+                "the batch store is full", code="batch_store_full", status=507
+            ) from None
+        raise RequestFailed(
+            "the batch store cannot be used now; try again",
+            code="batch_store_unavailable",
+            status=503,
+        ) from None
+
+
+def read_query(request: Request, names: Iterable[str]) -> dict[str, str]:
+    """Return the query's parameters. Raises InvalidRequest: an unknown one, or one twice."""
+    known = tuple(names)
+    query: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if name not in known:
+            raise InvalidRequest(
+                f"the query parameter {show(name)} is not supported", code=UNKNOWN_PARAMETER
+            )
+        if name in query:
+            raise InvalidRequest(f"the query parameter {name} must be given once", param=name)
+        query[name] = value
+    return query
+
+
+def read_limit(query: dict[str, str], *, default: int, most: int) -> int:
+    """Return `limit` of a query. Raises InvalidRequest."""
+    text = query.get("limit", str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
+        raise InvalidRequest(
+            f"limit must be an integer from 1 to {most}, got {show(text)}", param="limit"
+        )
+    return int(text)
+
+
+def page_object(items: list[dict[str, Any]], has_more: bool) -> JSONResponse:
+    """Return a page of a list, as OpenAI has it."""
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": items,
+            "first_id": items[0]["id"] if items else None,
+            "last_id": items[-1]["id"] if items else None,
+            "has_more": has_more,
+        }
+    )
+
+
+def files_router(service: Service) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter()
+
+    @router.post("/v1/files")
+    async def upload_file(request: Request) -> JSONResponse:
+        """Take in a file of requests, for a batch."""
+        file = await _Upload(service, caller_of(request.scope).name).read(request)
+        return JSONResponse(file.body())
+
+    @router.get("/v1/files")
+    async def list_files(request: Request) -> JSONResponse:
+        """List the files of the key."""
+        query = read_query(request, ("purpose", "limit", "order", "after"))
+        limit = read_limit(query, default=DEFAULT_FILES_LISTED, most=MAX_FILES_LISTED)
+        _check_choice(query, "order", ("asc", "desc"))
+        _check_choice(query, "purpose", ("batch", "batch_output"))
+        files, has_more = await in_store(
+            service,
+            lambda store: store.files.page(
+                caller_of(request.scope).name,
+                time.time(),
+                limit=limit,
+                after=query.get("after"),
+                purpose=query.get("purpose"),
+                is_ascending=query.get("order") == "asc",
+            ),
+        )
+        return page_object([file.body() for file in files], has_more)
+
+    async def find(request: Request, file_id: str) -> FileRecord:
+        key_name = caller_of(request.scope).name
+        return await in_store(service, lambda s: s.files.get(key_name, file_id, time.time()))
+
+    @router.get("/v1/files/{file_id}")
+    async def retrieve_file(request: Request, file_id: str) -> JSONResponse:
+        """Describe a file."""
+        return JSONResponse((await find(request, file_id)).body())
+
+    @router.get("/v1/files/{file_id}/content")
+    async def retrieve_content(request: Request, file_id: str) -> StreamingResponse:
+        """Return what is in a file."""
+        file = await find(request, file_id)
+        return StreamingResponse(
+            _content(service, file),
+            media_type="application/octet-stream",
+            headers={
+                "content-length": str(file.num_bytes),
+                "x-content-type-options": "nosniff",
+                "content-disposition": "attachment",
+            },
+        )
+
+    @router.delete("/v1/files/{file_id}")
+    async def delete_file(request: Request, file_id: str) -> Response:
+        """Delete a file."""
+        key_name = caller_of(request.scope).name
+        await in_store(service, lambda s: s.files.delete(key_name, file_id, time.time()))
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+    return router
+
+
+async def _content(service: Service, file: FileRecord) -> AsyncIterator[bytes]:
+    """Yield a file; one that is deleted meanwhile ends early, and so the connection."""
+    cursor: int | None = 0
+    while cursor is not None:
+        start = cursor
+        data, cursor = await in_store(service, lambda store: store.files.read(file, start))  # noqa: B023
+        yield data
+
+
+def _check_choice(query: dict[str, str], name: str, choices: tuple[str, ...]) -> None:
+    if query.get(name, choices[0]) not in choices:
+        raise InvalidRequest(
+            f"{name} must be {' or '.join(choices)}, got {show(query[name])}", param=name
+        )
+
+
+def check_ttl(seconds: int, name: str) -> int:
+    """Return how long a file is to be kept. Raises InvalidRequest."""
+    if not MIN_TTL_S <= seconds <= MAX_TTL_S:
+        raise InvalidRequest(
+            f"{name}.seconds must be from {MIN_TTL_S} to {MAX_TTL_S}, got {str(seconds)[:64]}",
+            param=name,
+        )
+    return seconds
+
+
+# ----------------------------------------------------------------------
+# A form with a file in it, as it arrives: the file goes to the store in chunks.
+
+
+def _invalid_form(what: str) -> InvalidRequest:
+    return InvalidRequest(f"the body is not a valid form: {what}", code="invalid_form")
+
+
+class _Upload:
+    """One upload: nothing is left of it unless it comes to its end."""
+
+    def __init__(self, service: Service, key_name: str) -> None:
+        self._service = service
+        self._key_name = key_name
+        self._values: dict[str, bytes] = {}
+        self._filename = ""
+        self._number: int | None = None
+        """Of the file in the store, once it has begun."""
+        self._num_chunks = self._num_bytes = 0
+        self._buffer = bytearray()
+        self._field = ""
+        """Whose value is arriving."""
+        self._is_over = False
+        self._headers: dict[str, str] = {}
+        self._header = [b"", b""]
+
+    async def read(self, request: Request) -> FileRecord:
+        """Return the file, durable.
+
+        Raises:
+            InvalidRequest: the form is none, or too large, or says what it may not.
+            RequestFailed: the store cannot take it.
+            ClientGone: the client hung up.
+        """
+        parser = MultipartParser(_boundary(request), self._callbacks())  # type: ignore[arg-type]
+        try:
+            await self._begin()
+            async for data in request.stream():
+                try:
+                    parser.write(data)
+                except FormParserError:
+                    raise _invalid_form("its parts are not as its boundary says") from None
+                await self._flush(CHUNK_BYTES)
+            if not self._is_over:
+                raise _invalid_form("it ends before its last boundary")
+            await self._flush(1)
+            return await self._finish()
+        except BaseException as error:
+            if self._number is not None:
+                number = self._number
+                await in_store(self._service, lambda store: store.files.drop(number))
+            if isinstance(error, ClientDisconnect):
+                raise ClientGone from error
+            raise
+
+    async def _begin(self) -> None:
+        self._number = await in_store(
+            self._service, lambda store: store.files.begin(self._key_name, time.time())
+        )
+
+    async def _flush(self, least: int) -> None:
+        """Write chunks while the buffer has so many bytes."""
+        number = self._number
+        assert number is not None
+        while len(self._buffer) >= least:
+            chunk, data = self._num_chunks, bytes(self._buffer[:CHUNK_BYTES])
+            del self._buffer[:CHUNK_BYTES]
+            self._num_chunks += 1
+            quota = self._service.config.batch_max_stored_bytes
+            await in_store(
+                self._service,
+                lambda s: s.files.append(number, chunk, data, time.time(), quota=quota),  # noqa: B023
+            )
+
+    async def _finish(self) -> FileRecord:
+        values = self._checked()
+        ttl_s = _ttl_of(values)
+        number = self._number
+        assert number is not None
+        return await in_store(
+            self._service,
+            lambda s: s.files.finish(number, "batch", self._filename, time.time(), ttl_s=ttl_s),
+        )
+
+    def _checked(self) -> dict[str, str]:
+        """Return the form's values. Raises InvalidRequest."""
+        if "file" not in self._values:
+            raise InvalidRequest(
+                "file is required", param="file", code="missing_required_parameter"
+            )
+        if self._num_bytes == 0:
+            raise InvalidRequest("file must have at least 1 byte, got 0", param="file")
+        try:
+            values = {name: value.decode() for name, value in self._values.items()}
+        except UnicodeDecodeError:
+            raise _invalid_form("its values are not valid UTF-8") from None
+        if "purpose" not in values:
+            raise InvalidRequest(
+                "purpose is required", param="purpose", code="missing_required_parameter"
+            )
+        if values["purpose"] != "batch":
+            raise InvalidRequest(
+                f"purpose must be batch, got {show(values['purpose'])}", param="purpose"
+            )
+        return values
+
+    # ------------------------------------------------------------------ the parser's calls
+
+    def _callbacks(self) -> dict[str, Callable[..., None]]:
+        return {
+            "on_part_begin": self._on_part_begin,
+            "on_header_field": lambda data, start, end: self._on_header(0, data[start:end]),
+            "on_header_value": lambda data, start, end: self._on_header(1, data[start:end]),
+            "on_header_end": self._on_header_end,
+            "on_headers_finished": self._on_headers_finished,
+            "on_part_data": lambda data, start, end: self._on_data(data[start:end]),
+            "on_end": self._on_end,
+        }
+
+    def _on_part_begin(self) -> None:
+        self._headers = {}
+        self._header = [b"", b""]
+
+    def _on_header(self, part: int, data: bytes) -> None:
+        self._header[part] += data
+
+    def _on_header_end(self) -> None:
+        name, value = self._header
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        self._header = [b"", b""]
+
+    def _on_headers_finished(self) -> None:
+        kind, options = parse_options_header(self._headers.get("content-disposition", ""))
+        name = options.get(b"name", b"").decode("utf-8", "replace")
+        if kind != b"form-data" or not name:
+            raise _invalid_form("a part has no name")
+        if name not in _FIELDS:
+            raise InvalidRequest(
+                f"{show(name).strip(chr(34))} is not supported; fields are {', '.join(_FIELDS)}",
+                code=UNKNOWN_PARAMETER,
+            )
+        if name in self._values:
+            raise InvalidRequest(f"{name} must be given once", param=name)
+        if name == "file":
+            self._filename = _filename(options.get(b"filename", b""))
+        self._field = name
+        self._values[name] = b""
+
+    def _on_data(self, data: bytes) -> None:
+        if self._field != "file":
+            self._values[self._field] += data
+            if len(self._values[self._field]) > MAX_VALUE_BYTES:
+                raise InvalidRequest(
+                    f"{self._field} must have at most {MAX_VALUE_BYTES} bytes", param=self._field
+                )
+            return
+        self._num_bytes += len(data)
+        if self._num_bytes > MAX_FILE_BYTES:
+            raise InvalidRequest(
+                f"file must have at most {MAX_FILE_BYTES} bytes, got more",
+                param="file",
+                code="request_too_large",
+                status=413,
+            )
+        self._buffer += data
+
+    def _on_end(self) -> None:
+        self._is_over = True
+
+
+def _boundary(request: Request) -> bytes:
+    """Return what separates the parts of a form. Raises InvalidRequest (415)."""
+    given = request.headers.getlist("content-type")
+    kind, options = parse_options_header(given[0] if len(given) == 1 else "")
+    boundary = options.get(b"boundary", b"")
+    if kind != b"multipart/form-data" or not 1 <= len(boundary) <= 70:
+        raise InvalidRequest(
+            "a file must come as a form: with the header Content-Type: multipart/form-data and a"
+            " boundary of 1 to 70 characters (curl: -F file=@FILE)",
+            code="unsupported_media_type",
+            status=415,
+        )
+    return boundary
+
+
+def _filename(given: bytes) -> str:
+    """Return the name of a file: it is shown, and never a path. Raises InvalidRequest."""
+    try:
+        name = given.decode()
+    except UnicodeDecodeError:
+        raise _invalid_form("the file's name is not valid UTF-8") from None
+    if len(name) > MAX_FILENAME_CHARS:
+        raise InvalidRequest(
+            f"the file's name must have at most {MAX_FILENAME_CHARS} characters, got {len(name)}",
+            param="file",
+        )
+    if not name.isprintable():
+        raise InvalidRequest("the file's name must not have control characters", param="file")
+    return name
+
+
+def _ttl_of(values: dict[str, str]) -> int | None:
+    """Return how long an uploaded file is to be kept. Raises InvalidRequest."""
+    anchor, seconds = (values.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise InvalidRequest(
+            f"expires_after.anchor must be created_at, got {show(anchor)}", param="expires_after"
+        )
+    if seconds is None or not (seconds.isascii() and seconds.isdigit() and len(seconds) < 20):
+        raise InvalidRequest(
+            f"expires_after.seconds must be an integer, got {show(seconds)}", param="expires_after"
+        )
+    return check_ttl(int(seconds), "expires_after")

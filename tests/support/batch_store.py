@@ -1,0 +1,89 @@
+"""A batch store in a directory of its own, and files to put into it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightserve.batches.access import Store
+from lightserve.batches.database import prepare
+from lightserve.batches.lines import check_lines
+from lightserve.batches.records import CHUNK_BYTES, BatchRecord, FileRecord, NewBatch
+
+KEY = "alice"
+ENDPOINT = "/v1/completions"
+QUOTA = 10**9
+NOW_S = 1_000_000.0
+DAY_S = 86_400
+
+
+@contextmanager
+def open_store(directory: Path) -> Iterator[Store]:
+    """Make a store, and open it as a process does."""
+    lock = prepare(directory)
+    store = Store(directory)
+    try:
+        yield store
+    finally:
+        store.database.close()
+        lock.close()
+
+
+def line(custom_id: str, **changes: Any) -> dict[str, Any]:
+    """A line of an input file."""
+    body = {"model": "m", "prompt": "hi", **changes.pop("body", {})}
+    return {"custom_id": custom_id, "method": "POST", "url": ENDPOINT, "body": body, **changes}
+
+
+def jsonl(lines: Sequence[Any]) -> bytes:
+    """The lines of a file; texts as they are."""
+    return b"\n".join(
+        text if isinstance(text, bytes) else json.dumps(text).encode() for text in lines
+    )
+
+
+def upload(store: Store, data: bytes, *, key: str = KEY, now_s: float = NOW_S) -> FileRecord:
+    """Put a file into the store."""
+    number = store.files.begin(key, now_s)
+    for chunk in range((len(data) + CHUNK_BYTES - 1) // CHUNK_BYTES):
+        piece = data[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
+        store.files.append(number, chunk, piece, now_s, quota=QUOTA)
+    return store.files.finish(number, "batch", "in.jsonl", now_s, ttl_s=None)
+
+
+def new_batch(file: FileRecord, **changes: Any) -> NewBatch:
+    """What is asked for."""
+    values: dict[str, Any] = {
+        "key_name": KEY,
+        "endpoint": ENDPOINT,
+        "input_file_id": file.id,
+        "window": "24h",
+        "window_s": DAY_S,
+        "metadata": None,
+        "output_ttl_s": DAY_S,
+        "idempotency_key": None,
+        "request_digest": "x",
+    }
+    return NewBatch(**(values | changes))
+
+
+def make_batch(store: Store, num_lines: int, **changes: Any) -> BatchRecord:
+    """Upload so many lines, and make a batch of them."""
+    file = upload(store, jsonl([line(f"r{number}") for number in range(num_lines)]))
+    lines = check_lines(store.files, file, ENDPOINT, lambda name: None)
+    return store.jobs.create(new_batch(file, **changes), lines, NOW_S)
+
+
+def content(store: Store, file_id: str | None, *, key: str = KEY) -> list[dict[str, Any]]:
+    """The objects in a file of results; none if there is no file."""
+    if file_id is None:
+        return []
+    file, cursor, data = store.files.get(key, file_id, NOW_S), 0, b""
+    while cursor is not None:
+        piece, cursor = store.files.read(file, cursor)
+        data += piece
+    assert len(data) == file.num_bytes
+    return [json.loads(text) for text in data.splitlines()]

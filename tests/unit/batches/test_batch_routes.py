@@ -1,0 +1,417 @@
+"""/v1/files and /v1/batches as OpenAI's client uses them, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from support.batch_store import ENDPOINT, jsonl, line
+from support.fake_router import Setup, eventually, frontend, says
+
+from lightserve.batches.access import StoreThread
+from lightserve.batches.database import DATABASE, prepare
+from lightserve.batches.process import InnerRoutes
+from lightserve.batches.records import CHUNK_BYTES
+from lightserve.batches.runner import Runner
+from lightserve.frontend.middleware import KeyRing
+from lightserve.frontend.process import create_app
+from lightserve.http_access import ApiKey, digest_of
+from lightserve.messages.frontend_router import ErrorCode, RequestDelta, RouterWelcome, Submit
+from lightserve.types import FinishReason, RequestClass
+
+EOS = 2
+FORM = {"content-type": "multipart/form-data; boundary=b"}
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path, answer: Any = None, **flags: Any) -> AsyncIterator[Setup]:
+    """A frontend with a store, to which nothing puts lines to work yet."""
+    lock = prepare(tmp_path / "store")
+    flags = {"batch_store": str(tmp_path / "store"), "served_model_name": "m", **flags}
+    try:
+        async with frontend(answer or says([300, 301, EOS]), **flags) as setup:
+            del setup.http.headers["content-type"]
+            yield setup
+    finally:
+        lock.close()
+
+
+@asynccontextmanager
+async def working(setup: Setup, **options: Any) -> AsyncIterator[Runner]:
+    """The batches process's own part, in this one, with the frontend's router."""
+    store = StoreThread(Path(setup.service.config.batch_store))
+    runner = Runner(store, InnerRoutes(setup.service), **{"max_in_flight": 4, **options})
+    task = asyncio.create_task(runner.serve())
+    try:
+        yield runner
+    finally:
+        runner.should_exit = True
+        await task
+        store.close()
+
+
+def client_of(setup: Setup, key: str = "none") -> openai.AsyncOpenAI:
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app=setup.app))
+    return openai.AsyncOpenAI(
+        base_url="http://localhost/v1", api_key=key, http_client=http, max_retries=0
+    )
+
+
+async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
+    async with asyncio.timeout(60):
+        while (batch := await client.batches.retrieve(batch_id)).status == "in_progress":
+            await asyncio.sleep(0.02)
+    return batch
+
+
+async def results(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    assert file_id is not None
+    text = (await client.files.content(file_id)).text
+    return [json.loads(each) for each in text.splitlines()]
+
+
+def test_a_batch_from_its_file_to_its_results(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as setup:
+            client = client_of(setup)
+            lines = [line(f"r{n}", body={"max_tokens": 1 + n % 3}) for n in range(9)]
+            lines[4]["body"]["temperature"] = -1
+            data = jsonl(lines)
+            file = await client.files.create(
+                file=("in.jsonl", data),
+                purpose="batch",
+                expires_after={"anchor": "created_at", "seconds": 3600},
+            )
+            assert (file.bytes, file.filename) == (len(data), "in.jsonl")
+            assert file.expires_at == file.created_at + 3600
+            assert (await client.files.content(file.id)).read() == data
+            batch = await client.batches.create(
+                input_file_id=file.id,
+                endpoint=ENDPOINT,
+                completion_window="24h",
+                metadata={"a": "b"},
+                extra_body={"output_expires_after": {"anchor": "created_at", "seconds": 7200}},
+            )
+            assert batch.status == "in_progress" and batch.metadata == {"a": "b"}
+            assert batch.expires_at == batch.created_at + 86_400
+            async with working(setup):
+                batch = await ended(client, batch.id)
+            counts = batch.request_counts
+            assert batch.status == "completed" and batch.completed_at
+            assert (counts.total, counts.completed, counts.failed) == (9, 8, 1)
+            found = await results(client, batch.output_file_id)
+            assert [each["custom_id"] for each in found] == [f"r{n}" for n in range(9) if n != 4]
+            for each in found:
+                body = each["response"]["body"]
+                assert each["response"]["status_code"] == 200 and each["error"] is None
+                assert (body["object"], body["service_tier"]) == ("text_completion", "flex")
+            (error,) = await results(client, batch.error_file_id)
+            assert error["custom_id"] == "r4" and error["response"]["status_code"] == 400
+            assert error["response"]["body"]["error"]["param"] == "temperature"
+            output = await client.files.retrieve(str(batch.output_file_id))
+            assert output.purpose == "batch_output"
+            assert output.expires_at == output.created_at + 7200
+            assert {each.id async for each in client.files.list(purpose="batch")} == {file.id}
+            assert [each.id async for each in client.files.list(limit=1)] == [
+                batch.error_file_id,
+                batch.output_file_id,
+                file.id,
+            ]
+            assert [each.id async for each in client.batches.list()] == [batch.id]
+            for file_id in (batch.error_file_id, batch.output_file_id, file.id):
+                assert (await client.files.delete(str(file_id))).deleted
+            assert [each async for each in client.files.list()] == []
+            with pytest.raises(openai.NotFoundError):
+                await client.files.content(str(batch.output_file_id))
+            submits = setup.router.submits
+            assert {submit.request_class for submit in submits} == {RequestClass.BE}
+            assert all(submit.slo.completion_s for submit in submits)
+
+    asyncio.run(scenario())
+
+
+def test_what_is_cancelled_ends_at_once_with_what_it_has(tmp_path: Path) -> None:
+    def answer(submit: Submit) -> list[RequestDelta]:
+        is_first = submit.request_id == 0
+        return [RequestDelta(submit.request_id, [EOS], FinishReason.STOP)] if is_first else []
+
+    async def scenario() -> None:
+        async with serving(tmp_path, answer) as setup, working(setup):
+            client = client_of(setup)
+            file = await client.files.create(
+                file=("x", jsonl([line(f"r{n}") for n in range(6)])), purpose="batch"
+            )
+            asked = {"input_file_id": file.id, "endpoint": ENDPOINT, "completion_window": "1h"}
+            headers = {"Idempotency-Key": "once"}
+            batch = await client.batches.create(**asked, extra_headers=headers)
+            assert (await client.batches.create(**asked, extra_headers=headers)).id == batch.id
+            await setup.router.submitted(5)
+            with pytest.raises(openai.ConflictError):
+                await client.files.delete(file.id)
+            batch = await client.batches.cancel(batch.id)
+            assert batch.status == "cancelled"
+            await eventually(lambda: len(setup.router.aborted_ids) == 4)
+            if batch.output_file_id is not None:
+                assert len(await results(client, batch.output_file_id)) == 1
+            assert (await client.batches.cancel(batch.id)).status == "cancelled"
+            assert len(setup.router.submits) == 5
+
+    asyncio.run(scenario())
+
+
+def test_what_the_engine_loses_counts_against_no_line(tmp_path: Path) -> None:
+    fates = [ErrorCode.WORKER_LOST, ErrorCode.QUEUE_FULL, ErrorCode.WORKER_LOST, None]
+    fates += [ErrorCode.NON_FINITE_LOGITS, None, *[ErrorCode.NON_FINITE_LOGITS] * 2]
+
+    def answer(submit: Submit) -> list[RequestDelta]:
+        fate = fates[submit.request_id]
+        reason = FinishReason.STOP if fate is None else FinishReason.ERROR
+        tokens = [EOS] if fate is None else []
+        return [RequestDelta(submit.request_id, tokens, reason, fate)]
+
+    async def scenario() -> None:
+        async with serving(tmp_path, answer) as setup:
+            client = client_of(setup)
+            file = await client.files.create(
+                file=("x", jsonl([line(f"r{n}") for n in range(3)])), purpose="batch"
+            )
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint=ENDPOINT, completion_window="1h"
+            )
+            async with working(setup, max_in_flight=1):
+                batch = await ended(client, batch.id)
+            found = await results(client, batch.output_file_id)
+            assert [each["custom_id"] for each in found] == ["r0", "r1"]
+            (error,) = await results(client, batch.error_file_id)
+            assert (error["custom_id"], error["response"]["status_code"]) == ("r2", 500)
+
+    asyncio.run(scenario())
+
+
+def test_nothing_is_taken_while_the_engine_is_away(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as setup:
+            client = client_of(setup)
+            file = await client.files.create(file=("x", jsonl([line("a")])), purpose="batch")
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint=ENDPOINT, completion_window="1h"
+            )
+            setup.router.client.detach()
+            async with working(setup) as runner:
+                await eventually(lambda: runner.counts.lines.get("queued") == 1)
+                setup.router.client.attach(setup.router, "boot")
+                welcome = RouterWelcome(boot_id="boot", num_kv_slots=1000)
+                setup.router.client.on_message(welcome)
+                assert (await ended(client, batch.id)).status == "completed"
+            assert len(setup.router.submits) == 1
+
+    asyncio.run(scenario())
+
+
+def form(*parts: tuple[str, bytes]) -> bytes:
+    """A form whose first part, if it is a file, has a name."""
+    data = b""
+    for disposition, value in parts:
+        head = f"--b\r\ncontent-disposition: form-data; {disposition}\r\n\r\n"
+        data += head.encode() + value + b"\r\n"
+    return data + b"--b--\r\n"
+
+
+FILE = ('name="file"; filename="x"', b"{}")
+PURPOSE = ('name="purpose"', b"batch")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        (form(FILE), 400, "purpose is required"),
+        (form(PURPOSE), 400, "file is required"),
+        (form(('name="file"; filename="x"', b""), PURPOSE), 400, "at least 1 byte, got 0"),
+        (form(FILE, ('name="purpose"', b"assistants")), 400, 'must be batch, got "assistants"'),
+        (form(FILE, PURPOSE, PURPOSE), 400, "purpose must be given once"),
+        (form(FILE, PURPOSE, ('name="x"', b"")), 400, "x is not supported"),
+        (form(FILE, PURPOSE)[:-6], 400, "ends before its last boundary"),
+        (b"nonsense", 400, "not a valid form"),
+        (b"", 400, "ends before its last boundary"),
+        (form((f'name="file"; filename="{"x" * 256}"', b"{}"), PURPOSE), 400, "got 256"),
+        (form(FILE, ('name="purpose"', b"x" * 2000)), 400, "at most 1024 bytes"),
+        (
+            form(FILE, PURPOSE, ('name="expires_after[seconds]"', b"5")),
+            400,
+            "expires_after.anchor must be created_at, got null",
+        ),
+        (
+            form(
+                *(FILE, PURPOSE, ('name="expires_after[anchor]"', b"created_at")),
+                ('name="expires_after[seconds]"', b"5"),
+            ),
+            400,
+            "expires_after.seconds must be from 3600 to 2592000, got 5",
+        ),
+    ],
+)
+def test_an_upload_that_is_wrong_leaves_nothing(
+    tmp_path: Path, body: bytes, status: int, said: str
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as setup:
+            response = await setup.http.post("/v1/files", content=body, headers=FORM)
+            assert response.status_code == status, response.text
+            assert said in response.json()["error"]["message"]
+            assert setup.service.store is not None
+            count = "SELECT count(*) FROM files"
+            assert await setup.service.store.run(lambda s: s.database.value(count)) == 0
+
+    asyncio.run(scenario())
+
+
+def test_uploads_are_bounded_by_the_quota_of_their_key(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, batch_max_stored_bytes=2 * CHUNK_BYTES) as setup:
+            for size, status in ((CHUNK_BYTES, 200), (CHUNK_BYTES + 1, 413), (CHUNK_BYTES, 200)):
+                big = form(('name="file"; filename="../../x"', b"x" * size), PURPOSE)
+                response = await setup.http.post("/v1/files", content=big, headers=FORM)
+                assert response.status_code == status, response.text
+            (newest, *_) = (await setup.http.get("/v1/files")).json()["data"]
+            assert newest["filename"] == "../../x"
+            assert {path.name for path in (tmp_path / "store").iterdir()} > {DATABASE}
+            assert len(list(tmp_path.rglob("*"))) == 5
+
+    asyncio.run(scenario())
+
+
+def test_a_body_that_is_no_form_is_refused_as_such(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as setup:
+            for kind in ("application/json", "multipart/form-data", "multipart/mixed; boundary=b"):
+                headers = {"content-type": kind}
+                response = await setup.http.post("/v1/files", content=b"{}", headers=headers)
+                assert response.status_code == 415
+
+    asyncio.run(scenario())
+
+
+BATCH = {"endpoint": ENDPOINT, "completion_window": "24h"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"completion_window": "0h"}, 'of at least 60 seconds and at most 30 days, got "0h"'),
+        ({"completion_window": "59s"}, 'got "59s"'),
+        ({"completion_window": "31d"}, 'got "31d"'),
+        ({"completion_window": 5}, "completion_window must be a string, got 5"),
+        ({"endpoint": "/v1/embeddings"}, "endpoint must be"),
+        ({"metadata": {"a": "x" * 513}}, "at most 512 characters, got 513"),
+        ({"more": 1}, "more is not supported"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "at least 3600"),
+        ({"input_file_id": "file-none"}, "there is no file 'file-none'"),
+    ],
+)
+def test_a_batch_that_is_wrong_is_not_made(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as setup:
+            body = form(('name="file"; filename="x"', jsonl([line("a"), line("a")])), PURPOSE)
+            file = (await setup.http.post("/v1/files", content=body, headers=FORM)).json()
+            asked = {"input_file_id": file["id"], **BATCH, **changes}
+            response = await setup.http.post("/v1/batches", json=asked)
+            assert response.status_code in (400, 404), response.text
+            assert said in response.json()["error"]["message"]
+            good = {"input_file_id": file["id"], **BATCH}
+            response = await setup.http.post("/v1/batches", json=good)
+            assert "line 2 of the input file: custom_id must be unique" in response.text
+            assert (await setup.http.get("/v1/batches")).json()["data"] == []
+
+    asyncio.run(scenario())
+
+
+def test_what_is_another_keys_is_not_there(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"alice {'a' * 32}\nbob {'b' * 32}\n")
+    ring = KeyRing([ApiKey(n, digest_of(n[0].encode() * 32)) for n in ("alice", "bob")])
+
+    async def scenario() -> None:
+        async with serving(tmp_path, api_key_file=str(keys)) as setup:
+            setup.app = create_app(setup.service, ring)
+            alice, bob = client_of(setup, "a" * 32), client_of(setup, "b" * 32)
+            file = await alice.files.create(file=("x", jsonl([line("a")])), purpose="batch")
+            batch = await alice.batches.create(
+                input_file_id=file.id, endpoint=ENDPOINT, completion_window="1h"
+            )
+            for call in (
+                lambda: bob.files.retrieve(file.id),
+                lambda: bob.files.content(file.id),
+                lambda: bob.files.delete(file.id),
+                lambda: bob.batches.retrieve(batch.id),
+                lambda: bob.batches.cancel(batch.id),
+                lambda: bob.files.list(after=file.id),
+                lambda: bob.batches.list(after=batch.id),
+                lambda: bob.batches.create(
+                    input_file_id=file.id, endpoint=ENDPOINT, completion_window="1h"
+                ),
+            ):
+                with pytest.raises(openai.NotFoundError):
+                    await call()
+            assert [each async for each in bob.files.list()] == []
+            assert [each async for each in bob.batches.list()] == []
+            async with working(setup):
+                await ended(alice, batch.id)
+            salts = {submit.prefix_salt for submit in setup.router.submits}
+            assert len(salts) == 1 and salts != {""}
+
+    asyncio.run(scenario())
+
+
+def test_a_server_without_a_store_says_so() -> None:
+    async def scenario() -> None:
+        async with frontend(says([EOS])) as setup:
+            response = await setup.http.get("/v1/files")
+            assert response.status_code == 404
+            assert "--batch-store" in response.json()["error"]["message"]
+
+    asyncio.run(scenario())
+
+
+def test_a_store_that_is_gone_is_a_503_on_its_routes_alone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as setup:
+            path = tmp_path / "store" / DATABASE
+            path.rename(tmp_path / "away")
+            response = await setup.http.get("/v1/files")
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "batch_store_unavailable"
+            assert "unable" not in response.text
+            asked = {"model": "m", "prompt": "hi"}
+            assert (await setup.http.post("/v1/completions", json=asked)).status_code == 200
+            (tmp_path / "away").rename(path)
+            assert (await setup.http.get("/v1/files")).status_code == 200
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/v1/files?limit=0", "limit must be an integer from 1 to 10000"),
+        ("/v1/files?order=up", 'order must be asc or desc, got "up"'),
+        ("/v1/files?purpose=vision", "purpose must be batch or batch_output"),
+        ("/v1/batches?limit=101", "from 1 to 100"),
+        ("/v1/batches?x=1", "is not supported"),
+    ],
+)
+def test_queries_are_read_strictly(tmp_path: Path, path: str, said: str) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as setup:
+            response = await setup.http.get(path)
+            assert response.status_code == 400 and said in response.json()["error"]["message"]
+
+    asyncio.run(scenario())

@@ -1,0 +1,327 @@
+"""Lines of batches: whatever owners do and whenever they die, each has one result."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import apsw
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.batch_store import (
+    DAY_S,
+    KEY,
+    NOW_S,
+    content,
+    jsonl,
+    line,
+    make_batch,
+    new_batch,
+    open_store,
+    upload,
+)
+
+from lightserve.batches.access import Store
+from lightserve.batches.database import DATABASE, SCHEMA_VERSION, prepare
+from lightserve.batches.jobs import LeaseLost, result_line
+from lightserve.batches.records import MAX_ACTIVE_BATCHES, LeasedLine, Outcome
+from lightserve.errors import InvalidRequest, StartupError
+
+LEASE_S = 30.0
+OWNERS = ("north", "south")
+
+
+def lease(
+    store: Store, owner: str, epoch: int, now_s: float = NOW_S, n: int = 9
+) -> list[LeasedLine]:
+    return store.jobs.lease(owner, epoch, now_s, lease_s=LEASE_S, max_lines=n, max_bytes=1_000_000)
+
+
+def done(leased: LeasedLine, text: str = "ok", *, is_error: bool = False) -> Outcome:
+    result = result_line(leased, status=200, request_id="x", body=json.dumps(text).encode())
+    return Outcome(batch=leased.batch, number=leased.number, result=result, is_error=is_error)
+
+
+def queued(leased: LeasedLine, *, has_failed: bool = False) -> Outcome:
+    values = {"batch": leased.batch, "number": leased.number}
+    return Outcome(**values, result=None, has_failed=has_failed)
+
+
+class Owners(RuleBasedStateMachine):
+    """Two owners that lease, answer, die, come back, and speak after their time."""
+
+    NUM_LINES = 7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stack = ExitStack()
+        directory = Path(tempfile.mkdtemp())
+        self._stack.callback(shutil.rmtree, directory)
+        self.store = self._stack.enter_context(open_store(directory / "store"))
+        self.now_s = NOW_S
+        self.epochs = dict.fromkeys(OWNERS, 0)
+        self.held: list[tuple[str, int, LeasedLine]] = []
+        """Everything that was ever leased: an owner may answer it again at any time."""
+        self.accepted: dict[int, str] = {}
+        self.is_over = False
+
+    @initialize()
+    def begin(self) -> None:
+        make_batch(self.store, self.NUM_LINES)
+        for owner in OWNERS:
+            self.begin_anew(owner)
+
+    @rule(owner=st.sampled_from(OWNERS))
+    def begin_anew(self, owner: str) -> None:
+        self.epochs[owner] = self.store.jobs.begin(owner)
+
+    @rule(owner=st.sampled_from(OWNERS), n=st.integers(1, 4))
+    def take(self, owner: str, n: int) -> None:
+        epoch = self.epochs[owner]
+        for leased in lease(self.store, owner, epoch, self.now_s, n):
+            assert leased.number not in self.accepted
+            self.held.append((owner, epoch, leased))
+
+    @rule(seconds=st.sampled_from([1.0, 20.0, 40.0, 7200.0]))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    @rule(owner=st.sampled_from(OWNERS))
+    def renew(self, owner: str) -> None:
+        self.store.jobs.renew(owner, self.epochs[owner], self.now_s, lease_s=LEASE_S)
+
+    @rule(pick=st.integers(0, 10**6), kind=st.sampled_from(["done", "error", "queued"]))
+    def answer(self, pick: int, kind: str) -> None:
+        if not self.held:
+            return
+        owner, epoch, leased = self.held[pick % len(self.held)]
+        outcome = (
+            queued(leased)
+            if kind == "queued"
+            else done(leased, f"{owner} {epoch} {pick}", is_error=kind == "error")
+        )
+        try:
+            num_late = self.store.jobs.settle(owner, epoch, [outcome], self.now_s)
+        except LeaseLost:
+            assert epoch != self.epochs[owner]
+            return
+        if num_late == 0:
+            assert leased.number not in self.accepted
+            if kind != "queued":
+                self.accepted[leased.number] = f"{owner} {epoch} {pick}"
+
+    @rule()
+    def finish(self) -> None:
+        """Let one owner work it off alone, an hour later."""
+        self.now_s += 3600
+        if self.now_s > NOW_S + DAY_S / 2:
+            return
+        self.begin_anew("south")
+        for leased in lease(self.store, "south", self.epochs["south"], self.now_s, 99):
+            self.store.jobs.settle(
+                "south", self.epochs["south"], [done(leased, "last")], self.now_s
+            )
+            self.accepted[leased.number] = "last"
+        assert len(self.accepted) == self.NUM_LINES
+
+    @invariant()
+    def results_are_what_was_accepted(self) -> None:
+        if not self.epochs["north"]:
+            return
+        (batch,), _ = self.store.jobs.page(KEY, limit=9)
+        assert batch.num_done + batch.num_failed == len(self.accepted)
+        assert (batch.status == "completed") == (len(self.accepted) == self.NUM_LINES)
+        found = content(self.store, batch.output_file_id) + content(self.store, batch.error_file_id)
+        if batch.status == "completed":
+            assert {
+                int(result["custom_id"][1:]): result["response"]["body"] for result in found
+            } == self.accepted
+            assert len(found) == self.NUM_LINES
+
+    def teardown(self) -> None:
+        self._stack.close()
+
+
+TestOwners = Owners.TestCase
+TestOwners.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+
+
+def test_lines_are_leased_once_within_their_bounds_and_by_the_ends_of_their_batches(
+    tmp_path: Path,
+) -> None:
+    with open_store(tmp_path) as store:
+        make_batch(store, 3, window_s=2 * DAY_S)
+        soon = make_batch(store, 2)
+        epoch = store.jobs.begin("north")
+        first = lease(store, "north", epoch, n=3)
+        assert [(each.batch_id, each.custom_id) for each in first[:2]] == [
+            (soon.id, "r0"),
+            (soon.id, "r1"),
+        ]
+        assert json.loads(first[0].line) == line("r0")
+        small = store.jobs.lease(*("north", epoch, NOW_S), lease_s=1.0, max_lines=9, max_bytes=1)
+        assert [each.custom_id for each in small] == ["r1"]  # one, however large
+        assert [each.custom_id for each in lease(store, "north", epoch)] == ["r2"]
+        assert lease(store, "north", epoch) == []
+        assert lease(store, "north", epoch, NOW_S + 3600) == []  # its own are in its hands
+
+
+def test_what_an_owner_leased_is_free_when_it_begins_anew_or_its_time_is_over(
+    tmp_path: Path,
+) -> None:
+    with open_store(tmp_path) as store:
+        make_batch(store, 2)
+        north, south = store.jobs.begin("north"), store.jobs.begin("south")
+        held = lease(store, "north", north)
+        assert lease(store, "south", south) == []
+        store.jobs.renew("north", north, NOW_S + 20, lease_s=LEASE_S)
+        assert lease(store, "south", south, NOW_S + 40) == []
+        assert len(lease(store, "south", south, NOW_S + 51, n=1)) == 1
+        assert store.jobs.settle("north", north, [done(each) for each in held], NOW_S) == 2
+        with pytest.raises(LeaseLost):
+            again = store.jobs.begin("north")
+            lease(store, "north", again - 1)
+
+
+def test_an_attempt_counts_only_where_the_line_has_failed_by_itself(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        make_batch(store, 1)
+        epoch = store.jobs.begin("north")
+        for has_failed, attempts in ((False, 0), (True, 1)):
+            (held,) = lease(store, "north", epoch)
+            store.jobs.settle("north", epoch, [queued(held, has_failed=has_failed)], NOW_S)
+            (held,) = lease(store, "north", epoch)
+            assert held.attempt == attempts
+            store.jobs.settle("north", epoch, [queued(held)], NOW_S)
+
+
+def test_a_batch_that_is_cancelled_keeps_what_it_has(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        batch = make_batch(store, 3)
+        epoch = store.jobs.begin("north")
+        held = lease(store, "north", epoch, n=2)
+        store.jobs.settle("north", epoch, [done(held[0])], NOW_S)
+        over = store.jobs.cancel(KEY, batch.id, NOW_S + 5)
+        assert (over.status, over.ended_s) == ("cancelled", NOW_S + 5)
+        assert store.jobs.cancel(KEY, batch.id, NOW_S + 9) == over
+        assert store.jobs.settle("north", epoch, [done(held[1])], NOW_S) == 1
+        assert lease(store, "north", epoch) == [] and store.jobs.active() == set()
+        assert [each["custom_id"] for each in content(store, over.output_file_id)] == ["r0"]
+        assert over.error_file_id is None
+
+
+def test_a_batch_whose_window_is_over_says_so_of_each_line_that_is_left(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        batch = make_batch(store, 3, window_s=60)
+        epoch = store.jobs.begin("north")
+        held = lease(store, "north", epoch, n=2)
+        store.jobs.settle("north", epoch, [done(held[0])], NOW_S)
+        assert store.jobs.expire(NOW_S + 59) == 0
+        assert store.jobs.expire(NOW_S + 60) == 1
+        over = store.jobs.get(KEY, batch.id)
+        assert (over.status, over.num_done, over.num_failed) == ("expired", 1, 2)
+        assert [each["custom_id"] for each in content(store, over.output_file_id)] == ["r0"]
+        errors = content(store, over.error_file_id)
+        assert [each["custom_id"] for each in errors] == ["r1", "r2"]
+        assert {each["error"]["code"] for each in errors} == {"batch_expired"}
+        with pytest.raises(InvalidRequest, match="expired"):
+            store.jobs.cancel(KEY, batch.id, NOW_S)
+
+
+def test_a_request_that_is_sent_again_makes_one_batch(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        batch = make_batch(store, 1, idempotency_key="k")
+        file = store.files.get(KEY, batch.input_file_id, NOW_S)
+        again = store.jobs.create(new_batch(file, idempotency_key="k"), [], NOW_S)
+        assert again == batch
+        with pytest.raises(InvalidRequest) as error:
+            store.jobs.create(new_batch(file, idempotency_key="k", request_digest="y"), [], NOW_S)
+        assert error.value.status == 409
+        assert len(store.jobs.page(KEY, limit=9)[0]) == 1
+
+
+def test_a_key_has_so_many_batches_at_once_and_no_more(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        first = make_batch(store, 1)
+        file = store.files.get(KEY, first.input_file_id, NOW_S)
+        for _ in range(MAX_ACTIVE_BATCHES - 1):
+            store.jobs.create(new_batch(file), [], NOW_S)
+        with pytest.raises(InvalidRequest) as error:
+            store.jobs.create(new_batch(file), [], NOW_S)
+        assert error.value.status == 429 and "100" in error.value.message
+        store.jobs.cancel(KEY, first.id, NOW_S)
+        store.jobs.create(new_batch(file), [], NOW_S)
+
+
+def test_files_belong_to_their_key_and_end_with_their_time(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        file = upload(store, jsonl([line("a")]))
+        for key, now_s in (("bob", NOW_S), (KEY, NOW_S + 31 * DAY_S)):
+            with pytest.raises(InvalidRequest) as error:
+                store.files.get(key, file.id, now_s)
+            assert error.value.status == 404
+            assert store.files.page(key, now_s, limit=9) == ([], False)
+        batch = make_batch(store, 1)
+        with pytest.raises(InvalidRequest) as error:
+            store.files.delete(KEY, batch.input_file_id, NOW_S)
+        assert error.value.status == 409
+        assert store.files.purge(NOW_S + 31 * DAY_S) == 1  # not what a batch still reads
+        store.jobs.cancel(KEY, batch.id, NOW_S)
+        assert store.files.purge(NOW_S + 31 * DAY_S) == 1
+        assert store.database.value("SELECT count(*) FROM chunks") == 0
+
+
+def test_an_upload_that_does_not_end_leaves_nothing(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        number = store.files.begin(KEY, NOW_S)
+        store.files.append(number, 0, b"x" * 10, NOW_S, quota=100)
+        assert store.files.page(KEY, NOW_S, limit=9) == ([], False)
+        with pytest.raises(InvalidRequest) as error:
+            store.files.append(number, 1, b"x" * 91, NOW_S, quota=100)
+        assert error.value.status == 413 and "got 101" in error.value.message
+        assert store.files.purge(NOW_S + 3599) == 0
+        assert store.files.purge(NOW_S + 3600) == 1
+        assert store.database.value("SELECT count(*) FROM files") == 0
+
+
+def test_a_store_is_private_and_has_one_server(tmp_path: Path) -> None:
+    directory = tmp_path / "a" / "store"
+    with open_store(directory) as store:
+        upload(store, b"x")
+        assert directory.stat().st_mode & 0o777 == 0o700
+        assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o600}
+        assert len(list(directory.iterdir())) == 4  # the lock, and SQLite's three
+        with pytest.raises(StartupError, match="another server uses it"):
+            prepare(directory)
+        assert store.database.value("PRAGMA synchronous") == 2
+        assert store.database.value("PRAGMA journal_mode") == "wal"
+    prepare(directory).close()
+
+
+def test_a_store_that_cannot_be_used_says_so_in_one_line(tmp_path: Path) -> None:
+    with open_store(tmp_path):
+        make_all = apsw.Connection(str(tmp_path / DATABASE))
+        make_all.pragma("user_version", SCHEMA_VERSION + 1)
+        make_all.close()
+    with pytest.raises(StartupError, match="written by a newer one"):
+        prepare(tmp_path)
+    path = tmp_path / DATABASE
+    path.write_bytes(os.urandom(8192))
+    with pytest.raises(StartupError, match="not a database"):
+        prepare(tmp_path)
+    path.unlink()
+    foreign = apsw.Connection(str(path))
+    foreign.execute("CREATE TABLE t (x)")
+    foreign.close()
+    with pytest.raises(StartupError, match="no store of lightserve"):
+        prepare(tmp_path)
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(StartupError, match="--batch-store"):
+        prepare(file)

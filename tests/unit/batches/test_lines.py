@@ -1,0 +1,89 @@
+"""What is wrong with a line of an input file is said with its number, its field and its value."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.batch_store import ENDPOINT, jsonl, line, open_store, upload
+
+from lightserve.batches.lines import body_of, check_lines
+from lightserve.batches.records import CHUNK_BYTES, MAX_LINE_BYTES, MAX_LINES, NewLine
+from lightserve.errors import InvalidRequest
+
+
+def check(tmp_path: Path, data: bytes) -> list[NewLine]:
+    def check_model(name: str) -> None:
+        if name != "m":
+            raise InvalidRequest(f'model "{name}" is none', code="model_not_found", status=404)
+
+    with open_store(tmp_path) as store:
+        file = upload(store, data)
+        lines = check_lines(store.files, file, ENDPOINT, check_model)
+        for each in lines:
+            text = store.files.read_span(file.number, each.position, each.num_bytes)
+            assert json.loads(text)["custom_id"] == each.custom_id
+        return lines
+
+
+def test_lines_are_found_wherever_chunks_are_cut(tmp_path: Path) -> None:
+    sizes = [10, CHUNK_BYTES - 200, CHUNK_BYTES, 3 * CHUNK_BYTES, 1]
+    lines = [line(f"r{n}", body={"prompt": "é" * (size // 2)}) for n, size in enumerate(sizes)]
+    data = jsonl([json.dumps(each, ensure_ascii=False).encode() for each in lines])
+    for tail in (b"", b"\n", b"\r\n\n  \n"):
+        assert [each.custom_id for each in check(tmp_path, data + tail)] == [
+            each["custom_id"] for each in lines
+        ]
+
+
+GOOD = line("a")
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (b"{", "line 2 of the input file: it is not valid JSON"),
+        (b"[1]", "line 2 of the input file: Expected"),
+        (b'{"custom_id": "\xff"}', "line 2 of the input file: it is not valid UTF-8"),
+        (line("a"), 'line 2 of the input file: custom_id must be unique, got "a" as in line 1'),
+        (line(""), "line 2 of the input file: custom_id must have 1 to 512 characters, got 0"),
+        (line("x" * 513), "custom_id must have 1 to 512 characters, got 513"),
+        (line("b", method="GET"), 'line 2 of the input file: method must be "POST", got "GET"'),
+        (line("b", url="/v1/x"), 'url must be the batch\'s endpoint /v1/completions, got "/v1/x"'),
+        (line("b", more=1), "unknown field `more`"),
+        (
+            line("b") | {"custom_id": 5},
+            "line 2 of the input file: custom_id: Expected `str`, got `int`",
+        ),
+        (line("b", body={"model": "other"}), 'line 2 of the input file: body.model "other"'),
+        (line("b", body={"stream": True}), "body.stream must be false, got true"),
+        (line("b", body={"service_tier": "auto"}), 'service_tier must be "flex", got "auto"'),
+        (line("b", body={"slo": {"ttft_ms": 1}}), "body.slo is not supported"),
+        (b"x" * (MAX_LINE_BYTES + 1), f"at most {MAX_LINE_BYTES} bytes"),
+        (b"x" * (3 * MAX_LINE_BYTES), f"at most {MAX_LINE_BYTES} bytes"),
+    ],
+)
+def test_a_line_that_is_wrong_is_named(tmp_path: Path, bad: Any, said: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        check(tmp_path, jsonl([GOOD, bad]))
+    assert said in error.value.message
+    assert error.value.status == 400 and error.value.param == "input_file_id"
+
+
+def test_a_file_has_at_least_one_line_and_not_too_many(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="at least one line, got 0"):
+        check(tmp_path, b"\n\n")
+    with pytest.raises(InvalidRequest, match=f"line {MAX_LINES + 1} .* at most {MAX_LINES} lines"):
+        check(tmp_path, b"\n" * (MAX_LINES + 5))
+
+
+def test_a_line_becomes_a_request_of_best_effort() -> None:
+    plain = line("a", body={"prompt": [1, 2]})
+    assert json.loads(body_of(json.dumps(plain).encode())) == {
+        **plain["body"],
+        "service_tier": "flex",
+    }
+    told = line("a", body={"service_tier": "flex"})
+    assert json.loads(body_of(json.dumps(told).encode())) == told["body"]
