@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, Field, TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
-from lightserve.batches.records import MAX_TTL_S, MIN_TTL_S, Endpoint, Purpose, Status
 from lightserve.frontend.admin import (
     DetokenizeRequest,
     DetokenizeResponse,
+    KVMapObject,
     TokenizeRequest,
     TokenSpan,
 )
@@ -27,10 +27,21 @@ from lightserve.frontend.anthropic.request import CountTokensRequest, MessagesRe
 from lightserve.frontend.completion import RaisedSLOObject
 from lightserve.frontend.json_body import StrictModel
 from lightserve.frontend.middleware import Access, access_to
-from lightserve.frontend.openai.batches import MAX_BATCHES_LISTED, BatchRequest
+from lightserve.frontend.openai.batches import (
+    BATCH_QUERY,
+    BatchObject,
+    BatchPage,
+    BatchRequest,
+)
 from lightserve.frontend.openai.chat import ChatRequest
 from lightserve.frontend.openai.completions import CompletionRequest
-from lightserve.frontend.openai.files import MAX_FILES_LISTED
+from lightserve.frontend.openai.files import (
+    FILE_QUERY,
+    UPLOAD_FORM,
+    DeletedFile,
+    FileObject,
+    FilePage,
+)
 from lightserve.frontend.request_options import header_schemas
 from lightserve.frontend.tgi import GenerateRequest
 
@@ -321,146 +332,11 @@ class GenerateAnswer(StrictModel):
     slo: RaisedSLOObject | None = None
 
 
-# ----------------------------------------------------------------------
-# What /debug/kv answers, for the OpenAPI schema; a test holds real answers against it.
-
-
-_Count = Annotated[int, Field(ge=0)]
-
-
-class FileObject(StrictModel):
-    """A file."""
-
-    id: str
-    object: Literal["file"]
-    bytes: _Count
-    created_at: int
-    expires_at: int | None
-    filename: str
-    purpose: Purpose
-    status: Literal["processed"]
-    status_details: None
-
-
-class DeletedFile(StrictModel):
-    """What is left of a file."""
-
-    id: str
-    object: Literal["file"]
-    deleted: Literal[True]
-
-
-class RequestCounts(StrictModel):
-    """Lines of a batch."""
-
-    total: _Count
-    completed: _Count
-    failed: _Count
-
-
-class BatchObject(StrictModel):
-    """A batch."""
-
-    id: str
-    object: Literal["batch"]
-    endpoint: Endpoint
-    errors: None
-    input_file_id: str
-    completion_window: str
-    status: Status
-    output_file_id: str | None
-    error_file_id: str | None
-    created_at: int
-    in_progress_at: int
-    expires_at: int
-    finalizing_at: int | None
-    completed_at: int | None
-    failed_at: None
-    expired_at: int | None
-    cancelling_at: int | None
-    cancelled_at: int | None
-    request_counts: RequestCounts
-    metadata: dict[str, str] | None
-
-
-class Page(StrictModel):
-    """A part of a list."""
-
-    object: Literal["list"]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class FilePage(Page):
-    """Of files."""
-
-    data: list[FileObject]
-
-
-class BatchPage(Page):
-    """Of batches."""
-
-    data: list[BatchObject]
-
-
-class KindCounts(StrictModel):
-    """Slots of each kind; together all slots."""
-
-    free: _Count
-    rt: _Count
-    be: _Count
-    cached: _Count
-    checkpointed: _Count
-
-
-class ClassSlotsObject(StrictModel):
-    """What the requests of one class have in the pool; slots of both classes are real-time's."""
-
-    num_requests: _Count
-    num_slots: _Count
-    num_checkpointed_slots: _Count
-
-
-class ClassesObject(StrictModel):
-    """Every class."""
-
-    rt: ClassSlotsObject
-    be: ClassSlotsObject
-
-
-class KVMapObject(StrictModel):
-    """The answer of /debug/kv."""
-
-    num_slots: int = Field(ge=1)
-    block_size: int = Field(ge=1)
-    counts: KindCounts
-    classes: ClassesObject
-    num_free_blocks: _Count
-    num_shared_blocks: _Count
-    mean_run_length: float = Field(ge=0)
-    num_host_slots: _Count
-    num_used_host_slots: _Count
-    kinds: list[str]
-    slots: list[tuple[Annotated[int, Field(ge=0, le=4)], Annotated[int, Field(ge=1)]]] | None
-
-
 _REF = "#/components/schemas/{model}"
 _JSON, _SSE, _TEXT = "application/json", "text/event-stream", "text/plain"
 _BYTES = "application/octet-stream"
 _EVENTS = {"description": "Server-sent events; `docs/api.md` says of what kinds."}
 _OBJECT = {"type": "object"}
-_UPLOAD = {
-    "type": "object",
-    "properties": {
-        "file": {"type": "string", "format": "binary"},
-        "purpose": {"enum": ["batch"]},
-        "expires_after[anchor]": {"enum": ["created_at"]},
-        "expires_after[seconds]": {"type": "integer", "minimum": MIN_TTL_S, "maximum": MAX_TTL_S},
-    },
-    "required": ["file", "purpose"],
-    "additionalProperties": False,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -528,12 +404,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/v1/files"): Operation(
         answers=FilePage,
         errors=_STORE_ERRORS,
-        query={
-            "purpose": {"enum": ["batch", "batch_output"]},
-            "order": {"enum": ["asc", "desc"]},
-            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_FILES_LISTED},
-            "after": {"type": "string"},
-        },
+        query=FILE_QUERY,
     ),
     ("get", "/v1/files/{file_id}"): Operation(answers=FileObject, errors=_STORE_ERRORS),
     ("get", "/v1/files/{file_id}/content"): Operation(content=(_BYTES,), errors=_STORE_ERRORS),
@@ -546,10 +417,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/v1/batches"): Operation(
         answers=BatchPage,
         errors=_STORE_ERRORS,
-        query={
-            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_BATCHES_LISTED},
-            "after": {"type": "string"},
-        },
+        query=BATCH_QUERY,
     ),
     ("get", "/v1/batches/{batch_id}"): Operation(answers=BatchObject, errors=_STORE_ERRORS),
     ("post", "/v1/batches/{batch_id}/cancel"): Operation(
@@ -670,7 +538,7 @@ class _Models:
                 for name, schema in operation.query.items()
             ]
         if operation.is_upload:
-            form = {"multipart/form-data": {"schema": _UPLOAD}}
+            form = {"multipart/form-data": {"schema": UPLOAD_FORM}}
             described["requestBody"] = {"required": True, "content": form}
         if operation.request is not None:
             body = {"schema": self._schema(operation.request, "validation")}

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -23,17 +24,23 @@ from lightserve.batches.records import (
     BatchRecord,
     Endpoint,
     NewBatch,
+    Status,
 )
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.json_body import Integer, StrictModel, show
 from lightserve.frontend.middleware import caller_of
 from lightserve.frontend.openai.common import Metadata
-from lightserve.frontend.openai.files import in_store, page_object, read_limit, read_query
+from lightserve.frontend.openai.files import Page, in_store, page_object, read_limit, read_query
 from lightserve.frontend.service import Service
 
 MAX_BATCHES_LISTED = 100
 DEFAULT_BATCHES_LISTED = 20
 MAX_IDEMPOTENCY_KEY_CHARS = 255
+BATCH_QUERY: Mapping[str, Any] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_BATCHES_LISTED},
+    "after": {"type": "string"},
+}
+"""Schemas of what a list is asked with."""
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _WINDOW = re.compile(r"([1-9][0-9]{0,8})([smhd])", re.ASCII)
 
@@ -70,6 +77,45 @@ class BatchRequest(StrictModel):
     completion_window: Annotated[str, AfterValidator(_window)]
     metadata: Metadata | None = None
     output_expires_after: OutputExpiresAfter | None = None
+
+
+class RequestCounts(StrictModel):
+    """Lines of a batch."""
+
+    total: Annotated[int, Field(ge=0)]
+    completed: Annotated[int, Field(ge=0)]
+    failed: Annotated[int, Field(ge=0)]
+
+
+class BatchObject(StrictModel):
+    """A batch."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: Endpoint
+    errors: None
+    input_file_id: str
+    completion_window: str
+    status: Status
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None
+
+
+class BatchPage(Page):
+    """Of batches."""
+
+    data: list[BatchObject]
 
 
 def batches_router(service: Service) -> APIRouter:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect
@@ -20,10 +21,11 @@ from lightserve.batches.records import (
     MAX_TTL_S,
     MIN_TTL_S,
     FileRecord,
+    Purpose,
 )
 from lightserve.errors import InvalidRequest, StoreError
 from lightserve.frontend.errors import ClientGone, RequestFailed
-from lightserve.frontend.json_body import UNKNOWN_PARAMETER, show
+from lightserve.frontend.json_body import UNKNOWN_PARAMETER, StrictModel, show
 from lightserve.frontend.middleware import caller_of
 from lightserve.frontend.service import Service
 
@@ -33,6 +35,64 @@ DEFAULT_FILES_LISTED = 10_000
 _FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 
 T = TypeVar("T")
+_Count = Annotated[int, Field(ge=0)]
+
+UPLOAD_FORM: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"enum": ["batch"]},
+        "expires_after[anchor]": {"enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": MIN_TTL_S, "maximum": MAX_TTL_S},
+    },
+    "required": ["file", "purpose"],
+    "additionalProperties": False,
+}
+"""The schema of an upload."""
+FILE_QUERY: Mapping[str, Any] = {
+    "purpose": {"enum": ["batch", "batch_output"]},
+    "order": {"enum": ["asc", "desc"]},
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_FILES_LISTED},
+    "after": {"type": "string"},
+}
+"""Schemas of what a list is asked with."""
+
+
+class FileObject(StrictModel):
+    """A file."""
+
+    id: str
+    object: Literal["file"]
+    bytes: _Count
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: Purpose
+    status: Literal["processed"]
+    status_details: None
+
+
+class DeletedFile(StrictModel):
+    """What is left of a file."""
+
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+class Page(StrictModel):
+    """A part of a list."""
+
+    object: Literal["list"]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FilePage(Page):
+    """Of files."""
+
+    data: list[FileObject]
 
 
 async def in_store(service: Service, work: Callable[[Store], T]) -> T:
