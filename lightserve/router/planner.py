@@ -21,7 +21,7 @@ from lightserve.router.config import SchedulerConfig
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.memory_plan import MemoryPlan
 from lightserve.router.pipeline import Pipeline
-from lightserve.router.policies.base import Phase, Policy, StepLimits, Waiting
+from lightserve.router.policies.base import Phase, Policy, StepLimits, Waiting, merged
 from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.queue import Turn, WaitingQueue, prefix_in_flight
 from lightserve.router.request import RUNNING, WAITING, Request
@@ -88,18 +88,10 @@ def _add_decodes(phase: Phase, step: StepBudget, memory: MemoryPlan) -> None:
 
 def _in_order(phase: Phase, step: StepBudget) -> Iterator[Request]:
     """Yield prompts and newcomers of a phase as they are to be tried, until it has ended."""
-    newcomers = _open(phase, step)
-    newcomer = next(newcomers, None) if phase.goes_before is not None else None
-    for prompt in phase.prompts:
-        while newcomer is not None and phase.goes_before and phase.goes_before(newcomer, prompt):
-            yield newcomer
-            newcomer = next(newcomers, None)
+    for request in merged(phase.prompts, _open(phase, step), phase.goes_before):
         if step.has_run_out and not phase.num_tokens:
             return
-        yield prompt
-    if newcomer is not None and not step.has_run_out:
-        yield newcomer
-    yield from newcomers
+        yield request
 
 
 def _open(phase: Phase, step: StepBudget) -> Iterator[Request]:

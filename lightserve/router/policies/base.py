@@ -113,6 +113,27 @@ class Phase(NamedTuple):
     decode on by themselves)."""
 
 
+def merged(
+    first: Iterable[Request],
+    second: Iterator[Request],
+    goes_before: Callable[[Request, Request], bool] | None,
+) -> Iterator[Request]:
+    """Yield both in their own orders, one of `second` before one of `first` where that is said.
+
+    Without `goes_before` all of `second` comes last, and is not asked for anything before.
+    """
+    if goes_before is not None:
+        other = next(second, None)
+        for request in first:
+            while other is not None and goes_before(other, request):
+                yield other
+                other = next(second, None)
+            yield request
+        first = () if other is None else (other,)
+    yield from first
+    yield from second
+
+
 class Policy(Protocol):
     """Says in which order requests are tried; the planner's loop fills the step."""
 

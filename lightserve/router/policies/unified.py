@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightserve.router.arrivals import Outlook
-from lightserve.router.policies.base import LOOK_AHEAD, Phase
+from lightserve.router.policies.base import LOOK_AHEAD, Phase, merged
 from lightserve.router.policies.batch_order import BatchOrder, promote
 from lightserve.router.policies.step_budget import MEMORY_REASONS, StepBudget
 from lightserve.router.request import Request
@@ -152,7 +152,7 @@ class _Order:
         newcomers = self._one_long_at_once(newcomers, in_time)
         classes: tuple[RequestClass, ...] = (RT,)
         if jobs := [r for r in self._jobs if r not in step.started]:
-            newcomers, classes = self._by_residual(jobs, newcomers), (RT, BE)
+            newcomers, classes = merged(jobs, newcomers, self._goes_before), (RT, BE)
         late_first, late_last = (late, []) if late_goes_first else ([], late)
         middle = Phase(prompts=in_time, newcomers=newcomers, goes_before=self._goes_before)
         for phase in (Phase(prompts=late_first), middle, Phase(prompts=late_last)):
@@ -293,20 +293,6 @@ class _Order:
             num_held += 1
             if num_held == LOOK_AHEAD:
                 return
-
-    def _by_residual(
-        self, first: Iterable[Request], newcomers: Iterator[Request]
-    ) -> Iterator[Request]:
-        """Merge urgent jobs with newcomers; those of these that are late come last."""
-        newcomer = next(newcomers, None)
-        for request in first:
-            while newcomer is not None and self._goes_before(newcomer, request):
-                yield newcomer
-                newcomer = next(newcomers, None)
-            yield request
-        if newcomer is not None:
-            yield newcomer
-        yield from newcomers
 
     def _goes_before(self, newcomer: Request, request: Request) -> bool:
         step = self._step
