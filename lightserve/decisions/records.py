@@ -138,13 +138,13 @@ class Decision(Record, frozen=True, tag="decision"):
     limit_s: float | None
     """The time limit that the policy set, if it set one."""
     advancing: list[Share]
-    stops: list[RequestName]
+    paused: list[RequestName]
     """Running requests that are paused before the step."""
-    takes: list[Share]
+    checkpointed: list[Share]
     """KV that paused requests lose, saved on the host."""
-    drops: list[RequestName]
+    preempted: list[RequestName]
     """Requests that lose all their KV."""
-    loads: list[Share]
+    loaded: list[Share]
     """KV that comes back from the host beside the step, of requests that stay paused."""
     skipped: list[LeftOut]
     unseen: dict[RequestClass, Unseen]
@@ -180,10 +180,10 @@ def decision_of(step: PlannedStep, plan: StepPlan, committed_at_s: float) -> Dec
         predicted_s=float(step.predicted_s),
         limit_s=None if limit_s is None or limit_s == float("inf") else float(limit_s),
         advancing=[Share(*request.key, count) for request, count in step.scheduled],
-        stops=[_name(request) for request in step.stops],
-        takes=[Share(*request.key, count) for request, count in step.takes],
-        drops=[_name(request) for request in step.drops],
-        loads=[Share(*request.key, count) for request, count in step.loads],
+        paused=[_name(request) for request in step.paused],
+        checkpointed=[Share(*request.key, count) for request, count in step.checkpointed],
+        preempted=[_name(request) for request in step.preempted],
+        loaded=[Share(*request.key, count) for request, count in step.loaded],
         skipped=[LeftOut(*request.key, reason) for request, reason in step.skipped],
         unseen=dict(step.unseen),
         plan=new_hash(msgspec.msgpack.encode(plan)).hexdigest(),

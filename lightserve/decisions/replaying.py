@@ -420,16 +420,16 @@ class _Teller:
     def _part_in(self, decision: Decision, request_class: RequestClass) -> tuple[str, str, int]:
         """Return what a step does with the request, its heading, and the tokens it computes."""
         name = self.name
-        lost = [take.num_tokens for take in decision.takes if take[:2] == name]
+        lost = [take.num_tokens for take in decision.checkpointed if take[:2] == name]
         notes = [f", {lost[0]} tokens of KV go to the host" for _ in lost]
-        notes += [", all its KV is given up" for drop in decision.drops if drop == name]
-        if name in decision.stops:
+        notes += [", all its KV is given up" for request in decision.preempted if request == name]
+        if name in decision.paused:
             notes.insert(0, ", paused")
         more = "".join(notes)
         for share in decision.advancing:
             if share[:2] == name:
                 return f"{_COMPUTES}{more}", _COMPUTES, share.num_tokens
-        for share in decision.loads:
+        for share in decision.loaded:
             if share[:2] == name:
                 return f"loads from the host{more}", _MEANINGS[Reason.LOADING], share.num_tokens
         for left in decision.skipped:

@@ -187,22 +187,22 @@ class StepCommit:
         """Book a step planned since the last event; return the message to send."""
         self.skip_counters.note(step)
         self._make_room(step, kv)
-        self._steps_since_take = 0 if step.takes else self._steps_since_take + 1
+        self._steps_since_take = 0 if step.checkpointed else self._steps_since_take + 1
         newcomers = [r for r, _ in step.chunks if r.state is WAITING]
         for request in newcomers:
             self._start(request, kv)
-        for request, _ in step.loads:
+        for request, _ in step.loaded:
             kv.hold(request)
         for request in newcomers:
             num_loaded = kv.load(request, request.num_loaded_by_start)
             self.counters[request.request_class].loaded_tokens += num_loaded
             request.state = RUNNING
-        for request, num_tokens in step.loads:
+        for request, num_tokens in step.loaded:
             self.counters[request.request_class].loaded_tokens += kv.load_ahead(request, num_tokens)
         decode_slots = kv.acquire_one_each(step.decodes.rows)
         chunk_slots = kv.acquire(step.chunks)
         _note_slots(step, decode_slots, chunk_slots)
-        self._copy_ahead(kv, sum(num_tokens for _, num_tokens in step.loads))
+        self._copy_ahead(kv, sum(num_tokens for _, num_tokens in step.loaded))
         plan = build_plan(
             step,
             decode_slots=decode_slots,
@@ -238,12 +238,12 @@ class StepCommit:
 
     def _make_room(self, step: PlannedStep, kv: KVStore) -> None:
         """Pause and take; who stops heads the queue of its class, in order of admission."""
-        for request in step.stops:
+        for request in step.paused:
             self._rows.release(request)
             self.counters[request.request_class].num_pauses += 1
             request.pause()
-        self._waiting.requeue(step.stops[::-1])
-        for request, num_tokens in step.takes:
+        self._waiting.requeue(step.paused[::-1])
+        for request, num_tokens in step.checkpointed:
             counters = self.counters[request.request_class]
             num_kept = request.num_kept_tokens
             num_saved = kv.take(request, num_tokens)
@@ -253,7 +253,7 @@ class StepCommit:
             else:
                 counters.taken_tokens += num_tokens
                 counters.saved_tokens += num_saved
-        for request in step.drops:
+        for request in step.preempted:
             counters = self.counters[request.request_class]
             counters.num_evictions += 1
             counters.lost_tokens += request.num_kept_tokens

@@ -31,17 +31,17 @@ from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.prefix_node import PrefixNode, path_of
 from lightserve.router.request import RUNNING, Request
 from lightserve.router.request_table import Decodes, RequestTable, Rows
-from lightserve.router.step import Loading, Reason, Scheduled, Take, each_scheduled
+from lightserve.router.step import Checkpointed, Loading, Reason, Scheduled, each_scheduled
 from lightserve.types import BE, RT
 
 
 class MemoryChanges(NamedTuple):
     """What must happen before a step is sent; see `PlannedStep`."""
 
-    stops: tuple[Request, ...]
-    takes: tuple[Take, ...]
-    drops: tuple[Request, ...]
-    loads: tuple[Loading, ...]
+    paused: tuple[Request, ...]
+    checkpointed: tuple[Checkpointed, ...]
+    preempted: tuple[Request, ...]
+    loaded: tuple[Loading, ...]
 
 
 def _runs(request: Request) -> bool:
@@ -92,12 +92,12 @@ class MemoryPlan:
         """Tokens that each of all others computes."""
         self._num_slots_of: dict[Request, int] = {}
         """Slots that they take; also of some that were placed and have been stopped."""
-        self._loads: dict[Request, int] = {}
+        self._loaded: dict[Request, int] = {}
         """Tokens that come back for those that stay paused."""
-        self._stops: dict[Request, Reason] = {}
+        self._paused: dict[Request, Reason] = {}
         """Requests that run and are to be paused, and what for."""
-        self._takes: dict[Request, int] = {}
-        self._drops: dict[Request, None] = {}
+        self._checkpointed: dict[Request, int] = {}
+        self._preempted: dict[Request, None] = {}
         self._pinned: set[PrefixNode] = set()
         """What newcomers of the step found in the prefix tree: it is not taken now."""
         self.robbed: list[Request] = []
@@ -126,30 +126,34 @@ class MemoryPlan:
 
     def changes(self) -> MemoryChanges:
         """Return what must happen before."""
-        dropped = filter(_runs, self._drops)
+        also = filter(_runs, self._preempted)
         return MemoryChanges(
-            tuple(dict.fromkeys([*self._stops, *dropped])),
-            tuple(Take(request, count) for request, count in self._takes.items() if count),
-            tuple(self._drops),
-            tuple(itertools.starmap(Loading, self._loads.items())),
+            tuple(dict.fromkeys([*self._paused, *also])),
+            tuple(
+                Checkpointed(request, count)
+                for request, count in self._checkpointed.items()
+                if count
+            ),
+            tuple(self._preempted),
+            tuple(itertools.starmap(Loading, self._loaded.items())),
         )
 
     @property
     def stopped_for(self) -> dict[Request, Reason]:
         """Requests that run and are to be paused: whether for their memory or their row."""
-        return self._stops
+        return self._paused
 
     @property
     def num_copied(self) -> int:
         """Tokens that the step copies at most, to the host and back."""
         num_loaded = sum([r.num_loaded_by_start for r in self._placed if not _runs(r)])
-        return num_loaded + sum(self._takes.values())
+        return num_loaded + sum(self._checkpointed.values())
 
     def not_stopped(self, rows: Rows) -> Rows:
         """Return those rows that go on running."""
-        if not (self._stops or self._takes or self._drops):
+        if not (self._paused or self._checkpointed or self._preempted):
             return rows
-        losers = {request.row for request in (*self._stops, *self._takes, *self._drops)}
+        losers = {request.row for request in (*self._paused, *self._checkpointed, *self._preempted)}
         going_on: Rows = rows[~np.isin(rows, [row for row in losers if row is not None])]
         return going_on
 
@@ -165,7 +169,9 @@ class MemoryPlan:
         if not len(rows):
             return rows
         if len(rows) > self._num_left - self._num_reserved:
-            if self._untaken is None and not (self._stops or self._takes or self._drops):
+            if self._untaken is None and not (
+                self._paused or self._checkpointed or self._preempted
+            ):
                 self._untaken = self._save()
             real_time = self._table.of(rows[self._table.is_rt[rows]])
             self._make_room(self._kv.cost_of_all([(request, 1) for request in real_time]))
@@ -189,7 +195,7 @@ class MemoryPlan:
         """Add a part; return what of it fits, or why nothing does. Prompts that run may be cut."""
         request = part.request
         self._untaken = None
-        if self._has_stopped(request) or request in self._takes:
+        if self._has_stopped(request) or request in self._checkpointed:
             return Reason.KV_NOW
         if not _runs(request):
             return self._place_waiting(part) or part
@@ -287,7 +293,7 @@ class MemoryPlan:
             self._take_from_juniors(request, missing)
         if num_slots > self._num_usable(request):
             return Reason.KV_NOW
-        self._loads[request], self._num_slots_of[request] = num_tokens, num_slots
+        self._loaded[request], self._num_slots_of[request] = num_tokens, num_slots
         self._num_left -= num_slots
         return None
 
@@ -312,7 +318,7 @@ class MemoryPlan:
         """Add a request that has no row; if it does not fit, the state is to be restored."""
         request, num_tokens = part
         if request.hit is not None:
-            if any(self._reads(request, *take) for take in self._takes.items()):
+            if any(self._reads(request, *take) for take in self._checkpointed.items()):
                 if request.request_class is RT:
                     self.robbed.append(request)
                 return Reason.KV_NOW  # next time it finds less
@@ -331,7 +337,7 @@ class MemoryPlan:
         return None
 
     def _has_stopped(self, request: Request) -> bool:
-        return request in self._stops or request in self._drops
+        return request in self._paused or request in self._preempted
 
     def _num_usable(self, request: Request) -> int:
         if request.request_class is RT:
@@ -347,9 +353,9 @@ class MemoryPlan:
 
     def _num_pinned_by(self, request: Request) -> int:
         """Return how much less can be evicted once a newcomer reads what it found."""
-        if request.hit is None or not self._drops:
+        if request.hit is None or not self._preempted:
             return request.num_pinned_by_start
-        freed = self._kv.freed_by(list(self._drops))
+        freed = self._kv.freed_by(list(self._preempted))
         return request.num_pinned_by_start + sum(
             len(node.tokens) for node in _path_of_hit(request) if node in freed
         )
@@ -389,9 +395,9 @@ class MemoryPlan:
         is_barren = True
         for rank in range(stop - 1, ranks.start - 1, -1):
             holder = self._holders[rank]
-            before = self._takes.get(holder, 0)
+            before = self._checkpointed.get(holder, 0)
             num_left = self._tails.takeable(holder, self._pinned) - before
-            if num_left > 0 and holder not in self._drops:
+            if num_left > 0 and holder not in self._preempted:
                 is_barren = False
                 yield holder, before, num_left
             elif is_barren:
@@ -441,14 +447,14 @@ class MemoryPlan:
                 self._barren_rank = rank
 
     def _num_slots_placed(self, request: Request) -> int:
-        is_placed = request in self._placed or request in self._loads
+        is_placed = request in self._placed or request in self._loaded
         return self._num_slots_of[request] if is_placed else 0
 
     def _take_rest(self, ranks: range, missing: int, *, takes_less: bool) -> None:
         """Take what is missing, or as much as there is, where the ends of KV are not enough."""
         juniors = [self._holders[rank] for rank in reversed(ranks)]
-        if self._drops:
-            juniors = [junior for junior in juniors if junior not in self._drops]
+        if self._preempted:
+            juniors = [junior for junior in juniors if junior not in self._preempted]
         if self._drop_whole(juniors, missing):
             return
         if not (takes_less and self._take_ends(ranks, missing, takes_less=True)):
@@ -457,34 +463,34 @@ class MemoryPlan:
     def _save(self) -> tuple[Any, ...]:
         """Return what `_restore` needs to take everything back that happens from here on."""
         state: tuple[dict[Request, Any], ...]
-        state = (self._placed, self._loads, self._stops, self._takes, self._drops)
+        state = (self._placed, self._loaded, self._paused, self._checkpointed, self._preempted)
         numbers = self._num_left, self._num_rows, self._newcomer_bytes
         return (*numbers, self._pinned, list(self._whole), *(dict(part) for part in state))
 
     def _restore(self, saved: tuple[Any, ...]) -> None:
         self._num_left, self._num_rows, self._newcomer_bytes, self._pinned, *state = saved
         self._whole, *state = state
-        self._placed, self._loads, self._stops, self._takes, self._drops = state
+        self._placed, self._loaded, self._paused, self._checkpointed, self._preempted = state
         self._barren_from.clear()
 
     def _take_ends(self, ranks: range, missing: int, *, takes_less: bool) -> bool:
         """Take tokens from the ends of juniors' KV; whether there were (enough) to take."""
         wanted_slots = missing
-        takes: list[Take] = []
+        taken: list[Checkpointed] = []
         for junior, before, num_left in self._takeable_among(ranks):
             if missing <= 0:
                 break
             missing -= self._num_slots_placed(junior)
             wanted = num_left if self._kv.takes_all else max(0, min(num_left, missing))
-            takes.append(Take(junior, before + wanted))
+            taken.append(Checkpointed(junior, before + wanted))
             missing -= self._gain(junior, before + wanted) - self._gain(junior, before)
         if missing > 0 and not (takes_less and missing < wanted_slots):
             return False
-        for junior, num_tokens in takes:
+        for junior, num_tokens in taken:
             self._stop(junior)
-            self._num_left -= self._gain(junior, self._takes.get(junior, 0))
+            self._num_left -= self._gain(junior, self._checkpointed.get(junior, 0))
             self._num_left += self._gain(junior, num_tokens)
-            self._takes[junior] = num_tokens
+            self._checkpointed[junior] = num_tokens
         return True
 
     def _gain(self, request: Request, num_tokens: int) -> int:
@@ -497,43 +503,43 @@ class MemoryPlan:
 
         One that has nothing left in the pool has nothing to give: its copies on the host stay.
         """
-        juniors = [j for j in juniors if j.num_held_tokens > self._takes.get(j, 0)]
+        juniors = [j for j in juniors if j.num_held_tokens > self._checkpointed.get(j, 0)]
         counts = range(1, len(juniors) + 1)
         num_enough = 1 + bisect.bisect_left(
             counts, missing, key=lambda count: self._num_returned_by(juniors[:count])
         )
         if num_enough > len(juniors) and not takes_less:
             return False
-        before = self._kv.num_freed_by(list(self._drops), self._pinned)
+        before = self._kv.num_freed_by(list(self._preempted), self._pinned)
         for junior in juniors[:num_enough]:
             self._stop(junior)
-            self._num_left -= self._gain(junior, self._takes.pop(junior, 0))
-            self._drops[junior] = None
-        self._num_left += self._kv.num_freed_by(list(self._drops), self._pinned) - before
+            self._num_left -= self._gain(junior, self._checkpointed.pop(junior, 0))
+            self._preempted[junior] = None
+        self._num_left += self._kv.num_freed_by(list(self._preempted), self._pinned) - before
         return True
 
     def _num_returned_by(self, juniors: Sequence[Request]) -> int:
         """Return how many slots more would be left if these lost all KV."""
-        before = self._kv.num_freed_by(list(self._drops), self._pinned)
-        after = self._kv.num_freed_by([*self._drops, *juniors], self._pinned)
+        before = self._kv.num_freed_by(list(self._preempted), self._pinned)
+        after = self._kv.num_freed_by([*self._preempted, *juniors], self._pinned)
         num_placed = sum(map(self._num_slots_placed, juniors))
-        num_taken = sum(self._gain(junior, self._takes.get(junior, 0)) for junior in juniors)
+        num_taken = sum(self._gain(junior, self._checkpointed.get(junior, 0)) for junior in juniors)
         return after - before + num_placed - num_taken
 
     def _stop(self, request: Request, reason: Reason = Reason.KV_NOW) -> None:
         """Take back a part that was placed; a request that runs is paused."""
-        if request in self._loads:
+        if request in self._loaded:
             self._num_left += self._num_slots_placed(request)
             self._newcomer_bytes -= newcomer_bytes(request)
-            del self._loads[request]
+            del self._loaded[request]
         if request in self._placed:
             self._num_left += self._num_slots_placed(request)
             del self._placed[request]
             if not _runs(request):
                 self._num_rows += 1
                 self._newcomer_bytes -= newcomer_bytes(request)
-        if _runs(request) and request not in self._stops:
-            self._stops[request] = reason
+        if _runs(request) and request not in self._paused:
+            self._paused[request] = reason
             self._num_rows += 1
 
 

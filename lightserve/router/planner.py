@@ -249,20 +249,20 @@ class Planner:
             step.skips.lose(request, reason)
         left_out = step.skips.of_step(decodes, chunks)
         newcomers = [r for r, _ in chunks if r.state is WAITING]
-        stops, takes, drops, loads = memory.changes()
+        changes = memory.changes()
         shape = shape_of([decodes, *chunks])
         return PlannedStep(
             step_id=self._pipeline.next_step_id,
             decodes=decodes,
             chunks=chunks,
             num_samples=nums_of_samples(chunks),
-            stops=stops,
-            takes=takes,
-            drops=drops,
+            paused=changes.paused,
+            checkpointed=changes.checkpointed,
+            preempted=changes.preempted,
             planned_at_s=now_s,
             shape=shape,
             predicted_s=self._pipeline.predict(shape, memory.num_copied),
-            loads=loads,
+            loaded=changes.loaded,
             left_out=left_out,
             unseen=self._unseen(newcomers, left_out, step.skips),
             limit_s=step.deadline_s if math.isfinite(step.deadline_s) else None,

@@ -256,7 +256,7 @@ class Scheduler:
             return WaitUntil(due_s)
         headroom = self._burst.headroom(now_s, self._kv.num_slots)
         planned = self._planner.plan(self._kv, self._suspects, headroom, now_s)
-        if planned is None or (planned.stops and not self._pipeline.is_empty):
+        if planned is None or (planned.paused and not self._pipeline.is_empty):
             return WaitUntil(None)  # a row may only be taken from a request that is not in flight
         return planned
 

@@ -34,7 +34,7 @@ class Loading(NamedTuple):
     num_tokens: int
 
 
-class Take(NamedTuple):
+class Checkpointed(NamedTuple):
     """The last tokens that a paused request holds, to be taken from it."""
 
     request: Request
@@ -258,17 +258,17 @@ class PlannedStep:
     """All others: prompts, those that begin or resume."""
     num_samples: tuple[int, ...]
     """Tokens that each of `chunks` can yield at most."""
-    stops: tuple[Request, ...]
+    paused: tuple[Request, ...]
     """Running requests to pause before the plan is sent; only ever with nothing in flight."""
-    takes: tuple[Take, ...]
-    """KV to take from requests that are paused then."""
-    drops: tuple[Request, ...]
+    checkpointed: tuple[Checkpointed, ...]
+    """KV to take from requests that are paused then, copied to the host where it is saved."""
+    preempted: tuple[Request, ...]
     """Requests, paused then, that lose all their KV."""
     planned_at_s: float
     shape: StepShape
     predicted_s: float
     """Predicted execution time."""
-    loads: tuple[Loading, ...] = ()
+    loaded: tuple[Loading, ...] = ()
     """KV of paused requests that comes back beside the step."""
     left_out: LeftOut = NOTHING_LEFT_OUT
     """Requests that were considered and do not advance."""

@@ -380,7 +380,7 @@ class OfflineRun:
         news = core.on_result(result, self._now_s)
         measured.router_s.append(router_s + time.process_time() - start_s)
         if self._config.keeps_timeline:
-            measured.planned(num_used, len(step.stops))
+            measured.planned(num_used, len(step.paused))
         return self._take_in(news)
 
     def _take_in(self, news: Iterable[Outgoing]) -> int:

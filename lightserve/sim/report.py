@@ -420,13 +420,15 @@ class Measurements:
         self, step: PlannedStep, num_steps: int, num_used: int, live: Sequence[Request]
     ) -> float:
         """Take in decode steps, before they are booked; returns their seconds."""
-        if step.stops:
+        if step.paused:
             self._peak = None
         if self._peak is None:
-            self._peak = self._true_peak([request for request in live if request not in step.stops])
+            self._peak = self._true_peak(
+                [request for request in live if request not in step.paused]
+            )
         num_rows = len(step.scheduled)
         held = sum(request.next_position for request, _ in step.scheduled)
-        freed = sum(victim.next_position for victim in step.stops)
+        freed = sum(victim.next_position for victim in step.paused)
         growth = num_rows * num_steps * (num_steps + 1) / 2
         self._decode_steps += num_steps
         self._consumed += num_steps * (num_used - freed) + growth

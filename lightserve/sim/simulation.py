@@ -87,7 +87,7 @@ class TimedCore(Scheduler):
     def _rt_evictions_beside_be(self, planned: PlannedStep) -> int:
         """Return how many real-time requests a step that has just left took KV from, if slots
         would be free now without the best-effort ones; what others read as well would not."""
-        losers = [*(take.request for take in planned.takes), *planned.drops]
+        losers = [*(take.request for take in planned.checkpointed), *planned.preempted]
         num_losers = sum(request.request_class is RequestClass.RT for request in losers)
         if num_losers == 0:
             return 0

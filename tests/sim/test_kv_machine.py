@@ -194,14 +194,14 @@ class KVMachine(RuleBasedStateMachine):
                 if request.request_class is RequestClass.RT
                 and request.num_schedulable_tokens
                 and request not in moved
-                and request not in step.stops
+                and request not in step.paused
             ]
             assert not stuck or self.num_left_of_best_effort(step) <= 0, "stuck beside memory"
-        losers = {*step.stops, *step.drops, *(request for request, _ in step.takes)}
+        losers = {*step.paused, *step.preempted, *(request for request, _ in step.checkpointed)}
         assert not moved & losers, "takes part and loses"
         if not losers:
             return
-        assert not step.stops or not self.sent, "paused on a guess"
+        assert not step.paused or not self.sent, "paused on a guess"
         assert moved, "a request loses for none"
         if not self.is_class_aware:
             return
@@ -211,11 +211,11 @@ class KVMachine(RuleBasedStateMachine):
     def check_loads(self, step: PlannedStep) -> None:
         """A request that loads beside a step is paused, stays so, and loses nothing in it."""
         moved = {request for request, _ in step.scheduled}
-        losers = {*step.stops, *step.drops, *(request for request, _ in step.takes)}
-        loading = {request for request, _ in step.loads}
-        assert len(loading) == len(step.loads) and not loading & (moved | losers)
+        losers = {*step.paused, *step.preempted, *(request for request, _ in step.checkpointed)}
+        loading = {request for request, _ in step.loaded}
+        assert len(loading) == len(step.loaded) and not loading & (moved | losers)
         assert moved or not loading, "a step of copies alone"
-        for request, num_tokens in step.loads:
+        for request, num_tokens in step.loaded:
             assert request.is_paused and 0 < num_tokens <= request.num_loaded_by_start
             assert (request, Reason.LOADING) in step.skipped
 
@@ -227,9 +227,9 @@ class KVMachine(RuleBasedStateMachine):
         kv = self.core._kv
         assert kv is not None
         best_effort = [r for r in self.holders() if r.request_class is RequestClass.BE]
-        kept = [r for r in best_effort if r not in step.drops]
-        taken = sum(count for r, count in step.takes if r in kept)
-        return kv.num_freed_by([*step.drops, *kept]) - kv.num_freed_by(step.drops) - taken
+        kept = [r for r in best_effort if r not in step.preempted]
+        taken = sum(count for r, count in step.checkpointed if r in kept)
+        return kv.num_freed_by([*step.preempted, *kept]) - kv.num_freed_by(step.preempted) - taken
 
     @invariant()
     def agrees(self) -> None:

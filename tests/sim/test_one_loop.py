@@ -120,7 +120,7 @@ def test_decodes_that_give_way_take_no_memory() -> None:
     for _ in range(7):
         assert 4 in scene.step()
         assert scene.planned is not None
-        assert not scene.planned.stops and not scene.planned.drops
+        assert not scene.planned.paused and not scene.planned.preempted
 
 
 def test_a_class_blind_policy_lets_real_time_pass_what_the_reserve_refuses() -> None:

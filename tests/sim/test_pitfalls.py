@@ -149,7 +149,7 @@ class Scene:
         return {int(request.key.request_id): count for request, count in step.scheduled}
 
     def stops_of(self, number: int) -> int:
-        return sum(int(r.key.request_id) == number for step in self.steps for r in step.stops)
+        return sum(int(r.key.request_id) == number for step in self.steps for r in step.paused)
 
 
 @pytest.mark.parametrize("policy", ["unified", "priority"])
@@ -166,7 +166,7 @@ def test_real_time_gets_a_row_of_best_effort(policy: str) -> None:
     scene.run(num_in_flight + 2)
     next_step = scene.steps[num_before]
     assert scene.moved(next_step)[9] == 30, "it is in the next plan that leaves"
-    assert len(next_step.stops) == 1
+    assert len(next_step.paused) == 1
     scene.run_dry()
 
 
@@ -235,7 +235,7 @@ def test_none_is_paused_for_one_that_it_does_not_suffice() -> None:
         scene.run(1)
     assert len(scene.steps) > num_before + 20
     waiting = scene.steps[num_before : num_before + 20]
-    assert all(not step.stops and not step.drops and not step.takes for step in waiting)
+    assert all(not step.paused and not step.preempted and not step.checkpointed for step in waiting)
     reasons = {
         reason
         for step in waiting

@@ -213,7 +213,7 @@ class _Weighed(Storm):
     def _check(self, step: PlannedStep) -> None:
         super()._check(step)
         newcomers = [request for request, _ in step.scheduled if request.state is WAITING]
-        sizes = [newcomer_bytes(r) for r in [*newcomers, *[r for r, _ in step.loads]]]
+        sizes = [newcomer_bytes(r) for r in [*newcomers, *[r for r, _ in step.loaded]]]
         assert len(sizes) <= 1 or sum(sizes) <= memory_plan.MAX_NEWCOMER_BYTES
         self.num_refused += any(reason == "bytes" for _, reason in step.skipped)
         self._said = sum(sizes) + sum(ROW_BYTES + SLOT_BYTES * count for _, count in step.scheduled)

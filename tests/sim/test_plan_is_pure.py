@@ -96,8 +96,8 @@ class ComparingCore(Scheduler):
             assert isinstance(again, PlannedStep)
             assert again.scheduled == step.scheduled
             assert again.skipped == step.skipped
-            assert (again.stops, again.takes, again.drops, again.loads) == (
-                (step.stops, step.takes, step.drops, step.loads)
+            assert (again.paused, again.checkpointed, again.preempted, again.loaded) == (
+                (step.paused, step.checkpointed, step.preempted, step.loaded)
             )
         else:
             assert again == step

@@ -73,7 +73,7 @@ class AccountingCore(Scheduler):
         for request, reason in planned.skipped:
             if reason is Reason.BLOCKED and request.request_class is RequestClass.RT:
                 assert request.num_schedulable_tokens == 0  # no other's prefix holds it up
-        for request in planned.stops:
+        for request in planned.paused:
             assert (request, Reason.KV_NOW) in planned.skipped or (
                 (request, Reason.ROWS) in planned.skipped
             )

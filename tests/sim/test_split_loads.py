@@ -149,7 +149,7 @@ class Scene:
         return sum(tracker.kept.num_missed for tracker in deadlines if tracker is not None)
 
     def num_loaded_ahead(self) -> list[int]:
-        return [count for step in self.steps for _, count in step.loads]
+        return [count for step in self.steps for _, count in step.loaded]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_it_comes_back_beside_the_decodes_of_others(policy: str, overlaps: bool)
     num_at_once = 0 if overlaps else 10  # as there is time for so many in the step that runs it
     assert num_missing - num_at_once <= sum(scene.num_loaded_ahead()) <= num_missing
     assert len(scene.num_loaded_ahead()) > 3
-    loads = [step for step in scene.steps if step.loads]
+    loads = [step for step in scene.steps if step.loaded]
     assert all((victim, Reason.LOADING) in step.skipped for step in loads)
     first_run = next(step for step in scene.steps if victim in dict(step.scheduled))
     assert first_run.step_id == loads[-1].step_id + 1, "in the step after its last token"

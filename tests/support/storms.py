@@ -314,11 +314,11 @@ class Storm:
     def _check(self, step: PlannedStep) -> None:
         """Invariants of classes, memory and order (`WatchedPolicy` has the planner's)."""
         moved = {request for request, _ in step.scheduled}
-        losers = {*step.stops, *step.drops, *(request for request, _ in step.takes)}
+        losers = {*step.paused, *step.preempted, *(request for request, _ in step.checkpointed)}
         assert moved, "an empty step"
         assert all(request.key in self.core._requests for request in moved | losers)
         assert not moved & losers, "takes part and loses"
-        assert not (step.stops and (self.sent or self._is_busy)), "paused on a guess"
+        assert not (step.paused and (self.sent or self._is_busy)), "paused on a guess"
         if any(request.request_class is RT for request in losers):
             self._check_last_resort(step)
         assert self.core._waiting.num_since_oldest < OLDEST_EVERY
@@ -329,9 +329,9 @@ class Storm:
         assert kv is not None
         live = [*self.core.running, *self.core._waiting]
         best_effort = [r for r in live if r.request_class is BE and r.slots is not None]
-        kept = [r for r in best_effort if r not in step.drops]
-        taken = sum(kv.gain(r, count) for r, count in step.takes if r in kept)
-        left = kv.num_freed_by([*step.drops, *kept]) - kv.num_freed_by(step.drops) - taken
+        kept = [r for r in best_effort if r not in step.preempted]
+        taken = sum(kv.gain(r, count) for r, count in step.checkpointed if r in kept)
+        left = kv.num_freed_by([*step.preempted, *kept]) - kv.num_freed_by(step.preempted) - taken
         assert left <= 0, "real-time loses beside best-effort memory"
         advancing = {request.request_class for request, _ in step.scheduled}
         assert RT in advancing, "real-time loses for best-effort"

@@ -85,8 +85,8 @@ def summary(
 ) -> tuple[dict[str, int], dict[str, int], list[str], list[str]]:
     moved = {names[request]: count for request, count in each_scheduled(memory.parts)}
     changes = memory.changes()
-    taken = {names[request]: count for request, count in changes.takes}
-    return moved, taken, [names[r] for r in changes.stops], [names[r] for r in changes.drops]
+    taken = {names[request]: count for request, count in changes.checkpointed}
+    return moved, taken, [names[r] for r in changes.paused], [names[r] for r in changes.preempted]
 
 
 def test_memory_for_all() -> None:
