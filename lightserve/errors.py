@@ -11,6 +11,7 @@
     ├── LoadTestError      `lightserve bench` got no server or no file: exit code 1 and one line
     ├── KVMapError         `lightserve kv-map` got or wrote no picture: exit code 1 and one line
     ├── DecisionLogError   a decision log that cannot be read or was changed: exit code 1, one line
+    ├── BatchError         `lightserve batch` got no answer: exit code 1 and one line
     ├── StoreError         the batch store cannot be read or written: 503, or 507 if it is full
     ├── ProtocolError      a peer process sent what this version does not understand
     │   └── FrameTooLarge  a message that no peer would accept
@@ -78,6 +79,10 @@ class LoadTestError(LightserveError):
 
 class KVMapError(LightserveError):
     """A KV map that a server does not give, or a picture of it that cannot be written."""
+
+
+class BatchError(LightserveError):
+    """A server that cannot be reached, or refused; the text is for people."""
 
 
 class StoreError(LightserveError):

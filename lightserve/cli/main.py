@@ -17,6 +17,7 @@ from lightserve.logs import one_line, say_last
 SUBCOMMANDS: Mapping[str, str] = {
     "serve": "Serve a model over HTTP.",
     "chat": "Chat with a running server in the terminal.",
+    "batch": "Have a server answer a file of requests as best-effort work.",
     "bench": "Load a server and report what its users would have seen.",
     "kv-map": "Draw what every slot of a running server's KV pool is for.",
     "collect-env": "Print what a bug report needs to know of this machine.",
