@@ -35,7 +35,7 @@ class _Body(msgspec.Struct, frozen=True):
 
     model: str
     stream: bool | None = None
-    service_tier: str | None = None
+    service_tier: str | msgspec.UnsetType | None = msgspec.UNSET
     slo: msgspec.Raw = msgspec.Raw(b"null")
 
 
@@ -77,9 +77,13 @@ def check_lines(
 def body_of(line: bytes) -> bytes:
     """Return the request in a line that has been checked, as one of best effort."""
     body = bytes(_LINE.decode(line).body).strip()
-    if _BODY.decode(body).service_tier is not None:
-        return body
-    return b'{"service_tier":"%s",' % BATCH_TIER.encode() + body[1:]
+    tier = _BODY.decode(body).service_tier
+    if tier is msgspec.UNSET:
+        return b'{"service_tier":"%s",' % BATCH_TIER.encode() + body[1:]
+    if tier is None:  # null is the same as absent
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        return msgspec.json.encode({**fields, "service_tier": BATCH_TIER})
+    return body
 
 
 def _split(files: Files, file: FileRecord) -> Iterator[tuple[int, int, bytes]]:
@@ -132,7 +136,7 @@ def _check(number: int, line: bytes, endpoint: str, check_model: Callable[[str],
         raise _refusal(number, f"body.{refusal.message}", code=refusal.code) from None
     if body.stream:
         raise _refusal(number, "body.stream must be false, got true")
-    if body.service_tier not in (None, BATCH_TIER):
+    if body.service_tier not in (None, BATCH_TIER, msgspec.UNSET):
         raise _refusal(
             number, f'body.service_tier must be "{BATCH_TIER}", got {_show(body.service_tier)}'
         )

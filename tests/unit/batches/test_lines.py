@@ -87,3 +87,7 @@ def test_a_line_becomes_a_request_of_best_effort() -> None:
     }
     told = line("a", body={"service_tier": "flex"})
     assert json.loads(body_of(json.dumps(told).encode())) == told["body"]
+    absent = line("a", body={"service_tier": None, "max_tokens": 3})
+    expected = json.dumps(absent["body"] | {"service_tier": "flex"}, sort_keys=True)
+    pairs = json.loads(body_of(json.dumps(absent).encode()), object_pairs_hook=list)
+    assert json.dumps(dict(sorted(pairs))) == expected and len(dict(pairs)) == len(pairs)
