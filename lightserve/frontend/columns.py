@@ -98,6 +98,11 @@ class TextBuffer:
         self._data += text.encode()
         return len(self._data) - size
 
+    @property
+    def num_bytes(self) -> int:
+        """Its length."""
+        return len(self._data)
+
     def __str__(self) -> str:
         return self._data.decode()
 

@@ -10,6 +10,7 @@ logged with its traceback, and the client learns only that it happened.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -186,13 +187,15 @@ OWN_NAMES: Mapping[str, str] = {}
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Have errors about fields call them what a route calls them: `names`, by the others."""
+    """Have errors about fields, and what is in them, call them what a route does, by `names`."""
     try:
         yield
     except InvalidRequest as error:
-        if error.param is None or error.param not in names:
+        if error.param is None:
             raise
-        name = names[error.param]
+        field = re.split(r"[.\[]", error.param, maxsplit=1)[0]
+        if (name := names.get(error.param) or names.get(field)) is None:
+            raise
         message = error.message.replace(error.param, name)
         raise InvalidRequest(message, param=name, code=error.code, status=error.status) from None
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 import pydantic
 from pydantic import Discriminator
+from pydantic_core import PydanticCustomError
 from starlette.requests import ClientDisconnect, Request
 
 from lightserve.errors import InvalidRequest
@@ -336,6 +337,18 @@ def by_type(names: Sequence[str], *, field: str = "type", default: str = "") -> 
         custom_error_message="{complaint}",
         custom_error_context={"field": field, "complaint": f"must be {known}"},
     )
+
+
+def only_type(name: str, *others: str | None) -> Any:
+    """Return a validator of models whose `type` is `name`: of others no field is looked at."""
+
+    def check(body: Any) -> Any:
+        if isinstance(body, dict) and body.get("type", name) not in (name, *others):
+            context = {"field": "type", "complaint": f"must be {name}"}
+            raise PydanticCustomError(UNSUPPORTED_VALUE, "{complaint}", context)
+        return body
+
+    return pydantic.model_validator(mode="before")(check)
 
 
 def type_tag(name: str) -> str:

@@ -23,6 +23,11 @@ from lightserve.frontend.admin import (
     TokenizeRequest,
     TokenSpan,
 )
+from lightserve.frontend.anthropic.messages import (
+    AnthropicErrorObject,
+    MessageObject,
+    TokensCount,
+)
 from lightserve.frontend.anthropic.request import CountTokensRequest, MessagesRequest
 from lightserve.frontend.completion import RaisedSLOObject
 from lightserve.frontend.json_body import StrictModel
@@ -42,6 +47,8 @@ from lightserve.frontend.openai.files import (
     FileObject,
     FilePage,
 )
+from lightserve.frontend.openai.responses import ResponseObject
+from lightserve.frontend.openai.responses_request import ResponsesRequest
 from lightserve.frontend.request_options import header_schemas
 from lightserve.frontend.tgi import GenerateRequest
 
@@ -197,86 +204,6 @@ class ModelList(StrictModel):
     data: list[ModelObject]
 
 
-# ----------------------------------------------------------------------
-# What Anthropic's routes answer.
-
-
-class ContentBlockObject(StrictModel):
-    """A block of an answer: what there is besides `type` follows from that."""
-
-    type: Literal["text", "thinking", "tool_use"]
-    text: str | None = None
-    thinking: str | None = None
-    signature: Literal[""] | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-
-
-class MessageUsageObject(StrictModel):
-    """Tokens read, those that were found in the prefix cache apart, and written."""
-
-    input_tokens: int = Field(ge=0)
-    cache_creation_input_tokens: Literal[0]
-    cache_read_input_tokens: int = Field(ge=0)
-    output_tokens: int = Field(ge=0)
-    service_tier: Literal["standard", "batch"]
-
-
-class MessageObject(StrictModel):
-    """The answer of /v1/messages."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[ContentBlockObject]
-    stop_reason: Literal[
-        "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
-    ]
-    stop_sequence: str | None
-    usage: MessageUsageObject
-    slo: RaisedSLOObject | None = None
-
-
-class TokensCount(StrictModel):
-    """The answer of /v1/messages/count_tokens."""
-
-    input_tokens: int = Field(ge=1)
-
-
-class AnthropicErrorDetails(StrictModel):
-    """What programs may look at."""
-
-    error_code: str
-    param: str | None
-
-
-class AnthropicErrorDetail(StrictModel):
-    """What is wrong, in Anthropic's words."""
-
-    type: Literal[
-        "invalid_request_error",
-        "authentication_error",
-        "permission_error",
-        "not_found_error",
-        "request_too_large",
-        "rate_limit_error",
-        "timeout_error",
-        "overloaded_error",
-        "api_error",
-    ]
-    message: str
-    details: AnthropicErrorDetails
-
-
-class AnthropicErrorObject(StrictModel):
-    """Every answer of these routes that is none; also an event of a stream that has begun."""
-
-    type: Literal["error"]
-    error: AnthropicErrorDetail
-
-
 class ErrorDetailObject(StrictModel):
     """What is wrong, in OpenAI's words."""
 
@@ -378,6 +305,13 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("post", "/v1/chat/completions"): Operation(
         request=ChatRequest,
         answers=ChatCompletion,
+        content=_STREAMS_TOO,
+        errors=(404, *_BODY_ERRORS),
+        takes_targets=True,
+    ),
+    ("post", "/v1/responses"): Operation(
+        request=ResponsesRequest,
+        answers=ResponseObject,
         content=_STREAMS_TOO,
         errors=(404, *_BODY_ERRORS),
         takes_targets=True,
@@ -551,11 +485,15 @@ class _Models:
             return {"schema": self._schema(answers, "serialization") if answers else _OBJECT}
         return {"schema": _EVENTS if media_type == _SSE else {"type": "string"}}
 
+    def _define(self, name: str, definition: dict[str, Any]) -> None:
+        assert self.definitions.setdefault(name, definition) == definition, f"two models {name}"
+
     def _schema(self, model: Any, mode: JsonSchemaMode) -> dict[str, Any]:
         """Return a reference to a model, or the schema of any other type."""
         schema = TypeAdapter(model).json_schema(ref_template=_REF, mode=mode)
-        self.definitions |= schema.pop("$defs", {})
+        for name, definition in schema.pop("$defs", {}).items():
+            self._define(name, definition)
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
             return schema
-        self.definitions[model.__name__] = schema
+        self._define(model.__name__, schema)
         return {"$ref": _REF.format(model=model.__name__)}

@@ -71,6 +71,8 @@ class ResponseWriter(Protocol):
     wants_pieces: bool
     keep_alive: bytes
     """What a stream sends when it has had nothing to send for a while."""
+    keeps_streamed: bool
+    """Whether it keeps what it streams, to say it again at the end."""
 
     def opening(self) -> bytes:
         """Return the events before the first text."""
@@ -359,12 +361,20 @@ class CompletionResponse(Response):
         )
         keeping_alive = asyncio.create_task(writer.keep_alive())
         is_first, turn = True, Turn(self._service.turns)
+        keeps = self._writer.keeps_streamed
+        sink = None if keeps else writer  # what is kept is counted here
+
+        def num_held() -> int:
+            return choices.num_unread_bytes + (choices.num_bytes if keeps else 0)
+
         for completion in choices.completions:
-            completion.watch(lambda: self._count(choices.num_unread_bytes))
+            completion.watch(lambda: self._count(num_held()))
         try:
             while not choices.is_over:
-                index, delta = await choices.next_news(writer)
-                if choices.num_unread_bytes == 0:
+                index, delta = await choices.next_news(sink)
+                if keeps:
+                    self._count(num_held())
+                elif choices.num_unread_bytes == 0:
                     self._service.kept.release(self)
                 data = self._writer.opening() if is_first else b""
                 is_first = False

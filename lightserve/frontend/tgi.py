@@ -172,6 +172,7 @@ class GenerateWriter:
 
     wants_pieces = True
     keep_alive = KEEP_ALIVE
+    keeps_streamed = False
 
     def __init__(
         self, service: Service, request: GenerateRequest, *, in_list: bool = False

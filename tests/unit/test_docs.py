@@ -22,6 +22,7 @@ from lightserve.frontend.anthropic.request import MessagesRequest
 from lightserve.frontend.json_body import StrictModel
 from lightserve.frontend.openai.chat import ChatRequest
 from lightserve.frontend.openai.completions import CompletionRequest
+from lightserve.frontend.openai.responses_request import ResponsesRequest
 
 PACKAGE = Path(lightserve.__file__).parent
 ROOT = PACKAGE.parent
@@ -122,7 +123,9 @@ def test_headings_and_links_are_read_as_they_are_shown(tmp_path: Path) -> None:
 DOCS = PACKAGE.parent / "docs"
 
 
-@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest, MessagesRequest])
+@pytest.mark.parametrize(
+    "model", [ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest]
+)
 def test_every_field_of_the_api_is_described(model: type[StrictModel]) -> None:
     page = (DOCS / "api.md").read_text()
     described = set(re.findall(r"`(\w+)`", page))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request
 from msgspec.json import encode
+from pydantic import Field
 from starlette.responses import Response
 
 from lightserve.errors import InvalidRequest
@@ -19,10 +20,17 @@ from lightserve.frontend.anthropic.request import (
     check_version,
 )
 from lightserve.frontend.columns import TextBuffer, json_array, json_object, json_text
-from lightserve.frontend.completion import Choices, Completion, TextDelta, raised_slo
+from lightserve.frontend.completion import (
+    Choices,
+    Completion,
+    RaisedSLOObject,
+    TextDelta,
+    raised_slo,
+)
 from lightserve.frontend.errors import RequestFailed, anthropic_body, renamed
-from lightserve.frontend.json_body import BODY_BYTES_KEY
+from lightserve.frontend.json_body import BODY_BYTES_KEY, StrictModel
 from lightserve.frontend.openai.chat import ChatRequest, answer_chat, encode_chat
+from lightserve.frontend.openai.messages import AnswerPart, parts_of
 from lightserve.frontend.openai.output_parser import OutputParser, ParserOptions
 from lightserve.frontend.response import sse_event
 from lightserve.frontend.service import Service
@@ -30,6 +38,8 @@ from lightserve.types import FinishReason
 
 RAW_INPUT = "raw_arguments"
 """Key of the input of a call whose arguments, as the model wrote them, are no JSON object."""
+_KINDS = {"text": "text", "reasoning": "thinking", "call": "tool_use"}
+"""Types of blocks, by the parts that they have."""
 _TEXT_FIELDS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
 """By type of a block: what a delta calls its text."""
 _DELTA_TYPES = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
@@ -86,6 +96,7 @@ class MessageWriter:
 
     wants_pieces = False
     keep_alive = PING
+    keeps_streamed = False
 
     def __init__(self, body: MessagesRequest) -> None:
         self.request_id = f"msg_{uuid.uuid4().hex}"
@@ -108,11 +119,11 @@ class MessageWriter:
         completion = choices.completions[index]
         if self._parser is None:
             yield self._start(completion)
-        for kind, text, fields in self._parts(delta):
-            if self._is_new(kind, fields):
-                yield self._next_block(kind, fields)
-            if text:
-                yield self._frame[0] + encode(text) + self._frame[1]
+        for part in self._parts(delta):
+            if (block := self._next(part)) is not None:
+                yield self._begin(block)
+            if part.text:
+                yield self._frame[0] + encode(part.text) + self._frame[1]
         if delta.finish_reason is not None:
             if self._blocks:
                 yield _event("content_block_stop", index=len(self._blocks) - 1)
@@ -128,10 +139,10 @@ class MessageWriter:
 
     def keep(self, index: int, delta: TextDelta) -> None:
         """Take in some news for `whole`."""
-        for kind, text, fields in self._parts(delta):
-            if self._is_new(kind, fields):
-                self._blocks.append(Block(kind, **fields))
-            self._blocks[-1].text.append(text)
+        for part in self._parts(delta):
+            if (block := self._next(part)) is not None:
+                self._blocks.append(block)
+            self._blocks[-1].text.append(part.text)
 
     def whole(self, choices: Choices) -> Iterator[bytes]:
         """Yield the message object."""
@@ -158,35 +169,25 @@ class MessageWriter:
             message["slo"] = slo
         return message
 
-    def _next_block(self, kind: str, fields: dict[str, str]) -> bytes:
+    def _begin(self, block: Block) -> bytes:
         """Return the events between the last block, if there is one, and a new one's text."""
-        index, block = len(self._blocks), Block(kind, **fields)
+        index = len(self._blocks)
         stop = _event("content_block_stop", index=index - 1) if index else b""
         self._blocks.append(block)
         self._frame = block.frame(index)
         return stop + _event("content_block_start", index=index, content_block=block.opened())
 
-    def _is_new(self, kind: str, fields: dict[str, str]) -> bool:
-        return bool(fields) or not self._blocks or self._blocks[-1].kind != kind
+    def _next(self, part: AnswerPart) -> Block | None:
+        """Return the block that a part begins, if it does."""
+        kind = _KINDS[part.kind]
+        if part.call_id:
+            return Block(kind, id=f"toolu_{part.call_id.removeprefix('call_')}", name=part.name)
+        return None if self._blocks and self._blocks[-1].kind == kind else Block(kind)
 
-    def _parts(self, delta: TextDelta) -> Iterator[tuple[str, str, dict[str, str]]]:
-        """Yield the type, the next text and, where one begins with a call, the fields of blocks."""
-        parser = self._parser
-        if parser is None:
-            parser = self._parser = OutputParser(self.parser_options)
-        parts = parser.push(delta.text)
-        if delta.finish_reason is not None:
-            parts += parser.finish()
-        for part in parts:
-            ((field, value),) = part.items()
-            if field != "tool_calls":
-                yield ("text" if field == "content" else "thinking"), value, {}
-                continue
-            for call in value:
-                function, fields = call["function"], {}
-                if "id" in call:
-                    fields = {"id": f"toolu_{call['id'][5:]}", "name": function["name"]}
-                yield "tool_use", function["arguments"], fields
+    def _parts(self, delta: TextDelta) -> Iterator[AnswerPart]:
+        if self._parser is None:
+            self._parser = OutputParser(self.parser_options)
+        return parts_of(self._parser, delta)
 
     def _end(self, completion: Completion) -> dict[str, Any]:
         """Return why a message ended, in Anthropic's words."""
@@ -250,3 +251,83 @@ def messages_router(service: Service) -> APIRouter:
         return Response(count, media_type="application/json")
 
     return router
+
+
+# ----------------------------------------------------------------------
+# What the routes answer, for the OpenAPI schema; a test holds real answers against it.
+
+
+class ContentBlockObject(StrictModel):
+    """A block of an answer: what there is besides `type` follows from that."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | None = None
+    thinking: str | None = None
+    signature: Literal[""] | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+
+
+class MessageUsageObject(StrictModel):
+    """Tokens read, those that were found in the prefix cache apart, and written."""
+
+    input_tokens: int = Field(ge=0)
+    cache_creation_input_tokens: Literal[0]
+    cache_read_input_tokens: int = Field(ge=0)
+    output_tokens: int = Field(ge=0)
+    service_tier: Literal["standard", "batch"]
+
+
+class MessageObject(StrictModel):
+    """The answer of /v1/messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ContentBlockObject]
+    stop_reason: Literal[
+        "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+    ]
+    stop_sequence: str | None
+    usage: MessageUsageObject
+    slo: RaisedSLOObject | None = None
+
+
+class TokensCount(StrictModel):
+    """The answer of /v1/messages/count_tokens."""
+
+    input_tokens: int = Field(ge=1)
+
+
+class AnthropicErrorDetails(StrictModel):
+    """What programs may look at."""
+
+    error_code: str
+    param: str | None
+
+
+class AnthropicErrorDetail(StrictModel):
+    """What is wrong, in Anthropic's words."""
+
+    type: Literal[
+        "invalid_request_error",
+        "authentication_error",
+        "permission_error",
+        "not_found_error",
+        "request_too_large",
+        "rate_limit_error",
+        "timeout_error",
+        "overloaded_error",
+        "api_error",
+    ]
+    message: str
+    details: AnthropicErrorDetails
+
+
+class AnthropicErrorObject(StrictModel):
+    """Every answer of these routes that is none; also an event of a stream that has begun."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail

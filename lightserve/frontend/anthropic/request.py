@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, Tag
 from starlette.datastructures import Headers
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.json_body import StrictModel, by_type, show, type_tag, validated
+from lightserve.frontend.json_body import StrictModel, by_type, only_type, show, type_tag, validated
 from lightserve.frontend.openai.chat import MAX_MESSAGES, ChatRequest, Effort
 from lightserve.frontend.openai.common import Key, NoEffect, NoEffectModel
 from lightserve.frontend.openai.messages import CacheControl
@@ -38,6 +38,7 @@ VERSION_HEADER = "anthropic-version"
 VERSIONS = ("2023-06-01", "2026-10-21")
 """Answers are the same in both; what the later one forbids for Claude's models is taken in both."""
 CHAT_NAMES = {
+    "messages": "messages",  # not which of them: results are messages of their own
     "tool_choice.function.name": "tool_choice.name",
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
@@ -177,6 +178,8 @@ class ToolFields(NoEffectModel):
         "allowed_callers": (["direct"],),
         "input_examples": ([],),
     }
+
+    _is_custom = only_type("custom", None)
 
     type: Literal["custom"] | None = None
     name: FunctionName

@@ -225,6 +225,7 @@ class ChatWriter:
     """OpenAI's chat completion objects."""
 
     keep_alive = KEEP_ALIVE
+    keeps_streamed = False
 
     def __init__(self, service: Service, request: ChatRequest) -> None:
         self.request_id = new_request_id("chatcmpl")

@@ -185,6 +185,7 @@ class CompletionWriter:
     """OpenAI's text completion objects."""
 
     keep_alive = KEEP_ALIVE
+    keeps_streamed = False
 
     def __init__(self, service: Service, request: CompletionRequest) -> None:
         self.request_id = new_request_id("cmpl")

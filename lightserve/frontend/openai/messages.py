@@ -1,13 +1,16 @@
-"""The messages of a conversation, as chat completions have them."""
+"""The messages of a conversation, as chat completions have them, and the parts of an answer."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
 
+from lightserve.frontend.completion import TextDelta
 from lightserve.frontend.json_body import StrictModel, show
 from lightserve.frontend.openai.common import MESSAGE_NO_EFFECT, NoEffectModel
+from lightserve.frontend.openai.output_parser import OutputParser
 from lightserve.frontend.openai.tools import MAX_TOOLS, ToolCall
 from lightserve.tokenization.chat_template import ChatMessage, Place
 
@@ -148,3 +151,37 @@ class Message(NoEffectModel):
             others["reasoning"] = others["reasoning_content"] = self.thoughts
         role = "system" if self.role == "developer" else self.role
         return ChatMessage(role, self.content or "", others)
+
+
+# ----------------------------------------------------------------------
+# The parts of an answer, one after the other, for routes that do not call them fields of a message.
+
+
+class AnswerPart(NamedTuple):
+    """The next of a text, or the beginning of a call."""
+
+    kind: Literal["text", "reasoning", "call"]
+    text: str
+    """Of a call: of its arguments."""
+    call_id: str = ""
+    """Given where a call begins, random."""
+    name: str = ""
+    """Of the tool, where a call begins."""
+
+
+def parts_of(parser: OutputParser, delta: TextDelta) -> Iterator[AnswerPart]:
+    """Yield what is certain with some news."""
+    parts = parser.push(delta.text)
+    if delta.finish_reason is not None:
+        parts += parser.finish()
+    for part in parts:
+        ((field, value),) = part.items()
+        if field == "content":
+            yield AnswerPart("text", value)
+        elif field == "reasoning_content":
+            yield AnswerPart("reasoning", value)
+        else:
+            for call in value:
+                function = call["function"]
+                name, call_id = function.get("name", ""), call.get("id", "")
+                yield AnswerPart("call", function["arguments"], call_id, name)

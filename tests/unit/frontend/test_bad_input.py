@@ -22,13 +22,14 @@ from support.fake_router import Setup, frontend, says
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.errors import InvalidRequest
-from lightserve.frontend import completion, json_body, openapi
+from lightserve.frontend import admin, completion, json_body, openapi
 from lightserve.frontend.admin import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenSpan,
 )
+from lightserve.frontend.anthropic import messages
 from lightserve.frontend.anthropic.request import CountTokensRequest, MessagesRequest
 from lightserve.frontend.json_body import (
     MAX_CONTAINERS,
@@ -37,8 +38,11 @@ from lightserve.frontend.json_body import (
     parse_json,
     parse_model,
 )
+from lightserve.frontend.openai import batches, files, responses
+from lightserve.frontend.openai.batches import BatchRequest
 from lightserve.frontend.openai.chat import ChatRequest
 from lightserve.frontend.openai.completions import CompletionRequest
+from lightserve.frontend.openai.responses_request import ResponsesRequest
 from lightserve.frontend.openapi import OPERATIONS
 from lightserve.frontend.tgi import GenerateRequest
 
@@ -49,12 +53,19 @@ CHAT: dict[str, Any] = {
     "max_tokens": 2,
 }
 MESSAGES = {name: CHAT[name] for name in ("model", "messages")}
+BATCH = {
+    "input_file_id": "file-1",
+    "endpoint": "/v1/chat/completions",
+    "completion_window": "24h",
+}
 GENERATE: dict[str, Any] = {"inputs": "hi", "parameters": {}}
 ROUTES: dict[str, tuple[type[StrictModel], dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, COMPLETION),
     "/v1/chat/completions": (ChatRequest, CHAT),
+    "/v1/responses": (ResponsesRequest, {"model": BUNDLED_MODEL_NAME, "input": "hi"}),
     "/v1/messages": (MessagesRequest, CHAT),
     "/v1/messages/count_tokens": (CountTokensRequest, MESSAGES),
+    "/v1/batches": (BatchRequest, BATCH),
     "/generate": (GenerateRequest, GENERATE),
     "/tokenize": (TokenizeRequest, {"inputs": "hi"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [5]}),
@@ -187,7 +198,7 @@ def test_every_body_is_of_a_route_here() -> None:
     ours = {m.__name__ for m in leaves(StrictModel) if m.__module__.startswith("lightserve.")}
     reached = set().union(*(_models(model) for model in known))
     answers = {model.__name__ for model in (DetokenizeResponse, TokenSpan)}
-    for module in (openapi, completion):
+    for module in (openapi, completion, admin, batches, files, messages, responses):
         answers |= {name for name, value in vars(module).items() if isinstance(value, type)}
     assert ours <= reached | answers, ours - reached - answers
 

@@ -445,7 +445,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"messages": [HI, {"role": "assistant", "content": [USES]}]}, "messages"),
     ({"system": [IMAGE]}, "system"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
     ({"tools": [{**ADD, "name": "a b"}]}, "tools[0].name"),
     ({"tools": [{**ADD, "defer_loading": True}]}, "tools[0].defer_loading"),
     ({"tools": [ADD, ADD]}, "tools"),

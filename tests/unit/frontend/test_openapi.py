@@ -52,6 +52,24 @@ ANSWERS: list[tuple[str, Any]] = [
             "modalities": ["text"],
         },
     ),
+    ("/v1/responses", {"input": "hi", "store": False, "metadata": {"a": "b"}}),
+    (
+        "/v1/responses",
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+                {"type": "reasoning", "id": "r", "summary": [], "content": []},
+                {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+                {"type": "message", "role": "user", "content": "and?", "status": "completed"},
+            ],
+            "instructions": "Be.",
+            "max_output_tokens": 5,
+            "text": {"format": {"type": "json_object"}},
+            "tool_choice": "auto",
+            "include": [],
+            "temperature": 0,
+        },
+    ),
     ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}),
     (
         "/v1/messages",
@@ -121,6 +139,8 @@ def test_bodies_and_answers_fit(path: str, body: Any) -> None:
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "hi"}], "store": True},
         ),
+        ("/v1/responses", {"input": 5}),
+        ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}),
         ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}]}),
         ("/v1/messages", {"messages": [{"role": "user", "content": 5}], "max_tokens": 9}),
         (
@@ -183,7 +203,8 @@ def test_targets_are_headers_of_what_generates() -> None:
             generates = (
                 "completions" in path
                 or "generate" in path
-                or (method, path) in (("post", "/"), ("post", "/v1/messages"))
+                or path in ("/v1/messages", "/v1/responses")
+                or (method, path) == ("post", "/")
             )
             names = ("ttft-ms", "tpot-ms", "mtpot-ms", "completion-s")
             assert headers == [f"x-slo-{name}" for name in names if generates], path

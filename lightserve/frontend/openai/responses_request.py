@@ -1,0 +1,369 @@
+"""What /v1/responses takes, and the chat completion that it is.
+
+Items become messages: reasoning, texts and calls of the assistant that follow each other are one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, Tag
+
+from lightserve.errors import InvalidRequest
+from lightserve.frontend.json_body import (
+    AN_OBJECT,
+    BY_KIND,
+    OTHERWISE,
+    StrictModel,
+    by_type,
+    only_type,
+    show,
+    type_tag,
+    validated,
+)
+from lightserve.frontend.openai.chat import MAX_MESSAGES, ChatRequest, Effort
+from lightserve.frontend.openai.common import Key, Metadata, NoEffect, NoEffectModel
+from lightserve.frontend.openai.tools import MAX_TOOLS, FunctionName, ToolFunction
+from lightserve.frontend.request_options import (
+    MaxTokens,
+    Priority,
+    Seconds,
+    SLOFields,
+    Temperature,
+    TopP,
+)
+from lightserve.frontend.structured_output import Schema
+
+CHAT_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "tool_choice.function.name": "tool_choice.name",
+    "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format": "text.format",
+    "truncate_prompt_tokens": "truncation",
+}
+"""What errors about fields of a chat completion call them here."""
+_SAME = (
+    *("temperature", "top_p", "stream", "service_tier", "slo", "priority", "timeout"),
+    *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata"),
+)
+"""Fields that a chat completion has as well."""
+
+Id = Annotated[str, Field(min_length=1, max_length=256)]
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class ItemFields(NoEffectModel):
+    """What items of answers have, as clients send them back: it says nothing to the model."""
+
+    id: Id | None = None
+    status: Status | None = None
+
+
+class InputTextPart(NoEffectModel):
+    """A text in an item."""
+
+    no_effect: ClassVar[NoEffect] = {"annotations": ([],), "logprobs": ([],)}
+
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+class ReasoningPart(StrictModel):
+    """A text in an item of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+_TEXT_TYPES = ("input_text", "output_text")
+
+
+def _parts_of(content: Any) -> Any:
+    """Return a text as the only part of a list."""
+    if isinstance(content, str):
+        return [{"type": "input_text", "text": content}]
+    if not isinstance(content, list):
+        raise ValueError(f"must be a string or a list of texts, got {show(content)}")
+    for part in content:
+        if isinstance(part, dict) and (given := part.get("type")) not in _TEXT_TYPES:
+            known = " and ".join(_TEXT_TYPES)
+            raise ValueError(f"must have only parts of the types {known}, got {show(given)}")
+    return content
+
+
+Texts = Annotated[
+    list[InputTextPart],
+    BeforeValidator(_parts_of, json_schema_input_type=str | list[InputTextPart]),
+]
+
+
+class MessageItem(ItemFields):
+    """A message."""
+
+    no_effect: ClassVar[NoEffect] = {"phase": ()}
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Annotated[Texts, Field(min_length=1)]
+
+
+class CallItem(ItemFields):
+    """A call by the assistant."""
+
+    no_effect: ClassVar[NoEffect] = {"namespace": (), "caller": ({"type": "direct"},)}
+
+    type: Literal["function_call"]
+    call_id: Id
+    name: FunctionName
+    arguments: str
+
+
+class OutputItem(ItemFields):
+    """What a call brought."""
+
+    no_effect: ClassVar[NoEffect] = {"namespace": (), "caller": ({"type": "direct"},)}
+
+    type: Literal["function_call_output"]
+    call_id: Id
+    output: Texts
+
+
+class ReasoningItem(ItemFields):
+    """What the assistant thought before."""
+
+    no_effect: ClassVar[NoEffect] = {"summary": ([],), "encrypted_content": ()}
+
+    type: Literal["reasoning"]
+    content: list[ReasoningPart] | None = None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag(type_tag("message"))]
+    | Annotated[CallItem, Tag(type_tag("function_call"))]
+    | Annotated[OutputItem, Tag(type_tag("function_call_output"))]
+    | Annotated[ReasoningItem, Tag(type_tag("reasoning"))],
+    by_type(["message", "function_call", "function_call_output", "reasoning"], default="message"),
+]
+
+
+def _items_of(value: Any) -> Any:
+    """Return a text as the only item of a list: the user's message."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise ValueError(f"must be a string or a list of items, got {show(value)}")
+    return value
+
+
+class FunctionTool(ToolFunction, NoEffectModel):
+    """`tools[]`."""
+
+    no_effect: ClassVar[NoEffect] = {
+        "defer_loading": (False,),
+        "allowed_callers": (["direct"],),
+        "output_schema": (),
+    }
+    _is_function = only_type("function")
+
+    type: Literal["function"]
+
+
+class NamedFunctionTool(StrictModel):
+    """`tool_choice` as an object."""
+
+    _is_function = only_type("function")
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+class TextFormat(StrictModel):
+    """`text.format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    description: Annotated[str, Field(max_length=4096)] | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextFields(StrictModel):
+    """`text`."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningFields(NoEffectModel):
+    """`reasoning`."""
+
+    no_effect: ClassVar[NoEffect] = {"summary": (), "generate_summary": (), "context": ("auto",)}
+
+    effort: Effort | None = None
+
+
+class StreamFields(StrictModel):
+    """`stream_options`."""
+
+    include_obfuscation: Literal[False] | None = None
+    """Events are never padded."""
+
+
+class ResponsesRequest(NoEffectModel):
+    """The body; null is the same as absent."""
+
+    no_effect: ClassVar[NoEffect] = {
+        # Reasoning always comes as it is: there is none that is encrypted.
+        "include": ([], ["reasoning.encrypted_content"]),
+        "conversation": (),
+        "prompt": (),
+        "max_tool_calls": (),
+        "top_logprobs": (0,),
+    }
+
+    model: str
+    input: Annotated[
+        list[Item],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        BeforeValidator(_items_of, json_schema_input_type=str | list[Item]),
+    ]
+    instructions: str | None = None
+    max_output_tokens: MaxTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag(OTHERWISE)]
+            | Annotated[NamedFunctionTool, Tag(AN_OBJECT)],
+            BY_KIND,
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    text: TextFields | None = None
+    reasoning: ReasoningFields | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    stream: bool | None = None
+    stream_options: StreamFields | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    slo: SLOFields | None = None
+    priority: Priority | None = None
+    timeout: Seconds | None = None
+    user: Key | None = None
+    safety_identifier: Key | None = None
+    prompt_cache_key: Key | None = None
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
+    metadata: Metadata | None = None
+
+    def check(self) -> None:
+        """Check what types cannot. Raises InvalidRequest."""
+        for name in ("store", "background", "previous_response_id"):
+            if getattr(self, name) not in (None, False):
+                raise InvalidRequest(
+                    f"{name} is not available: this server keeps no responses; send store as false"
+                    " or not at all, and the whole conversation as input",
+                    param=name,
+                    code="unsupported_value",
+                )
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+        asked = self._format
+        if asked is not None and (asked.type == "json_schema") != (asked.schema_ is not None):
+            raise InvalidRequest(
+                "text.format.schema must be given exactly with the type json_schema",
+                param="text.format.schema",
+            )
+
+    @property
+    def _format(self) -> TextFormat | None:
+        return None if self.text is None else self.text.format
+
+    def as_chat(self) -> ChatRequest:
+        """Return the chat completion that it is. Raises InvalidRequest."""
+        fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
+        fields |= {
+            "model": self.model,
+            "messages": self._messages(),
+            "max_completion_tokens": self.max_output_tokens,
+            "slo": None if self.slo is None else self.slo.model_dump(),
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
+            "verbosity": self.text and self.text.verbosity,
+            "response_format": self._response_format(),
+            "truncate_prompt_tokens": -1 if self.truncation == "auto" else None,
+        }
+        if self.tools:
+            functions = [
+                tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools
+            ]
+            fields["tools"] = [{"type": "function", "function": f} for f in functions]
+            fields["parallel_tool_calls"] = self.parallel_tool_calls
+        choice = self.tool_choice
+        if isinstance(choice, NamedFunctionTool):
+            fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        else:
+            fields["tool_choice"] = choice
+        return validated(fields, ChatRequest)
+
+    def _response_format(self) -> dict[str, Any] | None:
+        asked = self._format
+        if asked is None or asked.type != "json_schema":
+            return None if asked is None else {"type": asked.type}
+        schema = {"name": asked.name or "output", "schema": asked.schema_}
+        return {"type": "json_schema", "json_schema": schema}
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+        for is_own, group in itertools.groupby(self.input, key=_is_of_assistant):
+            if is_own:
+                messages.append(_assistant_message(list(group)))
+            else:
+                messages.extend(map(_message, group))
+        return messages
+
+
+def _is_of_assistant(item: Any) -> bool:
+    return isinstance(item, CallItem | ReasoningItem) or getattr(item, "role", "") == "assistant"
+
+
+def _text(parts: Sequence[InputTextPart | ReasoningPart]) -> str:
+    return "\n".join(part.text for part in parts)
+
+
+def _message(item: Any) -> dict[str, Any]:
+    if isinstance(item, OutputItem):
+        return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+    return {"role": item.role, "content": _text(item.content)}
+
+
+def _assistant_message(items: Sequence[Any]) -> dict[str, Any]:
+    """Return the one message of what the assistant thought, said and called."""
+    texts = [part for item in items if isinstance(item, MessageItem) for part in item.content]
+    message: dict[str, Any] = {"role": "assistant", "content": _text(texts)}
+    thoughts = [
+        part for item in items if isinstance(item, ReasoningItem) for part in item.content or ()
+    ]
+    if thoughts:
+        message["reasoning"] = _text(thoughts)
+    calls = [item for item in items if isinstance(item, CallItem)]
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ]
+    return message
