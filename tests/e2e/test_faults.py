@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from support.grids import long_but
 from support.live_server import LiveServer, live_server
 from support.memory_limits import (
     NO_HOARD,
@@ -180,7 +181,9 @@ def test_a_dead_supervisor_leaves_no_process(run_parent: Path) -> None:
         assert Outcome.BROKEN in outcomes
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "signum", long_but([(signal.SIGTERM,), (signal.SIGINT,)], [(signal.SIGTERM,)])
+)
 def test_a_stop_signal_drains(run_parent: Path, signum: int) -> None:
     """Streams in flight are completed, new requests refused, the exit code is 0."""
     with live_server(run_parent, "--shutdown-timeout-s=100") as server:
@@ -272,7 +275,9 @@ def _is_quiet(process: psutil.Process) -> bool:
 def test_the_group_is_replaced(run_parent: Path) -> None:
     """A rank that hangs is test_faults's, and bench/faults/recovery.py's, which measures both."""
     with live_server(run_parent, "--tp=2", "--max-kv-tokens=4096") as server:
-        ranks = [server.tree()[f"worker-{rank}"] for rank in range(2)]
+        tree = server.tree()
+        ranks = [tree[f"worker-{rank}"] for rank in range(2)]
+        assert sum(role.startswith("worker-") for role in tree) == 2
         with server.healing(), StreamLoad(server.url, _story(server), 2) as load:
             load.wait_all_streaming()
             stopped_s = time.monotonic()
@@ -288,6 +293,7 @@ def test_the_group_is_replaced(run_parent: Path) -> None:
         assert stream_once(server.url, _story(server)).outcome is Outcome.WHOLE
         new = {server.tree()[f"worker-{rank}"].pid for rank in range(2)}
         assert new.isdisjoint(rank.pid for rank in ranks)
+        assert server.stop() == 0
 
 
 # Metrics of a real server: what is counted where, and that nothing falls when processes die.

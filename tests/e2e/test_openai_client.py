@@ -29,7 +29,8 @@ EOS = 2
 @pytest.fixture(scope="module")
 def server(run_parent: Path) -> Iterator[LiveServer]:
     """Answers that are compared must not depend on what runs beside them."""
-    with live_server(run_parent, "--batch-invariant", "--dtype", "float32") as running:
+    flags = ("--batch-invariant", "--dtype=float32", "--tool-call-parser=hermes")
+    with live_server(run_parent, *flags) as running:
         yield running
 
 
@@ -391,14 +392,11 @@ TOOL = {"type": "function", "function": {"name": "note", "parameters": SCHEMA}}
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 300}
 
 
-def test_schemas_and_tools_hold_for_clients(run_parent: Path) -> None:
-    with live_server(run_parent, "--tool-call-parser=hermes") as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        with client:
-            _check_schema(client, server.model)
-            _check_choice(client, server.model)
-            _check_tool(client, server.model)
-            _check_streamed_tool(client, server.model)
+def test_schemas_and_tools_hold_for_clients(client: OpenAI, server: LiveServer) -> None:
+    _check_schema(client, server.model)
+    _check_choice(client, server.model)
+    _check_tool(client, server.model)
+    _check_streamed_tool(client, server.model)
 
 
 def _check_schema(client: openai.OpenAI, model: str) -> None:

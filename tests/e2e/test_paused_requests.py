@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from support.grids import long_but
 from support.live_server import LiveServer, live_server
 from support.processes import PATIENCE_S, wait_for
 
@@ -78,7 +75,7 @@ async def all_at_once(server: LiveServer) -> list[str]:
         return list(await asyncio.gather(*best_effort, *real_time))
 
 
-@pytest.mark.parametrize("policy", ["priority", "unified"])
+@pytest.mark.parametrize("policy", long_but([("priority",), ("unified",)], [("unified",)]))
 def test_paused_requests_go_on_where_they_were(run_parent: Path, policy: str) -> None:
     with live_server(run_parent, *FLAGS, "--policy", policy) as server:
         alone = asyncio.run(one_by_one(server))
@@ -99,70 +96,3 @@ def num_loaded(server: LiveServer) -> float:
         for line in server.metrics().splitlines()
         if line.startswith("lightserve_kv_tokens_loaded_total") and 'request_class="be"' in line
     )
-
-
-# The KV pool of a running server: what /debug/kv says while a stream runs, and its picture.
-
-PROMPT = "Tell me a story about Mira and the brass lantern. " * 6
-
-
-def _map(server: LiveServer) -> dict[str, Any]:
-    response = httpx.get(f"{server.url}/debug/kv", timeout=300.0)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    total = sum(count for _, count in answer["slots"])
-    assert total == answer["num_slots"] == sum(answer["counts"].values())
-    return answer
-
-
-def _num_used(answer: dict[str, Any], request_class: str) -> int:
-    num_slots: int = answer["classes"][request_class]["num_slots"]
-    return num_slots
-
-
-@contextmanager
-def _stream(server: LiveServer, service_tier: str) -> Iterator[None]:
-    """A stream that has begun and goes on until the end of the context."""
-    body = {
-        **{"model": server.model, "prompt": PROMPT, "max_tokens": 6000, "ignore_eos": True},
-        **{"service_tier": service_tier, "stream": True},
-    }
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300.0) as response:
-        lines = response.iter_lines()  # when it is dropped, the connection is closed
-        assert next(lines).startswith("data:")
-        yield
-
-
-def test_a_stream_is_on_the_map_and_its_prompt_stays_as_cache(
-    server: LiveServer, tmp_path: Path
-) -> None:
-    picture = tmp_path / "kv.png"
-    with _stream(server, "default"), _stream(server, "flex"):
-        during = _map(server)
-        drawing = subprocess.run(
-            [
-                *(sys.executable, "-m", "lightserve.cli.main", "kv-map", server.url),
-                *("-o", str(picture)),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-    assert (drawing.returncode, drawing.stdout, drawing.stderr) == (0, "", "")
-    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-
-    assert during["classes"]["rt"]["num_requests"] == 1
-    assert during["classes"]["be"]["num_requests"] == 1
-    assert _num_used(during, "rt") > 50
-    assert _num_used(during, "be") > 0  # its own tokens; the prompt may be one with the other's
-    assert during["mean_run_length"] > 1
-    assert 0 < during["num_free_blocks"] < during["num_slots"] // during["block_size"]
-
-    def is_over() -> bool:
-        return _num_used(_map(server), "rt") == _num_used(_map(server), "be") == 0
-
-    wait_for(is_over, "the end of both streams")
-    after = _map(server)
-    assert after["counts"]["cached"] > 50
-    assert after["mean_run_length"] == 0

@@ -22,6 +22,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import memory_channel
+from support.grids import choose, more_when_long
 from support.processes import PATIENCE_S, wait_for
 
 from lightserve import channels as zmq_channels
@@ -401,7 +402,8 @@ def _status(number: int) -> RouterStatus:
 MUTATIONS = st.lists(st.tuples(st.integers(0, 10_000), st.integers(1, 255)), max_size=6)
 
 
-@settings(max_examples=300, deadline=None)
+@more_when_long
+@settings(max_examples=choose(100, 300), deadline=None)
 @given(noise=st.binary(max_size=200), mutations=MUTATIONS)
 def test_fuzz_codec_never_raises_anything_but_protocol_error(
     noise: bytes, mutations: list[tuple[int, int]]
@@ -418,6 +420,7 @@ def test_fuzz_codec_never_raises_anything_but_protocol_error(
         assert isinstance(message, FrontendMessage)
 
 
+@more_when_long
 def test_fuzz_socket_survives_and_counts() -> None:
     """Random and bit-flipped frames, strange identities, extra parts, over a real socket."""
     with _zmq_wire() as wire:
@@ -431,7 +434,7 @@ def _fuzz(wire: Wire) -> None:
         socket.connect(address)
         valid = VERSION_BYTE + msgspec.msgpack.encode(SUBMIT)
 
-        @settings(max_examples=200, deadline=None)
+        @settings(max_examples=choose(60, 200), deadline=None)
         @given(noise=st.binary(max_size=300), position=st.integers(0, len(valid) - 1))
         def fuzz(noise: bytes, position: int) -> None:
             flipped = valid[:position] + bytes([valid[position] ^ 0xFF]) + valid[position + 1 :]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.grids import choose, more_when_long
 from support.immediate_copies import TorchCopies
 from torch import Tensor
 
@@ -259,7 +260,8 @@ def round_trip(
     return staging, rows, pool
 
 
-@settings(max_examples=40, deadline=None)
+@more_when_long
+@settings(max_examples=choose(15, 40), deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     shape=st.sampled_from(SHAPES),

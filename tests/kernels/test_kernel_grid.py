@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import kernel_grid
-from support.grids import every_value, long_but
+from support.grids import choose, every_value, long_but
 from support.kernel_grid import (
     CPU,
     HEADS,
@@ -123,7 +123,8 @@ def test_a_wrong_kernel_fails_the_grid(implementation: type[Kernels], fault: str
 )
 def test_permuted_slots_change_no_bit(implementation: type[Kernels], rows: str) -> None:
     """Attention over any slots is bit-equal to contiguous ones."""
-    some_heads = HEADS[1:3] if implementation is TritonKernels else HEADS  # interpreted: slow
+    few = HEADS[1 : choose(2, 3)]
+    some_heads = few if implementation is TritonKernels else HEADS  # interpreted: slow
     for heads, dtype in zip(some_heads, [torch.float32, torch.bfloat16] * 4, strict=False):
         for window in (None, 64):
             results = []

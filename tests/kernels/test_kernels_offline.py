@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -43,6 +45,7 @@ def test_attention_as_a_hopper_gpu_gets_it(tmp_path: Path) -> None:
     assert all(row["num_local"] == 0 and not row["faults"] for row in rows)
 
 
+@pytest.mark.long
 def test_a_kernel_that_spills_is_a_fault() -> None:
     """Blocks that do not fit into registers: the table says so."""
     code = """

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.grids import long_but
+from support.grids import choose, long_but, more_when_long
 from support.kernel_grid import (
     AttentionCase,
     Poisoned,
@@ -298,7 +298,8 @@ ROWS = st.lists(
 )
 
 
-@settings(max_examples=60)
+@more_when_long
+@settings(max_examples=choose(20, 60))
 @given(
     rows=ROWS,
     window=st.none() | st.integers(1, 3000),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.decode_scene import places, scene
 from support.graph_recorders import RerunRecorder
+from support.grids import choose, long_but
 from support.model_runs import LoadedModel, load_tiny, standard_sequences
 from support.parity import DirectDriver, ParityReport, compare_all, run_sequences, schedule
 from support.tiny_models import VOCAB_SIZE, find_tiny_model, load_reference, write_tiny_model
@@ -22,7 +23,13 @@ from lightserve.kernels.cpu.invariant import InvariantKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.select import make_kernels
 
-NUM_SEQUENCES = 3
+NUM_SEQUENCES = choose(2, 3)
+CASES = [
+    ("llama-mqa-tied", torch.float32),
+    ("llama-head-dim", torch.bfloat16),
+    ("mistral-window", torch.float32),
+    ("qwen3", torch.bfloat16),
+]
 
 
 def report_of(name: str, dtype: torch.dtype, path: Path, **changes: object) -> ParityReport:
@@ -35,15 +42,7 @@ def report_of(name: str, dtype: torch.dtype, path: Path, **changes: object) -> P
     return compare_all(sequences, logits, dtype)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("llama-mqa-tied", torch.float32),
-        ("llama-head-dim", torch.bfloat16),
-        ("mistral-window", torch.float32),
-        ("qwen3", torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize(("name", "dtype"), long_but(CASES, CASES[2:]))
 def test_parity_with_transformers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     report = report_of(name, dtype, tmp_path)
     assert report.holds(dtype), report

@@ -15,6 +15,7 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from support.grids import choose, more_when_long
 from support.model_runs import LoadedModel, load_tiny
 from support.parity import Chunk, DirectDriver, compare_all, make_sequences, schedule
 from support.tiny_models import TINY_MODELS, TinyModel, find_tiny_model, load_reference
@@ -327,7 +328,8 @@ def their_table(path: Path, *, context_len: int) -> tuple[torch.Tensor, torch.Te
     return cos[0, :, :half], sin[0, :, :half]
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@more_when_long
+@settings(max_examples=choose(40, 120), deadline=None, suppress_health_check=list(HealthCheck))
 @given(rope=KINDS, head_dim=st.sampled_from([8, 20, 64, 128]), legacy=st.booleans())
 def test_tables_equal_transformers(
     rope: dict[str, Any], head_dim: int, legacy: bool, tmp_path_factory: pytest.TempPathFactory

@@ -28,6 +28,7 @@ from support.core_scenes import (
     make_simulation,
     submit,
 )
+from support.grids import choose, more_when_long
 
 from bench.memory import arms
 from lightserve import sim
@@ -260,9 +261,9 @@ class KVMachine(RuleBasedStateMachine):
             assert all(c.saved_tokens <= c.taken_tokens for c in counters)
 
 
-TestKV = KVMachine.TestCase
+TestKV = more_when_long(KVMachine.TestCase)
 TestKV.settings = settings(
-    max_examples=300,
+    max_examples=choose(100, 300),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -275,8 +276,8 @@ class ShallowKVMachine(KVMachine):
     max_depth = 2
 
 
-TestShallowKV = ShallowKVMachine.TestCase
-TestShallowKV.settings = settings(TestKV.settings, max_examples=40)
+TestShallowKV = more_when_long(ShallowKVMachine.TestCase)
+TestShallowKV.settings = settings(TestKV.settings, max_examples=choose(15, 40))
 
 
 # Best-effort requests start while the host has room for what could be taken from them.

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.core_scenes import make_core
+from support.grids import choose, more_when_long
 from support.random_plans import PlanMaker, row_by_row
 from support.storms import Storm, play
 
@@ -182,7 +183,8 @@ PARAMETERS = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@more_when_long
+@settings(max_examples=choose(15, 40), deadline=None)
 @given(
     sampling=PARAMETERS,
     eos=st.lists(IDS, max_size=80),

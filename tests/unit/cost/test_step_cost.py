@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.grids import choose, more_when_long
 
 from lightserve.messages.common import StepCoefficients
 from lightserve.router.step_cost import StepCost, StepShape
@@ -129,7 +130,8 @@ def test_nothing_is_known_at_first() -> None:
 COST = learnt(noise=0.02)
 
 
-@settings(max_examples=200, deadline=None)
+@more_when_long
+@settings(max_examples=choose(60, 200), deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 300)), max_size=8),
     start=st.integers(0, 4000),
@@ -149,7 +151,8 @@ def test_more_work_never_takes_less_time(
     )  # a decode reads its context otherwise than a chunk
 
 
-@settings(max_examples=200, deadline=None)
+@more_when_long
+@settings(max_examples=choose(60, 200), deadline=None)
 @given(
     num_decodes=st.integers(0, 100),
     limit_s=st.floats(0.0, 0.2),

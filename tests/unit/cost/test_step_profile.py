@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.grids import choose, more_when_long
 
 from lightserve.cost.model import StepModel, StepSample, StepShape, fit, held_out_errors, knee_grid
 from lightserve.cost.profile import (
@@ -150,7 +151,8 @@ def test_corrected_time_grows_with_every_row(
     )
 
 
-@settings(max_examples=300)
+@more_when_long
+@settings(max_examples=choose(100, 300))
 @given(
     rows=ROWS,
     limit_s=st.floats(0.0, 0.5),

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.fake_router import Setup, frontend, says
+from support.grids import choose, more_when_long
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.errors import InvalidRequest
@@ -397,8 +398,9 @@ def _run(case: Any) -> None:
     asyncio.run(scenario())
 
 
+@more_when_long
 @given(st.lists(st.tuples(st.sampled_from(FIELDS), ANYTHING), min_size=1, max_size=20))
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=choose(15, 60), deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_value_in_any_field(values: list[tuple[str, Any]]) -> None:
     async def case(setup: Setup) -> None:
         for path, (_, body) in ROUTES.items():
@@ -413,6 +415,7 @@ def test_any_value_in_any_field(values: list[tuple[str, Any]]) -> None:
     _run(case)
 
 
+@more_when_long
 @given(
     st.lists(
         st.tuples(st.integers(0, 200), st.binary(max_size=4), st.integers(0, 4)),
@@ -420,7 +423,7 @@ def test_any_value_in_any_field(values: list[tuple[str, Any]]) -> None:
         max_size=20,
     )
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=choose(15, 60), deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_bytes(changes: list[tuple[int, bytes, int]]) -> None:
     async def case(setup: Setup) -> None:
         for path, (_, body) in ROUTES.items():

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from support.fake_router import Answer, eventually, frontend, made_logprobs, says, sse_data
 from support.forced_streams import ForcedCase, ForcedFrontend, expected_text, forced_cases
+from support.grids import choose, more_when_long
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
 from lightserve.messages.frontend_router import (
@@ -388,7 +389,7 @@ def test_the_router_learns_what_the_client_calls_a_request(
 
 TOKENIZER = Tokenizer(BUNDLED_MODEL_DIR)
 VOCAB_SIZE = load_model_config(BUNDLED_MODEL_DIR).vocab_size
-NUM_CASES = 300
+NUM_CASES = choose(100, 300)
 
 
 @pytest.fixture(scope="module")
@@ -404,6 +405,7 @@ def _by_bytes(text: str, stops: tuple[str, ...], *, includes_stop: bool = False)
     return ForcedCase(token_ids, stops, includes_stop, None, (1,))
 
 
+@more_when_long
 @given(case=forced_cases(TOKENIZER, vocab_size=VOCAB_SIZE))
 @example(case=_by_bytes("aa😀b", ("😀b",)))
 @example(case=_by_bytes("a" * 60 + "é" + "b" * 60, ("éb",)))

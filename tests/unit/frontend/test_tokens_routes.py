@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_router import frontend
+from support.grids import choose, more_when_long
 from support.tokenizers_made import BOS, EOS, write_byte_level, write_config
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
@@ -54,8 +55,9 @@ def test_tokenize_gives_ids_and_places(text: str, special: bool | None) -> None:
     assert end == len(text)
 
 
+@more_when_long
 @given(st.text(max_size=60))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=choose(30, 100))
 def test_spans_are_the_tokens_of_encode(text: str) -> None:
     for special in (True, False):
         spans = TOKENIZER.spans(text, add_special_tokens=special)

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
 from support.fake_router import frontend
+from support.grids import choose, more_when_long
 
 from lightserve import kv_map
 from lightserve.cli import main as cli_main
@@ -155,7 +156,8 @@ def test_a_pool_without_a_map(answer: dict[str, Any]) -> None:
         _fetch(_gives(answer | {"slots": None}))
 
 
-@settings(max_examples=40, deadline=None)
+@more_when_long
+@settings(max_examples=choose(15, 40), deadline=None)
 @given(
     kinds=st.lists(st.sampled_from(SlotKind), min_size=1, max_size=300),
     block_size=st.sampled_from([1, 2, 4, 8, 16]),

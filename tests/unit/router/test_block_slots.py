@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from support.grids import choose, more_when_long
 
 from lightserve.router.kv.slots import BlockSlotPool
 from lightserve.types import RequestClass
@@ -362,5 +363,5 @@ def _is_taken(pool: BlockSlotPool) -> np.ndarray:
     return bits.ravel()[: pool.num_slots] != 0
 
 
-TestTrace = Trace.TestCase
-TestTrace.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestTrace = more_when_long(Trace.TestCase)
+TestTrace.settings = settings(max_examples=choose(50, 150), stateful_step_count=30, deadline=None)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.grids import choose, more_when_long
 from test_admission import history, make_request
 
 from lightserve.config import ServeConfig
@@ -19,7 +20,8 @@ POOL = 10_000
 arrivals = st.lists(st.tuples(st.integers(0, 900), st.integers(1, 3000)), max_size=40)
 
 
-@settings(max_examples=300, deadline=None)
+@more_when_long
+@settings(max_examples=choose(100, 300), deadline=None)
 @given(arrivals=arrivals, interval_s=st.sampled_from([0.5, 2.0, 10.0, 100.0, 1000.0]))
 @example(arrivals=[], interval_s=2.0)
 @example(arrivals=[(900, 1)] * 3, interval_s=0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.grids import choose, more_when_long
 
 from lightserve.router.future_memory import FutureMemory, peak_memory
 
@@ -20,7 +21,8 @@ def brute_force_peak(base: list[int], rest: list[int]) -> int:
 batches = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 40)), min_size=1, max_size=12)
 
 
-@settings(max_examples=1000, deadline=None)
+@more_when_long
+@settings(max_examples=choose(250, 1000), deadline=None)
 @given(batch=batches)
 def test_peak_equals_brute_force(batch: list[tuple[int, int]]) -> None:
     base, rest = (list(column) for column in zip(*batch, strict=True))
@@ -37,7 +39,8 @@ def test_ten_thousand_random_batches() -> None:
         assert peak_memory(base, rest).tolist() == expected
 
 
-@settings(max_examples=500, deadline=None)
+@more_when_long
+@settings(max_examples=choose(150, 500), deadline=None)
 @given(batch=batches, newcomers=batches)
 def test_one_more_request_without_sorting(
     batch: list[tuple[int, int]], newcomers: list[tuple[int, int]]

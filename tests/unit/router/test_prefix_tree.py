@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.grids import choose, more_when_long
 
 from lightserve.messages.common import Int32Array
 from lightserve.router.kv.prefix_node import (
@@ -233,8 +234,8 @@ def depth_of(tree: PrefixTree) -> int:
     return max((root.height - 1 for root in tree._roots.values()), default=0)
 
 
-TestTree = TreeMachine.TestCase
-TestTree.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestTree = more_when_long(TreeMachine.TestCase)
+TestTree.settings = settings(max_examples=choose(50, 150), stateful_step_count=40, deadline=None)
 
 
 class DeepMachine(RuleBasedStateMachine):
@@ -315,8 +316,10 @@ class DeepMachine(RuleBasedStateMachine):
         assert not list(self.tree.nodes()) and not self.tree._roots
 
 
-TestDeepTree = DeepMachine.TestCase
-TestDeepTree.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestDeepTree = more_when_long(DeepMachine.TestCase)
+TestDeepTree.settings = settings(
+    max_examples=choose(50, 150), stateful_step_count=40, deadline=None
+)
 
 
 def finished(tree: PrefixTree, tokens: list[int], *, is_real_time: bool) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.core_scenes import NUM_SLOTS, Arrival, make_core, make_simulation, submit
+from support.grids import choose, more_when_long
 
 from lightserve.router.events import FromFrontend
 from lightserve.router.from_submit import request_of
@@ -317,8 +318,8 @@ class PoolMachine(RuleBasedStateMachine):
             )
 
 
-TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestPool = more_when_long(PoolMachine.TestCase)
+TestPool.settings = settings(max_examples=choose(40, 100), stateful_step_count=40, deadline=None)
 
 
 def test_prompts_as_long_as_what_runs_go_first() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.grids import choose, more_when_long
 from test_admission import history, make_request, make_rule
 
 from lightserve.messages.common import Int32Array
@@ -129,7 +130,8 @@ class Asked:
         self.round = PeakRound(live, scene.sample, bound, 1 << 30)
 
 
-@settings(max_examples=600, deadline=None)
+@more_when_long
+@settings(max_examples=choose(150, 600), deadline=None)
 @given(
     live=st.lists(members, max_size=7),
     cached=st.lists(members, max_size=3),
@@ -147,7 +149,8 @@ def test_the_peak_with_a_newcomer_equals_brute_force(
     assert asked.round.peaks is not None and asked.round.peaks.tolist() == expected
 
 
-@settings(max_examples=400, deadline=None)
+@more_when_long
+@settings(max_examples=choose(100, 400), deadline=None)
 @given(live=st.lists(members, max_size=5), newcomers=st.lists(members, min_size=2, max_size=4))
 @example(
     live=[Member((1, 1, 1, 5), 0, (2, 2, 9)), Member((1, 1, 1, 6), 0, (3, 3, 3))],

@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.grids import choose, more_when_long
 from support.tokenizers_made import write_byte_level, write_metaspace, write_sentencepiece
 
 from lightserve.tokenization.detokenizer import StopMatcher, Stopped
@@ -60,7 +61,8 @@ CUT_TEXT = st.lists(
 ).map(b"".join)
 
 
-@settings(max_examples=400, deadline=None)
+@more_when_long
+@settings(max_examples=choose(120, 400), deadline=None)
 @given(data=CUT_TEXT, specials=st.sets(st.integers(0, 20)))
 @example(data=b"\xf0\x9f\x98", specials=set())
 @example(data=b"\xe2\x28\xa1", specials=set())
@@ -83,7 +85,8 @@ def _alphabet() -> dict[str, int]:
     return byte_level_alphabet()
 
 
-@settings(max_examples=400, deadline=None)
+@more_when_long
+@settings(max_examples=choose(120, 400), deadline=None)
 @given(data=CUT_TEXT, pieces=st.lists(st.tuples(st.integers(0, 12), st.integers(259, 269))))
 def test_byte_fallback_splits_characters_anywhere(
     sentencepiece: Family, data: bytes, pieces: list[tuple[int, int]]
@@ -106,7 +109,8 @@ def test_byte_fallback_splits_characters_anywhere(
         assert prefix + "".join(continued) == library
 
 
-@settings(max_examples=300, deadline=None)
+@more_when_long
+@settings(max_examples=choose(100, 300), deadline=None)
 @given(token_ids=st.lists(st.integers(0, 13), max_size=12))
 def test_metaspace_equals_the_library(metaspace: Family, token_ids: list[int]) -> None:
     library = metaspace.theirs.decode(token_ids, skip_special_tokens=True)
@@ -157,8 +161,9 @@ def _naive(pieces: Sequence[str], stops: Sequence[str], *, include: bool) -> tup
     return text, "", len(pieces)
 
 
+@more_when_long
 @given(PIECES, STOPS, st.booleans())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=choose(120, 400), deadline=None)
 def test_as_a_naive_search(pieces: list[str], stops: list[str], include: bool) -> None:
     matcher = StopMatcher(stops, include=include)
     shown, stop, num_pieces = "", "", 0
@@ -174,8 +179,9 @@ def test_as_a_naive_search(pieces: list[str], stops: list[str], include: bool) -
     assert (shown, stop, num_pieces) == _naive(pieces, stops, include=include)
 
 
+@more_when_long
 @given(PIECES, STOPS)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=choose(150, 500), deadline=None)
 def test_no_more_is_held_back_than_could_become_a_stop_string(
     pieces: list[str], stops: list[str]
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.grids import choose, more_when_long
 from support.sampled_rows import History, barred_tokens, draw, extreme_rows, make_batch
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -98,7 +99,8 @@ def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: fl
         assert chi_square(frequencies(params), other.float()) > 20.5, "the test can tell"
 
 
-@settings(max_examples=200, deadline=None)
+@more_when_long
+@settings(max_examples=choose(60, 200), deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     vocab=st.integers(1, 40),
@@ -276,7 +278,8 @@ def by_loop(logits: list[float], params: SamplingParams, history: History) -> li
     return result
 
 
-@settings(max_examples=200, deadline=None)
+@more_when_long
+@settings(max_examples=choose(60, 200), deadline=None)
 @given(
     logits=st.lists(st.floats(-5, 5, width=32), min_size=VOCAB, max_size=VOCAB),
     prompt=st.lists(TOKENS, min_size=1, max_size=8),

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.grids import choose, more_when_long
 from support.immediate_copies import TorchCopies, immediate_copy_queues
 from torch import Tensor
 
@@ -288,7 +289,8 @@ def count_wrong(
     return worker.count_wrong(model)
 
 
-@settings(max_examples=80, deadline=None)
+@more_when_long
+@settings(max_examples=choose(30, 80), deadline=None)
 @given(
     seed=st.integers(0, 10**9),
     order=st.sampled_from(ORDERS),
