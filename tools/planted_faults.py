@@ -111,7 +111,7 @@ ROUTER = [
         "put_back.move_to_end(request.key, last=False)",
         "put_back.move_to_end(request.key, last=True)",
         "unit/router/test_queue.py",
-        "unit/router/test_router_parts.py",
+        "unit/router/test_pipeline.py",
     ),
     fault(
         "router/queue.py",
@@ -165,7 +165,7 @@ ROUTER = [
         "router/kv/kv_map.py",
         "return _Use(rt, be & ~rt, saved & ~shared)",
         "return _Use(rt, be & ~rt, saved)",
-        "unit/kv_map/test_slot_map.py",
+        "unit/kv_map/test_kv_map.py",
         "sim/test_core_prefixes.py",
     ),
     fault(
@@ -174,7 +174,7 @@ ROUTER = [
         "missed = seconds > 2 * limit_s",
         "sim/test_step_guard.py",
         "unit/cost/test_step_cost.py",
-        "unit/router/test_router_parts.py",
+        "unit/router/test_pipeline.py",
     ),
     fault(
         "router/step_cost.py",
@@ -285,14 +285,14 @@ PROCESSES = [
         "messages/router_worker.py",
         "(token_ids < NO_TOKEN).any() or (is_token[:, 1:] & ~is_token[:, :-1]).any()",
         "(token_ids < NO_TOKEN).any()",
-        "unit/messages/test_step_messages.py",
+        "unit/messages/test_messages.py",
     ),
     fault(
         "channels.py",
         "if len(frame) > self.max_recv_bytes:",
         "if len(frame) > 2 * self.max_recv_bytes:",
         "integration/test_channels.py",
-        "unit/messages/test_largest_messages.py",
+        "unit/messages/test_messages.py",
     ),
     fault(
         "channels.py",

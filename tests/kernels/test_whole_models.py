@@ -32,9 +32,11 @@ CASES = [
 ]
 
 
-def report_of(name: str, dtype: torch.dtype, path: Path, **changes: object) -> ParityReport:
+def report_of(
+    name: str, dtype: torch.dtype, path: Path, num_sequences: int = NUM_SEQUENCES, **changes: object
+) -> ParityReport:
     write_tiny_model(find_tiny_model(name), path, dtype=dtype)
-    sequences = standard_sequences(load_reference(path, torch.float32))[:NUM_SEQUENCES]
+    sequences = standard_sequences(load_reference(path, torch.float32))[:num_sequences]
     loaded = load_tiny(path, dtype, make_kernels("triton", batch_invariant=False), **changes)
     lengths = [len(sequence.tokens) for sequence in sequences]
     logits = loaded.run(sequences, schedule(lengths, chunk=37, num_decodes=2))
@@ -42,14 +44,14 @@ def report_of(name: str, dtype: torch.dtype, path: Path, **changes: object) -> P
     return compare_all(sequences, logits, dtype)
 
 
-@pytest.mark.parametrize(("name", "dtype"), long_but(CASES, CASES[2:]))
+@pytest.mark.parametrize(("name", "dtype"), long_but(CASES, CASES[::2]))
 def test_parity_with_transformers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     report = report_of(name, dtype, tmp_path)
     assert report.holds(dtype), report
 
 
 def test_a_wrong_window_is_seen(tmp_path: Path) -> None:
-    report = report_of("mistral-window", torch.float32, tmp_path, sliding_windows=(23,) * 3)
+    report = report_of("mistral-window", torch.float32, tmp_path, 1, sliding_windows=(23,) * 3)
     assert not report.holds(torch.float32), report
 
 

@@ -263,7 +263,7 @@ class KVMachine(RuleBasedStateMachine):
 
 TestKV = more_when_long(KVMachine.TestCase)
 TestKV.settings = settings(
-    max_examples=choose(100, 300),
+    max_examples=choose(60, 300),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -53,8 +53,8 @@ PROFILE = StepCoefficients(
 
 ELSEWHERE = {
     "SGLang 14972: pauses, resumes and aborts with a plan ahead leave nothing": [
-        ("tests/sim/test_storms.py", "test_every_request_gets_its_tokens"),
-        ("tests/sim/test_storms.py", "test_nothing_is_left_after_a_storm"),
+        ("tests/sim/test_core_faults.py", "test_every_request_gets_its_tokens"),
+        ("tests/sim/test_core_faults.py", "test_nothing_is_left_after_a_storm"),
     ],
     "opposite signs of priority": [
         ("tests/unit/router/test_queue.py", "test_under_every_policy_lower_numbers_start_first"),

@@ -1,4 +1,4 @@
-"""Slots, rows, queues, admission, step cost, pipeline: each alone."""
+"""What a plan tells the workers and when it leaves; rows, queue and admission in small."""
 
 from __future__ import annotations
 

@@ -1,9 +1,16 @@
-"""Kernels of plain torch on tensors that say they are on a GPU: none on the host, none read back.
+"""What can be known without a GPU of kernels for one.
 
-Needs a build of torch with CUDA, though no GPU: the CPU build cannot index such tensors.
+Kernels of plain torch on tensors that say they are on a GPU: none on the host, none read back. This
+needs a build of torch with CUDA: the CPU build cannot index such tensors.
 """
 
 from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +25,9 @@ from lightserve.kernels.self_check import _comparisons, _Pair
 CUDA = torch.device("cuda", 0)
 ROWS = [(1, 50), (17, 17), (1, 51), (40, 90), (1, 700), (3, 20), (1, 2)]
 
-pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="a build of torch without CUDA")
+needs_cuda_build = pytest.mark.skipif(
+    torch.version.cuda is None, reason="a build of torch without CUDA"
+)
 
 
 def fake_batch() -> AttentionBatch:
@@ -36,6 +45,7 @@ def fake_batch() -> AttentionBatch:
     )
 
 
+@needs_cuda_build
 @pytest.mark.parametrize("kernels", [ReferenceKernels(), DeviceTorchKernels()])
 @pytest.mark.parametrize("window", [None, 24])
 def test_a_layer(kernels: Kernels, window: int | None) -> None:
@@ -58,6 +68,7 @@ def test_a_layer(kernels: Kernels, window: int | None) -> None:
         assert kernels.silu_and_mul(residual).device == CUDA
 
 
+@needs_cuda_build
 def test_what_would_be_seen() -> None:
     """A tensor on the host among those of the device, or one that the host reads."""
     with FakeTensorMode():
@@ -68,6 +79,7 @@ def test_what_would_be_seen() -> None:
             batch.positions + torch.arange(len(batch.positions))
 
 
+@needs_cuda_build
 @pytest.mark.parametrize("kernels", [ReferenceKernels(), DeviceTorchKernels()])
 def test_the_check_at_the_start(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that it compares is on the device; only the errors are read."""
@@ -103,3 +115,58 @@ class NoGenerator:
 
     def manual_seed(self, seed: int) -> None:
         return None
+
+
+# What the compiler makes of the kernels that matter most: no GPU, no interpreter. The whole table
+# is printed by bench/engine/kernels_offline.py.
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_attention_as_a_hopper_gpu_gets_it(tmp_path: Path) -> None:
+    """In a process of its own: under TRITON_INTERPRET=1 there is nothing to compile."""
+    table = tmp_path / "table.json"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment |= {"TRITON_DEFAULT_FP_FUSION": "0"}  # kernels say for themselves what they want
+    options = ["--capability", "90", "--json", str(table), "--name", "28/4 heads of 128, window"]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.engine.kernels_offline", *options],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(table.read_text())
+    mixed = {row["kernel"]: row for row in rows if row["case"].endswith("4096")}
+    cut = {row["kernel"]: row for row in rows if row["case"].endswith(", cut")}
+    assert set(mixed) == {
+        "_schedule_kernel", "_prefill_kernel", "_decode_kernel", "_merge_kernel"
+    }  # fmt: skip
+    assert "_schedule_kernel" in {
+        row["kernel"] for row in rows if row["case"].endswith("16,384 decodes")
+    }
+    assert set(cut) == {"_prefill_kernel", "_merge_kernel"}
+    for prefill in (mixed["_prefill_kernel"], cut["_prefill_kernel"]):
+        assert prefill["num_wgmma"] and not prefill["num_mma"] and prefill["num_async_copies"]
+    decode = mixed["_decode_kernel"]
+    assert decode["num_mma"] and decode["num_async_copies"] and decode["blocks_per_sm"] >= 3
+    assert all(row["num_local"] == 0 and not row["faults"] for row in rows)
+
+
+@pytest.mark.long
+def test_a_kernel_that_spills_is_a_fault() -> None:
+    """Blocks that do not fit into registers: the table says so."""
+    code = """
+from bench.engine.kernels_offline import Case, attend, compile_cases
+from lightserve.kernels.triton import configs, plan
+configs.default_prefill = lambda shape, gpu: configs.PrefillConfig(128, 128, 4, 1)
+(line,) = [line for line in compile_cases([Case("", lambda: attend(8, 1, 128))], 90)
+           if line.launch.name == "_prefill_kernel"]
+assert any("spilled" in fault for fault in line.faults), line
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment | {"PYTHONPATH": str(ROOT)}, cwd=ROOT,
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
