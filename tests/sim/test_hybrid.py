@@ -243,8 +243,10 @@ class TestRuns:
         """
         short = dataclasses.replace(SMALL, duration_s=6.0)
         first = sim.run_hybrid(dataclasses.replace(short, checks_kv=True))
-        again = sim.run_hybrid(short)
+        again = sim.run_hybrid(dataclasses.replace(short, checks_kv=True))
         assert figures(first) == figures(again)
+        cheap = sim.run_hybrid(short)
+        assert (cheap.rt, cheap.be) == (first.rt, first.be)
         other = sim.run_hybrid(dataclasses.replace(short, seed=1))
         assert figures(first) != figures(other)
         assert first.kv.pauses > 0 and first.kv.loaded_tokens > 0
