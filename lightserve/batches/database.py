@@ -85,6 +85,8 @@ CREATE TABLE lines (
     num_bytes INTEGER NOT NULL,
     state TEXT NOT NULL,
     attempt INTEGER NOT NULL DEFAULT 0,
+    losses INTEGER NOT NULL DEFAULT 0,
+    not_before_s REAL NOT NULL DEFAULT 0,
     owner TEXT,
     epoch INTEGER,
     lease_until_s REAL,

@@ -34,6 +34,9 @@ _COLUMNS = (
     "number, id, endpoint, input_file_id, window, status, created_s, expires_s, ended_s, metadata,"
     " num_lines, num_done, num_failed, output_file_id, error_file_id"
 )
+LOSS_DELAY_S = 60.0
+"""What a line waits after its second loss, and twice as long after each further one. With it, no
+line alone costs as many restarts of workers as a server allows by default."""
 EXPIRED_MESSAGE = "This request could not be executed before the completion window expired."
 
 
@@ -249,7 +252,7 @@ class Jobs:
                 " AND expires_s > ? ORDER BY expires_s, number",
                 now_s,
             ):
-                lines = self._queued(batch, max_lines - len(leased), max_bytes)
+                lines = self._queued(batch, now_s, max_lines - len(leased), max_bytes)
                 leased += lines
                 max_bytes -= sum(len(line.line) for line in lines)
                 if len(leased) >= max_lines or max_bytes <= 0:
@@ -261,14 +264,16 @@ class Jobs:
             )
         return leased
 
-    def _queued(self, batch: tuple[Any, ...], max_lines: int, max_bytes: int) -> list[LeasedLine]:
+    def _queued(
+        self, batch: tuple[Any, ...], now_s: float, max_lines: int, max_bytes: int
+    ) -> list[LeasedLine]:
         """Return the first queued lines of a batch, as far as there is room."""
         number, batch_id, endpoint, key_name, file, expires_s, num_left = batch
         lines: list[LeasedLine] = []
-        for index, custom_id, position, num_bytes, attempt in self._db.rows(
-            "SELECT number, custom_id, position, num_bytes, attempt FROM lines WHERE batch = ?"
-            " AND state = 'queued' ORDER BY number LIMIT ?",
-            *(number, max_lines),
+        for index, custom_id, position, num_bytes, attempt, losses in self._db.rows(
+            "SELECT number, custom_id, position, num_bytes, attempt, losses FROM lines"
+            " WHERE batch = ? AND state = 'queued' AND not_before_s <= ? ORDER BY number LIMIT ?",
+            *(number, now_s, max_lines),
         ):
             if max_bytes <= 0:
                 break
@@ -281,6 +286,7 @@ class Jobs:
                 endpoint=endpoint,
                 key_name=key_name,
                 attempt=attempt,
+                losses=losses,
                 line=self._files.read_span(file, position, num_bytes),
                 expires_s=expires_s,
                 num_left=num_left,
@@ -309,10 +315,13 @@ class Jobs:
                 if outcome.result is not None:
                     state = "error" if outcome.is_error else "done"
                 changed = self._db.write(
-                    "UPDATE lines SET state = ?, result = ?, attempt = attempt + ?, owner = NULL"
+                    "UPDATE lines SET state = ?, result = ?, attempt = attempt + ?, owner = NULL,"
+                    " not_before_s = CASE WHEN ? AND losses > 0 THEN ? + ? * (1 << (losses - 1))"
+                    " ELSE 0 END, losses = losses + ?"
                     " WHERE batch = ? AND number = ? AND state = 'leased' AND owner = ?"
                     " AND epoch = ?",
                     *(state, outcome.result, outcome.has_failed),
+                    *(outcome.is_lost, now_s, LOSS_DELAY_S, outcome.is_lost),
                     *(outcome.batch, outcome.number, owner, epoch),
                 )
                 num_late += not changed

@@ -14,13 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from starlette.types import ASGIApp, Message
 
 from lightserve.batches.access import StoreThread
 from lightserve.batches.lines import body_of
 from lightserve.batches.records import LeasedLine
 from lightserve.batches.runner import Answer, Runner
-from lightserve.frontend.errors import RequestFailed, error_body
+from lightserve.frontend.errors import ErrorDetail, RequestFailed, error_body
 from lightserve.frontend.middleware import ARRIVAL_KEY, CALLER_KEY, Caller, KeyRing
 from lightserve.frontend.openai.chat import chat_router
 from lightserve.frontend.openai.completions import completions_router
@@ -29,6 +30,7 @@ from lightserve.frontend.request_options import MAX_SECONDS
 from lightserve.frontend.router_client import RouterClient
 from lightserve.frontend.service import Service, load_service
 from lightserve.logs import request_id
+from lightserve.messages.frontend_router import ErrorCode
 from lightserve.messages.supervision import ChildSpec
 from lightserve.metrics.catalogue import BATCH_LINES, BATCH_RESULTS_LATE, BATCHES
 
@@ -94,6 +96,7 @@ class InnerRoutes:
             body=bytes(call.answer),
             request_id=line.id,
             retry_after_s=call.retry_after_s,
+            is_lost=call.status == 503 and _code_of(call.answer) == ErrorCode.WORKER_LOST,
         )
 
 
@@ -116,6 +119,15 @@ def _scope(line: LeasedLine, num_bytes: int, due_in_s: float) -> dict[str, Any]:
         ARRIVAL_KEY: time.monotonic(),
         CALLER_KEY: Caller(name=line.key_name, is_admin=False),
     }
+
+
+class _Error(msgspec.Struct):
+    error: ErrorDetail
+
+
+def _code_of(answer: bytearray) -> str | None:
+    """Return the code of an answer that is an error."""
+    return msgspec.json.decode(answer, type=_Error).error.code
 
 
 class _Call:

@@ -143,6 +143,8 @@ class LeasedLine(msgspec.Struct, frozen=True, kw_only=True):
     key_name: str
     attempt: int
     """How often it has failed by itself before."""
+    losses: int
+    """How often workers have died with it."""
     line: bytes
     """As it stands in the input file."""
     expires_s: int
@@ -166,3 +168,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     is_error: bool = False
     has_failed: bool = False
     """Queued again: whether the attempt counts against the line."""
+    is_lost: bool = False
+    """Queued again: whether workers died with it. It may be why: from the second time on it waits,
+    longer each time, so that no line makes a server give up on its workers."""

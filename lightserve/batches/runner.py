@@ -1,8 +1,9 @@
 """Works off batches: leases lines, has them answered, writes what became of them.
 
 One task leases and writes; each line in flight is a task of its own. While the engine is not ready
-nothing is leased, and what it lost is queued again: that counts against no line. A line that fails
-by itself is tried MAX_ATTEMPTS times. When the store fails, what is in flight is given up, and the
+nothing is leased, and what it lost is queued again: that counts against no line, but that one with
+which workers die again and again is taken for the reason in the end. A line that fails by itself is
+tried MAX_ATTEMPTS times. When the store fails, what is in flight is given up, and the
 work begins anew, in a new epoch, as soon as the store can be written.
 """
 
@@ -34,6 +35,8 @@ GATHER_S = 0.05
 """Results that come within it are written in one transaction."""
 MAX_LEASED_BYTES = 64 * 1024 * 1024
 MAX_ATTEMPTS = 2
+MAX_LOSSES = 6
+"""Times that workers die with a line, before it is taken for the reason."""
 STORE_RETRY_S = 1.0
 
 log = logging.getLogger(__name__)
@@ -49,6 +52,8 @@ class Answer:
     request_id: str
     retry_after_s: float = 0.0
     """With 429 and 503."""
+    is_lost: bool = False
+    """With 503: whether workers died with it."""
 
 
 @dataclass
@@ -219,11 +224,14 @@ class Runner:
         """Have a line answered, and note what became of it."""
         due_in_s = due_in(line, num_in_flight=self._max_in_flight, now_s=self._clock())
         answer = await self._engine.answer(line, due_in_s=due_in_s)
-        if answer.status in (429, 503):
+        is_worn_out = line.losses + answer.is_lost >= MAX_LOSSES
+        if answer.status in (429, 503) and not is_worn_out:
             self._pause_until_s = time.monotonic() + max(0.1, answer.retry_after_s)
-            self._outcomes.append(Outcome(batch=line.batch, number=line.number, result=None))
+            self._outcomes.append(
+                Outcome(batch=line.batch, number=line.number, result=None, is_lost=answer.is_lost)
+            )
             return
-        if answer.status >= 500 and line.attempt + 1 < MAX_ATTEMPTS:
+        if answer.status >= 500 and not is_worn_out and line.attempt + 1 < MAX_ATTEMPTS:
             self._outcomes.append(
                 Outcome(batch=line.batch, number=line.number, result=None, has_failed=True)
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -299,7 +300,8 @@ class _Upload:
         except BaseException as error:
             if self._number is not None:
                 number = self._number
-                await in_store(self._service, lambda store: store.files.drop(number))
+                with contextlib.suppress(RequestFailed):  # it is dropped later
+                    await in_store(self._service, lambda store: store.files.drop(number))
             if isinstance(error, ClientDisconnect):
                 raise ClientGone from error
             raise

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,9 +19,11 @@ from support.fake_router import Setup, eventually, frontend, says
 
 from lightserve.batches.access import StoreThread
 from lightserve.batches.database import DATABASE, prepare
+from lightserve.batches.jobs import Jobs
 from lightserve.batches.process import InnerRoutes
 from lightserve.batches.records import CHUNK_BYTES
 from lightserve.batches.runner import Runner
+from lightserve.errors import StoreError
 from lightserve.frontend.middleware import KeyRing
 from lightserve.frontend.process import create_app
 from lightserve.http_access import ApiKey, digest_of
@@ -167,7 +171,7 @@ def test_what_is_cancelled_ends_at_once_with_what_it_has(tmp_path: Path) -> None
 
 
 def test_what_the_engine_loses_counts_against_no_line(tmp_path: Path) -> None:
-    fates = [ErrorCode.WORKER_LOST, ErrorCode.QUEUE_FULL, ErrorCode.WORKER_LOST, None]
+    fates = [ErrorCode.WORKER_LOST, *[ErrorCode.QUEUE_FULL] * 2, None]
     fates += [ErrorCode.NON_FINITE_LOGITS, None, *[ErrorCode.NON_FINITE_LOGITS] * 2]
 
     def answer(submit: Submit) -> list[RequestDelta]:
@@ -191,6 +195,87 @@ def test_what_the_engine_loses_counts_against_no_line(tmp_path: Path) -> None:
             assert [each["custom_id"] for each in found] == ["r0", "r1"]
             (error,) = await results(client, batch.error_file_id)
             assert (error["custom_id"], error["response"]["status_code"]) == ("r2", 500)
+
+    asyncio.run(scenario())
+
+
+def test_a_line_with_which_workers_die_again_and_again_ends_as_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightserve.batches.runner.MAX_LOSSES", 3)
+
+    def answer(submit: Submit) -> list[RequestDelta]:
+        lost = RequestDelta(submit.request_id, [], FinishReason.ERROR, ErrorCode.WORKER_LOST)
+        whole = RequestDelta(submit.request_id, [EOS], FinishReason.STOP)
+        return [lost if submit.max_tokens == 5 else whole]
+
+    async def scenario() -> None:
+        async with serving(tmp_path, answer) as setup:
+            client = client_of(setup)
+            lines = [line(f"r{n}", body={"max_tokens": 5 + n}) for n in range(3)]
+            file = await client.files.create(file=("x", jsonl(lines)), purpose="batch")
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint=ENDPOINT, completion_window="30d"
+            )
+            start_s = time.time()
+            hours = itertools.count()
+            async with working(setup, clock=lambda: start_s + 3600 * next(hours)):
+                batch = await ended(client, batch.id)
+            assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 1)
+            (error,) = await results(client, batch.error_file_id)
+            assert error["custom_id"] == "r0"
+            assert error["response"]["body"]["error"]["code"] == "worker_lost"
+            assert len(setup.router.submits) == 2 + 3
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("method", ["lease", "settle", "begin", "renew"])
+def test_a_store_that_fails_makes_batches_wait_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    work = getattr(Jobs, method)
+    num_calls = itertools.count()
+
+    def failing(*values: Any, **options: Any) -> Any:
+        if next(num_calls) == 0:
+            raise StoreError("the disk is gone")
+        return work(*values, **options)
+
+    monkeypatch.setattr(Jobs, method, failing)
+    monkeypatch.setattr("lightserve.batches.runner.STORE_RETRY_S", 0.01)
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as setup:
+            client = client_of(setup)
+            data = jsonl([line(f"r{n}") for n in range(5)])
+            file = await client.files.create(file=("x", data), purpose="batch")
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint=ENDPOINT, completion_window="1h"
+            )
+            async with working(setup):
+                batch = await ended(client, batch.id)
+            assert len(await results(client, batch.output_file_id)) == 5
+            assert next(num_calls) >= 1
+
+    asyncio.run(scenario())
+
+
+def test_a_full_disk_is_a_507_and_leaves_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as setup:
+            store = setup.service.store
+            assert store is not None
+            pages = await store.run(lambda s: s.database.value("PRAGMA page_count"))
+            await store.run(lambda s: s.database.rows(f"PRAGMA max_page_count={pages + 4}"))
+            big = form(('name="file"; filename="x"', b"x" * CHUNK_BYTES), PURPOSE)
+            response = await setup.http.post("/v1/files", content=big, headers=FORM)
+            assert response.status_code == 507, response.text
+            assert response.json()["error"]["code"] == "batch_store_full"
+            assert (await setup.http.get("/v1/files")).json()["data"] == []
+            for table in ("files", "chunks"):
+                count = f"SELECT count(*) FROM {table}"  # the connection is a new one, with room
+                assert await store.run(lambda s, c=count: s.database.value(c)) == 0
 
     asyncio.run(scenario())
 

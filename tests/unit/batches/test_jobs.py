@@ -29,7 +29,7 @@ from support.batch_store import (
 
 from lightserve.batches.access import Store
 from lightserve.batches.database import DATABASE, SCHEMA_VERSION, prepare
-from lightserve.batches.jobs import LeaseLost, result_line
+from lightserve.batches.jobs import LOSS_DELAY_S, LeaseLost, result_line
 from lightserve.batches.records import MAX_ACTIVE_BATCHES, LeasedLine, Outcome
 from lightserve.errors import InvalidRequest, StartupError
 
@@ -199,6 +199,20 @@ def test_an_attempt_counts_only_where_the_line_has_failed_by_itself(tmp_path: Pa
             (held,) = lease(store, "north", epoch)
             assert held.attempt == attempts
             store.jobs.settle("north", epoch, [queued(held)], NOW_S)
+
+
+def test_a_line_that_is_lost_again_waits_longer_each_time(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        make_batch(store, 1)
+        epoch, now_s = store.jobs.begin("north"), NOW_S
+        for losses, delay_s in enumerate([0.0, LOSS_DELAY_S, 2 * LOSS_DELAY_S, 4 * LOSS_DELAY_S]):
+            (held,) = lease(store, "north", epoch, now_s)
+            assert held.losses == losses
+            lost = Outcome(batch=held.batch, number=held.number, result=None, is_lost=True)
+            store.jobs.settle("north", epoch, [lost], now_s)
+            if delay_s:
+                assert lease(store, "north", epoch, now_s + delay_s - 1) == []
+            now_s += delay_s
 
 
 def test_a_batch_that_is_cancelled_keeps_what_it_has(tmp_path: Path) -> None:
