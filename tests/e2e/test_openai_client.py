@@ -14,6 +14,7 @@ import httpx
 import jsonschema
 import openai
 import pytest
+from anthropic import Anthropic
 from openai import OpenAI
 from support.live_server import LiveServer, live_server
 from support.processes import wait_for
@@ -305,6 +306,35 @@ def test_bad_words_are_not_written(ask: Ask) -> None:
 )
 def test_other_names_of_structured_outputs(ask: Ask, field: dict[str, Any]) -> None:
     assert text_of(ask(extra_body=field)) in {"yes", "no"}
+
+
+def test_responses_and_messages_say_what_chats_say(client: OpenAI, server: LiveServer) -> None:
+    options: dict[str, Any] = {"model": server.model, "temperature": 0.0}
+    chat = client.chat.completions.create(messages=ASK, max_tokens=40, **options)
+    said, end = text_of(chat), chat.choices[0].finish_reason
+    asked: dict[str, Any] = {"input": PROMPT, "max_output_tokens": 40, "store": False, **options}
+    whole = client.responses.create(**asked)
+    with client.responses.stream(**asked) as stream:
+        events = list(stream)
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    final = events[-1].response
+    assert whole.output_text == final.output_text == "".join(deltas) == said
+    assert whole.status == final.status == {"length": "incomplete", "stop": "completed"}[end]
+    assert whole.usage.output_tokens == final.usage.output_tokens == chat.usage.completion_tokens
+    with Anthropic(base_url=server.url, api_key="none", max_retries=0) as other:
+        body: dict[str, Any] = {"model": server.model, "messages": ASK, "max_tokens": 40}
+        greedy = {"extra_body": {"temperature": 0.0}}
+        message = other.messages.create(**body, **greedy)
+        with other.messages.stream(**body, **greedy) as told:
+            texts = list(told.text_stream)
+            streamed = told.get_final_message()
+        count = other.messages.count_tokens(model=server.model, messages=ASK).input_tokens
+    assert message.content[0].text == streamed.content[0].text == "".join(texts) == said
+    assert message.stop_reason == {"length": "max_tokens", "stop": "end_turn"}[end]
+    assert len(texts) > 1 and len(deltas) > 1
+    usage = streamed.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == count == chat.usage.prompt_tokens
+    assert usage.cache_read_input_tokens > 0
 
 
 def test_several_prompts(client: OpenAI, server: LiveServer) -> None:

@@ -28,6 +28,12 @@ ROUTES: dict[str, dict[str, Any]] = {
         "model": BUNDLED_MODEL_NAME,
         "messages": [{"role": "user", "content": "hi"}],
     },
+    "/v1/responses": {"model": BUNDLED_MODEL_NAME, "input": "hi"},
+    "/v1/messages": {
+        "model": BUNDLED_MODEL_NAME,
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 9,
+    },
     "/generate": {"inputs": "hi"},
     "/generate_stream": {"inputs": "hi"},
 }
@@ -163,7 +169,7 @@ def test_refusals_name_the_value_on_every_route() -> None:
                     ({"timeout": 0}, "timeout", ("greater than 0", "got 0")),
                 ):
                     error = (await post(setup, path, fields)).json()["error"]
-                    assert error["param"] == prefix + param
+                    assert error.get("details", error)["param"] == prefix + param
                     assert all(word in error["message"] for word in words), error
             assert not setup.router.submits
 
@@ -397,6 +403,12 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "model": BUNDLED_MODEL_NAME,
         "messages": [{"role": "user", "content": "hi"}],
+    },
+    "/v1/responses": {"model": BUNDLED_MODEL_NAME, "input": "hi"},
+    "/v1/messages": {
+        "model": BUNDLED_MODEL_NAME,
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 9,
     },
     "/generate": {"inputs": "hi"},
     "/generate_stream": {"inputs": "hi"},
