@@ -345,26 +345,27 @@ class _LookedUp:
         self._kv = kv
         self._running = running
         self._tree = kv.tree if by_sharing else None
+        self._noted: set[Request] = set()
 
     def __iter__(self) -> Iterator[Request]:
-        return map(self._kv.look_up, self._waiting)
+        return map(self._look_up, self._waiting)
 
     def of(self, request_class: RequestClass) -> Iterator[Request]:
         """Iterate over one class."""
         if request_class is RT:
-            return map(self._kv.look_up, self._waiting.real_time())
+            return map(self._look_up, self._waiting.real_time())
         table, rows = self._running.table, self._running.rows
         context_len = float(table.next_position[rows].sum()) / max(1, len(rows))
         turn = self._waiting.turn()
-        return map(self._kv.look_up, self._waiting.best_effort(turn, self._tree, context_len))
+        return map(self._look_up, self._waiting.best_effort(turn, self._tree, context_len))
 
     def late(self) -> Iterator[Request]:
         """Iterate over real-time requests that never ran and are late."""
-        return map(self._kv.look_up, self._waiting.late())
+        return map(self._look_up, self._waiting.late())
 
     def jobs(self) -> Iterator[Request]:
         """Iterate over best-effort requests with a completion time, the earliest first."""
-        return map(self._kv.look_up, self._waiting.jobs())
+        return map(self._look_up, self._waiting.jobs())
 
     def is_prefix_in_flight(self, request: Request) -> bool:
         """Whether it should wait for a prefix that another is just computing.
@@ -372,6 +373,12 @@ class _LookedUp:
         A best-effort request does where these come by what they share; a real-time one does not.
         """
         return self._tree is not None and bool(prefix_in_flight(request, self._prefilling))
+
+    def _look_up(self, request: Request) -> Request:
+        """Note it once: nothing changes while a step is planned."""
+        if request not in self._noted:
+            self._noted.add(self._kv.look_up(request))
+        return request
 
     @functools.cached_property
     def _prefilling(self) -> list[Request]:

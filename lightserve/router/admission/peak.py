@@ -60,7 +60,9 @@ def _progress(requests: Sequence[Request]) -> tuple[IntArray, IntArray]:
 
 def _most_tokens(request: Request) -> int:
     """Return how many tokens a request can come to hold, by its limit."""
-    return max(request.num_prompt_tokens + request.admission_limit, request.num_known_tokens)
+    # One more than it has is the least that is sampled.
+    most_output = max(request.admission_limit, len(request.output_token_ids) + 1)
+    return request.num_prompt_tokens + most_output
 
 
 class PeakAdmission:
@@ -142,7 +144,7 @@ class PeakRound:
 
     @functools.cached_property
     def _most_of_live(self) -> int:
-        return sum([_most_tokens(request) for request in self._live])
+        return sum(map(_most_tokens, self._live))
 
     def _forecast(self) -> FutureMemory:
         prompts, generated = _progress(self._live)

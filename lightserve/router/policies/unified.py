@@ -413,8 +413,9 @@ def _rescued(step: StepBudget, prompts: Iterable[Request]) -> Rows:
     average_step_s = step.limits.average_step_s
     if average_step_s <= 0:
         return NO_ROWS
-    in_danger = [*step.in_danger, *(r for r in prompts if not step.can_be_in_time(r))]
-    for request in sorted((r for r in in_danger if step.residual(r) > 0), key=step.residual):
+    in_danger = [r for r in step.in_danger if step.residual(r) > 0]
+    in_danger += [r for r in prompts if step.residual(r) > 0 and not step.can_be_in_time(r)]
+    for request in sorted(in_danger, key=step.residual):
         others = step.decodes_due_after(step.residual(request) + average_step_s)
         if len(others) and step.would_be_in_time(request, without=others):
             return others
