@@ -50,4 +50,6 @@ async def main(path: str) -> None:
             print(json.dumps(await ready), flush=True)
 
 
+if len(sys.argv) != 2:
+    sys.exit(f"usage: {sys.argv[0]} FILE (a prompt per line, such as examples/prompts.txt)")
 asyncio.run(main(sys.argv[1]))

@@ -166,7 +166,10 @@ class StreamClient:
         async with self._open_session.get(self._models_url) as response:
             body = await response.read()
             if response.status != 200:
-                raise ValueError(f"status {response.status}: {body[:200].decode(errors='replace')}")
+                text = f"status {response.status}: {body[:200].decode(errors='replace')}"
+                if response.status == 401:
+                    text += " (--api-key-file or --api-key-env names where yours is)"
+                raise ValueError(text)
             try:
                 return str(msgspec.json.decode(body)["data"][0]["id"])
             except (msgspec.DecodeError, LookupError, TypeError) as error:

@@ -57,6 +57,8 @@ def base_url(host: str, port: int, *, scheme: str = "http") -> str:
 def banner(model_name: str, url: str, *, prompt: str, needs_key: bool = False) -> str:
     """Return the greeting: a line for programs, then commands for people, which ask `prompt`.
 
+    The snippet can be pasted into an interactive Python, where an empty line ends a loop.
+
     With `needs_key` the commands take the key from the environment variable OPENAI_API_KEY.
     """
     key_header = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if needs_key else ""
@@ -84,6 +86,7 @@ stream = client.chat.completions.create(
 for chunk in stream:
     if chunk.choices:
         print(chunk.choices[0].delta.content or "", end="", flush=True)
+
 print()"""
     return f"{READY_PREFIX}{url} (model {model_name})\n\n{curl}\n\n{snippet}\n"
 

@@ -31,6 +31,9 @@ from torch import Tensor
 from lightserve.errors import StartupError
 from lightserve.models.parallel import SingleRank, TensorParallel
 
+# torch 2.13 gives it this name and warns of the one that it has had.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class ProcessGroupTensorParallel:
     """This process as one rank of torch's process group."""
@@ -53,7 +56,7 @@ class ProcessGroupTensorParallel:
         each peer, over connections of their own.
         """
         parts = x.new_empty(self.size * x.shape[0], x.shape[1])
-        dist.all_gather_into_tensor(parts, x.contiguous(), group=self._group)
+        _all_gather(parts, x.contiguous(), group=self._group)
         if self.rank != 0:
             return None
         return parts.view(self.size, *x.shape).transpose(0, 1).reshape(x.shape[0], -1)

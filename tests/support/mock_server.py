@@ -97,6 +97,8 @@ class MockServer:
         return f"http://127.0.0.1:{self._port}"
 
     async def _models(self, _: web.Request) -> web.Response:
+        if self.behaviour.status == 401:
+            return web.json_response({"error": {"message": "a valid key is needed"}}, status=401)
         return web.json_response({"object": "list", "data": [{"id": MODEL}]})
 
     async def _log(self, _: web.Request) -> web.Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codeop
 import dataclasses
 import re
 from pathlib import Path
@@ -48,6 +49,18 @@ def test_the_ready_message_asks_what_the_model_can_answer(model: str, expected: 
     printed = ready_message(ServeConfig(model=model), 8000)
     other = PROMPT if expected is BUNDLED_PROMPT else BUNDLED_PROMPT
     assert printed.count(expected) == 2 and other not in printed
+
+
+def test_the_snippet_can_be_pasted_into_an_interactive_python() -> None:
+    printed = ready_message(ServeConfig(model=str(BUNDLED_MODEL_DIR)), 8000)
+    lines = printed[printed.index("from openai import") :].splitlines()
+    pending: list[str] = []
+    for line in lines:
+        pending.append(line)
+        # As the interpreter does: None asks for another line, a SyntaxError is shown.
+        if codeop.compile_command("\n".join(pending)) is not None:
+            pending.clear()
+    assert pending == []
 
 
 @pytest.mark.parametrize(

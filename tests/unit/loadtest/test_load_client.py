@@ -173,6 +173,17 @@ def test_failures_have_their_kind(behaviour: Behaviour, kind: str) -> None:
     assert all(record.error_detail and record.end_s is not None for record in outcome.records)
 
 
+def test_a_server_that_wants_a_key_is_told_of_with_where_to_name_one() -> None:
+    async def ask() -> None:
+        async with MockServer(Behaviour(status=401)) as server:
+            options = ServerOptions(url=server.url, model="mock")
+            async with StreamClient(options, api_key=None, ca_file=None) as client:
+                await client.first_model()
+
+    with pytest.raises(ValueError, match=r"^status 401: .*a valid key.*--api-key-file"):
+        asyncio.run(ask())
+
+
 def test_no_server_is_a_failure_to_connect() -> None:
     outcome, _ = run(open_loop(3), url="http://127.0.0.1:1")
     assert [record.error for record in outcome.records] == ["connect"] * 3
