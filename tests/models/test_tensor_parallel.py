@@ -243,10 +243,12 @@ def test_what_a_rank_with_a_gpu_asks_of_torch(
     )
     monkeypatch.setattr(tensor_parallel.dist, "new_group", lambda **options: options)
     over: list[object] = []
-    for name in ("all_reduce", "broadcast", "all_gather_into_tensor"):
-        monkeypatch.setattr(
-            tensor_parallel.dist, name, lambda *args, group, **options: over.append(group)
-        )
+    for where, name in (
+        (tensor_parallel.dist, "all_reduce"),
+        (tensor_parallel.dist, "broadcast"),
+        (tensor_parallel, "_all_gather"),
+    ):
+        monkeypatch.setattr(where, name, lambda *args, group, **options: over.append(group))
     monkeypatch.setattr(tensor_parallel.dist, "get_rank", lambda: 1)
     monkeypatch.setattr(tensor_parallel.dist, "get_world_size", lambda: 2)
     for name in ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "GLOO_SOCKET_IFNAME"):
