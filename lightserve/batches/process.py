@@ -25,6 +25,7 @@ from lightserve.frontend.errors import ErrorDetail, RequestFailed, error_body
 from lightserve.frontend.middleware import ARRIVAL_KEY, CALLER_KEY, Caller, KeyRing
 from lightserve.frontend.openai.chat import chat_router
 from lightserve.frontend.openai.completions import completions_router
+from lightserve.frontend.openai.responses import responses_router
 from lightserve.frontend.process import Control, Frontend, make_routes
 from lightserve.frontend.request_options import MAX_SECONDS
 from lightserve.frontend.router_client import RouterClient
@@ -70,7 +71,8 @@ class InnerRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._app: ASGIApp = make_routes(
-            service, [completions_router(service), chat_router(service)]
+            service,
+            [completions_router(service), chat_router(service), responses_router(service)],
         )
 
     @property

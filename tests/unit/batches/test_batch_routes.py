@@ -81,6 +81,31 @@ async def results(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[
     return [json.loads(each) for each in text.splitlines()]
 
 
+def test_a_batch_of_responses(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as setup:
+            client, url = client_of(setup), "/v1/responses"
+            bodies: list[dict[str, Any]] = [{"max_output_tokens": 2}, {"previous_response_id": "x"}]
+            lines = [line(f"r{n}", url=url) for n in range(2)]
+            for each, body in zip(lines, bodies, strict=True):
+                each["body"] = {"model": "m", "input": "hi", **body}
+            file = await client.files.create(file=("in.jsonl", jsonl(lines)), purpose="batch")
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint=url, completion_window="24h"
+            )
+            async with working(setup):
+                batch = await ended(client, batch.id)
+            (result,) = await results(client, batch.output_file_id)
+            body = result["response"]["body"]
+            assert (body["object"], body["status"]) == ("response", "incomplete")
+            assert body["service_tier"] == "flex" and body["usage"]["output_tokens"] == 2
+            (error,) = await results(client, batch.error_file_id)
+            assert error["response"]["body"]["error"]["param"] == "previous_response_id"
+            assert setup.router.submits[0].request_class is RequestClass.BE
+
+    asyncio.run(scenario())
+
+
 def test_a_batch_from_its_file_to_its_results(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as setup:
