@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.abuse import bodies, connections, requests
+from bench.abuse import bodies, connections, files, requests
 from bench.abuse.arena import (
     Arena,
     Attack,
@@ -39,6 +39,7 @@ SUBJECTS: Mapping[str, Sequence[Attack]] = {
     "constraints": requests.CONSTRAINTS,
     "doors": connections.DOORS,
     "memory": requests.MEMORY,
+    "batches": files.FILES,
     "prefixes": requests.PREFIXES,
     "router_load": requests.ROUTER_LOAD,
 }

@@ -298,6 +298,8 @@ class Setup:
     flags: tuple[str, ...] = ()
     has_keys: bool = True
     """With a key for users and one for operators; else a loopback server without any."""
+    has_store: bool = False
+    """With a store of batches."""
     prefix: tuple[str, ...] = ()
     """A command that becomes the server, such as ("prlimit", "--nofile=256")."""
 
@@ -533,6 +535,8 @@ def running_arena(setup: Setup) -> Iterator[Arena]:
             file.write_text(f"user {keys[0]}\noperator {keys[1]} admin\n")
             file.chmod(0o600)
             flags += ["--api-key-file", str(file)]
+        if setup.has_store:
+            flags += ["--batch-store", str(folder / "store")]
         log = folder / "log"
         stream = stack.enter_context(log.open("w"))
         server = stack.enter_context(running_server(flags, prefix=setup.prefix, log=stream))
