@@ -12,6 +12,7 @@ LIGHTSERVE_URL names another server than the one on this machine, OPENAI_API_KEY
 
 import json
 import os
+import sys
 
 from openai import BadRequestError, OpenAI
 
@@ -41,14 +42,17 @@ client = OpenAI(
 )
 model = client.models.list().data[0].id
 messages = [{"role": "user", "content": "Where is Mira's brass lantern?"}]
-answer = client.chat.completions.create(
-    model=model,
-    messages=messages,
-    tools=[TOOL],
-    tool_choice="required",
-    parallel_tool_calls=False,
-    max_tokens=200,
-)
+try:
+    answer = client.chat.completions.create(
+        model=model,
+        messages=messages,
+        tools=[TOOL],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=200,
+    )
+except BadRequestError as refusal:  # the server runs without --tool-call-parser
+    sys.exit(refusal.body["message"])
 message = answer.choices[0].message
 messages.append(message.model_dump(exclude_none=True))
 for call in message.tool_calls:

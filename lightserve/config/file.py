@@ -111,7 +111,8 @@ def read_config_file(path: Path, config_type: type[Any]) -> dict[str, Any]:
 def _read(path: Path) -> str:
     try:
         if not path.is_file():  # opening a pipe would wait for its other end
-            raise ConfigError(f"--config {path}: no such file")
+            what = "must be a file, not a directory or a pipe" if path.exists() else "no such file"
+            raise ConfigError(f"--config {path}: {what}")
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +139,14 @@ def test_whatever_it_holds_only_configuration_errors_come_out(
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    for path in (tmp_path / "missing.yaml", tmp_path):
-        with pytest.raises(ConfigError, match="no such file"):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path, what in (
+        (tmp_path / "missing.yaml", "no such file"),
+        (tmp_path, "must be a file, not a directory or a pipe"),
+        (pipe, "must be a file, not a directory or a pipe"),
+    ):
+        with pytest.raises(ConfigError, match=what):
             read_config_file(path, ServeConfig)
 
 
