@@ -486,7 +486,65 @@ WORKER = [
         "models/test_tensor_parallel.py",
     ),
 ]
-FAULTS = ROUTER + FRONTEND + PROCESSES + WORKER
+BATCHES = [
+    fault(
+        "batches/jobs.py",
+        """" AND lease_until_s < ? AND owner != ?",""",
+        """" AND lease_until_s < ? AND owner = ?",""",
+        "unit/batches/test_jobs.py",
+    ),
+    fault(
+        "batches/jobs.py",
+        "if self._db.value(left, batch) == 0:",
+        "if self._db.value(left, batch) == 1:",
+        "unit/batches/test_jobs.py",
+    ),
+    fault(
+        "batches/jobs.py",
+        'if self._db.value("SELECT epoch FROM owners WHERE name = ?", owner) != epoch:',
+        'if self._db.value("SELECT epoch FROM owners WHERE name = ?", owner) is None:',
+        "unit/batches/test_jobs.py",
+    ),
+    fault(
+        "batches/jobs.py",
+        "num_late += not changed",
+        "num_late += changed > 1",
+        "unit/batches/test_jobs.py",
+    ),
+    fault(
+        "batches/files.py",
+        "start = position - first * CHUNK_BYTES",
+        "start = position - last * CHUNK_BYTES",
+        "unit/batches/test_lines.py",
+    ),
+    fault(
+        "batches/files.py",
+        "is_last = (cursor + 1) * CHUNK_BYTES >= file.num_bytes",
+        "is_last = (cursor + 1) * CHUNK_BYTES > file.num_bytes",
+        "unit/batches/test_lines.py",
+        "unit/batches/test_batch_routes.py",
+    ),
+    fault(
+        "batches/runner.py",
+        "is_worn_out = line.losses + answer.is_lost >= MAX_LOSSES",
+        "is_worn_out = line.losses >= MAX_LOSSES",
+        "unit/batches/test_batch_routes.py",
+    ),
+    fault(
+        "batches/runner.py",
+        "            if batch not in active:",
+        "            if batch in active:",
+        "unit/batches/test_batch_routes.py",
+    ),
+    fault(
+        "batches/runner.py",
+        "return left_s * min(1.0, num_in_flight / line.num_left)",
+        "return left_s",
+        "unit/batches/test_runner.py",
+    ),
+]
+
+FAULTS = ROUTER + FRONTEND + PROCESSES + WORKER + BATCHES
 
 
 class Result(NamedTuple):

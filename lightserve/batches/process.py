@@ -78,7 +78,12 @@ class InnerRoutes:
     @property
     def is_ready(self) -> bool:
         """See `runner.Engine`."""
-        return self._service.router.is_ready and not self._service.in_flight.is_draining
+        return self._service.router.is_ready and not self.is_ending
+
+    @property
+    def is_ending(self) -> bool:
+        """See `runner.Engine`."""
+        return self._service.in_flight.is_draining
 
     async def answer(self, line: LeasedLine, *, due_in_s: float) -> Answer:
         """See `runner.Engine`."""

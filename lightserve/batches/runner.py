@@ -73,6 +73,10 @@ class Engine(Protocol):
     def is_ready(self) -> bool:
         """Whether lines can be answered now."""
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether the server is shutting down."""
+
     async def answer(self, line: LeasedLine, *, due_in_s: float) -> Answer:
         """Return the answer to a line, which should be there in so many seconds."""
 
@@ -131,6 +135,8 @@ class Runner:
                 if self._outcomes:
                     await asyncio.sleep(GATHER_S)
                     await self._write()
+                if self._engine.is_ending:  # no client waits: what is in flight runs again
+                    await self._give_up()
         finally:
             with contextlib.suppress(StoreError):
                 await self._write()

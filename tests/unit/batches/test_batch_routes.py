@@ -166,6 +166,38 @@ def test_a_batch_from_its_file_to_its_results(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", {"input": "hi", "store": False}),
+    ],
+)
+def test_other_endpoints_answer_as_they_do_over_http(
+    tmp_path: Path, endpoint: str, body: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as setup:
+            client = client_of(setup)
+            asked = {"custom_id": "a", "method": "POST", "url": endpoint}
+            data = jsonl([{**asked, "body": {"model": "m", **body}}])
+            file = await client.files.create(file=("x", data), purpose="batch")
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint=endpoint, completion_window="1h"
+            )
+            async with working(setup):
+                batch = await ended(client, batch.id)
+            (found,) = await results(client, batch.output_file_id)
+            body_of_http = {"model": "m", "service_tier": "flex", **body}
+            whole = (await setup.http.post(endpoint, json=body_of_http)).json()
+            mine = found["response"]["body"]
+            assert set(mine) == set(whole)
+            same = {"object", "model", "service_tier", "usage"}
+            assert {name: mine[name] for name in same} == {name: whole[name] for name in same}
+
+    asyncio.run(scenario())
+
+
 def test_what_is_cancelled_ends_at_once_with_what_it_has(tmp_path: Path) -> None:
     def answer(submit: Submit) -> list[RequestDelta]:
         is_first = submit.request_id == 0
@@ -191,6 +223,26 @@ def test_what_is_cancelled_ends_at_once_with_what_it_has(tmp_path: Path) -> None
                 assert len(await results(client, batch.output_file_id)) == 1
             assert (await client.batches.cancel(batch.id)).status == "cancelled"
             assert len(setup.router.submits) == 5
+
+    asyncio.run(scenario())
+
+
+def test_an_end_of_the_server_does_not_wait_for_lines(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, lambda submit: []) as setup:
+            client = client_of(setup)
+            file = await client.files.create(file=("x", jsonl([line("a")])), purpose="batch")
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint=ENDPOINT, completion_window="1h"
+            )
+            async with working(setup):
+                await setup.router.submitted(1)
+                setup.service.in_flight.is_draining = True
+                await setup.service.in_flight.wait_idle()
+            setup.service.in_flight.is_draining = False
+            setup.router.answer = says([EOS])
+            async with working(setup):
+                assert (await ended(client, batch.id)).request_counts.completed == 1
 
     asyncio.run(scenario())
 
@@ -389,6 +441,9 @@ def test_uploads_are_bounded_by_the_quota_of_their_key(tmp_path: Path) -> None:
                 big = form(('name="file"; filename="../../x"', b"x" * size), PURPOSE)
                 response = await setup.http.post("/v1/files", content=big, headers=FORM)
                 assert response.status_code == status, response.text
+                if status == 200:  # as many bytes as a chunk has, and no more
+                    path = f"/v1/files/{response.json()['id']}/content"
+                    assert (await setup.http.get(path)).content == b"x" * size
             (newest, *_) = (await setup.http.get("/v1/files")).json()["data"]
             assert newest["filename"] == "../../x"
             assert {path.name for path in (tmp_path / "store").iterdir()} > {DATABASE}
