@@ -231,14 +231,13 @@ FRONTEND = [
         "frontend/middleware.py",
         "if num_bytes > most:",
         "if num_bytes > most + 1:",
-        "unit/frontend/test_bad_input.py",
-        "integration/test_connection_limits.py",
+        "unit/frontend/test_frontend_fields.py",
     ),
     fault(
         "frontend/json_body.py",
         "if len(value) != len(pairs):",
         "if len(value) > len(pairs):",
-        "unit/frontend/test_bad_input.py",
+        "unit/frontend/test_frontend_fields.py",
     ),
     fault(
         "frontend/json_body.py",

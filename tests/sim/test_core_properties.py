@@ -22,7 +22,7 @@ from support.core_scenes import (
     make_simulation,
     submit,
 )
-from support.grids import choose, every_value
+from support.grids import choose, every_value, more_when_long
 
 from lightserve.decisions.records import Decision, Input, RecordedCore, decision_of, event_of
 from lightserve.messages.frontend_router import ClassLoad, ErrorCode, Submit
@@ -413,8 +413,9 @@ class Lines:
                 core.on_message(event, record.now_s)
 
 
+@more_when_long
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=choose(6, 15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     arrivals=arrivals_of_policies,
     budget=st.integers(MAX_SEQS, 48),

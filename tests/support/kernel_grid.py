@@ -277,13 +277,21 @@ def dense_comparisons(
             "rms_norm", case, _poisoned(lambda: kernels.rms_norm(x, scale, 1e-6)),  # noqa: B023
             reference.rms_norm(x, scale, 1e-6),
         )  # fmt: skip
+        small = x * 1e-3  # its mean square is about what is added to it
+        yield (
+            "rms_norm",
+            case,
+            kernels.rms_norm(small, scale, 1e-6),
+            reference.rms_norm(small, scale, 1e-6),
+        )
         yield (
             "silu_and_mul", case, _poisoned(lambda: kernels.silu_and_mul(x)),  # noqa: B023
             reference.silu_and_mul(x),
         )  # fmt: skip
-        both = [k.add_rms_norm(x, other.clone(), scale, 1e-6) for k in (kernels, reference)]
-        for result, truth in zip(*both, strict=True):
-            yield "add_rms_norm", case, result, truth
+        for left, right in ((x, other), (small, other * 1e-3)):
+            both = [k.add_rms_norm(left, right.clone(), scale, 1e-6) for k in (kernels, reference)]
+            for result, truth in zip(*both, strict=True):
+                yield "add_rms_norm", case, result, truth
     for num_tokens in (0, 1, 2, 3, 33):
         yield from _rotations(kernels, num_tokens, normal, device)
     yield from _writes(kernels, normal, device)

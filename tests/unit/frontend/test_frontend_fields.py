@@ -412,12 +412,18 @@ def test_a_key_given_twice_is_refused(path: str, twice: str) -> None:
 
 def test_a_body_without_a_length_is_limited_too() -> None:
     async def scenario() -> None:
-        async def chunks() -> Any:
-            for _ in range(5):
-                yield b" " * 1024 * 1024
+        body = json.dumps(BODIES["/v1/completions"]).encode()
 
-        async with frontend(says([5, 2])) as setup:
-            _assert_error(await setup.http.post("/v1/completions", content=chunks()), 413)
+        async def chunks(num_bytes: int) -> Any:
+            yield body
+            yield b" " * (num_bytes - len(body))
+
+        async with frontend(says([5, 2]), max_body_bytes=100_000) as setup:
+            for num_bytes in (100_001, 200_000):
+                answer = await setup.http.post("/v1/completions", content=chunks(num_bytes))
+                _assert_error(answer, 413)
+            whole = await setup.http.post("/v1/completions", content=chunks(100_000))
+            assert whole.status_code == 200
 
     asyncio.run(scenario())
 
