@@ -524,8 +524,7 @@ BATCHES = [
         "batches/files.py",
         "is_last = (cursor + 1) * CHUNK_BYTES >= file.num_bytes",
         "is_last = (cursor + 1) * CHUNK_BYTES > file.num_bytes",
-        "unit/batches/test_lines.py",
-        "unit/batches/test_batch_routes.py",
+        "unit/batches/test_jobs.py",
     ),
     fault(
         "batches/runner.py",

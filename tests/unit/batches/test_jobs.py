@@ -30,7 +30,7 @@ from support.batch_store import (
 from lightserve.batches.access import Store
 from lightserve.batches.database import DATABASE, SCHEMA_VERSION, prepare
 from lightserve.batches.jobs import LOSS_DELAY_S, LeaseLost, result_line
-from lightserve.batches.records import MAX_ACTIVE_BATCHES, LeasedLine, Outcome
+from lightserve.batches.records import CHUNK_BYTES, MAX_ACTIVE_BATCHES, LeasedLine, Outcome
 from lightserve.errors import InvalidRequest, StartupError
 
 LEASE_S = 30.0
@@ -289,6 +289,19 @@ def test_files_belong_to_their_key_and_end_with_their_time(tmp_path: Path) -> No
         store.jobs.cancel(KEY, batch.id, NOW_S)
         assert store.files.purge(NOW_S + 31 * DAY_S) == 1
         assert store.database.value("SELECT count(*) FROM chunks") == 0
+
+
+@pytest.mark.parametrize("size", [1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1])
+def test_a_file_is_read_to_its_end_and_no_further(tmp_path: Path, size: int) -> None:
+    with open_store(tmp_path) as store:
+        file, cursor, pieces = upload(store, b"x" * size), 0, []
+        while cursor is not None:
+            piece, cursor = store.files.read(file, cursor)
+            pieces.append(piece)
+        assert [len(piece) for piece in pieces] == [
+            *[CHUNK_BYTES] * (size // CHUNK_BYTES),
+            *([size % CHUNK_BYTES] if size % CHUNK_BYTES else []),
+        ]
 
 
 def test_an_upload_that_does_not_end_leaves_nothing(tmp_path: Path) -> None:
