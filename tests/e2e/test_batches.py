@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from support.batch_store import jsonl
@@ -122,5 +121,5 @@ def test_each_line_is_answered_once_whatever_is_killed(
         killed.kill(victim)
     faulted = killed.results(batch)
     assert faulted == killed.results(killed.make_batch())
-    text = httpx.get(f"{killed.server.url}/metrics").text
-    assert "lightserve_batches" in text
+    names = [f"\nlightserve_{n}{{" for n in ("batches", "batch_lines", "batch_results_late_total")]
+    wait_for(lambda: all(name in killed.server.metrics() for name in names), "metrics of batches")
