@@ -148,6 +148,11 @@ class TestClassReport:
         assert report.ttft_attainment is report.mtpot_attainment is None
         assert report.goodput_rps == report.throughput_rps == pytest.approx(0.1)
 
+    def test_the_mean_gap_is_that_of_gaps_not_of_tokens(self) -> None:
+        three = Seen(10.0, 3, [10.1, 10.3, 10.5], True)
+        for tpot_s, kept in ((0.19, 0.0), (0.21, 1.0)):
+            assert self.report(three, targets=Targets(tpot_s=tpot_s)).tpot_attainment == kept
+
     def test_what_was_found_of_the_prompts(self) -> None:
         first = Seen(10.0, 1, [19.0], True, num_prompt_tokens=30, num_cached_tokens=12)
         second = Seen(11.0, 4, [12.0], num_prompt_tokens=10)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.fake_router import frontend, kv_pool, says
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
-from lightserve.channels import Codec
+from lightserve.channels import VERSION_BYTE, Codec
 from lightserve.errors import FrameTooLarge, ProtocolError
 from lightserve.http_access import MAX_KEYS, ApiKey
 from lightserve.messages.common import (
@@ -345,6 +345,13 @@ def test_one_byte_more_is_refused_at_the_sender() -> None:
     codec: Codec[Any, Any] = Codec(send_type=FrontendMessage, recv_type=RouterMessage)
     with pytest.raises(FrameTooLarge):
         codec.encode(_submit(MAX_FRAME_BYTES - _submit_overhead() + 1))
+
+
+def test_one_byte_more_is_refused_at_the_receiver() -> None:
+    """Before anything is made of it."""
+    codec: Codec[Any, Any] = Codec(send_type=FrontendMessage, recv_type=RouterMessage)
+    with pytest.raises(FrameTooLarge):
+        codec.decode(VERSION_BYTE + bytes(codec.max_recv_bytes))
 
 
 def test_very_many_failures_are_several_messages() -> None:
