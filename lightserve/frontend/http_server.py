@@ -44,6 +44,10 @@ from lightserve.frontend.errors import RequestFailed, error_body
 from lightserve.frontend.middleware import is_upload, owner_of
 from lightserve.frontend.response import CONNECTION_KEY
 
+UPLOAD_BYTES_HELD = 1024 * 1024
+"""What an upload takes in memory at most, however large the file: the rest is in the store."""
+UPLOAD_TIMEOUT_S = 3600.0
+"""Time for a file to arrive."""
 WRITE_DEADLINE_S = 30.0
 REST_TIMEOUT_S = 5.0
 """A client on a slow line needs about as long to notice that it was answered."""
@@ -300,9 +304,13 @@ class HttpProtocol(H11Protocol):
                 self._await(wanted)
             self._num_body_bytes += num_new_bytes
             self._num_window_bytes += num_new_bytes
-            if wanted is _Awaited.BODY and not is_upload(self.scope):  # type: ignore[arg-type]
+            if wanted is _Awaited.BODY:
                 owner = owner_of(self.scope)  # type: ignore[arg-type]  # uvicorn's word for it
-                self._table.hold_body(self, owner, self._num_body_bytes)
+                num_held = self._num_body_bytes
+                if is_upload(self.scope):  # type: ignore[arg-type]
+                    most = min(UPLOAD_BYTES_HELD, self._table.limits.max_pending_body_bytes // 2)
+                    num_held = min(num_held, most)
+                self._table.hold_body(self, owner, num_held)
         elif state is h11.IDLE:
             if self.conn.trailing_data[0]:  # half a head that came behind a request
                 if awaited is not _Awaited.HEAD:
@@ -341,9 +349,9 @@ class HttpProtocol(H11Protocol):
             self._patient.close_now()
             return
         if awaited is _Awaited.BODY:
-            left_s = self._awaited_since_s + limits.body_timeout_s - self.loop.time()
-            if is_upload(self.scope):  # type: ignore[arg-type]  # as long as it comes on
-                left_s = self.rate_window_s
+            is_file = is_upload(self.scope)  # type: ignore[arg-type]
+            timeout_s = UPLOAD_TIMEOUT_S if is_file else limits.body_timeout_s
+            left_s = self._awaited_since_s + timeout_s - self.loop.time()
             least = limits.min_body_bytes_per_s * self.rate_window_s
             if left_s > 0.001 and self._num_window_bytes >= least:
                 self._wait(min(self.rate_window_s, left_s))

@@ -20,7 +20,9 @@ from support.fake_router import eventually, says
 from support.patient_loop import run_patiently
 from support.running_frontend import Client, Running, running_frontend
 
+from lightserve.batches.database import prepare
 from lightserve.bundled import BUNDLED_MODEL_NAME
+from lightserve.frontend import http_server
 from lightserve.frontend.connections import ConnectionTable, connection_table
 from lightserve.frontend.http_server import FREE_CHUNKS, HttpProtocol
 from lightserve.http_access import ApiKey, digest_of
@@ -178,6 +180,63 @@ def test_unfinished_bodies_are_bounded_in_sum(
         await eventually(lambda: table.num_pending_body_bytes == 0)
 
     _serve(tmp_path, scenario, max_body_bytes=500_000, max_pending_body_bytes=1_000_000)
+
+
+UPLOAD = (
+    "POST /v1/files HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+    "content-type: multipart/form-data; boundary=b\r\ncontent-length: 4000000\r\n\r\n"
+    '--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
+)
+
+
+def _serve_with_store(
+    tmp_path: Path, scenario: Callable[[Running], Awaitable[None]], **flags: Any
+) -> None:
+    store = tmp_path / "store"
+    prepare(store).close()
+    _serve(tmp_path, scenario, batch_store=str(store), **flags)
+
+
+def test_an_upload_counts_with_what_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much of a file has come, it takes its part of what all bodies together may."""
+    num_held = 100_000
+    monkeypatch.setattr(http_server, "UPLOAD_BYTES_HELD", num_held)
+    tables = _tables(monkeypatch)
+
+    async def scenario(running: Running) -> None:
+        await running.router_up(says([50, 2]))
+        (table,) = tables
+        clients = []
+        for number in range(2):
+            clients.append(await running.send(f"{UPLOAD}{' ' * 600_000}"))
+            wanted = (number + 1) * num_held
+            await eventually(lambda wanted=wanted: table.num_pending_body_bytes == wanted)
+        clients.append(await running.send(f"{UPLOAD}{' ' * 600_000}"))
+        assert await _error(clients[0], 429) == "overloaded"
+        for client in clients[1:]:
+            client.hang_up()
+        await eventually(lambda: table.num_pending_body_bytes == 0)
+
+    limits = {"max_body_bytes": 200_000, "max_pending_body_bytes": 2 * num_held + 1}
+    _serve_with_store(tmp_path, scenario, **limits)
+
+
+def test_an_upload_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HttpProtocol, "rate_window_s", 0.2)
+    monkeypatch.setattr(http_server, "UPLOAD_TIMEOUT_S", 0.7)
+
+    async def scenario(running: Running) -> None:
+        await running.router_up(says([50, 2]))
+        client = await running.send(f"{UPLOAD}{' ' * 6_000}")
+        answer = asyncio.create_task(_error(client, 408))
+        while not answer.done():  # fast enough, until its time is over
+            client.writer.write(b" " * 200)
+            await asyncio.sleep(0.02)
+        assert await answer == "request_timeout"
+
+    _serve_with_store(tmp_path, scenario, min_body_bytes_per_s=1000, body_timeout_s=0.1)
 
 
 def test_two_lengths_of_one_body_are_refused(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_lines_share_what_is_left_of_their_window() -> None:
     assert due_in(leased(window_s=-5, num_left=1), num_in_flight=50, now_s=NOW_S) == 1.0
 
 
-def test_files_are_no_bodies_that_are_held_and_have_a_limit_of_their_own(tmp_path: Path) -> None:
+def test_a_file_may_be_larger_than_all_bodies_that_arrive(tmp_path: Path) -> None:
     lock = prepare(tmp_path / "store")
     data = b"x" * (2 * CHUNK_BYTES + 5)
     part = "--b\r\ncontent-disposition: form-data; name="
