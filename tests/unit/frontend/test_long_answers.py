@@ -8,6 +8,7 @@ import json
 import selectors
 import time
 import tracemalloc
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from support.fake_router import (
 )
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
+from lightserve.frontend.completion import Completion
 from lightserve.frontend.news import MAX_TOKENS_PER_TURN, Delta
 from lightserve.frontend.service import Turns
 from lightserve.messages.common import unpack_int32
@@ -353,3 +355,29 @@ def test_long_answers_are_written_in_turns() -> None:
     worked = asyncio.run(scenario())
     assert sum(worked) == 250
     assert max(worked) == 1
+
+
+def test_many_completions_are_submitted_in_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[int] = []
+    turn, start = 0, Completion.start
+
+    def noting(*args: Any, **kwargs: Any) -> Completion:
+        turns.append(turn)
+        return start(*args, **kwargs)
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        async with frontend(says([300])) as setup:
+            counting = asyncio.create_task(count())
+            body = {"model": BUNDLED_MODEL_NAME, "prompt": [[5]] * 8, "n": 16, "max_tokens": 1}
+            assert (await setup.post(COMPLETIONS, body)).status_code == 200
+            counting.cancel()
+
+    monkeypatch.setattr(Completion, "start", noting)
+    asyncio.run(scenario())
+    assert len(turns) == 128 and max(Counter(turns).values()) <= 8
