@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import time
 from typing import Any
 
 from bench.abuse.arena import Answer, Arena, Attack, Outcome, Setup, percentile
+from bench.abuse.connections import unfinished
 
 NUM_UPLOADS = 100
 UPLOAD_BYTES = 8 * 2**20
@@ -41,35 +40,9 @@ def _body(answer: Answer) -> Any:
 
 
 def unfinished_uploads(arena: Arena) -> Outcome:
-    """Upload files at once, all but their last bytes, and wait."""
-    before = arena.resident_mib()["frontend-0"]
-    request = _upload(arena, b" " * UPLOAD_BYTES)[:-3]
-
-    async def one() -> bool:
-        """Say whether the server ended it."""
-        with contextlib.suppress(OSError):
-            reader, writer = await asyncio.open_connection(*arena.address)
-            try:
-                async with asyncio.timeout(GIVE_UP_S):
-                    writer.write(request)
-                    await writer.drain()
-                    while await reader.read(4096):
-                        pass
-            except TimeoutError:
-                return False
-            finally:
-                writer.transport.abort()
-        return True
-
-    async def run() -> int:
-        return sum(await asyncio.gather(*(one() for _ in range(NUM_UPLOADS))))
-
-    start_s = time.monotonic()
-    num_ended = asyncio.run(run())
-    seconds = time.monotonic() - start_s
-    grown = arena.seen().peak_mib["frontend-0"] - before
-    figures = f"+{grown:.0f} MiB, {num_ended} of {NUM_UPLOADS} ended within {seconds:.0f} s"
-    return Outcome(figures, met=grown <= 160 and num_ended == NUM_UPLOADS)
+    """Send files without their ends."""
+    request = _upload(arena, b" " * UPLOAD_BYTES)
+    return unfinished(arena, request, NUM_UPLOADS, give_up_s=GIVE_UP_S)
 
 
 def longest_batch(arena: Arena) -> Outcome:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from lightserve.batches.database import Database
 from lightserve.batches.files import Files
@@ -44,43 +44,8 @@ class LeaseLost(StoreError):
     """The owner has begun anew elsewhere: this epoch of it may say nothing more."""
 
 
-class JobStore(Protocol):
-    """What the process that works off batches needs of a store; `now_s` is Unix time."""
-
-    def begin(self, owner: str) -> int:
-        """Begin a new epoch of an owner, whose leases of earlier ones end; return it."""
-
-    def lease(
-        self,
-        owner: str,
-        epoch: int,
-        now_s: float,
-        *,
-        lease_s: float,
-        max_lines: int,
-        max_bytes: int,
-    ) -> list[LeasedLine]:
-        """Lease lines, of the batches that end first; at least one if there is one and room."""
-
-    def renew(self, owner: str, epoch: int, now_s: float, *, lease_s: float) -> None:
-        """Have all leases of an owner begin anew."""
-
-    def settle(self, owner: str, epoch: int, outcomes: Sequence[Outcome], now_s: float) -> int:
-        """Take in what became of leased lines, all or nothing; return how many came too late."""
-
-    def expire(self, now_s: float) -> int:
-        """End batches whose window is over; return how many."""
-
-    def active(self) -> set[int]:
-        """Return the numbers of the batches in progress."""
-
-    def counts(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return how many lines of the batches in progress, and how many batches, are in which
-        state."""
-
-
 class Jobs:
-    """See the module; a `JobStore`. Each method is one transaction."""
+    """See the module; `now_s` is Unix time. Each method is one transaction."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
@@ -213,7 +178,7 @@ class Jobs:
     # ------------------------------------------------------------------ work
 
     def begin(self, owner: str) -> int:
-        """See `JobStore`."""
+        """Begin a new epoch of an owner, whose leases of earlier ones end; return it."""
         with self._db.transaction():
             self._db.write(
                 "INSERT INTO owners VALUES (?, 1)"
@@ -237,7 +202,7 @@ class Jobs:
         max_lines: int,
         max_bytes: int,
     ) -> list[LeasedLine]:
-        """See `JobStore`."""
+        """Lease lines, of the batches that end first; at least one if there is one and room."""
         leased: list[LeasedLine] = []
         with self._db.transaction():
             self._check_epoch(owner, epoch)
@@ -295,7 +260,7 @@ class Jobs:
         return lines
 
     def renew(self, owner: str, epoch: int, now_s: float, *, lease_s: float) -> None:
-        """See `JobStore`."""
+        """Have all leases of an owner begin anew."""
         with self._db.transaction():
             self._check_epoch(owner, epoch)
             self._db.write(
@@ -305,7 +270,7 @@ class Jobs:
             )
 
     def settle(self, owner: str, epoch: int, outcomes: Sequence[Outcome], now_s: float) -> int:
-        """See `JobStore`."""
+        """Take in what became of leased lines, all or nothing; return how many came too late."""
         num_late = 0
         with self._db.transaction():
             self._check_epoch(owner, epoch)
@@ -339,7 +304,7 @@ class Jobs:
         return num_late
 
     def expire(self, now_s: float) -> int:
-        """See `JobStore`."""
+        """End batches whose window is over; return how many."""
         with self._db.transaction():
             over = self._db.rows(
                 "SELECT number, id FROM batches WHERE status = 'in_progress' AND expires_s <= ?",
@@ -361,12 +326,13 @@ class Jobs:
         return len(over)
 
     def active(self) -> set[int]:
-        """See `JobStore`."""
+        """Return the numbers of the batches in progress."""
         rows = self._db.rows("SELECT number FROM batches WHERE status = 'in_progress'")
         return {number for (number,) in rows}
 
     def counts(self) -> tuple[dict[str, int], dict[str, int]]:
-        """See `JobStore`."""
+        """Return how many lines of the batches in progress, and how many batches, are in which
+        state."""
         with self._db.snapshot():
             total, done, failed = self._db.rows(
                 "SELECT ifnull(sum(num_lines), 0), ifnull(sum(num_done), 0),"
