@@ -77,7 +77,7 @@ def read_spec(fd: int) -> ChildSpec:
 
 def control_name(spec: ChildSpec) -> str:
     """Return this child's name at the supervisor's hub; no two children ever share one."""
-    return f"{spec.role}{spec.boot_id}-{spec.index}-{spec.generation}"
+    return f"{spec.role}{spec.boot_id}-{spec.index}-{spec.incarnation}"
 
 
 def connect_control(spec: ChildSpec, *, linger_s: float = LINGER_S) -> ControlLink:

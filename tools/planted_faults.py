@@ -319,9 +319,9 @@ PROCESSES = [
     ),
     fault(
         "supervisor/fleet.py",
-        "if generation == self._generation:",
-        "if generation <= self._generation:",
-        "integration/test_supervisor.py",
+        "if incarnation == self._incarnation:",
+        "if incarnation <= self._incarnation:",
+        "unit/supervisor/test_fleet.py",
     ),
     fault(
         "supervisor/fleet.py",

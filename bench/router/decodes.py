@@ -98,7 +98,7 @@ def answer(plan: StepPlan) -> StepResult:
     token_ids = np.full(len(sampling_rows(plan)), 7, dtype=np.int32)
     return StepResult(
         step_id=plan.step_id,
-        generation=0,
+        incarnation=0,
         token_ids=pack_int32(token_ids),
         exec_s=STEP_S,
         idle_s=0.0,

@@ -214,7 +214,7 @@ class Run:
         tokens = self._rng.integers(0, VOCABULARY, len(sampling_rows(plan)))
         return StepResult(
             step_id=plan.step_id,
-            generation=0,
+            incarnation=0,
             token_ids=pack_int32(tokens),
             exec_s=STEP_S,
             idle_s=0.0,

@@ -118,7 +118,7 @@ def run_worker(spec: ChildSpec, result: Connection, num_warm_up: int) -> None:
             protocol_version=PROTOCOL_VERSION,
             boot_id=BOOT_ID,
             config_hash=spec.config.digest,
-            generation=0,
+            incarnation=0,
             rank=0,
             num_kv_slots=NUM_SLOTS,
             num_host_slots=NUM_SLOTS // 2,
@@ -165,7 +165,7 @@ class Frontend:
             boot_id=BOOT_ID,
             config_hash=spec.config.digest,
             frontend_id=FrontendId(0),
-            generation=0,
+            incarnation=0,
         )
         self._link.send(hello)
 
@@ -217,7 +217,7 @@ def measure(mode: Mode, num_warm_up: int, num_steps: int) -> Run:
         spec = ChildSpec(
             role=Role.ROUTER,
             index=0,
-            generation=0,
+            incarnation=0,
             boot_id=BOOT_ID,
             config=CONFIG,
             control_address=f"ipc://{directory}/control",

@@ -353,7 +353,7 @@ class Frontend:
                     boot_id=router.boot_id,
                     config_hash=self._spec.config.digest,
                     frontend_id=FrontendId(self._spec.index),
-                    generation=self._spec.generation,
+                    incarnation=self._spec.incarnation,
                     session=session,
                 )
                 # The queue to a router that is stopped may be full: it gets the next one, when

@@ -54,8 +54,8 @@ class FrontendHello(Message, frozen=True):
     """The router boot that the supervisor named to this frontend."""
     config_hash: str
     frontend_id: FrontendId
-    generation: int
-    """How often this frontend has been started, from 0 (`ChildSpec.generation`)."""
+    incarnation: int
+    """How often this frontend has been started, from 0 (`ChildSpec.incarnation`)."""
     session: int
     """A number that no other hello has; the router's status repeats it."""
 

@@ -47,7 +47,7 @@ class WorkerHello(Message, frozen=True):
     protocol_version: int
     boot_id: str
     config_hash: str
-    generation: int
+    incarnation: int
     """Which start of the worker group this is; messages of older ones are dropped."""
     rank: int
     num_kv_slots: int
@@ -220,7 +220,7 @@ class StepResult(Message, frozen=True):
     """Holds 65,536 rows with twenty log-probabilities each, and as many of prompts as may be."""
 
     step_id: StepId
-    generation: int
+    incarnation: int
     token_ids: bytes
     """int32 [rows that sample, tokens_per_row], see `pack_int32`, in the plan's order: first
     `decodes`, then those of `rows` with SAMPLE. A row's tokens, then NO_TOKEN; nothing else where
@@ -404,7 +404,7 @@ def pack_results(
     plan: StepPlan,
     results: Sequence[RowResult],
     *,
-    generation: int = 0,
+    incarnation: int = 0,
     exec_s: float,
     idle_s: float = 0.0,
 ) -> StepResult:
@@ -430,7 +430,7 @@ def pack_results(
             tokens.append([*own, *[NO_TOKEN] * (width - len(own))])
     return StepResult(
         step_id=plan.step_id,
-        generation=generation,
+        incarnation=incarnation,
         token_ids=pack_int32([token_id for row in tokens for token_id in row]),
         exec_s=exec_s,
         idle_s=idle_s,

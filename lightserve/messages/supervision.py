@@ -78,7 +78,7 @@ class FrontendServing(Message, frozen=True):
 class WorkersStalled(Message, frozen=True):
     """From the router: work is in flight and no step has finished for --step-timeout-s."""
 
-    generation: int
+    incarnation: int
     stalled_s: float
 
 
@@ -122,14 +122,14 @@ class FrontendLost(Message, frozen=True):
     """To the router: this frontend died; abort all its requests."""
 
     frontend_id: FrontendId
-    generation: int
+    incarnation: int
     """Of the one that died: a younger one, which has said hello already, is another."""
 
 
 class WorkersLost(Message, frozen=True):
-    """To the router: the worker group of this generation is gone; a new one is being started."""
+    """To the router: the worker group of this incarnation is gone; a new one is being started."""
 
-    generation: int
+    incarnation: int
 
 
 class NewApiKeys(Message, frozen=True):
@@ -149,7 +149,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     index: int
     """Frontend id or tensor-parallel rank; 0 for the router."""
-    generation: int
+    incarnation: int
     """How often this child has been started, from 0; for workers: the group, in this boot."""
     boot_id: str
     """The router boot this child belongs to; empty for frontends, which learn it by RouterUp."""
@@ -162,7 +162,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     workers_address: str = ""
     """Router: the hub to bind for workers. Worker: the same, to connect to."""
     collective_store: str = ""
-    """Worker with tp > 1: file path of the rendezvous store of this generation."""
+    """Worker with tp > 1: file path of the rendezvous store of this incarnation."""
     listen_fd: int = -1
     """Frontend: the inherited listening socket."""
     api_keys: list[ApiKey] = []

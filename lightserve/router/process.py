@@ -154,7 +154,7 @@ def _open_log(spec: ChildSpec, max_model_len: int) -> DecisionLogFile | None:
     try:
         return DecisionLogFile(Path(spec.config.decision_log), header, max_bytes=max_bytes)
     except ConfigError as error:
-        if spec.generation == 0:
+        if spec.incarnation == 0:
             raise
         log.error("no decision log: %s", error)
         return None
@@ -162,9 +162,9 @@ def _open_log(spec: ChildSpec, max_model_len: int) -> DecisionLogFile | None:
 
 @dataclass
 class _WorkerGroup:
-    """The ranks of the current generation that have said hello."""
+    """The ranks of the current incarnation that have said hello."""
 
-    generation: int = 0
+    incarnation: int = 0
     hellos: dict[int, WorkerHello] = field(default_factory=dict)
 
 
@@ -172,7 +172,7 @@ class _WorkerGroup:
 class _Session:
     """What follows a hello of a frontend."""
 
-    generation: int
+    incarnation: int
     number: int
     num_deltas: int = 0
     num_received: int = 0
@@ -269,9 +269,9 @@ class RouterProcess:
     def _on_worker(self, peer: str, message: WorkerToRouter) -> None:
         if isinstance(message, WorkerHello):
             self._on_worker_hello(peer, message)
-        elif peer != _worker_name(0) or message.generation != self._group.generation:
+        elif peer != _worker_name(0) or message.incarnation != self._group.incarnation:
             self._num_refused += 1
-            log.warning("dropped a result of %s, generation %d", peer, message.generation)
+            log.warning("dropped a result of %s, incarnation %d", peer, message.incarnation)
         else:
             self._on_result(message)
 
@@ -291,13 +291,13 @@ class RouterProcess:
         ours = (PROTOCOL_VERSION, self._spec.boot_id, self._spec.config.digest)
         theirs = (hello.protocol_version, hello.boot_id, hello.config_hash)
         is_rank = peer == _worker_name(hello.rank) and 0 <= hello.rank < self._spec.config.tp
-        if theirs != ours or not is_rank or hello.generation < self._group.generation:
+        if theirs != ours or not is_rank or hello.incarnation < self._group.incarnation:
             self._num_refused += 1
             log.error("refused %s: not a rank of this boot's workers", peer)
             return
-        if hello.generation > self._group.generation:
+        if hello.incarnation > self._group.incarnation:
             # The old group is gone, though the supervisor's word of it is still on its way.
-            self._lose_workers(next_generation=hello.generation)
+            self._lose_workers(next_incarnation=hello.incarnation)
         self._group.hellos[hello.rank] = hello
         if self._welcome is not None or len(self._group.hellos) < self._spec.config.tp:
             return
@@ -329,8 +329,8 @@ class RouterProcess:
             self._send(frontend_id, self._welcome)
         self._next_status_s = 0.0
 
-    def _lose_workers(self, *, next_generation: int) -> None:
-        self._group = _WorkerGroup(generation=next_generation)
+    def _lose_workers(self, *, next_incarnation: int) -> None:
+        self._group = _WorkerGroup(incarnation=next_incarnation)
         self._welcome = None
         self._dispatch(WorkersGone())
         self._metrics.on_workers_gone()
@@ -339,7 +339,7 @@ class RouterProcess:
     def _ask_for_new_workers(self, stalled_s: float) -> None:
         # A supervisor that is stopped hears of it later: they stay stalled until it acts.
         with contextlib.suppress(ChannelFull):
-            message = WorkersStalled(generation=self._group.generation, stalled_s=stalled_s)
+            message = WorkersStalled(incarnation=self._group.incarnation, stalled_s=stalled_s)
             self._control.send(message)
 
     # ---------------------------------------------------------------- frontends
@@ -392,7 +392,7 @@ class RouterProcess:
             return
         if hello.frontend_id in self._connected:
             self._forget(hello.frontend_id)
-        self._connected[hello.frontend_id] = _Session(hello.generation, hello.session)
+        self._connected[hello.frontend_id] = _Session(hello.incarnation, hello.session)
         if self._welcome is not None:
             self._send(hello.frontend_id, self._welcome)
         self._next_status_s = 0.0
@@ -423,10 +423,10 @@ class RouterProcess:
         if isinstance(message, FrontendLost):
             # A successor may have said hello already.
             session = self._connected.get(message.frontend_id)
-            if session is not None and session.generation == message.generation:
+            if session is not None and session.incarnation == message.incarnation:
                 self._forget(message.frontend_id)
-        elif isinstance(message, WorkersLost) and message.generation == self._group.generation:
-            self._lose_workers(next_generation=message.generation + 1)
+        elif isinstance(message, WorkersLost) and message.incarnation == self._group.incarnation:
+            self._lose_workers(next_incarnation=message.incarnation + 1)
 
     def _dispatch(self, event: SchedulerEvent) -> None:
         self._deliver(self._calls.on_message(event, time.monotonic()))

@@ -472,7 +472,7 @@ def _result_of(plan: StepPlan, outputs: Sequence[_Output], exec_s: float) -> Ste
     tokens[ending, counts[ending] - 1] = _EOS
     return StepResult(
         step_id=plan.step_id,
-        generation=0,
+        incarnation=0,
         token_ids=pack_int32(tokens),
         exec_s=exec_s,
         idle_s=0.0,

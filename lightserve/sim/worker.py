@@ -97,7 +97,7 @@ class SimulatedWorker:
         self._load(plan.ahead_loads)
         return StepResult(
             step_id=plan.step_id,
-            generation=0,
+            incarnation=0,
             token_ids=pack_int32(np.concatenate(token_ids)),
             exec_s=exec_s,
             idle_s=idle_s,
@@ -384,7 +384,7 @@ class LengthWorker:
         tokens = np.where(ends == self._total_len[rows] - 1, EOS_TOKEN_ID, _TOKEN)
         return StepResult(
             step_id=plan.step_id,
-            generation=0,
+            incarnation=0,
             token_ids=pack_int32(tokens),
             exec_s=exec_s,
             idle_s=idle_s,

@@ -124,7 +124,7 @@ class Fleet:
         self._silence_timeout_s = silence_timeout_s
         self._late_timeout_s = late_timeout_s
         self._boot = specs.boot(0)
-        self._generation = 0
+        self._incarnation = 0
         self._router: Child | None = None
         self._workers: list[Child] = []
         self._frontends: dict[int, Child] = {}
@@ -209,8 +209,8 @@ class Fleet:
                 self._on_snapshot(child, samples)
             case MetricsRequest():
                 child.send(self._metrics.answer(message))
-            case WorkersStalled(generation=generation, stalled_s=stalled_s):
-                if generation == self._generation:
+            case WorkersStalled(incarnation=incarnation, stalled_s=stalled_s):
+                if incarnation == self._incarnation:
                     self._on_stall(stalled_s)
 
     def on_exit(self, child: Child) -> None:
@@ -346,10 +346,10 @@ class Fleet:
         if self._router is not None:
             self._router.send(
                 FrontendLost(
-                    frontend_id=FrontendId(child.spec.index), generation=child.spec.generation
+                    frontend_id=FrontendId(child.spec.index), incarnation=child.spec.incarnation
                 )
             )
-        frontend = self._start_frontend(child.spec.index, child.spec.generation + 1)
+        frontend = self._start_frontend(child.spec.index, child.spec.incarnation + 1)
         if self._router is not None and self._router.is_ready:
             self._introduce_router(frontend)
 
@@ -359,7 +359,7 @@ class Fleet:
         if what is Rebuild.ROUTER:
             self._tell_frontends_router_down()
         elif self._router is not None:
-            self._router.send(WorkersLost(generation=self._generation))
+            self._router.send(WorkersLost(incarnation=self._incarnation))
         self._rebuild = max(self._rebuild, what)
         self._whole_due_s = float("inf")
         for frontend in self._frontends.values():
@@ -371,10 +371,10 @@ class Fleet:
         if self._rebuild is Rebuild.NOTHING or self._workers:
             return
         what, self._rebuild = self._rebuild, Rebuild.NOTHING
-        self._generation += 1
+        self._incarnation += 1
         if what is Rebuild.ROUTER:
             self._boot = self._specs.boot(self._boot.number + 1)
-            self._generation = 0
+            self._incarnation = 0
             self._start_router()
         self._start_workers()
 
@@ -395,12 +395,12 @@ class Fleet:
 
     def _start_workers(self) -> None:
         self._workers = [
-            self._spawn(self._specs.worker(self._boot, rank, self._generation))
+            self._spawn(self._specs.worker(self._boot, rank, self._incarnation))
             for rank in range(self._specs.config.tp)
         ]
 
-    def _start_frontend(self, index: int, generation: int) -> Child:
-        frontend = self._spawn(self._specs.frontend(index, generation, self._api_keys))
+    def _start_frontend(self, index: int, incarnation: int) -> Child:
+        frontend = self._spawn(self._specs.frontend(index, incarnation, self._api_keys))
         self._frontends[index] = frontend
         return frontend
 

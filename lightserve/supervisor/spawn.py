@@ -150,13 +150,13 @@ class SpecWriter:
             workers_address=self.run_dir.address(f"workers-{number}"),
         )
 
-    def frontend(self, index: int, generation: int, api_keys: Sequence[ApiKey]) -> ChildSpec:
-        """Specify a frontend's `generation`-th start; behind them all is the batches process."""
+    def frontend(self, index: int, incarnation: int, api_keys: Sequence[ApiKey]) -> ChildSpec:
+        """Specify a frontend's `incarnation`-th start; behind them all is the batches process."""
         is_frontend = index < num_frontends(self.config)
         return ChildSpec(
             role=Role.FRONTEND if is_frontend else Role.BATCHES,
             index=index,
-            generation=generation,
+            incarnation=incarnation,
             boot_id="",
             config=self.config,
             control_address=self.control_address,
@@ -169,7 +169,7 @@ class SpecWriter:
         return ChildSpec(
             role=Role.ROUTER,
             index=0,
-            generation=boot.number,
+            incarnation=boot.number,
             boot_id=boot.boot_id,
             config=self.config,
             control_address=self.control_address,
@@ -177,13 +177,13 @@ class SpecWriter:
             workers_address=boot.workers_address,
         )
 
-    def worker(self, boot: RouterBoot, rank: int, generation: int) -> ChildSpec:
-        """Specify one rank of this boot's `generation`-th worker group."""
-        store = self.run_dir.path / f"store-{boot.number}-{generation}"
+    def worker(self, boot: RouterBoot, rank: int, incarnation: int) -> ChildSpec:
+        """Specify one rank of this boot's `incarnation`-th worker group."""
+        store = self.run_dir.path / f"store-{boot.number}-{incarnation}"
         return ChildSpec(
             role=Role.WORKER,
             index=rank,
-            generation=generation,
+            incarnation=incarnation,
             boot_id=boot.boot_id,
             config=self.config,
             control_address=self.control_address,

@@ -242,7 +242,7 @@ def build_runner(
     config: ServeConfig,
     *,
     tp: TensorParallel | None = None,
-    generation: int = 0,
+    incarnation: int = 0,
     load: Callable[..., Model] = load_model,
 ) -> ModelRunner:
     """Load `config.model` (a local directory) and return a runner that has run once.
@@ -292,7 +292,7 @@ def build_runner(
             host_pool=host_pool,
             queue=make_queue(device),
             max_num_seqs=config.max_num_seqs,
-            generation=generation,
+            incarnation=incarnation,
             constraints=constraints,
         )
 

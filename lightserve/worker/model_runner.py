@@ -215,7 +215,7 @@ class ModelRunner:
         host_pool: HostPool,
         queue: DeviceQueue,
         max_num_seqs: int,
-        generation: int = 0,
+        incarnation: int = 0,
         constraints: RowConstraints | None = None,
     ) -> None:
         """Make the tables.
@@ -227,7 +227,7 @@ class ModelRunner:
             host_pool: where `pool` is copied from and to.
             queue: what steps are put into.
             max_num_seqs: rows of the tables.
-            generation: of the worker group, see `StepResult`.
+            incarnation: of the worker group, see `StepResult`.
             constraints: enforces those of the sequences; rank 0 alone has it.
         """
         self._model = model
@@ -243,7 +243,7 @@ class ModelRunner:
         if queue.device.type != "cpu" and tp.rank == 0:
             vocab_size = model.config.vocab_size
             self._known_counts = KnownCounts(max_num_seqs, vocab_size, queue.device)
-        self._generation = generation
+        self._incarnation = incarnation
         self._constraints = constraints
         self._graphs: DecodeGraphs | None = None
         self._free_since = queue.mark()
@@ -364,7 +364,7 @@ class ModelRunner:
         marks = pending.marks
         return StepResult(
             step_id=pending.plan.step_id,
-            generation=self._generation,
+            incarnation=self._incarnation,
             token_ids=pack_int32(token_ids),
             rows=rows,
             exec_s=marks.end.seconds_since(marks.start),

@@ -94,7 +94,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
         timeout_s=spec.config.start_timeout_s,
         device=resolve_device(spec.config.device, spec.index),
     )
-    runner = build_runner(spec.config, tp=tp, generation=spec.generation)
+    runner = build_runner(spec.config, tp=tp, incarnation=spec.incarnation)
     profile = profile_at_start(runner, spec.config, tp)
     link: Link[WorkerToRouter, RouterToWorker] = connect_link(
         spec.workers_address,
@@ -110,7 +110,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
             protocol_version=PROTOCOL_VERSION,
             boot_id=spec.boot_id,
             config_hash=spec.config.digest,
-            generation=spec.generation,
+            incarnation=spec.incarnation,
             rank=spec.index,
             num_kv_slots=runner.num_kv_slots,
             num_host_slots=runner.num_host_slots,

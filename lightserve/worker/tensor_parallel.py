@@ -4,7 +4,7 @@ Tensors on GPUs travel over NCCL, tensors on the host over gloo, in one group: w
 on (how long a profile lasts) never waits for a device, and collectives on a device never wait
 for the host. Each is an operation of the current stream, so that it can be part of a CUDA graph.
 
-The ranks of one generation meet at a file of the private run directory; sockets are on the
+The ranks of one incarnation meet at a file of the private run directory; sockets are on the
 loopback interface alone, and NCCL's data goes over NVLink, PCIe or shared memory.
 
 On GPUs there are two communicators: what CUDA graphs have recorded goes over one, everything else
@@ -93,7 +93,7 @@ def join_group(
     Args:
         rank: 0 … size-1.
         size: number of ranks; with one no group is made.
-        store_path: a file, the same for all ranks and fresh for each generation.
+        store_path: a file, the same for all ranks and fresh for each incarnation.
         timeout_s: for the meeting and for each collective.
         device: where this rank computes, no other rank's if it is a GPU; default the CPU.
 

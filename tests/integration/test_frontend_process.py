@@ -320,7 +320,7 @@ def test_a_router_that_dies_and_comes_back(tmp_path: Path) -> None:
 
         hub = await running.router_up(lambda submit: [said(submit.request_id, [50])])
         hello = hub.of(FrontendHello)[0]
-        assert (hello.boot_id, hello.frontend_id, hello.generation) == ("boot-0", 0, 0)
+        assert (hello.boot_id, hello.frontend_id, hello.incarnation) == ("boot-0", 0, 0)
         streaming = [
             await running.post(path, json.dumps(body), close=True)
             for path, body in PATHS.values()

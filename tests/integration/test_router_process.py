@@ -93,7 +93,7 @@ class Scene:
             protocol_version=PROTOCOL_VERSION,
             boot_id=BOOT,
             config_hash=self.config.digest,
-            generation=0,
+            incarnation=0,
             rank=0,
             num_kv_slots=100,
             num_host_slots=0,
@@ -101,7 +101,7 @@ class Scene:
         )
         return WorkerHello(**{**{f: getattr(hello, f) for f in hello.__struct_fields__}, **changes})  # type: ignore[arg-type]
 
-    def frontend(self, generation: int = 0) -> MemoryLink[FrontendMessage, RouterMessage]:
+    def frontend(self, incarnation: int = 0) -> MemoryLink[FrontendMessage, RouterMessage]:
         link = self.frontends.connect_link("frontend-0")
         link.send(
             FrontendHello(
@@ -109,8 +109,8 @@ class Scene:
                 boot_id=BOOT,
                 config_hash=self.config.digest,
                 frontend_id=FrontendId(0),
-                generation=generation,
-                session=generation + 1,
+                incarnation=incarnation,
+                session=incarnation + 1,
             )
         )
         return link
@@ -126,7 +126,7 @@ def make_scene(**options: object) -> Scene:
     workers = bind_hub(send_type=RouterToWorker, recv_type=WorkerToRouter)
     supervisor = bind_hub(send_type=SupervisorMessage, recv_type=ChildMessage)
     spec = ChildSpec(
-        role=Role.ROUTER, index=0, generation=0, boot_id=BOOT, config=config, control_address=""
+        role=Role.ROUTER, index=0, incarnation=0, boot_id=BOOT, config=config, control_address=""
     )
     process = RouterProcess(
         spec,
@@ -159,10 +159,10 @@ def received(link: MemoryLink[FrontendMessage, RouterMessage]) -> list[RouterMes
     return [message for message in messages if not isinstance(message, RouterStatus)]
 
 
-def result(step_id: int, *tokens: int, generation: int = 0) -> StepResult:
+def result(step_id: int, *tokens: int, incarnation: int = 0) -> StepResult:
     return StepResult(
         step_id=StepId(step_id),
-        generation=generation,
+        incarnation=incarnation,
         token_ids=pack_int32(tokens),
         exec_s=0.01,
         idle_s=0.0,
@@ -220,10 +220,10 @@ def test_a_loss_and_the_new_group_in_one_wake_up() -> None:
         scene.turn()
         assert scene.is_ready
         if not word_of_loss_comes_late:
-            scene.supervisor.send("router-0", WorkersLost(generation=0))
-        scene.worker().send(scene.hello(generation=1))
+            scene.supervisor.send("router-0", WorkersLost(incarnation=0))
+        scene.worker().send(scene.hello(incarnation=1))
         scene.turn()
-        scene.supervisor.send("router-0", WorkersLost(generation=0))
+        scene.supervisor.send("router-0", WorkersLost(incarnation=0))
         scene.turn()
         assert scene.is_ready
 
@@ -231,11 +231,11 @@ def test_a_loss_and_the_new_group_in_one_wake_up() -> None:
 def test_word_of_a_dead_frontend_does_not_hurt_its_successor() -> None:
     scene = make_scene()
     scene.worker().send(scene.hello())
-    scene.frontend(generation=0)
+    scene.frontend(incarnation=0)
     scene.turn()
-    successor = scene.frontend(generation=1)
+    successor = scene.frontend(incarnation=1)
     scene.turn()
-    scene.supervisor.send("router-0", FrontendLost(frontend_id=FrontendId(0), generation=0))
+    scene.supervisor.send("router-0", FrontendLost(frontend_id=FrontendId(0), incarnation=0))
     scene.turn()
     successor.send(submit(max_tokens=1000))
     scene.turn()
@@ -283,13 +283,13 @@ def test_results_of_strangers_are_dropped_and_wrong_ones_end_the_group() -> None
     scene.worker().send(scene.hello())
     scene.turn()
     scene.worker(9).send(result(999))
-    scene.worker(0).send(result(999, generation=3))
+    scene.worker(0).send(result(999, incarnation=3))
     scene.turn()
     assert scene.supervisor.receive(0.0) is None or scene.is_ready
     scene.worker(0).send(result(999))
     scene.turn()
     messages = [m for _, m in iter(lambda: scene.supervisor.receive(0.0), None)]
-    assert WorkersStalled(generation=0, stalled_s=0.0) in messages
+    assert WorkersStalled(incarnation=0, stalled_s=0.0) in messages
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_a_hello_of_another_boot_is_refused() -> None:
         boot_id="other",
         config_hash=scene.config.digest,
         frontend_id=FrontendId(0),
-        generation=0,
+        incarnation=0,
         session=1,
     )
     link.send(hello)
@@ -514,7 +514,7 @@ def test_a_result_that_comes_twice_replaces_the_workers() -> None:
 
 def test_statuses_say_for_which_session_they_are_and_what_was_sent_before() -> None:
     scene = make_scene()
-    frontend, worker = scene.frontend(generation=4), scene.worker()
+    frontend, worker = scene.frontend(incarnation=4), scene.worker()
     worker.send(scene.hello())
     frontend.send(submit())
     scene.turn()
@@ -562,7 +562,7 @@ def test_a_frontend_that_does_not_read_loses_its_requests_alone() -> None:
             boot_id=BOOT,
             config_hash=scene.config.digest,
             frontend_id=FrontendId(1),
-            generation=0,
+            incarnation=0,
             session=9,
         )
     )
@@ -593,7 +593,7 @@ def test_a_worker_of_another_boot_is_refused_and_counted(changes: dict[str, obje
     scene = make_scene()
     worker = scene.worker()
     worker.send(scene.hello(**changes))
-    worker.send(result(0, 7, generation=3))
+    worker.send(result(0, 7, incarnation=3))
     scene.turn()
     assert not scene.is_ready
     scene.process._send_status(0.0)
@@ -684,15 +684,15 @@ def test_nothing_is_taken_of_a_result_that_does_not_fit_its_plan() -> None:
         received(frontend)
         good = {"token_ids": pack_int32([7, 8]), "exec_s": 0.01, "idle_s": 0.0}
         fields: dict[str, object] = good | changes
-        worker.send(StepResult(step_id=plan.step_id, generation=0, **fields))  # type: ignore[arg-type]
+        worker.send(StepResult(step_id=plan.step_id, incarnation=0, **fields))  # type: ignore[arg-type]
         scene.turn()
         assert received(frontend) == [], changes
         asked = []
         while (said := scene.supervisor.receive(0.0)) is not None:
             asked.append(said[1])
-        assert WorkersStalled(generation=0, stalled_s=0.0) in asked, changes
-        scene.supervisor.send("router-0", WorkersLost(generation=0))
-        worker.send(scene.hello(generation=1))
+        assert WorkersStalled(incarnation=0, stalled_s=0.0) in asked, changes
+        scene.supervisor.send("router-0", WorkersLost(incarnation=0))
+        worker.send(scene.hello(incarnation=1))
         scene.turn()
         again = worker.receive(0.0)
         assert isinstance(again, StepPlan) and again.rows[0].num_tokens == 3, "no output is lost"

@@ -36,7 +36,7 @@ options["command"] = (sys.executable, *options["command"])
 on_ready = fleet.Fleet._on_ready
 def note_ready(self, child):
     on_ready(self, child)
-    (folder / f"known-{child.name}-{child.spec.generation}").touch()
+    (folder / f"known-{child.name}-{child.spec.incarnation}").touch()
 fleet.Fleet._on_ready = note_ready
 later = folder / "later"
 clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + 1000.0 * later.exists())
@@ -76,7 +76,7 @@ class Server:
         )
 
     def journal(
-        self, event: str, name: str = "", generation: int | None = None, boot: int | None = None
+        self, event: str, name: str = "", incarnation: int | None = None, boot: int | None = None
     ) -> list[Any]:
         """Return the journal's entries of this kind."""
         return [
@@ -84,25 +84,25 @@ class Server:
             for entry in scripted_child.read_journal(self.folder)
             if entry["event"] == event
             and name in ("", entry["name"])
-            and generation in (None, entry["generation"])
+            and incarnation in (None, entry["incarnation"])
             and boot in (None, entry["boot"])
         ]
 
     def wait_event(
-        self, event: str, name: str, generation: int = 0, boot: int | None = None
+        self, event: str, name: str, incarnation: int = 0, boot: int | None = None
     ) -> Any:
         """Wait for the first such entry and return it."""
-        probe = lambda: self.journal(event, name, generation, boot)  # noqa: E731
-        return wait_for(probe, f"{event} of {name}/{generation}")[0]
+        probe = lambda: self.journal(event, name, incarnation, boot)  # noqa: E731
+        return wait_for(probe, f"{event} of {name}/{incarnation}")[0]
 
-    def wait_message(self, name: str, kind: str, generation: int = 0) -> Any:
+    def wait_message(self, name: str, kind: str, incarnation: int = 0) -> Any:
         """Wait until a child has had a message of this kind and return it."""
 
         def probe() -> list[Any]:
-            entries = self.journal("message", name, generation)
+            entries = self.journal("message", name, incarnation)
             return [e["message"] for e in entries if e["message"]["type"] == kind]
 
-        return wait_for(probe, f"{kind} to {name}/{generation}")[0]
+        return wait_for(probe, f"{kind} to {name}/{incarnation}")[0]
 
     def wait_banner(self) -> str:
         """Wait until the server says that it is ready and return that line."""
@@ -111,18 +111,18 @@ class Server:
         assert line.startswith("lightserve: ready on http://127.0.0.1:"), self.finish()
         return line
 
-    def wait_known(self, *names: str, generation: int = 0) -> None:
+    def wait_known(self, *names: str, incarnation: int = 0) -> None:
         """Wait until the supervisor knows that these children are ready."""
-        paths = [self.folder / f"known-{name}-{generation}" for name in names]
+        paths = [self.folder / f"known-{name}-{incarnation}" for name in names]
         wait_for(lambda: all(path.exists() for path in paths), f"{names} at the supervisor")
 
     def put_clock_forward(self) -> None:
         """Let every time limit of the supervisor pass, once."""
         (self.folder / "later").touch()
 
-    def kill_child(self, name: str, generation: int = 0) -> None:
+    def kill_child(self, name: str, incarnation: int = 0) -> None:
         """Send SIGKILL to a child that is ready."""
-        os.kill(self.wait_event("ready", name, generation)["pid"], signal.SIGKILL)
+        os.kill(self.wait_event("ready", name, incarnation)["pid"], signal.SIGKILL)
 
     def finish(self, signum: int | None = None) -> tuple[int, str]:
         """Wait for the end, after a signal if one is given; returns exit code and stderr."""
@@ -231,7 +231,7 @@ def test_a_dead_worker_takes_its_group_and_is_replaced(start: StartServer) -> No
     server = start(None, "--tp", "2")
     server.wait_banner()
     server.kill_child("worker-1")
-    assert server.wait_message("router-0", "WorkersLost")["generation"] == 0
+    assert server.wait_message("router-0", "WorkersLost")["incarnation"] == 0
     for rank in (0, 1):
         server.wait_event("ready", f"worker-{rank}", 1)
         assert not is_running(server.journal("start", f"worker-{rank}", 0)[0]["pid"])
@@ -268,7 +268,7 @@ def test_a_dead_frontend_is_replaced_on_the_same_socket(start: StartServer) -> N
     first = server.wait_message("frontend-1", "RouterUp", 0)
     server.kill_child("frontend-1")
     lost = server.wait_message("router-0", "FrontendLost")
-    assert (lost["frontend_id"], lost["generation"]) == (1, 0)
+    assert (lost["frontend_id"], lost["incarnation"]) == (1, 0)
     assert server.wait_message("frontend-1", "RouterUp", 1) == first
     fds = {entry["spec"]["listen_fd"] for entry in server.journal("start", "frontend-1")}
     assert len(fds) == 1
@@ -280,7 +280,7 @@ def test_stalled_workers_are_replaced(start: StartServer) -> None:
     server = start({"router-0": "stall"})
     server.wait_banner()
     (server.folder / "stall").touch()
-    assert server.wait_message("router-0", "WorkersLost")["generation"] == 0
+    assert server.wait_message("router-0", "WorkersLost")["incarnation"] == 0
     server.wait_event("ready", "worker-0", 1)
     assert "made no step for 1.5 s" in server.finish(signal.SIGTERM)[1]
     assert server.journal("start", "worker-0", 2) == []
@@ -354,7 +354,7 @@ def test_a_welcome_that_never_comes_is_not_waited_for(
     server = start(script, "--http-workers", "2", "--start-timeout-s", "300")
     server.wait_banner()
     server.kill_child(killed)
-    server.wait_known(killed, generation=1)
+    server.wait_known(killed, incarnation=1)
     server.put_clock_forward()
     log = _StderrReader(server)
     wait_for(lambda: len(_ready_times_s(log.text)) > 1, "the second ready")

@@ -302,7 +302,7 @@ def test_results_belong_to_plans() -> None:
     (plan,) = scene.sent
     for number in (plan.step_id + 1, plan.step_id - 1):
         late = StepResult(
-            step_id=StepId(number), generation=0, token_ids=b"", exec_s=0.0, idle_s=0.0
+            step_id=StepId(number), incarnation=0, token_ids=b"", exec_s=0.0, idle_s=0.0
         )
         with pytest.raises(ProtocolError, match="out of order"):
             scene.core.on_result(late, scene.now_s)

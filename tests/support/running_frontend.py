@@ -242,7 +242,7 @@ async def running_frontend(
     spec = ChildSpec(
         role=Role.FRONTEND,
         index=0,
-        generation=0,
+        incarnation=0,
         boot_id="",
         config=ServeConfig(**flags),
         control_address="",

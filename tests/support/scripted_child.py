@@ -1,7 +1,7 @@
 """A child process for supervisor tests: speaks the control protocol and does what a script says.
 
 Run as `scripted_child.py SCRIPT_DIR NAME PARENT_PID`. `SCRIPT_DIR/script.json` maps "NAME" or
-"NAME/GENERATION" to a behaviour (default "serve"); everything that happens is appended to
+"NAME/INCARNATION" to a behaviour (default "serve"); everything that happens is appended to
 `SCRIPT_DIR/journal.jsonl`, from which a frontend learns when it is welcomed.
 """
 
@@ -51,7 +51,7 @@ class Journal:
         name = f"{spec.role}-{spec.index}"
         self._who = {
             "name": name,
-            "generation": spec.generation,
+            "incarnation": spec.incarnation,
             "boot": boot,
             "boot_id": spec.boot_id,
         }
@@ -62,10 +62,10 @@ class Journal:
         os.write(self._fd, json.dumps({**self._who, **line, **details}).encode() + b"\n")
 
     def newest_group(self, boot_id: str) -> int | None:
-        """Return the newest generation of this boot with a ready worker, None without any."""
+        """Return the newest incarnation of this boot with a ready worker, None without any."""
         return max(
             (
-                entry["generation"]
+                entry["incarnation"]
                 for entry in read_journal(self._folder)
                 if entry["event"] == "ready"
                 and entry["name"].startswith("worker-")
@@ -111,7 +111,7 @@ def run(spec: ChildSpec) -> int:
     folder = Path(os.environ["SCRIPT_DIR"])
     script: dict[str, str] = json.loads((folder / "script.json").read_text())
     name = f"{spec.role}-{spec.index}"
-    behaviour = script.get(f"{name}/{spec.generation}", script.get(name, "serve"))
+    behaviour = script.get(f"{name}/{spec.incarnation}", script.get(name, "serve"))
     journal = Journal(folder, spec)
     journal.add("start", spec=msgspec.to_builtins(spec))
     match behaviour:
@@ -132,8 +132,8 @@ def run(spec: ChildSpec) -> int:
     if behaviour == "stall":
         while not (folder / "stall").exists():
             time.sleep(0.02)
-        control.send(WorkersStalled(generation=5, stalled_s=0.5))  # of no group: ignored
-        control.send(WorkersStalled(generation=0, stalled_s=1.5))
+        control.send(WorkersStalled(incarnation=5, stalled_s=0.5))  # of no group: ignored
+        control.send(WorkersStalled(incarnation=0, stalled_s=1.5))
     _serve(spec, control, journal, Welcomes(journal, folder, behaviour), behaviour)
     control.close()
     return 0

@@ -4,6 +4,7 @@ the processes that must stay light, files and functions that stay small."""
 from __future__ import annotations
 
 import ast
+import collections
 import io
 import re
 import subprocess
@@ -139,6 +140,13 @@ def test_files_and_functions_are_small(path: Path) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, node.name
+
+
+def test_files_of_tests_are_told_apart_by_name_alone() -> None:
+    """pytest imports them by it, and reports, logs and remarks name them so."""
+    files = collections.Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(files) > 100
+    assert [name for name, count in files.items() if count > 1] == []
 
 
 @pytest.mark.parametrize(

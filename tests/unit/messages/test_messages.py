@@ -172,9 +172,9 @@ def test_decodes_of_different_lengths_are_refused(decodes: DecodeRows, said: str
 @given(answered())
 def test_a_result_is_read_as_it_was_packed(scene: tuple[StepPlan, list[RowResult]]) -> None:
     plan, results = scene
-    message = pack_results(plan, results, exec_s=0.5, generation=3)
+    message = pack_results(plan, results, exec_s=0.5, incarnation=3)
     message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=StepResult)
-    assert (message.step_id, message.generation, message.exec_s) == (plan.step_id, 3, 0.5)
+    assert (message.step_id, message.incarnation, message.exec_s) == (plan.step_id, 3, 0.5)
     assert row_results(plan, message) == results
     _, token_ids, others = read_result(plan, message)
     by_row = {result.row: result for result in results}
@@ -311,7 +311,7 @@ LARGEST: Mapping[str, tuple[Any, Any, Callable[[], Message]]] = {
         RouterToWorker,
         lambda: StepResult(
             step_id=StepId(BIG),
-            generation=BIG,
+            incarnation=BIG,
             token_ids=pack_int32([-1] * MAX_ROWS),
             rows=[
                 _row(0, MAX_PROMPT_LOGPROB_POSITIONS),

@@ -147,7 +147,7 @@ class TestPipeline:
 
     def result(self, step_id: int, exec_s: float = 0.02, idle_s: float = 0.0) -> StepResult:
         return StepResult(
-            step_id=StepId(step_id), generation=0, token_ids=b"", exec_s=exec_s, idle_s=idle_s
+            step_id=StepId(step_id), incarnation=0, token_ids=b"", exec_s=exec_s, idle_s=idle_s
         )
 
     def test_the_next_plan_leaves_just_before_the_end(self) -> None:

@@ -130,7 +130,7 @@ def test_steps_of_lost_workers_are_not_waited_for() -> None:
     driver.core.on_message(WorkersGone(), driver.now_s)
     driver.metrics.on_workers_gone()
     driver.metrics.on_result(
-        StepResult(step_id=lost.step_id, generation=0, token_ids=b"", exec_s=1.0, idle_s=0.0),
+        StepResult(step_id=lost.step_id, incarnation=0, token_ids=b"", exec_s=1.0, idle_s=0.0),
         num_used_slots=0,
     )
     values = driver.values()
