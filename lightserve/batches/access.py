@@ -13,6 +13,7 @@ from typing import TypeVar
 from lightserve.batches.database import Database
 from lightserve.batches.files import Files
 from lightserve.batches.jobs import Jobs
+from lightserve.batches.responses import Responses
 from lightserve.errors import StoreError
 
 T = TypeVar("T")
@@ -27,6 +28,7 @@ class Store:
         self.database = Database(directory)
         self.files = Files(self.database)
         self.jobs = Jobs(self.database)
+        self.responses = Responses(self.database)
 
 
 class StoreThread:

@@ -24,13 +24,12 @@ from lightserve.errors import StartupError, StoreError
 
 DATABASE = "store.sqlite3"
 LOCK = "lock"
-SCHEMA_VERSION = 1
 APPLICATION_ID = 0x6C737276
 """Says that a database is lightserve's."""
 BUSY_TIMEOUT_MS = 10_000
 """A write waits so long for those of other processes; each takes milliseconds."""
 
-SCHEMA = """
+_FIRST = """
 CREATE TABLE files (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
@@ -100,6 +99,46 @@ CREATE TABLE owners (
     epoch INTEGER NOT NULL
 );
 """
+
+_RESPONSES = """
+CREATE TABLE responses (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    key_name TEXT NOT NULL,
+    previous_id TEXT,
+    created_s INTEGER NOT NULL,
+    expires_s INTEGER NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    input BLOB NOT NULL,
+    response BLOB NOT NULL
+);
+CREATE INDEX responses_by_end ON responses (expires_s);
+CREATE TABLE stored (
+    key_name TEXT PRIMARY KEY,
+    num_bytes INTEGER NOT NULL
+);
+INSERT INTO stored SELECT key_name, sum(num_bytes) FROM files GROUP BY key_name;
+""" + "".join(
+    f"""
+CREATE TRIGGER {table}_added AFTER INSERT ON {table} BEGIN
+    INSERT OR IGNORE INTO stored VALUES (NEW.key_name, 0);
+    UPDATE stored SET num_bytes = num_bytes + NEW.num_bytes WHERE key_name = NEW.key_name;
+END;
+CREATE TRIGGER {table}_changed AFTER UPDATE OF num_bytes ON {table} BEGIN
+    UPDATE stored SET num_bytes = num_bytes + NEW.num_bytes - OLD.num_bytes
+    WHERE key_name = NEW.key_name;
+END;
+CREATE TRIGGER {table}_deleted AFTER DELETE ON {table} BEGIN
+    UPDATE stored SET num_bytes = num_bytes - OLD.num_bytes WHERE key_name = OLD.key_name;
+END;
+"""
+    for table in ("files", "responses")
+)
+"""Responses, and how many bytes each key has stored in all."""
+
+VERSIONS = (_FIRST, _RESPONSES)
+"""What makes each version of the schema of the one before."""
+SCHEMA_VERSION = len(VERSIONS)
 
 
 class Database:
@@ -235,14 +274,10 @@ def _prepare(directory: Path) -> None:
         try:
             connection.set_busy_timeout(BUSY_TIMEOUT_MS)
             version = connection.pragma("user_version")
-            is_new = connection.pragma("schema_version") == 0
-            if is_new:
+            if connection.pragma("schema_version") == 0:
                 connection.pragma("journal_mode", "wal")
                 connection.pragma("synchronous", "full")
-                with connection:
-                    connection.execute(SCHEMA)
-                    connection.pragma("application_id", APPLICATION_ID)
-                    connection.pragma("user_version", SCHEMA_VERSION)
+                _upgrade(connection, 0)
                 _sync_directory(directory)
                 return
             if connection.pragma("application_id") != APPLICATION_ID:
@@ -255,8 +290,19 @@ def _prepare(directory: Path) -> None:
             ((found,),) = connection.execute("PRAGMA quick_check(1)")
             if found != "ok":
                 raise StoreError(f"it is damaged: {' '.join(str(found).split())}")
+            connection.pragma("synchronous", "full")
+            _upgrade(connection, version)
         finally:
             connection.close()
+
+
+def _upgrade(connection: apsw.Connection, version: int) -> None:
+    """Bring a schema from this version to the last, all or nothing."""
+    with connection:
+        for statements in VERSIONS[version:]:
+            connection.execute(statements)
+        connection.pragma("application_id", APPLICATION_ID)
+        connection.pragma("user_version", SCHEMA_VERSION)
 
 
 def _sync_directory(directory: Path) -> None:

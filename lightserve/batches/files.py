@@ -24,6 +24,19 @@ def no_file(file_id: str) -> InvalidRequest:
     )
 
 
+def check_quota(database: Database, key_name: str, quota: int, *, param: str | None) -> None:
+    """Check in a transaction that a key may have stored what it has. Raises InvalidRequest."""
+    used = database.value("SELECT num_bytes FROM stored WHERE key_name = ?", key_name)
+    if used > quota:
+        raise InvalidRequest(
+            f"files and responses of one key must have at most {quota} bytes in all"
+            f" (--batch-max-stored-bytes), got {used}",
+            param=param,
+            code="storage_quota_exceeded",
+            status=413,
+        )
+
+
 class Files:
     """See the module. Each method is one transaction; `now_s` is Unix time."""
 
@@ -46,7 +59,7 @@ class Files:
         """Add a chunk of CHUNK_BYTES, the last one perhaps of fewer.
 
         Raises:
-            InvalidRequest: the key's files have more than `quota` bytes in all (413), or the
+            InvalidRequest: the key has stored more than `quota` bytes in all (413), or the
                 upload was dropped meanwhile (408).
         """
         with self._db.transaction():
@@ -59,19 +72,8 @@ class Files:
                     "the file did not arrive in time", code="request_timeout", status=408
                 )
             self._db.write("INSERT INTO chunks VALUES (?, ?, ?)", number, chunk, data)
-            used = self._db.value(
-                "SELECT sum(num_bytes) FROM files WHERE key_name ="
-                " (SELECT key_name FROM files WHERE number = ?)",
-                number,
-            )
-            if used > quota:
-                raise InvalidRequest(
-                    f"files of one key must have at most {quota} bytes in all"
-                    f" (--batch-max-stored-bytes), got {used}",
-                    param="file",
-                    code="storage_quota_exceeded",
-                    status=413,
-                )
+            key_name = self._db.value("SELECT key_name FROM files WHERE number = ?", number)
+            check_quota(self._db, key_name, quota, param="file")
 
     def finish(
         self, number: int, purpose: Purpose, filename: str, now_s: float, *, ttl_s: int | None

@@ -72,7 +72,11 @@ class InnerRoutes:
         self._service = service
         self._app: ASGIApp = make_routes(
             service,
-            [completions_router(service), chat_router(service), responses_router(service)],
+            [
+                completions_router(service),
+                chat_router(service),
+                responses_router(service, is_for_lines=True),
+            ],
         )
 
     @property

@@ -132,6 +132,19 @@ class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Of all that the request said: the same key may not come with another request."""
 
 
+class NewResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """A response to be kept."""
+
+    id: str
+    key_name: str
+    previous_id: str | None
+    """Of the response that it goes on from."""
+    input: bytes
+    """What was asked now, as a JSON list of items."""
+    response: bytes
+    """OpenAI's object, as JSON."""
+
+
 class LeasedLine(msgspec.Struct, frozen=True, kw_only=True):
     """A line that one owner works on."""
 

@@ -163,7 +163,9 @@ class Runner:
 
     async def _purge(self) -> None:
         now_s = self._clock()
-        while await self._store.run(lambda store: store.files.purge(now_s)):
+        while await self._store.run(
+            lambda store: store.files.purge(now_s) + store.responses.purge(now_s)
+        ):
             pass
 
     async def _look(self) -> None:

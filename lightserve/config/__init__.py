@@ -136,14 +136,19 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
     restart_window_s: float = option(60.0, "See --max-restarts.", low=1.0)
     batch_store: str = option(
         "",
-        "Directory for files and batches (/v1/files, /v1/batches), on a disk of this machine; made"
-        " if it is not there. Default: none are kept.",
+        "Directory for files, batches and responses (/v1/files, /v1/batches, /v1/responses), on a"
+        " disk of this machine; made if it is not there. Default: none are kept.",
     )
     batch_max_in_flight: int = option(
         256, "Most lines of batches that the router has at once.", low=1, high=4096
     )
     batch_max_stored_bytes: int = option(
-        10_000_000_000, "Most bytes of files that are kept for one API key; more get a 413.", low=1
+        10_000_000_000,
+        "Most bytes of files and responses that are kept for one API key; more get a 413.",
+        low=1,
+    )
+    responses_ttl_s: int = option(
+        30 * 86_400, "How long responses are kept.", low=60, high=10 * 365 * 86_400
     )
     run_dir: str = option(
         "", "Directory under which the private socket directory is made; default: the system's."
@@ -181,7 +186,7 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
             attention_backend=self.attention_backend,
             max_num_seqs=self.max_num_seqs,
         )
-        for name in ("batch_max_in_flight", "batch_max_stored_bytes"):
+        for name in ("batch_max_in_flight", "batch_max_stored_bytes", "responses_ttl_s"):
             if not self.batch_store and getattr(self, name) != getattr(ServeConfig, name):
                 raise ConfigError(f"{flag_name(name)} needs --batch-store")
         if parse_memory(self.decision_log_size, "--decision-log-size") < MIN_DECISION_LOG_BYTES:

@@ -47,7 +47,12 @@ from lightserve.frontend.openai.files import (
     FileObject,
     FilePage,
 )
-from lightserve.frontend.openai.responses import ResponseObject
+from lightserve.frontend.openai.responses import (
+    ITEMS_QUERY,
+    DeletedResponse,
+    ItemPage,
+    ResponseObject,
+)
 from lightserve.frontend.openai.responses_request import ResponsesRequest
 from lightserve.frontend.request_options import header_schemas
 from lightserve.frontend.tgi import GenerateRequest
@@ -313,8 +318,15 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         request=ResponsesRequest,
         answers=ResponseObject,
         content=_STREAMS_TOO,
-        errors=(404, *_BODY_ERRORS),
+        errors=(404, 409, 507, *_BODY_ERRORS),
         takes_targets=True,
+    ),
+    ("get", "/v1/responses/{response_id}"): Operation(answers=ResponseObject, errors=_STORE_ERRORS),
+    ("delete", "/v1/responses/{response_id}"): Operation(
+        answers=DeletedResponse, errors=(507, *_STORE_ERRORS)
+    ),
+    ("get", "/v1/responses/{response_id}/input_items"): Operation(
+        answers=ItemPage, errors=_STORE_ERRORS, query=ITEMS_QUERY
     ),
     ("post", "/v1/messages"): Operation(
         request=MessagesRequest,
@@ -390,7 +402,7 @@ _STATUSES = {
     400: "The request cannot be served as it is; the error names the field.",
     401: "A valid API key is needed.",
     403: "The key is not an operator's; without keys: a web page of another origin asks.",
-    404: "There is no model, file or batch of this name.",
+    404: "There is no model, file, batch or response of this name.",
     408: "The request was not sent in time, or not done after its own timeout.",
     409: "That cannot be done any more, or not yet.",
     413: "The body is too large.",

@@ -37,7 +37,7 @@ from lightserve.frontend.openai.batches import batches_router
 from lightserve.frontend.openai.chat import chat_router
 from lightserve.frontend.openai.completions import completions_router, models_router
 from lightserve.frontend.openai.files import files_router
-from lightserve.frontend.openai.responses import responses_router
+from lightserve.frontend.openai.responses import responses_router, stored_responses_router
 from lightserve.frontend.openapi import describe
 from lightserve.frontend.router_client import RouterClient, RouterLink
 from lightserve.frontend.service import Service, load_service
@@ -97,6 +97,7 @@ def _routers(service: Service) -> list[APIRouter]:
         completions_router(service),
         chat_router(service),
         responses_router(service),
+        stored_responses_router(service),
         messages_router(service),
         models_router(service),
         files_router(service),

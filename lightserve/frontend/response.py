@@ -95,6 +95,8 @@ class ResponseWriter(Protocol):
 
 Prepare = Callable[[], Awaitable[Sequence[Prepared]]]
 """Encodes the prompts and resolves all parameters; raises InvalidRequest, RequestFailed."""
+BeforeEnd = Callable[[Choices], Awaitable[None]]
+"""Does what has to be done before a client hears of the end; raises as `Prepare` does."""
 
 
 def sse_event(data: bytes) -> bytes:
@@ -192,6 +194,7 @@ class CompletionResponse(Response):
         *,
         stream: bool,
         per_prompt: int = 1,
+        before_end: BeforeEnd | None = None,
     ) -> None:
         """`per_prompt` consecutive ones of the prepared requests share a prompt."""
         super().__init__()
@@ -201,6 +204,7 @@ class CompletionResponse(Response):
         self._level = level
         self._stream = stream
         self._per_prompt = per_prompt
+        self._before_end = before_end
         self._has_begun = False
         self._caller = KEYLESS
         self._owner = ""
@@ -311,6 +315,9 @@ class CompletionResponse(Response):
             index, delta = await choices.next_news()
             self._writer.keep(index, delta)
             self._hold(choices)
+        if self._before_end is not None:
+            await self._before_end(choices)
+            choices.check_wanted()
         self._has_begun = True
         await send(_start(_JSON_HEADERS))
         body, turn = bytearray(), Turn(self._service.turns)
@@ -387,6 +394,11 @@ class CompletionResponse(Response):
                         choices.check_wanted()
                 if choices.is_over:
                     keeping_alive.cancel()
+                    if self._before_end is not None:
+                        await writer.write(data)
+                        data = b""
+                        await self._before_end(choices)
+                        choices.check_wanted()
                     data += self._writer.closing(choices)
                 await writer.write(data, more=not choices.is_over)
         finally:

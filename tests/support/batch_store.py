@@ -1,17 +1,24 @@
-"""A batch store in a directory of its own, and files to put into it."""
+"""A batch store in a directory of its own, files to put into it, and a frontend that has it."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightserve.batches.access import Store
+import httpx
+import openai
+
+from lightserve.batches.access import Store, StoreThread
 from lightserve.batches.database import prepare
 from lightserve.batches.lines import check_lines
+from lightserve.batches.process import InnerRoutes
 from lightserve.batches.records import CHUNK_BYTES, BatchRecord, FileRecord, NewBatch
+from lightserve.batches.runner import Runner
+from support.fake_router import Setup, frontend, says
 
 KEY = "alice"
 ENDPOINT = "/v1/completions"
@@ -87,3 +94,37 @@ def content(store: Store, file_id: str | None, *, key: str = KEY) -> list[dict[s
         data += piece
     assert len(data) == file.num_bytes
     return [json.loads(text) for text in data.splitlines()]
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path, answer: Any = None, **flags: Any) -> AsyncIterator[Setup]:
+    """A frontend with a store, to which nothing puts lines to work yet."""
+    lock = prepare(tmp_path / "store")
+    flags = {"batch_store": str(tmp_path / "store"), "served_model_name": "m", **flags}
+    try:
+        async with frontend(answer or says([300, 301, 2]), **flags) as setup:
+            del setup.http.headers["content-type"]
+            yield setup
+    finally:
+        lock.close()
+
+
+@asynccontextmanager
+async def working(setup: Setup, **options: Any) -> AsyncIterator[Runner]:
+    """The batches process's own part, in this one, with the frontend's router."""
+    store = StoreThread(Path(setup.service.config.batch_store))
+    runner = Runner(store, InnerRoutes(setup.service), **{"max_in_flight": 4, **options})
+    task = asyncio.create_task(runner.serve())
+    try:
+        yield runner
+    finally:
+        runner.should_exit = True
+        await task
+        store.close()
+
+
+def client_of(setup: Setup, key: str = "none") -> openai.AsyncOpenAI:
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app=setup.app))
+    return openai.AsyncOpenAI(
+        base_url="http://localhost/v1", api_key=key, http_client=http, max_retries=0
+    )

@@ -55,6 +55,7 @@ from lightserve.frontend.prompts import EncodedChat
 from lightserve.frontend.request_options import MaxTokens, NumLogprobs, Prepared, ServiceLevel
 from lightserve.frontend.response import (
     KEEP_ALIVE,
+    BeforeEnd,
     CompletionResponse,
     ResponseWriter,
     error_event,
@@ -393,6 +394,7 @@ def answer_chat(
     *,
     most_tokens: int | None = None,
     names: Mapping[str, str] = OWN_NAMES,
+    before_end: BeforeEnd | None = None,
 ) -> CompletionResponse:
     """Return the answer to a conversation, whichever route it came by.
 
@@ -425,6 +427,7 @@ def answer_chat(
         level,
         stream=body.stream or False,
         per_prompt=body.num_choices,
+        before_end=before_end,
     )
 
 

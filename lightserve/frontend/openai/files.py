@@ -105,7 +105,8 @@ async def in_store(service: Service, work: Callable[[Store], T]) -> T:
     """
     if service.store is None:
         raise InvalidRequest(
-            "this server keeps no files and batches: it was started without --batch-store",
+            "this server keeps no files, batches and responses: it was started without"
+            " --batch-store",
             code="batch_store_off",
             status=404,
         )
@@ -176,8 +177,8 @@ def files_router(service: Service) -> APIRouter:
         """List the files of the key."""
         query = read_query(request, ("purpose", "limit", "order", "after"))
         limit = read_limit(query, default=DEFAULT_FILES_LISTED, most=MAX_FILES_LISTED)
-        _check_choice(query, "order", ("asc", "desc"))
-        _check_choice(query, "purpose", ("batch", "batch_output"))
+        check_choice(query, "order", ("asc", "desc"))
+        check_choice(query, "purpose", ("batch", "batch_output"))
         files, has_more = await in_store(
             service,
             lambda store: store.files.page(
@@ -233,7 +234,8 @@ async def _content(service: Service, file: FileRecord) -> AsyncIterator[bytes]:
         yield data
 
 
-def _check_choice(query: dict[str, str], name: str, choices: tuple[str, ...]) -> None:
+def check_choice(query: dict[str, str], name: str, choices: tuple[str, ...]) -> None:
+    """Check a parameter that has few values, if it is given. Raises InvalidRequest."""
     if query.get(name, choices[0]) not in choices:
         raise InvalidRequest(
             f"{name} must be {' or '.join(choices)}, got {show(query[name])}", param=name

@@ -1,17 +1,20 @@
-"""POST /v1/responses, without a store: nothing is kept once it is answered."""
+"""/v1/responses: create; with a store also retrieve, delete, and list what was asked."""
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from msgspec.json import encode
+from msgspec.json import decode, encode
 from pydantic import Field
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
+from lightserve.batches.access import Store
+from lightserve.batches.records import NewResponse
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import TextBuffer, json_array, json_object, json_text
 from lightserve.frontend.completion import (
@@ -22,15 +25,28 @@ from lightserve.frontend.completion import (
     raised_slo,
 )
 from lightserve.frontend.errors import RequestFailed, renamed
-from lightserve.frontend.json_body import BODY_BYTES_KEY, StrictModel
+from lightserve.frontend.json_body import BODY_BYTES_KEY, StrictModel, show
+from lightserve.frontend.middleware import caller_of
 from lightserve.frontend.openai.chat import ChatRequest, answer_chat
+from lightserve.frontend.openai.files import (
+    Page,
+    check_choice,
+    in_store,
+    page_object,
+    read_limit,
+    read_query,
+)
 from lightserve.frontend.openai.messages import AnswerPart, parts_of
 from lightserve.frontend.openai.output_parser import OutputParser, ParserOptions
 from lightserve.frontend.openai.responses_request import CHAT_NAMES, ResponsesRequest
-from lightserve.frontend.response import KEEP_ALIVE, sse_event
+from lightserve.frontend.response import KEEP_ALIVE, BeforeEnd, sse_event
 from lightserve.frontend.service import Service
 from lightserve.types import FinishReason
 
+log = logging.getLogger(__name__)
+
+MAX_ITEMS_LISTED = 100
+DEFAULT_ITEMS_LISTED = 20
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 """Of ids of items, by the parts that they have."""
 _EVENTS = {
@@ -80,12 +96,17 @@ class ResponsesWriter:
     keep_alive = KEEP_ALIVE
     keeps_streamed = True  # what was said is said again as a whole
 
-    def __init__(self, service: Service, body: ResponsesRequest, chat: ChatRequest) -> None:
+    def __init__(
+        self, service: Service, body: ResponsesRequest, chat: ChatRequest, *, is_kept: bool
+    ) -> None:
+        self.is_kept = is_kept
+        """Whether it says so: it can be retrieved."""
         self.request_id = f"resp_{uuid.uuid4().hex}"
         self.parser_options = ParserOptions()
         """What to look for in the output; set before it begins."""
         self._echoed = _echoed(service, body, chat)
         self._created_s = int(time.time())
+        self._completed_s: int | None = None
         self._parser: OutputParser | None = None
         self._items: list[Item] = []
         self._num_events = 0
@@ -220,16 +241,19 @@ class ResponsesWriter:
     def _response(self, status: str, completion: Completion | None, output: Any) -> dict[str, Any]:
         """Return the response; `completion`: what it has come to, once it is over."""
         is_done = status == "completed"
+        if is_done and self._completed_s is None:
+            self._completed_s = int(time.time())
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
         response = {
             "id": self.request_id,
             "object": "response",
             "created_at": self._created_s,
-            "completed_at": int(time.time()) if is_done else None,
+            "completed_at": self._completed_s if is_done else None,
             "status": status,
             "error": None,
             "incomplete_details": reason,
             **self._echoed,
+            "store": self.is_kept,
             "output": output,
             "usage": None if completion is None else self._usage(completion),
         }
@@ -278,12 +302,11 @@ def _echoed(service: Service, body: ResponsesRequest, chat: ChatRequest) -> dict
         "metadata": body.metadata or {},
         "model": body.model,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": chat.used_tier,
-        "store": False,
         "temperature": defaults.temperature if body.temperature is None else body.temperature,
         "text": {"format": form, "verbosity": text and text.verbosity},
         "tool_choice": "auto"
@@ -296,20 +319,136 @@ def _echoed(service: Service, body: ResponsesRequest, chat: ChatRequest) -> dict
     }
 
 
-def responses_router(service: Service) -> APIRouter:
-    """Return the route."""
+def responses_router(service: Service, *, is_for_lines: bool = False) -> APIRouter:
+    """Return the route that answers; what lines of batches are answered is not kept."""
     router = APIRouter()
+    has_store = service.store is not None
+    keeps = has_store and not is_for_lines
 
     @router.post("/v1/responses")
     async def create_response(request: Request) -> Response:
         """Answer a conversation, as a list of items."""
-        body = await service.bodies.read(request, ResponsesRequest)
-        body.check()
+        asked = await service.bodies.read(request, ResponsesRequest)
+        asked.check(keeps=keeps, has_store=has_store)
+        body = await _continued(service, request, asked)
         size: int = request.scope[BODY_BYTES_KEY]
         with renamed(CHAT_NAMES):
             chat = await service.encoder.run(body.as_chat, size=size)
-        writer = ResponsesWriter(service, body, chat)
-        return answer_chat(service, request, chat, writer, names=CHAT_NAMES)
+        is_kept = keeps and body.store is not False
+        writer = ResponsesWriter(service, body, chat, is_kept=is_kept)
+        keep = _keeper(service, request, asked, writer) if is_kept else None
+        return answer_chat(service, request, chat, writer, names=CHAT_NAMES, before_end=keep)
+
+    return router
+
+
+async def _continued(
+    service: Service, request: Request, asked: ResponsesRequest
+) -> ResponsesRequest:
+    """Return a request with the conversation that it goes on from.
+
+    Raises:
+        InvalidRequest: that is not there, or too long.
+        RequestFailed: the store cannot be read.
+    """
+    previous_id = asked.previous_response_id
+    if previous_id is None:
+        return asked
+    key_name, most = caller_of(request.scope).name, service.config.max_body_bytes
+    before = await in_store(
+        service,
+        lambda store: store.responses.conversation(
+            key_name, previous_id, time.time(), max_bytes=most
+        ),
+    )
+    num_bytes = sum(map(len, before))
+    request.scope[BODY_BYTES_KEY] += num_bytes
+    return await service.encoder.run(lambda: asked.continuing(before), size=num_bytes)
+
+
+def _keeper(
+    service: Service, request: Request, asked: ResponsesRequest, writer: ResponsesWriter
+) -> BeforeEnd:
+    """Return what keeps a response that has come to its end.
+
+    Where the request did not say that it has to be kept, one that cannot be says so, and is
+    answered all the same.
+    """
+    key_name, config = caller_of(request.scope).name, service.config
+
+    async def keep(choices: Choices) -> None:
+        def add(store: Store) -> None:
+            new = NewResponse(
+                id=writer.request_id,
+                key_name=key_name,
+                previous_id=asked.previous_response_id,
+                input=encode(asked.own_items()),
+                response=b"".join(writer.whole(choices)),
+            )
+            ttl_s, quota = config.responses_ttl_s, config.batch_max_stored_bytes
+            store.responses.add(new, time.time(), ttl_s=ttl_s, quota=quota)
+
+        try:
+            await in_store(service, add)
+        except (InvalidRequest, RequestFailed) as failure:
+            if asked.store:
+                raise
+            writer.is_kept = False
+            log.warning("response %s was not kept: %s", writer.request_id, failure.code)
+
+    return keep
+
+
+ITEMS_QUERY: Mapping[str, Any] = {
+    "order": {"enum": ["asc", "desc"]},
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS_LISTED},
+    "after": {"type": "string"},
+}
+"""Schemas of what a list of items is asked with."""
+
+
+def stored_responses_router(service: Service) -> APIRouter:
+    """Return the routes of responses that were kept."""
+    router = APIRouter()
+
+    @router.get("/v1/responses/{response_id}")
+    async def retrieve_response(request: Request, response_id: str) -> Response:
+        """Return a response as it was answered."""
+        read_query(request, ())
+        key_name = caller_of(request.scope).name
+        body = await in_store(
+            service, lambda store: store.responses.get(key_name, response_id, time.time())
+        )
+        return Response(body, media_type="application/json")
+
+    @router.delete("/v1/responses/{response_id}")
+    async def delete_response(request: Request, response_id: str) -> Response:
+        """Delete a response."""
+        key_name = caller_of(request.scope).name
+        await in_store(
+            service, lambda store: store.responses.delete(key_name, response_id, time.time())
+        )
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    @router.get("/v1/responses/{response_id}/input_items")
+    async def list_input_items(request: Request, response_id: str) -> JSONResponse:
+        """List what was asked, the last first, without what came before."""
+        query = read_query(request, ("limit", "order", "after"))
+        limit = read_limit(query, default=DEFAULT_ITEMS_LISTED, most=MAX_ITEMS_LISTED)
+        check_choice(query, "order", ("desc", "asc"))
+        key_name = caller_of(request.scope).name
+        found = await in_store(
+            service, lambda store: store.responses.input(key_name, response_id, time.time())
+        )
+        items: list[dict[str, Any]] = decode(found)
+        if query.get("order") != "asc":
+            items.reverse()
+        if (after := query.get("after")) is not None:
+            ids = [item["id"] for item in items]
+            if after not in ids:
+                raise InvalidRequest(f"after: there is no item {show(after)}", param="after")
+            items = items[ids.index(after) + 1 :]
+        return page_object(items[:limit], len(items) > limit)
 
     return router
 
@@ -380,12 +519,12 @@ class ResponseObject(StrictModel):
     metadata: dict[str, str]
     model: str
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     prompt_cache_key: str | None
     reasoning: dict[str, str | None]
     safety_identifier: str | None
     service_tier: Literal["default", "priority", "flex"]
-    store: Literal[False]
+    store: bool
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, str]
@@ -394,3 +533,17 @@ class ResponseObject(StrictModel):
     truncation: Literal["auto", "disabled"]
     user: str | None
     slo: RaisedSLOObject | None = None
+
+
+class DeletedResponse(StrictModel):
+    """What is left of a response."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class ItemPage(Page):
+    """Of what was asked."""
+
+    data: list[dict[str, Any]]

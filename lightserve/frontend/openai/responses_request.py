@@ -6,10 +6,11 @@ Items become messages: reasoning, texts and calls of the assistant that follow e
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, Tag
+from pydantic import BeforeValidator, Field, Tag, TypeAdapter
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.json_body import (
@@ -254,7 +255,7 @@ class ResponsesRequest(NoEffectModel):
     stream_options: StreamFields | None = None
     store: bool | None = None
     background: bool | None = None
-    previous_response_id: str | None = None
+    previous_response_id: Id | None = None
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
     slo: SLOFields | None = None
     priority: Priority | None = None
@@ -265,16 +266,25 @@ class ResponsesRequest(NoEffectModel):
     prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
     metadata: Metadata | None = None
 
-    def check(self) -> None:
-        """Check what types cannot. Raises InvalidRequest."""
-        for name in ("store", "background", "previous_response_id"):
-            if getattr(self, name) not in (None, False):
-                raise InvalidRequest(
-                    f"{name} is not available: this server keeps no responses; send store as false"
-                    " or not at all, and the whole conversation as input",
-                    param=name,
-                    code="unsupported_value",
-                )
+    def check(self, *, keeps: bool, has_store: bool) -> None:
+        """Check what types cannot: whether the route `keeps` answers, and has any that were kept.
+
+        Raises:
+            InvalidRequest: something is wrong.
+        """
+        for name, is_available in (
+            ("store", keeps),
+            ("background", False),
+            ("previous_response_id", has_store),
+        ):
+            if is_available or getattr(self, name) in (None, False):
+                continue
+            why = "a line of a batch" if has_store else "this server keeps no responses"
+            raise InvalidRequest(
+                f"{name} is not available: {why}; send {name} as false",
+                param=name,
+                code="unsupported_value",
+            )
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
         asked = self._format
@@ -283,6 +293,15 @@ class ResponsesRequest(NoEffectModel):
                 "text.format.schema must be given exactly with the type json_schema",
                 param="text.format.schema",
             )
+
+    def continuing(self, before: Sequence[bytes]) -> ResponsesRequest:
+        """Return the request with JSON lists of items before its own."""
+        items = [item for each in before for item in _ITEMS.validate_json(each)]
+        return self.model_copy(update={"input": [*items, *self.input]})
+
+    def own_items(self) -> list[dict[str, Any]]:
+        """Return the items of the input as they are kept, each with an id."""
+        return [_kept(item) for item in self.input]
 
     @property
     def _format(self) -> TextFormat | None:
@@ -331,6 +350,22 @@ class ResponsesRequest(NoEffectModel):
             else:
                 messages.extend(map(_message, group))
         return messages
+
+
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
+
+
+def _kept(item: Any) -> dict[str, Any]:
+    kind = item.type or "message"
+    fresh = {"type": kind, "id": f"{_PREFIXES[kind]}_{uuid.uuid4().hex}", "status": "completed"}
+    fields: dict[str, Any] = fresh | item.model_dump(exclude_none=True)
+    return fields
 
 
 def _is_of_assistant(item: Any) -> bool:

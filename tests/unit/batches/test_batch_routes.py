@@ -6,23 +6,17 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
-from support.batch_store import ENDPOINT, jsonl, line
-from support.fake_router import Setup, eventually, frontend, says
+from support.batch_store import ENDPOINT, client_of, jsonl, line, serving, working
+from support.fake_router import eventually, frontend, says
 
-from lightserve.batches.access import StoreThread
-from lightserve.batches.database import DATABASE, prepare
+from lightserve.batches.database import DATABASE
 from lightserve.batches.jobs import Jobs
-from lightserve.batches.process import InnerRoutes
 from lightserve.batches.records import CHUNK_BYTES
-from lightserve.batches.runner import Runner
 from lightserve.errors import StoreError
 from lightserve.frontend.middleware import KeyRing
 from lightserve.frontend.process import create_app
@@ -32,40 +26,6 @@ from lightserve.types import FinishReason, RequestClass
 
 EOS = 2
 FORM = {"content-type": "multipart/form-data; boundary=b"}
-
-
-@asynccontextmanager
-async def serving(tmp_path: Path, answer: Any = None, **flags: Any) -> AsyncIterator[Setup]:
-    """A frontend with a store, to which nothing puts lines to work yet."""
-    lock = prepare(tmp_path / "store")
-    flags = {"batch_store": str(tmp_path / "store"), "served_model_name": "m", **flags}
-    try:
-        async with frontend(answer or says([300, 301, EOS]), **flags) as setup:
-            del setup.http.headers["content-type"]
-            yield setup
-    finally:
-        lock.close()
-
-
-@asynccontextmanager
-async def working(setup: Setup, **options: Any) -> AsyncIterator[Runner]:
-    """The batches process's own part, in this one, with the frontend's router."""
-    store = StoreThread(Path(setup.service.config.batch_store))
-    runner = Runner(store, InnerRoutes(setup.service), **{"max_in_flight": 4, **options})
-    task = asyncio.create_task(runner.serve())
-    try:
-        yield runner
-    finally:
-        runner.should_exit = True
-        await task
-        store.close()
-
-
-def client_of(setup: Setup, key: str = "none") -> openai.AsyncOpenAI:
-    http = httpx.AsyncClient(transport=httpx.ASGITransport(app=setup.app))
-    return openai.AsyncOpenAI(
-        base_url="http://localhost/v1", api_key=key, http_client=http, max_retries=0
-    )
 
 
 async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:

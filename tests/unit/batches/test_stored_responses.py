@@ -1,0 +1,241 @@
+"""Responses that are kept, by OpenAI's client: retrieved, gone on from, deleted, expired."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import apsw
+import openai
+import pytest
+from support.batch_store import NOW_S, client_of, jsonl, line, open_store, serving, upload
+
+from lightserve.batches.database import DATABASE, VERSIONS, prepare
+from lightserve.batches.records import NewResponse
+from lightserve.errors import InvalidRequest, StoreError
+from lightserve.frontend.middleware import KeyRing
+from lightserve.frontend.process import create_app
+from lightserve.http_access import ApiKey, digest_of
+
+ASKED: dict[str, Any] = {"model": "m", "input": "hi"}
+
+
+async def code_of(call: Any, status: int) -> Any:
+    """The error of a call that is refused with this status."""
+    with pytest.raises(openai.APIStatusError) as refused:
+        await call
+    assert refused.value.status_code == status, refused.value.body
+    return refused.value.body
+
+
+def test_a_response_is_kept_unless_it_is_asked_not_to_be(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as setup:
+            client = client_of(setup)
+            answered = await client.responses.create(**ASKED, instructions="Be.")
+            assert answered.store is True and answered.output_text
+            found = await client.responses.retrieve(answered.id)
+            assert found == answered
+            last = None
+            async for event in await client.responses.create(**ASKED, stream=True):
+                last = event
+            assert last.type == "response.completed" and last.response.store is True
+            assert await client.responses.retrieve(last.response.id) == last.response
+            unkept = await client.responses.create(**ASKED, store=False)
+            assert unkept.store is False
+            error = await code_of(client.responses.retrieve(unkept.id), 404)
+            assert error["code"] == "response_not_found" and unkept.id in error["message"]
+            await client.responses.delete(answered.id)
+            for call in (client.responses.retrieve, client.responses.delete):
+                await code_of(call(answered.id), 404)
+            await code_of(client.responses.input_items.list(answered.id), 404)
+
+    asyncio.run(scenario())
+
+
+def test_what_was_asked_is_listed_in_pages(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as setup:
+            client = client_of(setup)
+            given = [{"role": "user", "content": str(number)} for number in range(5)]
+            answered = await client.responses.create(model="m", input=given)  # type: ignore[arg-type]
+            items = client.responses.input_items
+            page = await items.list(answered.id, limit=2)
+            assert [item.content[0].text for item in page.data] == ["4", "3"]
+            assert page.has_more and len({item.id for item in page.data}) == 2
+            texts = [item.content[0].text async for item in items.list(answered.id, limit=2)]
+            assert texts == ["4", "3", "2", "1", "0"]
+            first = (await items.list(answered.id, order="asc", limit=1)).data[0]
+            assert first.content[0].text == "0"
+            error = await code_of(items.list(answered.id, after="msg_x"), 400)
+            assert error["param"] == "after"
+            await code_of(items.list(answered.id, limit=101), 400)
+
+    asyncio.run(scenario())
+
+
+def test_a_response_goes_on_from_another(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, max_body_bytes=4096) as setup:
+            client = client_of(setup)
+            first = await client.responses.create(**ASKED, instructions="Be.")
+            second = await client.responses.create(
+                model="m", input="so?", previous_response_id=first.id
+            )
+            assert second.previous_response_id == first.id
+            third = await client.responses.create(
+                model="m", input="and?", previous_response_id=second.id, store=False
+            )
+            said: Any = [{"role": "assistant", "content": first.output_text}]
+            asked: Any = [{"role": "user", "content": text} for text in ("hi", "so?", "and?")]
+            whole = [asked[0], *said, asked[1], *said, asked[2]]
+            await client.responses.create(model="m", input=whole, store=False)
+            assert setup.router.prompt_of(2) == setup.router.prompt_of(3)
+            page = await client.responses.input_items.list(second.id)
+            assert [item.content[0].text for item in page.data] == ["so?"]
+            # One that was not kept, one that does not exist: named, and nothing computed.
+            for other in (third.id, "resp_x"):
+                call = client.responses.create(**ASKED, previous_response_id=other)
+                error = await code_of(call, 404)
+                assert error["param"] == "previous_response_id" and other in error["message"]
+            previous_id = second.id
+            for text in ("x" * 3000, "y" * 1000):
+                longer = await client.responses.create(
+                    model="m", input=text, previous_response_id=previous_id
+                )
+                previous_id = longer.id
+            call = client.responses.create(**ASKED, previous_response_id=previous_id)
+            error = await code_of(call, 400)
+            assert "4096" in error["message"] and error["code"] == "context_length_exceeded"
+            num_submitted = len(setup.router.submits)
+            await client.responses.delete(first.id)
+            call = client.responses.create(**ASKED, previous_response_id=second.id)
+            error = await code_of(call, 404)
+            assert first.id in error["message"]
+            assert len(setup.router.submits) == num_submitted
+
+    asyncio.run(scenario())
+
+
+def test_responses_belong_to_their_key_and_count_against_its_quota(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    names = {"alice": b"alice-" + b"x" * 16, "bob": b"bob-" + b"x" * 16}
+    path.write_text("".join(f"{name} {key.decode()}\n" for name, key in names.items()))
+    ring = KeyRing([ApiKey(name, digest_of(key)) for name, key in names.items()])
+    most = 3000
+
+    async def scenario() -> None:
+        flags = {"api_key_file": str(path), "batch_max_stored_bytes": most}
+        async with serving(tmp_path, **flags) as setup:
+            setup.app = create_app(setup.service, ring)
+            alice, bob = (client_of(setup, key.decode()) for key in names.values())
+            hers = await alice.responses.create(**ASKED)
+            for call in (
+                bob.responses.retrieve(hers.id),
+                bob.responses.delete(hers.id),
+                bob.responses.input_items.list(hers.id),
+                bob.responses.create(**ASKED, previous_response_id=hers.id),
+            ):
+                await code_of(call, 404)
+            error = await code_of(
+                alice.responses.create(model="m", input="x" * most, store=True), 413
+            )
+            assert error["code"] == "storage_quota_exceeded" and str(most) in error["message"]
+            # Where it is not asked for, an answer matters more than its place in the store.
+            assert (await alice.responses.create(model="m", input="x" * most)).store is False
+            assert (await bob.responses.create(**ASKED)).store is True
+            kept = [hers]
+            while (again := await alice.responses.create(**ASKED)).store:
+                kept.append(again)
+            assert 1 <= len(kept) < 9
+            await alice.responses.delete(hers.id)
+            assert (await alice.responses.create(**ASKED)).store is True
+
+    asyncio.run(scenario())
+
+
+def test_a_store_that_fails_keeps_no_answer_back(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as setup:
+            client = client_of(setup)
+
+            async def full(_work: Any) -> Any:
+                raise StoreError("no space is left", is_full=True)
+
+            setup.service.store.run = full  # type: ignore[union-attr, method-assign]
+            assert (await client.responses.create(**ASKED)).store is False
+            await code_of(client.responses.create(**ASKED, store=True), 507)
+            events = [
+                event
+                async for event in await client.responses.create(**ASKED, store=True, stream=True)
+            ]
+            assert events[-1].type == "response.failed"
+            assert events[-1].response.error.code == "server_error"
+
+    asyncio.run(scenario())
+
+
+def new_response(name: str, **changes: Any) -> NewResponse:
+    values: dict[str, Any] = {
+        "id": name,
+        "key_name": "alice",
+        "previous_id": None,
+        "input": b"[]",
+        "response": b'{"status":"completed","output":[]}',
+    }
+    return NewResponse(**(values | changes))
+
+
+def test_responses_end_with_their_time(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        for number in range(70):
+            store.responses.add(new_response(f"r{number}"), NOW_S, ttl_s=100, quota=10**6)
+        late = new_response("late", previous_id="r0")
+        store.responses.add(late, NOW_S + 50, ttl_s=100, quota=10**6)
+        assert store.responses.get("alice", "r0", NOW_S + 99) == late.response
+        with pytest.raises(InvalidRequest, match="r0"):
+            store.responses.conversation("alice", "late", NOW_S + 100, max_bytes=99)
+        assert store.responses.purge(NOW_S + 99) == 0
+        assert [store.responses.purge(NOW_S + 100) for _ in range(3)] == [64, 6, 0]
+        num_bytes = len(late.input) + len(late.response)
+        assert store.database.rows("SELECT * FROM stored") == [("alice", num_bytes)]
+
+
+def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        file = upload(store, jsonl([line("a")]))
+    path = tmp_path / DATABASE
+    new = apsw.Connection(str(path))
+    rows = list(new.execute("SELECT * FROM files")), list(new.execute("SELECT * FROM chunks"))
+    application_id = new.pragma("application_id")
+    new.close()
+    path.unlink()
+    old = apsw.Connection(str(path))
+    old.execute(VERSIONS[0])
+    for table, found in zip(("files", "chunks"), rows, strict=True):
+        for row in found:
+            old.execute(f"INSERT INTO {table} VALUES ({','.join('?' * len(row))})", row)
+    old.pragma("application_id", application_id)
+    old.pragma("user_version", 1)
+    old.close()
+    prepare(tmp_path).close()
+    with open_store(tmp_path) as store:
+        assert store.files.get("alice", file.id, NOW_S) == file
+        stored = store.database.rows("SELECT * FROM stored")
+        assert stored == [("alice", file.num_bytes)]
+        store.files.delete("alice", file.id, NOW_S)
+        assert store.database.rows("SELECT * FROM stored") == [("alice", 0)]
+
+
+def test_without_a_store_nothing_is_promised(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, batch_store="") as setup:
+            client = client_of(setup)
+            assert (await client.responses.create(**ASKED)).store is False
+            error = await code_of(client.responses.create(**ASKED, store=True), 400)
+            assert "keeps no responses" in error["message"]
+            error = await code_of(client.responses.retrieve("resp_x"), 404)
+            assert error["code"] == "batch_store_off"
+
+    asyncio.run(scenario())
