@@ -506,8 +506,10 @@ def _print_table(columns: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None
         click.echo(" " * 28 + "".join(f"{title:>16}" for title in columns))
     num_left_out = 0
     for section in next(iter(columns.values())):
-        click.echo(section)
         tables = [dict(_flat(sections[section])) for sections in columns.values()]
+        if section == "warm_up" and not any(table["seconds"] for table in tables):
+            continue
+        click.echo(section)
         if all(table.get("arrivals") == 0 for table in tables):
             click.echo("  no requests")
             continue

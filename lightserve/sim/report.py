@@ -261,9 +261,23 @@ class RouterReport:
 
 
 @dataclass(frozen=True)
+class WarmUpReport:
+    """What came before the window, which no other figure of the classes counts."""
+
+    seconds: float
+    rt_arrivals: int
+    rt_ttft_attainment: float | None
+    rt_goodput_rps: float | None
+    """None, as what follows: there is nothing before the window."""
+    be_throughput_rps: float | None
+    be_throughput_tps: float | None
+
+
+@dataclass(frozen=True)
 class HybridReport:
     """See the module's docstring; a class without traffic has no arrivals."""
 
+    warm_up: WarmUpReport
     rt: ClassReport
     be: ClassReport
     kv: KVReport
@@ -323,7 +337,30 @@ def hybrid_report(
         reasons=_by_class(core.skip_counters.skipped),
         unseen=_by_class(core.skip_counters.unseen),
     )
-    return HybridReport(classes[RequestClass.RT], classes[RequestClass.BE], kv, router)
+    warm_up = _warm_up(seen, targets, window)
+    return HybridReport(warm_up, classes[RequestClass.RT], classes[RequestClass.BE], kv, router)
+
+
+def _warm_up(
+    seen: Mapping[RequestClass, Sequence[Seen]],
+    targets: Mapping[RequestClass, Targets],
+    window: Window,
+) -> WarmUpReport:
+    if window.start_s <= 0:
+        return WarmUpReport(0.0, 0, None, None, None, None)
+    before = Window(0.0, window.start_s, window.stop_s)
+    rt, be = (
+        class_report(seen[of], targets[of], before, evictions=0, recomputed_tokens=0)
+        for of in (RequestClass.RT, RequestClass.BE)
+    )
+    return WarmUpReport(
+        before.seconds,
+        rt.arrivals,
+        rt.ttft_attainment,
+        rt.goodput_rps,
+        be.throughput_rps,
+        be.throughput_tps,
+    )
 
 
 def _by_class(counts: Mapping[RequestClass, Counter[Reason]]) -> dict[str, dict[str, int]]:

@@ -23,6 +23,7 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.sim.hybrid import HybridRun
 from lightserve.sim.report import ClassReport, Seen, Targets, Window, class_report
+from lightserve.sim.simulation import Outcome
 from lightserve.sim.traffic import Job, Traffic, parse_block_ids, parse_traffic, read_trace
 from lightserve.sim.worker import (
     A100_LLAMA2_7B,
@@ -276,6 +277,22 @@ class TestRuns:
         sent, sent_blind = arrivals(short, RequestClass.BE), arrivals(blind, RequestClass.BE)
         num = min(len(sent), len(sent_blind))
         assert num > 30 and sent[:num] == sent_blind[:num]
+
+    def test_what_came_before_the_margin_is_told(self) -> None:
+        run = HybridRun(dataclasses.replace(SMALL, duration_s=5.0))
+        run.advance(5.0)
+        early = run.report().warm_up
+        of_class: dict[int, list[Outcome]] = {0: [], 1: []}
+        for key, outcome in run.simulation.outcomes.items():
+            of_class[key.frontend_id].append(outcome)
+        came = [outcome for outcome in of_class[0] if outcome.arrival_s < 2.0]
+        first_s = [o.token_times_s[0] - o.arrival_s for o in came if o.token_times_s]
+        assert (early.seconds, early.rt_arrivals) == (2.0, len(came))
+        assert early.rt_ttft_attainment == sum(time_s <= 0.4 for time_s in first_s) / len(came)
+        times_s = [time_s for outcome in of_class[1] for time_s in outcome.token_times_s]
+        assert early.be_throughput_tps == sum(time_s < 2.0 for time_s in times_s) / 2.0 > 0
+        none = HybridRun(dataclasses.replace(SMALL, margin_s=0.0)).report().warm_up
+        assert (none.seconds, none.be_throughput_tps) == (0.0, None)
 
     def test_a_closed_loop_keeps_so_many_there(self) -> None:
         run = HybridRun(dataclasses.replace(SMALL, rt=None, rt_lengths=None))
