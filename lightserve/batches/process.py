@@ -48,7 +48,8 @@ def run(spec: ChildSpec, connect_control: Callable[[], Control]) -> int:
 
 
 async def _serve(spec: ChildSpec, connect_control: Callable[[], Control]) -> int:
-    service = load_service(spec.config, RouterClient())
+    router = RouterClient(be_interval_s=spec.config.be_stream_interval_ms / 1e3)
+    service = load_service(spec.config, router)
     gc.collect()
     gc.freeze()
     control = connect_control()

@@ -125,6 +125,14 @@ class FrontendOptions:
     sse_keepalive_s: float = option(
         15.0, "A stream that has had nothing to say for this time sends a comment.", low=0.05
     )
+    be_stream_interval_ms: float = option(
+        100.0,
+        "Best-effort streams say what has come of them at most this often, as each writing costs"
+        " as much as a token; first tokens, ends, and requests with targets per token or stop"
+        " strings do not wait. 0: with each step.",
+        low=0,
+        high=10_000,
+    )
     max_completions: int = option(
         128, "Most completions of one request, prompts times n.", low=1, high=4096
     )

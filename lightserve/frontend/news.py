@@ -44,6 +44,8 @@ class Reader(Protocol):
 
     is_urgent: bool
     """Whether it goes before others, as it is real-time."""
+    can_wait: bool
+    """Whether tokens may be read some time later, together with further ones."""
 
     def note(self, index: int) -> bool:
         """Note news of a request; return whether these are the first to be read."""
@@ -218,9 +220,9 @@ class LiveRequest:
         if self._num_logprobs is not None or self._num_prompt_left or token_id < 0:
             self.append(RequestDelta(self.request_id, [token_id]))
         elif not self.is_over:
-            self._has_tokens = True
+            is_first, self._has_tokens = not self._has_tokens, True
             self._pending.token_ids.append(token_id)
-            self._tell()
+            self._tell(at_once=is_first)
 
     def append(self, delta: RequestDelta) -> None:
         """Merge news from the router; none after the end.
@@ -246,12 +248,13 @@ class LiveRequest:
         else:
             pending.finish_reason = delta.finish_reason
             self._is_finished = delta.finish_reason is not None
-        self._tell()
+        self._tell(at_once=True)
 
-    def _tell(self) -> None:
+    def _tell(self, *, at_once: bool) -> None:
         """Tell the reader, once all of a message has been taken in, that there are news."""
-        if self.reader is not None and self.reader.note(self.index):
-            self._client.tell(self.reader)
+        reader = self.reader
+        if reader is not None and (reader.note(self.index) or (at_once and reader.can_wait)):
+            self._client.tell(reader, at_once=at_once)
         if self.on_unread is not None and len(self._pending.token_ids) > MAX_TOKENS_PER_TURN:
             self.on_unread()
 

@@ -186,7 +186,7 @@ def run(spec: ChildSpec, connect_control: Callable[[], Control]) -> int:
 async def _serve(
     spec: ChildSpec, connect_control: Callable[[], Control], selector: TurnSelector
 ) -> int:
-    router = RouterClient()
+    router = RouterClient(be_interval_s=spec.config.be_stream_interval_ms / 1e3)
     service = load_service(spec.config, router)
     selector.clock = TurnClock(service.observation.recorder, f"{spec.role}-{spec.index}")
     gc.collect()

@@ -182,8 +182,12 @@ class KVQuery:
 class RouterClient:
     """See the module."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, *, be_interval_s: float = 0.0
+    ) -> None:
+        """Tokens for readers that can wait are told every `be_interval_s`."""
         self._clock = clock
+        self._be_interval_s = be_interval_s
         self._connection: _Connection | None = None
         self._disconnected_s = clock()
         self._last_heard: tuple[str, float] | None = None
@@ -195,6 +199,8 @@ class RouterClient:
         """Those with news, of the message that is being taken in."""
         self._others: deque[Reader] = deque()
         """The same without urgency, of messages that have been."""
+        self._waiting: list[Reader] = []
+        """Those whose news are read with the next beat of `be_interval_s`."""
         self._will_read = False
         self.num_rejected = 0
         """News that may not be said of their requests."""
@@ -309,17 +315,32 @@ class RouterClient:
             self._send_end(end)
         self._send_progress()
 
-    def tell(self, reader: Reader) -> None:
-        """Have news read: urgent ones with this message, others after all that has arrived."""
+    def tell(self, reader: Reader, *, at_once: bool = True) -> None:
+        """Have news read: urgent ones with this message, others after all that has arrived.
+
+        Those that can wait are read at intervals, unless these are to be read `at_once`.
+        """
         if reader.is_urgent:
             self._urgent.append(reader)
-        else:
+        elif at_once or not reader.can_wait or not self._be_interval_s:
             self._others.append(reader)
+        else:
+            if not self._waiting:
+                asyncio.get_running_loop().call_later(self._be_interval_s, self._end_waiting)
+            self._waiting.append(reader)
+
+    def _end_waiting(self) -> None:
+        self._others.extend(self._waiting)
+        self._waiting.clear()
+        self._read_soon()
 
     def _read_urgent(self, now_s: float) -> None:
         urgent, self._urgent = self._urgent, []
         for reader in urgent:
             reader.read(now_s)
+        self._read_soon()
+
+    def _read_soon(self) -> None:
         if self._others and not self._will_read:
             self._will_read = True
             # Messages are taken in one after the other while there are some: this comes after them.
@@ -332,9 +353,7 @@ class RouterClient:
         while self._others and now_s < end_s:
             self._others.popleft().read(now_s)
             now_s = self._clock()
-        if self._others:
-            self._will_read = True
-            asyncio.get_running_loop().call_soon(self._read_others)
+        self._read_soon()
 
     def _on_tokens(self, connection: _Connection, message: TokenDelta) -> None:
         """Take in the tokens of requests that go on; nothing else is to be said of them."""

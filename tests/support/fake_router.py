@@ -249,8 +249,9 @@ async def frontend(
     **flags: Any,
 ) -> AsyncIterator[Setup]:
     """A frontend's application on the bundled model, connected to a fake router."""
-    client = RouterClient()
-    service = load_service(ServeConfig(**flags), client)
+    config = ServeConfig(**{"be_stream_interval_ms": 0.0, **flags})
+    client = RouterClient(be_interval_s=config.be_stream_interval_ms / 1e3)
+    service = load_service(config, client)
     router = FakeRouter(client, answer)
     client.attach(router, BOOT_ID)
     if welcome:

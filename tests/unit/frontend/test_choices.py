@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_router import Setup, copy_bundled_model, frontend, prepared, sse_data, token_delta
+from support.fake_router import (
+    Setup,
+    copy_bundled_model,
+    eventually,
+    frontend,
+    prepared,
+    sse_data,
+    token_delta,
+)
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.frontend.completion import Choices, News
@@ -17,7 +25,7 @@ from lightserve.frontend.errors import ClientGone
 from lightserve.frontend.news import QUICK_TOKENS
 from lightserve.messages.common import unpack_int32
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta, Submit, TokenDelta
-from lightserve.types import FinishReason, RequestClass
+from lightserve.types import NO_SLO, SLO, FinishReason, RequestClass
 
 
 async def _start(
@@ -25,8 +33,9 @@ async def _start(
     count: int,
     request_class: RequestClass = RequestClass.RT,
     stop_strings: tuple[str, ...] = (),
+    slo: SLO = NO_SLO,
 ) -> Choices:
-    request = prepared(request_class=request_class, stop_strings=stop_strings)
+    request = prepared(request_class=request_class, stop_strings=stop_strings, slo=slo)
     return await Choices.start(setup.service, [request] * count, per_prompt=count, by_token=False)
 
 
@@ -76,6 +85,56 @@ def test_what_comes_in_one_message_is_written_at_once_real_time_first() -> None:
                 index, delta = await asyncio.wait_for(task, 5)
                 assert (index, delta.finish_reason) == (0, FinishReason.LENGTH)
             assert len(log) == 3
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("end", ["a beat", "the last token"])
+def test_best_effort_tokens_are_written_together(end: str) -> None:
+    """The first one at once, then those of an interval, or all that there are at the end."""
+
+    async def scenario() -> None:
+        interval_ms = 50.0 if end == "a beat" else 10_000.0
+        async with frontend(be_stream_interval_ms=interval_ms) as setup:
+            texts: list[str] = []
+            sink = FakeSink("be", [])
+            sink.take = lambda news, now_s: texts.extend(delta.text for _, delta in news)
+            choices = await _start(setup, 1, RequestClass.BE)
+            task = asyncio.create_task(choices.next_news(sink))
+            await asyncio.sleep(0)
+            for _ in range(4):
+                _say(setup, 300)
+                await asyncio.sleep(0)
+            assert len(texts) == 1
+            if end == "a beat":
+                await eventually(lambda: len(texts) > 1)
+                assert texts[1] == texts[0] * 3
+                assert not task.done()
+            _say(setup, 300, finish_reason=FinishReason.LENGTH)
+            rest = (await asyncio.wait_for(task, 5))[1]
+            assert rest.finish_reason is FinishReason.LENGTH
+            assert "".join(texts) + rest.text == texts[0] * 5
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("fields", "can_wait"),
+    [
+        ({"request_class": RequestClass.RT}, False),
+        ({"slo": SLO(tpot_ms=50)}, False),
+        ({"slo": SLO(mtpot_ms=50)}, False),
+        ({"stop_strings": ("§",)}, False),
+        ({"slo": SLO(completion_s=5)}, True),
+    ],
+)
+def test_only_tokens_that_are_not_waited_for_can_wait(
+    fields: dict[str, Any], can_wait: bool
+) -> None:
+    async def scenario() -> None:
+        async with frontend() as setup:
+            choices = await _start(setup, 1, **{"request_class": RequestClass.BE, **fields})
+            assert choices.can_wait is can_wait
 
     asyncio.run(scenario())
 
