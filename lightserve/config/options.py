@@ -128,8 +128,8 @@ class FrontendOptions:
     be_stream_interval_ms: float = option(
         100.0,
         "Best-effort streams say what has come of them at most this often, as each writing costs"
-        " as much as a token; first tokens, ends, and requests with targets per token or stop"
-        " strings do not wait. 0: with each step.",
+        " as much as a token; first tokens, ends, and requests with stop strings do not wait."
+        " 0: with each step.",
         low=0,
         high=10_000,
     )

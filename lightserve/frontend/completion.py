@@ -278,8 +278,7 @@ class Choices:
         self.completions = tuple(completions)
         request = self.first.request
         self.is_urgent = request.request_class is RequestClass.RT
-        is_per_token = request.slo.tpot_ms is not None or request.slo.mtpot_ms is not None
-        self.can_wait = not (self.is_urgent or is_per_token or request.needs_acknowledgement)
+        self.can_wait = not (self.is_urgent or request.needs_acknowledgement)
         self._per_prompt = per_prompt
         self._num_open = len(completions)
         self._is_aborted = False

@@ -25,7 +25,7 @@ from lightserve.frontend.errors import ClientGone
 from lightserve.frontend.news import QUICK_TOKENS
 from lightserve.messages.common import unpack_int32
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta, Submit, TokenDelta
-from lightserve.types import NO_SLO, SLO, FinishReason, RequestClass
+from lightserve.types import FinishReason, RequestClass
 
 
 async def _start(
@@ -33,9 +33,8 @@ async def _start(
     count: int,
     request_class: RequestClass = RequestClass.RT,
     stop_strings: tuple[str, ...] = (),
-    slo: SLO = NO_SLO,
 ) -> Choices:
-    request = prepared(request_class=request_class, stop_strings=stop_strings, slo=slo)
+    request = prepared(request_class=request_class, stop_strings=stop_strings)
     return await Choices.start(setup.service, [request] * count, per_prompt=count, by_token=False)
 
 
@@ -122,10 +121,8 @@ def test_best_effort_tokens_are_written_together(end: str) -> None:
     ("fields", "can_wait"),
     [
         ({"request_class": RequestClass.RT}, False),
-        ({"slo": SLO(tpot_ms=50)}, False),
-        ({"slo": SLO(mtpot_ms=50)}, False),
-        ({"stop_strings": ("§",)}, False),
-        ({"slo": SLO(completion_s=5)}, True),
+        ({"request_class": RequestClass.BE}, True),
+        ({"request_class": RequestClass.BE, "stop_strings": ("§",)}, False),
     ],
 )
 def test_only_tokens_that_are_not_waited_for_can_wait(
@@ -133,7 +130,7 @@ def test_only_tokens_that_are_not_waited_for_can_wait(
 ) -> None:
     async def scenario() -> None:
         async with frontend() as setup:
-            choices = await _start(setup, 1, **{"request_class": RequestClass.BE, **fields})
+            choices = await _start(setup, 1, **fields)
             assert choices.can_wait is can_wait
 
     asyncio.run(scenario())
