@@ -136,7 +136,14 @@ END;
 )
 """Responses, and how many bytes each key has stored in all."""
 
-VERSIONS = (_FIRST, _RESPONSES)
+_BACKGROUND = """
+ALTER TABLE batches ADD COLUMN response INTEGER;
+ALTER TABLE responses ADD COLUMN batch INTEGER;
+ALTER TABLE responses ADD COLUMN request BLOB;
+"""
+"""Responses in the background: each is the one line, `request`, of a batch of its own."""
+
+VERSIONS = (_FIRST, _RESPONSES, _BACKGROUND)
 """What makes each version of the schema of the one before."""
 SCHEMA_VERSION = len(VERSIONS)
 

@@ -21,13 +21,18 @@ from lightserve.batches.database import Database
 from lightserve.batches.files import Files
 from lightserve.batches.records import (
     MAX_ACTIVE_BATCHES,
+    MAX_ACTIVE_RESPONSES,
+    RESPONSE_WINDOW_S,
+    RESPONSES,
     BatchRecord,
     LeasedLine,
     NewBatch,
     NewLine,
+    NewResponse,
     Outcome,
     Status,
 )
+from lightserve.batches.responses import Responses
 from lightserve.errors import InvalidRequest, StoreError
 
 _COLUMNS = (
@@ -50,6 +55,7 @@ class Jobs:
     def __init__(self, database: Database) -> None:
         self._db = database
         self._files = Files(database)
+        self._responses = Responses(database)
 
     # ------------------------------------------------------------------ clients
 
@@ -109,13 +115,17 @@ class Jobs:
 
     def check_active(self, key_name: str) -> None:
         """Check that a key may have one more batch. Raises InvalidRequest (429)."""
+        self._check_count(key_name, "IS NULL", MAX_ACTIVE_BATCHES, "batches in progress")
+
+    def _check_count(self, key_name: str, response: str, most: int, what: str) -> None:
         num_active = self._db.value(
-            "SELECT count(*) FROM batches WHERE key_name = ? AND status = 'in_progress'", key_name
+            "SELECT count(*) FROM batches WHERE key_name = ? AND status = 'in_progress'"
+            f" AND response {response}",
+            key_name,
         )
-        if num_active >= MAX_ACTIVE_BATCHES:
+        if num_active >= most:
             raise InvalidRequest(
-                f"a key may have at most {MAX_ACTIVE_BATCHES} batches in progress, got one more"
-                f" than {num_active}",
+                f"a key may have at most {most} {what}, got one more than {num_active}",
                 code="too_many_batches",
                 status=429,
             )
@@ -123,7 +133,8 @@ class Jobs:
     def get(self, key_name: str, batch_id: str) -> BatchRecord:
         """Return a batch. Raises InvalidRequest (404): the key has none of this id."""
         row = self._db.row(
-            f"SELECT {_COLUMNS} FROM batches WHERE id = ? AND key_name = ?", batch_id, key_name
+            f"SELECT {_COLUMNS} FROM batches WHERE id = ? AND key_name = ? AND response IS NULL",
+            *(batch_id, key_name),
         )
         if row is None:
             raise InvalidRequest(
@@ -145,7 +156,7 @@ class Jobs:
         bound = 2**62 if after is None else self.get(key_name, after).number
         rows = self._db.rows(
             f"SELECT {_COLUMNS} FROM batches WHERE key_name = ? AND number < ?"
-            " ORDER BY number DESC LIMIT ?",
+            " AND response IS NULL ORDER BY number DESC LIMIT ?",
             *(key_name, bound, limit + 1),
         )
         return [_record(row) for row in rows[:limit]], len(rows) > limit
@@ -167,13 +178,69 @@ class Jobs:
                     code="batch_is_over",
                     status=409,
                 )
-            self._db.write(
-                "UPDATE lines SET state = 'cancelled', owner = NULL WHERE batch = ?"
-                " AND state IN ('queued', 'leased')",
-                batch.number,
-            )
-            self._end(batch.number, "cancelled", now_s)
+            self._cancel(batch.number, now_s)
             return self._record(batch.number)
+
+    def _cancel(self, number: int, now_s: float) -> None:
+        self._db.write(
+            "UPDATE lines SET state = 'cancelled', owner = NULL WHERE batch = ?"
+            " AND state IN ('queued', 'leased')",
+            number,
+        )
+        self._end(number, "cancelled", now_s)
+
+    # ------------------------------------------------------------------ responses
+
+    def respond(self, new: NewResponse, now_s: float, *, ttl_s: int, quota: int) -> None:
+        """Have a response come in the background: from its return on it is durable.
+
+        Raises:
+            InvalidRequest: the key has too many of them on their way (429), or has stored more
+                than `quota` bytes in all (413).
+        """
+        window_s = min(RESPONSE_WINDOW_S, ttl_s)
+        with self._db.transaction():
+            what = "responses in the background"
+            self._check_count(new.key_name, "IS NOT NULL", MAX_ACTIVE_RESPONSES, what)
+            response = self._responses.insert(new, now_s, ttl_s=ttl_s, quota=quota)
+            self._db.write(
+                "INSERT INTO batches (id, key_name, endpoint, input_file, input_file_id, window,"
+                " status, created_s, expires_s, output_ttl_s, request_digest, num_lines, response)"
+                " VALUES (?, ?, ?, 0, '', '', 'in_progress', ?, ?, 0, '', 1, ?)",
+                *(new.id, new.key_name, RESPONSES, int(now_s), int(now_s) + window_s, response),
+            )
+            batch = self._db.last_number
+            self._db.write("UPDATE responses SET batch = ? WHERE number = ?", batch, response)
+            self._db.write(
+                "INSERT INTO lines (batch, number, custom_id, position, num_bytes, state)"
+                " VALUES (?, 0, '', 0, ?, 'queued')",
+                *(batch, len(new.request)),
+            )
+
+    def cancel_response(self, key_name: str, response_id: str, now_s: float) -> bytes:
+        """Cancel a response in the background, if it is not over; return it.
+
+        Raises:
+            InvalidRequest: the key has none of this id (404), or it is not in the background (400).
+        """
+        with self._db.transaction():
+            batch = self._responses.batch_of(key_name, response_id, now_s)
+            if batch is not None:
+                self._cancel(batch, now_s)
+        return self._responses.get(key_name, response_id, now_s)
+
+    def delete_response(self, key_name: str, response_id: str, now_s: float) -> None:
+        """Delete a response, and cancel it if it is not over; those that go on from it cannot be
+        gone on from any more.
+
+        Raises:
+            InvalidRequest: the key has none of this id (404).
+        """
+        with self._db.transaction():
+            batch = self._db.value("SELECT batch FROM responses WHERE id = ?", response_id)
+            self._responses.remove(key_name, response_id, now_s)
+            if batch is not None:
+                self._cancel(batch, now_s)
 
     # ------------------------------------------------------------------ work
 
@@ -212,7 +279,7 @@ class Jobs:
                 *(now_s, owner),
             )
             for batch in self._db.rows(
-                "SELECT number, id, endpoint, key_name, input_file, expires_s,"
+                "SELECT number, id, endpoint, key_name, input_file, response, expires_s,"
                 " num_lines - num_done - num_failed FROM batches WHERE status = 'in_progress'"
                 " AND expires_s > ? ORDER BY expires_s, number",
                 now_s,
@@ -233,7 +300,7 @@ class Jobs:
         self, batch: tuple[Any, ...], now_s: float, max_lines: int, max_bytes: int
     ) -> list[LeasedLine]:
         """Return the first queued lines of a batch, as far as there is room."""
-        number, batch_id, endpoint, key_name, file, expires_s, num_left = batch
+        number, batch_id, endpoint, key_name, file, response, expires_s, num_left = batch
         lines: list[LeasedLine] = []
         for index, custom_id, position, num_bytes, attempt, losses in self._db.rows(
             "SELECT number, custom_id, position, num_bytes, attempt, losses FROM lines"
@@ -243,6 +310,10 @@ class Jobs:
             if max_bytes <= 0:
                 break
             max_bytes -= num_bytes
+            if response is None:
+                text = self._files.read_span(file, position, num_bytes)
+            else:
+                text = self._db.value("SELECT request FROM responses WHERE number = ?", response)
             line = LeasedLine(
                 batch=number,
                 number=index,
@@ -252,7 +323,7 @@ class Jobs:
                 key_name=key_name,
                 attempt=attempt,
                 losses=losses,
-                line=self._files.read_span(file, position, num_bytes),
+                line=text,
                 expires_s=expires_s,
                 num_left=num_left,
             )
@@ -339,7 +410,11 @@ class Jobs:
                 " ifnull(sum(num_failed), 0) FROM batches WHERE status = 'in_progress'"
             )[0]
             leased = self._db.value("SELECT count(*) FROM lines WHERE state = 'leased'")
-            batches = dict(self._db.rows("SELECT status, count(*) FROM batches GROUP BY status"))
+            batches = dict(
+                self._db.rows(
+                    "SELECT status, count(*) FROM batches WHERE response IS NULL GROUP BY status"
+                )
+            )
         queued = total - done - failed - leased
         lines = {"queued": queued, "leased": leased, "done": done, "error": failed}
         return lines, {status: batches.get(status, 0) for status in get_args(Status)}
@@ -351,9 +426,15 @@ class Jobs:
 
     def _end(self, number: int, status: Status, now_s: float) -> None:
         """End a batch: its results become files, in the transaction that is under way."""
-        batch_id, key_name, ttl_s = self._db.rows(
-            "SELECT id, key_name, output_ttl_s FROM batches WHERE number = ?", number
+        batch_id, key_name, ttl_s, response = self._db.rows(
+            "SELECT id, key_name, output_ttl_s, response FROM batches WHERE number = ?", number
         )[0]
+        if response is not None:
+            result = self._db.value("SELECT result FROM lines WHERE batch = ?", number)
+            self._responses.finish(response, result)
+            self._db.write("DELETE FROM lines WHERE batch = ?", number)
+            self._db.write("DELETE FROM batches WHERE number = ?", number)
+            return
         ids: dict[str, str | None] = {"done": None, "error": None}
         for state, name in (("done", "output"), ("error", "error")):
             num_bytes = self._db.value(

@@ -12,6 +12,11 @@ MAX_LINE_BYTES = 1024 * 1024
 MAX_FILE_BYTES = 200 * 1000 * 1000
 MAX_ACTIVE_BATCHES = 100
 """Of one key."""
+MAX_ACTIVE_RESPONSES = 1000
+"""Of one key, in the background."""
+RESPONSE_WINDOW_S = 24 * 3600
+"""In which a response in the background has to come."""
+RESPONSES = "/v1/responses"
 MAX_CUSTOM_ID_CHARS = 512
 MAX_FILENAME_CHARS = 255
 CHUNK_BYTES = 256 * 1024
@@ -143,6 +148,8 @@ class NewResponse(msgspec.Struct, frozen=True, kw_only=True):
     """What was asked now, as a JSON list of items."""
     response: bytes
     """OpenAI's object, as JSON."""
+    request: bytes = b""
+    """In the background: the line that it is to be answered as."""
 
 
 class LeasedLine(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -16,12 +16,64 @@ PAGE_ROWS = 64
 _IS_THERE = "id = ? AND key_name = ? AND expires_s > ?"
 
 
-class _Output(msgspec.Struct, frozen=True):
+class _State(msgspec.Struct, frozen=True):
+    """What of a response is of interest here."""
+
     status: str
     output: msgspec.Raw
+    background: bool = False
 
 
-_OUTPUT = msgspec.json.Decoder(_Output)
+class _Error(msgspec.Struct, frozen=True):
+    message: str
+
+
+class _Refusal(msgspec.Struct, frozen=True):
+    error: _Error
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    status_code: int
+    body: msgspec.Raw
+
+
+class _Result(msgspec.Struct, frozen=True):
+    """A line of an output or error file."""
+
+    response: _Answer | None
+    error: _Error | None
+
+
+_STATE = msgspec.json.Decoder(_State)
+_RESULT = msgspec.json.Decoder(_Result)
+_OWN = ("id", "created_at", "background", "store", "previous_response_id")
+"""What a response in the background says of itself, and its answer does not know."""
+_CANCELLED = {"status": b'"cancelled"'}
+
+
+def _with(response: bytes, fields: Mapping[str, bytes]) -> bytes:
+    """Return a response with other values, all JSON."""
+    known = msgspec.json.decode(response, type=dict[str, msgspec.Raw])
+    return msgspec.json.encode(known | {name: msgspec.Raw(text) for name, text in fields.items()})
+
+
+def _outcome(result: bytes) -> dict[str, bytes]:
+    """Return the fields that a response has from the result of its line."""
+    found = _RESULT.decode(result)
+    if found.response is None:
+        assert found.error is not None
+        return _failure("server_error", found.error.message)
+    answer = found.response
+    if answer.status_code == 200:
+        fields = msgspec.json.decode(answer.body, type=dict[str, msgspec.Raw])
+        return {name: bytes(text) for name, text in fields.items() if name not in _OWN}
+    message = msgspec.json.decode(answer.body, type=_Refusal).error.message
+    return _failure("invalid_prompt" if answer.status_code < 500 else "server_error", message)
+
+
+def _failure(code: str, message: str) -> dict[str, bytes]:
+    error = msgspec.json.encode({"code": code, "message": message})
+    return {"status": b'"failed"', "error": error}
 
 
 def no_response(response_id: str, *, param: str = "response_id") -> InvalidRequest:
@@ -47,19 +99,62 @@ class Responses:
         Raises:
             InvalidRequest: the key has stored more than `quota` bytes in all (413).
         """
-        num_bytes = len(new.input) + len(new.response)
         with self._db.transaction():
-            self._db.write(
-                "INSERT INTO responses (id, key_name, previous_id, created_s, expires_s,"
-                " num_bytes, input, response) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                *(new.id, new.key_name, new.previous_id, int(now_s), int(now_s) + ttl_s),
-                *(num_bytes, new.input, new.response),
-            )
-            check_quota(self._db, new.key_name, quota, param="store")
+            self.insert(new, now_s, ttl_s=ttl_s, quota=quota)
+
+    def insert(self, new: NewResponse, now_s: float, *, ttl_s: int, quota: int) -> int:
+        """Do the same in a transaction that is under way; return the response's number."""
+        num_bytes = len(new.input) + len(new.response) + len(new.request)
+        self._db.write(
+            "INSERT INTO responses (id, key_name, previous_id, created_s, expires_s,"
+            " num_bytes, input, response, request) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            *(new.id, new.key_name, new.previous_id, int(now_s), int(now_s) + ttl_s),
+            *(num_bytes, new.input, new.response, new.request),
+        )
+        number = self._db.last_number
+        check_quota(self._db, new.key_name, quota, param="store")
+        return number
 
     def get(self, key_name: str, response_id: str, now_s: float) -> bytes:
         """Return a response as JSON. Raises InvalidRequest (404): the key has none of this id."""
-        return self._column("response", key_name, response_id, now_s)
+        with self._db.snapshot():
+            response = self._column("response", key_name, response_id, now_s)
+            is_running = self._db.value(
+                "SELECT lines.state = 'leased' FROM responses JOIN lines"
+                " ON lines.batch = responses.batch WHERE id = ?",
+                response_id,
+            )
+        return _with(response, {"status": b'"in_progress"'}) if is_running else response
+
+    def batch_of(self, key_name: str, response_id: str, now_s: float) -> int | None:
+        """Return the number of the batch that is to answer a response; None: it is over.
+
+        Raises:
+            InvalidRequest: the key has none of this id (404), or it is not in the background (400).
+        """
+        response = self._column("response", key_name, response_id, now_s)
+        if not _STATE.decode(response).background:
+            raise InvalidRequest(
+                "response_id must be of a response that was asked for with background: true",
+                param="response_id",
+            )
+        batch: int | None = self._db.value("SELECT batch FROM responses WHERE id = ?", response_id)
+        return batch
+
+    def finish(self, number: int, result: bytes | None) -> None:
+        """End a response in the background, in the transaction that is under way.
+
+        `result` is that of its line; None: it was cancelled.
+        """
+        response = self._db.value("SELECT response FROM responses WHERE number = ?", number)
+        if response is None:  # it was deleted
+            return
+        response = _with(response, _CANCELLED if result is None else _outcome(result))
+        self._db.write(
+            "UPDATE responses SET response = ?, num_bytes = length(input) + length(?),"
+            " batch = NULL, request = NULL WHERE number = ?",
+            *(response, response, number),
+        )
 
     def input(self, key_name: str, response_id: str, now_s: float) -> bytes:
         """Return what a response was asked, without what came before, as a JSON list of items.
@@ -98,7 +193,7 @@ class Responses:
                 if row is None:
                     raise no_response(current, param="previous_response_id")
                 previous_id, given, response = row
-                output = _OUTPUT.decode(response)
+                output = _STATE.decode(response)
                 if output.status not in ("completed", "incomplete"):
                     raise InvalidRequest(
                         f"previous_response_id must be of a response that is completed or"
@@ -119,23 +214,22 @@ class Responses:
                 current = previous_id
         return found[::-1]
 
-    def delete(self, key_name: str, response_id: str, now_s: float) -> None:
-        """Delete a response; those that go on from it cannot be gone on from any more.
+    def remove(self, key_name: str, response_id: str, now_s: float) -> None:
+        """Delete a response, in the transaction that is under way.
 
         Raises:
             InvalidRequest: the key has none of this id (404).
         """
-        with self._db.transaction():
-            if not self._db.write(
-                f"DELETE FROM responses WHERE {_IS_THERE}", response_id, key_name, now_s
-            ):
-                raise no_response(response_id)
+        if not self._db.write(
+            f"DELETE FROM responses WHERE {_IS_THERE}", response_id, key_name, now_s
+        ):
+            raise no_response(response_id)
 
     def purge(self, now_s: float) -> int:
         """Delete some of the responses whose time is over; return how many."""
         with self._db.transaction():
             return self._db.write(
                 "DELETE FROM responses WHERE number IN (SELECT number FROM responses"
-                " WHERE expires_s <= ? LIMIT ?)",
+                " WHERE expires_s <= ? AND batch IS NULL LIMIT ?)",
                 *(now_s, PAGE_ROWS),
             )

@@ -51,9 +51,9 @@ from lightserve.frontend.openai.responses import (
     ITEMS_QUERY,
     DeletedResponse,
     ItemPage,
-    ResponseObject,
 )
 from lightserve.frontend.openai.responses_request import ResponsesRequest
+from lightserve.frontend.openai.responses_writer import ResponseObject
 from lightserve.frontend.request_options import header_schemas
 from lightserve.frontend.tgi import GenerateRequest
 
@@ -324,6 +324,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/v1/responses/{response_id}"): Operation(answers=ResponseObject, errors=_STORE_ERRORS),
     ("delete", "/v1/responses/{response_id}"): Operation(
         answers=DeletedResponse, errors=(507, *_STORE_ERRORS)
+    ),
+    ("post", "/v1/responses/{response_id}/cancel"): Operation(
+        answers=ResponseObject, errors=(507, *_STORE_ERRORS)
     ),
     ("get", "/v1/responses/{response_id}/input_items"): Operation(
         answers=ItemPage, errors=_STORE_ERRORS, query=ITEMS_QUERY

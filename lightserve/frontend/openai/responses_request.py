@@ -10,8 +10,10 @@ import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
+from msgspec.json import encode
 from pydantic import BeforeValidator, Field, Tag, TypeAdapter
 
+from lightserve.batches.records import RESPONSES
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.json_body import (
     AN_OBJECT,
@@ -274,7 +276,7 @@ class ResponsesRequest(NoEffectModel):
         """
         for name, is_available in (
             ("store", keeps),
-            ("background", False),
+            ("background", keeps),
             ("previous_response_id", has_store),
         ):
             if is_available or getattr(self, name) in (None, False):
@@ -285,6 +287,8 @@ class ResponsesRequest(NoEffectModel):
                 param=name,
                 code="unsupported_value",
             )
+        if self.background:
+            self._check_background()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
         asked = self._format
@@ -293,6 +297,29 @@ class ResponsesRequest(NoEffectModel):
                 "text.format.schema must be given exactly with the type json_schema",
                 param="text.format.schema",
             )
+
+    def _check_background(self) -> None:
+        """Refuse what a request that no client waits for cannot have. Raises InvalidRequest."""
+        if self.stream:
+            raise InvalidRequest("stream must be false with background, got true", param="stream")
+        if self.store is False:
+            raise InvalidRequest("store must be true with background, got false", param="store")
+        if self.slo is not None:
+            raise InvalidRequest("slo is not supported with background", param="slo")
+        if self.service_tier not in (None, "auto", "flex"):
+            raise InvalidRequest(
+                "service_tier must be flex or auto with background, which is best-effort, got"
+                f" {self.service_tier}",
+                param="service_tier",
+            )
+
+    def as_line(self, custom_id: str) -> bytes:
+        """Return a request in the background as the line of a batch."""
+        body = self.model_dump(mode="json", by_alias=True, exclude={"input"})
+        body |= {"background": False, "store": False, "service_tier": "flex"}
+        body["input"] = self.own_items()
+        line = {"custom_id": custom_id, "method": "POST", "url": RESPONSES, "body": body}
+        return encode(line)
 
     def continuing(self, before: Sequence[bytes]) -> ResponsesRequest:
         """Return the request with JSON lists of items before its own."""

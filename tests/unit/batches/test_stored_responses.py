@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import apsw
 import openai
 import pytest
-from support.batch_store import NOW_S, client_of, jsonl, line, open_store, serving, upload
+from support.batch_store import (
+    NOW_S,
+    client_of,
+    jsonl,
+    line,
+    open_store,
+    serving,
+    upload,
+    working,
+)
+from support.fake_router import eventually
 
 from lightserve.batches.database import DATABASE, VERSIONS, prepare
 from lightserve.batches.records import NewResponse
@@ -17,6 +28,7 @@ from lightserve.errors import InvalidRequest, StoreError
 from lightserve.frontend.middleware import KeyRing
 from lightserve.frontend.process import create_app
 from lightserve.http_access import ApiKey, digest_of
+from lightserve.types import RequestClass
 
 ASKED: dict[str, Any] = {"model": "m", "input": "hi"}
 
@@ -174,6 +186,120 @@ def test_a_store_that_fails_keeps_no_answer_back(tmp_path: Path) -> None:
             assert events[-1].response.error.code == "server_error"
 
     asyncio.run(scenario())
+
+
+async def over(client: openai.AsyncOpenAI, response_id: str) -> Any:
+    async with asyncio.timeout(60):
+        while True:
+            found = await client.responses.retrieve(response_id)
+            if found.status not in ("queued", "in_progress"):
+                return found
+            await asyncio.sleep(0.02)
+
+
+def test_a_response_comes_in_the_background(tmp_path: Path) -> None:
+    """Durable from the answer on, of best effort, and like any other once it is over."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as setup:
+            client = client_of(setup)
+            first = await client.responses.create(**ASKED)
+            asked = await client.responses.create(
+                **{**ASKED, "instructions": "Be.", "temperature": 0.5},
+                background=True,
+                previous_response_id=first.id,
+            )
+            assert (asked.status, asked.background, asked.output) == ("queued", True, [])
+            assert asked.service_tier == "flex" and asked.usage is None
+            await code_of(client.responses.create(**ASKED, previous_response_id=asked.id), 409)
+            assert await client.responses.retrieve(asked.id) == asked
+            assert (await client.batches.list()).data == []
+            await code_of(client.batches.retrieve(asked.id), 404)
+            refused = await client.responses.create(
+                model="m", input="x" * 40_000, max_output_tokens=8000, background=True
+            )
+            async with working(setup) as runner:
+                done, failed = [await over(client, each.id) for each in (asked, refused)]
+                while sum(runner.counts.lines.values()) or not runner.counts.batches:
+                    await asyncio.sleep(0.02)
+                assert not sum(runner.counts.batches.values())
+            submit = setup.router.submits[1]
+            assert submit.request_class is RequestClass.BE
+            assert submit.sampling.temperature == 0.5
+            assert 0 < (submit.slo.completion_s or 0) <= 86_400
+            assert len(setup.router.prompt_of(1)) > len(setup.router.prompt_of(0))
+            assert done.status == "completed" and done.output_text == first.output_text
+            own = {"id", "created_at", "background", "store", "previous_response_id"}
+            assert done.model_dump(include=own) == asked.model_dump(include=own)
+            assert done.usage and done.completed_at
+            assert (await client.responses.cancel(asked.id)) == done
+            after = await client.responses.create(**ASKED, previous_response_id=asked.id)
+            assert after.status == "completed"
+            assert failed.status == "failed" and failed.error.code == "invalid_prompt"
+            assert "context length" in failed.error.message and failed.output == []
+            await code_of(client.responses.create(**ASKED, previous_response_id=failed.id), 409)
+            await code_of(client.responses.cancel(first.id), 400)
+
+    asyncio.run(scenario())
+
+
+def test_a_response_in_the_background_is_cancelled_and_deleted(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, answer=lambda submit: []) as setup:
+            client = client_of(setup)
+            asked = [await client.responses.create(**ASKED, background=True) for _ in range(4)]
+            early = await client.responses.cancel(asked[0].id)
+            assert early.status == "cancelled" == (await client.responses.cancel(early.id)).status
+            await client.responses.delete(asked[1].id)
+            async with working(setup):
+                await setup.router.submitted(2)
+                assert (await client.responses.retrieve(asked[2].id)).status == "in_progress"
+                assert (await client.responses.cancel(asked[2].id)).status == "cancelled"
+                await client.responses.delete(asked[3].id)
+                await eventually(lambda: len(setup.router.aborted_ids) == 2)
+            assert (await client.responses.retrieve(asked[2].id)).status == "cancelled"
+            await code_of(client.responses.retrieve(asked[3].id), 404)
+            assert len(setup.router.submits) == 2
+
+    asyncio.run(scenario())
+
+
+def test_what_cannot_come_in_the_background_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as setup:
+            for fields, param in (
+                ({"store": False}, "store"),
+                ({"stream": True}, "stream"),
+                ({"slo": {"completion_s": 5}, "service_tier": "flex"}, "slo"),
+                ({"service_tier": "priority"}, "service_tier"),
+                ({"tool_choice": "required"}, "tool_choice"),
+                ({"previous_response_id": "resp_x"}, "previous_response_id"),
+            ):
+                asked = {**ASKED, "background": True, **fields}
+                answer = await setup.http.post("/v1/responses", json=asked)
+                assert answer.status_code in (400, 404), (fields, answer.text)
+                error = answer.json()["error"]
+                assert error["param"] == param and param in error["message"], error
+
+    asyncio.run(scenario())
+
+
+def test_a_response_whose_window_is_over_has_failed(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        queued = b'{"id":"r","status":"queued","output":[],"background":true,"error":null}'
+        new = new_response("r", response=queued, request=b'{"custom_id":"r"}')
+        store.jobs.respond(new, NOW_S, ttl_s=10**6, quota=10**6)
+        (leased,) = store.jobs.lease(
+            *("north", store.jobs.begin("north"), NOW_S), lease_s=9, max_lines=9, max_bytes=99
+        )
+        assert leased.line == new.request
+        assert store.jobs.expire(NOW_S + 86_399) == 0
+        assert store.jobs.expire(NOW_S + 86_400) == 1
+        found = json.loads(store.responses.get("alice", "r", NOW_S + 86_400))
+        assert found["status"] == "failed" and "expired" in found["error"]["message"]
+        assert store.database.value("SELECT count(*) FROM lines") == 0
+        used = store.database.value("SELECT num_bytes FROM stored")
+        assert used == len(new.input) + len(json.dumps(found, separators=(",", ":")))
 
 
 def new_response(name: str, **changes: Any) -> NewResponse:
