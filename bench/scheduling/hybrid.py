@@ -31,6 +31,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from bench.table import print_head, print_row
+from lightserve.config.options import CLASS_BLIND_POLICIES
 from lightserve.sim import HybridConfig, HybridReport, run_hybrid
 
 LENGTHS = str(Path(__file__).parents[1] / "traces/sharegpt_lengths.csv.gz")
@@ -206,7 +207,8 @@ BUDGETS = (256, 512, 1024, 2048)
 MAX_BE = (16, 64, 256)
 ADMISSIONS = ("risk", "aggressive 0.95")
 ORDERS = ("auto", "sharing")
-"""That of these policies is by arrival unless told otherwise."""
+"""That of these policies is by arrival unless told otherwise; those that know no classes have no
+other."""
 TUNING_S, TUNING_MARGIN_S = 50.0, 15.0
 BLIND_RPS = 24.0
 LIGHT_RPS = 16.0
@@ -242,7 +244,8 @@ def tuned(runner: Runner, policy: str, load: Load, score: Score) -> Setting:
     best = _best(runner, [best._replace(budget=value) for value in BUDGETS], load, score)
     best = _best(runner, [best._replace(max_be=value) for value in MAX_BE], load, score)
     best = _best(runner, [best._replace(admission=rule) for rule in ADMISSIONS], load, score)
-    return _best(runner, [best._replace(be_order=order) for order in ORDERS], load, score)
+    orders = ORDERS[:1] if policy in CLASS_BLIND_POLICIES else ORDERS
+    return _best(runner, [best._replace(be_order=order) for order in orders], load, score)
 
 
 def tuned_for_goodput(runner: Runner, policy: str, load: Load) -> Setting:

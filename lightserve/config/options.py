@@ -392,6 +392,8 @@ POLICIES_OF_OPTION = {
 }
 """Options that only policies with classes, or those with deadlines, have a use for."""
 
+CLASS_BLIND_POLICIES = ("chunked", "fcfs", "mlfq")
+
 AUTO_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 """--max-num-batched-tokens by device, unless it is given. A GPU has read its weights by the time
 that it has computed some 300 tokens, and deadlines limit a step sooner than this."""
@@ -450,8 +452,8 @@ class SchedulingOptions:
     be_order: str = option(
         "auto",
         "In which order best-effort requests start: arrival, or sharing (first those whose prompts"
-        " begin like what is cached, every sixteenth the oldest); auto: sharing with --policy"
-        " unified, arrival with all others.",
+        " begin like what is cached, every sixteenth the oldest; not with policies that know no"
+        " classes); auto: sharing with --policy unified, arrival with all others.",
         choices=("auto", "arrival", "sharing"),
     )
     late_min_share: float = option(
@@ -546,6 +548,11 @@ class SchedulingOptions:
             raise ConfigError(
                 f"--mtpot-slo-ms must be at least --tpot-slo-ms ({self.tpot_slo_ms:g}),"
                 f" got {self.mtpot_slo_ms:g}"
+            )
+        if self.be_order == "sharing" and self.policy in CLASS_BLIND_POLICIES:
+            raise ConfigError(
+                "--be-order sharing needs a policy that knows classes, got --policy"
+                f" {self.policy!r}, which starts all requests as they came"
             )
         for spec in dataclasses.fields(SchedulingOptions):
             if getattr(self, spec.name) != spec.default:

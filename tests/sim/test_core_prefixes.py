@@ -26,10 +26,11 @@ from support.core_scenes import (
 from support.grids import choose, every_value, long_but, more_when_long
 
 from lightserve.config import ServeConfig
+from lightserve.errors import ConfigError
 from lightserve.messages.common import RegexConstraint
 from lightserve.messages.frontend_router import ClassLoad, KVPool, unpack_kinds
 from lightserve.messages.router_worker import StepPlan, pack_results, plan_rows, row_results
-from lightserve.router.config import SchedulerConfig, make_admission
+from lightserve.router.config import SchedulerConfig, make_admission, make_scheduler_config
 from lightserve.router.events import FromFrontend, FrontendGone, WorkersGone, WorkersReady
 from lightserve.router.from_submit import QueueLimits
 from lightserve.router.kv.cache import KVOptions, Preemption
@@ -218,6 +219,37 @@ def test_what_waiting_requests_want_outlives_what_none_wants() -> None:
     )
     again = simulation.outcomes[RequestKey(FRONTEND, RequestId(3))]
     assert again.num_cached_tokens == 29
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("be_order", ["auto", "arrival", "sharing"])
+def test_best_effort_starts_in_the_order_that_is_asked_for(policy: str, be_order: str) -> None:
+    """Of two that wait, the later is cached: with `sharing`, `unified`'s own, it starts first."""
+    options: dict[str, Any] = {"policy": policy, "be_order": be_order}
+    if be_order == "sharing" and not POLICIES[policy]().is_class_aware and policy != "round-robin":
+        with pytest.raises(ConfigError, match=rf"--be-order sharing needs .* '{policy}'"):
+            ServeConfig(**options)
+        return
+    config = ServeConfig(**options, max_num_seqs=1, max_num_batched_tokens=64)
+    core = Scheduler(make_scheduler_config(config, max_model_len=MAX_LEN))
+    simulation = make_simulation(core)
+    cached, other = (
+        Arrival(0.0, 30, 4, 4, family=family, request_class=RequestClass.BE) for family in (0, None)
+    )
+    simulation.run([TimedEvent(0.0, FromFrontend(FRONTEND, submit(0, cached)))])
+    now_s = simulation.now_s
+    simulation.run(
+        [
+            TimedEvent(now_s, FromFrontend(FRONTEND, submit(number, arrival)))
+            for number, arrival in ((4, other), (1, other), (3, cached))
+        ]
+    )
+    later, earlier = (
+        simulation.outcomes[RequestKey(FRONTEND, RequestId(number))].token_times_s[0]
+        for number in (1, 3)
+    )
+    by_sharing = be_order == "sharing" or (be_order, policy) == ("auto", "unified")
+    assert (earlier < later) == by_sharing
 
 
 def test_dead_workers_take_the_cache_with_them() -> None:

@@ -430,6 +430,28 @@ def test_overload_leaves_goodput_where_priority_has_next_to_none(seed: int) -> N
     assert goodput >= 3.0 and goodput >= 2.0 * best_of_priority(OVERLOAD, seed)
 
 
+@pytest.mark.parametrize("seed", long_but([(seed,) for seed in SEEDS], [(SEEDS[0],)]))
+def test_in_overload_deadlines_serve_more_than_shortest_prompts_first(seed: int) -> None:
+    """Prompts of 50 to 700 tokens, half as many again as can be served in time."""
+    unified, shortest_first = (
+        sim.run_hybrid(
+            sim.HybridConfig(
+                rt="poisson:50",
+                rt_lengths="uniform:50-700,5-40",
+                be="closed:64",
+                be_lengths="uniform:512-1024,32-128",
+                duration_s=8.0,
+                margin_s=0.0,
+                capacity_tokens=20_000,
+                policy=policy,
+                seed=seed,
+            )
+        ).rt.goodput_rps
+        for policy in ("unified", "sjf")
+    )
+    assert unified >= 1.03 * shortest_first > 25.0
+
+
 @pytest.mark.parametrize(("rate", "seed"), every_value([FULL, OVERLOAD], SEEDS))
 def test_real_time_requests_keep_their_kv_while_best_effort_ones_have_any(
     rate: float, seed: int
