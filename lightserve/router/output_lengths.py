@@ -18,6 +18,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -256,17 +257,20 @@ def _empty_rows(first: int, count: int) -> IntArray:
 
 
 def _mix(own: IntArray, pooled: IntArray, own_share: float) -> IntArray:
-    """Return `_TABLE_SIZE` equally likely lengths of own_share * own + (1 - own_share) * pooled."""
-    values = np.concatenate([own, pooled])
-    weights = np.concatenate(
-        [
-            np.full(len(own), own_share / max(1, len(own))),
-            np.full(len(pooled), (1 - own_share) / len(pooled)),
-        ]
-    )
-    order = np.argsort(values, kind="stable")
-    cumulative = np.cumsum(weights[order])
-    quantiles = (np.arange(_TABLE_SIZE) + 0.5) / _TABLE_SIZE
-    index = np.minimum(np.searchsorted(cumulative, quantiles), len(values) - 1)
-    result: IntArray = values[order][index]
-    return result
+    """Return `_TABLE_SIZE` equally likely lengths of own_share * own + (1 - own_share) * pooled.
+
+    Both are ascending; each gives as many lengths as its share says, spread evenly over its ranks.
+    """
+    num_own = min(round(own_share * _TABLE_SIZE), _TABLE_SIZE - 1)
+    taken = [own[_even_ranks(num_own, len(own))]] if num_own else []
+    taken.append(pooled[_even_ranks(_TABLE_SIZE - num_own, len(pooled))])
+    lengths: IntArray = np.concatenate(taken)
+    lengths.sort()
+    return lengths
+
+
+@lru_cache(maxsize=128)
+def _even_ranks(count: int, size: int) -> IntArray:
+    """Return `count` indices into `size` sorted values, each in the middle of its share."""
+    ranks: IntArray = ((np.arange(count) + 0.5) * (size / count)).astype(np.int64)
+    return ranks
