@@ -51,7 +51,7 @@ _SERIES = re.compile(r"^(lightserve_\w+_(?:total|count|sum|bucket)(?:\{[^}]*\})?
 
 
 MAX_STEP_MB = 2.0
-"""Of an allocator: so much growth in all may be a step or two, whatever the slope of a short run."""
+"""Of an allocator: so much growth in all may be a step or two, whatever a short run's slope."""
 
 
 class Slope(NamedTuple):
