@@ -11,6 +11,8 @@ extern "C" {
 int32_t core_level();
 int64_t core_packed_size(int64_t, int64_t, int32_t);
 int64_t core_packed_size_int8(int64_t, int64_t);
+int64_t core_packed_size_groups(int64_t, int64_t, int64_t);
+void core_pack_groups(const uint8_t*, int64_t, int64_t, int64_t, uint8_t*, int32_t);
 #define DECLARE(T, name)                                                                         \
   void core_pack_##name(const T*, int64_t, int64_t, T*, int32_t);                                \
   void core_linear_##name(const T*, int64_t, int64_t, const T*, int64_t, int64_t, const T*, T*,  \
@@ -18,6 +20,11 @@ int64_t core_packed_size_int8(int64_t, int64_t);
   void core_pack_int8_##name(const T*, int64_t, int64_t, int8_t*, float*, int32_t);              \
   void core_linear_int8_##name(const T*, int64_t, int64_t, const int8_t*, const float*, int64_t, \
                                int64_t, const T*, T*, int32_t, int32_t);                         \
+  void core_quantize_groups_##name(const T*, int64_t, int64_t, int64_t, uint8_t*, uint16_t*,     \
+                                   uint8_t*, int32_t);                                           \
+  void core_linear_groups_##name(const T*, int64_t, int64_t, const uint8_t*, const uint16_t*,    \
+                                 const uint8_t*, int64_t, int64_t, int64_t, int64_t, const T*,   \
+                                 T*, int32_t, int32_t);                                          \
   void core_norm_##name(const T*, int64_t, T*, const T*, float, int64_t, int64_t, T*, int32_t,   \
                         int32_t);                                                                \
   void core_gate_##name(const T*, int64_t, int64_t, int64_t, T*, int32_t, int32_t);              \
@@ -63,6 +70,18 @@ struct Buffer {
       core_pack_int8_##name(weight, outputs, inputs, bytes, factors, threads);                  \
       core_linear_int8_##name(x, inputs, rows, bytes, factors, inputs, outputs,                 \
                               rows % 2 ? static_cast<T*>(bias) : nullptr, out, level, threads); \
+      const int64_t bits = among(1, 2) * 4, size = among(1, 4) * K_BLOCK;                       \
+      const int64_t places = divide_up(outputs, PANEL) * PANEL * divide_up(inputs, size);       \
+      Buffer<uint8_t> integers(outputs * inputs), zeros(places);                                \
+      Buffer<uint8_t> grouped(core_packed_size_groups(outputs, inputs, bits));                  \
+      Buffer<uint16_t> halves(places);                                                          \
+      core_pack_groups(integers, outputs, inputs, bits, grouped, threads);                      \
+      if (bits == 4)                                                                            \
+        core_quantize_groups_##name(weight, outputs, inputs, size, grouped, halves, zeros,      \
+                                    threads);                                                   \
+      core_linear_groups_##name(x, inputs, rows, grouped, halves, zeros, bits, size, inputs,    \
+                                outputs, rows % 2 ? static_cast<T*>(bias) : nullptr, out,       \
+                                level, threads);                                                \
       Buffer<T> other(rows * inputs), normed(rows * inputs), scale(inputs);                     \
       core_norm_##name(x, inputs, rows % 2 ? static_cast<T*>(other) : nullptr, scale, 1e-5f,    \
                        rows, inputs, normed, level, threads);                                   \

@@ -178,14 +178,53 @@ class Int8Weight(NamedTuple):
     """M."""
 
 
+class GroupedWeight(NamedTuple):
+    """A weight [M, K] of integers without a sign; groups of inputs have a factor and a zero each.
+
+    A number is (integer - zero) * factor, with those of its output's group.
+    """
+
+    packed: Tensor
+    """uint8, in the kernels' own layout."""
+    factors: Tensor
+    """float16 [panels, groups, outputs of a panel]."""
+    zeros: Tensor
+    """uint8, as `factors`."""
+    num_outputs: int
+    """M."""
+    num_inputs: int
+    """K."""
+    bits: int
+    """4 or 8, of an integer."""
+    group_size: int
+    """32, 64, 96 or 128 inputs; the last group may have fewer."""
+
+
 class QuantizingKernels(Kernels, Protocol):
-    """Kernels that also multiply by weights of 8 bits."""
+    """Kernels that also multiply by weights of 8 and of 4 bits."""
 
     def quantize(self, weight: Tensor) -> Int8Weight:
         """Round `weight` [M, K] to 8 bits: ties to even, by each output's largest number."""
 
     def linear_int8(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
         """See `Kernels.linear`, for a weight from `quantize`; x and bias stay as exact as there."""
+
+    def quantize_groups(self, weight: Tensor, group_size: int) -> GroupedWeight:
+        """Round `weight` [M, K] to 4 bits in groups, with the least squared error of some widths.
+
+        A factor that float16 cannot hold is infinite.
+        """
+
+    def pack_groups(
+        self, integers: Tensor, factors: Tensor, zeros: Tensor, *, bits: int, group_size: int
+    ) -> GroupedWeight:
+        """Return the weight of integers uint8 [M, K] below 2 ** bits, as others have rounded them.
+
+        factors float16 and zeros uint8 [M, number of groups].
+        """
+
+    def linear_groups(self, x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
+        """See `linear_int8`, for a weight from `quantize_groups` or `pack_groups`."""
 
 
 # Fused operations made of the single ones, for kernels that have nothing faster.

@@ -24,6 +24,16 @@ def rounded_to_int8(weight: Tensor) -> Tensor:
     return integers * torch.where(is_zero, 0.0, largest / 127.0)
 
 
+def numbers_of_groups(integers: Tensor, factors: Tensor, zeros: Tensor, group_size: int) -> Tensor:
+    """Return what `QuantizingKernels.pack_groups` holds for its arguments, [M, K] in float32."""
+    num_inputs = integers.shape[1]
+    factors, zeros = (
+        part.float().repeat_interleave(group_size, dim=1)[:, :num_inputs]
+        for part in (factors, zeros)
+    )
+    return (integers.float() - zeros) * factors
+
+
 class ReferenceKernels:
     """See `Kernels`."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from random import Random
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from lightserve.kernels.interface import (
     QuantizingKernels,
     UnknownValues,
 )
-from lightserve.kernels.reference import ReferenceKernels, rounded_to_int8
+from lightserve.kernels.reference import ReferenceKernels, numbers_of_groups, rounded_to_int8
 from lightserve.kernels.select import make_kernels
 from lightserve.logs import one_line
 
@@ -186,6 +187,8 @@ ELEMENT_SHARE = 10.0
 """One element may be off by this many times the limit, in units of its vector's root mean square:
 values a few times that size are rounded more than once."""
 LINEAR_ROWS = (1, 33)
+CHECKED_GROUP = 32
+"""Inputs of a group of 4-bit weights."""
 MAX_WEIGHT_NUMBERS = 1 << 22
 """Of a large weight only so many numbers are tried: all inputs, fewer outputs."""
 
@@ -217,14 +220,15 @@ def check_kernels(kernels: Kernels, shapes: KernelShapes, device: torch.device) 
         )
 
 
-def check_int8(kernels: QuantizingKernels, shapes: KernelShapes) -> None:
-    """Compare products of 8-bit weights with the reference's, of the same rounded numbers.
+def check_quantized(kernels: QuantizingKernels, shapes: KernelShapes) -> None:
+    """Compare products of 8-bit and 4-bit weights with the reference's, of the same numbers.
 
     Raises:
         StartupError: one disagrees.
     """
     pair = _Pair(kernels, shapes, torch.device("cpu"))
-    reason = _first_difference(_int8_linears(pair, kernels), LIMITS[shapes.dtype])
+    comparisons = chain(_int8_linears(pair, kernels), _int4_linears(pair, kernels))
+    reason = _first_difference(comparisons, LIMITS[shapes.dtype])
     if reason is not None:
         raise StartupError(
             f"the {kernels.name} kernels do not agree with the reference: {reason};"
@@ -364,6 +368,26 @@ def _int8_linears(pair: _Pair, kernels: QuantizingKernels) -> Iterator[Compariso
             truth = ReferenceKernels().linear(x.float(), rounded, None)
             shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
             yield Comparison(f"int8 linear ({name})", shape, result, truth)
+
+
+def _int4_linears(pair: _Pair, kernels: QuantizingKernels) -> Iterator[Comparison]:
+    for name, (num_rows_of_weight, num_inputs) in pair.shapes.linears().items():
+        num_outputs = min(num_rows_of_weight, max(16, MAX_WEIGHT_NUMBERS // num_inputs))
+        sizes = (num_outputs, -(-num_inputs // CHECKED_GROUP))
+        integers = torch.randint(16, (num_outputs, num_inputs), generator=pair.generator)
+        factors = pair.random(*sizes, scale=0.2 * num_inputs**-0.5).half()
+        zeros = torch.randint(16, sizes, generator=pair.generator)
+        packed = kernels.pack_groups(
+            integers.byte(), factors, zeros.byte(), bits=4, group_size=CHECKED_GROUP
+        )
+        wide = numbers_of_groups(integers, factors, zeros, CHECKED_GROUP)
+        for num_rows in LINEAR_ROWS:
+            x = pair.random(num_rows, num_inputs)
+            with _Poison():
+                result = kernels.linear_groups(x, packed, None)
+            truth = ReferenceKernels().linear(x.float(), wide, None)
+            shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
+            yield Comparison(f"int4 linear ({name})", shape, result, truth)
 
 
 def _norms(pair: _Pair) -> Iterator[Comparison]:

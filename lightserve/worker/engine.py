@@ -19,7 +19,7 @@ from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.select import make_kernels, missing_core, tune_kernels
-from lightserve.kernels.self_check import LIMITS, check_int8, check_kernels
+from lightserve.kernels.self_check import LIMITS, check_kernels, check_quantized
 from lightserve.messages.router_worker import StepPlan
 from lightserve.models.base import KVLayout, KVTensors, Model, kernel_shapes, kv_layout
 from lightserve.models.config import (
@@ -28,7 +28,12 @@ from lightserve.models.config import (
     resolve_context_len,
     resolve_dtype,
 )
-from lightserve.models.layers.linear import Int8Method, LinearMethod, UnquantizedMethod
+from lightserve.models.layers.linear import (
+    Int4Method,
+    Int8Method,
+    LinearMethod,
+    UnquantizedMethod,
+)
 from lightserve.models.loader import load_model
 from lightserve.models.parallel import SingleRank, TensorParallel
 from lightserve.progress import progress
@@ -279,7 +284,7 @@ def build_runner(
     tune_kernels(kernels, shapes, device, mode=config.kernel_tuning, is_shown=tp.rank == 0)
     check_kernels(kernels, shapes, device)
     if isinstance(method, Int8Method):
-        check_int8(method.kernels, shapes)
+        check_quantized(method.kernels, shapes)
     layout = kv_layout(model_config, tp_size=tp.size, dtype=dtype)
     vocab_size = model_config.vocab_size
     constraints = None if tp.rank else _row_constraints(path, vocab_size, device)
@@ -333,7 +338,7 @@ def linear_method(quantization: str, kernels: Kernels, dtype: torch.dtype) -> Li
         raise ConfigError(f"{needs} the native core for CPUs{why}")
     if dtype is torch.float16:
         raise ConfigError(f"{needs} --dtype bfloat16 or float32: the model's own is float16")
-    return Int8Method(kernels)
+    return Int4Method(kernels) if quantization == "int4" else Int8Method(kernels)
 
 
 def _tell_of_slower_kernels(kernels: Kernels, dtype: torch.dtype) -> None:

@@ -26,7 +26,8 @@ from lightserve.kernels.cpu import core
 from lightserve.kernels.cpu.core import CoreMissingError, Level, load_core
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
-from lightserve.kernels.reference import ReferenceKernels, rounded_to_int8
+from lightserve.kernels.interface import GroupedWeight
+from lightserve.kernels.reference import ReferenceKernels, numbers_of_groups, rounded_to_int8
 from lightserve.kernels.select import make_kernels
 from lightserve.types import SamplingParams
 from lightserve.worker import engine
@@ -162,6 +163,154 @@ def test_rounding_to_8_bits_is_what_the_reference_says() -> None:
     shown = kernels.linear_int8(torch.eye(6), kernels.quantize(weight), None).T
     assert torch.equal(shown, torch.tensor([[127.0, 0, 2, 0, -2, 126], [0] * 6]))
     assert torch.equal(shown, rounded_to_int8(weight))
+
+
+def group_case(
+    kernels: NativeKernels, sizes: tuple[int, int, int], dtype: torch.dtype, bits: int, size: int
+) -> float:
+    """Return the error of a product by a weight of random integers in groups of `size`."""
+    num_rows, num_outputs, num_inputs = sizes
+    places = (num_outputs, -(-num_inputs // size))
+    integers = torch.randint(2**bits, (num_outputs, num_inputs))
+    zeros = torch.randint(2**bits, places)
+    factors = torch.randn(places).mul(num_inputs**-0.5 * 2**-bits).half()
+    packed = kernels.pack_groups(integers.byte(), factors, zeros.byte(), bits=bits, group_size=size)
+    x = torch.full((num_rows, num_inputs + 5), torch.nan, dtype=dtype)
+    x[:, :num_inputs] = torch.randn(num_rows, num_inputs).to(dtype)
+    x = x[:, :num_inputs]
+    bias = torch.randn(num_outputs).to(dtype) if num_inputs % 2 else None
+    with Poisoned():
+        result = kernels.linear_groups(x, packed, bias)
+    truth = ReferenceKernels().linear(
+        x.float(),
+        numbers_of_groups(integers, factors, zeros, size),
+        None if bias is None else bias.float(),
+    )
+    return relative_error(result, truth)
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("level", LEVELS, ids=[level.name for level in LEVELS])
+def test_products_of_groups_of_odd_sizes(level: Level, dtype: torch.dtype) -> None:
+    kernels, some = kernels_of(level), random.Random(4)
+    torch.manual_seed(4)
+    for number in range(60):
+        torch.set_num_threads(1 + number % 3)
+        sizes = some.choice(ROWS), some.choice(OUTPUTS), some.choice(INT8_INPUTS)
+        bits, size = some.choice((4, 4, 8)), some.choice((32, 64, 128))
+        assert group_case(kernels, sizes, dtype, bits, size) <= LIMITS[dtype], (sizes, bits, size)
+
+
+@pytest.mark.parametrize("num_rows", [4, 5, 64, 65, 300])
+def test_products_of_groups_in_each_way_of_multiplying(num_rows: int) -> None:
+    for bits in (4, 8):
+        error = group_case(NativeKernels(), (num_rows, 70, 1700), torch.bfloat16, bits, 32)
+        assert error <= 5e-3, bits
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=[level.name for level in LEVELS])
+@pytest.mark.parametrize("num_rows", [3, 20])
+def test_a_row_without_numbers_has_none_after_a_product_of_groups(
+    level: Level, num_rows: int
+) -> None:
+    kernels, x = kernels_of(level), torch.randn(num_rows, 100).bfloat16()
+    x[1, 70], x[2, 3] = torch.nan, -torch.inf
+    weight = kernels.quantize_groups(torch.randn(33, 100).bfloat16(), 32)
+    out = kernels.linear_groups(x, weight, None)
+    assert not out[1:3].isfinite().any(), "the sampler must see that they mean nothing"
+    assert out[[0, *range(3, num_rows)]].isfinite().all()
+
+
+def shown(kernels: NativeKernels, weight: GroupedWeight) -> Tensor:
+    """Return a weight's numbers, by products with single inputs."""
+    return kernels.linear_groups(torch.eye(weight.num_inputs), weight, None).T
+
+
+@pytest.mark.parametrize("size", [32, 128])
+def test_rounding_to_4_bits_loses_no_more_than_even_steps_between_the_ends(size: int) -> None:
+    kernels = NativeKernels()
+    torch.manual_seed(1)
+    weight = torch.randn(40, 300) * torch.logspace(-3, 3, 40)[:, None]
+    weight[3], weight[4, :size], weight[5] = 0.0, 1e-9, weight[5].abs()
+    numbers = shown(kernels, kernels.quantize_groups(weight, size))
+    lost = (numbers - weight).square()
+    for start in range(0, 300, size):
+        group = weight[:, start : start + size]
+        low, high = group.amin(1, keepdim=True).clamp(max=0), group.amax(1, keepdim=True)
+        step = ((high.clamp(min=0) - low) / 15).half().float()
+        safe = torch.where(step == 0, 1.0, step)
+        zero = (-low / safe).round().clamp(0, 15)
+        even = (((group / safe).round() + zero).clamp(0, 15) - zero) * step
+        limit = (even - group).square().sum(1) * 1.001 + 1e-16
+        assert (lost[:, start : start + size].sum(1) <= limit).all()
+    assert torch.equal(numbers, shown(kernels, kernels.quantize_groups(weight.clone(), size)))
+
+
+def test_what_a_factor_cannot_hold_is_infinite() -> None:
+    weight = torch.zeros(3, 64)
+    weight[1, 40] = 2e6
+    factors = NativeKernels().quantize_groups(weight, 32).factors
+    assert factors.isinf().sum() == 1 and factors[0, 1, 1].isinf()
+
+
+class TestFormats:
+    """What other formats hold is held without a loss: numbers are the same to the bit."""
+
+    def test_gguf_q4_0(self) -> None:
+        """A block is a float16 and 16 bytes: input i in the low half of byte i, 16 + i above."""
+        blocks = torch.randint(256, (33, 3, 18), dtype=torch.uint8)
+        factors = torch.randn(33, 3).half()
+        low, high = blocks[..., 2:] & 15, blocks[..., 2:] >> 4
+        integers = torch.cat([low, high], dim=2).view(33, 96)
+        expected = (integers.float() - 8) * factors.float().repeat_interleave(32, 1)
+        eight = torch.full((33, 3), 8, dtype=torch.uint8)
+        kernels = NativeKernels()
+        packed = kernels.pack_groups(integers, factors, eight, bits=4, group_size=32)
+        assert torch.equal(shown(kernels, packed), expected)
+
+    def test_gguf_q8_0(self) -> None:
+        """A block is a float16 and 32 bytes with a sign."""
+        integers = torch.randint(-128, 128, (33, 96), dtype=torch.int8)
+        factors = torch.randn(33, 3).half()
+        expected = integers.float() * factors.float().repeat_interleave(32, 1)
+        unsigned = (integers.int() + 128).byte()
+        zeros = torch.full((33, 3), 128, dtype=torch.uint8)
+        kernels = NativeKernels()
+        packed = kernels.pack_groups(unsigned, factors, zeros, bits=8, group_size=32)
+        assert torch.equal(shown(kernels, packed), expected)
+
+    def test_gptq(self) -> None:
+        """Eight inputs in 32 bits, the first in the lowest; zeros likewise, less one."""
+        words = torch.randint(-(2**31), 2**31, (32, 40), dtype=torch.int64)
+        zero_words = torch.randint(-(2**31), 2**31, (2, 5), dtype=torch.int64)
+        shifts = torch.arange(0, 32, 4)
+        integers = (words[:, None] >> shifts[None, :, None] & 15).reshape(256, 40)
+        zeros = (zero_words[:, :, None] >> shifts & 15).reshape(2, 40) + 1
+        factors = torch.randn(2, 40).half()
+        wide = factors.float().repeat_interleave(128, 0)
+        expected = ((integers - zeros.repeat_interleave(128, 0)).float() * wide).T
+        kernels = NativeKernels()
+        packed = kernels.pack_groups(
+            integers.T.byte(), factors.T, zeros.T.byte(), bits=4, group_size=128
+        )
+        torch.testing.assert_close(shown(kernels, packed), expected, rtol=1e-6, atol=0)
+
+    def test_awq(self) -> None:
+        """Eight outputs in 32 bits, in an order of its own."""
+        order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7]) * 4
+        words = torch.randint(-(2**31), 2**31, (256, 5), dtype=torch.int64)
+        zero_words = torch.randint(-(2**31), 2**31, (2, 5), dtype=torch.int64)
+        integers = (words[:, :, None] >> order & 15).reshape(256, 40)
+        zeros = (zero_words[:, :, None] >> order & 15).reshape(2, 40)
+        factors = torch.randn(2, 40).half()
+        wide = factors.float().repeat_interleave(128, 0)
+        expected = ((integers - zeros.repeat_interleave(128, 0)).float() * wide).T
+        kernels = NativeKernels()
+        packed = kernels.pack_groups(
+            integers.T.byte(), factors.T, zeros.T.byte(), bits=4, group_size=128
+        )
+        torch.testing.assert_close(shown(kernels, packed), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("level", LEVELS[:-1], ids=[level.name for level in LEVELS[:-1]])

@@ -1,4 +1,4 @@
-"""--quantization int8: the whole model, its accuracy, and what it refuses."""
+"""--quantization int8 and int4: the whole model, its accuracy, and what they refuse."""
 
 from __future__ import annotations
 
@@ -13,21 +13,30 @@ from torch import Tensor
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config import ServeConfig
-from lightserve.errors import ConfigError, StartupError
+from lightserve.errors import ConfigError, ModelLoadError, StartupError
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
-from lightserve.kernels.interface import Int8Weight, Kernels
+from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels, rounded_to_int8
 from lightserve.kernels.select import missing_core
-from lightserve.models.layers.linear import Int8Method, Linear, LinearMethod, UnquantizedMethod
+from lightserve.models.layers.linear import (
+    Int4Method,
+    Int8Linear,
+    Int8Method,
+    Linear,
+    LinearMethod,
+    ModuleShard,
+    UnquantizedMethod,
+)
+from lightserve.models.parallel import Part
 from lightserve.worker import engine
 from lightserve.worker.engine import build_runner, linear_method
 from tools.tiny_model.check import chat_prompt, draw_exchanges, load_bundle
 
 pytestmark = pytest.mark.skipif(bool(missing_core()), reason=missing_core())
-LARGEST_SHARE = 0.01
+LARGEST_SHARE = {"int8": 0.01, "int4": 0.05}
 """Of tokens whose most probable successor is another one, and no tie."""
-LARGEST_DIVERGENCE = 3e-4
+LARGEST_DIVERGENCE = {"int8": 3e-4, "int4": 5e-4}
 """Nats of a token; bfloat16 itself is 0.5e-4 from float32."""
 
 
@@ -38,11 +47,15 @@ class RoundedMethod(UnquantizedMethod):
         return super().make(rounded_to_int8(weight), bias)
 
 
-class FourBitMethod(UnquantizedMethod):
-    """Plain weights with 15 values for each output."""
+class CoarseMethod(UnquantizedMethod):
+    """Plain weights with few values for each output."""
+
+    def __init__(self, kernels: Kernels, largest: int) -> None:
+        super().__init__(kernels)
+        self._largest = largest
 
     def make(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        step = weight.abs().amax(dim=1, keepdim=True) / 7
+        step = weight.abs().amax(dim=1, keepdim=True) / self._largest
         return super().make((weight / step).round() * step, bias)
 
 
@@ -107,17 +120,45 @@ def test_the_bundled_model_says_the_same() -> None:
         divergence = (probabilities.exp() * (probabilities - logits.log_softmax(-1))).sum(-1)
         return report.num_different / report.num_positions, float(divergence.mean())
 
-    share, divergence = differs(Int8Method(kernels))
-    assert share <= LARGEST_SHARE
-    assert divergence <= LARGEST_DIVERGENCE
-    _, coarse = differs(FourBitMethod(kernels))
-    assert coarse > 3 * LARGEST_DIVERGENCE, "fewer bits would have been noticed"
+    methods = {"int8": Int8Method(kernels), "int4": Int4Method(kernels)}
+    for name, method in methods.items():
+        share, divergence = differs(method)
+        assert share <= LARGEST_SHARE[name], name
+        assert divergence <= LARGEST_DIVERGENCE[name], name
+    for name, largest in (("int8", 7), ("int4", 3)):
+        _, coarse = differs(CoarseMethod(kernels, largest))
+        assert coarse > 2 * LARGEST_DIVERGENCE[name], "fewer bits would have been noticed"
 
 
-def config_of(**changes: object) -> ServeConfig:
+def test_4_bit_weights_are_held_in_less_than_5() -> None:
+    kernels = NativeKernels()
+    weight = kernels.quantize_groups(torch.randn(64, 640), Int4Method.GROUP_SIZE)
+    assert sum(part.nbytes for part in weight[:3]) * 8 == 4.75 * 64 * 640
+    output = Int4Method(kernels).make(torch.randn(64, 640), None)
+    assert type(output) is Int8Linear, "the output layer decides between tokens"
+
+
+def test_weights_that_4_bits_cannot_hold_are_refused() -> None:
+    kernels = NativeKernels()
+
+    class Reader:
+        dtype, device = torch.bfloat16, torch.device("cpu")
+
+        def has(self, name: str) -> bool:
+            return True
+
+        def read_into(self, target: Tensor, name: str, **_: object) -> None:
+            target.fill_(3e6)
+
+    shard = ModuleShard(name="model.q", rows=Part(0, 8), columns=Part(0, 64), has_bias=False)
+    with pytest.raises(ModelLoadError, match=r"model\.q: numbers as large as 3e\+06 are beyond"):
+        Int4Method(kernels).create(Reader(), [shard])
+
+
+def config_of(quantization: str = "int8", **changes: object) -> ServeConfig:
     return ServeConfig(
         model=str(BUNDLED_MODEL_DIR),
-        quantization="int8",
+        quantization=quantization,
         kv_memory="1MiB",
         max_num_seqs=4,
         max_model_len=64,
@@ -126,15 +167,17 @@ def config_of(**changes: object) -> ServeConfig:
     )
 
 
-def test_a_worker_starts_with_it(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("name", "method"), [("int8", Int8Method), ("int4", Int4Method)])
+def test_a_worker_starts_with_it(
+    name: str, method: type[LinearMethod], caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(path: Path, *arguments: object, **options: object) -> object:
+        assert type(options["method"]) is method
+        return engine.load_model(path, *arguments, **options)  # type: ignore[arg-type]
+
     with caplog.at_level("INFO"):
-        build_runner(config_of(), load=load_checked)
-    assert "bfloat16 with int8 weights, native kernels on cpu" in caplog.text
-
-
-def load_checked(path: Path, *arguments: object, **options: object) -> object:
-    assert isinstance(options["method"], Int8Method)
-    return engine.load_model(path, *arguments, **options)  # type: ignore[arg-type]
+        build_runner(config_of(name), load=load)  # type: ignore[arg-type]
+    assert f"bfloat16 with {name} weights, native kernels on cpu" in caplog.text
 
 
 def test_a_worker_without_the_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,12 +197,16 @@ def test_other_kernels_and_types_are_refused() -> None:
     assert type(linear_method("none", native, torch.float16)) is UnquantizedMethod
 
 
-def test_a_wrong_product_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    multiply = NativeKernels.linear_int8
+@pytest.mark.parametrize(("name", "operation"), [("int8", "int8"), ("int4", "groups")])
+def test_a_wrong_product_ends_the_start(
+    name: str, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiply = getattr(NativeKernels, f"linear_{operation}")
 
-    def swapped(self: NativeKernels, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
-        return multiply(self, x, weight, bias).flip(1)
+    def swapped(self: NativeKernels, x: Tensor, weight: object, bias: Tensor | None) -> Tensor:
+        result: Tensor = multiply(self, x, weight, bias)
+        return result.flip(1)
 
-    monkeypatch.setattr(NativeKernels, "linear_int8", swapped)
-    with pytest.raises(StartupError, match=r"int8 linear \(qkv\) .* --quantization none"):
-        build_runner(config_of())
+    monkeypatch.setattr(NativeKernels, f"linear_{operation}", swapped)
+    with pytest.raises(StartupError, match=rf"{name} linear \(qkv\) .* --quantization none"):
+        build_runner(config_of(name))

@@ -65,6 +65,8 @@ class Operations:
         self.linear = function("linear", "pllpllppii")
         self.pack_int8 = function("pack_int8", "pllppi")
         self.linear_int8 = function("linear_int8", "pllppllppii")
+        self.quantize_groups = function("quantize_groups", "plllpppi")
+        self.linear_groups = function("linear_groups", "pllpppllllppii")
         self.norm = function("norm", "plppfllpii")
         self.gate = function("gate", "plllpii")
         self.rotate = function("rotate", "ppplllllpplppllplppfii")
@@ -99,6 +101,16 @@ class Core:
         """Return how many bytes a packed weight of 8 bits has."""
         return int(self.library.core_packed_size_int8(num_outputs, num_inputs))
 
+    def packed_group_bytes(self, num_outputs: int, num_inputs: int, bits: int) -> int:
+        """Return how many bytes the integers of a weight in groups have."""
+        return int(self.library.core_packed_size_groups(num_outputs, num_inputs, bits))
+
+    def pack_groups(
+        self, integers: int, shape: tuple[int, int], bits: int, packed: int, num_threads: int
+    ) -> None:
+        """Pack integers of `shape`, a byte each, from one address to another."""
+        self.library.core_pack_groups(integers, *shape, bits, packed, num_threads)
+
     def use_large_pages(self, address: int, num_bytes: int) -> None:
         """Ask the system for large pages under memory that is not written yet."""
         self.library.core_large_pages(address, num_bytes)
@@ -127,6 +139,9 @@ def load_core() -> Core:
     library.core_packed_size.restype = _LONG
     library.core_packed_size_int8.argtypes = [_LONG, _LONG]
     library.core_packed_size_int8.restype = _LONG
+    library.core_packed_size_groups.argtypes = [_LONG, _LONG, _LONG]
+    library.core_packed_size_groups.restype = _LONG
+    _typed(library.core_pack_groups, "plllpi")
     library.core_large_pages.argtypes = [_POINTER, _LONG]
     f32, bf16 = Operations(library, "f32"), Operations(library, "bf16")
     return Core(library, level, f32, bf16, Drawing(library))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightserve.kernels.cpu.core import PANEL, Core, Level, Operations, load_core
 from lightserve.kernels.cpu.default import TorchKernels
-from lightserve.kernels.interface import AttentionBatch, Int8Weight, QKNorm
+from lightserve.kernels.interface import AttentionBatch, GroupedWeight, Int8Weight, QKNorm
 
 MAX_HEAD_DIM = 512
 
@@ -122,6 +122,83 @@ class NativeKernels(TorchKernels):
                 num_rows,
                 weight.packed.data_ptr(),
                 weight.factors.data_ptr(),
+                num_inputs,
+                weight.num_outputs,
+                None if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                self._level,
+                torch.get_num_threads(),
+            )
+        return out
+
+    def quantize_groups(self, weight: Tensor, group_size: int) -> GroupedWeight:
+        """See `QuantizingKernels.quantize_groups`."""
+        operations = self._operations[weight.dtype]
+        weight = weight.contiguous()
+        num_outputs, num_inputs = weight.shape
+        result = self._grouped(num_outputs, num_inputs, bits=4, group_size=group_size)
+        operations.quantize_groups(
+            weight.data_ptr(),
+            num_outputs,
+            num_inputs,
+            group_size,
+            result.packed.data_ptr(),
+            result.factors.data_ptr(),
+            result.zeros.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return result
+
+    def pack_groups(
+        self, integers: Tensor, factors: Tensor, zeros: Tensor, *, bits: int, group_size: int
+    ) -> GroupedWeight:
+        """See `QuantizingKernels.pack_groups`."""
+        num_outputs, num_inputs = integers.shape
+        integers = integers.contiguous()
+        result = self._grouped(num_outputs, num_inputs, bits=bits, group_size=group_size)
+        self._core.pack_groups(
+            integers.data_ptr(),
+            (num_outputs, num_inputs),
+            bits,
+            result.packed.data_ptr(),
+            torch.get_num_threads(),
+        )
+        for target, source in ((result.factors, factors), (result.zeros, zeros)):
+            padded = torch.zeros(len(target) * PANEL, source.shape[1], dtype=target.dtype)
+            padded[:num_outputs] = source
+            target.copy_(padded.view(len(target), PANEL, -1).mT)
+        return result
+
+    def _grouped(
+        self, num_outputs: int, num_inputs: int, *, bits: int, group_size: int
+    ) -> GroupedWeight:
+        """Return a weight that is to be filled."""
+        num_bytes = self._core.packed_group_bytes(num_outputs, num_inputs, bits)
+        packed = torch.empty(num_bytes, dtype=torch.uint8)
+        self._core.use_large_pages(packed.data_ptr(), packed.nbytes)
+        shape = (-(-num_outputs // PANEL), -(-num_inputs // group_size), PANEL)
+        factors, zeros = (
+            torch.empty(shape, dtype=torch.float16),
+            torch.empty(shape, dtype=torch.uint8),
+        )
+        return GroupedWeight(packed, factors, zeros, num_outputs, num_inputs, bits, group_size)
+
+    def linear_groups(self, x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
+        """See `QuantizingKernels.linear_groups`."""
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        num_rows, num_inputs = x.shape
+        out = x.new_empty(num_rows, weight.num_outputs)
+        if out.numel():
+            self._operations[x.dtype].linear_groups(
+                x.data_ptr(),
+                x.stride(0),
+                num_rows,
+                weight.packed.data_ptr(),
+                weight.factors.data_ptr(),
+                weight.zeros.data_ptr(),
+                weight.bits,
+                weight.group_size,
                 num_inputs,
                 weight.num_outputs,
                 None if bias is None else bias.data_ptr(),

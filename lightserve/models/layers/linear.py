@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightserve.kernels.interface import Int8Weight, Kernels, QuantizingKernels
+from lightserve.errors import ModelLoadError
+from lightserve.kernels.interface import GroupedWeight, Int8Weight, Kernels, QuantizingKernels
 from lightserve.models.base import logits_dtype
 from lightserve.models.parallel import Part, TensorParallel
 
@@ -263,6 +264,44 @@ class Int8Method:
     def create(self, reader: WeightReader, shards: Sequence[ModuleShard]) -> Linear:
         """See `LinearMethod.create`."""
         return self.make(*_merged(reader, shards))
+
+
+class Int4Linear:
+    """A weight of 4-bit integers in groups, and perhaps a bias [out]."""
+
+    __slots__ = ("bias", "kernels", "weight")
+
+    def __init__(
+        self, kernels: QuantizingKernels, weight: GroupedWeight, bias: Tensor | None
+    ) -> None:
+        self.kernels = kernels
+        self.weight = weight
+        self.bias = bias
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Return x @ weight.T + bias."""
+        return self.kernels.linear_groups(x, self.weight, self.bias)
+
+
+class Int4Method(Int8Method):
+    """Weights rounded to 4 bits in groups of inputs as they are read: --quantization int4.
+
+    The output layer, which `make` is for, has 8 bits: it decides between tokens.
+    """
+
+    GROUP_SIZE = 32
+
+    def create(self, reader: WeightReader, shards: Sequence[ModuleShard]) -> Linear:
+        """See `LinearMethod.create`."""
+        weight, bias = _merged(reader, shards)
+        rounded = self.kernels.quantize_groups(weight, self.GROUP_SIZE)
+        if not bool(rounded.factors.isfinite().all()):
+            names = ", ".join(shard.name for shard in shards)
+            raise ModelLoadError(
+                f"{names}: numbers as large as {float(weight.abs().max()):.3g} are beyond what"
+                " --quantization int4 can hold"
+            )
+        return Int4Linear(self.kernels, rounded, bias)
 
 
 class ColumnParallelLinear:

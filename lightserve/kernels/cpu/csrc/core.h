@@ -82,18 +82,37 @@ INLINE int64_t padded_bytes(int64_t num_inputs) {
   return divide_up(num_inputs, BYTE_BLOCK) * BYTE_BLOCK;
 }
 
+// Weights in groups of inputs are integers without a sign, (integer - zero) * factor each, with a
+// factor of float16 and a zero for each group of an output's inputs:
+//
+//   numbers         [panels][inputs / 32][2 halves][lines][16 outputs][4 bytes]
+//   factors, zeros  [panels][groups][32 outputs]
+//
+// A line of 8-bit integers has 4 inputs. One of 4-bit integers has 8: the first four in the low
+// halves of its bytes, the others in the high ones.
+struct Groups {
+  const uint8_t* numbers;  // or null
+  const uint16_t* factors;
+  const uint8_t* zeros;
+  int64_t bits;  // 4 or 8
+  int64_t size;  // inputs of a group, a multiple of K_BLOCK and at most 128
+};
+
+INLINE int64_t block_bytes_of(int64_t bits) { return K_BLOCK * PANEL * bits / 8; }
+
 template <typename T>
 struct Linear {
   const T* x;
   int64_t x_stride;
   int64_t num_rows;
-  const T* weight;  // or null: `bytes` and `factors` are the weight
+  const T* weight;  // or null: `bytes` and `factors` are the weight, or `groups` are
   int64_t num_inputs;
   int64_t num_outputs;
   const T* bias;  // or null
   T* out;         // [num_rows, num_outputs], contiguous
   const int8_t* bytes;
   const float* factors;
+  Groups groups;  // or without numbers
 };
 using LinearBf16 = Linear<bf16>;
 
@@ -107,6 +126,10 @@ void linear_bf16_avx2(const LinearBf16& task, int num_threads);
 void linear_bf16_avx512(const LinearBf16& task, int num_threads);
 void linear_bf16_avx512_bf16(const LinearBf16& task, int num_threads);
 void linear_bf16_amx(const LinearBf16& task, int num_threads);
+
+// Writes blocks of a panel of `task.groups` as a panel of bfloat16.
+void widen_groups(const LinearBf16& task, int64_t panel, int64_t first_block, int64_t num_blocks,
+                  bf16* out);
 
 // Rotary embedding of q in place and of k into the pool, beside v; see `Kernels.rotate_and_write`.
 template <typename T>

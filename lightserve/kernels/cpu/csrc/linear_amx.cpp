@@ -1,4 +1,5 @@
 // Products of bfloat16 weights by AMX tiles, and by AVX512-bf16 where there are few rows or no AMX.
+// Weights in groups are widened panel by panel on their way to the tiles.
 #include <immintrin.h>
 
 #include "core.h"
@@ -32,26 +33,6 @@ Rows padded_rows(const LinearBf16& task, int slot) {
                 (padded - task.num_inputs) * sizeof(bf16));
   }
   return {copy, padded};
-}
-
-TARGET_BF16 INLINE __m512 wide(__m256i narrow) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
-}
-
-// Adds the bias to 32 sums and stores as many of them as the output has.
-TARGET_BF16 INLINE void store_32(__m512 low, __m512 high, const bf16* bias, bf16* out,
-                                 int64_t num_columns) {
-  if (num_columns == PANEL && bias == nullptr) {
-    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-    return;
-  }
-  const __mmask32 mask = num_columns >= PANEL ? ~0u : (1u << num_columns) - 1;
-  if (bias != nullptr) {
-    const __m512i both = _mm512_maskz_loadu_epi16(mask, bias);
-    low = _mm512_add_ps(low, wide(_mm512_castsi512_si256(both)));
-    high = _mm512_add_ps(high, wide(_mm512_extracti64x4_epi64(both, 1)));
-  }
-  _mm512_mask_storeu_epi16(out, mask, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 
 // R rows by one panel.
@@ -218,16 +199,25 @@ TARGET_AMX void tile_chunk(const LinearBf16& task, const Cut& cut, const bf16* p
   const bool is_cut = cut.blocks < cut.num_blocks;
   float* sums = static_cast<float*>(
       scratch(1, 4096 * (is_cut ? num_pairs * (end - first) : 1)));
+  const bool is_grouped = task.groups.numbers != nullptr;
+  const char* weight = is_grouped ? reinterpret_cast<const char*>(task.groups.numbers)
+                                  : reinterpret_cast<const char*>(task.weight);
+  bf16* widened = static_cast<bf16*>(is_grouped ? scratch(4, cut.blocks * PAIR_BYTES) : nullptr);
   for (int64_t block = 0; block < cut.num_blocks; block += cut.blocks) {
     const int64_t num_blocks = smaller(cut.blocks, cut.num_blocks - block);
     const bool is_last = block + num_blocks == cut.num_blocks;
     for (int64_t panel = first; panel < end; panel++) {
-      const bf16* b = task.weight + panel * panel_size + block * 2 * TILE;
       const int64_t ahead = panel + 1 < end ? panel + 1 : is_last ? next_first : first;
       const int64_t ahead_block = panel + 1 < end ? block : is_last ? 0 : block + num_blocks;
-      Prefetch prefetch{reinterpret_cast<const char*>(task.weight + ahead * panel_size +
-                                                      ahead_block * 2 * TILE),
-                        divide_up(32, num_pairs)};
+      const int64_t bytes_of_block =
+          is_grouped ? block_bytes_of(task.groups.bits) : 2 * TILE * sizeof(bf16);
+      Prefetch prefetch{weight + (ahead * cut.num_blocks + ahead_block) * bytes_of_block,
+                        divide_up(bytes_of_block / 64, num_pairs)};
+      const bf16* b = widened;
+      if (is_grouped)
+        widen_groups(task, panel, block, num_blocks, widened);
+      else
+        b = task.weight + panel * panel_size + block * 2 * TILE;
       const int64_t column = panel * PANEL;
       const int64_t num_columns = smaller(PANEL, task.num_outputs - column);
       const bf16* bias = task.bias == nullptr ? nullptr : task.bias + column;

@@ -1,10 +1,11 @@
-// Eight tiles of 16 rows of 64 bytes, as all kernels use them.
+// What kernels of AVX512 and AMX share: tiles, and how sums become outputs.
 #pragma once
 
 #include <immintrin.h>
 
 #include "core.h"
 
+// Eight tiles of 16 rows of 64 bytes.
 struct TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes_of_row[16] = {};
@@ -18,4 +19,24 @@ TARGET_AMX static inline void configure_tiles() {
     config.num_rows[tile] = 16;
   }
   _tile_loadconfig(&config);
+}
+
+TARGET_BF16 INLINE __m512 wide(__m256i narrow) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+}
+
+// Adds the bias to 32 sums and stores as many of them as the output has.
+TARGET_BF16 INLINE void store_32(__m512 low, __m512 high, const bf16* bias, bf16* out,
+                                 int64_t num_columns) {
+  if (num_columns == PANEL && bias == nullptr) {
+    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    return;
+  }
+  const __mmask32 mask = num_columns >= PANEL ? ~0u : (1u << num_columns) - 1;
+  if (bias != nullptr) {
+    const __m512i both = _mm512_maskz_loadu_epi16(mask, bias);
+    low = _mm512_add_ps(low, wide(_mm512_castsi512_si256(both)));
+    high = _mm512_add_ps(high, wide(_mm512_extracti64x4_epi64(both, 1)));
+  }
+  _mm512_mask_storeu_epi16(out, mask, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
