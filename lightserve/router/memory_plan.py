@@ -8,7 +8,8 @@ there is free or cached takes it from those of a lower rank, the last first:
 
     paused ones      lose tokens from the end of their KV, saved on the host
     running ones     are paused first; then the same
-    and if that is not enough, or nothing is saved (--preemption recompute), they lose all of it
+    and if that is not enough, or nothing is saved (--preemption recompute), they lose all of it:
+    as few as bring what all of the class would, none if that is nothing
 
 Nothing is taken unless it makes the taker fit, so none is paused for nothing, and none can take
 back what it lost to one of a higher rank. A newcomer that never ran ranks below all of its class
@@ -430,35 +431,61 @@ class MemoryPlan:
         if rank >= self._barren_rank:
             return
         self._place_one_by_one()
+        groups = [group for group in self._groups_from(rank) if group]
+        if self._take_in_turn(request, groups, missing):
+            return
+        # What classes share becomes free only once all of them have lost it.
+        if len(groups) > 1 and self._take_in_turn(request, groups, missing, drops_all=True):
+            return
+        if _runs(request):
+            self._barren_rank = rank
+
+    def _take_in_turn(
+        self, request: Request, groups: Sequence[range], missing: int, *, drops_all: bool = False
+    ) -> bool:
+        """Take from one class after the other; whether that is enough. If not, nothing is taken."""
         before = None
         enough = self._num_usable(request) + missing
-        for group in self._groups_from(rank):
+        for group in groups:
             missing = enough - self._num_usable(request)
             if missing <= 0 or (_runs(request) and self._num_usable(request) > 0):
-                return
+                return True
             if self._take_ends(group, missing, takes_less=False):
-                return  # as a rule: that is enough, and nothing is to be restored
+                return True  # as a rule: that is enough, and nothing is to be restored
             before = before or self._save()
-            self._take_rest(group, missing, takes_less=_runs(request))
-        if self._num_usable(request) < (1 if _runs(request) else enough):
-            if before is not None:
-                self._restore(before)
-            if _runs(request):
-                self._barren_rank = rank
+            self._take_rest(group, missing, takes_less=_runs(request), drops_all=drops_all)
+        if self._num_usable(request) >= (1 if _runs(request) else enough):
+            return True
+        if before is not None:
+            self._restore(before)
+        return False
 
     def _num_slots_placed(self, request: Request) -> int:
         is_placed = request in self._placed or request in self._loaded
         return self._num_slots_of[request] if is_placed else 0
 
-    def _take_rest(self, ranks: range, missing: int, *, takes_less: bool) -> None:
-        """Take what is missing, or as much as there is, where the ends of KV are not enough."""
-        juniors = [self._holders[rank] for rank in reversed(ranks)]
-        if self._preempted:
-            juniors = [junior for junior in juniors if junior not in self._preempted]
+    def _take_rest(
+        self, ranks: range, missing: int, *, takes_less: bool, drops_all: bool = False
+    ) -> None:
+        """Take what is missing, or as much as there is, where the ends of KV are not enough.
+
+        None is dropped that brings nothing, unless `drops_all`. One that has nothing left in the
+        pool has nothing to give: its copies on the host stay.
+        """
+        juniors = [
+            junior
+            for junior in (self._holders[rank] for rank in reversed(ranks))
+            if junior not in self._preempted
+            and junior.num_held_tokens > self._checkpointed.get(junior, 0)
+        ]
         if self._drop_whole(juniors, missing):
             return
-        if not (takes_less and self._take_ends(ranks, missing, takes_less=True)):
-            self._drop_whole(juniors, missing, takes_less=True)
+        if takes_less and self._take_ends(ranks, missing, takes_less=True):
+            return
+        if drops_all:
+            self._drop(juniors)
+        elif (num_returned := self._num_returned_by(juniors)) > 0:
+            self._drop_whole(juniors, num_returned)
 
     def _save(self) -> tuple[Any, ...]:
         """Return what `_restore` needs to take everything back that happens from here on."""
@@ -496,27 +523,25 @@ class MemoryPlan:
     def _gain(self, request: Request, num_tokens: int) -> int:
         return self._kv.gain(request, num_tokens) if num_tokens else 0
 
-    def _drop_whole(
-        self, juniors: Sequence[Request], missing: int, *, takes_less: bool = False
-    ) -> bool:
-        """Take all KV of as many juniors as must be; it has to be computed again.
-
-        One that has nothing left in the pool has nothing to give: its copies on the host stay.
-        """
-        juniors = [j for j in juniors if j.num_held_tokens > self._checkpointed.get(j, 0)]
+    def _drop_whole(self, juniors: Sequence[Request], missing: int) -> bool:
+        """Take all KV of as many juniors as must be; whether that is enough: else none is taken."""
         counts = range(1, len(juniors) + 1)
         num_enough = 1 + bisect.bisect_left(
             counts, missing, key=lambda count: self._num_returned_by(juniors[:count])
         )
-        if num_enough > len(juniors) and not takes_less:
+        if num_enough > len(juniors):
             return False
+        self._drop(juniors[:num_enough])
+        return True
+
+    def _drop(self, juniors: Iterable[Request]) -> None:
+        """Take all KV of these; it has to be computed again."""
         before = self._kv.num_freed_by(list(self._preempted), self._pinned)
-        for junior in juniors[:num_enough]:
+        for junior in juniors:
             self._stop(junior)
             self._num_left -= self._gain(junior, self._checkpointed.pop(junior, 0))
             self._preempted[junior] = None
         self._num_left += self._kv.num_freed_by(list(self._preempted), self._pinned) - before
-        return True
 
     def _num_returned_by(self, juniors: Sequence[Request]) -> int:
         """Return how many slots more would be left if these lost all KV."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lightserve.router.kv.cache import KVOptions, KVStore, Preemption
+from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.memory_plan import MemoryPlan
 from lightserve.router.request import Request, RequestState
 from lightserve.router.request_table import RequestTable
@@ -173,3 +174,53 @@ def test_copies_of_those_who_have_nothing_left_to_give_stay(held: int) -> None:
     moved, taken, _, dropped = play(actors, 20 + held)
     assert moved == ({"a": held} if held else {})
     assert taken == ({"b": held} if held else {}) and dropped == []
+
+
+def play_shared(
+    holders: list[tuple[Actor, int]], wants: int
+) -> tuple[dict[str, int], dict[str, int], list[str], list[str]]:
+    """Let the first of some that fill the pool ask for slots; KV that is lost is not saved.
+
+    With each comes how many of its tokens are like those of the others.
+    """
+    table = RequestTable(len(holders))
+    requests: dict[str, Request] = {}
+    kv = KVStore(100, KVOptions(cache_order=task_aware, preemption=Preemption.RECOMPUTE))
+    for number, (actor, num_shared) in enumerate(holders):
+        # Of what is paused the prompt is one token longer: all of a whole one is not looked for.
+        is_whole = actor.state == "running"
+        own = np.full(actor.held - num_shared + (not is_whole), 1000 + number, dtype=np.int32)
+        request = requests[actor.name] = make_request(number, actor)
+        request.prompt_token_ids = np.concatenate([np.arange(num_shared, dtype=np.int32), own])
+        kv.look_up(request)
+        kv.start(request)
+        start, end = request.num_computed_tokens, actor.held
+        assert request.slots is not None
+        request.slots[start:end] = kv.acquire([(request, end - start)])
+        request.num_computed_tokens, request.output_token_ids = end, [1]
+        request.state = RequestState.RUNNING
+        if is_whole:
+            kv.learn_prompt(request)
+            table.acquire(request)
+        else:
+            request.pause()
+            kv.look_up(request)
+    kv.acquire([(make_request(99, Actor("other", RT)), kv.num_available)])
+    memory = MemoryPlan(kv, table, lambda: list(requests.values()), 0, is_class_aware=True)
+    memory.place(Scheduled(requests[holders[0][0].name], wants))
+    return summary(memory, {request: name for name, request in requests.items()})
+
+
+def test_none_is_dropped_for_what_others_hold_too() -> None:
+    """A paused request with one token, which the taker reads as well, brings nothing."""
+    a, p = Actor("a", RT, 20), Actor("p", BE, 1, "paused")
+    assert play_shared([(a, 20), (p, 1)], 1) == ({}, {}, [], [])
+    c = Actor("c", BE, 4, "paused")
+    assert play_shared([(a, 20), (p, 1), (c, 1)], 10) == ({"a": 3}, {}, [], ["c"])
+
+
+def test_what_two_classes_share_is_free_once_both_have_lost_it() -> None:
+    """Either alone would bring nothing: spared each for itself, they would wait for ever."""
+    a, z, p = Actor("a", RT, 10), Actor("z", RT, 20), Actor("p", BE, 20, "paused")
+    moved, _, stopped, dropped = play_shared([(a, 0), (z, 20), (p, 20)], 5)
+    assert (moved, stopped, sorted(dropped)) == ({"a": 5}, ["z"], ["p", "z"])
