@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,15 @@ def test_every_reference_leads_somewhere() -> None:
     names = {text.split('"')[0] for text in json.dumps(schema).split("#/components/schemas/")[1:]}
     assert names == set(schema["components"]["schemas"])
     assert "$defs" not in json.dumps(schema)
+
+
+def test_every_name_in_a_path_is_a_parameter() -> None:
+    _, _, schema = _ask("/version")
+    for path, methods in schema["paths"].items():
+        for described in methods.values():
+            parameters = described.get("parameters", ())
+            names = {each["name"] for each in parameters if each["in"] == "path"}
+            assert names == set(re.findall(r"\{(\w+)\}", path)), path
 
 
 def test_a_path_that_takes_text_says_that_it_may_be_refused() -> None:
