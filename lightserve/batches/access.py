@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from lightserve.batches.database import Database
 from lightserve.batches.files import Files
+from lightserve.batches.forecast import Forecasts
 from lightserve.batches.jobs import Jobs
 from lightserve.batches.responses import Responses
 from lightserve.errors import StoreError
@@ -28,6 +29,7 @@ class Store:
         self.database = Database(directory)
         self.files = Files(self.database)
         self.jobs = Jobs(self.database)
+        self.forecasts = Forecasts(self.database)
         self.responses = Responses(self.database)
 
 

@@ -143,7 +143,31 @@ ALTER TABLE responses ADD COLUMN request BLOB;
 """
 """Responses in the background: each is the one line, `request`, of a batch of its own."""
 
-VERSIONS = (_FIRST, _RESPONSES, _BACKGROUND)
+_FORECASTS = """
+ALTER TABLE batches ADD COLUMN num_bytes INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batches ADD COLUMN limit_tokens INTEGER;
+ALTER TABLE batches ADD COLUMN done_bytes INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batches ADD COLUMN prompt_tokens INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batches ADD COLUMN output_tokens INTEGER NOT NULL DEFAULT 0;
+UPDATE batches SET num_bytes =
+    (SELECT ifnull(sum(num_bytes), 0) FROM lines WHERE batch = batches.number);
+CREATE TABLE pace (
+    minute INTEGER PRIMARY KEY,
+    busy_s REAL NOT NULL,
+    num_lines INTEGER NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    prompt_tokens INTEGER NOT NULL,
+    output_tokens INTEGER NOT NULL
+);
+CREATE TABLE costs (
+    id INTEGER PRIMARY KEY,
+    prompt_token_s REAL NOT NULL,
+    output_token_s REAL NOT NULL
+);
+"""
+"""How much batches are, and how fast lines get on: see `forecast`."""
+
+VERSIONS = (_FIRST, _RESPONSES, _BACKGROUND, _FORECASTS)
 """What makes each version of the schema of the one before."""
 SCHEMA_VERSION = len(VERSIONS)
 

@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from lightserve.batches.database import Database
 from lightserve.batches.files import Files
+from lightserve.batches.forecast import Forecasts, limit_of
 from lightserve.batches.records import (
     MAX_ACTIVE_BATCHES,
     MAX_ACTIVE_RESPONSES,
     RESPONSE_WINDOW_S,
     RESPONSES,
     BatchRecord,
+    Forecast,
     LeasedLine,
     NewBatch,
     NewLine,
@@ -56,6 +58,7 @@ class Jobs:
         self._db = database
         self._files = Files(database)
         self._responses = Responses(database)
+        self._forecasts = Forecasts(database)
 
     # ------------------------------------------------------------------ clients
 
@@ -63,22 +66,25 @@ class Jobs:
         """Make a batch of lines that have been checked; or return the one that is there already.
 
         Raises:
-            InvalidRequest: there is no such file, its idempotency key is another request's, or the
-                key has too many batches in progress.
+            InvalidRequest: there is no such file, its idempotency key is another request's, the
+                key has too many batches in progress, or its window is too short.
         """
         with self._db.transaction():
-            if (known := self.find_repeated(new)) is not None:
+            if (known := self.find_repeated(new, now_s)) is not None:
                 return known
             file = self._files.get(new.key_name, new.input_file_id, now_s)
             self.check_active(new.key_name)
+            if not new.accepts_late:
+                self._forecasts.check(new, lines, now_s)
             self._db.write(
                 "INSERT INTO batches (id, key_name, endpoint, input_file, input_file_id, window,"
                 " status, created_s, expires_s, metadata, output_ttl_s, idempotency_key,"
-                " request_digest, num_lines) VALUES (?, ?, ?, ?, ?, ?, 'in_progress', ?, ?, ?, ?,"
-                " ?, ?, ?)",
+                " request_digest, num_lines, num_bytes, limit_tokens) VALUES (?, ?, ?, ?, ?, ?,"
+                " 'in_progress', ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 *(f"batch_{secrets.token_hex(12)}", new.key_name, new.endpoint, file.number),
                 *(file.id, new.window, int(now_s), int(now_s) + new.window_s, new.metadata),
                 *(new.output_ttl_s, new.idempotency_key, new.request_digest, len(lines)),
+                *(sum(line.num_bytes for line in lines), limit_of(lines)),
             )
             number = self._db.last_number
             self._db.write_many(
@@ -89,9 +95,9 @@ class Jobs:
                     for index, line in enumerate(lines)
                 ),
             )
-            return self._record(number)
+            return self._record(number, now_s)
 
-    def find_repeated(self, new: NewBatch) -> BatchRecord | None:
+    def find_repeated(self, new: NewBatch, now_s: float) -> BatchRecord | None:
         """Return the batch that this request, sent again, has made; None: it is a new one.
 
         Raises:
@@ -111,7 +117,7 @@ class Jobs:
                 code="idempotency_key_reused",
                 status=409,
             )
-        return _record(row[1:])
+        return _record(row[1:], self._forecasts.all(now_s))
 
     def check_active(self, key_name: str) -> None:
         """Check that a key may have one more batch. Raises InvalidRequest (429)."""
@@ -130,7 +136,7 @@ class Jobs:
                 status=429,
             )
 
-    def get(self, key_name: str, batch_id: str) -> BatchRecord:
+    def get(self, key_name: str, batch_id: str, now_s: float) -> BatchRecord:
         """Return a batch. Raises InvalidRequest (404): the key has none of this id."""
         row = self._db.row(
             f"SELECT {_COLUMNS} FROM batches WHERE id = ? AND key_name = ? AND response IS NULL",
@@ -143,23 +149,24 @@ class Jobs:
                 code="batch_not_found",
                 status=404,
             )
-        return _record(row)
+        return _record(row, self._forecasts.all(now_s))
 
     def page(
-        self, key_name: str, *, limit: int, after: str | None = None
+        self, key_name: str, now_s: float, *, limit: int, after: str | None = None
     ) -> tuple[list[BatchRecord], bool]:
         """Return batches from the newest on, and whether there are more.
 
         Raises:
             InvalidRequest: `after` is none of them (404).
         """
-        bound = 2**62 if after is None else self.get(key_name, after).number
+        bound = 2**62 if after is None else self.get(key_name, after, now_s).number
         rows = self._db.rows(
             f"SELECT {_COLUMNS} FROM batches WHERE key_name = ? AND number < ?"
             " AND response IS NULL ORDER BY number DESC LIMIT ?",
             *(key_name, bound, limit + 1),
         )
-        return [_record(row) for row in rows[:limit]], len(rows) > limit
+        forecasts = self._forecasts.all(now_s)
+        return [_record(row, forecasts) for row in rows[:limit]], len(rows) > limit
 
     def cancel(self, key_name: str, batch_id: str, now_s: float) -> BatchRecord:
         """End a batch with what it has; results that are on their way come too late.
@@ -168,7 +175,7 @@ class Jobs:
             InvalidRequest: there is none (404), or it is over (409).
         """
         with self._db.transaction():
-            batch = self.get(key_name, batch_id)
+            batch = self.get(key_name, batch_id, now_s)
             if batch.status == "cancelled":
                 return batch
             if batch.status != "in_progress":
@@ -179,7 +186,7 @@ class Jobs:
                     status=409,
                 )
             self._cancel(batch.number, now_s)
-            return self._record(batch.number)
+            return self._record(batch.number, now_s)
 
     def _cancel(self, number: int, now_s: float) -> None:
         self._db.write(
@@ -205,9 +212,10 @@ class Jobs:
             response = self._responses.insert(new, now_s, ttl_s=ttl_s, quota=quota)
             self._db.write(
                 "INSERT INTO batches (id, key_name, endpoint, input_file, input_file_id, window,"
-                " status, created_s, expires_s, output_ttl_s, request_digest, num_lines, response)"
-                " VALUES (?, ?, ?, 0, '', '', 'in_progress', ?, ?, 0, '', 1, ?)",
-                *(new.id, new.key_name, RESPONSES, int(now_s), int(now_s) + window_s, response),
+                " status, created_s, expires_s, output_ttl_s, request_digest, num_lines, num_bytes,"
+                " response) VALUES (?, ?, ?, 0, '', '', 'in_progress', ?, ?, 0, '', 1, ?, ?)",
+                *(new.id, new.key_name, RESPONSES, int(now_s), int(now_s) + window_s),
+                *(len(new.request), response),
             )
             batch = self._db.last_number
             self._db.write("UPDATE responses SET batch = ? WHERE number = ?", batch, response)
@@ -364,7 +372,10 @@ class Jobs:
                 if changed and state != "queued":
                     column = "num_failed" if state == "error" else "num_done"
                     self._db.write(
-                        f"UPDATE batches SET {column} = {column} + 1 WHERE number = ?",
+                        f"UPDATE batches SET {column} = {column} + 1, done_bytes = done_bytes + ?,"
+                        " prompt_tokens = prompt_tokens + ?, output_tokens = output_tokens + ?"
+                        " WHERE number = ?",
+                        *(outcome.num_bytes, outcome.prompt_tokens, outcome.output_tokens),
                         outcome.batch,
                     )
                     touched.add(outcome.batch)
@@ -458,14 +469,15 @@ class Jobs:
             *(status, int(now_s), ids["done"], ids["error"], number),
         )
 
-    def _record(self, number: int) -> BatchRecord:
+    def _record(self, number: int, now_s: float) -> BatchRecord:
         row = self._db.row(f"SELECT {_COLUMNS} FROM batches WHERE number = ?", number)
         assert row is not None
-        return _record(row)
+        return _record(row, self._forecasts.all(now_s))
 
 
-def _record(row: tuple[Any, ...]) -> BatchRecord:
-    return BatchRecord(**dict(zip(_COLUMNS.replace(",", "").split(), row, strict=True)))
+def _record(row: tuple[Any, ...], forecasts: Mapping[int, Forecast]) -> BatchRecord:
+    values = dict(zip(_COLUMNS.replace(",", "").split(), row, strict=True))
+    return BatchRecord(**values, forecast=forecasts.get(values["number"]))
 
 
 def result_line(line: LeasedLine, *, status: int, request_id: str, body: bytes) -> bytes:

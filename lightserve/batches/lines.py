@@ -37,6 +37,18 @@ class _Body(msgspec.Struct, frozen=True):
     stream: bool | None = None
     service_tier: str | msgspec.UnsetType | None = msgspec.UNSET
     slo: msgspec.Raw = msgspec.Raw(b"null")
+    max_tokens: msgspec.Raw = msgspec.Raw(b"null")
+    max_completion_tokens: msgspec.Raw = msgspec.Raw(b"null")
+    max_output_tokens: msgspec.Raw = msgspec.Raw(b"null")
+    n: msgspec.Raw = msgspec.Raw(b"null")
+
+    @property
+    def output_limit(self) -> int | None:
+        """The most tokens of all outputs; None: it does not say, or what it says is wrong."""
+        given = (self.max_tokens, self.max_completion_tokens, self.max_output_tokens)
+        limits = [bytes(text) for text in given if bytes(text).isdigit() and len(text) < 9]
+        n = int(self.n) if bytes(self.n).isdigit() and len(self.n) < 4 else 1
+        return int(limits[0]) * n if limits else None
 
 
 _LINE = msgspec.json.Decoder(InputLine)
@@ -58,7 +70,7 @@ def check_lines(
             raise _refusal(number, f"a batch must have at most {MAX_LINES} lines")
         if not line.strip():
             continue
-        custom_id = _check(number, line, endpoint, check_model)
+        custom_id, max_tokens = _check(number, line, endpoint, check_model)
         if custom_id in seen:
             raise _refusal(
                 number,
@@ -66,7 +78,7 @@ def check_lines(
                 code="duplicate_custom_id",
             )
         seen[custom_id] = number
-        lines.append(NewLine(custom_id, position, len(line)))
+        lines.append(NewLine(custom_id, position, len(line), max_tokens))
     if not lines:
         raise InvalidRequest(
             "the input file must have at least one line, got 0", param="input_file_id"
@@ -100,8 +112,10 @@ def _split(files: Files, file: FileRecord) -> Iterator[tuple[int, int, bytes]]:
     yield number, position, rest
 
 
-def _check(number: int, line: bytes, endpoint: str, check_model: Callable[[str], None]) -> str:
-    """Return the custom_id of a line. Raises InvalidRequest."""
+def _check(
+    number: int, line: bytes, endpoint: str, check_model: Callable[[str], None]
+) -> tuple[str, int | None]:
+    """Return the custom_id of a line, and its limit of output tokens. Raises InvalidRequest."""
     if len(line) > MAX_LINE_BYTES:
         raise _refusal(
             number,
@@ -142,7 +156,7 @@ def _check(number: int, line: bytes, endpoint: str, check_model: Callable[[str],
         )
     if bytes(body.slo) != b"null":
         raise _refusal(number, "body.slo is not supported: the completion_window is the target")
-    return given.custom_id
+    return given.custom_id, body.output_limit
 
 
 def _refusal(number: int, complaint: str, *, code: str = "invalid_line") -> InvalidRequest:

@@ -18,6 +18,7 @@ import msgspec
 from starlette.types import ASGIApp, Message
 
 from lightserve.batches.access import StoreThread
+from lightserve.batches.forecast import Costs
 from lightserve.batches.lines import body_of
 from lightserve.batches.records import LeasedLine
 from lightserve.batches.runner import Answer, Runner
@@ -33,7 +34,12 @@ from lightserve.frontend.service import Service, load_service
 from lightserve.logs import request_id
 from lightserve.messages.frontend_router import ErrorCode
 from lightserve.messages.supervision import ChildSpec
-from lightserve.metrics.catalogue import BATCH_LINES, BATCH_RESULTS_LATE, BATCHES
+from lightserve.metrics.catalogue import (
+    BATCH_LINES,
+    BATCH_RESULTS_LATE,
+    BATCHES,
+    BATCHES_LATE,
+)
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +95,14 @@ class InnerRoutes:
     def is_ending(self) -> bool:
         """See `runner.Engine`."""
         return self._service.in_flight.is_draining
+
+    @property
+    def costs(self) -> Costs:
+        """See `runner.Engine`."""
+        status = self._service.router.status
+        if status is None:
+            return Costs(0.0, 0.0)
+        return Costs(status.prompt_token_s, status.output_token_s)
 
     async def answer(self, line: LeasedLine, *, due_in_s: float) -> Answer:
         """See `runner.Engine`."""
@@ -174,4 +188,5 @@ def _note_counts(service: Service, runner: Runner) -> None:
         recorder.gauge(BATCH_LINES, state).value = count
     for status, count in runner.counts.batches.items():
         recorder.gauge(BATCHES, status).value = count
+    recorder.gauge(BATCHES_LATE).value = len(runner.counts.late_batches)
     recorder.counter(BATCH_RESULTS_LATE).value = runner.counts.num_late

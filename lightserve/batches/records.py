@@ -62,6 +62,23 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be expected of a batch in progress."""
+
+    ends_s: int
+    is_in_time: bool
+    is_observed: bool
+    """Whether it follows from the pace so far, and not from what an engine could do."""
+
+    def body(self) -> dict[str, Any]:
+        """Return `x_forecast`."""
+        return {
+            "ends_at": self.ends_s,
+            "in_time": self.is_in_time,
+            "basis": "pace" if self.is_observed else "cost_model",
+        }
+
+
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A batch."""
 
@@ -81,6 +98,8 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_failed: int
     output_file_id: str | None
     error_file_id: str | None
+    forecast: Forecast | None = None
+    """None: it is over, or nothing is known yet."""
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's batch object."""
@@ -110,6 +129,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
                 "failed": self.num_failed,
             },
             "metadata": None if self.metadata is None else json.loads(self.metadata),
+            "x_forecast": None if self.forecast is None else self.forecast.body(),
         }
 
 
@@ -120,6 +140,8 @@ class NewLine(msgspec.Struct, frozen=True):
     position: int
     """Of its first byte in the file."""
     num_bytes: int
+    max_tokens: int | None = None
+    """Of all its outputs; None: it does not say."""
 
 
 class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +155,8 @@ class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
     metadata: str | None
     output_ttl_s: int
     idempotency_key: str | None
+    accepts_late: bool = False
+    """Whether it is made though its window is too short."""
     request_digest: str
     """Of all that the request said: the same key may not come with another request."""
 
@@ -185,6 +209,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     result: bytes | None
     """A line of the output or error file; None: it is queued again."""
+    num_bytes: int = 0
+    """Of the line."""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
     is_error: bool = False
     has_failed: bool = False
     """Queued again: whether the attempt counts against the line."""

@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import msgspec
+
 from lightserve.batches.access import Store, StoreThread
+from lightserve.batches.forecast import Costs, Tokens
 from lightserve.batches.jobs import result_line
-from lightserve.batches.records import LeasedLine, Outcome
+from lightserve.batches.records import Forecast, LeasedLine, Outcome
 from lightserve.errors import StoreError
 
 OWNER = "server"
@@ -64,6 +67,8 @@ class Counts:
     batches: dict[str, int]
     num_late: int = 0
     """Results that came when the line was no longer leased."""
+    late_batches: frozenset[int] = frozenset()
+    """Those in progress that will not be done in their windows."""
 
 
 class Engine(Protocol):
@@ -76,6 +81,10 @@ class Engine(Protocol):
     @property
     def is_ending(self) -> bool:
         """Whether the server is shutting down."""
+
+    @property
+    def costs(self) -> Costs:
+        """What tokens take of the engine."""
 
     async def answer(self, line: LeasedLine, *, due_in_s: float) -> Answer:
         """Return the answer to a line, which should be there in so many seconds."""
@@ -108,6 +117,11 @@ class Runner:
         self._wake = asyncio.Event()
         self._pause_until_s = 0.0
         """Monotonic: the engine has asked for so long a pause."""
+        self._done: list[tuple[int, Tokens]] = []
+        """Bytes and tokens of lines that were answered since it was last counted."""
+        self._full_since_s: float | None = None
+        """Monotonic: since then lines wait, and what was answered is counted."""
+        self._has_noted_costs = False
         self._due_s: dict[Callable[[], Awaitable[None]], float] = {}
 
     async def serve(self) -> None:
@@ -182,7 +196,39 @@ class Runner:
                 task.cancel()
 
     async def _count(self) -> None:
-        self.counts.lines, self.counts.batches = await self._store.run(lambda s: s.jobs.counts())
+        now_s, costs = self._clock(), self._engine.costs
+        lines, batches = await self._store.run(lambda store: store.jobs.counts())
+        self.counts.lines, self.counts.batches = lines, batches
+        is_full = lines["queued"] > 0 and self._engine.is_ready
+        busy_s, done = self._take_done(is_full=is_full)
+        is_news = busy_s > 0 or (min(costs) > 0.0 and not self._has_noted_costs)
+        self._has_noted_costs |= is_news
+
+        def note(store: Store) -> dict[int, Forecast]:
+            if is_news:
+                store.forecasts.note(now_s, busy_s, done, costs)
+            return store.forecasts.all(now_s)
+
+        forecasts = await self._store.run(note)
+        late = frozenset(n for n, forecast in forecasts.items() if not forecast.is_in_time)
+        for number in sorted(late - self.counts.late_batches):
+            log.warning("batch number %d will not be done in its window", number)
+        self.counts.late_batches = late
+
+    def _take_done(self, *, is_full: bool) -> tuple[float, list[tuple[int, Tokens]]]:
+        """Return for how long lines have waited since this was asked last, and what was done.
+
+        It counts from the first answer on: before, nothing can have been done.
+        """
+        done, self._done = self._done, []
+        now_s, since_s = time.monotonic(), self._full_since_s
+        if not is_full:
+            self._full_since_s = None
+        elif since_s is not None or done:
+            self._full_since_s = now_s
+        if not is_full or since_s is None:
+            return 0.0, []
+        return now_s - since_s, done
 
     async def _lease(self) -> None:
         """Take as many lines as there is room for; in portions, as each is a transaction."""
@@ -247,14 +293,41 @@ class Runner:
         result = result_line(
             line, status=answer.status, request_id=answer.request_id, body=answer.body
         )
+        tokens = tokens_of(answer.body) if answer.status == 200 else Tokens()
+        self._done.append((len(line.line), tokens))
         self._outcomes.append(
             Outcome(
                 batch=line.batch,
                 number=line.number,
                 result=result,
                 is_error=answer.status != 200,
+                num_bytes=len(line.line),
+                prompt_tokens=tokens.prompt,
+                output_tokens=tokens.output,
             )
         )
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Answered(msgspec.Struct, frozen=True):
+    usage: _Usage
+
+
+_ANSWERED = msgspec.json.Decoder(_Answered)
+
+
+def tokens_of(body: bytes) -> Tokens:
+    """Return what an answer says that it has cost."""
+    usage = _ANSWERED.decode(body).usage
+    return Tokens(
+        usage.prompt_tokens + usage.input_tokens, usage.completion_tokens + usage.output_tokens
+    )
 
 
 def due_in(line: LeasedLine, *, num_in_flight: int, now_s: float) -> float:

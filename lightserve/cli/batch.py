@@ -51,7 +51,9 @@ class BatchClient:
         """Close the connections."""
         self._http.close()
 
-    def submit(self, path: Path, endpoint: str, window: str) -> dict[str, Any]:
+    def submit(
+        self, path: Path, endpoint: str, window: str, *, accept_late: bool = False
+    ) -> dict[str, Any]:
         """Upload a file, and make a batch of it."""
         try:
             with path.open("rb") as file:
@@ -60,11 +62,13 @@ class BatchClient:
                 )
         except OSError as error:
             raise BatchError(f"{path}: {error.strerror}") from error
-        asked = {
+        asked: dict[str, Any] = {
             "input_file_id": uploaded["id"],
             "endpoint": endpoint,
             "completion_window": window,
         }
+        if accept_late:
+            asked["x_accept_late"] = True
         headers = {"Idempotency-Key": uuid.uuid4().hex}
         try:
             return self._ask("POST", "/batches", json=asked, headers=headers)
@@ -141,7 +145,10 @@ def _batch_options(function: FunctionT) -> FunctionT:
         show_default=True,
         help="Time in which it has to be done: 30m, 24h, 7d.",
     )
-    return endpoint(window(function))
+    late = click.option(
+        "--accept-late", is_flag=True, help="Make the batch though its window is too short."
+    )
+    return endpoint(window(late(function)))
 
 
 @contextmanager
@@ -163,10 +170,10 @@ def command() -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @_batch_options
 @_server_options
-def submit(file: Path, endpoint: str, window: str, **values: Any) -> int:
+def submit(file: Path, endpoint: str, window: str, accept_late: bool, **values: Any) -> int:
     """Make a batch of a JSONL file, and print its id."""
     with _client(values) as client:
-        click.echo(client.submit(file, endpoint, window)["id"])
+        click.echo(client.submit(file, endpoint, window, accept_late=accept_late)["id"])
     return 0
 
 
@@ -237,7 +244,9 @@ def results(batch_id: str, output: Path | None, errors: bool, **values: Any) -> 
 )
 @_batch_options
 @_server_options
-def watch(what: str, every_s: float, endpoint: str, window: str, **values: Any) -> int:
+def watch(
+    what: str, every_s: float, endpoint: str, window: str, accept_late: bool, **values: Any
+) -> int:
     """Follow a batch, or one that is made of a file, to its end.
 
     The exit code is 0 if every line was answered.
@@ -253,7 +262,8 @@ def watch(what: str, every_s: float, endpoint: str, window: str, **values: Any) 
         raise missing_extra("rich", "batch") from error
     with _client(values) as client:
         if Path(what).is_file():
-            what = client.submit(Path(what), endpoint, window)["id"]
+            made = client.submit(Path(what), endpoint, window, accept_late=accept_late)
+            what = made["id"]
         batch = client.get(what)
         bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with bar:
@@ -280,5 +290,13 @@ def describe(batch: dict[str, Any], now_s: float) -> str:
         text += f", {counts['failed']} failed"
     if batch["status"] in OVER:
         return text
-    minutes, seconds = divmod(max(0, int(batch["expires_at"] - now_s)), 60)
-    return f"{text}, its window ends in {minutes // 60}:{minutes % 60:02}:{seconds:02}"
+    text += f", its window ends in {_duration(batch['expires_at'] - now_s)}"
+    if (forecast := batch.get("x_forecast")) is None:
+        return text
+    word = "done" if forecast["in_time"] else "late: done"
+    return f"{text}, {word} in about {_duration(forecast['ends_at'] - now_s)}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(max(0, int(seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

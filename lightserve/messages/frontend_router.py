@@ -224,6 +224,9 @@ class RouterStatus(Message, frozen=True):
     """Cumulative execution time of rank 0."""
     worker_idle_s: float
     """Cumulative time rank 0 waited for a plan although requests could have advanced."""
+    prompt_token_s: float = 0.0
+    output_token_s: float = 0.0
+    """What a token takes of an idle engine, in full steps; 0: not known yet."""
     session: int = 0
     """Of the hello that the router heard last under this frontend's name."""
     num_deltas: int = 0

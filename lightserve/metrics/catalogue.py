@@ -137,6 +137,11 @@ BATCHES = gauge("batches", Origin.FRONTEND, "Batches that the store has, by stat
 BATCH_LINES = gauge(
     "batch_lines", Origin.FRONTEND, "Lines of the batches in progress, by state.", ("state",)
 )
+BATCHES_LATE = gauge(
+    "batches_late",
+    Origin.FRONTEND,
+    "Batches in progress that will not be done in their windows, as things stand.",
+)
 BATCH_RESULTS_LATE = counter(
     "batch_results_late_total",
     Origin.FRONTEND,

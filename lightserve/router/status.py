@@ -11,7 +11,11 @@ from lightserve.router.pipeline import Pipeline
 from lightserve.router.queue import Backlog, WaitingQueue
 from lightserve.router.request import Request, RequestState
 from lightserve.router.request_table import RequestTable
+from lightserve.router.step_cost import StepShape
 from lightserve.types import RequestClass, RequestKey
+
+_USUAL_TOKENS = 512
+"""Of a sequence, where what an engine could do is said in one number."""
 
 # What must hold between any two calls of the core. Pure.
 
@@ -42,6 +46,9 @@ def router_status(
 ) -> RouterStatus:
     """Return what frontends are told; `kv` is None while there are no workers."""
     num_running = Counter(request.request_class for request in rows)
+    num_decodes = 1 if kv is None else min(rows.num_rows, max(1, kv.num_slots // _USUAL_TOKENS))
+    decodes = StepShape().plus_decodes(num_decodes, num_decodes * _USUAL_TOKENS // 2)
+    prompt = StepShape().plus(0, _USUAL_TOKENS)
     return RouterStatus(
         workers_ready=kv is not None,
         load={
@@ -54,6 +61,8 @@ def router_status(
         stalled_s=pipeline.stalled_s(now_s),
         worker_busy_s=pipeline.busy_s,
         worker_idle_s=pipeline.idle_s,
+        prompt_token_s=pipeline.cost.seconds(prompt) / _USUAL_TOKENS,
+        output_token_s=pipeline.cost.seconds(decodes) / num_decodes,
     )
 
 

@@ -77,6 +77,7 @@ class BatchRequest(StrictModel):
     completion_window: Annotated[str, AfterValidator(_window)]
     metadata: Metadata | None = None
     output_expires_after: OutputExpiresAfter | None = None
+    x_accept_late: bool | None = None
 
 
 class RequestCounts(StrictModel):
@@ -85,6 +86,14 @@ class RequestCounts(StrictModel):
     total: Annotated[int, Field(ge=0)]
     completed: Annotated[int, Field(ge=0)]
     failed: Annotated[int, Field(ge=0)]
+
+
+class ForecastObject(StrictModel):
+    """What is to be expected of a batch in progress."""
+
+    ends_at: int
+    in_time: bool
+    basis: Literal["pace", "cost_model"]
 
 
 class BatchObject(StrictModel):
@@ -110,6 +119,7 @@ class BatchObject(StrictModel):
     cancelled_at: int | None
     request_counts: RequestCounts
     metadata: dict[str, str] | None
+    x_forecast: ForecastObject | None
 
 
 class BatchPage(Page):
@@ -129,9 +139,9 @@ def batches_router(service: Service) -> APIRouter:
         new = _new_batch(body, caller_of(request.scope).name, _idempotency_key(request))
 
         def create(store: Store) -> BatchRecord:
-            if (known := store.jobs.find_repeated(new)) is not None:
-                return known
             now_s = time.time()
+            if (known := store.jobs.find_repeated(new, now_s)) is not None:
+                return known
             file = store.files.get(new.key_name, new.input_file_id, now_s)
             if file.purpose != "batch":
                 raise InvalidRequest(
@@ -151,7 +161,7 @@ def batches_router(service: Service) -> APIRouter:
         limit = read_limit(query, default=DEFAULT_BATCHES_LISTED, most=MAX_BATCHES_LISTED)
         key_name, after = caller_of(request.scope).name, query.get("after")
         batches, has_more = await in_store(
-            service, lambda store: store.jobs.page(key_name, limit=limit, after=after)
+            service, lambda store: store.jobs.page(key_name, time.time(), limit=limit, after=after)
         )
         return page_object([batch.body() for batch in batches], has_more)
 
@@ -159,7 +169,9 @@ def batches_router(service: Service) -> APIRouter:
     async def retrieve_batch(request: Request, batch_id: str) -> JSONResponse:
         """Say how far a batch is."""
         key_name = caller_of(request.scope).name
-        batch = await in_store(service, lambda store: store.jobs.get(key_name, batch_id))
+        batch = await in_store(
+            service, lambda store: store.jobs.get(key_name, batch_id, time.time())
+        )
         return JSONResponse(batch.body())
 
     @router.post("/v1/batches/{batch_id}/cancel")
@@ -187,6 +199,7 @@ def _new_batch(body: BatchRequest, key_name: str, idempotency_key: str | None) -
         metadata=None if body.metadata is None else json.dumps(body.metadata),
         output_ttl_s=DEFAULT_TTL_S if expiry is None else expiry.seconds,
         idempotency_key=idempotency_key,
+        accepts_late=body.x_accept_late or False,
         request_digest=digest,
     )
 

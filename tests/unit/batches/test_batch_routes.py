@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 from support.batch_store import ENDPOINT, client_of, jsonl, line, serving, working
-from support.fake_router import eventually, frontend, says
+from support.fake_router import eventually, frontend, router_status, says
 
 from lightserve.batches.database import DATABASE
 from lightserve.batches.jobs import Jobs
@@ -62,6 +62,42 @@ def test_a_batch_of_responses(tmp_path: Path) -> None:
             (error,) = await results(client, batch.error_file_id)
             assert error["response"]["body"]["error"]["param"] == "previous_response_id"
             assert setup.router.submits[0].request_class is RequestClass.BE
+
+    asyncio.run(scenario())
+
+
+def test_a_window_is_promised_or_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, answer=lambda submit: []) as setup:
+            client = client_of(setup)
+            data = jsonl([line(f"r{n}", body={"max_tokens": 100}) for n in range(40)])
+            file = await client.files.create(file=("in.jsonl", data), purpose="batch")
+            asked: dict[str, Any] = {"input_file_id": file.id, "endpoint": ENDPOINT}
+            unknown: Any = await client.batches.create(**asked, completion_window="60s")
+            assert unknown.x_forecast is None
+            await client.batches.cancel(unknown.id)
+            status = router_status(workers_ready=False, prompt_token_s=0.001, output_token_s=0.1)
+            setup.router.client.on_message(status)
+            async with working(setup) as runner:
+                await eventually(lambda: runner._has_noted_costs)
+                # 40 lines of 100 tokens of 0.1 s are 400 s of an engine of which half is theirs.
+                with pytest.raises(openai.ConflictError) as refused:
+                    await client.batches.create(**asked, completion_window="60s")
+                error: Any = refused.value.body
+                assert error["code"] == "window_too_short" and "got 60s" in error["message"]
+                window = error["message"].split("at least ")[1].split(" ")[0]
+                assert 1000 <= int(window[:-1]) < 1100
+                batch: Any = await client.batches.create(**asked, completion_window=window)
+                forecast = batch.x_forecast
+                assert forecast["in_time"] and forecast["basis"] == "cost_model"
+                assert 800 <= forecast["ends_at"] - batch.created_at < 850
+                late: Any = await client.batches.create(
+                    **asked, completion_window="90s", extra_body={"x_accept_late": True}
+                )
+                assert not late.x_forecast["in_time"]
+                await eventually(lambda: len(runner.counts.late_batches) == 2)
+            over: Any = await client.batches.cancel(batch.id)
+            assert over.x_forecast is None
 
     asyncio.run(scenario())
 

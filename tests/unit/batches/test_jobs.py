@@ -134,7 +134,7 @@ class Owners(RuleBasedStateMachine):
     def results_are_what_was_accepted(self) -> None:
         if not self.epochs["north"]:
             return
-        (batch,), _ = self.store.jobs.page(KEY, limit=9)
+        (batch,), _ = self.store.jobs.page(KEY, NOW_S, limit=9)
         assert batch.num_done + batch.num_failed == len(self.accepted)
         assert (batch.status == "completed") == (len(self.accepted) == self.NUM_LINES)
         found = content(self.store, batch.output_file_id) + content(self.store, batch.error_file_id)
@@ -238,7 +238,7 @@ def test_a_batch_whose_window_is_over_says_so_of_each_line_that_is_left(tmp_path
         store.jobs.settle("north", epoch, [done(held[0])], NOW_S)
         assert store.jobs.expire(NOW_S + 59) == 0
         assert store.jobs.expire(NOW_S + 60) == 1
-        over = store.jobs.get(KEY, batch.id)
+        over = store.jobs.get(KEY, batch.id, NOW_S)
         assert (over.status, over.num_done, over.num_failed) == ("expired", 1, 2)
         assert [each["custom_id"] for each in content(store, over.output_file_id)] == ["r0"]
         errors = content(store, over.error_file_id)
@@ -257,7 +257,7 @@ def test_a_request_that_is_sent_again_makes_one_batch(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest) as error:
             store.jobs.create(new_batch(file, idempotency_key="k", request_digest="y"), [], NOW_S)
         assert error.value.status == 409
-        assert len(store.jobs.page(KEY, limit=9)[0]) == 1
+        assert len(store.jobs.page(KEY, NOW_S, limit=9)[0]) == 1
 
 
 def test_a_key_has_so_many_batches_at_once_and_no_more(tmp_path: Path) -> None:

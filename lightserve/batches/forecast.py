@@ -1,0 +1,268 @@
+"""When batches will have been worked off, from the pace so far and what is left: what is promised.
+
+Work is measured in seconds of an idle engine: what the router's cost model predicts for the
+tokens of a line. The share of the engine that batches have had while lines were waiting says
+how fast they get on; with too little history it is ASSUMED_SHARE. How long lines are is known from
+those of their batch that are over, or else from those of others, and their own limits.
+
+Lines of the batch that ends first run before others: so a batch ends when all the work up to it is
+done, and a batch that is made now must leave every promise before it as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from lightserve.batches.database import Database
+from lightserve.batches.records import MAX_WINDOW_S, Forecast, NewBatch, NewLine
+from lightserve.errors import InvalidRequest
+
+ASSUMED_SHARE = 0.5
+MARGIN = 1.25
+"""A promise is made only if it is kept though batches take longer by this, at the lowest share that
+they have had of late."""
+LOW_MINUTES = 3
+"""That is the share over so many minutes in a row."""
+HISTORY_MINUTES = 60
+LEAST_BUSY_S, LEAST_LINES = 60.0, 32
+"""Less of history is too little."""
+LEAST_OWN_LINES = 16
+"""Of a batch, before it is judged by its own lines."""
+LEAST_SHARE = 0.01
+TOKENS_PER_BYTE = 0.25
+ASSUMED_OUTPUT_TOKENS = 256
+
+
+class Pace(NamedTuple):
+    """How fast lines get on, and what they are like."""
+
+    prompt_token_s: float
+    output_token_s: float
+    """What a token takes of an idle engine."""
+    share: float
+    """Of the engine."""
+    low_share: float
+    """The lowest of late."""
+    is_observed: bool
+    tokens_per_byte: float
+    """Prompts' tokens, by bytes of lines."""
+    output_tokens: float
+    """Of a line."""
+
+
+class Work(NamedTuple):
+    """What is left of a batch."""
+
+    number: int
+    expires_s: float
+    seconds: float
+    """Of an idle engine."""
+
+
+class Left(NamedTuple):
+    """The same as the store has it: sums over lines."""
+
+    number: int
+    expires_s: float
+    num_lines: int
+    num_done: int
+    """Failed ones included."""
+    num_bytes: int
+    done_bytes: int
+    prompt_tokens: int
+    output_tokens: int
+    """Of those that are done."""
+    limit_tokens: int | None
+    """What all outputs may have at most; None: not every line says so."""
+
+
+def work_of(left: Left, pace: Pace) -> Work:
+    """Return how much of a batch is left."""
+    per_byte, output = pace.tokens_per_byte, pace.output_tokens
+    if left.limit_tokens is not None:
+        output = min(output, left.limit_tokens / left.num_lines)
+    if left.num_done >= LEAST_OWN_LINES and left.done_bytes:
+        per_byte = left.prompt_tokens / left.done_bytes
+        output = left.output_tokens / left.num_done
+    prompts_s = pace.prompt_token_s * per_byte * (left.num_bytes - left.done_bytes)
+    outputs_s = pace.output_token_s * output * (left.num_lines - left.num_done)
+    return Work(left.number, left.expires_s, prompts_s + outputs_s)
+
+
+def ends(works: Iterable[Work], share: float, now_s: float) -> dict[int, float]:
+    """Return when each batch will have been worked off, by its number."""
+    found, total_s = {}, 0.0
+    for work in sorted(works, key=lambda work: (work.expires_s, work.number)):
+        total_s += work.seconds
+        found[work.number] = now_s + total_s / share
+    return found
+
+
+def earliest_window(
+    seconds: float, others: Iterable[Work], share: float, now_s: float, *, least_s: float
+) -> int:
+    """Return the shortest window from `least_s` on in which so much work can be promised.
+
+    All promises made before are kept; one that cannot be kept anyway stands in no way.
+    """
+    waiting = sorted(others, key=lambda work: (work.expires_s, work.number))
+    per_s = MARGIN / share
+    before = list(itertools.accumulate((work.seconds for work in waiting), initial=0.0))
+    rooms: list[float] = []
+    """What may be put before each of them, from the last on."""
+    for work, done_s in zip(reversed(waiting), reversed(before), strict=False):
+        spare_s = (work.expires_s - now_s) / per_s - done_s
+        least = rooms[-1] if rooms else math.inf
+        rooms.append(min(least, spare_s) if spare_s >= 0.0 else least)
+    window_s = math.ceil(least_s)
+    for work, before_s, room_s in zip(waiting, before, reversed(rooms), strict=False):
+        window_s = max(window_s, math.ceil((before_s + seconds) * per_s))
+        if now_s + window_s < work.expires_s and seconds <= room_s:
+            return window_s
+        window_s = max(math.ceil(least_s), math.ceil(work.expires_s - now_s))
+    return max(window_s, math.ceil((before[-1] + seconds) * per_s))
+
+
+class Costs(NamedTuple):
+    """What tokens take of an idle engine, in seconds; 0: not known."""
+
+    prompt_token_s: float
+    output_token_s: float
+
+
+class Tokens(NamedTuple):
+    """What a line that is over has cost."""
+
+    prompt: int = 0
+    output: int = 0
+
+
+_LEFT = (
+    "number, expires_s, num_lines, num_done + num_failed, num_bytes, done_bytes, prompt_tokens,"
+    " output_tokens, limit_tokens"
+)
+
+
+class Forecasts:
+    """What the store knows of the pace, and what follows for its batches."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def note(
+        self, now_s: float, busy_s: float, lines: Sequence[tuple[int, Tokens]], costs: Costs
+    ) -> None:
+        """Take in what was done in so many seconds while lines were waiting: bytes and tokens."""
+        minute = int(now_s) // 60
+        sums = [sum(column) for column in zip(*((n, *t) for n, t in lines), strict=True)]
+        with self._db.transaction():
+            self._db.write("DELETE FROM pace WHERE minute < ?", minute - HISTORY_MINUTES)
+            self._db.write("INSERT OR IGNORE INTO pace VALUES (?, 0, 0, 0, 0, 0)", minute)
+            self._db.write(
+                "UPDATE pace SET busy_s = busy_s + ?, num_lines = num_lines + ?, num_bytes ="
+                " num_bytes + ?, prompt_tokens = prompt_tokens + ?, output_tokens ="
+                " output_tokens + ? WHERE minute = ?",
+                *(busy_s, len(lines), *(sums or (0, 0, 0)), minute),
+            )
+            self._db.write("INSERT OR REPLACE INTO costs VALUES (0, ?, ?)", *costs)
+
+    def pace(self, now_s: float) -> Pace | None:
+        """Return the pace; None: what tokens cost is not known yet."""
+        costs = self._db.row("SELECT prompt_token_s, output_token_s FROM costs")
+        if costs is None or min(costs) <= 0.0:
+            return None
+        minutes = self._db.rows(
+            "SELECT busy_s, num_lines, num_bytes, prompt_tokens, output_tokens FROM pace"
+            " WHERE minute >= ? ORDER BY minute",
+            int(now_s) // 60 - HISTORY_MINUTES,
+        )
+        busy_s, num_lines, num_bytes, prompt_tokens, output_tokens = (
+            sum(column) for column in zip((0, 0, 0, 0, 0), *minutes, strict=True)
+        )
+        is_known = num_lines >= LEAST_LINES and num_bytes > 0
+        is_observed = is_known and busy_s >= LEAST_BUSY_S
+        share = ASSUMED_SHARE
+        shares = [share]
+        if is_observed:
+            works = [(m[0], m[3] * costs[0] + m[4] * costs[1]) for m in minutes]
+            share = max(LEAST_SHARE, sum(work for _, work in works) / busy_s)
+            shares = [share, *_shares_of_spans(works)]
+        return Pace(
+            prompt_token_s=costs[0],
+            output_token_s=costs[1],
+            share=share,
+            low_share=max(LEAST_SHARE, min(shares)),
+            is_observed=is_observed,
+            tokens_per_byte=prompt_tokens / num_bytes if is_known else TOKENS_PER_BYTE,
+            output_tokens=output_tokens / num_lines if is_known else ASSUMED_OUTPUT_TOKENS,
+        )
+
+    def all(self, now_s: float) -> dict[int, Forecast]:
+        """Return what is to be expected of each batch in progress; nothing if that is not known."""
+        if (pace := self.pace(now_s)) is None:
+            return {}
+        works = self._works(pace)
+        found = ends(works, pace.share, now_s)
+        return {
+            work.number: Forecast(
+                ends_s=math.ceil(found[work.number]),
+                is_in_time=found[work.number] <= work.expires_s,
+                is_observed=pace.is_observed,
+            )
+            for work in works
+        }
+
+    def _works(self, pace: Pace) -> list[Work]:
+        rows: list[Any] = self._db.rows(f"SELECT {_LEFT} FROM batches WHERE status = 'in_progress'")
+        return [work_of(Left(*row), pace) for row in rows]
+
+    def check(self, new: NewBatch, lines: Sequence[NewLine], now_s: float) -> None:
+        """Check that a batch can be done in its window, and all others in theirs.
+
+        Raises:
+            InvalidRequest: it cannot (409).
+        """
+        if (pace := self.pace(now_s)) is None:
+            return
+        left = Left(
+            number=0,
+            expires_s=now_s + new.window_s,
+            num_lines=len(lines),
+            num_done=0,
+            num_bytes=sum(line.num_bytes for line in lines),
+            done_bytes=0,
+            prompt_tokens=0,
+            output_tokens=0,
+            limit_tokens=limit_of(lines),
+        )
+        least_s = earliest_window(
+            *(work_of(left, pace).seconds, self._works(pace), pace.low_share, int(now_s)),
+            least_s=new.window_s,
+        )
+        if least_s <= new.window_s:
+            return
+        wish = f"at least {least_s}s" if least_s <= MAX_WINDOW_S else "longer than any may be"
+        raise InvalidRequest(
+            f"completion_window must be {wish} for these lines beside the batches that are there,"
+            f" got {new.window}; with x_accept_late: true they are taken all the same",
+            param="completion_window",
+            code="window_too_short",
+            status=409,
+        )
+
+
+def _shares_of_spans(minutes: Sequence[tuple[float, float]]) -> Iterator[float]:
+    """Yield the share over every few minutes in a row, of time and work in each."""
+    for first in range(len(minutes) - LOW_MINUTES + 1):
+        busy_s, work_s = map(sum, zip(*minutes[first : first + LOW_MINUTES], strict=True))
+        if busy_s >= LEAST_BUSY_S:
+            yield work_s / busy_s
+
+
+def limit_of(lines: Sequence[NewLine]) -> int | None:
+    """Return what the outputs of all lines may have at most; None: not every line says so."""
+    limits = [line.max_tokens for line in lines]
+    return None if None in limits else sum(limit for limit in limits if limit is not None)
