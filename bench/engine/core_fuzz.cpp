@@ -29,10 +29,10 @@ void core_pack_groups(const uint8_t*, int64_t, int64_t, int64_t, uint8_t*, int32
                         int32_t);                                                                \
   void core_gate_##name(const T*, int64_t, int64_t, int64_t, T*, int32_t, int32_t);              \
   int32_t core_rotate_##name(T*, const T*, const T*, int64_t, int64_t, int64_t, int64_t,         \
-                             int64_t, const float*, const float*, int64_t, T*, T*, int64_t,      \
-                             int64_t, const int64_t*, int64_t, const T*, const T*, float,        \
+                             int64_t, const float*, const float*, int64_t, void*, void*,         \
+                             int64_t, int64_t, int32_t, const int64_t*, int64_t, const T*, const T*, float,        \
                              int32_t, int32_t);                                                  \
-  void core_attention_##name(const T*, int64_t, const T*, const T*, int64_t, int64_t,            \
+  void core_attention_##name(const T*, int64_t, void*, void*, int64_t, int64_t, int32_t,         \
                              const int32_t*, int64_t, const int64_t*, int64_t, int64_t, int64_t, \
                              int64_t, int64_t, float, T*, int32_t, int32_t);
 DECLARE(float, f32)
@@ -103,9 +103,14 @@ struct Buffer {
       table[i] = static_cast<int32_t>(among(0, num_slots - 1));                                 \
     Buffer<T> q(tokens * heads * size), k(kv_heads * num_slots * size);                         \
     Buffer<T> v(kv_heads * num_slots * size), out(tokens * heads * size);                       \
-    core_attention_##name(q, heads * size, k, v, size, num_slots * size, table, num_slots,      \
-                          rows.data(), count, heads, kv_heads, size,                            \
+    core_attention_##name(q, heads * size, (T*)k, (T*)v, size, num_slots * size, 0, table,      \
+                          num_slots, rows.data(), count, heads, kv_heads, size,                 \
                           among(0, 1) ? among(1, 100) : 0, 0.1f, out, level, threads);          \
+    Buffer<int8_t> k8(kv_heads * num_slots * (size + 4)), v8(kv_heads * num_slots * (size + 4)); \
+    core_attention_##name(q, heads * size, (int8_t*)k8, (int8_t*)v8, size + 4,                  \
+                          num_slots * (size + 4), 1, table, num_slots, rows.data(), count,      \
+                          heads, kv_heads, size, among(0, 1) ? among(1, 100) : 0, 0.1f, out,    \
+                          level, threads);                                                      \
     const int64_t all = heads + 2 * kv_heads, half = among(1, 50);                              \
     if (2 * half > size) return;                                                                \
     Buffer<T> qkv(tokens * all * size), norm(size);                                             \
@@ -114,9 +119,13 @@ struct Buffer {
     for (int64_t i = 0; i < tokens; i++) slots[i] = among(0, num_slots - 1);                    \
     T* scale = half % 2 ? static_cast<T*>(norm) : nullptr;                                      \
     core_rotate_##name(qkv, qkv + heads * size, qkv + (heads + kv_heads) * size, all * size,    \
-                       tokens, heads, kv_heads, size, cos, sin, half, k, v, size,               \
-                       num_slots * size, slots, num_slots, scale, scale, 1e-5f, level,          \
+                       tokens, heads, kv_heads, size, cos, sin, half, (T*)k, (T*)v, size,       \
+                       num_slots * size, 0, slots, num_slots, scale, scale, 1e-5f, level,       \
                        threads);                                                                \
+    core_rotate_##name(qkv, qkv + heads * size, qkv + (heads + kv_heads) * size, all * size,    \
+                       tokens, heads, kv_heads, size, cos, sin, half, (int8_t*)k8, (int8_t*)v8, \
+                       size + 4, num_slots * (size + 4), 1, slots, num_slots, scale, scale,     \
+                       1e-5f, level, threads);                                                  \
   }
 extern "C" {
 void core_scan_logits(const float*, int64_t, int64_t, int64_t, int64_t*, uint8_t*, int32_t, int32_t);

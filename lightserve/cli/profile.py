@@ -39,6 +39,7 @@ FIELDS = (
     "tp",
     "dtype",
     "quantization",
+    "kv_dtype",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",

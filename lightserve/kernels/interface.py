@@ -147,7 +147,9 @@ class Kernels(Protocol):
         """Normalise q and k over D if asked to, rotate them, and store k and v; return q.
 
         As `rms_norm`, `rotary` and `write_kv`, whose arguments these are, one after the other.
-        May overwrite q and k.
+        May overwrite q and k. The CPU's native kernels also take pools of int8 [S, Hkv, D + 4]:
+        a head's numbers are then rounded to 8 bits by the largest of them, and their factor
+        stands behind them, a float32.
         """
 
     def attention(
@@ -163,7 +165,7 @@ class Kernels(Protocol):
         """Causal attention of every row over its own KV; q [T, Hq, D] -> [T, Hq, D].
 
         A query at position p sees positions max(0, p - sliding_window + 1) … p. Hq is a multiple
-        of Hkv; query head h reads KV head h // (Hq / Hkv).
+        of Hkv; query head h reads KV head h // (Hq / Hkv). Pools are as in `rotate_and_write`.
         """
 
 

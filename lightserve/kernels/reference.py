@@ -24,6 +24,22 @@ def rounded_to_int8(weight: Tensor) -> Tensor:
     return integers * torch.where(is_zero, 0.0, largest / 127.0)
 
 
+def kv_as_int8(kv: Tensor) -> Tensor:
+    """Return what the native kernels make of keys or values [..., D]: int8 [..., D + 4]."""
+    wide = kv.float()
+    largest = wide.abs().amax(dim=-1, keepdim=True)
+    is_zero = largest < 1e-30
+    inverse = torch.full_like(largest, 127.0) / largest
+    integers = (wide * torch.where(is_zero, 0.0, inverse)).round().to(torch.int8)
+    factors = torch.where(is_zero, 0.0, largest / 127.0)
+    return torch.cat([integers, factors.view(torch.int8)], dim=-1)
+
+
+def numbers_of_int8_kv(kv: Tensor) -> Tensor:
+    """Return the numbers that int8 [..., D + 4] stands for, float32 [..., D]."""
+    return kv[..., :-4].float() * kv[..., -4:].contiguous().view(torch.float32)
+
+
 def numbers_of_groups(integers: Tensor, factors: Tensor, zeros: Tensor, group_size: int) -> Tensor:
     """Return what `QuantizingKernels.pack_groups` holds for its arguments, [M, K] in float32."""
     num_inputs = integers.shape[1]

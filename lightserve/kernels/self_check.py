@@ -27,7 +27,13 @@ from lightserve.kernels.interface import (
     QuantizingKernels,
     UnknownValues,
 )
-from lightserve.kernels.reference import ReferenceKernels, numbers_of_groups, rounded_to_int8
+from lightserve.kernels.reference import (
+    ReferenceKernels,
+    kv_as_int8,
+    numbers_of_groups,
+    numbers_of_int8_kv,
+    rounded_to_int8,
+)
 from lightserve.kernels.select import make_kernels
 from lightserve.logs import one_line
 
@@ -187,6 +193,8 @@ ELEMENT_SHARE = 10.0
 """One element may be off by this many times the limit, in units of its vector's root mean square:
 values a few times that size are rounded more than once."""
 LINEAR_ROWS = (1, 33)
+INT8_STEPS = 2.0
+"""A number of 8 bits may be off by so many of its steps: half of one, and earlier roundings."""
 CHECKED_GROUP = 32
 """Inputs of a group of 4-bit weights."""
 MAX_WEIGHT_NUMBERS = 1 << 22
@@ -233,6 +241,21 @@ def check_quantized(kernels: QuantizingKernels, shapes: KernelShapes) -> None:
         raise StartupError(
             f"the {kernels.name} kernels do not agree with the reference: {reason};"
             " --quantization none does without them"
+        )
+
+
+def check_int8_kv(kernels: Kernels, shapes: KernelShapes) -> None:
+    """Compare keys and values of 8 bits, written and attended, with the reference's of the same.
+
+    Raises:
+        StartupError: one disagrees.
+    """
+    pair = _Pair(kernels, shapes, torch.device("cpu"))
+    reason = _first_difference(_int8_kv(pair), LIMITS[shapes.dtype])
+    if reason is not None:
+        raise StartupError(
+            f"the {kernels.name} kernels do not agree with the reference: {reason};"
+            " --kv-dtype auto does without them"
         )
 
 
@@ -486,6 +509,55 @@ def _heads(pair: _Pair, case: CheckBatch) -> Iterator[Comparison]:
     window = "" if case.window is None else f", a window of {case.window}"
     inputs = (heads.qkv, case.k_pool, case.v_pool)
     yield from pair.compare("attention", rows + window, attend, inputs)
+
+
+def _int8_kv(pair: _Pair) -> Iterator[Comparison]:
+    """Attention over a batch's keys and values as they are, and once more over those written."""
+    for case in check_batches(pair.shapes, pair.device, pair.generator):
+        heads = _heads_of(pair, case)
+        rows = f"{case.name}, {len(case.batch.host_rows)} rows, {heads.text}, of 8 bits"
+        num_real = len(case.batch.positions) - case.num_padding
+        scale = pair.shapes.head_dim**-0.5
+        pools = [
+            kv_as_int8(pool.nan_to_num()).transpose(0, 1) for pool in (case.k_pool, case.v_pool)
+        ]
+        norm = None
+        if pair.shapes.qk_norm:
+            weights = (pair.random(pair.shapes.head_dim), pair.random(pair.shapes.head_dim))
+            norm = QKNorm(*weights, pair.shapes.rms_norm_eps)
+        q, k, v = heads.split(heads.qkv.clone())
+        with _Poison():
+            turned = pair.kernels.rotate_and_write(
+                q,
+                k,
+                v,
+                cos=heads.cos,
+                sin=heads.sin,
+                k_pool=pools[0],
+                v_pool=pools[1],
+                slot_mapping=case.batch.slot_mapping,
+                qk_norm=norm,
+            )
+            found = pair.kernels.attention(
+                turned, pools[0], pools[1], case.batch, scale=scale, sliding_window=case.window
+            )
+        reference, slots = ReferenceKernels(), case.batch.slot_mapping
+        wide_norm = norm and QKNorm(norm.q_weight.float(), norm.k_weight.float(), norm.eps)
+        q, k, v = heads.split(heads.qkv.float())
+        if wide_norm is not None:
+            k = reference.rms_norm(k, wide_norm.k_weight, wide_norm.eps)
+        _, k = reference.rotary(q, k, heads.cos, heads.sin)
+        wide = [numbers_of_int8_kv(pool) for pool in pools]
+        for name, pool, expected in zip(("keys", "values"), wide, (k, v), strict=True):
+            # A rounding of 8 bits is beyond the limit of float32, and is told apart by its size.
+            step = expected.abs().amax(dim=-1, keepdim=True) / 127
+            off = ((pool[slots] - expected) / step.clamp_min(1e-30)).abs().clamp(max=1e3)
+            good = (off <= INT8_STEPS) | (expected == pool[slots])
+            yield Comparison(f"written {name}", rows, good.float(), torch.ones_like(off))
+        truth = reference.attention(
+            turned.float(), wide[0], wide[1], case.batch, scale=scale, sliding_window=case.window
+        )
+        yield Comparison("attention", rows, found[:num_real], truth[:num_real])
 
 
 def _rotated_and_written(

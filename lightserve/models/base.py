@@ -38,7 +38,9 @@ def kernel_shapes(
 
 # How much memory a token's keys and values take: the only module that knows. Torch-free.
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+INT8_FACTOR_BYTES = 4
+"""Behind a head's integers of 8 bits stands a float32, what they are to be multiplied by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +55,14 @@ class KVGroup:
     """Key of DTYPE_BYTES."""
 
     @property
+    def head_size(self) -> int:
+        """Numbers that a pool holds for a token's head."""
+        return self.head_dim + (INT8_FACTOR_BYTES if self.dtype == "int8" else 0)
+
+    @property
     def bytes_per_token(self) -> int:
         """Keys and values of one token in all layers of the group, on one rank."""
-        per_layer = 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        per_layer = 2 * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
         return self.num_layers * per_layer
 
 
@@ -72,7 +79,7 @@ class KVLayout:
 
 
 def kv_layout(config: ModelConfig, *, tp_size: int, dtype: str) -> KVLayout:
-    """Return the layout of each rank's KV pool; `dtype` is float32, bfloat16 or float16."""
+    """Return the layout of each rank's KV pool; `dtype` is a key of DTYPE_BYTES."""
     group = KVGroup(
         num_layers=config.num_layers,
         num_kv_heads=max(1, config.num_kv_heads // tp_size),
@@ -87,7 +94,7 @@ class KVTensors(Protocol):
 
     @property
     def k(self) -> Sequence[Tensor]:
-        """Keys, one tensor [num_slots, num_kv_heads, head_dim] per layer."""
+        """Keys, one tensor [num_slots, num_kv_heads, head_size] per layer."""
 
     @property
     def v(self) -> Sequence[Tensor]:

@@ -19,7 +19,7 @@ from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.select import make_kernels, missing_core, tune_kernels
-from lightserve.kernels.self_check import LIMITS, check_kernels, check_quantized
+from lightserve.kernels.self_check import LIMITS, check_int8_kv, check_kernels, check_quantized
 from lightserve.messages.router_worker import StepPlan
 from lightserve.models.base import KVLayout, KVTensors, Model, kernel_shapes, kv_layout
 from lightserve.models.config import (
@@ -285,7 +285,10 @@ def build_runner(
     check_kernels(kernels, shapes, device)
     if isinstance(method, Int8Method):
         check_quantized(method.kernels, shapes)
-    layout = kv_layout(model_config, tp_size=tp.size, dtype=dtype)
+    kv_type = kv_dtype(config, kernels, dtype)
+    if kv_type == "int8":
+        check_int8_kv(kernels, shapes)
+    layout = kv_layout(model_config, tp_size=tp.size, dtype=kv_type)
     vocab_size = model_config.vocab_size
     constraints = None if tp.rank else _row_constraints(path, vocab_size, device)
 
@@ -307,8 +310,10 @@ def build_runner(
 
     pool, host_pool = make_pools(config, layout, device, is_shown=tp.rank == 0, measure=measure)
     log.info(
-        "%s, %s kernels on %s, %d KV slots, %d on the host",
-        dtype if config.quantization == "none" else f"{dtype} with {config.quantization} weights",
+        "%s%s%s, %s kernels on %s, %d KV slots, %d on the host",
+        dtype,
+        "" if config.quantization == "none" else f" with {config.quantization} weights",
+        "" if kv_type == dtype else f" and {kv_type} KV",
         kernels.name,
         device,
         pool.num_slots,
@@ -331,14 +336,31 @@ def linear_method(quantization: str, kernels: Kernels, dtype: torch.dtype) -> Li
     """
     if quantization == "none":
         return UnquantizedMethod(kernels)
-    needs = f"--quantization {quantization} needs"
+    kernels = _native(f"--quantization {quantization}", kernels, dtype)
+    return Int4Method(kernels) if quantization == "int4" else Int8Method(kernels)
+
+
+def kv_dtype(config: ServeConfig, kernels: Kernels, dtype: str) -> str:
+    """Return the type of keys and values of a model of type `dtype`, as --kv-dtype says.
+
+    Raises:
+        ConfigError: these kernels, or the model's type, do not go with it.
+    """
+    if config.kv_dtype == "auto":
+        return dtype
+    _native(f"--kv-dtype {config.kv_dtype}", kernels, getattr(torch, dtype))
+    return config.kv_dtype
+
+
+def _native(what: str, kernels: Kernels, dtype: torch.dtype) -> NativeKernels:
+    """Return the kernels, which `what` needs to be the native ones."""
     if not isinstance(kernels, NativeKernels):
         reason = missing_core() if kernels.name == TorchKernels.name else ""
         why = f", which is missing, as {reason}" if reason else f", got {kernels.name} kernels"
-        raise ConfigError(f"{needs} the native core for CPUs{why}")
+        raise ConfigError(f"{what} needs the native core for CPUs{why}")
     if dtype is torch.float16:
-        raise ConfigError(f"{needs} --dtype bfloat16 or float32: the model's own is float16")
-    return Int4Method(kernels) if quantization == "int4" else Int8Method(kernels)
+        raise ConfigError(f"{what} needs --dtype bfloat16 or float32: the model's own is float16")
+    return kernels
 
 
 def _tell_of_slower_kernels(kernels: Kernels, dtype: torch.dtype) -> None:

@@ -87,7 +87,7 @@ def _quota_v1(folder: Path) -> tuple[int | None, int | None]:
 class KVPool:
     """Keys and values of `num_slots` tokens; pages are touched only when they are written.
 
-    In memory a head's tokens lie together, [num_kv_heads, num_slots + 1, head_dim]: what
+    In memory a head's tokens lie together, [num_kv_heads, num_slots + 1, head_size]: what
     attention gathers is then in the order in which it multiplies, and consecutive slots need no
     gather.
 
@@ -101,12 +101,12 @@ class KVPool:
         self.bytes_per_token = layout.bytes_per_token
         self.device = device
         self.tensors: list[Tensor] = []
-        """One per group, [2, num_layers, num_kv_heads, num_slots + 1, head_dim], keys first."""
+        """One per group, [2, num_layers, num_kv_heads, num_slots + 1, head_size], keys first."""
         self.k: list[Tensor] = []
-        """One view [num_slots + 1, num_kv_heads, head_dim] per layer."""
+        """One view [num_slots + 1, num_kv_heads, head_size] per layer."""
         self.v: list[Tensor] = []
         for group in layout.groups:
-            shape = (2, group.num_layers, group.num_kv_heads, num_slots + 1, group.head_dim)
+            shape = (2, group.num_layers, group.num_kv_heads, num_slots + 1, group.head_size)
             tensor = torch.empty(shape, dtype=getattr(torch, group.dtype), device=device)
             # Padding rows read the scratch slot: no garbage of before may become NaN.
             tensor.select(3, num_slots).zero_()

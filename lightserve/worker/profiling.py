@@ -314,8 +314,9 @@ def profile_key(config: ServeConfig) -> ProfileKey:
 
 
 def _weights_of(config: ServeConfig) -> str:
-    """Return how weights differ from the model's own."""
-    return "" if config.quantization == "none" else f", {config.quantization} weights"
+    """Return how weights and KV differ from the model's own."""
+    weights = "" if config.quantization == "none" else f", {config.quantization} weights"
+    return weights + ("" if config.kv_dtype == "auto" else f", {config.kv_dtype} KV")
 
 
 def _graphs_of(config: ServeConfig) -> str:

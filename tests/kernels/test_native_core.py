@@ -27,7 +27,13 @@ from lightserve.kernels.cpu.core import CoreMissingError, Level, load_core
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.interface import GroupedWeight
-from lightserve.kernels.reference import ReferenceKernels, numbers_of_groups, rounded_to_int8
+from lightserve.kernels.reference import (
+    ReferenceKernels,
+    kv_as_int8,
+    numbers_of_groups,
+    numbers_of_int8_kv,
+    rounded_to_int8,
+)
 from lightserve.kernels.select import make_kernels
 from lightserve.types import SamplingParams
 from lightserve.worker import engine
@@ -324,6 +330,56 @@ def test_grid_with_fewer_instructions(level: Level, monkeypatch: pytest.MonkeyPa
     assert all(error <= 1e-5 for name, error in report.worst.items() if "float32" in name)
 
 
+@pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("level", LEVELS, ids=[level.name for level in LEVELS])
+def test_attention_over_keys_and_values_of_8_bits(level: Level, dtype: torch.dtype) -> None:
+    """Beside the reference over the same numbers; slots that are no row's hold no numbers."""
+    kernels = kernels_of(level)
+    for rows, heads, window in (
+        ([(1, 700), (40, 90), (1, 5)], (14, 2, 64), None),
+        ([(5, 5), (1, 130), (33, 200)], (3, 3, 80), 50),
+        ([(1, 1), (2, 65)], (8, 1, 17), None),
+    ):
+        batch = make_batch(rows, "scattered")
+        q, *pools = make_inputs(batch, heads, dtype)
+        small = [kv_as_int8(pool) for pool in pools]
+        wide = [numbers_of_int8_kv(pool) for pool in small]
+        truth = kernel_grid.attend(ReferenceKernels(), batch, (q.float(), wide[0], wide[1]), window)
+        with Poisoned():
+            found = kernel_grid.attend(kernels, batch, (q, small[0], small[1]), window)
+        assert relative_error(found, truth) <= {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("level", LEVELS, ids=[level.name for level in LEVELS])
+def test_keys_and_values_are_rounded_to_8_bits_as_the_reference_says(
+    level: Level, dtype: torch.dtype
+) -> None:
+    kernels = kernels_of(level)
+    torch.manual_seed(2)
+    qkv = torch.randn(5, 8, 18).to(dtype)
+    qkv[1, 5:] = 0  # has no largest number to divide by
+    qkv[2, 5, 3] = torch.nan
+    q, k, v = qkv.split((4, 2, 2), dim=1)
+    # No turn: what is written is what came.
+    cos, sin, slots = torch.ones(5, 9), torch.zeros(5, 9), torch.tensor([3, 0, 9, 1, 7])
+    pools = torch.full((2, 2, 10, 22), 99, dtype=torch.int8).transpose(1, 2)
+    before = k.clone(), v.clone()
+    kernels.rotate_and_write(
+        q, k, v, cos=cos, sin=sin, k_pool=pools[0], v_pool=pools[1], slot_mapping=slots,
+        qk_norm=None,
+    )  # fmt: skip
+    for pool, numbers in zip(pools, before, strict=True):
+        good = numbers.isfinite().all(-1)
+        found, expected = pool[slots][good], kv_as_int8(numbers)[good]
+        assert torch.equal(found[:, -4:], expected[:, -4:])
+        off = (found.int() - expected.int()).abs()
+        assert off.max() <= 1 and off.float().mean() < 0.02, "half ones may go either way"
+        assert numbers_of_int8_kv(pool[slots])[~good].isnan().all()
+        others = [slot for slot in range(10) if slot not in slots.tolist()]
+        assert (pool[others] == 99).all(), "nothing else is written"
+
+
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "bfloat16"])
 def test_threads_and_neighbours_change_no_bit(dtype: torch.dtype) -> None:
@@ -543,3 +599,22 @@ def test_the_build_leaves_a_library_that_is_current_alone(tmp_path: Path) -> Non
     )
     assert "no C++ compiler" in done.stderr and not list(tmp_path.iterdir())
     assert ctypes.CDLL(str(core.LIBRARY)).core_level() >= Level.AVX2
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_heads_of_any_number_of_tokens_are_turned_natively(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the layers cut them: a single token's views have other strides."""
+    monkeypatch.setattr(TorchKernels, "rotate_and_write", None)
+    q, k, v = (
+        part.view(num_tokens, -1, 16)
+        for part in torch.randn(num_tokens, 64).split_with_sizes((32, 16, 16), dim=-1)
+    )
+    pools, cos = torch.zeros(2, 1, 8, 16).transpose(1, 2), torch.ones(num_tokens, 8)
+    slots = torch.arange(num_tokens)
+    NativeKernels().rotate_and_write(
+        q, k, v, cos=cos, sin=cos - 1, k_pool=pools[0], v_pool=pools[1], slot_mapping=slots,
+        qk_norm=None,
+    )  # fmt: skip
+    assert torch.equal(pools[0, :num_tokens], k) and torch.equal(pools[1, :num_tokens], v)

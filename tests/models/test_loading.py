@@ -139,6 +139,8 @@ def test_kv_layout_counts_the_bytes_of_a_token(tp_size: int, heads: int, tmp_pat
     assert len(layout.groups) == 1
     assert layout.groups[0].num_kv_heads == heads
     assert layout.bytes_per_token == 3 * 2 * heads * 32 * 2
+    layout = kv_layout(load_model_config(tmp_path), tp_size=tp_size, dtype="int8")
+    assert layout.bytes_per_token == 3 * 2 * heads * (32 + 4)
 
 
 def test_configuration_and_checks_need_no_torch() -> None:

@@ -1,8 +1,10 @@
-"""--quantization int8 and int4: the whole model, its accuracy, and what they refuse."""
+"""--quantization int8 and int4, --kv-dtype int8: whole models, accuracy, and what they refuse."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,9 +36,9 @@ from lightserve.worker.engine import build_runner, linear_method
 from tools.tiny_model.check import chat_prompt, draw_exchanges, load_bundle
 
 pytestmark = pytest.mark.skipif(bool(missing_core()), reason=missing_core())
-LARGEST_SHARE = {"int8": 0.01, "int4": 0.05}
+LARGEST_SHARE = {"int8": 0.01, "int4": 0.05, "int8 KV": 0.01}
 """Of tokens whose most probable successor is another one, and no tie."""
-LARGEST_DIVERGENCE = {"int8": 3e-4, "int4": 5e-4}
+LARGEST_DIVERGENCE = {"int8": 3e-4, "int4": 5e-4, "int8 KV": 3e-4}
 """Nats of a token; bfloat16 itself is 0.5e-4 from float32."""
 
 
@@ -95,9 +97,12 @@ def bundled_texts() -> list[Tensor]:
     ]
 
 
-def bundled_logits(texts: list[Tensor], method: LinearMethod | None) -> Tensor:
+def bundled_logits(
+    texts: list[Tensor], method: LinearMethod | None, kv_dtype: torch.dtype | None = None
+) -> Tensor:
     """Return the logits in bfloat16 after each token, the last of each text as decodes."""
     loaded = load_tiny(BUNDLED_MODEL_DIR, torch.bfloat16, NativeKernels(), method=method)
+    loaded = replace(loaded, kv_dtype=kv_dtype)
     results: list[Tensor] = []
     for first in range(0, len(texts), 8):
         some = texts[first : first + 8]
@@ -112,17 +117,22 @@ def test_the_bundled_model_says_the_same() -> None:
     texts, kernels = bundled_texts(), NativeKernels()
     plain = bundled_logits(texts, None)
 
-    def differs(method: LinearMethod) -> tuple[float, float]:
+    def differs(
+        method: LinearMethod | None, kv_dtype: torch.dtype | None = None
+    ) -> tuple[float, float]:
         """Return the share of other tokens and the mean divergence."""
-        logits = bundled_logits(texts, method)
+        logits = bundled_logits(texts, method, kv_dtype)
         report = compare(plain, logits, torch.bfloat16)
         probabilities = plain.log_softmax(-1)
         divergence = (probabilities.exp() * (probabilities - logits.log_softmax(-1))).sum(-1)
         return report.num_different / report.num_positions, float(divergence.mean())
 
-    methods = {"int8": Int8Method(kernels), "int4": Int4Method(kernels)}
-    for name, method in methods.items():
-        share, divergence = differs(method)
+    found = {
+        "int8": differs(Int8Method(kernels)),
+        "int4": differs(Int4Method(kernels)),
+        "int8 KV": differs(None, torch.int8),
+    }
+    for name, (share, divergence) in found.items():
         assert share <= LARGEST_SHARE[name], name
         assert divergence <= LARGEST_DIVERGENCE[name], name
     for name, largest in (("int8", 7), ("int4", 3)):
@@ -178,6 +188,44 @@ def test_a_worker_starts_with_it(
     with caplog.at_level("INFO"):
         build_runner(config_of(name), load=load)  # type: ignore[arg-type]
     assert f"bfloat16 with {name} weights, native kernels on cpu" in caplog.text
+
+
+def test_a_worker_keeps_its_kv_in_8_bits(caplog: pytest.LogCaptureFixture) -> None:
+    """Twice the slots but for the factors; copies to the host are of the same bytes."""
+    with caplog.at_level("INFO"):
+        plain, small = (
+            build_runner(config_of("none", kv_dtype=name, host_kv_memory="512KiB"))
+            for name in ("auto", "int8")
+        )
+    assert "bfloat16 and int8 KV, native kernels on cpu" in caplog.text
+    assert plain.kv_bytes_per_token == 4 * 2 * 4 * 32 * 2
+    assert small.kv_bytes_per_token == 4 * 2 * 4 * (32 + 4)
+    for runner in (plain, small):
+        assert runner.num_kv_slots == 2**20 // runner.kv_bytes_per_token
+        assert runner.num_host_slots == 2**19 // runner.kv_bytes_per_token
+
+
+def test_wrong_8_bit_kv_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotate = NativeKernels.rotate_and_write
+
+    def swapped(self: NativeKernels, *inputs: Tensor, **others: Any) -> Tensor:
+        q = rotate(self, *inputs, **others)
+        if others["k_pool"].dtype is torch.int8:
+            others["v_pool"].neg_()
+        return q
+
+    monkeypatch.setattr(NativeKernels, "rotate_and_write", swapped)
+    with pytest.raises(StartupError, match=r"written values of .* --kv-dtype auto does without"):
+        build_runner(config_of("none", kv_dtype="int8"))
+
+
+def test_8_bit_kv_of_other_kernels_and_types_is_refused() -> None:
+    config = ServeConfig(kv_dtype="int8")
+    with pytest.raises(ConfigError, match="--kv-dtype int8 needs the native core for CPUs, got re"):
+        engine.kv_dtype(config, ReferenceKernels(), "bfloat16")
+    with pytest.raises(ConfigError, match="--kv-dtype int8 needs --dtype bfloat16 or float32: the"):
+        engine.kv_dtype(config, NativeKernels(), "float16")
+    assert engine.kv_dtype(ServeConfig(), ReferenceKernels(), "float16") == "float16"
 
 
 def test_a_worker_without_the_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

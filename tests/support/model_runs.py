@@ -37,12 +37,14 @@ class LoadedModel:
     dtype: torch.dtype
     num_kv_heads: int
     device: torch.device = CPU
+    kv_dtype: torch.dtype | None = None
+    """Of keys and values, default the model's."""
 
     def driver(self, sequences: Sequence[TokenSequence], *, seed: int = 0) -> DirectDriver:
         return DirectDriver(
             self.model,
             num_kv_heads=self.num_kv_heads,
-            dtype=self.dtype,
+            dtype=self.kv_dtype or self.dtype,
             lengths=[len(sequence.tokens) for sequence in sequences],
             seed=seed,
             device=self.device,

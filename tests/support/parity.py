@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
-from lightserve.models.base import Model
+from lightserve.models.base import INT8_FACTOR_BYTES, Model
 
 FP32_TIE = 1e-4
 FP32_LOGPROB = 1e-4
@@ -176,10 +176,13 @@ class ScatteredPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_slots, num_kv_heads, model.config.head_dim)
+        is_int8 = dtype is torch.int8
+        size = model.config.head_dim + (INT8_FACTOR_BYTES if is_int8 else 0)
+        shape = (num_slots, num_kv_heads, size)
+        # As a factor of 8-bit numbers, bytes of -1 are no number either.
         self.k, self.v = (
             [
-                torch.full(shape, torch.nan, dtype=dtype, device=device)
+                torch.full(shape, -1 if is_int8 else torch.nan, dtype=dtype, device=device)
                 for _ in range(model.config.num_layers)
             ]
             for _ in range(2)

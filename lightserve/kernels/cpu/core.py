@@ -69,9 +69,9 @@ class Operations:
         self.linear_groups = function("linear_groups", "pllpppllllppii")
         self.norm = function("norm", "plppfllpii")
         self.gate = function("gate", "plllpii")
-        self.rotate = function("rotate", "ppplllllpplppllplppfii")
+        self.rotate = function("rotate", "ppplllllpplpplliplppfii")
         self.rotate.restype = _INT  # type: ignore[attr-defined]
-        self.attention = function("attention", "plppllplplllllfpii")
+        self.attention = function("attention", "plpplliplplllllfpii")
 
 
 class Drawing:

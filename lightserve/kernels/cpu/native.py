@@ -288,15 +288,18 @@ class NativeKernels(TorchKernels):
     ) -> Tensor:
         """See `Kernels.rotate_and_write`; overwrites q."""
         operations = self._operations.get(q.dtype)
-        strides = (q.stride(0), q.shape[2], 1)
+        # How far it is from one token to the next means nothing where there is one.
+        first = 1 if len(q) == 1 else 0
+        strides = (q.stride(0), q.shape[2], 1)[first:]
         is_plain = (
-            q.stride() == k.stride() == v.stride() == strides
+            q.stride()[first:] == k.stride()[first:] == v.stride()[first:] == strides
             and cos.is_contiguous()
             and sin.is_contiguous()
             and k_pool.stride() == v_pool.stride()
             and k_pool.stride(2) == 1
         )
         if operations is None or not is_plain or not len(q):
+            assert k_pool.dtype is not torch.int8 or not len(q), "torch knows no KV of 8 bits"
             return super().rotate_and_write(
                 q,
                 k,
@@ -324,6 +327,7 @@ class NativeKernels(TorchKernels):
             v_pool.data_ptr(),
             k_pool.stride(0),
             k_pool.stride(1),
+            k_pool.dtype is torch.int8,
             slot_mapping.data_ptr(),
             len(k_pool),
             None if qk_norm is None else qk_norm.q_weight.data_ptr(),
@@ -355,6 +359,7 @@ class NativeKernels(TorchKernels):
             and q.shape[2] <= MAX_HEAD_DIM
         )
         if operations is None or not is_plain:
+            assert k_pool.dtype is not torch.int8, "torch knows no KV of 8 bits"
             return super().attention(
                 q, k_pool, v_pool, batch, scale=scale, sliding_window=sliding_window
             )
@@ -368,6 +373,7 @@ class NativeKernels(TorchKernels):
                 v_pool.data_ptr(),
                 k_pool.stride(0),
                 k_pool.stride(1),
+                k_pool.dtype is torch.int8,
                 batch.req_to_slot.data_ptr(),
                 batch.req_to_slot.stride(0),
                 rows.address,

@@ -379,12 +379,13 @@ def test_a_profile_belongs_to_the_gpu_and_its_software(
     assert len({on_cpu.digest, on_gpu.digest, profiling.profile_key(config).digest}) == 3
 
 
-def test_a_profile_belongs_to_how_weights_are_kept() -> None:
-    plain, rounded = (
-        profiling.profile_key(ServeConfig(quantization=name)) for name in ("none", "int8")
-    )
+def test_a_profile_belongs_to_how_weights_and_kv_are_kept() -> None:
+    plain = profiling.profile_key(ServeConfig())
+    rounded = profiling.profile_key(ServeConfig(quantization="int8"))
+    both = profiling.profile_key(ServeConfig(quantization="int4", kv_dtype="int8"))
     assert rounded.kernels == f"{plain.kernels}, int8 weights"
-    assert plain.digest != rounded.digest
+    assert both.kernels == f"{plain.kernels}, int4 weights, int8 KV"
+    assert len({plain.digest, rounded.digest, both.digest}) == 3
 
 
 def test_the_metric() -> None:

@@ -147,27 +147,31 @@ template <typename T> void attention(const Attention<T>&, int);
     (level >= AVX512 ? avx512::gate<T> : avx2::gate<T>)(gate_up, stride, num_rows, size, out,    \
                                                         num_threads);                            \
   }                                                                                              \
-  EXPORT int32_t core_rotate_##name(                                                                \
+  EXPORT int32_t core_rotate_##name(                                                             \
       T* q, const T* k, const T* v, int64_t token_stride, int64_t num_tokens, int64_t num_heads, \
       int64_t num_kv_heads, int64_t head_dim, const float* cos, const float* sin, int64_t half,  \
-      T* k_pool, T* v_pool, int64_t slot_stride, int64_t head_stride, const int64_t* slots,      \
-      int64_t num_slots, const T* q_weight, const T* k_weight, float eps, int32_t level, int32_t num_threads) {     \
+      void* k_pool, void* v_pool, int64_t slot_stride, int64_t head_stride, int32_t is_int8,     \
+      const int64_t* slots, int64_t num_slots, const T* q_weight, const T* k_weight, float eps,  \
+      int32_t level, int32_t num_threads) {                                                      \
     for (int64_t i = 0; i < num_tokens; i++)                                                     \
       if (slots[i] < 0 || slots[i] >= num_slots) return 0;                                       \
-    const Rotation<T> task{q,        k,      v,      token_stride, num_tokens,  num_heads,       \
-                           num_kv_heads, head_dim, cos, sin,       half,        k_pool,          \
-                           v_pool,   slot_stride, head_stride, slots, num_slots, q_weight, k_weight, eps};  \
+    const Pools pools{k_pool, v_pool, slot_stride, head_stride, is_int8 != 0};                   \
+    const Rotation<T> task{q,        k,   v,   token_stride, num_tokens, num_heads, num_kv_heads, \
+                           head_dim, cos, sin, half,         pools,      slots,     num_slots,    \
+                           q_weight, k_weight, eps};                                             \
     (level >= AVX512 ? avx512::rotate<T> : avx2::rotate<T>)(task, num_threads);                  \
     return 1;                                                                                    \
   }                                                                                              \
   EXPORT void core_attention_##name(                                                             \
-      const T* q, int64_t token_stride, const T* k_pool, const T* v_pool, int64_t slot_stride,   \
-      int64_t head_stride, const int32_t* table, int64_t table_stride, const int64_t* rows,      \
-      int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,               \
-      int64_t window, float scale, T* out, int32_t level, int32_t num_threads) {                 \
-    const Attention<T> task{q,        token_stride, k_pool,    v_pool,   slot_stride,  head_stride, \
-                            table,    table_stride, rows,      num_rows, num_heads,    num_kv_heads, \
-                            head_dim, window,       scale,     out};                             \
+      const T* q, int64_t token_stride, void* k_pool, void* v_pool, int64_t slot_stride,         \
+      int64_t head_stride, int32_t is_int8, const int32_t* table, int64_t table_stride,          \
+      const int64_t* rows, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,            \
+      int64_t head_dim, int64_t window, float scale, T* out, int32_t level,                      \
+      int32_t num_threads) {                                                                     \
+    const Pools pools{k_pool, v_pool, slot_stride, head_stride, is_int8 != 0};                   \
+    const Attention<T> task{q,        token_stride, pools,        table,    table_stride, rows,  \
+                            num_rows, num_heads,    num_kv_heads, head_dim, window,       scale, \
+                            out};                                                                \
     attention_##name(task, level, num_threads);                                                  \
   }
 

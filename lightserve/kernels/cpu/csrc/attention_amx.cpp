@@ -105,11 +105,28 @@ TARGET_AMX void put_queries(const Attention<bf16>& task, const Tile& tile, int64
   }
 }
 
+// 32 numbers of a head from `d` on, as many as the mask has.
+TARGET_AMX INLINE __m512i numbers_at(const Pools& pools, const void* pool, int64_t place,
+                                     int64_t head_dim, int64_t d, __mmask32 mask) {
+  if (!pools.is_int8)
+    return _mm512_maskz_loadu_epi16(mask, static_cast<const bf16*>(pool) + place + d);
+  if (mask == 0) return _mm512_setzero_si512();
+  const int8_t* row = static_cast<const int8_t*>(pool) + place;
+  float factor;
+  std::memcpy(&factor, row + head_dim, sizeof factor);
+  const __m256i bytes = _mm256_maskz_loadu_epi8(mask, row + d);
+  const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+  const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+  const __m512 scale = _mm512_set1_ps(factor);
+  return (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, scale), _mm512_mul_ps(low, scale));
+}
+
 TARGET_AMX void put_keys_and_values(const Attention<bf16>& task, const Piece& piece,
                                     int64_t first_key, int64_t num_keys, int64_t size,
                                     const Room& room) {
   const int32_t* slots = task.table + piece.table_row * task.table_stride + first_key;
-  const int64_t head = piece.kv_head * task.head_stride;
+  const Pools& pools = task.pools;
+  const int64_t head = piece.kv_head * pools.head_stride, head_dim = task.head_dim;
   alignas(64) uint16_t order[2][32];
   for (int i = 0; i < 32; i++) {
     order[0][i] = static_cast<uint16_t>(i / 2 + i % 2 * 32);
@@ -118,18 +135,18 @@ TARGET_AMX void put_keys_and_values(const Attention<bf16>& task, const Piece& pi
   const __m512i low = _mm512_load_si512(order[0]), high = _mm512_load_si512(order[1]);
   for (int64_t key = 0; key < KEY_BLOCK; key += 2) {
     const bool has_first = key < num_keys, has_second = key + 1 < num_keys;
-    const int64_t first = has_first ? slots[key] * task.slot_stride + head : 0;
-    const int64_t second = has_second ? slots[key + 1] * task.slot_stride + head : 0;
+    const int64_t first = has_first ? slots[key] * pools.slot_stride + head : 0;
+    const int64_t second = has_second ? slots[key + 1] * pools.slot_stride + head : 0;
     for (int64_t d = 0; d < size; d += 32) {
-      const int64_t left = task.head_dim - d;
+      const int64_t left = head_dim - d;
       const __mmask32 part = left >= 32 ? ~0u : (1u << left) - 1;
       const __mmask32 mask_1 = has_first ? part : 0, mask_2 = has_second ? part : 0;
       _mm512_store_si512(room.keys + key * size + d,
-                         _mm512_maskz_loadu_epi16(mask_1, task.k_pool + first + d));
+                         numbers_at(pools, pools.k, first, head_dim, d, mask_1));
       _mm512_store_si512(room.keys + (key + 1) * size + d,
-                         _mm512_maskz_loadu_epi16(mask_2, task.k_pool + second + d));
-      const __m512i a = _mm512_maskz_loadu_epi16(mask_1, task.v_pool + first + d);
-      const __m512i b = _mm512_maskz_loadu_epi16(mask_2, task.v_pool + second + d);
+                         numbers_at(pools, pools.k, second, head_dim, d, mask_2));
+      const __m512i a = numbers_at(pools, pools.v, first, head_dim, d, mask_1);
+      const __m512i b = numbers_at(pools, pools.v, second, head_dim, d, mask_2);
       bf16* to = room.values + (key / 32 * (size / 16) + d / 16) * 512 + key % 32 / 2 * 32;
       _mm512_store_si512(to, _mm512_permutex2var_epi16(a, low, b));
       _mm512_store_si512(to + 512, _mm512_permutex2var_epi16(a, high, b));

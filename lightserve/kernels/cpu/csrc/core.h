@@ -131,6 +131,15 @@ void linear_bf16_amx(const LinearBf16& task, int num_threads);
 void widen_groups(const LinearBf16& task, int64_t panel, int64_t first_block, int64_t num_blocks,
                   bf16* out);
 
+// Keys and values: a token's numbers of a head lie together, of the type of the queries or, with
+// `is_int8`, integers of 8 bits and behind them their factor, a float32.
+struct Pools {
+  void* k;
+  void* v;
+  int64_t slot_stride, head_stride;  // in numbers, or in bytes
+  bool is_int8;
+};
+
 // Rotary embedding of q in place and of k into the pool, beside v; see `Kernels.rotate_and_write`.
 template <typename T>
 struct Rotation {
@@ -141,9 +150,7 @@ struct Rotation {
   const float* cos;  // [num_tokens, half]
   const float* sin;
   int64_t half;
-  T* k_pool;
-  T* v_pool;
-  int64_t slot_stride, head_stride;
+  Pools pools;  // written
   const int64_t* slots;  // each below num_slots
   int64_t num_slots;
   const T* q_weight;  // null: no norms
@@ -162,9 +169,7 @@ template <typename T>
 struct Attention {
   const T* q;
   int64_t token_stride;  // of q; heads lie side by side
-  const T* k_pool;
-  const T* v_pool;
-  int64_t slot_stride, head_stride;
+  Pools pools;
   const int32_t* table;  // slots of each row's positions
   int64_t table_stride;
   const int64_t* rows;  // [num_rows][4]: row of the table, new tokens, context, first new token

@@ -1,7 +1,7 @@
 // Products of weights in groups of inputs, each with a factor and a zero of its own: see core.h.
 //
 // In float32, and where a processor has no AVX512-VNNI, weights are widened in registers: see
-// vectors_groups.h. Otherwise rows of bfloat16 become integers of 16 bits as for weights of 8 bits,
+// vectors_rounded.h. Otherwise rows of bfloat16 become integers of 16 bits as for weights of 8 bits,
 // but of two bytes that both have a sign. More rows go by AMX:
 //
 //   4 bits, to 64 rows   128 + integer is a bfloat16 that two instructions make; groups' sums stay apart

@@ -1,7 +1,7 @@
 // Products of weights of 8 bits, rounded when they are packed.
 //
 // In float32, and where a processor has no AVX512-VNNI, weights are widened in registers: see
-// vectors.h. Otherwise a row of bfloat16 becomes integers of 16 bits, as many as its largest number
+// vectors_rounded.h. Otherwise a row of bfloat16 becomes integers of 16 bits, as many as its largest number
 // is worth, each in two bytes, value = 256 * high + low: two multiplications of bytes with each
 // weight cost no more than one of bfloat16, and what they round is far below bfloat16's own.
 #include <immintrin.h>

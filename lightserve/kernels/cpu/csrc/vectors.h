@@ -13,6 +13,7 @@ typedef float F __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t U __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t I __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t H __attribute__((vector_size(2 * WIDTH)));
+typedef int8_t S __attribute__((vector_size(WIDTH)));
 constexpr int64_t W = WIDTH;
 constexpr int64_t VECTORS = PANEL / W;  // of a panel
 
@@ -218,82 +219,6 @@ void linear_bf16(const LinearBf16& task, int num_threads) {
   });
 }
 
-// Integers of four inputs stand in 32 bits of each output.
-template <int R, typename T>
-TARGET static inline void panel_int8(const float* x, int64_t x_stride, const int8_t* panel,
-                                     int64_t num_blocks, const float* factors, const T* bias,
-                                     T* out, int64_t num_outputs, int64_t num_columns) {
-  constexpr int CHAINS = R <= 2 ? 2 : 1;  // an addition waits for the one before it in its chain
-  F sums[CHAINS][R][VECTORS];
-  for (auto& chain : sums)
-    for (auto& row : chain)
-      for (F& sum : row) sum = F{};
-  for (int64_t block = 0; block < num_blocks; block++, panel += 2 * BYTE_TILE)
-    for (int j = 0; j < 16; j++) {
-      __builtin_prefetch(panel + 4 * BYTE_TILE + 64 * j);
-      __builtin_prefetch(panel + 5 * BYTE_TILE + 64 * j);
-      const float* own = x + block * BYTE_BLOCK + 4 * j;
-      for (int v = 0; v < VECTORS; v++) {
-        const int64_t half = v / (VECTORS / 2), part = v % (VECTORS / 2);
-        const I fours = read<I>(panel + half * BYTE_TILE + 64 * j + 4 * W * part);
-        const F weights[4] = {
-            __builtin_convertvector((fours << 24) >> 24, F),
-            __builtin_convertvector((fours << 16) >> 24, F),
-            __builtin_convertvector((fours << 8) >> 24, F),
-            __builtin_convertvector(fours >> 24, F),
-        };
-        for (int r = 0; r < R; r++)
-          for (int i = 0; i < 4; i++)
-            sums[i % CHAINS][r][v] += weights[i] * (F{} + own[r * x_stride + i]);
-      }
-    }
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < VECTORS && v * W < num_columns; v++) {
-      const int64_t count = smaller(W, num_columns - v * W);
-      F sum = sums[0][r][v];
-      for (int c = 1; c < CHAINS; c++) sum += sums[c][r][v];
-      sum *= load(factors + v * W);
-      if (bias != nullptr) sum += load_some(bias + v * W, count);
-      store_some(out + r * num_outputs + v * W, sum, count);
-    }
-}
-
-template <int R, typename T>
-TARGET static void rows_int8(int64_t num_rows, const float* x, int64_t x_stride,
-                             const int8_t* panel, int64_t num_blocks, const float* factors,
-                             const T* bias, T* out, int64_t num_outputs, int64_t num_columns) {
-  if constexpr (R > 0) {
-    if (num_rows == R)
-      panel_int8<R>(x, x_stride, panel, num_blocks, factors, bias, out, num_outputs, num_columns);
-    else
-      rows_int8<R - 1>(num_rows, x, x_stride, panel, num_blocks, factors, bias, out, num_outputs,
-                       num_columns);
-  }
-}
-
-template <typename T>
-void linear_int8(const Linear<T>& task, int num_threads) {
-  const int64_t padded = padded_bytes(task.num_inputs), num_blocks = padded / BYTE_BLOCK;
-  float* wide = static_cast<float*>(scratch(3, task.num_rows * padded * sizeof(float)));
-  widen_rows(task, padded, wide);
-  const int64_t num_panels = divide_up(task.num_outputs, PANEL), panel_size = padded * PANEL;
-  const int64_t size =
-      larger(1, smaller((96 << 10) / larger(1, panel_size), num_panels / (4 * num_threads)));
-  parallel(num_threads, divide_up(num_panels, size), [&](Cursor& cursor) {
-    for (int64_t chunk; (chunk = cursor.take()) < cursor.total;)
-      for (int64_t panel = chunk * size; panel < smaller(num_panels, (chunk + 1) * size); panel++)
-        for (int64_t row = 0; row < task.num_rows; row += ROWS_BF16) {
-          const int64_t column = panel * PANEL;
-          rows_int8<ROWS_BF16>(smaller(ROWS_BF16, task.num_rows - row), wide + row * padded,
-                               padded, task.bytes + panel * panel_size, num_blocks,
-                               task.factors + column,
-                               task.bias == nullptr ? nullptr : task.bias + column,
-                               task.out + row * task.num_outputs + column, task.num_outputs,
-                               smaller(PANEL, task.num_outputs - column));
-        }
-  });
-}
-
 // ---- what is done element by element ----
 
 // e to the power of x, with a relative error of about 1e-7; beyond the range, its ends.
@@ -390,6 +315,44 @@ TARGET static void rotate_head(const T* from, int64_t size, const float* cos, co
   if (to != from) std::memcpy(to + 2 * half, from + 2 * half, (size - 2 * half) * sizeof(T));
 }
 
+// Rounds a head's numbers to 8 bits by the largest of them; the factor behind them is no number if
+// one of them is none.
+template <typename T>
+TARGET static void put_bytes(const T* from, int64_t size, int8_t* to) {
+  U most = {};
+  FOR_VECTORS(offset, count, size) {
+    const U bits = (U)load_some(from + offset, count) & 0x7fffffffu;
+    most = bits > most ? bits : most;
+  }
+  uint32_t largest_bits = most[0];
+  for (int i = 1; i < W; i++) largest_bits = most[i] > largest_bits ? most[i] : largest_bits;
+  float largest;
+  std::memcpy(&largest, &largest_bits, sizeof largest);
+  const bool is_good = largest_bits < 0x7f800000u, is_zero = largest < 1e-30f;
+  const float inverse = !is_good || is_zero ? 0.0f : 127.0f / largest;
+  const float factor = !is_good ? __builtin_nanf("") : is_zero ? 0.0f : largest / 127.0f;
+  FOR_VECTORS(offset, count, size) {
+    const F value = load_some(from + offset, count) * inverse;
+    const F whole = (value + 12582912.0f) - 12582912.0f;  // ties to even
+    int8_t line[W];
+    write(line, __builtin_convertvector(__builtin_convertvector(is_good ? whole : F{}, I), S));
+    std::memcpy(to + offset, line, count);
+  }
+  std::memcpy(to + size, &factor, sizeof factor);
+}
+
+// The numbers of such a head.
+TARGET static void widen_bytes(const int8_t* from, int64_t size, float* to) {
+  float factor;
+  std::memcpy(&factor, from + size, sizeof factor);
+  FOR_VECTORS(offset, count, size) {
+    int8_t line[W] = {};
+    std::memcpy(line, from + offset, count);
+    const F value = __builtin_convertvector(__builtin_convertvector(read<S>(line), I), F);
+    store_some(to + offset, value * factor, count);
+  }
+}
+
 template <typename T>
 TARGET static void rotate_token(const Rotation<T>& task, int64_t token) {
   const float* cos = task.cos + token * task.half;
@@ -407,10 +370,16 @@ TARGET static void rotate_token(const Rotation<T>& task, int64_t token) {
       norm_row<T>(k, nullptr, task.k_weight, task.eps, size, normed);
       k = normed;
     }
-    rotate_head(k, size, cos, sin, task.half,
-                task.k_pool + slot * task.slot_stride + head * task.head_stride);
-    std::memcpy(task.v_pool + slot * task.slot_stride + head * task.head_stride,
-                task.v + token * task.token_stride + head * size, size * sizeof(T));
+    const T* v = task.v + token * task.token_stride + head * size;
+    const int64_t place = slot * task.pools.slot_stride + head * task.pools.head_stride;
+    if (task.pools.is_int8) {
+      rotate_head(k, size, cos, sin, task.half, normed);
+      put_bytes(normed, size, static_cast<int8_t*>(task.pools.k) + place);
+      put_bytes(v, size, static_cast<int8_t*>(task.pools.v) + place);
+      continue;
+    }
+    rotate_head(k, size, cos, sin, task.half, static_cast<T*>(task.pools.k) + place);
+    std::memcpy(static_cast<T*>(task.pools.v) + place, v, size * sizeof(T));
   }
 }
 
@@ -514,10 +483,15 @@ TARGET static void attend_piece(const Attention<T>& task, const Piece& piece, co
   for (int64_t key = piece.first_key; key < piece.end_key; key += KEY_BLOCK) {
     const int64_t count = smaller(KEY_BLOCK, piece.end_key - key);
     for (int64_t i = 0; i < count; i++) {
-      const int64_t offset =
-          slots[key + i] * task.slot_stride + piece.kv_head * task.head_stride;
-      widen(task.k_pool + offset, size, keys + i * size);
-      widen(task.v_pool + offset, size, values + i * size);
+      const Pools& pools = task.pools;
+      const int64_t place = slots[key + i] * pools.slot_stride + piece.kv_head * pools.head_stride;
+      if (pools.is_int8) {
+        widen_bytes(static_cast<const int8_t*>(pools.k) + place, size, keys + i * size);
+        widen_bytes(static_cast<const int8_t*>(pools.v) + place, size, values + i * size);
+        continue;
+      }
+      widen(static_cast<const T*>(pools.k) + place, size, keys + i * size);
+      widen(static_cast<const T*>(pools.v) + place, size, values + i * size);
     }
     for (int64_t t = 0; t < piece.num_tiles; t++)
       if (key <= tiles[t].end && key + count > tiles[t].begin)
@@ -547,7 +521,6 @@ void attention(const Attention<T>& task, int num_threads) {
 }
 
 #define INSTANCES(T)                                                                         \
-  template void linear_int8<T>(const Linear<T>&, int);                                       \
   template void norm<T>(const T*, int64_t, T*, const T*, float, int64_t, int64_t, T*, int);  \
   template void gate<T>(const T*, int64_t, int64_t, int64_t, T*, int);                       \
   template void rotate<T>(const Rotation<T>&, int);                                          \

@@ -1,6 +1,84 @@
-// Products of weights in groups for any width of vectors; included after vectors.h.
+// Products of weights of 8 and 4 bits for any width of vectors; included after vectors.h.
 
 namespace SPACE {
+
+// Integers of four inputs stand in 32 bits of each output.
+template <int R, typename T>
+TARGET static inline void panel_int8(const float* x, int64_t x_stride, const int8_t* panel,
+                                     int64_t num_blocks, const float* factors, const T* bias,
+                                     T* out, int64_t num_outputs, int64_t num_columns) {
+  constexpr int CHAINS = R <= 2 ? 2 : 1;  // an addition waits for the one before it in its chain
+  F sums[CHAINS][R][VECTORS];
+  for (auto& chain : sums)
+    for (auto& row : chain)
+      for (F& sum : row) sum = F{};
+  for (int64_t block = 0; block < num_blocks; block++, panel += 2 * BYTE_TILE)
+    for (int j = 0; j < 16; j++) {
+      __builtin_prefetch(panel + 4 * BYTE_TILE + 64 * j);
+      __builtin_prefetch(panel + 5 * BYTE_TILE + 64 * j);
+      const float* own = x + block * BYTE_BLOCK + 4 * j;
+      for (int v = 0; v < VECTORS; v++) {
+        const int64_t half = v / (VECTORS / 2), part = v % (VECTORS / 2);
+        const I fours = read<I>(panel + half * BYTE_TILE + 64 * j + 4 * W * part);
+        const F weights[4] = {
+            __builtin_convertvector((fours << 24) >> 24, F),
+            __builtin_convertvector((fours << 16) >> 24, F),
+            __builtin_convertvector((fours << 8) >> 24, F),
+            __builtin_convertvector(fours >> 24, F),
+        };
+        for (int r = 0; r < R; r++)
+          for (int i = 0; i < 4; i++)
+            sums[i % CHAINS][r][v] += weights[i] * (F{} + own[r * x_stride + i]);
+      }
+    }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < VECTORS && v * W < num_columns; v++) {
+      const int64_t count = smaller(W, num_columns - v * W);
+      F sum = sums[0][r][v];
+      for (int c = 1; c < CHAINS; c++) sum += sums[c][r][v];
+      sum *= load(factors + v * W);
+      if (bias != nullptr) sum += load_some(bias + v * W, count);
+      store_some(out + r * num_outputs + v * W, sum, count);
+    }
+}
+
+template <int R, typename T>
+TARGET static void rows_int8(int64_t num_rows, const float* x, int64_t x_stride,
+                             const int8_t* panel, int64_t num_blocks, const float* factors,
+                             const T* bias, T* out, int64_t num_outputs, int64_t num_columns) {
+  if constexpr (R > 0) {
+    if (num_rows == R)
+      panel_int8<R>(x, x_stride, panel, num_blocks, factors, bias, out, num_outputs, num_columns);
+    else
+      rows_int8<R - 1>(num_rows, x, x_stride, panel, num_blocks, factors, bias, out, num_outputs,
+                       num_columns);
+  }
+}
+
+template <typename T>
+void linear_int8(const Linear<T>& task, int num_threads) {
+  const int64_t padded = padded_bytes(task.num_inputs), num_blocks = padded / BYTE_BLOCK;
+  float* wide = static_cast<float*>(scratch(3, task.num_rows * padded * sizeof(float)));
+  widen_rows(task, padded, wide);
+  const int64_t num_panels = divide_up(task.num_outputs, PANEL), panel_size = padded * PANEL;
+  const int64_t size =
+      larger(1, smaller((96 << 10) / larger(1, panel_size), num_panels / (4 * num_threads)));
+  parallel(num_threads, divide_up(num_panels, size), [&](Cursor& cursor) {
+    for (int64_t chunk; (chunk = cursor.take()) < cursor.total;)
+      for (int64_t panel = chunk * size; panel < smaller(num_panels, (chunk + 1) * size); panel++)
+        for (int64_t row = 0; row < task.num_rows; row += ROWS_BF16) {
+          const int64_t column = panel * PANEL;
+          rows_int8<ROWS_BF16>(smaller(ROWS_BF16, task.num_rows - row), wide + row * padded,
+                               padded, task.bytes + panel * panel_size, num_blocks,
+                               task.factors + column,
+                               task.bias == nullptr ? nullptr : task.bias + column,
+                               task.out + row * task.num_outputs + column, task.num_outputs,
+                               smaller(PANEL, task.num_outputs - column));
+        }
+  });
+}
+
+// ---- groups ----
 
 typedef uint8_t B __attribute__((vector_size(WIDTH)));
 
@@ -108,6 +186,8 @@ void linear_groups(const Linear<T>& task, int num_threads) {
   });
 }
 
+template void linear_int8<float>(const Linear<float>&, int);
+template void linear_int8<bf16>(const Linear<bf16>&, int);
 template void linear_groups<float>(const Linear<float>&, int);
 template void linear_groups<bf16>(const Linear<bf16>&, int);
 
