@@ -17,7 +17,7 @@ from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
-from lightserve.kernels.interface import Kernels
+from lightserve.kernels.interface import Kernels, KernelShapes
 from lightserve.kernels.select import make_kernels, missing_core, tune_kernels
 from lightserve.kernels.self_check import LIMITS, check_int8_kv, check_kernels, check_quantized
 from lightserve.messages.router_worker import StepPlan
@@ -269,6 +269,7 @@ def build_runner(
     sizes = graph_sizes(config, kernels, device)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     method = linear_method(config.quantization, kernels, torch_dtype)
+    kv_type = kv_dtype(config, kernels, dtype)
     context_len = resolve_context_len(config.max_model_len, model_config)
     model = load(
         path,
@@ -282,12 +283,7 @@ def build_runner(
     )
     shapes = kernel_shapes(model_config, tp, dtype=torch_dtype, context_len=context_len)
     tune_kernels(kernels, shapes, device, mode=config.kernel_tuning, is_shown=tp.rank == 0)
-    check_kernels(kernels, shapes, device)
-    if isinstance(method, Int8Method):
-        check_quantized(method.kernels, shapes)
-    kv_type = kv_dtype(config, kernels, dtype)
-    if kv_type == "int8":
-        check_int8_kv(kernels, shapes)
+    _check(kernels, shapes, device, method=method, kv_type=kv_type)
     layout = kv_layout(model_config, tp_size=tp.size, dtype=kv_type)
     vocab_size = model_config.vocab_size
     constraints = None if tp.rank else _row_constraints(path, vocab_size, device)
@@ -326,6 +322,22 @@ def build_runner(
     capture_graphs(runner, model, pool, sizes, tp=tp)
     warm_up(runner, max_num_batched_tokens=config.max_tokens_of_step(device.type))
     return runner
+
+
+def _check(
+    kernels: Kernels,
+    shapes: KernelShapes,
+    device: torch.device,
+    *,
+    method: LinearMethod,
+    kv_type: str,
+) -> None:
+    """Compare all that the kernels will do with the reference."""
+    check_kernels(kernels, shapes, device)
+    if isinstance(method, Int8Method):
+        check_quantized(method.kernels, shapes)
+    if kv_type == "int8":
+        check_int8_kv(kernels, shapes)
 
 
 def linear_method(quantization: str, kernels: Kernels, dtype: torch.dtype) -> LinearMethod:
