@@ -78,7 +78,10 @@ def test_clients_learn_of_a_dead_worker_or_router(sturdy: LiveServer, role: str)
     assert [sturdy.tree()[f"frontend-{index}"].pid for index in (0, 1)] == frontends
 
 
-@pytest.mark.parametrize("take_memory", [in_a_small_control_group, with_no_more_addresses])
+@pytest.mark.parametrize(
+    "take_memory",
+    long_but([(in_a_small_control_group,), (with_no_more_addresses,)], [(with_no_more_addresses,)]),
+)
 def test_a_worker_without_memory_is_replaced_and_nothing_else(
     sturdy: LiveServer, take_memory: MemoryLimit
 ) -> None:
@@ -272,6 +275,7 @@ def _is_quiet(process: psutil.Process) -> bool:
     return process.cpu_times() == before
 
 
+@pytest.mark.long
 def test_the_group_is_replaced(run_parent: Path) -> None:
     """A rank that hangs is test_faults's, and bench/faults/recovery.py's, which measures both."""
     with live_server(run_parent, "--tp=2", "--max-kv-tokens=4096") as server:

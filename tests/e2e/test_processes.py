@@ -21,6 +21,7 @@ import msgspec
 import psutil
 import pytest
 import zmq
+from support.grids import choose, more_when_long
 from support.live_server import LiveServer, live_server
 from support.processes import wait_for
 from support.streams import Outcome, stream_once
@@ -382,7 +383,7 @@ def test_a_refusal_is_one_line(server: LiveServer) -> None:
 # schemathesis over the running server's own schema; bench/abuse schema is the long version.
 
 TOOL = Path(sys.executable).parent / "schemathesis"
-MAX_EXAMPLES = "8"
+MAX_EXAMPLES, PHASES = choose(("2", "fuzzing"), ("8", "coverage,fuzzing"))
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,"
     "response_schema_conformance,negative_data_rejection"
@@ -390,12 +391,13 @@ CHECKS = (
 """No 5xx; every answer is one that the schema names; what does not fit the schema is refused."""
 
 
+@more_when_long
 def test_no_data_makes_the_server_fail(server: LiveServer, tmp_path: Path) -> None:
     """Data that fit the schema and data that do not: no 5xx, and the schema is true."""
     done = subprocess.run(
         [
             *[str(TOOL), "run", f"{server.url}/openapi.json", "--checks", CHECKS],
-            *["--mode", "all", "--phases", "coverage,fuzzing", "--max-examples", MAX_EXAMPLES],
+            *["--mode", "all", "--phases", PHASES, "--max-examples", MAX_EXAMPLES],
             *["--seed", "1", "--suppress-health-check", "all", "--generation-database", "none"],
             *["--request-timeout", "300", "--no-color", "--warnings", "off"],
         ],

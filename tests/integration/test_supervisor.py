@@ -1,4 +1,8 @@
-"""The supervisor with scripted children: every death, every message, every exit code."""
+"""The supervisor with scripted children: every death, every message, every exit code.
+
+The rules by themselves are tested without processes (`test_fleet.py`); what only repeats one of
+them with processes is for the long run.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ from typing import Any
 
 import pytest
 from support import scripted_child
+from support.grids import long_but
 from support.model_files import write_model_files
 from support.processes import PATIENCE_S, is_running, wait_for, wait_gone
 
@@ -286,6 +291,7 @@ def test_stalled_workers_are_replaced(start: StartServer) -> None:
     assert server.journal("start", "worker-0", 2) == []
 
 
+@pytest.mark.long
 def test_a_router_that_dies_while_the_workers_are_replaced(start: StartServer) -> None:
     server = start({"worker-0/1": "hang"})
     server.wait_banner()
@@ -298,6 +304,7 @@ def test_a_router_that_dies_while_the_workers_are_replaced(start: StartServer) -
     assert server.finish(signal.SIGTERM)[0] == 0
 
 
+@pytest.mark.long
 def test_a_replacement_that_is_never_ready_is_replaced_too(start: StartServer) -> None:
     server = start({"worker-0/1": "hang"}, "--start-timeout-s", "300")
     server.wait_banner()
@@ -312,6 +319,7 @@ def _ready_times_s(stderr: str) -> list[float]:
     return [float(text) for text in re.findall(r"all processes ready after ([\d.]+) s", stderr)]
 
 
+@pytest.mark.long
 def test_ready_is_said_once_and_not_before_every_frontend_serves(start: StartServer) -> None:
     server = start({"frontend-1": "serve-late"}, "--http-workers", "2", "--tp", "2")
     server.wait_banner()
@@ -333,6 +341,7 @@ def test_ready_is_said_once_and_not_before_every_frontend_serves(start: StartSer
     assert times_s[1] >= served_s - lost_s - 0.02
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "killed", "reason"),
     [
@@ -365,6 +374,7 @@ def test_a_welcome_that_never_comes_is_not_waited_for(
     assert _ready_times_s(log.text)[1] >= 300.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["router-0", "frontend-1"])
 def test_a_silent_router_or_frontend_is_replaced(start: StartServer, name: str) -> None:
     server = start({f"{name}/0": "fall-silent"}, "--http-workers", "2", silence_timeout_s=8.0)
@@ -393,6 +403,7 @@ def test_a_busy_router_is_late_not_dead(start: StartServer) -> None:
     assert len(server.journal("start", "router-0")) == 1
 
 
+@pytest.mark.long
 def test_a_router_that_is_busy_for_ever_is_replaced(start: StartServer) -> None:
     server = start({"router-0/0": "compute inf"}, silence_timeout_s=1.0, late_timeout_s=3.0)
     server.wait_banner()
@@ -403,6 +414,7 @@ def test_a_router_that_is_busy_for_ever_is_replaced(start: StartServer) -> None:
     assert "router-0 was busy for 3 s: killed" in stderr
 
 
+@pytest.mark.long
 def test_silence_while_everything_was_stopped_proves_nothing(start: StartServer) -> None:
     server = start(None, silence_timeout_s=5.0)
     server.wait_banner()
@@ -420,6 +432,7 @@ def test_silence_while_everything_was_stopped_proves_nothing(start: StartServer)
     assert len(server.journal("start")) == len(children)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "behaviour"), [("worker-0", "crash-when-ready"), ("frontend-0", "crash-when-ready")]
 )
@@ -468,7 +481,10 @@ def test_a_child_that_cannot_start_ends_the_server(
 
 
 @pytest.mark.parametrize(
-    ("signum", "exit_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130), (signal.SIGHUP, 0)]
+    ("signum", "exit_code"),
+    long_but(
+        [(signal.SIGTERM, 0), (signal.SIGINT, 130), (signal.SIGHUP, 0)], [(signal.SIGINT, 130)]
+    ),
 )
 def test_a_signal_while_starting_ends_at_once(
     start: StartServer, signum: int, exit_code: int
@@ -497,7 +513,10 @@ def test_frontends_that_do_not_drain_are_killed(start: StartServer) -> None:
     assert stderr.rstrip().endswith("stopped")
 
 
-@pytest.mark.parametrize(("second", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("second", "code"),
+    long_but([(signal.SIGINT, 130), (signal.SIGTERM, 143)], [(signal.SIGTERM, 143)]),
+)
 def test_a_second_signal_kills_everything_at_once(
     start: StartServer, second: int, code: int
 ) -> None:
@@ -510,6 +529,7 @@ def test_a_second_signal_kills_everything_at_once(
     assert "once more: everything ends now" in stderr
 
 
+@pytest.mark.long
 def test_a_router_that_dies_while_draining_is_not_replaced(start: StartServer) -> None:
     server = start({"frontend-0": "never-drain"}, "--shutdown-timeout-s", "300")
     server.wait_banner()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from lightserve.child import control_name
 from lightserve.config import ServeConfig
 from lightserve.errors import StartupError
 from lightserve.messages.supervision import (
+    ChildFailed,
     ChildReady,
     ChildSpec,
+    FrontendLost,
     FrontendServing,
     Role,
     SupervisorMessage,
@@ -22,6 +25,7 @@ from lightserve.messages.supervision import (
 from lightserve.supervisor.fleet import Fleet, Phase
 from lightserve.supervisor.metrics import ServerMetrics
 from lightserve.supervisor.spawn import Child, RunDir, Spawner, SpecWriter
+from lightserve.types import FrontendId
 
 
 class _Child(Child):
@@ -34,11 +38,12 @@ class _Child(Child):
         self.pid = os.getpid()  # what metrics look at
         self.due_s, self.late_due_s = due_s, float("inf")
         self.is_ready = self.is_serving = self.is_doomed = self.was_killed = False
+        self.is_at_work = False
         self.failure = ""
         self.sent: list[SupervisorMessage] = []
 
     def is_busy(self) -> bool:
-        return False
+        return self.is_at_work
 
     def send(self, message: SupervisorMessage) -> None:
         self.sent.append(message)
@@ -73,8 +78,6 @@ class _Server:
         specs = SpecWriter(config, run_dir, run_dir.address("control"), listen_fd=-1)
         self.fleet = Fleet(specs, self.spawner, ServerMetrics(config))
         self.fleet.start()
-        self.all_ready()
-        assert self.fleet.phase is Phase.SERVING
 
     def child(self, role: Role, index: int = 0) -> _Child:
         """Return the youngest of a kind."""
@@ -84,14 +87,18 @@ class _Server:
             if (child.spec.role, child.spec.index) == (role, index)
         )
 
-    def all_ready(self) -> None:
+    def all_ready(self, *, but: Sequence[_Child] = (), are_welcome: bool = True) -> None:
         """Have every child that lives say that it is ready, and frontends that they serve."""
         for child in self.fleet.children:
-            if not child.is_ready:
+            if not child.is_ready and child not in but:
                 self.fleet.on_message(child.control_name, ChildReady())
         for child in self.fleet.children:
-            if child.spec.role is Role.FRONTEND:
+            if child.spec.role is Role.FRONTEND and child not in but and are_welcome:
                 self.fleet.on_message(child.control_name, FrontendServing())
+
+    def kinds(self, child: _Child) -> list[str]:
+        """Return the names of the messages that a child has been sent."""
+        return [type(message).__name__ for message in child.sent]
 
     def stalled(self, incarnation: int) -> None:
         """Have the router say that this group of workers makes no step."""
@@ -101,9 +108,16 @@ class _Server:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> _Server:
-    config = ServeConfig(tp=2, http_workers=1, max_restarts=2)
+def starting(tmp_path: Path) -> _Server:
+    config = ServeConfig(tp=2, http_workers=2, max_restarts=2, start_timeout_s=300.0)
     return _Server(RunDir(str(tmp_path)), config)
+
+
+@pytest.fixture
+def server(starting: _Server) -> _Server:
+    starting.all_ready()
+    assert starting.fleet.phase is Phase.SERVING
+    return starting
 
 
 def test_workers_are_replaced_when_they_stall_and_not_for_what_was_said_of_others(
@@ -144,6 +158,166 @@ def test_a_new_router_counts_its_groups_from_the_first(server: _Server) -> None:
     assert not worker.was_killed
     server.fleet.on_message(router.control_name, message)
     assert worker.was_killed
+
+
+def test_frontends_learn_of_a_routers_death_and_of_its_successor(server: _Server) -> None:
+    frontend, worker = server.child(Role.FRONTEND), server.child(Role.WORKER)
+    server.fleet.on_exit(server.child(Role.ROUTER))
+    assert worker.was_killed and server.kinds(frontend) == ["RouterUp", "RouterDown"]
+    for rank in (0, 1):
+        server.fleet.on_exit(server.child(Role.WORKER, rank))
+    server.all_ready()
+    assert server.kinds(frontend) == ["RouterUp", "RouterDown", "RouterUp"]
+    assert not frontend.was_killed
+
+
+def test_a_router_that_dies_while_the_workers_are_replaced(server: _Server) -> None:
+    for rank in (0, 1):
+        server.fleet.on_exit(server.child(Role.WORKER, rank))
+    unready = server.child(Role.WORKER)
+    assert unready.spec.incarnation == 1
+    server.fleet.on_exit(server.child(Role.ROUTER))
+    assert unready.was_killed
+    for rank in (0, 1):
+        server.fleet.on_exit(server.child(Role.WORKER, rank))
+    worker, router = server.child(Role.WORKER), server.child(Role.ROUTER)
+    assert worker is not unready and worker.spec.boot_id == router.spec.boot_id
+
+
+def test_a_dead_frontend_is_told_to_the_router_and_replaced(server: _Server) -> None:
+    server.fleet.on_exit(server.child(Role.FRONTEND, 1))
+    lost = FrontendLost(frontend_id=FrontendId(1), incarnation=0)
+    assert server.child(Role.ROUTER).sent == [lost]
+    new = server.child(Role.FRONTEND, 1)
+    assert (new.spec.incarnation, server.kinds(new)) == (1, ["RouterUp"])
+    assert not server.child(Role.FRONTEND, 0).was_killed
+    assert not server.child(Role.WORKER).was_killed
+
+
+def _check_when_due(server: _Server, child: _Child) -> None:
+    """Look at the deadlines when this child's has come, and all others were heard of just now."""
+    assert child.due_s < float("inf")
+    for other in server.spawner.children:
+        if other is not child:
+            other.due_s = float("inf")
+    server.fleet.check_deadlines(child.due_s)
+
+
+@pytest.mark.parametrize("role", [Role.ROUTER, Role.FRONTEND])
+def test_one_that_is_silent_is_killed_unless_it_works(server: _Server, role: Role) -> None:
+    child, worker = server.child(role), server.child(Role.WORKER)
+    assert worker.due_s == float("inf"), "a long step is no fault"
+    child.is_at_work = True
+    _check_when_due(server, child)
+    assert not child.was_killed and child.due_s < child.late_due_s
+    child.due_s = child.late_due_s
+    _check_when_due(server, child)
+    assert child.was_killed, "however busy"
+
+
+def test_one_that_is_silent_and_idle_is_killed(server: _Server) -> None:
+    child = server.child(Role.FRONTEND, 1)
+    _check_when_due(server, child)
+    assert child.was_killed and not child.is_doomed, "its end is recovered from"
+
+
+def test_silence_while_the_supervisor_was_stopped_proves_nothing(server: _Server) -> None:
+    router = server.child(Role.ROUTER)
+    server.fleet.check_deadlines(router.due_s + 1000.0)
+    assert not any(child.was_killed for child in server.spawner.children)
+
+
+def test_a_replacement_that_is_never_ready_is_replaced(server: _Server) -> None:
+    for rank in (0, 1):
+        server.fleet.on_exit(server.child(Role.WORKER, rank))
+    unready = server.child(Role.WORKER)
+    server.all_ready(but=[unready])
+    _check_when_due(server, unready)
+    assert unready.was_killed and not unready.is_doomed
+    server.fleet.on_exit(unready)
+    server.fleet.on_exit(server.child(Role.WORKER, 1))
+    assert server.child(Role.WORKER).spec.incarnation == 2
+
+
+def test_ready_is_said_once_and_not_before_every_frontend_serves(
+    server: _Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    late = server.child(Role.FRONTEND, 1)
+    for rank in (0, 1):
+        server.fleet.on_exit(server.child(Role.WORKER, rank))
+    server.all_ready(but=[late])
+    assert "ready after" not in caplog.text
+    server.all_ready()
+    server.all_ready()
+    assert caplog.text.count("all processes ready after") == 1
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_welcome_that_never_comes_is_not_waited_for(server: _Server, is_first: bool) -> None:
+    """Of one frontend it is the frontend that is killed, of all of them the router."""
+    if is_first:
+        server.fleet.on_exit(server.child(Role.FRONTEND, 1))
+        expected = server.child(Role.FRONTEND, 1)
+        server.all_ready(but=[expected])
+        server.fleet.on_message(expected.control_name, ChildReady())
+    else:
+        for rank in (0, 1):
+            server.fleet.on_exit(server.child(Role.WORKER, rank))
+        expected = server.child(Role.ROUTER)
+        server.all_ready(are_welcome=False)
+    # All are heard of at that moment, so that nothing else is late.
+    due_s = server.fleet._whole_due_s
+    for child in server.spawner.children:
+        child.due_s = float("inf")
+    server.fleet.check_deadlines(due_s)
+    killed = [child for child in server.spawner.children if child.was_killed]
+    assert [child for child in killed if not child.is_doomed] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("role", "reason"),
+    [
+        (Role.WORKER, "worker-0 was not ready after 300 s (--start-timeout-s)"),
+        (Role.FRONTEND, "frontend-0 was not ready after 300 s (--start-timeout-s)"),
+    ],
+)
+def test_a_start_that_takes_too_long_is_the_end(starting: _Server, role: Role, reason: str) -> None:
+    child = starting.child(role)
+    starting.all_ready(but=[child])
+    with pytest.raises(StartupError) as ended:
+        _check_when_due(starting, child)
+    assert str(ended.value) == reason
+
+
+def test_a_child_that_dies_while_starting_is_the_end(starting: _Server) -> None:
+    starting.fleet.on_message(
+        starting.child(Role.WORKER).control_name, ChildFailed(reason="key 'x' is wrong")
+    )
+    with pytest.raises(StartupError, match=r"^worker-0: key 'x' is wrong$"):
+        starting.fleet.on_exit(starting.child(Role.WORKER))
+    with pytest.raises(StartupError, match=r"^router-0 exited with code 7$"):
+        starting.fleet.on_exit(starting.child(Role.ROUTER))
+
+
+def test_while_draining_nothing_is_replaced(server: _Server) -> None:
+    server.fleet.drain()
+    num_children = len(server.spawner.children)
+    server.fleet.on_exit(server.child(Role.ROUTER))
+    frontend = server.child(Role.FRONTEND)
+    assert server.kinds(frontend) == ["RouterUp", "Drain", "RouterDown"]
+    server.fleet.on_exit(frontend)
+    assert not server.fleet.is_drained
+    server.fleet.on_exit(server.child(Role.FRONTEND, 1))
+    assert server.fleet.is_drained and len(server.spawner.children) == num_children
+
+
+def test_frontends_that_do_not_drain_are_killed(server: _Server) -> None:
+    server.fleet.drain()
+    for child in server.fleet.children:
+        child.due_s = float("inf")
+    server.fleet.check_deadlines(server.fleet.next_deadline_s)
+    assert all(server.child(Role.FRONTEND, index).was_killed for index in (0, 1))
 
 
 def test_each_failure_costs_one_restart_and_one_too_many_is_the_end(server: _Server) -> None:
