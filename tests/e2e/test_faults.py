@@ -150,6 +150,7 @@ def _health(server: LiveServer) -> dict[str, Any]:
     return health
 
 
+@pytest.mark.long
 def test_a_router_that_hangs_is_replaced(sturdy: LiveServer) -> None:
     """SIGSTOP for ever: /livez says so first, then the supervisor kills it."""
     before = {role: process.pid for role, process in sturdy.tree().items()}
@@ -219,6 +220,7 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error(run_parent: Path
         assert outcomes <= {Outcome.WHOLE, Outcome.ERROR_EVENT}
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_at_once(run_parent: Path) -> None:
     with live_server(run_parent) as server:
         body = {**_body(server), "max_tokens": 6000}  # no drain is faster than the second signal

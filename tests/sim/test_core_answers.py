@@ -109,7 +109,7 @@ scenes = st.lists(
 
 @more_when_long
 @pytest.mark.parametrize("reckless", [False, True], ids=["roomy", "preempting"])
-@settings(max_examples=choose(20, 60), deadline=None)
+@settings(max_examples=choose(10, 60), deadline=None)
 @given(scene=scenes)
 def test_the_lag_changes_nothing_visible(reckless: bool, scene: list[tuple[Arrival, int]]) -> None:
     """0, 5 and 50 ms: the same tokens up to the stop, and exactly these become history."""
@@ -173,7 +173,7 @@ CAP = 7
 
 @more_when_long
 @pytest.mark.parametrize("policy", ["chunked", "fcfs"])
-@settings(max_examples=choose(20, 60), deadline=None)
+@settings(max_examples=choose(10, 60), deadline=None)
 @given(
     scene=st.lists(
         st.tuples(

@@ -18,7 +18,7 @@ from support.core_scenes import (
     step_time,
     submit,
 )
-from support.grids import choose, more_when_long
+from support.grids import choose, every_value, more_when_long
 from support.storms import storm
 
 from lightserve.messages.frontend_router import Abort, ErrorCode, RequestDelta
@@ -168,7 +168,7 @@ class FaultyWorld:
 @pytest.mark.parametrize("block", range(4))
 def test_random_faults(block: int) -> None:
     """No request gets stuck, no token is lost or repeated, no slot leaks."""
-    for seed in range(block * 40, block * 40 + choose(10, 40)):
+    for seed in range(block * 40, block * 40 + choose(5, 40)):
         world = FaultyWorld(seed)
         for _ in range(world.rng.randint(20, 200)):
             world.move()
@@ -232,9 +232,10 @@ def arrivals() -> list[Arrival]:
     ]
 
 
-@pytest.mark.parametrize("at_s", [0.02, 0.1, 0.19, 0.3])
-@pytest.mark.parametrize("preemption", list(Preemption))
-@pytest.mark.parametrize("policy", ["priority", "unified", "chunked"])
+@pytest.mark.parametrize(
+    ("policy", "preemption", "at_s"),
+    every_value(["priority", "unified", "chunked"], list(Preemption), [0.02, 0.1, 0.19, 0.3]),
+)
 def test_nothing_is_left_after_a_storm(policy: str, preemption: Preemption, at_s: float) -> None:
     options = KVOptions(
         cache_order=task_aware, block_size=16, preemption=preemption, clean_ahead_tokens=10

@@ -73,7 +73,7 @@ families = st.lists(
     ("policy", "reckless", "order"),
     every_value(sorted(POLICIES), [True, False], [task_aware, least_recently_used]),
 )
-@settings(max_examples=choose(20, 80), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=choose(10, 80), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(arrivals=families, budget=st.integers(MAX_SEQS, 64))
 def test_random_traffic(
     policy: str, reckless: bool, order: object, arrivals: list[Arrival], budget: int
@@ -284,7 +284,7 @@ arrivals_of_families = st.lists(
 
 
 @pytest.mark.parametrize("policy", long_but([("chunked",), ("fcfs",)], [("fcfs",)]))
-@settings(max_examples=choose(20, 100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=choose(10, 100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(arrivals=arrivals_of_families, budget=st.integers(MAX_SEQS, 64))
 def test_a_request_that_reserves_the_worst_case_loses_nothing(
     policy: str, arrivals: list[Arrival], budget: int
@@ -447,7 +447,7 @@ def _checked_map(core: Scheduler) -> KVPool:
 
 
 @more_when_long
-@settings(max_examples=choose(30, 100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=choose(15, 100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     arrivals=some_arrivals,
     options=some_options,

@@ -64,7 +64,7 @@ arrivals_strategy = st.lists(
     ("admission", "policy"),
     every_value([RecklessAdmission(), ConservativeAdmission()], sorted(POLICIES)),
 )
-@settings(max_examples=choose(20, 60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=choose(10, 60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(arrivals=arrivals_strategy, budget=st.integers(MAX_SEQS, 64))
 def test_random_traffic(
     admission: AdmissionRule, policy: str, arrivals: list[Arrival], budget: int
@@ -84,7 +84,7 @@ def test_random_traffic(
     assert set(status.load.values()) == {ClassLoad(0, 0, 0)}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(arrivals=arrivals_strategy, gone_s=st.floats(0, 0.3))
 def test_frontend_gone_frees_everything_of_it(arrivals: list[Arrival], gone_s: float) -> None:
     core = make_core("chunked")
@@ -415,7 +415,7 @@ class Lines:
 
 @more_when_long
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-@settings(max_examples=choose(6, 15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=choose(4, 15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     arrivals=arrivals_of_policies,
     budget=st.integers(MAX_SEQS, 48),
