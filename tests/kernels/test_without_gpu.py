@@ -123,11 +123,16 @@ class NoGenerator:
 ROOT = Path(__file__).parents[2]
 
 
-def test_attention_as_a_hopper_gpu_gets_it(tmp_path: Path) -> None:
-    """In a process of its own: under TRITON_INTERPRET=1 there is nothing to compile."""
+def test_attention_as_a_hopper_gpu_gets_it(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """In a process of its own: under TRITON_INTERPRET=1 there is nothing to compile.
+
+    What was compiled is kept for the next run, by the contents of all that it was made from.
+    """
+    cache = getattr(pytestconfig, "cache", None)
+    compiled = tmp_path / "compiled" if cache is None else cache.mkdir("triton")
     table = tmp_path / "table.json"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(compiled)}
     environment |= {"TRITON_DEFAULT_FP_FUSION": "0"}  # kernels say for themselves what they want
     options = ["--capability", "90", "--json", str(table), "--name", "28/4 heads of 128, window"]
     done = subprocess.run(
