@@ -327,7 +327,7 @@ PROCESSES = [
         "supervisor/fleet.py",
         "if child.spec.role is Role.WORKER:\n            child.due_s",
         "if child.spec.role is Role.ROUTER:\n            child.due_s",
-        "integration/test_supervisor.py",
+        "unit/supervisor/test_fleet.py",
     ),
     fault(
         "config/file.py",
