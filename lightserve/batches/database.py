@@ -167,7 +167,12 @@ CREATE TABLE costs (
 """
 """How much batches are, and how fast lines get on: see `forecast`."""
 
-VERSIONS = (_FIRST, _RESPONSES, _BACKGROUND, _FORECASTS)
+_CRASHES = """
+ALTER TABLE lines ADD COLUMN crashes INTEGER NOT NULL DEFAULT 0;
+"""
+"""How often the process of batches has died with a line."""
+
+VERSIONS = (_FIRST, _RESPONSES, _BACKGROUND, _FORECASTS, _CRASHES)
 """What makes each version of the schema of the one before."""
 SCHEMA_VERSION = len(VERSIONS)
 

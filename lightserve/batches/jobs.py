@@ -44,7 +44,16 @@ _COLUMNS = (
 LOSS_DELAY_S = 60.0
 """What a line waits after its second loss, and twice as long after each further one. With it, no
 line alone costs as many restarts of workers as a server allows by default."""
-EXPIRED_MESSAGE = "This request could not be executed before the completion window expired."
+MAX_CRASHES = 6
+SUSPECT_CRASHES = 2
+"""A line with which the process has died so often runs beside no other such one: so no line is
+taken for the reason that only ran beside it."""
+EXPIRED = (
+    "batch_expired",
+    "This request could not be executed before the completion window expired.",
+)
+CRASHED = ("process_lost", "The server lost a process each time that it began with this request.")
+"""Codes and messages of errors of lines that have no answer."""
 
 
 class LeaseLost(StoreError):
@@ -252,9 +261,19 @@ class Jobs:
 
     # ------------------------------------------------------------------ work
 
-    def begin(self, owner: str) -> int:
-        """Begin a new epoch of an owner, whose leases of earlier ones end; return it."""
+    def begin(self, owner: str, now_s: float, *, has_crashed: bool = False) -> int:
+        """Begin a new epoch of an owner, whose leases of earlier ones end; return it.
+
+        `has_crashed`: what it still has leased may be why it died. A line that has been there
+        MAX_CRASHES times is taken for the reason.
+        """
         with self._db.transaction():
+            if has_crashed:
+                self._db.write(
+                    "UPDATE lines SET crashes = crashes + 1 WHERE state = 'leased' AND owner = ?",
+                    owner,
+                )
+                self._end_crashing(now_s)
             self._db.write(
                 "INSERT INTO owners VALUES (?, 1)"
                 " ON CONFLICT (name) DO UPDATE SET epoch = epoch + 1",
@@ -266,6 +285,41 @@ class Jobs:
                 owner,
             )
             return int(self._db.value("SELECT epoch FROM owners WHERE name = ?", owner))
+
+    def _end_crashing(self, now_s: float) -> None:
+        """Give the lines with which the process dies again and again an error as their result."""
+        for batch, batch_id in self._db.rows(
+            "SELECT DISTINCT batches.number, batches.id FROM lines JOIN batches"
+            " ON batches.number = lines.batch WHERE state = 'leased' AND crashes >= ?",
+            MAX_CRASHES,
+        ):
+            where = "batch = ? AND state = 'leased' AND crashes >= ?"
+            self._fail(batch, batch_id, CRASHED, where, (batch, MAX_CRASHES))
+            if self._num_left(batch) == 0:
+                self._end(batch, "completed", now_s)
+
+    def _fail(
+        self,
+        batch: int,
+        batch_id: str,
+        error: tuple[str, str],
+        where: str,
+        values: tuple[Any, ...],
+    ) -> None:
+        """Give some lines an error, code and message, that is no answer, as their result."""
+        num_failed = self._db.write(
+            "UPDATE lines SET state = 'error', owner = NULL, result = CAST(json_object("
+            "'id', ? || number, 'custom_id', custom_id, 'response', NULL, 'error',"
+            f" json_object('code', ?, 'message', ?)) AS BLOB) WHERE {where}",
+            *(f"batch_req_{batch_id.removeprefix('batch_')}_", *error, *values),
+        )
+        self._db.write(
+            "UPDATE batches SET num_failed = num_failed + ? WHERE number = ?", num_failed, batch
+        )
+
+    def _num_left(self, batch: int) -> int:
+        left = "SELECT num_lines - num_done - num_failed FROM batches WHERE number = ?"
+        return int(self._db.value(left, batch))
 
     def lease(
         self,
@@ -286,14 +340,21 @@ class Jobs:
                 " AND lease_until_s < ? AND owner != ?",
                 *(now_s, owner),
             )
+            suspects = self._db.value(
+                "SELECT count(*) FROM lines WHERE state = 'leased' AND crashes >= ?",
+                SUSPECT_CRASHES,
+            )
             for batch in self._db.rows(
                 "SELECT number, id, endpoint, key_name, input_file, response, expires_s,"
                 " num_lines - num_done - num_failed FROM batches WHERE status = 'in_progress'"
                 " AND expires_s > ? ORDER BY expires_s, number",
                 now_s,
             ):
-                lines = self._queued(batch, now_s, max_lines - len(leased), max_bytes)
+                most_crashes = MAX_CRASHES if suspects == 0 else SUSPECT_CRASHES - 1
+                room = max_lines - len(leased)
+                lines = self._queued(batch, now_s, room, max_bytes, most_crashes)
                 leased += lines
+                suspects += sum(line.crashes >= SUSPECT_CRASHES for line in lines)
                 max_bytes -= sum(len(line.line) for line in lines)
                 if len(leased) >= max_lines or max_bytes <= 0:
                     break
@@ -305,18 +366,28 @@ class Jobs:
         return leased
 
     def _queued(
-        self, batch: tuple[Any, ...], now_s: float, max_lines: int, max_bytes: int
+        self,
+        batch: tuple[Any, ...],
+        now_s: float,
+        max_lines: int,
+        max_bytes: int,
+        most_crashes: int,
     ) -> list[LeasedLine]:
-        """Return the first queued lines of a batch, as far as there is room."""
+        """Return the first queued lines of a batch, as far as there is room; one suspect."""
         number, batch_id, endpoint, key_name, file, response, expires_s, num_left = batch
         lines: list[LeasedLine] = []
-        for index, custom_id, position, num_bytes, attempt, losses in self._db.rows(
-            "SELECT number, custom_id, position, num_bytes, attempt, losses FROM lines"
-            " WHERE batch = ? AND state = 'queued' AND not_before_s <= ? ORDER BY number LIMIT ?",
-            *(number, now_s, max_lines),
+        for index, custom_id, position, num_bytes, attempt, losses, crashes in self._db.rows(
+            "SELECT number, custom_id, position, num_bytes, attempt, losses, crashes FROM lines"
+            " WHERE batch = ? AND state = 'queued' AND not_before_s <= ? AND crashes <= ?"
+            " ORDER BY number LIMIT ?",
+            *(number, now_s, most_crashes, max_lines),
         ):
             if max_bytes <= 0:
                 break
+            if crashes > most_crashes:
+                continue
+            if crashes >= SUSPECT_CRASHES:
+                most_crashes = SUSPECT_CRASHES - 1
             max_bytes -= num_bytes
             if response is None:
                 text = self._files.read_span(file, position, num_bytes)
@@ -331,6 +402,7 @@ class Jobs:
                 key_name=key_name,
                 attempt=attempt,
                 losses=losses,
+                crashes=crashes,
                 line=text,
                 expires_s=expires_s,
                 num_left=num_left,
@@ -380,8 +452,7 @@ class Jobs:
                     )
                     touched.add(outcome.batch)
             for batch in sorted(touched):
-                left = "SELECT num_lines - num_done - num_failed FROM batches WHERE number = ?"
-                if self._db.value(left, batch) == 0:
+                if self._num_left(batch) == 0:
                     self._end(batch, "completed", now_s)
         return num_late
 
@@ -393,17 +464,8 @@ class Jobs:
                 now_s,
             )
             for number, batch_id in over:
-                num_failed = self._db.write(
-                    "UPDATE lines SET state = 'error', owner = NULL, result = CAST(json_object("
-                    "'id', ? || number, 'custom_id', custom_id, 'response', NULL, 'error',"
-                    " json_object('code', 'batch_expired', 'message', ?)) AS BLOB)"
-                    " WHERE batch = ? AND state IN ('queued', 'leased')",
-                    *(f"batch_req_{batch_id.removeprefix('batch_')}_", EXPIRED_MESSAGE, number),
-                )
-                self._db.write(
-                    "UPDATE batches SET num_failed = num_failed + ? WHERE number = ?",
-                    *(num_failed, number),
-                )
+                where = "batch = ? AND state IN ('queued', 'leased')"
+                self._fail(number, batch_id, EXPIRED, where, (number,))
                 self._end(number, "expired", now_s)
         return len(over)
 

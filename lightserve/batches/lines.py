@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 
@@ -55,35 +55,69 @@ _LINE = msgspec.json.Decoder(InputLine)
 _BODY = msgspec.json.Decoder(_Body)
 
 
-def check_lines(
-    files: Files, file: FileRecord, endpoint: str, check_model: Callable[[str], None]
-) -> list[NewLine]:
-    """Return the lines of an input file; blank ones are passed over.
+class LineCheck:
+    """Checks the lines of an input file as it is read; blank ones are passed over.
 
-    Raises:
-        InvalidRequest: a line is none of a batch for `endpoint`; the first such is named.
+    Each method raises InvalidRequest: a line is none of a batch for `endpoint`; the first such is
+    named.
     """
-    lines: list[NewLine] = []
-    seen: dict[str, int] = {}
-    for number, position, line in _split(files, file):
+
+    def __init__(self, endpoint: str, check_model: Callable[[str], None]) -> None:
+        self._endpoint, self._check_model = endpoint, check_model
+        self._lines: list[NewLine] = []
+        self._seen: dict[str, int] = {}
+        self._number, self._position, self._rest = 1, 0, b""
+        """Of the line that has begun."""
+
+    def add(self, data: bytes) -> None:
+        """Take in the next piece of the file."""
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        for line in whole:
+            self._add(line)
+            self._number += 1
+            self._position += len(line) + 1
+        if len(self._rest) > MAX_LINE_BYTES:
+            self._add(self._rest)
+
+    def finish(self) -> list[NewLine]:
+        """Return the lines: the file is over."""
+        if self._rest:
+            self._add(self._rest)
+        if not self._lines:
+            raise InvalidRequest(
+                "the input file must have at least one line, got 0", param="input_file_id"
+            )
+        return self._lines
+
+    def _add(self, line: bytes) -> None:
+        number = self._number
+        if len(line) > MAX_LINE_BYTES:
+            raise _refusal(
+                number,
+                f"a line must have at most {MAX_LINE_BYTES} bytes, got {len(line)} or more",
+                code="line_too_large",
+            )
         if number > MAX_LINES:
             raise _refusal(number, f"a batch must have at most {MAX_LINES} lines")
         if not line.strip():
-            continue
-        custom_id, max_tokens = _check(number, line, endpoint, check_model)
-        if custom_id in seen:
+            return
+        custom_id, max_tokens = _check(number, line, self._endpoint, self._check_model)
+        if custom_id in self._seen:
             raise _refusal(
                 number,
-                f"custom_id must be unique, got {_show(custom_id)} as in line {seen[custom_id]}",
+                f"custom_id must be unique, got {_show(custom_id)} as in line"
+                f" {self._seen[custom_id]}",
                 code="duplicate_custom_id",
             )
-        seen[custom_id] = number
-        lines.append(NewLine(custom_id, position, len(line), max_tokens))
-    if not lines:
-        raise InvalidRequest(
-            "the input file must have at least one line, got 0", param="input_file_id"
-        )
-    return lines
+        self._seen[custom_id] = number
+        self._lines.append(NewLine(custom_id, self._position, len(line), max_tokens))
+
+
+def check_piece(files: Files, file: FileRecord, cursor: int, check: LineCheck) -> int | None:
+    """Check a piece of a file; return where the next one begins. Raises InvalidRequest."""
+    data, following = files.read(file, cursor)
+    check.add(data)
+    return following
 
 
 def body_of(line: bytes) -> bytes:
@@ -98,30 +132,10 @@ def body_of(line: bytes) -> bytes:
     return body
 
 
-def _split(files: Files, file: FileRecord) -> Iterator[tuple[int, int, bytes]]:
-    """Yield each line of a file: its number from 1, the position of its first byte, and itself."""
-    number, position, rest = 1, 0, b""
-    cursor: int | None = 0
-    while cursor is not None and len(rest) <= MAX_LINE_BYTES:
-        data, cursor = files.read(file, cursor)
-        *whole, rest = (rest + data).split(b"\n")
-        for line in whole:
-            yield number, position, line
-            number += 1
-            position += len(line) + 1
-    yield number, position, rest
-
-
 def _check(
     number: int, line: bytes, endpoint: str, check_model: Callable[[str], None]
 ) -> tuple[str, int | None]:
     """Return the custom_id of a line, and its limit of output tokens. Raises InvalidRequest."""
-    if len(line) > MAX_LINE_BYTES:
-        raise _refusal(
-            number,
-            f"a line must have at most {MAX_LINE_BYTES} bytes, got {len(line)} or more",
-            code="line_too_large",
-        )
     try:
         line.decode("utf-8")
         given = _LINE.decode(line)

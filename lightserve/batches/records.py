@@ -189,6 +189,8 @@ class LeasedLine(msgspec.Struct, frozen=True, kw_only=True):
     """How often it has failed by itself before."""
     losses: int
     """How often workers have died with it."""
+    crashes: int = 0
+    """How often the process of batches has."""
     line: bytes
     """As it stands in the input file."""
     expires_s: int

@@ -3,8 +3,9 @@
 One task leases and writes; each line in flight is a task of its own. While the engine is not ready
 nothing is leased, and what it lost is queued again: that counts against no line, but that one with
 which workers die again and again is taken for the reason in the end. A line that fails by itself is
-tried MAX_ATTEMPTS times. When the store fails, what is in flight is given up, and the
-work begins anew, in a new epoch, as soon as the store can be written.
+tried MAX_ATTEMPTS times; how often this process may die with one, `jobs` knows. When the store
+fails, what is in flight is given up, and the work begins anew, in a new epoch, as soon as the store
+can be written.
 """
 
 from __future__ import annotations
@@ -135,9 +136,14 @@ class Runner:
                 await self._give_up()
                 await self._sleep(STORE_RETRY_S)
         await self._give_up()
+        with contextlib.suppress(StoreError):  # the next process is not to think that this one died
+            await self._store.run(lambda store: store.jobs.begin(OWNER, self._clock()))
 
     async def _work(self) -> None:
-        self._epoch = await self._store.run(lambda store: store.jobs.begin(OWNER))
+        now_s, has_crashed = self._clock(), self._epoch == 0
+        self._epoch = await self._store.run(
+            lambda store: store.jobs.begin(OWNER, now_s, has_crashed=has_crashed)
+        )
         try:
             while not self.should_exit:
                 await self._every(RENEW_S, self._renew)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ import openai
 
 from lightserve.batches.access import Store, StoreThread
 from lightserve.batches.database import prepare
-from lightserve.batches.lines import check_lines
+from lightserve.batches.files import Files
+from lightserve.batches.lines import LineCheck, check_piece
 from lightserve.batches.process import InnerRoutes
-from lightserve.batches.records import CHUNK_BYTES, BatchRecord, FileRecord, NewBatch
+from lightserve.batches.records import CHUNK_BYTES, BatchRecord, FileRecord, NewBatch, NewLine
 from lightserve.batches.runner import Runner
 from support.fake_router import Setup, frontend, says
 
@@ -75,6 +76,16 @@ def new_batch(file: FileRecord, **changes: Any) -> NewBatch:
         "request_digest": "x",
     }
     return NewBatch(**(values | changes))
+
+
+def check_lines(
+    files: Files, file: FileRecord, endpoint: str, check_model: Callable[[str], None]
+) -> list[NewLine]:
+    """The lines of a file that is checked at once."""
+    check, cursor = LineCheck(endpoint, check_model), 0
+    while (following := check_piece(files, file, cursor, check)) is not None:
+        cursor = following
+    return check.finish()
 
 
 def make_batch(store: Store, num_lines: int, **changes: Any) -> BatchRecord:

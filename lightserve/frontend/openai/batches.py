@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field
 from starlette.responses import JSONResponse
 
 from lightserve.batches.access import Store
-from lightserve.batches.lines import check_lines
+from lightserve.batches.lines import LineCheck, check_piece
 from lightserve.batches.records import (
     DEFAULT_TTL_S,
     MAX_TTL_S,
@@ -23,7 +23,9 @@ from lightserve.batches.records import (
     MIN_WINDOW_S,
     BatchRecord,
     Endpoint,
+    FileRecord,
     NewBatch,
+    NewLine,
     Status,
 )
 from lightserve.errors import InvalidRequest
@@ -138,7 +140,7 @@ def batches_router(service: Service) -> APIRouter:
         body = await service.bodies.read(request, BatchRequest)
         new = _new_batch(body, caller_of(request.scope).name, _idempotency_key(request))
 
-        def create(store: Store) -> BatchRecord:
+        def find(store: Store) -> BatchRecord | FileRecord:
             now_s = time.time()
             if (known := store.jobs.find_repeated(new, now_s)) is not None:
                 return known
@@ -149,10 +151,13 @@ def batches_router(service: Service) -> APIRouter:
                     param="input_file_id",
                 )
             store.jobs.check_active(new.key_name)
-            lines = check_lines(store.files, file, new.endpoint, service.check_model)
-            return store.jobs.create(new, lines, now_s)
+            return file
 
-        return JSONResponse((await in_store(service, create)).body())
+        found = await in_store(service, find)
+        if isinstance(found, FileRecord):
+            lines = await _check_lines(service, found, new.endpoint)
+            found = await in_store(service, lambda s: s.jobs.create(new, lines, time.time()))
+        return JSONResponse(found.body())
 
     @router.get("/v1/batches")
     async def list_batches(request: Request) -> JSONResponse:
@@ -184,6 +189,23 @@ def batches_router(service: Service) -> APIRouter:
         return JSONResponse(batch.body())
 
     return router
+
+
+async def _check_lines(service: Service, file: FileRecord, endpoint: str) -> list[NewLine]:
+    """Return the lines of a file, read in pieces: what others want of the store comes in between.
+
+    Raises:
+        InvalidRequest: one is wrong.
+        RequestFailed: the store cannot be read.
+    """
+    check, cursor = LineCheck(endpoint, service.check_model), 0
+    while (following := await in_store(service, _piece(file, cursor, check))) is not None:
+        cursor = following
+    return check.finish()
+
+
+def _piece(file: FileRecord, cursor: int, check: LineCheck) -> Callable[[Store], int | None]:
+    return lambda store: check_piece(store.files, file, cursor, check)
 
 
 def _new_batch(body: BatchRequest, key_name: str, idempotency_key: str | None) -> NewBatch:

@@ -102,6 +102,32 @@ def test_a_window_is_promised_or_refused(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_a_large_file_is_checked_while_others_use_the_store(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as setup:
+            client = client_of(setup)
+            data = jsonl([line(f"r{n}", body={"prompt": "x" * 60_000}) for n in range(40)])
+            file = await client.files.create(file=("in.jsonl", data), purpose="batch")
+            store = setup.service.store
+            assert store is not None
+            run, order = store.run, []
+
+            async def noting(work: Any) -> Any:
+                order.append(asyncio.current_task())
+                return await run(work)
+
+            store.run = noting  # type: ignore[method-assign]
+            asked: dict[str, Any] = {"input_file_id": file.id, "endpoint": ENDPOINT}
+            making = asyncio.create_task(client.batches.create(**asked, completion_window="24h"))
+            await eventually(lambda: len(order) > 1)
+            other = asyncio.create_task(client.files.retrieve(file.id))
+            await asyncio.gather(making, other)
+            assert order.count(making) > len(data) // CHUNK_BYTES
+            assert order.index(other) < len(order) - 3, "it waits for its turn, not for the end"
+
+    asyncio.run(scenario())
+
+
 def test_a_batch_from_its_file_to_its_results(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as setup:

@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.batch_store import ENDPOINT, KEY, NOW_S, jsonl, line, new_batch, open_store, upload
+from support.batch_store import (
+    ENDPOINT,
+    KEY,
+    NOW_S,
+    check_lines,
+    jsonl,
+    line,
+    new_batch,
+    open_store,
+    upload,
+)
 
 from lightserve.batches.access import Store
 from lightserve.batches.forecast import (
@@ -26,7 +36,6 @@ from lightserve.batches.forecast import (
     ends,
     work_of,
 )
-from lightserve.batches.lines import check_lines
 from lightserve.batches.records import BatchRecord, LeasedLine, Outcome
 from lightserve.errors import InvalidRequest
 
@@ -99,7 +108,7 @@ class World:
         store.database.write("PRAGMA synchronous=OFF")
         self.store, self.random, self.now_s = store, random.Random(seed), NOW_S
         self.phase_s = 400.0 * self.random.random()
-        self.epoch = store.jobs.begin("north")
+        self.epoch = store.jobs.begin("north", NOW_S)
         self.held: dict[tuple[int, int], tuple[LeasedLine, Tokens, float]] = {}
 
     def lines(self, num_lines: int, mean_output: float) -> bytes:

@@ -29,7 +29,13 @@ from support.batch_store import (
 
 from lightserve.batches.access import Store
 from lightserve.batches.database import DATABASE, SCHEMA_VERSION, prepare
-from lightserve.batches.jobs import LOSS_DELAY_S, LeaseLost, result_line
+from lightserve.batches.jobs import (
+    LOSS_DELAY_S,
+    MAX_CRASHES,
+    SUSPECT_CRASHES,
+    LeaseLost,
+    result_line,
+)
 from lightserve.batches.records import CHUNK_BYTES, MAX_ACTIVE_BATCHES, LeasedLine, Outcome
 from lightserve.errors import InvalidRequest, StartupError
 
@@ -79,7 +85,7 @@ class Owners(RuleBasedStateMachine):
 
     @rule(owner=st.sampled_from(OWNERS))
     def begin_anew(self, owner: str) -> None:
-        self.epochs[owner] = self.store.jobs.begin(owner)
+        self.epochs[owner] = self.store.jobs.begin(owner, NOW_S)
 
     @rule(owner=st.sampled_from(OWNERS), n=st.integers(1, 4))
     def take(self, owner: str, n: int) -> None:
@@ -158,7 +164,7 @@ def test_lines_are_leased_once_within_their_bounds_and_by_the_ends_of_their_batc
     with open_store(tmp_path) as store:
         make_batch(store, 3, window_s=2 * DAY_S)
         soon = make_batch(store, 2)
-        epoch = store.jobs.begin("north")
+        epoch = store.jobs.begin("north", NOW_S)
         first = lease(store, "north", epoch, n=3)
         assert [(each.batch_id, each.custom_id) for each in first[:2]] == [
             (soon.id, "r0"),
@@ -177,7 +183,7 @@ def test_what_an_owner_leased_is_free_when_it_begins_anew_or_its_time_is_over(
 ) -> None:
     with open_store(tmp_path) as store:
         make_batch(store, 2)
-        north, south = store.jobs.begin("north"), store.jobs.begin("south")
+        north, south = store.jobs.begin("north", NOW_S), store.jobs.begin("south", NOW_S)
         held = lease(store, "north", north)
         assert lease(store, "south", south) == []
         store.jobs.renew("north", north, NOW_S + 20, lease_s=LEASE_S)
@@ -185,14 +191,14 @@ def test_what_an_owner_leased_is_free_when_it_begins_anew_or_its_time_is_over(
         assert len(lease(store, "south", south, NOW_S + 51, n=1)) == 1
         assert store.jobs.settle("north", north, [done(each) for each in held], NOW_S) == 2
         with pytest.raises(LeaseLost):
-            again = store.jobs.begin("north")
+            again = store.jobs.begin("north", NOW_S)
             lease(store, "north", again - 1)
 
 
 def test_an_attempt_counts_only_where_the_line_has_failed_by_itself(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         make_batch(store, 1)
-        epoch = store.jobs.begin("north")
+        epoch = store.jobs.begin("north", NOW_S)
         for has_failed, attempts in ((False, 0), (True, 1)):
             (held,) = lease(store, "north", epoch)
             store.jobs.settle("north", epoch, [queued(held, has_failed=has_failed)], NOW_S)
@@ -204,7 +210,7 @@ def test_an_attempt_counts_only_where_the_line_has_failed_by_itself(tmp_path: Pa
 def test_a_line_that_is_lost_again_waits_longer_each_time(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         make_batch(store, 1)
-        epoch, now_s = store.jobs.begin("north"), NOW_S
+        epoch, now_s = store.jobs.begin("north", NOW_S), NOW_S
         for losses, delay_s in enumerate([0.0, LOSS_DELAY_S, 2 * LOSS_DELAY_S, 4 * LOSS_DELAY_S]):
             (held,) = lease(store, "north", epoch, now_s)
             assert held.losses == losses
@@ -218,7 +224,7 @@ def test_a_line_that_is_lost_again_waits_longer_each_time(tmp_path: Path) -> Non
 def test_a_batch_that_is_cancelled_keeps_what_it_has(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         batch = make_batch(store, 3)
-        epoch = store.jobs.begin("north")
+        epoch = store.jobs.begin("north", NOW_S)
         held = lease(store, "north", epoch, n=2)
         store.jobs.settle("north", epoch, [done(held[0])], NOW_S)
         over = store.jobs.cancel(KEY, batch.id, NOW_S + 5)
@@ -233,7 +239,7 @@ def test_a_batch_that_is_cancelled_keeps_what_it_has(tmp_path: Path) -> None:
 def test_a_batch_whose_window_is_over_says_so_of_each_line_that_is_left(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         batch = make_batch(store, 3, window_s=60)
-        epoch = store.jobs.begin("north")
+        epoch = store.jobs.begin("north", NOW_S)
         held = lease(store, "north", epoch, n=2)
         store.jobs.settle("north", epoch, [done(held[0])], NOW_S)
         assert store.jobs.expire(NOW_S + 59) == 0
@@ -352,3 +358,33 @@ def test_a_store_that_cannot_be_used_says_so_in_one_line(tmp_path: Path) -> None
     file.write_text("")
     with pytest.raises(StartupError, match="--batch-store"):
         prepare(file)
+
+
+def test_a_line_with_which_the_process_dies_is_found_and_no_other(tmp_path: Path) -> None:
+    """Whatever runs beside it: the process dies whenever line 3 is in flight."""
+    with open_store(tmp_path) as store:
+        batch = make_batch(store, 12)
+        num_deaths = 0
+        epoch = store.jobs.begin("north", NOW_S, has_crashed=True)
+        while store.jobs.active():
+            held = lease(store, "north", epoch, n=5)
+            suspects = [each for each in held if each.crashes >= SUSPECT_CRASHES]
+            assert held and len(suspects) <= 1
+            if any(each.custom_id == "r3" for each in held):
+                num_deaths += 1
+                epoch = store.jobs.begin("north", NOW_S, has_crashed=True)
+                continue
+            store.jobs.settle("north", epoch, [done(each) for each in held], NOW_S)
+        over = store.jobs.get(KEY, batch.id, NOW_S)
+        assert (over.status, over.num_done, over.num_failed) == ("completed", 11, 1)
+        (error,) = content(store, over.error_file_id)
+        assert (error["custom_id"], error["error"]["code"]) == ("r3", "process_lost")
+        assert num_deaths == MAX_CRASHES
+
+
+def test_what_is_given_up_counts_against_no_line(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        make_batch(store, 1)
+        for _ in range(MAX_CRASHES + 1):
+            (held,) = lease(store, "north", store.jobs.begin("north", NOW_S))
+            assert held.crashes == 0

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.batch_store import ENDPOINT, jsonl, line, open_store, upload
+from support.batch_store import ENDPOINT, check_lines, jsonl, line, open_store, upload
 
-from lightserve.batches.lines import body_of, check_lines
+from lightserve.batches import lines as lines_module
+from lightserve.batches.lines import body_of
 from lightserve.batches.records import CHUNK_BYTES, MAX_LINE_BYTES, MAX_LINES, NewLine
 from lightserve.errors import InvalidRequest
 
@@ -26,6 +27,22 @@ def check(tmp_path: Path, data: bytes) -> list[NewLine]:
             text = store.files.read_span(file.number, each.position, each.num_bytes)
             assert json.loads(text)["custom_id"] == each.custom_id
         return lines
+
+
+def test_a_file_may_end_with_a_line_feed_behind_its_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines_module, "MAX_LINES", 3)
+    with open_store(tmp_path) as store:
+        for num_lines, ending in ((3, b""), (3, b"\n"), (4, b"")):
+            data = jsonl([line(f"r{number}") for number in range(num_lines)]) + ending
+            file = upload(store, data)
+            if num_lines == 3:
+                found = check_lines(store.files, file, ENDPOINT, lambda name: None)
+                assert len(found) == 3
+                continue
+            with pytest.raises(InvalidRequest, match=r"line 4 .* at most 3 lines"):
+                check_lines(store.files, file, ENDPOINT, lambda name: None)
 
 
 def test_lines_are_found_wherever_chunks_are_cut(tmp_path: Path) -> None:

@@ -290,7 +290,10 @@ def test_a_response_whose_window_is_over_has_failed(tmp_path: Path) -> None:
         new = new_response("r", response=queued, request=b'{"custom_id":"r"}')
         store.jobs.respond(new, NOW_S, ttl_s=10**6, quota=10**6)
         (leased,) = store.jobs.lease(
-            *("north", store.jobs.begin("north"), NOW_S), lease_s=9, max_lines=9, max_bytes=99
+            *("north", store.jobs.begin("north", NOW_S), NOW_S),
+            lease_s=9,
+            max_lines=9,
+            max_bytes=99,
         )
         assert leased.line == new.request
         assert store.jobs.expire(NOW_S + 86_399) == 0
