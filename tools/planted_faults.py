@@ -498,8 +498,8 @@ BATCHES = [
     ),
     fault(
         "batches/jobs.py",
-        "if self._db.value(left, batch) == 0:",
-        "if self._db.value(left, batch) == 1:",
+        "                if self._num_left(batch) == 0:\n                    self._end",
+        "                if self._num_left(batch) == 1:\n                    self._end",
         "unit/batches/test_jobs.py",
     ),
     fault(

@@ -39,7 +39,7 @@ from lightserve.frontend.json_body import (
     parse_json,
     parse_model,
 )
-from lightserve.frontend.openai import batches, files, responses
+from lightserve.frontend.openai import batches, files, responses, responses_writer
 from lightserve.frontend.openai.batches import BatchRequest
 from lightserve.frontend.openai.chat import ChatRequest
 from lightserve.frontend.openai.completions import CompletionRequest
@@ -199,7 +199,16 @@ def test_every_body_is_of_a_route_here() -> None:
     ours = {m.__name__ for m in leaves(StrictModel) if m.__module__.startswith("lightserve.")}
     reached = set().union(*(_models(model) for model in known))
     answers = {model.__name__ for model in (DetokenizeResponse, TokenSpan)}
-    for module in (openapi, completion, admin, batches, files, messages, responses):
+    for module in (
+        openapi,
+        completion,
+        admin,
+        batches,
+        files,
+        messages,
+        responses,
+        responses_writer,
+    ):
         answers |= {name for name, value in vars(module).items() if isinstance(value, type)}
     assert ours <= reached | answers, ours - reached - answers
 
