@@ -110,7 +110,7 @@ def test_probes_tell_what_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     original = RouterClient.__init__
     monkeypatch.setattr(
-        RouterClient, "__init__", lambda self: original(self, clock=lambda: now_s[0])
+        RouterClient, "__init__", lambda self, **_: original(self, clock=lambda: now_s[0])
     )
     asyncio.run(scenario())
 
