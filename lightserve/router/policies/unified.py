@@ -178,20 +178,32 @@ class _Order:
                 bool(len(self._best_effort)) or next(iter(step.waiting.of(BE)), None) is not None
             )
             return
-        step.lend(self._lent_until_s())
+        until_s, ample = self._lent_until_s(), ample_share(self._limits.outlook)
+        step.lend(until_s)
         displaced = _displaced(step)
         if len(displaced):
             yield Phase(gives_way=displaced)
+        if ample > 0 and len(self._best_effort):
+            before_s = step.seconds
+            step.lend(max(until_s, before_s * (1.0 + DECODE_STRETCH * ample)))
+            yield Phase(decodes=step.phase_of(self._best_effort).decodes, classes=())
+            self.best_effort_s += step.seconds - before_s
+            step.lend(until_s)
         yield from self._fill_with_best_effort()
+        if ample > 0 and self.wants_more:
+            step.lend(max(until_s, step.seconds * (1.0 + NEARLY_FREE)))
+            yield from self._fill_with_best_effort(has_decodes=False)
+            self.wants_more = True
         if len(displaced):
             yield Phase(decodes=displaced, classes=())
 
-    def _fill_with_best_effort(self) -> Iterator[Phase]:
+    def _fill_with_best_effort(self, *, has_decodes: bool = True) -> Iterator[Phase]:
         """Yield those that run, then those that start, up to the limit that is set."""
         step = self._step
         before_s, has_run_out = step.seconds, False
         if len(self._best_effort):
-            yield step.phase_of(self._best_effort)
+            of_rows = step.phase_of(self._best_effort)
+            yield of_rows if has_decodes else of_rows._replace(decodes=NO_ROWS)
             has_run_out = step.has_run_out
         if not has_run_out and not step.waits_for_memory(RT):
             newcomers: Iterator[Request]
@@ -358,6 +370,10 @@ def is_turn_of_late(
 #
 # Below the knee of the cost model tokens cost next to nothing. A step is stretched by a share of
 # itself in any case, as far as there is free time, so that these are not left unused.
+#
+# Where much time is free (`ample_share`) and little is lent, it is memory that is short. Decodes of
+# best-effort requests go beyond what is lent then, as one that waits keeps its memory from others,
+# and prompts get what adds next to nothing to a step (NEARLY_FREE).
 
 IDLE_FLOORS = 2.0
 """Beyond the idle limit, so many times the shortest step: on slow machines that may be longer."""
@@ -369,6 +385,17 @@ OVER_SHARE, FADE = 0.1, 0.3
 """This much over its share nothing is lent, this much below that all of it."""
 STRETCH_PER_FREE = 0.1
 """Share of a step by which it is stretched in any case, per share of time that is free."""
+MUCH_FREE = 0.25
+"""More than this share of time that is free is ample."""
+DECODE_STRETCH = 2.0
+"""Share of a step by which best-effort decodes may stretch it, per share that is ample."""
+NEARLY_FREE = 0.01
+"""Share of a step by which tokens that are all but free may."""
+
+
+def ample_share(outlook: Outlook) -> float:
+    """Return the share of time that is free beyond what best-effort requests had better not use."""
+    return max(0.0, 1.0 - outlook.load - MUCH_FREE)
 
 
 def lent_until_s(

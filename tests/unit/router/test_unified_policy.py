@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support.policy_scenes import BE, RT, Admitting, Queue, filled, make_request, running_of
 
+from lightserve.messages.common import StepCoefficients
 from lightserve.router.arrivals import IDLE_LIMIT_S, Outlook
 from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.step_budget import MIN_CHUNK, StepBudget
@@ -234,6 +235,25 @@ def test_who_cannot_be_in_time_does_not_hold_up_who_can(cost: StepCost) -> None:
     shares = play(cost, [decode(0, 300)], [hopeless, due(make_request(3, prompt=400), 60)])
     assert list(shares) == [0, 3, 2]
     assert shares[3] == 400
+
+
+def test_where_much_time_is_free_best_effort_goes_on_beyond_what_is_lent() -> None:
+    """Real-time requests hold most of the pool, so that next to nothing of the time is lent."""
+    cost = StepCost()
+    cost.use_profile(StepCoefficients(1e-2, 64.0, 1e-4, 0.0, 0.0, 1e-5, 0.0, 0.0))
+    real_time = holding([decode(number, 1000) for number in range(10)])
+    best_effort = [make_request(20 + n, BE, prompt=100, output=5) for n in range(10)]
+    newcomer = make_request(40, BE, prompt=1000)
+
+    def share_of_best_effort(load: float) -> tuple[int, int]:
+        shares = play(cost, [*real_time, *best_effort], [newcomer], num_slots=130, load=load)
+        assert all(shares[number] == 1 for number in range(10))
+        return sum(20 <= number < 40 for number in shares), shares.get(40, 0)
+
+    num_decodes, num_tokens = share_of_best_effort(0.4)
+    assert num_decodes == 7, "of 1 ms each: 70 % of the 11.2 ms of the others"
+    assert num_tokens == pytest.approx(64 - 17, abs=2), "up to the knee they are free"
+    assert share_of_best_effort(0.8) == (0, 0), "2 % of the 11.2 ms are all that is lent"
 
 
 def test_best_effort_gets_the_rest_of_the_time(cost: StepCost) -> None:
