@@ -11,9 +11,10 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,16 +36,43 @@ from lightserve.supervisor import loop
 from lightserve.supervisor.spawn import RunDir
 from lightserve.supervisor.startup import check_model, check_threads, resolve_model
 
+FORKING = """
+import json, os, sys
+from lightserve.cli import main, serve
+from lightserve.supervisor import loop
+for line in sys.stdin:
+    arguments, environment, *files = json.loads(line)
+    if (pid := os.fork()) == 0:
+        os.environ.update(environment)
+        for number, file in enumerate(("/dev/null", *files)):
+            os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
+        main.main(arguments)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+"""Runs each command in a process of its own that has imported already what commands need."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forking() -> Iterator[subprocess.Popen[str]]:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKING], stdin=pipe, stdout=pipe, text=True
+    ) as process:
+        _serve.process = process  # type: ignore[attr-defined]
+        yield process
+
 
 def _serve(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "lightserve", "serve", "--metrics-port", "0", *flags],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={**os.environ, **environment},
-    )
+    """Run `lightserve serve` to its end."""
+    process = _serve.process  # type: ignore[attr-defined]
+    arguments = ["serve", "--metrics-port", "0", *flags]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / "stdout", Path(folder) / "stderr"]
+        print(
+            json.dumps([arguments, environment, *map(str, files)]), file=process.stdin, flush=True
+        )
+        code = int(process.stdout.readline())
+        return subprocess.CompletedProcess(arguments, code, *(file.read_text() for file in files))
 
 
 def _assert_one_line(
