@@ -175,6 +175,15 @@ def test_the_budget_is_the_inverse_of_the_time(
         assert COST.seconds(shape.plus(start, count + 1)) > limit_s
 
 
+@pytest.mark.parametrize("most", [2, 100, 2000])
+def test_a_prompt_that_is_a_little_too_long_is_cut(most: int) -> None:
+    """All of it is asked about first, and that has the same limit as a part."""
+    shape = StepShape().plus(300, 1)
+    whole_s = COST.seconds(shape.plus(50, most))
+    assert COST.tokens_within(shape, whole_s, 50, most) == most
+    assert COST.tokens_within(shape, 0.99 * whole_s, 50, most) < most
+
+
 # What copies cost: a fixed time and one per token, whatever sizes were seen.
 
 PER_COPY_S, PER_TOKEN_S = 1e-4, 21e-6
