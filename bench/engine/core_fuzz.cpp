@@ -34,7 +34,10 @@ void core_pack_groups(const uint8_t*, int64_t, int64_t, int64_t, uint8_t*, int32
                              int32_t, int32_t);                                                  \
   void core_attention_##name(const T*, int64_t, void*, void*, int64_t, int64_t, int32_t,         \
                              const int32_t*, int64_t, const int64_t*, int64_t, int64_t, int64_t, \
-                             int64_t, int64_t, float, T*, int32_t, int32_t);
+                             int64_t, int64_t, float, int32_t, T*, int32_t, int32_t);       \
+  int32_t core_rows_##name(const T*, int64_t, int64_t, const int64_t*, int64_t, T*, int32_t);    \
+  int32_t core_rows_int8_##name(const int8_t*, const float*, int64_t, int64_t, const int64_t*,   \
+                                int64_t, T*, int32_t);
 DECLARE(float, f32)
 DECLARE(bf16, bf16)
 }
@@ -70,6 +73,11 @@ struct Buffer {
       core_pack_int8_##name(weight, outputs, inputs, bytes, factors, threads);                  \
       core_linear_int8_##name(x, inputs, rows, bytes, factors, inputs, outputs,                 \
                               rows % 2 ? static_cast<T*>(bias) : nullptr, out, level, threads); \
+      Buffer<int64_t> chosen(rows);                                                             \
+      for (int64_t i = 0; i < rows; i++) chosen[i] = among(0, outputs - 1);                     \
+      Buffer<T> found(rows * inputs);                                                           \
+      core_rows_##name(packed, outputs, inputs, chosen, rows, found, threads);                  \
+      core_rows_int8_##name(bytes, factors, outputs, inputs, chosen, rows, found, threads);     \
       const int64_t bits = among(1, 2) * 4, size = among(1, 4) * K_BLOCK;                       \
       const int64_t places = divide_up(outputs, PANEL) * PANEL * divide_up(inputs, size);       \
       Buffer<uint8_t> integers(outputs * inputs), zeros(places);                                \
@@ -105,11 +113,12 @@ struct Buffer {
     Buffer<T> v(kv_heads * num_slots * size), out(tokens * heads * size);                       \
     core_attention_##name(q, heads * size, (T*)k, (T*)v, size, num_slots * size, 0, table,      \
                           num_slots, rows.data(), count, heads, kv_heads, size,                 \
-                          among(0, 1) ? among(1, 100) : 0, 0.1f, out, level, threads);          \
+                          among(0, 1) ? among(1, 100) : 0, 0.1f, rows.size() % 2, out, level,      \
+                          threads);                                                             \
     Buffer<int8_t> k8(kv_heads * num_slots * (size + 4)), v8(kv_heads * num_slots * (size + 4)); \
     core_attention_##name(q, heads * size, (int8_t*)k8, (int8_t*)v8, size + 4,                  \
                           num_slots * (size + 4), 1, table, num_slots, rows.data(), count,      \
-                          heads, kv_heads, size, among(0, 1) ? among(1, 100) : 0, 0.1f, out,    \
+                          heads, kv_heads, size, among(0, 1) ? among(1, 100) : 0, 0.1f, 0, out, \
                           level, threads);                                                      \
     const int64_t all = heads + 2 * kv_heads, half = among(1, 50);                              \
     if (2 * half > size) return;                                                                \

@@ -8,7 +8,7 @@ who owns a slot and in which direction it grows is invisible to them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -106,6 +106,12 @@ class Kernels(Protocol):
         """Return x @ weight.T + bias; x [N, K], weight [M, K], bias [M] -> [N, M].
 
         `weight` is what `pack_weight` returned.
+        """
+
+    def packed_rows(self, weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+        """Return what looks up rows int64 [N] of `weight`, which `pack_weight` made of `dtype`.
+
+        None: a packed weight cannot be read, or is as large as a plain one that is shared.
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -210,6 +216,11 @@ class QuantizingKernels(Kernels, Protocol):
 
     def linear_int8(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
         """See `Kernels.linear`, for a weight from `quantize`; x and bias stay as exact as there."""
+
+    def int8_rows(
+        self, weight: Int8Weight, num_inputs: int, dtype: torch.dtype
+    ) -> Callable[[Tensor], Tensor]:
+        """Return what looks up rows of a weight from `quantize`, as numbers of `dtype`."""
 
     def quantize_groups(self, weight: Tensor, group_size: int) -> GroupedWeight:
         """Round `weight` [M, K] to 4 bits in groups, with the least squared error of some widths.

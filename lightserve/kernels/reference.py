@@ -5,6 +5,8 @@ What every other implementation is tested against, and `--attention-backend refe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -64,6 +66,10 @@ class ReferenceKernels:
         """See `Kernels.linear`."""
         product = x.float() @ weight.float().T
         return (product if bias is None else product + bias.float()).to(x.dtype)
+
+    def packed_rows(self, weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+        """See `Kernels.packed_rows`."""
+        return None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`; rounds before the weight is applied, as transformers does."""

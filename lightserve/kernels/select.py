@@ -12,7 +12,7 @@ from lightserve.errors import ConfigError
 from lightserve.kernels.cpu.core import CoreMissingError, load_core
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
-from lightserve.kernels.cpu.native import NativeKernels
+from lightserve.kernels.cpu.native import InvariantNativeKernels, NativeKernels
 from lightserve.kernels.device import DeviceTorchKernels
 from lightserve.kernels.interface import Kernels, KernelShapes
 from lightserve.kernels.reference import ReferenceKernels
@@ -80,6 +80,8 @@ def make_kernels(
             if is_cuda:
                 raise ConfigError("--batch-invariant needs the CPU: --device cpu")
             return InvariantKernels()
+        case InvariantNativeKernels.name:
+            return InvariantNativeKernels()
         case ReferenceKernels.name:
             return ReferenceKernels()
         case NativeKernels.name:
@@ -91,11 +93,13 @@ def make_kernels(
 
 def kernel_name(name: str, *, batch_invariant: bool, device: torch.device | None) -> str:
     """Return the name of the kernels that `make_kernels` returns."""
+    is_cuda = device is not None and device.type == "cuda"
     if batch_invariant:
-        return InvariantKernels.name
+        is_native = name == "auto" and not is_cuda and not missing_core()
+        return InvariantNativeKernels.name if is_native else InvariantKernels.name
     if name != "auto":
         return name
-    if device is not None and device.type == "cuda":
+    if is_cuda:
         return "triton"
     return TorchKernels.name if missing_core() else NativeKernels.name
 

@@ -20,7 +20,13 @@ from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.kernels import select
 from lightserve.kernels.interface import KernelShapes
-from lightserve.kernels.select import NEWEST_TRITON, OLDEST_TRITON, make_kernels, tune_kernels
+from lightserve.kernels.select import (
+    NEWEST_TRITON,
+    OLDEST_TRITON,
+    make_kernels,
+    missing_core,
+    tune_kernels,
+)
 from lightserve.kernels.triton import tuning
 from lightserve.kernels.triton.configs import (
     INTERPRETER,
@@ -56,7 +62,12 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
         ("triton", False, CUDA, "triton"),
         ("reference", False, CPU, "reference"),
         ("reference", False, CUDA, "reference"),
-        ("auto", True, CPU, "torch-batch-invariant"),
+        (
+            "auto",
+            True,
+            CPU,
+            "torch-batch-invariant" if missing_core() else "native-batch-invariant",
+        ),
         ("torch", True, CPU, "torch-batch-invariant"),
     ],
 )

@@ -30,7 +30,7 @@ from lightserve.errors import StartupError
 from lightserve.kernels.cpu import default
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
-from lightserve.kernels.cpu.native import NativeKernels
+from lightserve.kernels.cpu.native import InvariantNativeKernels, NativeKernels
 from lightserve.kernels.device import DeviceTorchKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
@@ -43,7 +43,12 @@ IMPLEMENTATIONS = [
     *([] if missing_core() else [NativeKernels]),
     DeviceTorchKernels,
     InvariantKernels,
+    *([] if missing_core() else [InvariantNativeKernels]),
     TritonKernels,
+]
+INVARIANT: list[type[Kernels]] = [
+    InvariantKernels,
+    *([] if missing_core() else [InvariantNativeKernels]),
 ]
 INVARIANT_HEADS = [(4, 4, 16), (4, 2, 32), (6, 1, 64), (2, 2, 128), (3, 3, 80)]
 MIN_CASES = 250
@@ -74,14 +79,14 @@ def test_grid(
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
 ) -> None:
-    if implementation is InvariantKernels:  # batch-invariant kernels are float32 only
+    if implementation in INVARIANT:  # batch-invariant kernels are float32 only
         for dtype in (torch.bfloat16, torch.float16):
             monkeypatch.delitem(kernel_grid.LIMITS, dtype)
         cases = [case for case in attention_cases(large=False) if case.dtype is torch.float32]
         monkeypatch.setattr(kernel_grid, "attention_cases", lambda *, large: cases)
     report = run_grid(CPU, large=False, kernels=implementation(), every=every)
     assert not report.failures
-    least = 150 if implementation is InvariantKernels or every > 1 else MIN_CASES
+    least = 150 if implementation in INVARIANT or every > 1 else MIN_CASES
     assert report.num_cases >= least
     assert all(error <= 1e-5 for name, error in report.worst.items() if "float32" in name)
     record_property("num_cases", report.num_cases)
@@ -162,10 +167,13 @@ def test_prompts_of_any_length_are_of_few_shapes(
 class TestInvariance:
     """A row's bits do not depend on what stands beside it."""
 
+    @pytest.mark.parametrize("implementation", INVARIANT)
     @pytest.mark.parametrize("num_threads", [1, 2])
     @pytest.mark.parametrize(("width", "size"), [(96, 144), (100, 201), (768, 256), (3072, 768)])
-    def test_row_by_row_operations(self, width: int, size: int, num_threads: int) -> None:
-        kernels = InvariantKernels()
+    def test_row_by_row_operations(
+        self, width: int, size: int, num_threads: int, implementation: type[Kernels]
+    ) -> None:
+        kernels = implementation()
         torch.manual_seed(2)
         x, bias, scale = torch.randn(77, width), torch.randn(2 * size), torch.rand(width)
         weight = kernels.pack_weight(torch.randn(2 * size, width))
@@ -189,7 +197,8 @@ class TestInvariance:
         """A prompt of 150 alone and whole, in chunks, and beside others."""
         with threads(num_threads):
             chunks = (1, 7, 16, 50, 149) if num_threads == 1 else (7, 50)
-            self._compare_chunks(InvariantKernels(), heads, window, chunks)
+            for implementation in INVARIANT:
+                self._compare_chunks(implementation(), heads, window, chunks)
 
     def _compare_chunks(
         self,
@@ -215,6 +224,29 @@ class TestInvariance:
                 both = torch.cat([q[start:end], beside])
                 pieces.append(attend(kernels, part, (both, k_pool, v_pool), window)[: end - start])
             assert torch.equal(torch.cat(pieces), whole), chunk
+
+    @pytest.mark.skipif(bool(missing_core()), reason=missing_core())
+    def test_long_contexts_are_not_cut(self) -> None:
+        """A decode over 1,400 positions is what it is as the last token of a chunk."""
+        batch = make_batch([(40, 1400)], "contiguous")
+        inputs = make_inputs(batch, (4, 2, 32), torch.float32)
+
+        def differs(kernels: Kernels) -> bool:
+            whole = attend(kernels, batch, inputs, None)
+            last = replace(make_batch([(1, 1400)], "contiguous"), req_to_slot=batch.req_to_slot)
+            last = replace(last, rows=batch.rows, host_rows=batch.host_rows)
+            return not torch.equal(
+                attend(kernels, last, (inputs[0][-1:], *inputs[1:]), None), whole[-1:]
+            )
+
+        assert not differs(InvariantNativeKernels())
+        assert differs(NativeKernels()), "the test can tell"
+
+    @pytest.mark.skipif(bool(missing_core()), reason=missing_core())
+    def test_the_native_kernels_are_never_mixed_with_others(self) -> None:
+        x = torch.randn(4, 6).T  # its rows are not contiguous
+        with pytest.raises(AssertionError, match="--batch-invariant"):
+            InvariantNativeKernels().silu_and_mul(x)
 
     def test_the_default_kernels_do_differ(self) -> None:
         """Otherwise this class would test nothing."""

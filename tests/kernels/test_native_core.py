@@ -618,3 +618,25 @@ def test_heads_of_any_number_of_tokens_are_turned_natively(
         qk_norm=None,
     )  # fmt: skip
     assert torch.equal(pools[0, :num_tokens], k) and torch.equal(pools[1, :num_tokens], v)
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "bfloat16"])
+def test_rows_of_packed_weights(dtype: torch.dtype) -> None:
+    """An embedding that is the output layer's weight too."""
+    kernels = NativeKernels()
+    for num_outputs, num_inputs in ((1, 1), (33, 31), (70, 65), (64, 300)):
+        weight = torch.randn(num_outputs, num_inputs).to(dtype)
+        indices = torch.randint(num_outputs, (50,))
+        torch.set_num_threads(1 + num_outputs % 3)
+        plain = kernels.packed_rows(kernels.pack_weight(weight), dtype)
+        rounded = kernels.int8_rows(kernels.quantize(weight), num_inputs, dtype)
+        assert plain is not None
+        with Poisoned():
+            assert torch.equal(plain(indices), weight[indices])
+            assert torch.equal(rounded(indices), rounded_to_int8(weight)[indices].to(dtype))
+        for rows in (plain, rounded):
+            for wrong in (num_outputs, -1):
+                with pytest.raises(IndexError, match=f"row {wrong} of a weight of {num_outputs}"):
+                    rows(torch.tensor([0, wrong]))
+    assert kernels.packed_rows(torch.zeros(2, 2).half(), torch.float16) is None

@@ -20,8 +20,9 @@ from lightserve.errors import ConfigError
 from lightserve.kernels import select
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
+from lightserve.kernels.cpu.native import InvariantNativeKernels
 from lightserve.kernels.interface import Kernels
-from lightserve.kernels.select import make_kernels
+from lightserve.kernels.select import make_kernels, missing_core
 
 NUM_SEQUENCES = choose(2, 3)
 CASES = [
@@ -128,4 +129,6 @@ def num_different(kernels: Kernels, path: Path) -> int:
 def test_logits_do_not_depend_on_batch_chunks_or_slots(name: str, tmp_path: Path) -> None:
     path = write_tiny_model(find_tiny_model(name), tmp_path)
     assert num_different(InvariantKernels(), path) == 0
+    if not missing_core():
+        assert num_different(InvariantNativeKernels(), path) == 0
     assert num_different(TorchKernels(), path) > 0, "the test can tell"

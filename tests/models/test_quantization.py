@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from lightserve.models.layers.linear import (
     Linear,
     LinearMethod,
     ModuleShard,
+    UnquantizedLinear,
     UnquantizedMethod,
 )
 from lightserve.models.parallel import Part
@@ -42,11 +44,22 @@ LARGEST_DIVERGENCE = {"int8": 3e-4, "int4": 5e-4, "int8 KV": 3e-4}
 """Nats of a token; bfloat16 itself is 0.5e-4 from float32."""
 
 
+class RoundedLinear(UnquantizedLinear):
+    """Whose rows, as embeddings, are rounded too."""
+
+    def rows(self, in_size: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        return lambda indices: self.weight[indices].to(dtype)
+
+
 class RoundedMethod(UnquantizedMethod):
     """Plain weights that have been rounded."""
 
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__(kernels)
+        self.kernels = kernels
+
     def make(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return super().make(rounded_to_int8(weight), bias)
+        return RoundedLinear(self.kernels, rounded_to_int8(weight), bias)
 
 
 class CoarseMethod(UnquantizedMethod):
@@ -138,6 +151,17 @@ def test_the_bundled_model_says_the_same() -> None:
     for name, largest in (("int8", 7), ("int4", 3)):
         _, coarse = differs(CoarseMethod(kernels, largest))
         assert coarse > 2 * LARGEST_DIVERGENCE[name], "fewer bits would have been noticed"
+
+
+def test_a_tied_embedding_is_kept_once() -> None:
+    kernels = NativeKernels()
+    for method in (UnquantizedMethod(kernels), Int8Method(kernels), Int4Method(kernels)):
+        model = random_model(kernels, tiny_config(tie_word_embeddings=True), method=method)
+        assert model._embedding._weight.tensor.nbytes == 0
+    untied = random_model(kernels, tiny_config(tie_word_embeddings=False))
+    assert untied._embedding._weight.tensor.nbytes > 0
+    plain = random_model(TorchKernels(), tiny_config(tie_word_embeddings=True))
+    assert plain._embedding._weight.tensor.nbytes > 0, "torch's packed weights cannot be read"
 
 
 def test_4_bit_weights_are_held_in_less_than_5() -> None:

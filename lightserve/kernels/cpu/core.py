@@ -67,11 +67,15 @@ class Operations:
         self.linear_int8 = function("linear_int8", "pllppllppii")
         self.quantize_groups = function("quantize_groups", "plllpppi")
         self.linear_groups = function("linear_groups", "pllpppllllppii")
+        self.rows = function("rows", "pllplpi")
+        self.rows.restype = _INT  # type: ignore[attr-defined]
+        self.rows_int8 = function("rows_int8", "ppllplpi")
+        self.rows_int8.restype = _INT  # type: ignore[attr-defined]
         self.norm = function("norm", "plppfllpii")
         self.gate = function("gate", "plllpii")
         self.rotate = function("rotate", "ppplllllpplpplliplppfii")
         self.rotate.restype = _INT  # type: ignore[attr-defined]
-        self.attention = function("attention", "plpplliplplllllfpii")
+        self.attention = function("attention", "plpplliplplllllfipii")
 
 
 class Drawing:

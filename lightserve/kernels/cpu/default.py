@@ -12,6 +12,8 @@ left 78 MiB and took 3.1 ms each; padded 2 MiB and 2.1 ms.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -99,6 +101,10 @@ class TorchKernels:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.linear`."""
         return linear(x, weight, bias)
+
+    def packed_rows(self, weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+        """See `Kernels.packed_rows`."""
+        return None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`; rounds before the weight is applied, as transformers does."""

@@ -10,6 +10,7 @@ the core's panels: only `linear` can read it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,8 @@ class NativeKernels(TorchKernels):
     """See `Kernels`."""
 
     name = "native"
+    _is_invariant = False
+    """Whether a token's results may depend on nothing that stands beside it."""
 
     def __init__(self, core: Core | None = None, *, level: Level | None = None) -> None:
         """Compute with `core`, by default this machine's; `level` takes fewer instructions of it.
@@ -37,6 +40,9 @@ class NativeKernels(TorchKernels):
         self._core = core or load_core()
         self._level = int(min(level or self._core.level, self._core.level))
         self._operations = {torch.float32: self._core.f32, torch.bfloat16: self._core.bf16}
+
+    def _fall_back(self) -> None:
+        """Be told that an operation is about to be torch's."""
 
     def _native(self, *tensors: Tensor | None) -> Operations | None:
         """Return the functions for tensors of one type whose rows are contiguous."""
@@ -69,6 +75,7 @@ class NativeKernels(TorchKernels):
         """See `Kernels.linear`."""
         operations = self._operations.get(x.dtype)
         if operations is None or weight.numel() == 0:
+            self._fall_back()
             return super().linear(x, weight, bias)
         if x.stride(1) != 1:
             x = x.contiguous()
@@ -89,6 +96,50 @@ class NativeKernels(TorchKernels):
                 torch.get_num_threads(),
             )
         return out
+
+    def packed_rows(self, weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+        """See `Kernels.packed_rows`."""
+        operations = self._operations.get(dtype)
+        if operations is None or weight.numel() == 0:
+            return None
+        num_outputs, num_inputs = weight.shape
+
+        def rows(indices: Tensor) -> Tensor:
+            out = torch.empty(len(indices), num_inputs, dtype=dtype)
+            is_good = operations.rows(
+                weight.data_ptr(),
+                num_outputs,
+                num_inputs,
+                indices.data_ptr(),
+                len(indices),
+                out.data_ptr(),
+                torch.get_num_threads(),
+            )
+            return _checked(out, indices, is_good, num_outputs)
+
+        return rows
+
+    def int8_rows(
+        self, weight: Int8Weight, num_inputs: int, dtype: torch.dtype
+    ) -> Callable[[Tensor], Tensor]:
+        """See `QuantizingKernels.int8_rows`."""
+        operations = self._operations[dtype]
+
+        def rows(indices: Tensor) -> Tensor:
+            out = torch.empty(len(indices), num_inputs, dtype=dtype)
+            is_good = operations.rows_int8(
+                weight.packed.data_ptr(),
+                weight.factors.data_ptr(),
+                weight.num_outputs,
+                num_inputs,
+                indices.data_ptr(),
+                len(indices),
+                out.data_ptr(),
+                torch.get_num_threads(),
+            )
+            return _checked(out, indices, is_good, weight.num_outputs)
+
+        return rows
 
     def quantize(self, weight: Tensor) -> Int8Weight:
         """See `QuantizingKernels.quantize`."""
@@ -213,6 +264,7 @@ class NativeKernels(TorchKernels):
         size = x.shape[-1]
         operations = self._native(x, weight)
         if operations is None:
+            self._fall_back()
             return super().rms_norm(x, weight, eps)
         rows = x if x.dim() == 2 else x.reshape(-1, size)
         out = x.new_empty(x.shape)
@@ -237,6 +289,7 @@ class NativeKernels(TorchKernels):
         """See `Kernels.add_rms_norm`; overwrites `residual`."""
         operations = self._native(x, weight)
         if operations is None or not residual.is_contiguous():
+            self._fall_back()
             return super().add_rms_norm(x, residual, weight, eps)
         out = x.new_empty(x.shape)
         if len(x):
@@ -258,6 +311,7 @@ class NativeKernels(TorchKernels):
         """See `Kernels.silu_and_mul`."""
         operations = self._native(gate_up)
         if operations is None:
+            self._fall_back()
             return super().silu_and_mul(gate_up)
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(num_rows, size)
@@ -287,6 +341,8 @@ class NativeKernels(TorchKernels):
         qk_norm: QKNorm | None,
     ) -> Tensor:
         """See `Kernels.rotate_and_write`; overwrites q."""
+        if not len(q):
+            return q
         operations = self._operations.get(q.dtype)
         # How far it is from one token to the next means nothing where there is one.
         first = 1 if len(q) == 1 else 0
@@ -298,8 +354,9 @@ class NativeKernels(TorchKernels):
             and k_pool.stride() == v_pool.stride()
             and k_pool.stride(2) == 1
         )
-        if operations is None or not is_plain or not len(q):
-            assert k_pool.dtype is not torch.int8 or not len(q), "torch knows no KV of 8 bits"
+        if operations is None or not is_plain:
+            assert k_pool.dtype is not torch.int8, "torch knows no KV of 8 bits"
+            self._fall_back()
             return super().rotate_and_write(
                 q,
                 k,
@@ -360,6 +417,7 @@ class NativeKernels(TorchKernels):
         )
         if operations is None or not is_plain:
             assert k_pool.dtype is not torch.int8, "torch knows no KV of 8 bits"
+            self._fall_back()
             return super().attention(
                 q, k_pool, v_pool, batch, scale=scale, sliding_window=sliding_window
             )
@@ -383,11 +441,35 @@ class NativeKernels(TorchKernels):
                 q.shape[2],
                 sliding_window or 0,
                 scale,
+                self._is_invariant,
                 out.data_ptr(),
                 self._level,
                 torch.get_num_threads(),
             )
         return out
+
+
+class InvariantNativeKernels(NativeKernels):
+    """The native kernels in float32, where a token's results depend on nothing beside it.
+
+    Products add their terms from the first input to the last, norms and activations know one row:
+    what differs from `NativeKernels` is attention, whose blocks begin at fixed positions and whose
+    contexts are in one piece. What these kernels cannot do ends in an error: torch's would add in
+    an order of their own.
+    """
+
+    name = "native-batch-invariant"
+    _is_invariant = True
+
+    def _fall_back(self) -> None:
+        raise AssertionError("--batch-invariant: an operation that the native core has not")
+
+
+def _checked(out: Tensor, indices: Tensor, is_good: int, num_rows: int) -> Tensor:
+    if not is_good:
+        worst = int(indices.max() if indices.max() >= num_rows else indices.min())
+        raise IndexError(f"row {worst} of a weight of {num_rows}")
+    return out
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ itself is another class, whose `create` reads the tensors of its format under th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -100,9 +100,22 @@ class VocabWeight:
         num_rows = -(-vocab_size // tp.size)
         self.first_id = tp.rank * num_rows
         self.num_ids = max(0, min(num_rows, vocab_size - self.first_id))
-        self.tensor = torch.empty(num_rows, hidden_size, dtype=reader.dtype, device=reader.device)
+        self.dtype, self.device = reader.dtype, reader.device
+        self.tensor = torch.empty(num_rows, hidden_size, dtype=self.dtype, device=self.device)
         self.tensor[self.num_ids :].zero_()
         reader.read_into(self.tensor[: self.num_ids], name, rows=Part(self.first_id, self.num_ids))
+        self._rows: Callable[[Tensor], Tensor] | None = None
+
+    def look_up(self, rows: Tensor) -> Tensor:
+        """Return rows int64 [T] of this rank's, [T, hidden]."""
+        if self._rows is None:
+            return functional.embedding(rows, self.tensor)
+        return self._rows(rows)
+
+    def keep_only(self, rows: Callable[[Tensor], Tensor]) -> None:
+        """Look rows up by `rows` from now on, and forget the plain weight."""
+        self._rows = rows
+        self.tensor = self.tensor[:0].clone()
 
 
 class VocabEmbedding:
@@ -116,25 +129,28 @@ class VocabEmbedding:
         """Look up int64 ids [T] in 0 … vocab_size-1 -> [T, hidden], on every rank."""
         weight = self._weight
         if self._tp.size == 1:
-            return functional.embedding(input_ids, weight.tensor)
+            return weight.look_up(input_ids)
         local_ids = input_ids - weight.first_id
         elsewhere = (local_ids < 0) | (local_ids >= weight.num_ids)
-        hidden = functional.embedding(local_ids.masked_fill(elsewhere, 0), weight.tensor)
+        hidden = weight.look_up(local_ids.masked_fill(elsewhere, 0))
         return self._tp.all_reduce(hidden.masked_fill_(elsewhere.unsqueeze(1), 0))
 
 
 class LMHead:
     """Hidden states to logits on rank 0.
 
-    Keeps its weight as `method` does and not `weight` itself, which only the embedding of a tied
-    model goes on using.
+    Keeps its weight as `method` does and not `weight` itself. The embedding of a tied model looks
+    its rows up there, too, where the kernels can: it is kept once.
     """
 
     def __init__(self, weight: VocabWeight, tp: TensorParallel, method: LinearMethod) -> None:
         self._linear = method.make(weight.tensor, None)
+        rows = self._linear.rows(weight.tensor.shape[1], weight.dtype)
+        if rows is not None:
+            weight.keep_only(rows)
         self._vocab_size = weight.vocab_size
-        self._device = weight.tensor.device
-        self._dtype = logits_dtype(weight.tensor.dtype, self._device)
+        self._device = weight.device
+        self._dtype = logits_dtype(weight.dtype, self._device)
         self._tp = tp
 
     def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:
@@ -173,6 +189,9 @@ class Linear(Protocol):
 
     def apply(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias; x [N, in] -> [N, out] of this rank."""
+
+    def rows(self, in_size: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+        """Return what looks up rows int64 [N] of the weight [out, in], None where nothing can."""
 
 
 class LinearMethod(Protocol):
@@ -220,6 +239,10 @@ class UnquantizedLinear:
         """Return x @ weight.T + bias."""
         return self.kernels.linear(x, self.weight, self.bias)
 
+    def rows(self, in_size: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+        """See `Linear.rows`."""
+        return self.kernels.packed_rows(self.weight, dtype)
+
 
 class UnquantizedMethod:
     """Weights as the checkpoint has them, in the model's dtype and the kernels' layout."""
@@ -249,6 +272,10 @@ class Int8Linear:
     def apply(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias."""
         return self.kernels.linear_int8(x, self.weight, self.bias)
+
+    def rows(self, in_size: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+        """See `Linear.rows`."""
+        return self.kernels.int8_rows(self.weight, in_size, dtype)
 
 
 class Int8Method:
@@ -281,6 +308,10 @@ class Int4Linear:
     def apply(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias."""
         return self.kernels.linear_groups(x, self.weight, self.bias)
+
+    def rows(self, in_size: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+        """See `Linear.rows`: no output layer is of 4 bits."""
+        return None
 
 
 class Int4Method(Int8Method):

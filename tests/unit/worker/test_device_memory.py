@@ -358,7 +358,10 @@ def _fields(facts: DeviceFacts) -> dict[str, object]:
         (ServeConfig(), "native" if core.LIBRARY.exists() else "torch"),
         (ServeConfig(attention_backend="torch"), "torch"),
         (ServeConfig(attention_backend="reference"), "reference"),
-        (ServeConfig(batch_invariant=True), "torch-batch-invariant"),
+        (
+            ServeConfig(batch_invariant=True),
+            f"{'native' if core.LIBRARY.exists() else 'torch'}-batch-invariant",
+        ),
     ],
 )
 def test_a_cpu(config: ServeConfig, kernels: str) -> None:

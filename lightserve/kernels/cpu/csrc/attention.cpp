@@ -45,10 +45,12 @@ std::vector<Piece> pieces_of(const Attention<T>& task, int64_t& num_states) {
       for (int64_t lane = (divide_up(lanes, step) - 1) * step; lane >= 0; lane -= step) {
         const int64_t end_lane = smaller(lane + step, lanes);
         const int64_t place = context - num_new + lane / group;
-        const int64_t begin = task.window > 0 ? larger(0, place + 1 - task.window) : 0;
+        int64_t begin = task.window > 0 ? larger(0, place + 1 - task.window) : 0;
+        if (task.is_invariant) begin = begin / KEY_BLOCK * KEY_BLOCK;
         const int64_t end = context - num_new + (end_lane - 1) / group + 1;
         const int64_t num_tiles = divide_up(end_lane - lane, LANES);
-        const int64_t num_parts = lanes <= step ? divide_up(end - begin, KEYS_OF_PIECE) : 1;
+        const bool is_cut = lanes <= step && !task.is_invariant;
+        const int64_t num_parts = is_cut ? divide_up(end - begin, KEYS_OF_PIECE) : 1;
         const int64_t keys = divide_up(divide_up(end - begin, num_parts), KEY_BLOCK) * KEY_BLOCK;
         const int64_t first_part = num_parts > 1 ? num_states : -1;
         for (int64_t part = 0; part < num_parts; part++)
@@ -166,12 +168,12 @@ template <typename T> void attention(const Attention<T>&, int);
       const T* q, int64_t token_stride, void* k_pool, void* v_pool, int64_t slot_stride,         \
       int64_t head_stride, int32_t is_int8, const int32_t* table, int64_t table_stride,          \
       const int64_t* rows, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,            \
-      int64_t head_dim, int64_t window, float scale, T* out, int32_t level,                      \
-      int32_t num_threads) {                                                                     \
+      int64_t head_dim, int64_t window, float scale, int32_t is_invariant, T* out,               \
+      int32_t level, int32_t num_threads) {                                                                     \
     const Pools pools{k_pool, v_pool, slot_stride, head_stride, is_int8 != 0};                   \
     const Attention<T> task{q,        token_stride, pools,        table,    table_stride, rows,  \
                             num_rows, num_heads,    num_kv_heads, head_dim, window,       scale, \
-                            out};                                                                \
+                            out,      is_invariant != 0};                                        \
     attention_##name(task, level, num_threads);                                                  \
   }
 

@@ -177,6 +177,9 @@ struct Attention {
   int64_t window;  // 0: none
   float scale;
   T* out;  // [tokens, num_heads, head_dim], contiguous
+  // Whether a query's result may depend on nothing but its own position, keys and values: blocks of
+  // keys begin at multiples of KEY_BLOCK then, and no context is cut.
+  bool is_invariant;
 };
 
 struct Tile {

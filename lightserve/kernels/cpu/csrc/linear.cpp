@@ -71,3 +71,73 @@ EXPORT void core_linear_bf16(const bf16* x, int64_t x_stride, int64_t num_rows, 
                                     : avx2::linear_bf16;
   run(task, num_threads);
 }
+
+namespace {
+
+template <typename Body>
+int32_t copy_rows(const int64_t* rows, int64_t count, int64_t num_outputs, int num_threads,
+                  Body&& body) {
+  for (int64_t i = 0; i < count; i++)
+    if (rows[i] < 0 || rows[i] >= num_outputs) return 0;
+  parallel(count < 8 ? 1 : num_threads, count, [&](Cursor& cursor) {
+    for (int64_t i; (i = cursor.take()) < cursor.total;) body(i, rows[i] / PANEL, rows[i] % PANEL);
+  });
+  return 1;
+}
+
+float plain(float, float value) { return value; }
+
+bf16 plain(bf16, float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return static_cast<bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+template <typename T>
+int32_t copy_rows_int8(const int8_t* bytes, const float* factors, int64_t num_outputs,
+                       int64_t num_inputs, const int64_t* rows, int64_t count, T* out,
+                       int num_threads) {
+  const int64_t padded = padded_bytes(num_inputs);
+  return copy_rows(rows, count, num_outputs, num_threads, [&](int64_t i, int64_t panel, int64_t o) {
+    const int8_t* from = bytes + panel * PANEL * padded + o / 16 * BYTE_TILE + o % 16 * 4;
+    const float factor = factors[panel * PANEL + o];
+    for (int64_t k = 0; k < num_inputs; k++)
+      out[i * num_inputs + k] = plain(
+          T{}, factor * from[k / BYTE_BLOCK * 2 * BYTE_TILE + k % BYTE_BLOCK / 4 * 64 + k % 4]);
+  });
+}
+
+}  // namespace
+
+// Copies rows of a packed weight [num_outputs, num_inputs] to out [count, num_inputs]: tokens'
+// numbers, where the output layer's weight is the embedding too. Returns 0, and does nothing, if one
+// of `rows` is none of the weight's.
+EXPORT int32_t core_rows_f32(const float* weight, int64_t num_outputs, int64_t num_inputs,
+                             const int64_t* rows, int64_t count, float* out, int32_t num_threads) {
+  return copy_rows(rows, count, num_outputs, num_threads, [&](int64_t i, int64_t panel, int64_t o) {
+    for (int64_t k = 0; k < num_inputs; k++)
+      out[i * num_inputs + k] = weight[(panel * num_inputs + k) * PANEL + o];
+  });
+}
+
+EXPORT int32_t core_rows_bf16(const bf16* weight, int64_t num_outputs, int64_t num_inputs,
+                              const int64_t* rows, int64_t count, bf16* out, int32_t num_threads) {
+  const int64_t padded = padded_inputs(num_inputs);
+  return copy_rows(rows, count, num_outputs, num_threads, [&](int64_t i, int64_t panel, int64_t o) {
+    const bf16* from = weight + panel * PANEL * padded + o / 16 * TILE + o % 16 * 2;
+    for (int64_t k = 0; k < num_inputs; k++)
+      out[i * num_inputs + k] = from[k / K_BLOCK * 2 * TILE + k % K_BLOCK / 2 * 32 + k % 2];
+  });
+}
+
+EXPORT int32_t core_rows_int8_f32(const int8_t* bytes, const float* factors, int64_t num_outputs,
+                                  int64_t num_inputs, const int64_t* rows, int64_t count,
+                                  float* out, int32_t num_threads) {
+  return copy_rows_int8(bytes, factors, num_outputs, num_inputs, rows, count, out, num_threads);
+}
+
+EXPORT int32_t core_rows_int8_bf16(const int8_t* bytes, const float* factors, int64_t num_outputs,
+                                   int64_t num_inputs, const int64_t* rows, int64_t count,
+                                   bf16* out, int32_t num_threads) {
+  return copy_rows_int8(bytes, factors, num_outputs, num_inputs, rows, count, out, num_threads);
+}
