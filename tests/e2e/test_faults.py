@@ -380,7 +380,12 @@ def test_a_servers_work_is_counted_once_and_never_lost(watched: LiveServer) -> N
         assert 0 < turn_s <= _total(lines, "loop_turn_max_seconds", process=process, clock="wall")
     names = {name for name, _ in lines}
     quiet = {"lightserve_request_failure_total", "lightserve_http_rejections_total"}
-    of_batches = ("batches", "batch_lines", "batch_results_late_total")  # they need a store
+    of_batches = (
+        "batches",
+        "batches_late",
+        "batch_lines",
+        "batch_results_late_total",
+    )  # they need a store
     quiet |= {f"lightserve_{name}" for name in of_batches}
     for family in all_families():
         suffix = "_count" if family.kind is Kind.HISTOGRAM else ""
