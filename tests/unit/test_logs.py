@@ -221,7 +221,10 @@ def test_a_pipe_that_is_not_read_holds_up_nothing_and_what_is_lost_is_told() -> 
         while b"could not be written" not in got:
             got += os.read(read_fd, 1 << 20)
         *kept, told = got.decode().splitlines()
-        assert [line.split()[6] for line in kept] == [str(n) for n in range(count - num_dropped)]
+        numbers = [int(line.split()[6]) for line in kept]  # the thread may make room in between
+        assert len(numbers) == count - num_dropped
+        assert numbers == sorted(set(numbers))
+        assert numbers[: count // 4] == list(range(count // 4))
         assert f"WARNING router-0 lightserve.logs: {num_dropped} log lines" in told
 
         log.info("after")
