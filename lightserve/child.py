@@ -23,7 +23,7 @@ from typing import NoReturn
 
 import msgspec
 
-from lightserve.channels import LINGER_S, AsyncLink, Link, connect_async_link, connect_link
+from lightserve.channels import AsyncLink, Link, connect_async_link, connect_link
 from lightserve.errors import LightserveError
 from lightserve.logs import one_line, setup_logging
 from lightserve.messages.supervision import (
@@ -80,14 +80,22 @@ def control_name(spec: ChildSpec) -> str:
     return f"{spec.role}{spec.boot_id}-{spec.index}-{spec.incarnation}"
 
 
-def connect_control(spec: ChildSpec, *, linger_s: float = LINGER_S) -> ControlLink:
-    """Connect to the supervisor; `close` waits up to `linger_s` for what was sent to leave."""
+def last_words_name(control_name: str) -> str:
+    """Return under which name a child says why it fails.
+
+    Its own may still be on its way: the link that comes second takes the name over, and what the
+    other one has sent is lost.
+    """
+    return f"last{control_name}"
+
+
+def connect_control(spec: ChildSpec) -> ControlLink:
+    """Connect to the supervisor."""
     return connect_link(
         spec.control_address,
         name=control_name(spec),
         send_type=ChildMessage,
         recv_type=SupervisorMessage,
-        linger_s=linger_s,
     )
 
 
@@ -120,7 +128,13 @@ def _report_failure(spec: ChildSpec, reason: str) -> None:
     """
     for handler in logging.getLogger().handlers:
         handler.flush()
-    control = connect_control(spec, linger_s=_LAST_WORDS_S)
+    control: ControlLink = connect_link(
+        spec.control_address,
+        name=last_words_name(control_name(spec)),
+        send_type=ChildMessage,
+        recv_type=SupervisorMessage,
+        linger_s=_LAST_WORDS_S,
+    )
     control.send(ChildFailed(reason=reason[:_MAX_REASON_CHARS]))
     control.close()
 

@@ -190,7 +190,7 @@ class Fleet:
 
     def on_message(self, control_name: str, message: ChildMessage) -> None:
         """Take in a message; those of children that are gone are ignored."""
-        child = next((c for c in self.children if c.control_name == control_name), None)
+        child = next((c for c in self.children if control_name in c.control_names), None)
         if child is None:
             return
         if child.is_ready:

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from lightserve.channels import Hub
-from lightserve.child import SPEC_HEADER, control_name
+from lightserve.child import SPEC_HEADER, control_name, last_words_name
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull, StartupError
 from lightserve.http_access import ApiKey
@@ -230,6 +230,11 @@ class Child:
         self._hub = hub
         self._outbox: list[SupervisorMessage] = []
         self._cpu_s = self._asked_s = 0.0
+
+    @property
+    def control_names(self) -> tuple[str, str]:
+        """All names under which it speaks."""
+        return self.control_name, last_words_name(self.control_name)
 
     @property
     def has_reported_failure(self) -> bool:

@@ -27,6 +27,8 @@ from support.processes import PATIENCE_S, wait_for
 
 from lightserve import channels as zmq_channels
 from lightserve.channels import VERSION_BYTE, Codec, wait_readable
+from lightserve.child import _report_failure, connect_control, control_name, last_words_name
+from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull, ProtocolError
 from lightserve.messages.common import MAX_FRAME_BYTES, TokenSegment
 from lightserve.messages.frontend_router import (
@@ -39,7 +41,14 @@ from lightserve.messages.frontend_router import (
     Submit,
     TokenDelta,
 )
-from lightserve.messages.supervision import Drain
+from lightserve.messages.supervision import (
+    ChildFailed,
+    ChildMessage,
+    ChildSpec,
+    Drain,
+    Role,
+    SupervisorMessage,
+)
 from lightserve.types import FinishReason, RequestClass, RequestId, SamplingParams
 
 TIMEOUT_S = PATIENCE_S
@@ -485,6 +494,33 @@ def test_socket_files_are_private(tmp_path: Path) -> None:
         f"ipc://{tmp_path}/hub", send_type=RouterMessage, recv_type=FrontendMessage
     )
     assert stat.S_IMODE((tmp_path / "hub").stat().st_mode) == 0o600
+    hub.close()
+
+
+def test_the_reason_of_a_failure_arrives_although_the_childs_own_link_comes_later(
+    tmp_path: Path,
+) -> None:
+    """One of the same name would take over, and what the first has sent would often be lost."""
+    hub = zmq_channels.bind_hub(
+        f"ipc://{tmp_path}/hub", send_type=SupervisorMessage, recv_type=ChildMessage
+    )
+    config = ServeConfig(model="none")
+    for number in range(10):
+        spec = ChildSpec(
+            role=Role.WORKER,
+            index=number,
+            incarnation=0,
+            config=config,
+            control_address=f"ipc://{tmp_path}/hub",
+            boot_id="0123456789abcdef",
+        )
+        speaking = threading.Thread(target=_report_failure, args=(spec, f"reason {number}"))
+        speaking.start()
+        own = connect_control(spec)
+        speaking.join()
+        name = last_words_name(control_name(spec))
+        assert hub.receive(TIMEOUT_S) == (name, ChildFailed(f"reason {number}"))
+        own.close()
     hub.close()
 
 

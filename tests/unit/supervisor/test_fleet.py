@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightserve.child import control_name
+from lightserve.child import control_name, last_words_name
 from lightserve.config import ServeConfig
 from lightserve.errors import StartupError
 from lightserve.messages.supervision import (
@@ -291,9 +291,8 @@ def test_a_start_that_takes_too_long_is_the_end(starting: _Server, role: Role, r
 
 
 def test_a_child_that_dies_while_starting_is_the_end(starting: _Server) -> None:
-    starting.fleet.on_message(
-        starting.child(Role.WORKER).control_name, ChildFailed(reason="key 'x' is wrong")
-    )
+    name = last_words_name(starting.child(Role.WORKER).control_name)
+    starting.fleet.on_message(name, ChildFailed(reason="key 'x' is wrong"))
     with pytest.raises(StartupError, match=r"^worker-0: key 'x' is wrong$"):
         starting.fleet.on_exit(starting.child(Role.WORKER))
     with pytest.raises(StartupError, match=r"^router-0 exited with code 7$"):
