@@ -23,7 +23,7 @@ from typing import NoReturn
 
 import msgspec
 
-from lightserve.channels import AsyncLink, Link, connect_async_link, connect_link
+from lightserve.channels import LINGER_S, AsyncLink, Link, connect_async_link, connect_link
 from lightserve.errors import LightserveError
 from lightserve.logs import one_line, setup_logging
 from lightserve.messages.supervision import (
@@ -89,13 +89,14 @@ def last_words_name(control_name: str) -> str:
     return f"last{control_name}"
 
 
-def connect_control(spec: ChildSpec) -> ControlLink:
-    """Connect to the supervisor."""
+def connect_control(spec: ChildSpec, *, name: str = "", linger_s: float = LINGER_S) -> ControlLink:
+    """Connect to the supervisor; `close` waits up to `linger_s` for what was sent to leave."""
     return connect_link(
         spec.control_address,
-        name=control_name(spec),
+        name=name or control_name(spec),
         send_type=ChildMessage,
         recv_type=SupervisorMessage,
+        linger_s=linger_s,
     )
 
 
@@ -128,13 +129,8 @@ def _report_failure(spec: ChildSpec, reason: str) -> None:
     """
     for handler in logging.getLogger().handlers:
         handler.flush()
-    control: ControlLink = connect_link(
-        spec.control_address,
-        name=last_words_name(control_name(spec)),
-        send_type=ChildMessage,
-        recv_type=SupervisorMessage,
-        linger_s=_LAST_WORDS_S,
-    )
+    name = last_words_name(control_name(spec))
+    control = connect_control(spec, name=name, linger_s=_LAST_WORDS_S)
     control.send(ChildFailed(reason=reason[:_MAX_REASON_CHARS]))
     control.close()
 

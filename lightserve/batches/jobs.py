@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from lightserve.batches.database import Database
@@ -26,7 +26,6 @@ from lightserve.batches.records import (
     RESPONSE_WINDOW_S,
     RESPONSES,
     BatchRecord,
-    Forecast,
     LeasedLine,
     NewBatch,
     NewLine,
@@ -41,6 +40,7 @@ _COLUMNS = (
     "number, id, endpoint, input_file_id, window, status, created_s, expires_s, ended_s, metadata,"
     " num_lines, num_done, num_failed, output_file_id, error_file_id"
 )
+_NAMES = _COLUMNS.replace(",", "").split()
 LOSS_DELAY_S = 60.0
 """What a line waits after its second loss, and twice as long after each further one. With it, no
 line alone costs as many restarts of workers as a server allows by default."""
@@ -126,7 +126,7 @@ class Jobs:
                 code="idempotency_key_reused",
                 status=409,
             )
-        return _record(row[1:], self._forecasts.all(now_s))
+        return self._records([row[1:]], now_s)[0]
 
     def check_active(self, key_name: str) -> None:
         """Check that a key may have one more batch. Raises InvalidRequest (429)."""
@@ -147,6 +147,9 @@ class Jobs:
 
     def get(self, key_name: str, batch_id: str, now_s: float) -> BatchRecord:
         """Return a batch. Raises InvalidRequest (404): the key has none of this id."""
+        return self._records([self._row(key_name, batch_id)], now_s)[0]
+
+    def _row(self, key_name: str, batch_id: str) -> tuple[Any, ...]:
         row = self._db.row(
             f"SELECT {_COLUMNS} FROM batches WHERE id = ? AND key_name = ? AND response IS NULL",
             *(batch_id, key_name),
@@ -158,7 +161,7 @@ class Jobs:
                 code="batch_not_found",
                 status=404,
             )
-        return _record(row, self._forecasts.all(now_s))
+        return row
 
     def page(
         self, key_name: str, now_s: float, *, limit: int, after: str | None = None
@@ -168,14 +171,13 @@ class Jobs:
         Raises:
             InvalidRequest: `after` is none of them (404).
         """
-        bound = 2**62 if after is None else self.get(key_name, after, now_s).number
+        bound = 2**62 if after is None else self._row(key_name, after)[0]
         rows = self._db.rows(
             f"SELECT {_COLUMNS} FROM batches WHERE key_name = ? AND number < ?"
             " AND response IS NULL ORDER BY number DESC LIMIT ?",
             *(key_name, bound, limit + 1),
         )
-        forecasts = self._forecasts.all(now_s)
-        return [_record(row, forecasts) for row in rows[:limit]], len(rows) > limit
+        return self._records(rows[:limit], now_s), len(rows) > limit
 
     def cancel(self, key_name: str, batch_id: str, now_s: float) -> BatchRecord:
         """End a batch with what it has; results that are on their way come too late.
@@ -532,14 +534,15 @@ class Jobs:
         )
 
     def _record(self, number: int, now_s: float) -> BatchRecord:
-        row = self._db.row(f"SELECT {_COLUMNS} FROM batches WHERE number = ?", number)
-        assert row is not None
-        return _record(row, self._forecasts.all(now_s))
+        rows = self._db.rows(f"SELECT {_COLUMNS} FROM batches WHERE number = ?", number)
+        return self._records(rows, now_s)[0]
 
-
-def _record(row: tuple[Any, ...], forecasts: Mapping[int, Forecast]) -> BatchRecord:
-    values = dict(zip(_COLUMNS.replace(",", "").split(), row, strict=True))
-    return BatchRecord(**values, forecast=forecasts.get(values["number"]))
+    def _records(self, rows: Sequence[tuple[Any, ...]], now_s: float) -> list[BatchRecord]:
+        """Return batches, with what is to be expected of those in progress."""
+        batches = [dict(zip(_NAMES, row, strict=True)) for row in rows]
+        in_progress = any(batch["status"] == "in_progress" for batch in batches)
+        forecasts = self._forecasts.all(now_s) if in_progress else {}
+        return [BatchRecord(**each, forecast=forecasts.get(each["number"])) for each in batches]
 
 
 def result_line(line: LeasedLine, *, status: int, request_id: str, body: bytes) -> bytes:

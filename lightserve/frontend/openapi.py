@@ -440,9 +440,10 @@ def _build(app: FastAPI, *, needs_keys: bool) -> dict[str, Any]:
             operation = OPERATIONS[method, path.replace(":path}", "}")]
             errors = _errors(path, operation, needs_keys)
             in_path = [each for each in described.get("parameters", ()) if each["in"] == "path"]
-            described.update(models.describe(operation, errors=errors))
-            if in_path and operation.query:
-                described["parameters"] = [*in_path, *described["parameters"]]
+            own = models.describe(operation, errors=errors)
+            if parameters := [*in_path, *own.pop("parameters", ())]:
+                own["parameters"] = parameters
+            described.update(own)
             if needs_keys and access_to(path) is not Access.OPEN:
                 described["security"] = [{"key": []}, {"x-api-key": []}]
     schema["components"] = {"schemas": models.definitions}

@@ -228,14 +228,17 @@ def check_kernels(kernels: Kernels, shapes: KernelShapes, device: torch.device) 
         )
 
 
-def check_quantized(kernels: QuantizingKernels, shapes: KernelShapes) -> None:
-    """Compare products of 8-bit and 4-bit weights with the reference's, of the same numbers.
+def check_quantized(kernels: QuantizingKernels, shapes: KernelShapes, *, has_int4: bool) -> None:
+    """Compare products of 8-bit weights with the reference's, of the same numbers.
+
+    `has_int4`: of 4-bit ones as well.
 
     Raises:
         StartupError: one disagrees.
     """
     pair = _Pair(kernels, shapes, torch.device("cpu"))
-    comparisons = chain(_int8_linears(pair, kernels), _int4_linears(pair, kernels))
+    int4 = _int4_linears(pair, kernels) if has_int4 else ()
+    comparisons = chain(_int8_linears(pair, kernels), int4)
     reason = _first_difference(comparisons, LIMITS[shapes.dtype])
     if reason is not None:
         raise StartupError(

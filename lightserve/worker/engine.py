@@ -335,7 +335,7 @@ def _check(
     """Compare all that the kernels will do with the reference."""
     check_kernels(kernels, shapes, device)
     if isinstance(method, Int8Method):
-        check_quantized(method.kernels, shapes)
+        check_quantized(method.kernels, shapes, has_int4=isinstance(method, Int4Method))
     if kv_type == "int8":
         check_int8_kv(kernels, shapes)
 

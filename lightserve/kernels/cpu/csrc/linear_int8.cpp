@@ -74,27 +74,12 @@ struct ByteRows {
 
 TARGET_VNNI void split_row(const LinearBf16& task, int64_t row, const ByteRows& rows) {
   const bf16* x = task.x + row * task.x_stride;
-  const auto mask_of = [&](int64_t k) -> __mmask16 {
-    const int64_t left = task.num_inputs - k;
-    return left >= 16 ? 0xffff : left <= 0 ? 0 : (1u << left) - 1;
-  };
-  __m256i largest = _mm256_setzero_si256();
-  for (int64_t k = 0; k < task.num_inputs; k += 16) {
-    const __m256i bits = _mm256_maskz_loadu_epi16(mask_of(k), x + k);
-    largest = _mm256_max_epu16(largest, _mm256_and_si256(bits, _mm256_set1_epi16(0x7fff)));
-  }
-  uint16_t lanes[16], most = 0;
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), largest);
-  for (const uint16_t lane : lanes) most = lane > most ? lane : most;
-  const float size = widened(most);
-  const bool is_zero = size < 1e-30f;
-  rows.factors[row] = most >= 0x7f80 ? __builtin_nanf("") : is_zero ? 0.0f : size / 32767.0f;
-  const __m512 inverse = _mm512_set1_ps(is_zero || most >= 0x7f80 ? 0.0f : 32767.0f / size);
+  const RowScale scale = scale_of_row(task, x, 32767.0f);
+  rows.factors[row] = scale.factor;
+  const __m512 inverse = _mm512_set1_ps(scale.inverse);
   int8_t* to = rows.group(row / GROUP) + row % GROUP * 64;
   for (int64_t k = 0; k < rows.num_blocks * BYTE_BLOCK; k += 16) {
-    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask_of(k), x + k));
-    const __m512 number = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
-    const __m512i value = _mm512_cvtps_epi32(_mm512_mul_ps(number, inverse));
+    const __m512i value = scaled_inputs(task, x, k, inverse);
     int8_t* place = to + k / BYTE_BLOCK * 2 * BYTE_TILE + k % BYTE_BLOCK;
     _mm_storeu_si128(reinterpret_cast<__m128i*>(place),
                      _mm512_cvtepi32_epi8(_mm512_srai_epi32(value, 8)));
