@@ -93,8 +93,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """How the next token is drawn, and what is to be told about it.
 
     In this order: `logit_bias`, penalties, tokens that are not allowed or end bad words,
-    temperature, min-p, top-k, top-p. `temperature` 0 is greedy and ignores what follows it. The
-    draw is a function of (seed, choice, position) alone.
+    temperature, typical-p, min-p, top-k, top-p. `temperature` 0 is greedy and ignores what follows
+    it. The draw is a function of (seed, choice, position) alone.
     """
 
     temperature: float = 1.0
@@ -129,3 +129,6 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens, none empty: the last of one is not drawn where the output ends with the
     others."""
+    typical_p: float = 1.0
+    """(0, 1]: of the tokens whose surprise is nearest to the expected one, as many as have this
+    share together; 1 keeps every token. Locally typical sampling (Meister et al., 2023)."""

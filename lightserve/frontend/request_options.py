@@ -104,6 +104,7 @@ def resolve_sampling(
     top_p: float | None = None,
     top_k: int | None = None,
     min_p: float | None = None,
+    typical_p: float | None = None,
     seed: int | None = None,
     frequency_penalty: float | None = None,
     presence_penalty: float | None = None,
@@ -134,6 +135,7 @@ def resolve_sampling(
         top_p=_first(top_p, defaults.top_p),
         top_k=max(0, top_k),  # -1 and 0: all tokens
         min_p=_first(min_p, 0.0),
+        typical_p=_first(typical_p, 1.0),
         seed=random_seed() if seed is None else seed,
         frequency_penalty=_first(frequency_penalty, 0.0),
         presence_penalty=_first(presence_penalty, 0.0),

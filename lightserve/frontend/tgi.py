@@ -73,7 +73,6 @@ _NO_EFFECT: NoEffect = {
     # What huggingface_hub's client has for TGI, at the values that change nothing.
     "watermark": (False,),
     "best_of": (1,),
-    "typical_p": (1, 1.0),
     "adapter_id": (),
 }
 
@@ -88,6 +87,7 @@ class GenerateParameters(NoEffectModel):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
+    typical_p: TopP | None = None
     repetition_penalty: RepetitionPenalty | None = None
     frequency_penalty: Penalty | None = None
     seed: Seed | None = None
@@ -107,7 +107,7 @@ class GenerateParameters(NoEffectModel):
 
     def sampling(self, *, vocab_size: int) -> SamplingParams:
         """Return the parameters that it asks for. Raises InvalidRequest."""
-        shaping = (self.temperature, self.top_p, self.top_k)
+        shaping = (self.temperature, self.top_p, self.top_k, self.typical_p)
         samples = bool(self.do_sample) or any(value is not None for value in shaping)
         return resolve_sampling(
             _PLAIN if samples else _GREEDY,
@@ -115,6 +115,7 @@ class GenerateParameters(NoEffectModel):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            typical_p=self.typical_p,
             repetition_penalty=self.repetition_penalty,
             frequency_penalty=self.frequency_penalty,
             seed=self.seed,

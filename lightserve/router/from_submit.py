@@ -147,6 +147,7 @@ def check_submit(submit: Submit, vocab_size: int) -> None:
         "seed": (sampling.seed, -(2**63), 2**63 - 1),
         "choice": (sampling.choice, 0, MAX_INT32),
         "min_p": (sampling.min_p, 0.0, 1.0),
+        "typical_p": (sampling.typical_p, 0.0, 1.0),
         "frequency_penalty": (sampling.frequency_penalty, -MAX_ADDED, MAX_ADDED),
         "presence_penalty": (sampling.presence_penalty, -MAX_ADDED, MAX_ADDED),
         "repetition_penalty": (sampling.repetition_penalty, 1 / MAX_ADDED, MAX_ADDED),

@@ -347,6 +347,7 @@ _COLUMNS = np.dtype(
         ("frequency", np.float32),
         ("presence", np.float32),
         ("min_tokens", np.int32),
+        ("typical_p", np.float32),
     ]
 )
 _MAX_INT32 = 2**31 - 1
@@ -377,6 +378,7 @@ def is_adjusted(params: SamplingParams) -> bool:
         or params.frequency_penalty
         or params.presence_penalty
         or params.repetition_penalty != 1.0
+        or params.typical_p < 1.0
     )
 
 
@@ -460,6 +462,7 @@ def _as_numbers(params: SamplingParams, num_prompt_tokens: int, changes: bool) -
         params.frequency_penalty,
         params.presence_penalty,
         min(params.min_tokens, _MAX_INT32),
+        params.typical_p,
     )
 
 
@@ -508,6 +511,7 @@ def _adjustment_arrays(
     names = ("num_prompt_tokens", "repetition", "frequency", "presence", "min_tokens")
     eos = np.full((len(lists), max(len(part.eos_token_ids) for part in lists)), -1, dtype=np.int32)
     words = max(len(part.allowed_bits) for part in lists)
+    typical = (columns["typical_p"] < 1).nonzero()[0]
     limited = [row for row, part in enumerate(lists) if len(part.allowed_bits)]
     allowed_rows = np.full(len(lists), -1, dtype=np.int32)
     allowed_rows[limited] = np.arange(len(limited))
@@ -526,6 +530,8 @@ def _adjustment_arrays(
         allowed_rows,
         bits.view(np.int32),
         *_word_arrays(lists),
+        typical,
+        columns["typical_p"][typical],
     ]
 
 

@@ -39,6 +39,7 @@ EVERYTHING = SamplingParams(
     presence_penalty=0.1,
     repetition_penalty=1.1,
     num_logprobs=20,
+    typical_p=0.95,
 )
 """Every option whose work grows with the vocabulary."""
 
@@ -123,6 +124,7 @@ _EVERYTHING = SamplingParams(
     min_tokens=8,
     num_logprobs=2,
     num_prompt_logprobs=2,
+    typical_p=0.95,
 )
 _CONSTRAINT = RegexConstraint(pattern="[a-z]*")
 

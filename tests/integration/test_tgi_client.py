@@ -111,7 +111,8 @@ def test_truncate_keeps_the_end_of_the_prompt() -> None:
     [
         ({"watermark": True}, "watermark"),
         ({"best_of": 2}, "best_of"),
-        ({"typical_p": 0.9}, "typical_p"),
+        ({"typical_p": 0}, "typical_p"),
+        ({"typical_p": 1.5}, "typical_p"),
         ({"adapter_id": "a"}, "adapter_id"),
         ({"truncate": 0}, "truncate"),
         ({"stop": ["a"], "stop_sequences": ["b"]}, "stop_sequences"),
@@ -140,5 +141,18 @@ def test_stop_sequences_are_stop_strings_and_names_of_tgi_are_the_model() -> Non
                 assert (await setup.post("/v1/completions", body)).status_code == status
             models = (await setup.http.get("/v1/models")).json()["data"]
             assert [model["id"] for model in models] == [BUNDLED_MODEL_NAME]
+
+    asyncio.run(scenario())
+
+
+def test_typical_p_is_a_way_to_draw() -> None:
+    async def scenario() -> None:
+        async with frontend(says(TOKENS)) as setup:
+            for parameters in ({}, {"typical_p": 0.9}, {"typical_p": 1, "do_sample": False}):
+                await _posted(setup, "/generate", parameters=parameters)
+            greedy, typical, none = (submit.sampling for submit in setup.router.submits)
+            assert (greedy.typical_p, greedy.temperature) == (1.0, 0.0)
+            assert typical.typical_p == 0.9 and typical.temperature > 0
+            assert none.typical_p == 1.0 and none.temperature > 0
 
     asyncio.run(scenario())

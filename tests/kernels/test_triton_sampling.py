@@ -290,6 +290,7 @@ def changed_rows() -> Iterator[tuple[SamplingParams, History]]:
         {"allowed_token_ids": (3,), "min_tokens": 1000, "temperature": 0.0},
         {"bad_words": ((17,), (18, 19)), "frequency_penalty": 0.1},
         {"bad_words": tuple((token,) for token in range(100, 290, 3)), "logit_bias": ((101, 9.0),)},
+        {"typical_p": 0.4, "temperature": 0.7, "frequency_penalty": 0.4},
     ]
     for number, options in enumerate(some):
         known = rng.integers(0, 300, 3000 if number == 3 else 5 + 60 * number).tolist()

@@ -7,7 +7,13 @@ from torch import Tensor
 
 from lightserve.kernels.triton import sampling as kernels
 from lightserve.kernels.triton.sampling_adjust import Changes, adjust
-from lightserve.worker.sampling.interface import LogprobTensors, SamplingBatch, Tokens, bar_words
+from lightserve.worker.sampling.interface import (
+    LogprobTensors,
+    SamplingBatch,
+    Tokens,
+    bar_words,
+    keep_typical,
+)
 
 
 def sample_on_device(logits: Tensor, batch: SamplingBatch) -> Tokens:
@@ -60,7 +66,9 @@ def _adjusted(logits: Tensor, batch: SamplingBatch) -> Tensor:
         mask_bits=None if masks is None else masks.bits,
     )
     adjusted = adjust(logits, changes)
-    bar_words(adjusted, torch.arange(len(adjusted), device=adjusted.device), options, batch)
+    places = torch.arange(len(adjusted), device=adjusted.device)
+    bar_words(adjusted, places, options, batch)
+    keep_typical(adjusted, places, options, batch.rows.temperature[options.indices])
     return adjusted
 
 

@@ -120,6 +120,10 @@ class Adjustments:
     """int32 [entries, longest - 1], the tokens before the last; -1 before the first of them."""
     word_ends: Tensor
     """int64, the last token."""
+    typical_rows: Tensor
+    """int64 [rows with typical-p], index among the A."""
+    typical_shares: Tensor
+    """float32."""
     _: KW_ONLY
     has_penalties: bool
     """Whether any row's known tokens matter."""
@@ -245,3 +249,30 @@ def bar_words(logits: Tensor, rows: Tensor, options: Adjustments, batch: Samplin
     added.masked_fill_(fits.all(dim=1), float("-inf"))
     place = rows[owners] * logits.shape[1] + options.word_ends
     logits.view(-1).scatter_add_(0, place, added)
+
+
+def keep_typical(logits: Tensor, rows: Tensor, options: Adjustments, temperature: Tensor) -> None:
+    """Bar what is not typical in logits, contiguous float32 [rows, vocab], in place.
+
+    Row by row, as few ask for it and an order of the vocabulary takes memory. Waits for nothing.
+
+    Args:
+        logits: after everything else that changes them.
+        rows: int64 [A], where each of the A has its logits.
+        options: of the A.
+        temperature: float32 [A]; the order of a greedy row stays as it is.
+    """
+    for number in range(len(options.typical_rows)):
+        owner = options.typical_rows[number : number + 1]
+        row = logits.index_select(0, rows[owner]).squeeze(0)
+        is_random = temperature[owner] > 0
+        scaled = (row - row.amax()) / torch.where(is_random, temperature[owner], 1.0)
+        surprise = -scaled.log_softmax(-1)
+        share = surprise.neg().exp()
+        expected = torch.where(share > 0, share * surprise, 0.0).sum()
+        _, order = (surprise - expected).abs().sort(stable=True)
+        share = share[order]
+        before = share.double().cumsum(0) - share
+        is_barred = (before >= options.typical_shares[number]) & is_random
+        row[order] = row[order].masked_fill(is_barred, float("-inf"))
+        logits.index_copy_(0, rows[owner], row[None])

@@ -1,6 +1,7 @@
 """One token per row: the same call on the CPU and on a GPU.
 
-    constraint -> options that change logits -> temperature -> min-p -> top-k and top-p -> draw
+    constraint -> options that change logits, typical-p -> temperature -> min-p
+        -> top-k and top-p -> draw
 
 at one uniform number per row (`uniform_at`). A row's token is a function of its own logits,
 options and known tokens, never of its neighbours. What top-k or top-p leave is drawn from in the
@@ -26,6 +27,7 @@ from lightserve.worker.sampling.interface import (
     SamplingBatch,
     Tokens,
     bar_words,
+    keep_typical,
     uniform_at,
 )
 
@@ -152,6 +154,8 @@ def adjust(logits: Tensor, batch: SamplingBatch) -> Tensor:
         _allow(logits, options)
         _bar_end(logits, options, lengths - options.num_prompt_tokens)
         bar_words(logits, options.indices, options, batch)
+        temperature = batch.rows.temperature[options.indices]
+        keep_typical(logits, options.indices, options, temperature)
     return logits
 
 

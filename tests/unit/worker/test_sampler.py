@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from lightserve.messages.common import TokenLogprob
@@ -334,13 +335,16 @@ def test_rows_with_options_do_not_touch_each_other() -> None:
         SamplingParams(presence_penalty=1.0, repetition_penalty=0.7, min_tokens=30),
         SamplingParams(bad_words=((9,), (7, 4, 8), (3, 7, 5, 8))),
         SamplingParams(bad_words=((5, 1), (4, 1), (39,))),
+        SamplingParams(typical_p=0.5, temperature=0.8, presence_penalty=1.0),
+        SamplingParams(typical_p=0.3, temperature=0.0),
     ]
-    logits = torch.cat([logits, torch.randn(2, 40)])
-    histories = [History([n, 3, 3, 7, n], 2, [n]) for n in range(6)]
-    together = adjust(logits, make_batch(options, [0] * 6, histories))
+    logits = torch.cat([logits, torch.randn(4, 40)])
+    histories = [History([n, 3, 3, 7, n], 2, [n]) for n in range(8)]
+    together = adjust(logits, make_batch(options, [0] * 8, histories))
+    assert 0 < int(together[6].isinf().sum()) < 39 and torch.equal(together[7], logits[7])
     assert together[4].isinf().nonzero().flatten().tolist() == [8, 9]
     assert together[5].isinf().nonzero().flatten().tolist() == [1, 39]
-    for row in range(6):
+    for row in range(8):
         batch = make_batch(options[row : row + 1], [0], histories[row : row + 1])
         alone = sample_on_host(logits[row : row + 1], batch)
         assert alone.is_finite.all()
@@ -368,6 +372,8 @@ def processors(params: SamplingParams) -> LogitsProcessorList:
     chosen: list[Any] = [TemperatureLogitsWarper(params.temperature)]
     if params.repetition_penalty != 1.0:
         chosen.insert(0, RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.typical_p < 1.0:
+        chosen.append(TypicalLogitsWarper(params.typical_p))
     if params.min_p:
         chosen.append(MinPLogitsWarper(params.min_p))
     if params.top_k:
@@ -386,6 +392,8 @@ def processors(params: SamplingParams) -> LogitsProcessorList:
         {"top_k": 9, "top_p": 0.6},
         {"min_p": 0.1, "top_k": 12},
         {"repetition_penalty": 1.8, "min_p": 0.2},
+        {"typical_p": 0.4, "temperature": 1.3},
+        {"typical_p": 0.8, "top_k": 6, "repetition_penalty": 1.4},
         {"repetition_penalty": 0.6, "top_p": 0.5, "temperature": 0.7},
         {"repetition_penalty": 3.0, "top_k": 7, "top_p": 0.9, "temperature": 1.6},
     ],
