@@ -30,13 +30,15 @@ batch-invariant: true
 kv-memory: 2GiB
 ```
 
-Flags stand over the file, the file over the defaults. A file is one flat mapping of at most 1 MiB;
-unknown or repeated names, other types (`"80"` is no integer) and values outside the limits are
-errors that name the line, with exit code 2. Paths in it are relative to the working directory.
-API keys are never options: `--api-key-file` names a file of them.
+Flags stand over the file, the file over
+[`--preset`](scheduling.md#the-systems-of-four-papers), that over the defaults.
+A file is one flat mapping of at most 1 MiB; unknown or repeated names, other types (`"80"` is no
+integer) and values outside the limits are errors that name the line, with exit code 2. Paths in it
+are relative to the working directory. API keys are never options:
+`--api-key-file` names a file of them.
 
-At its start the server logs every value that a flag or the file gave, and with `--log-level debug`
-the defaults as well.
+At its start the server logs every value that a flag, the file or a preset gave, and with
+`--log-level debug` the defaults as well.
 """
 _SECTION = """
 ## {title}

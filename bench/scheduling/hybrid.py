@@ -31,7 +31,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from bench.table import print_head, print_row
-from lightserve.config.options import CLASS_BLIND_POLICIES
+from lightserve.config.scheduling import CLASS_BLIND_POLICIES
 from lightserve.sim import HybridConfig, HybridReport, run_hybrid
 
 LENGTHS = str(Path(__file__).parents[1] / "traces/sharegpt_lengths.csv.gz")

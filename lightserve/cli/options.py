@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 import click
 
 from lightserve.config.fields import flag_name
+from lightserve.config.scheduling import PRESETS
 from lightserve.errors import ConfigError
 
 # The API key of commands that are clients: from a file or the environment, never an argument.
@@ -49,6 +50,16 @@ def read_api_key(*, api_key_env: str, api_key_file: str | None) -> str:
 
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def preset_option(function: FunctionT) -> FunctionT:
+    """Decorate a command with --preset."""
+    return click.option(
+        "--preset",
+        type=click.Choice(tuple(PRESETS)),
+        help="Policy, admission, cache, preemption and what targets mean, all as in the paper of"
+        " this name; what is given otherwise stands over it.",
+    )(function)
 
 
 class FiniteRange(click.FloatRange):

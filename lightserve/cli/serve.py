@@ -8,7 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from lightserve.cli.options import SectionCommand, config_options
+from lightserve.cli.options import SectionCommand, config_options, preset_option
 from lightserve.config import SECTIONS, ServeConfig
 from lightserve.config.file import merge, read_config_file
 
@@ -21,8 +21,11 @@ from lightserve.config.file import merge, read_config_file
     metavar="FILE",
     help="YAML file of these options, without the dashes; flags stand over it.",
 )
+@preset_option
 @click.pass_context
-def command(context: click.Context, /, config_file: str | None, **values: Any) -> int:
+def command(
+    context: click.Context, /, config_file: str | None, preset: str | None, **values: Any
+) -> int:
     """Serve a model over HTTP until SIGTERM or Ctrl-C.
 
     Exit codes: 0 after a drained stop, 1 when the server cannot start or keeps failing, 2 for
@@ -32,7 +35,7 @@ def command(context: click.Context, /, config_file: str | None, **values: Any) -
     given = {
         name for name in values if context.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
-    effective = merge(values, given=given, from_file=from_file)
+    effective = merge(values, given=given, from_file=from_file, preset=preset)
     config = ServeConfig(**effective.values)
     from lightserve.supervisor.loop import serve  # noqa: PLC0415 - not needed for --help
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from lightserve.cli.options import FiniteRange, FunctionT, config_options
+from lightserve.cli.options import FiniteRange, FunctionT, config_options, preset_option
 from lightserve.config import ServeConfig
 from lightserve.config.fields import check_limits, flag_name
-from lightserve.config.options import ADMISSION_OF_OPTION, split_names
+from lightserve.config.options import split_names
+from lightserve.config.scheduling import ADMISSION_OF_OPTION, PRESETS, preset_values
 from lightserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ _SERVE_FIELDS = (
     "clean_ahead_tokens",
     "cache_policy",
     "rt_cache_min_tokens",
+    "victims",
+    "rt_kv_deviations",
     "burst_headroom_s",
     "max_be_seqs",
     "be_order",
@@ -72,6 +75,8 @@ _SERVE_FIELDS = (
     "late_min_share",
     "be_min_share",
     "long_prompt_tokens",
+    "without",
+    "window",
 )
 """Options that are those of the server."""
 HYBRID_DEFAULTS = {"capacity_tokens": 60_000, "policy": "unified", "admission": "risk"}
@@ -82,6 +87,7 @@ _TOKEN_TARGETS = ("ttft_slo_ms", "tpot_slo_ms", "mtpot_slo_ms")
 _SLO_MS = FiniteRange(0.0)
 _OPTIONS = (
     config_options(ServeConfig, _SERVE_FIELDS),
+    preset_option,
     click.option(
         "--decision-log",
         metavar="FILE",
@@ -103,6 +109,11 @@ _OPTIONS = (
         type=click.IntRange(1),
         show_default=True,
         help="Most new tokens in one step; the server's --max-num-batched-tokens.",
+    ),
+    click.option(
+        "--max-num-seqs",
+        type=click.IntRange(1),
+        help="Most sequences that run at once.  [default: 512, or --budget-tokens if that is less]",
     ),
     click.option(
         "--hardware",
@@ -157,13 +168,10 @@ _OPTIONS = (
         show_default=True,
         help="Virtual seconds.",
     ),
-    click.option(
-        "--be-lengths", help="With closed:N: uniform:P1-P2,O1-O2 or the rows of a trace file."
-    ),
+    click.option("--be-lengths", help="As --rt-lengths."),
     click.option(
         "--be",
-        help="Best-effort requests: closed:N (each that ends is replaced at once), or a trace"
-        " file, at its times if it has any.",
+        help="Best-effort requests: closed:N, poisson:RATE, or a trace file, as --rt.",
     ),
     click.option(
         "--rt-max-tokens",
@@ -174,11 +182,12 @@ _OPTIONS = (
     ),
     click.option(
         "--rt-lengths",
-        help="With poisson:RATE: uniform:P1-P2,O1-O2 or the rows of a trace file.",
+        help="Without a trace: uniform:P1-P2,O1-O2 or the rows of a trace file.",
     ),
     click.option(
         "--rt",
-        help="Real-time requests: poisson:RATE (per second), or a trace file with its times.",
+        help="Real-time requests: poisson:RATE (per second), closed:N (each that ends is replaced"
+        " at once), or a trace file, at its times if it has any, with its targets.",
     ),
 )
 
@@ -207,7 +216,9 @@ def run_hybrid(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[st
     config = sim.HybridConfig(
         **chosen,
         targets=sim.Targets(*_targets_of(values)),
-        serve_options=serve_fields(values) | {name: values[name] for name in _SERVE_FIELDS},
+        serve_options=serve_fields(values)
+        | {name: values[name] for name in _SERVE_FIELDS}
+        | ({"max_num_seqs": values["max_num_seqs"]} if values["max_num_seqs"] else {}),
     )
     with click.progressbar(
         length=int(config.duration_s), label=f"virtual seconds, {config.policy}", file=sys.stderr
@@ -426,7 +437,7 @@ def command(context: click.Context, /, **values: Any) -> int:
     and --be, real-time and best-effort requests as they come: attainment of targets, goodput,
     throughput. The same seed gives the same report, but for CPU times.
     """
-    chosen = _of_this_run(context, values)
+    chosen = _with_preset(context, _of_this_run(context, values))
     if chosen.get("plot") and not chosen.get("compare"):
         raise ConfigError("--plot needs --compare")
     _check_pictures(chosen)
@@ -490,6 +501,31 @@ def _of_this_run(context: click.Context, values: dict[str, Any]) -> dict[str, An
         for name, value in values.items()
         if name in _SHARED or (name in QUEUE_OPTIONS) == is_queue
     }
+
+
+def _with_preset(context: click.Context, values: dict[str, Any]) -> dict[str, Any]:
+    """Return values with those of --preset, but what was given; says on stderr which these are.
+
+    Raises:
+        ConfigError: --compare is given as well, which is to choose the policy.
+    """
+    if (preset := values.get("preset")) is None:
+        return values
+    if values["compare"]:
+        raise ConfigError("--compare cannot be combined with --preset, which has a policy")
+    flags = {"max_num_batched_tokens": "budget_tokens"}
+    given = {
+        name
+        for name in PRESETS[preset]
+        if context.get_parameter_source(flags.get(name, name)) is not ParameterSource.DEFAULT
+    }
+    options = {
+        flags.get(name, name): value
+        for name, value in preset_values(preset, given=given, values=values).items()
+    }
+    words = " ".join(f"{name}={value!r}" for name, value in options.items())
+    click.echo(f"preset {preset}: {words}", err=True)
+    return values | options
 
 
 def _printable(values: dict[str, Any]) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from lightserve.config.options import (
     FrontendOptions,
     GraphOptions,
     MemoryOptions,
-    SchedulingOptions,
     split_names,
 )
+from lightserve.config.scheduling import SchedulingOptions
 from lightserve.errors import ConfigError
 
 DEFAULT_DECISION_LOG_SIZE = "4GiB"

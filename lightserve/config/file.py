@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, get_type_hints
 import yaml
 
 from lightserve.config.fields import check_limits
+from lightserve.config.scheduling import preset_values
 from lightserve.errors import ConfigError
 
 MAX_FILE_BYTES = 1024 * 1024
@@ -31,6 +32,7 @@ class Origin(StrEnum):
     """Where the value of an option comes from."""
 
     DEFAULT = "default"
+    PRESET = "preset"
     FILE = "file"
     FLAG = "flag"
 
@@ -43,18 +45,27 @@ class EffectiveValues(NamedTuple):
 
 
 def merge(
-    values: Mapping[str, Any], *, given: Collection[str], from_file: Mapping[str, Any]
+    values: Mapping[str, Any],
+    *,
+    given: Collection[str],
+    from_file: Mapping[str, Any],
+    preset: str | None = None,
 ) -> EffectiveValues:
-    """Lay a file's options under those `given` on the command line, of which `values` has all."""
-    merged = {
-        name: from_file[name] if name in from_file and name not in given else value
-        for name, value in values.items()
-    }
-    origins = {
-        name: Origin.FLAG if name in given else Origin.FILE if name in from_file else Origin.DEFAULT
-        for name in values
-    }
-    return EffectiveValues(merged, origins)
+    """Lay a preset's options under a file's, both under those `given` on the command line.
+
+    `values` has all of these, and the defaults of all others.
+    """
+    file_values = {name: value for name, value in from_file.items() if name not in given}
+    merged = {**values, **file_values}
+    from_preset = preset_values(preset, given={*given, *from_file}, values=merged)
+    origins = dict.fromkeys(values, Origin.DEFAULT)
+    for names, origin in (
+        (from_preset, Origin.PRESET),
+        (from_file, Origin.FILE),
+        (given, Origin.FLAG),
+    ):
+        origins |= {name: origin for name in names if name in values}
+    return EffectiveValues(merged | from_preset, origins)
 
 
 def log_configuration(log: logging.Logger, config: Any, origins: Mapping[str, Origin]) -> None:
@@ -63,7 +74,7 @@ def log_configuration(log: logging.Logger, config: Any, origins: Mapping[str, Or
     Keys and certificates are paths in a configuration, never their contents.
     """
     names = [spec.name for spec in dataclasses.fields(config)]
-    for origin in (Origin.FLAG, Origin.FILE, Origin.DEFAULT):
+    for origin in (Origin.FLAG, Origin.FILE, Origin.PRESET, Origin.DEFAULT):
         values = {
             name: getattr(config, name)
             for name in names

@@ -21,7 +21,8 @@ import msgspec
 
 import lightserve
 from lightserve.config import ServeConfig
-from lightserve.config.options import MemoryOptions, SchedulingOptions
+from lightserve.config.options import MemoryOptions
+from lightserve.config.scheduling import SchedulingOptions
 from lightserve.errors import ConfigError
 from lightserve.messages.common import StepCoefficients
 from lightserve.messages.frontend_router import Abort, Acknowledge, Finish, Submit

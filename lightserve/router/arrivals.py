@@ -126,6 +126,39 @@ class BurstHeadroom:
         self._sum_of_squares += sign * num_tokens * num_tokens
 
 
+class HeldByRealTime:
+    """What real-time requests held of late, for a threshold at mean + deviations (Echo, 5.3).
+
+    Averages over time, the recent counting most (BURST_WINDOW_S). Pure, O(1) per call.
+    """
+
+    def __init__(self, num_deviations: float) -> None:
+        """`num_deviations` 0 leaves nothing free."""
+        self._num_deviations = num_deviations
+        self._now_s: float | None = None
+        self._held = 0
+        self._weight = self._mean = self._mean_of_squares = 0.0
+
+    def note(self, held: int, now_s: float) -> None:
+        """Learn how many tokens they hold from now on."""
+        if self._now_s is not None and now_s > self._now_s:
+            keep = math.exp((self._now_s - now_s) / BURST_WINDOW_S)
+            self._weight = keep * self._weight + 1.0 - keep
+            share = (1.0 - keep) / self._weight
+            self._mean += share * (self._held - self._mean)
+            self._mean_of_squares += share * (self._held**2 - self._mean_of_squares)
+        self._now_s, self._held = now_s, held
+
+    def headroom(self, num_slots: int) -> int:
+        """Return the slots of a pool that they may yet come to hold, and others must leave."""
+        if self._num_deviations == 0:
+            return 0
+        deviation = math.sqrt(max(0.0, self._mean_of_squares - self._mean**2))
+        most = self._mean + self._num_deviations * deviation
+        step = max(1, num_slots // POOL_STEPS)
+        return min(num_slots, math.ceil(max(0.0, most - self._held) / step) * step)
+
+
 # What share of the time of recent steps some requests got while they wanted more. Pure.
 #
 # `Pipeline` tells it of every step that is sent; a policy that owes a least share asks it.

@@ -17,6 +17,7 @@ from lightserve.router.pipeline import MAX_STEPS_IN_FLIGHT
 from lightserve.router.policies import make_policy
 from lightserve.router.policies.base import NO_LIMIT, Policy
 from lightserve.router.slo import SLO_CLOCKS, SLOClock, curve_clock
+from lightserve.router.victims import VICTIMS, Dispensability
 from lightserve.types import RequestClass
 
 
@@ -30,6 +31,9 @@ class SchedulerConfig:
     """Of a step, unless the workers say otherwise."""
     max_be_seqs: int = NO_LIMIT
     """Most best-effort requests that run at once."""
+    rt_kv_deviations: float = 0.0
+    """Standard deviations above what real-time requests held on average that stay free of
+    best-effort ones; 0: nothing."""
     burst_headroom_s: float = 0.0
     """What real-time requests bring in this time stays free of best-effort ones; 0: nothing."""
     queue_limits: Mapping[RequestClass, QueueLimits]
@@ -37,6 +41,8 @@ class SchedulerConfig:
     max_parameter_bytes: int = NO_LIMIT
     """Memory of the parameters of all requests of a class, prompts aside."""
     policy: Policy
+    victims: Dispensability | None = None
+    """Who of a class loses memory first; None: the newest."""
     be_by_sharing: bool = True
     """Whether best-effort requests start by what is cached of them; otherwise as they came."""
     slo_clock: SLOClock = curve_clock
@@ -65,13 +71,14 @@ def make_scheduler_config(
     config: ServeConfig, *, max_model_len: int, seed: int = 0
 ) -> SchedulerConfig:
     """Return what a core needs to know of the server's configuration."""
-    lengths = OutputLengths(max_output_tokens=max_model_len)
+    lengths = OutputLengths(max_output_tokens=max_model_len, window=config.window)
     policy = make_policy(config)
     return SchedulerConfig(
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_tokens_of_step("cpu"),
         max_be_seqs=config.max_be_seqs or NO_LIMIT,
+        rt_kv_deviations=config.rt_kv_deviations,
         burst_headroom_s=config.burst_headroom_s,
         queue_limits={
             RequestClass.RT: QueueLimits(
@@ -83,6 +90,7 @@ def make_scheduler_config(
         },
         max_parameter_bytes=config.max_parameter_bytes,
         policy=policy,
+        victims=VICTIMS[config.victims],
         be_by_sharing=config.be_by_sharing(),
         slo_clock=SLO_CLOCKS[config.slo_clock],
         admission=make_admission(config, lengths, seed, is_class_aware=policy.is_class_aware),

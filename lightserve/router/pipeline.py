@@ -74,6 +74,8 @@ class Pipeline:
         self.copy_cost = CopyCost()
         self.guard = StepGuard()
         self.best_effort_time = TimeShare()
+        self.num_steps_in_time = 0
+        """Steps sent since one that `PlannedStep.hits_limit`."""
         self.overlaps_copies = False
         """Whether the workers make such copies beside the steps, see `WorkerHello`."""
         self.next_step_id = StepId(0)
@@ -167,6 +169,7 @@ class Pipeline:
             "planned before the last commit"
         )
         self.best_effort_time.observe(planned.predicted_s, planned.best_effort_s)
+        self.num_steps_in_time = 0 if planned.hits_limit else self.num_steps_in_time + 1
         ahead = bool(self._in_flight)
         behind_s = self.ahead_seconds(_num_ahead(plan))
         if self.overlaps_copies:

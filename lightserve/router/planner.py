@@ -8,6 +8,7 @@ starting them would take), which are made anew for every plan.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from lightserve.router.policies.base import Phase, Policy, StepLimits, Waiting, 
 from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.queue import Turn, WaitingQueue, prefix_in_flight
 from lightserve.router.request import RUNNING, WAITING, Request
-from lightserve.router.request_table import RequestTable, Running
+from lightserve.router.request_table import DueTimes, RequestTable, Running
 from lightserve.router.step import (
     LeftOut,
     PlannedStep,
@@ -36,6 +37,7 @@ from lightserve.router.step import (
     nums_of_samples,
     shape_of,
 )
+from lightserve.router.victims import VictimView
 from lightserve.types import BE, RT, RequestClass
 
 MAX_NEWCOMERS = 32
@@ -198,7 +200,7 @@ class Planner:
         memory = MemoryPlan(
             kv,
             self._rows,
-            self.holders,
+            functools.partial(self._by_loss, kv, start_s),
             kv.num_reserved_for_rt if scene.keeps_reserve else 0,
             is_class_aware=self._policy.is_class_aware,
             spared=scene.spared,
@@ -228,6 +230,9 @@ class Planner:
             step_number=pipeline.next_step_id,
             num_slots=kv.num_slots,
             num_free_slots=kv.num_available - kv.num_cached,
+            num_cached_slots=kv.num_cached,
+            num_wanted_slots=kv.num_wanted,
+            num_steps_in_time=pipeline.num_steps_in_time,
             start_s=start_s,
             cost=pipeline.cost,
             guard=pipeline.guard,
@@ -266,6 +271,7 @@ class Planner:
             left_out=left_out,
             unseen=self._unseen(newcomers, left_out, step.skips),
             limit_s=step.deadline_s if math.isfinite(step.deadline_s) else None,
+            hits_limit=step.hits_limit,
             best_effort_s=step.best_effort_s,
             forecast_peak=future.forecast_peak,
             headroom=headroom,
@@ -312,6 +318,30 @@ class Planner:
             holders += [r for r in running if r.request_class is request_class]
             holders += paused[request_class]
         return holders
+
+    def _by_loss(self, kv: KVStore, start_s: float) -> list[Request]:
+        """Return `holders`, in each class and state those that can best be done without last.
+
+        All but the first of each class: it is never taken from, so that it comes to its end.
+        """
+        holders, can_go = self.holders(), self._config.victims
+        if can_go is None:
+            return holders
+        due, cost = DueTimes(self._rows, start_s), self._pipeline.cost
+        view = VictimView(kv, due, cost, self._config.lengths)
+        in_order: list[Request] = []
+        firsts: set[RequestClass] = set()
+        for (of, _), group in itertools.groupby(holders, key=self._standing):
+            requests = list(group)
+            num_kept = int(of not in firsts)
+            firsts.add(of)
+            others = sorted(requests[num_kept:], key=lambda request: can_go(request, view))
+            in_order += [*requests[:num_kept], *others]
+        return in_order
+
+    def _standing(self, request: Request) -> tuple[RequestClass, bool]:
+        of = request.request_class if self._policy.is_class_aware else RT
+        return of, request.state is RUNNING
 
 
 class _Scene(NamedTuple):

@@ -35,7 +35,12 @@ from lightserve.messages.router_worker import (
     StepPlan,
     StepResult,
 )
-from lightserve.router.arrivals import ArrivalStats, BurstHeadroom, expected_kv_tokens
+from lightserve.router.arrivals import (
+    ArrivalStats,
+    BurstHeadroom,
+    HeldByRealTime,
+    expected_kv_tokens,
+)
 from lightserve.router.commit import KVCounters, SkipCounters, StepCommit
 from lightserve.router.config import SchedulerConfig
 from lightserve.router.events import (
@@ -89,6 +94,7 @@ class Scheduler:
         self._planner = Planner(config, self._waiting, self._rows, self._pipeline, self._demand)
         self._commit = StepCommit(self._waiting, self._rows, self._pipeline, self._waits)
         self._burst = BurstHeadroom(config.burst_headroom_s)
+        self._held_by_rt = HeldByRealTime(config.rt_kv_deviations)
         self._num_arrivals = 0
         self.forecast_peak: int | None = None
         """Slots that the batch was expected to need at its peak at the last admission."""
@@ -254,7 +260,8 @@ class Scheduler:
         due_s = self._pipeline.next_plan_due_s()
         if due_s is None or due_s > now_s:
             return WaitUntil(due_s)
-        headroom = self._burst.headroom(now_s, self._kv.num_slots)
+        num_slots = self._kv.num_slots
+        headroom = max(self._burst.headroom(now_s, num_slots), self._held_by_rt.headroom(num_slots))
         planned = self._planner.plan(self._kv, self._suspects, headroom, now_s)
         if planned is None or (planned.paused and not self._pipeline.is_empty):
             return WaitUntil(None)  # a row may only be taken from a request that is not in flight
@@ -285,7 +292,9 @@ class Scheduler:
         rows = planned.decodes.rows
         table.receive(rows)
         num_computed = (table.next_position - table.inflight_tokens)[rows[table.is_rt[rows]]]
-        self._demand.note_decodes(len(num_computed), int(num_computed.sum()), now_s)
+        num_held = int(num_computed.sum())
+        self._demand.note_decodes(len(num_computed), num_held, now_s)
+        self._held_by_rt.note(num_held, now_s)
         tokens = token_ids[: len(rows), 0]
         is_plain = table.is_plain[rows] & table.is_running[rows] & (tokens >= 0)
         if self._suspects or token_ids.shape[1] > 1:

@@ -277,6 +277,8 @@ class PlannedStep:
     live requests."""
     limit_s: float | None = None
     """The nearest deadline that the policy keeps to, from the start of the step."""
+    hits_limit: bool = False
+    """See `StepBudget.hits_limit`."""
     best_effort_s: float | None = None
     """What best-effort requests add to its time, where a share is theirs and they want more."""
     forecast_peak: int | None = None

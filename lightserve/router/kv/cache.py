@@ -123,6 +123,11 @@ class KVStore:
         return 0 if self._tree is None else self._tree.num_evictable
 
     @property
+    def num_wanted(self) -> int:
+        """Those of them that requests wait for."""
+        return 0 if self._tree is None else self._tree.num_evictable_wanted
+
+    @property
     def num_available(self) -> int:
         """Slots that can be had without taking any from a running or paused request."""
         return self._pool.num_free + self.num_cached
@@ -395,6 +400,12 @@ class KVStore:
         return (
             self.options.preemption is not Preemption.RECOMPUTE and self.checkpoints.num_slots > 0
         )
+
+    def num_free_beside(self, request: Request) -> int:
+        """Return the free slots of the block that holds the last token of a request's KV."""
+        if request.num_held_tokens == 0:
+            return 0
+        return self._pool.num_free_in_block_of(int(request.held_slots[-1]))
 
     def gain(self, request: Request, num_tokens: int) -> int:
         """Return how many slots become free by taking the last `num_tokens` of a request."""

@@ -94,6 +94,8 @@ class PrefixTree:
         """Those of them that no live request reads."""
         self.num_evictable_rt = 0
         """Those of these that a real-time request read last."""
+        self.num_evictable_wanted = 0
+        """Those of these that requests are expected to read."""
 
     # ---------------------------------------------------------------- reading
 
@@ -237,6 +239,7 @@ class PrefixTree:
     def _count_evictable(self, node: PrefixNode, sign: int) -> None:
         self.num_evictable += sign * len(node.tokens)
         self.num_evictable_rt += sign * len(node.tokens) * node.was_real_time
+        self.num_evictable_wanted += sign * len(node.tokens) * (node.num_expected > 0)
 
     def _touch(self, node: PrefixNode, lease: Lease) -> None:
         node.last_use = self._clock
@@ -261,6 +264,7 @@ class PrefixTree:
             part.num_expected += 1
             if part.num_expected == 1 and part.parent is not None:
                 part.parent.awaited[part.first_token] = part
+                self.num_evictable_wanted += _num_unread(part)
             self._offer(part)
         if request is not None:
             end.waiting[request] = None
@@ -272,6 +276,7 @@ class PrefixTree:
             node.num_expected -= 1
             if node.num_expected == 0 and node.parent is not None:
                 del node.parent.awaited[node.first_token]
+                self.num_evictable_wanted -= _num_unread(node)
             self._offer(node)
         if request is not None:
             end.waiting.pop(request, None)
@@ -566,6 +571,11 @@ class PrefixTree:
             self._num_nodes -= 1
             node = node.parent
         return node
+
+
+def _num_unread(node: PrefixNode) -> int:
+    """Return the tokens of a node whose KV is there and that no live request reads."""
+    return len(node.tokens) if node.slots is not None and node.num_users == 0 else 0
 
 
 def _awaited_residents(node: PrefixNode) -> Iterator[PrefixNode]:

@@ -104,6 +104,10 @@ class BlockSlotPool:
         """
         return self._mask_array.copy()
 
+    def num_free_in_block_of(self, slot: int) -> int:
+        """Return how many slots of a slot's block hold nothing."""
+        return (self._masks[slot // self.block_size] ^ self._full).bit_count()
+
     def cost(self, owner: Hashable, request_class: RequestClass, count: int) -> int:
         """Return by how much `num_free` falls if `owner` acquires `count` slots.
 

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 from lightserve.config import ServeConfig
 from lightserve.config.fields import is_class_path
+from lightserve.config.options import split_names
 from lightserve.errors import ConfigError
+from lightserve.router.policies.accelgen import AccelGenPolicy
 from lightserve.router.policies.base import Policy
 from lightserve.router.policies.baselines import (
     ChunkedPolicy,
@@ -17,12 +19,17 @@ from lightserve.router.policies.baselines import (
     RoundRobinPolicy,
     SjfPolicy,
 )
+from lightserve.router.policies.bros import BrosPolicy
+from lightserve.router.policies.echo import EchoPolicy
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 
 # The policies by name, and those of other packages.
 
 POLICIES: dict[str, Callable[[], Policy]] = {
+    "accelgen": AccelGenPolicy,
+    "bros": BrosPolicy,
     "chunked": ChunkedPolicy,
+    "echo": EchoPolicy,
     "fcfs": FcfsPolicy,
     "mlfq": MlfqPolicy,
     "priority": PriorityPolicy,
@@ -49,6 +56,12 @@ def make_policy(config: ServeConfig) -> Policy:
                 best_first=config.be_by_sharing(),
                 long_prompt_tokens=config.long_prompt_tokens,
             )
+        )
+    if config.policy == "echo":
+        return EchoPolicy(best_first=config.be_by_sharing())
+    if config.policy == "accelgen":
+        return AccelGenPolicy(
+            long_prompt_tokens=config.long_prompt_tokens, left_out=split_names(config.without)
         )
     return POLICIES[config.policy]()
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from lightserve.router.arrivals import NO_OUTLOOK, Outlook, TimeShare
-from lightserve.router.queue import Turn
-from lightserve.router.request import Request
+from lightserve.router.queue import MAX_CANDIDATES, Turn
+from lightserve.router.request import WAITING, Request
 from lightserve.router.request_table import NO_ROWS, Rows
 from lightserve.router.step_cost import StepCost, StepGuard
-from lightserve.types import RequestClass
+from lightserve.types import RT, RequestClass
 
 if TYPE_CHECKING:
     from lightserve.router.policies.step_budget import StepBudget
@@ -39,6 +40,12 @@ class StepLimits:
     """Size of the KV pool."""
     num_free_slots: int = 0
     """Slots of it that hold nothing, cached KV counting as something."""
+    num_cached_slots: int = 0
+    """Slots of it whose KV no request reads."""
+    num_wanted_slots: int = 0
+    """Those of them that some request waits for."""
+    num_steps_in_time: int = 0
+    """Steps before this one since one that `StepBudget.hits_limit`."""
     start_s: float = 0.0
     """When the step will start, as predicted, on the router's clock."""
     cost: StepCost = field(default_factory=StepCost)
@@ -59,6 +66,11 @@ class StepLimits:
     """What real-time requests ask for."""
     turn: Turn = field(default_factory=Turn)
     """Whose turn it is among best-effort requests that wait."""
+
+    @property
+    def num_available_slots(self) -> int:
+        """Slots that no request holds."""
+        return self.num_free_slots + self.num_cached_slots
 
 
 class Waiting(Protocol):
@@ -132,6 +144,35 @@ def merged(
         first = () if other is None else (other,)
     yield from first
     yield from second
+
+
+def heads_of_real_time(waiting: Waiting) -> list[Request]:
+    """Return the real-time requests that wait and come into question, late ones first."""
+    heads = (waiting.late(), waiting.of(RT))
+    return list(dict.fromkeys(r for head in heads for r in itertools.islice(head, MAX_CANDIDATES)))
+
+
+def one_by_one(
+    step: StepBudget,
+    requests: Iterable[Request],
+    *,
+    is_whole: Callable[[Request], bool] = lambda _request: False,
+) -> Iterator[Phase]:
+    """Yield requests, those that run and those that wait in one order, until time runs out.
+
+    Each is a phase, so that the next may be chosen by what the step then is. Those that wait are
+    left out once one of their class may not start, or too many are short of memory.
+    """
+    num_refused = dict.fromkeys(ALL_CLASSES, 0)
+    for request in requests:
+        of = request.request_class
+        if request.state is not WAITING:
+            yield Phase(prompts=(request,), classes=(), is_whole=is_whole(request))
+        elif of not in step.skips.stopped_by and num_refused[of] <= LOOK_AHEAD:
+            yield Phase(newcomers=(request,), classes=(of,), is_whole=is_whole(request))
+            num_refused[of] += request not in step.started and request.num_schedulable_tokens > 0
+        if step.has_run_out:
+            return
 
 
 class Policy(Protocol):

@@ -91,12 +91,15 @@ ALIKE = 0.05
 class BatchOrder:
     """Compares best-effort requests that could start in a step."""
 
-    def __init__(self, step: StepBudget) -> None:
+    def __init__(self, step: StepBudget, *, spares_wanted: bool = False) -> None:
+        """`spares_wanted`: of what leaves the cache, only what others wait for counts as lost."""
         self._step = step
         limits = step.limits
         self._max_tokens = limits.max_num_batched_tokens
         self._turn = limits.turn
         self._num_free_at_first = limits.num_free_slots
+        if spares_wanted:
+            self._num_free_at_first += limits.num_cached_slots - limits.num_wanted_slots
         self._num_slots = max(1, limits.num_slots)
         self._scores: dict[Request, float] = {}
         self._distances: dict[Request, float] = {}

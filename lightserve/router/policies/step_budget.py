@@ -68,6 +68,8 @@ class StepBudget:
         """Whether the last phase found too little time, or too few tokens."""
         self.closed: set[RequestClass] = set()
         """Classes of which no more newcomers are tried in this phase."""
+        self.hits_limit = False
+        """Whether a policy had to leave out a real-time request for want of time."""
         self.best_effort_s: float | None = None
         """What best-effort requests add to its time, where a share is theirs and they want more."""
         self.deadline_s = math.inf
@@ -119,6 +121,11 @@ class StepBudget:
     def num_tokens(self) -> int:
         """New tokens in it, each of which takes a slot."""
         return self._shape.num_new
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that advance in it."""
+        return self._shape.num_decodes + self._shape.num_chunks
 
     @property
     def full_of(self) -> Reason:
@@ -241,7 +248,7 @@ class StepBudget:
         if phase.num_tokens:
             return Scheduled(request, phase.num_tokens)
         if phase.is_whole:
-            is_in = self.is_empty or rest <= self._budget
+            is_in = self.is_empty or self.num_tokens_in_time(request, rest) == rest
             return Scheduled(request, rest) if is_in else self._run_out()
         loads = num_loaded_by(request) > 0
         can_go_beside = loads and self._loads.can_go_beside(request, self.seconds)

@@ -86,6 +86,6 @@ def test_the_help_has_every_option_in_one_section() -> None:
     # -h as well where the command has been called as part of the whole before.
     flags = re.findall(r"^  (?:-h, )?(--[a-z0-9-]+)", text, re.MULTILINE)
     fields = [flag_name(spec.name) for spec in dataclasses.fields(ServeConfig)]
-    assert flags == [*fields, "--config", "--help"]
+    assert flags == [*fields, "--config", "--preset", "--help"]
     sizes = [part.count("\n  --") for part in re.split(r"^\S.*:$", text, flags=re.MULTILINE)[1:]]
     assert min(sizes) >= 2 and max(sizes) <= 24

@@ -74,8 +74,8 @@ def test_values_keep_their_types(tmp_path: Path, text: str, expected: dict[str, 
         ("\ntp: 0", "line 2: --tp must be at least 1, got 0"),
         (
             "policy: lifo",
-            "line 1: --policy must be one of chunked, fcfs, mlfq, priority, round-robin, sjf,"
-            " unified, MODULE:CLASS, got 'lifo'",
+            "line 1: --policy must be one of chunked, fcfs, mlfq, accelgen, bros, echo, priority,"
+            " round-robin, sjf, unified, MODULE:CLASS, got 'lifo'",
         ),
         ("prot: 1", "line 1: no such option 'prot'"),
         ("config: other.yaml", "line 1: no such option 'config'"),

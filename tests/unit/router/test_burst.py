@@ -13,7 +13,12 @@ from test_admission import history, make_request
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
-from lightserve.router.arrivals import BURST_WINDOW_S, BurstHeadroom, expected_kv_tokens
+from lightserve.router.arrivals import (
+    BURST_WINDOW_S,
+    BurstHeadroom,
+    HeldByRealTime,
+    expected_kv_tokens,
+)
 
 POOL = 10_000
 
@@ -97,3 +102,16 @@ def test_a_headroom_that_no_rule_would_respect_is_refused() -> None:
     assert ServeConfig(burst_headroom_s=2.0, policy="priority").burst_headroom_s == 2.0
     with pytest.raises(ConfigError, match="--burst-headroom-s needs --policy priority"):
         ServeConfig(burst_headroom_s=2.0, policy="chunked")
+
+
+def test_what_real_time_requests_hold_at_most_of_late_stays_free() -> None:
+    """Half of the time 100 tokens, half of it 300: mean 200, deviation 100."""
+    held = HeldByRealTime(2.0)
+    for second in range(4000):
+        held.note(300 if second % 2 else 100, float(second))
+    assert held.headroom(1000) == 400 - 300
+    held.note(0, 4000.0)
+    assert held.headroom(1000) in (400, 410)  # as the last interval weighs most
+    held.note(700, 4000.0)
+    assert held.headroom(1000) == 0
+    assert HeldByRealTime(0.0).headroom(1000) == 0

@@ -1,0 +1,327 @@
+"""Options of what the router decides: targets, policy, admission, bounds of the queues; presets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightserve.config.fields import flag_name, option
+from lightserve.config.options import split_names
+from lightserve.errors import ConfigError
+
+ADMISSION_OF_OPTION = {
+    "overcommit": "conservative",
+    "watermark": "aggressive",
+    "reserve": "past-future",
+    "samples": "past-future",
+    "rt_memory_risk": "risk",
+    "be_memory_risk": "risk",
+}
+"""Options that belong to one admission rule."""
+_OF_PAPERS = ("accelgen", "bros", "echo")
+POLICIES_OF_OPTION = {
+    "burst_headroom_s": ("priority", "sjf", "unified", *_OF_PAPERS),
+    "rt_kv_deviations": ("priority", "sjf", "unified", *_OF_PAPERS),
+    "slo_clock": ("unified", *_OF_PAPERS),
+    "late_min_share": ("unified",),
+    "be_min_share": ("unified",),
+    "long_prompt_tokens": ("unified", "accelgen"),
+    "without": ("accelgen",),
+}
+"""Options that only policies with classes, or those with deadlines, have a use for."""
+
+CLASS_BLIND_POLICIES = ("chunked", "fcfs", "mlfq")
+PARTS_OF_ACCELGEN = ("batching", "chunking", "exclusive", "ordering")
+
+AUTO_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+"""--max-num-batched-tokens by device, unless it is given. A GPU has read its weights by the time
+that it has computed some 300 tokens, and deadlines limit a step sooner than this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulingOptions:
+    """See the module's docstring."""
+
+    ttft_slo_ms: float = option(
+        0.0, "Target of real-time requests: time to the first token; 0 sets none.", low=0.0
+    )
+    tpot_slo_ms: float = option(
+        0.0, "Target of real-time requests: mean time per output token; 0 sets none.", low=0.0
+    )
+    mtpot_slo_ms: float = option(
+        0.0,
+        "Target of real-time requests: largest gap between tokens; 0 takes four times"
+        " --tpot-slo-ms.",
+        low=0.0,
+    )
+    min_ttft_slo_ms: float = option(
+        0.0, "Least target of the time to the first token that a request may ask for.", low=0.0
+    )
+    min_tpot_slo_ms: float = option(
+        0.0, "Least target of times per token, mean or largest, that it may ask for.", low=0.0
+    )
+    slo_clock: str = option(
+        "curve",
+        "Which deadlines targets of tokens mean: curve (tokens that come early give time to later"
+        " ones, up to the largest gap) or gap (each is due the mean time after the one before).",
+        choices=("curve", "gap"),
+    )
+    max_num_seqs: int = option(256, "Most sequences that run at once.", low=1, high=65536)
+    max_num_batched_tokens: int = option(
+        0,
+        "Most new tokens in one step: the budget that prefill chunks fill. 0 takes 512 on a CPU and"
+        " 8192 on a GPU, and no less than --max-num-seqs.",
+        low=0,
+        high=1_048_576,
+    )
+    max_be_seqs: int = option(
+        0, "Most best-effort sequences that run at once; 0 sets no limit of their own.", low=0
+    )
+    policy: str = option(
+        "unified",
+        "Who advances in a step: unified (real-time tokens by their deadlines, best-effort ones in"
+        " the time that is left), priority (real-time before best-effort), sjf (the same, shortest"
+        " prompts first), round-robin (the classes in turn), and three that know no classes:"
+        " chunked (decodes, then chunks of prompts in order of arrival), fcfs (whole prompts, else"
+        " decodes), mlfq (those who got least). accelgen, bros and echo are those of the papers of"
+        " these names (--preset sets what goes with them). MODULE:CLASS is a policy of your own,"
+        " from a module that PYTHONPATH finds.",
+        choices=(*CLASS_BLIND_POLICIES, *_OF_PAPERS, "priority", "round-robin", "sjf", "unified"),
+        takes_class=True,
+    )
+    be_order: str = option(
+        "auto",
+        "In which order best-effort requests start: arrival, or sharing (first those whose prompts"
+        " begin like what is cached, every sixteenth the oldest; not with policies that know no"
+        " classes, nor accelgen); auto: sharing with --policy unified and echo, arrival with all"
+        " others.",
+        choices=("auto", "arrival", "sharing"),
+    )
+    late_min_share: float = option(
+        0.1,
+        "unified: share of the steps in which real-time requests whose first token is late go"
+        " first. Beyond capacity it is halved until it is the part of the time that it could serve"
+        " of what is too much.",
+        low=0.0,
+        high=0.9,
+    )
+    be_min_share: float = option(
+        0.0,
+        "unified: least share of step time that best-effort requests get while they want more,"
+        " whatever real-time requests miss by it; memory is another matter.",
+        low=0.0,
+        high=0.9,
+    )
+    long_prompt_tokens: int = option(
+        4096,
+        "unified, accelgen: of real-time prompts with so many tokens to compute or more, one is in"
+        " progress at once, unless another is urgent; 0: no such rule.",
+        low=0,
+    )
+    without: str = option(
+        "",
+        "accelgen: parts to be left out, separated by commas: batching, chunking, exclusive,"
+        " ordering.",
+    )
+    victims: str = option(
+        "newest",
+        "Who of a class, but for its oldest, loses memory first: newest, emptiest (best-effort:"
+        " most free slots in the last block; real-time: most time left), latest (most time left),"
+        " cheapest (soonest computed again for the memory that it gives, and far from its end).",
+        choices=("newest", "emptiest", "latest", "cheapest"),
+    )
+    admission: str = option(
+        "risk",
+        "Who may start, by memory.",
+        choices=("conservative", "aggressive", "ema", "past-future", "risk"),
+    )
+    overcommit: float = option(
+        1.0, "conservative: how many times the KV pool may be promised.", low=1.0, high=16.0
+    )
+    watermark: float = option(
+        0.95, "aggressive: share of the KV pool that newcomers may fill.", low=0.01, high=1.0
+    )
+    reserve: float = option(
+        0.05, "past-future: share of the KV pool kept free of forecasts.", low=0.0, high=0.9
+    )
+    samples: int = option(5, "past-future: most futures drawn for a small batch.", low=1, high=1024)
+    rt_memory_risk: float = option(
+        0.05, "risk: accepted chance of running out by a real-time request.", low=0.0, high=1.0
+    )
+    be_memory_risk: float = option(
+        0.2, "risk: accepted chance of running out by a best-effort request.", low=0.0, high=1.0
+    )
+    rt_max_waiting_requests: int = option(
+        4096, "Real-time requests that may wait in the router; more get a 429.", low=1
+    )
+    rt_max_waiting_tokens: int = option(
+        4_194_304, "Prompt tokens of waiting real-time requests; more get a 429.", low=1
+    )
+    be_max_waiting_requests: int = option(
+        65536, "Best-effort requests that may wait in the router; more get a 429.", low=1
+    )
+    be_max_waiting_tokens: int = option(
+        67_108_864, "Prompt tokens of waiting best-effort requests; more get a 429.", low=1
+    )
+    window: int = option(
+        1000,
+        "past-future, risk: finished outputs whose lengths are remembered, of all requests together"
+        " and of each key of its own.",
+        low=1,
+        high=1_000_000,
+    )
+    max_parameter_bytes: int = option(
+        67_108_864,
+        "Memory in the router for allowed token ids, biases and constraints of all requests of a"
+        " class, kept once for all choices of one; more get a 429.",
+        low=1,
+    )
+    rt_kv_deviations: float = option(
+        0.0,
+        "KV memory that best-effort requests leave free: until real-time ones hold what they did"
+        " on average of late and so many standard deviations more; 0 leaves none.",
+        low=0.0,
+        high=10.0,
+    )
+    burst_headroom_s: float = option(
+        0.0,
+        "KV memory that best-effort requests leave free: what real-time ones bring within this"
+        " time, in all but the worst cases; 0 leaves none.",
+        low=0.0,
+        high=3600.0,
+    )
+
+    def be_by_sharing(self) -> bool:
+        """Whether best-effort requests start by what is cached of them."""
+        by_default = "sharing" if self.policy in ("echo", "unified") else "arrival"
+        return (by_default if self.be_order == "auto" else self.be_order) == "sharing"
+
+    def max_tokens_of_step(self, device_type: str) -> int:
+        """Return the token budget of a step where workers compute on "cpu" or "cuda".
+
+        Workers ask, who know their device, and tell the router.
+        """
+        default = AUTO_BATCHED_TOKENS[device_type]
+        return self.max_num_batched_tokens or max(default, self.max_num_seqs)
+
+    def check_scheduling(self) -> None:
+        """Refuse targets that contradict each other, and options that would have no effect."""
+        if 0 < self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens must be at least --max-num-seqs ({self.max_num_seqs}),"
+                f" got {self.max_num_batched_tokens}"
+            )
+        if 0 < self.mtpot_slo_ms < self.tpot_slo_ms:
+            raise ConfigError(
+                f"--mtpot-slo-ms must be at least --tpot-slo-ms ({self.tpot_slo_ms:g}),"
+                f" got {self.mtpot_slo_ms:g}"
+            )
+        for part in split_names(self.without):
+            if part not in PARTS_OF_ACCELGEN:
+                parts = ", ".join(PARTS_OF_ACCELGEN)
+                raise ConfigError(f"--without must be some of {parts}, got {part!r}")
+        if self.be_order == "sharing" and self.policy in (*CLASS_BLIND_POLICIES, "accelgen"):
+            raise ConfigError(
+                "--be-order sharing needs a policy that knows classes and has no order of its own,"
+                f" got --policy {self.policy!r}"
+            )
+        for spec in dataclasses.fields(SchedulingOptions):
+            if getattr(self, spec.name) != spec.default:
+                self._refuse_if_idle(spec.name)
+
+    def _refuse_if_idle(self, name: str) -> None:
+        """Refuse an option that the policy or the admission rule has no use for."""
+        if name == "window" and self.admission not in ("past-future", "risk"):
+            raise ConfigError(
+                f"--window needs --admission past-future or risk, got {self.admission!r}"
+            )
+        rule = ADMISSION_OF_OPTION.get(name, self.admission)
+        policies = POLICIES_OF_OPTION.get(name, (self.policy,))
+        if self.policy not in policies:
+            raise ConfigError(
+                f"{flag_name(name)} needs --policy {' or '.join(policies)}, got {self.policy!r}"
+            )
+        if rule != self.admission:
+            raise ConfigError(f"{flag_name(name)} needs --admission {rule}, got {self.admission!r}")
+
+
+# What goes together in the systems of four papers: `--preset`.
+#
+# A preset is the policy and, beside it, what that paper does with memory: who may start, what is
+# cached, what becomes of those that lose memory, in which order, and what targets mean. Flags and
+# lines of a file stand over it; what only its own policy or admission rule has a use for goes with
+# them.
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # Blocks are found when they are needed (section V-B), not forecast; the batch is bounded by
+    # requests, hardly by tokens; each token has its time after the one before (section IV-A).
+    "bros": {
+        "policy": "bros",
+        "slo_clock": "gap",
+        "max_num_batched_tokens": 4096,
+        "admission": "aggressive",
+        "watermark": 1.0,
+        "cache_policy": "off",
+        "preemption": "checkpoint",
+        "block_owner": "two-ended",
+        "block_size": 16,
+        "victims": "emptiest",
+    },
+    # Sections 4.2, 5.3 and 6; what the paper leaves to vLLM is vLLM's: 1 % of blocks stay free.
+    "echo": {
+        "policy": "echo",
+        "slo_clock": "curve",
+        "be_order": "sharing",
+        "admission": "aggressive",
+        "watermark": 0.99,
+        "cache_policy": "task-aware",
+        "preemption": "recompute",
+        "rt_kv_deviations": 2.0,
+    },
+    # Section 4; overflow and preemption are vLLM's (section 5), and who is preempted is what
+    # section 8 wishes for.
+    "accelgen": {
+        "policy": "accelgen",
+        "slo_clock": "gap",
+        "admission": "aggressive",
+        "watermark": 0.99,
+        "cache_policy": "off",
+        "preemption": "recompute",
+        "victims": "cheapest",
+    },
+    # LightLLM: first come, first served, prompts first, one token per slot (sections 3 and 4).
+    "past-future": {
+        "policy": "fcfs",
+        "admission": "past-future",
+        "cache_policy": "off",
+        "preemption": "recompute",
+        "block_size": 1,
+    },
+}
+
+
+def preset_values(
+    name: str | None, *, given: Collection[str], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the options that a preset sets; None: none.
+
+    Args:
+        name: of the preset.
+        given: options that were given otherwise: they stand over it.
+        values: all options, for those.
+    """
+    if name is None:
+        return {}
+    options = {option: PRESETS[name][option] for option in PRESETS[name] if option not in given}
+    policy, admission = (
+        values[option] if option in given else PRESETS[name][option]
+        for option in ("policy", "admission")
+    )
+    return {
+        option: value
+        for option, value in options.items()
+        if policy in POLICIES_OF_OPTION.get(option, (policy,))
+        and admission == ADMISSION_OF_OPTION.get(option, admission)
+    }
