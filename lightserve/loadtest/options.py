@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from lightserve.errors import ConfigError
+from lightserve.types import SLO
 
 
 class ArrivalKind(StrEnum):
@@ -56,6 +57,12 @@ class Targets(msgspec.Struct, frozen=True, omit_defaults=True):
         if any(limit <= 0 for limit in limits.values()):
             raise ConfigError(f"targets are above 0: {text!r}")
         return cls(**limits)
+
+    @classmethod
+    def of(cls, slo: SLO) -> Targets:
+        """Return what a row of a trace has."""
+        e2el_ms = None if slo.completion_s is None else 1e3 * slo.completion_s
+        return cls(slo.ttft_ms, slo.tpot_ms, slo.mtpot_ms, e2el_ms)
 
     def items(self) -> list[tuple[str, float]]:
         """Return the limits that are set, such as ("ttft_ms", 400.0)."""

@@ -229,6 +229,8 @@ class Record:
     request_id: str = ""
     priority: int | None = None
     """None: the request says nothing of it."""
+    targets: Targets | None = None
+    """Its own; None: those of its class."""
     sent_s: float | None = None
     """When its task began to send."""
     end_s: float | None = None

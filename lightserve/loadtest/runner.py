@@ -168,7 +168,8 @@ class Runner:
 
     def _outgoing(self, record: Record, plan: Plan, row: int) -> Outgoing:
         text = self.prompts.text(plan.segments[row])
-        return self.client.outgoing(record, text, plan.traffic.targets_of(record.request_class))
+        targets = record.targets or plan.traffic.targets_of(record.request_class)
+        return self.client.outgoing(record, text, targets)
 
     def _begin(self, record: Record) -> None:
         """From here on it is an arrival, which counts whatever becomes of it."""
@@ -194,6 +195,7 @@ class Runner:
             wanted_output_tokens=int(plan.output_tokens[row]),
             source=source,
             priority=None if plan.priorities is None else int(plan.priorities[row]),
+            targets=None if plan.targets is None else plan.targets[row],
             request_id=f"{self.settings.run_id}-{source}-{next(self._numbers)}",
         )
 

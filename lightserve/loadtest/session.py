@@ -296,7 +296,7 @@ def make_run(
     measures = [Measures(record) for record in outcome.records]
 
     def targets_of(record: Record) -> Targets:
-        return traffic[record.source].targets_of(record.request_class)
+        return record.targets or traffic[record.source].targets_of(record.request_class)
 
     by_class = {
         name: [each for each in measures if each.record.request_class == name] for name in CLASSES

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightserve.errors import ConfigError
-from lightserve.loadtest.options import BE, ArrivalKind, Traffic
+from lightserve.loadtest.options import BE, ArrivalKind, Targets, Traffic
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -151,6 +151,8 @@ class Trace:
     times_s: FloatArray | None
     blocks: tuple[tuple[int, ...], ...] | None
     """Ids of each prompt's blocks of `BLOCK_TOKENS` tokens."""
+    targets: tuple[Targets, ...] | None = None
+    """Of each row; None: it has no columns of them."""
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
@@ -181,6 +183,7 @@ def load_trace(name_or_path: str, *, first_row: int = 0, num_rows: int | None = 
         trace.output_tokens[rows],
         None if trace.arrival_s is None else trace.arrival_s[rows],
         None if ids is None else tuple(_block_ids(text) for text in ids[rows]),
+        None if trace.slos is None else tuple(Targets.of(slo) for slo in trace.slos[rows]),
     )
 
 
@@ -211,6 +214,8 @@ class Plan:
     is_be: npt.NDArray[np.bool_]
     priorities: IntArray | None = None
     """None: requests say nothing of theirs."""
+    targets: tuple[Targets, ...] | None = None
+    """Of each request; None: those of their class."""
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -241,7 +246,8 @@ def make_plan(traffic: Traffic, rng: np.random.Generator) -> Plan:
     if traffic.request_class == BE:
         is_be[:] = True
     priorities = rng.choice(traffic.priorities, len(segments)) if traffic.priorities else None
-    return Plan(traffic, offsets, tuple(segments), outputs, is_be, priorities)
+    own_targets = None if trace is None else trace.targets
+    return Plan(traffic, offsets, tuple(segments), outputs, is_be, priorities, own_targets)
 
 
 def _wanted(traffic: Traffic) -> int:

@@ -111,13 +111,13 @@ class HybridConfig:
     """One run. Fields named as options of `lightserve serve` mean the same."""
 
     rt: str | None = None
-    """poisson:RATE (per second), a trace file, or None: no real-time requests."""
+    """poisson:RATE (per second), closed:N, a trace file, or None: no real-time requests."""
     rt_lengths: str | None = None
-    """With a rate: uniform:P1-P2,O1-O2 or a trace file."""
+    """With the first two: uniform:P1-P2,O1-O2 or a trace file."""
     rt_max_tokens: int | None = 2048
     """What real-time requests declare; None: the next power of two over the longest output."""
     be: str | None = None
-    """closed:N, a trace file, or None."""
+    """As `rt`."""
     be_lengths: str | None = None
     be_max_tokens: int | None = None
     """None: the end of a range; for a trace the next power of two over its longest output."""
@@ -274,6 +274,7 @@ class HybridRun:
                     clients.num_prompt_tokens[key.request_id],
                     outcome.num_cached_tokens,
                     outcome.error is not None,
+                    clients.targets[key.request_id],
                 )
             )
         return hybrid_report(
@@ -298,8 +299,10 @@ class Clients:
         rng: np.random.Generator,
         targets: Targets,
     ) -> None:
-        """`targets` are sent along: what the report judges by."""
+        """`targets` are sent along, unless a request has its own: what the report judges by."""
         self._slo = targets.slo()
+        self.targets: list[Targets | None] = []
+        """Of all requests sent, by number; None: those above."""
         self.request_class = request_class
         self.traffic = traffic
         self.num_output_tokens: list[int] = []
@@ -326,6 +329,7 @@ class Clients:
         submit = job.submit(len(self.num_output_tokens), self.request_class, self._slo)
         self.num_output_tokens.append(job.num_output_tokens)
         self.num_prompt_tokens.append(len(job.prompt_token_ids))
+        self.targets.append(None if job.slo is None else Targets.of(job.slo))
         return TimedEvent(time_s, FromFrontend(_FRONTENDS[self.request_class], submit))
 
 

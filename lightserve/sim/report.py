@@ -37,6 +37,15 @@ class Targets(NamedTuple):
     completion_s: float | None = None
     """From the arrival to the last token; excludes the other three."""
 
+    @classmethod
+    def of(cls, slo: SLO) -> Targets:
+        """Return those that a request carries."""
+        ttft, tpot, mtpot = (
+            None if target is None else target / 1e3
+            for target in (slo.ttft_ms, slo.tpot_ms, slo.mtpot_ms)
+        )
+        return cls(ttft, tpot, mtpot, slo.completion_s)
+
     def slo(self) -> SLO:
         """Return them as requests carry them."""
         ttft, tpot, mtpot = (None if target is None else 1e3 * target for target in self[:3])
@@ -74,6 +83,8 @@ class Seen:
     """Prompt tokens that were found, not computed; known with the first token."""
     is_refused: bool = False
     """Whether an error ended it."""
+    targets: Targets | None = None
+    """Its own; None: those of its class."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,7 @@ class ClassReport:
 
     arrivals: int
     ttft_attainment: float | None
-    """None: no target."""
+    """Of those that have such a target; None: none has."""
     tpot_attainment: float | None
     mtpot_attainment: float | None
     completion_attainment: float | None
@@ -123,7 +134,8 @@ def class_report(
 ) -> ClassReport:
     """Return what these requests, all of one class, came to."""
     counted = [request for request in requests if window.has(request.arrival_s)]
-    met = [_targets_met(request, targets) for request in counted]
+    wanted = [targets if request.targets is None else request.targets for request in counted]
+    met = [_targets_met(request, own) for request, own in zip(counted, wanted, strict=True)]
     good = [request for request, kept in zip(counted, met, strict=True) if all(kept)]
     finished = [r for r in requests if r.is_finished and window.has(r.token_times_s[-1])]
     times = np.array([time_s for r in requests for time_s in r.token_times_s])
@@ -139,10 +151,10 @@ def class_report(
         for request, kept in zip(counted, met, strict=True)
         if not all(kept) and not request.is_refused
     ]
-    attained = [
-        None if target is None or not met else float(np.mean([kept[i] for kept in met]))
-        for i, target in enumerate(targets)
-    ]
+    attained: list[float | None] = []
+    for i in range(len(targets)):
+        of_one = [kept[i] for kept, own in zip(met, wanted, strict=True) if own[i] is not None]
+        attained.append(float(np.mean(of_one)) if of_one else None)
     return ClassReport(
         arrivals=len(counted),
         ttft_attainment=attained[0],

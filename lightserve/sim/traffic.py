@@ -1,11 +1,12 @@
 """Requests of one class for the hybrid simulation: when they come, how long they are, what of.
 
-    --rt poisson:RATE with --rt-lengths    lengths are drawn, from a range or a trace's rows
-    --be closed:N     with --be-lengths    likewise; each one that ends is replaced at once
-    --rt / --be FILE                       a trace's own rows, at its own times (or all at once)
+    poisson:RATE with lengths    these are drawn, from a range or a trace's rows
+    closed:N     with lengths    likewise; each one that ends is replaced at once
+    FILE                         a trace's own rows, at its own times (or all at once)
 
-Prompts are random tokens, so that none begins like another, except where a trace says by block
-ids which ones do (mooncake's `block_ids_512`).
+Rows of a trace may have targets of their own (columns ttft_ms, tpot_ms, mtpot_ms, completion_s; an
+empty field sets none), which go with them. Prompts are random tokens, so that none begins like
+another, except where a trace says by block ids which ones do (mooncake's `block_ids_512`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import dataclasses
 import gzip
 import io
 import itertools
+import math
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -35,7 +37,7 @@ from lightserve.types import NO_SLO, SLO, RequestClass, RequestId, SamplingParam
 #
 # A trace is a CSV, perhaps gzipped, with a header; the columns used are `prompt_tokens`,
 # `output_tokens` and, where present, `t` (seconds), `client`, `block_ids_512` (what prompts have in
-# common).
+# common) and targets.
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -189,6 +191,11 @@ class Trace(NamedTuple):
     arrival_s: FloatArray | None
     block_ids: list[str] | None
     """Ids of the prompts' blocks of 512 tokens: numbers and ranges a-b, separated by blanks."""
+    slos: list[SLO] | None = None
+    """Targets of each row; None: it has no such columns."""
+
+
+_SLO_COLUMNS = SLO.__struct_fields__
 
 
 def read_trace(path: Path, *, flag: str = "--workload") -> Trace:
@@ -207,6 +214,9 @@ def read_trace(path: Path, *, flag: str = "--workload") -> Trace:
         )
         arrival_s = np.array([float(row["t"]) for row in rows]) if "t" in rows[0] else None
         block_ids = [row["block_ids_512"] for row in rows] if "block_ids_512" in rows[0] else None
+        slos = (
+            [_slo_of(row) for row in rows] if not rows[0].keys().isdisjoint(_SLO_COLUMNS) else None
+        )
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ConfigError(f"{flag}: {path} cannot be read: {error}") from error
     except (IndexError, KeyError, TypeError, ValueError) as error:
@@ -216,7 +226,20 @@ def read_trace(path: Path, *, flag: str = "--workload") -> Trace:
     if arrival_s is not None and (np.diff(arrival_s) < 0).any():
         raise ConfigError(f"{flag}: {path} needs times in order")
     clients = [row.get("client") or "" for row in rows]
-    return Trace(prompt, output, clients, arrival_s, block_ids)
+    for slo in slos or ():
+        if any(target is not None and not 0 < target < math.inf for target in _fields(slo)):
+            raise ConfigError(f"{flag}: {path} needs targets above 0, or none")
+        if slo.completion_s is not None and _fields(slo).count(None) < 3:
+            raise ConfigError(f"{flag}: {path}: a row has completion_s and another target")
+    return Trace(prompt, output, clients, arrival_s, block_ids, slos)
+
+
+def _slo_of(row: Mapping[str, str]) -> SLO:
+    return SLO(*(float(text) if (text := row.get(name)) else None for name in _SLO_COLUMNS))
+
+
+def _fields(slo: SLO) -> list[float | None]:
+    return [getattr(slo, name) for name in _SLO_COLUMNS]
 
 
 BLOCK_TOKENS = 512
@@ -233,9 +256,14 @@ class Job(NamedTuple):
     max_tokens: int
     """What the client declares."""
     client: str = ""
+    slo: SLO | None = None
+    """Targets of its own; None: those of its class."""
 
     def submit(self, number: int, request_class: RequestClass, slo: SLO = NO_SLO) -> Submit:
-        """Return the message; its seed tells the simulated worker the true length."""
+        """Return the message; its seed tells the simulated worker the true length.
+
+        `slo` is what its class has.
+        """
         return Submit(
             request_id=RequestId(number),
             prompt=[TokenSegment(token_ids=pack_int32(self.prompt_token_ids))],
@@ -244,9 +272,17 @@ class Job(NamedTuple):
             sampling=SamplingParams(seed=len(self.prompt_token_ids) + self.num_output_tokens),
             request_class=request_class,
             prediction_key=self.client,
-            slo=slo,
+            slo=slo if self.slo is None else self.slo,
             age_s=0.0,
         )
+
+
+class Drawn(NamedTuple):
+    """Lengths of a request, and its targets if it has any of its own."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    slo: SLO | None = None
 
 
 class Lengths(Protocol):
@@ -260,8 +296,8 @@ class Lengths(Protocol):
     def max_output_tokens(self) -> int:
         """No output is longer."""
 
-    def draw(self, rng: np.random.Generator) -> tuple[int, int]:
-        """Return the tokens of a prompt and of its output."""
+    def draw(self, rng: np.random.Generator) -> Drawn:
+        """Return those of a request."""
 
 
 @dataclass(frozen=True)
@@ -281,10 +317,10 @@ class UniformLengths:
         """See `Lengths`."""
         return self.output[1]
 
-    def draw(self, rng: np.random.Generator) -> tuple[int, int]:
+    def draw(self, rng: np.random.Generator) -> Drawn:
         """See `Lengths`."""
         prompt = rng.integers(*self.prompt, endpoint=True)
-        return int(prompt), int(rng.integers(*self.output, endpoint=True))
+        return Drawn(int(prompt), int(rng.integers(*self.output, endpoint=True)))
 
 
 class TraceLengths:
@@ -295,10 +331,12 @@ class TraceLengths:
         self.max_prompt_tokens = int(trace.prompt_tokens.max())
         self.max_output_tokens = int(trace.output_tokens.max())
 
-    def draw(self, rng: np.random.Generator) -> tuple[int, int]:
+    def draw(self, rng: np.random.Generator) -> Drawn:
         """See `Lengths`."""
-        row = rng.integers(len(self._trace.prompt_tokens))
-        return int(self._trace.prompt_tokens[row]), int(self._trace.output_tokens[row])
+        trace = self._trace
+        row = int(rng.integers(len(trace.prompt_tokens)))
+        slo = None if trace.slos is None else trace.slos[row]
+        return Drawn(int(trace.prompt_tokens[row]), int(trace.output_tokens[row]), slo)
 
 
 def parse_lengths(spec: str, *, flag: str) -> Lengths:
@@ -362,9 +400,10 @@ class DrawnTraffic:
         while True:
             if self._rate_rps is not None:
                 time_s += rng.exponential(1.0 / self._rate_rps)
-            num_prompt, num_output = self._lengths.draw(rng)
+            num_prompt, num_output, slo = self._lengths.draw(rng)
             prompt = rng.integers(*_TOKENS, size=num_prompt, dtype=np.int32)
-            yield time_s, Job(prompt, min(num_output, self.max_tokens), self.max_tokens)
+            num_output = min(num_output, self.max_tokens)
+            yield time_s, Job(prompt, num_output, self.max_tokens, slo=slo)
 
 
 class TraceTraffic:
@@ -393,7 +432,8 @@ class TraceTraffic:
                     place = prompt[number * BLOCK_TOKENS :][:BLOCK_TOKENS]
                     place[:] = blocks[block_id][: len(place)]
             output = min(int(trace.output_tokens[row]), self.max_tokens)
-            yield time_s, Job(prompt, output, self.max_tokens, trace.clients[row])
+            slo = None if trace.slos is None else trace.slos[row]
+            yield time_s, Job(prompt, output, self.max_tokens, trace.clients[row], slo)
 
 
 def parse_block_ids(text: str) -> list[int]:
@@ -414,24 +454,26 @@ def parse_traffic(
     Raises:
         ConfigError: a wrong or a missing option, an unreadable file.
     """
-    flag = f"--{request_class}"
-    open_or_closed, what = {
-        RequestClass.RT: (r"poisson:(\d+(?:\.\d+)?)", "poisson:RATE (per second)"),
-        RequestClass.BE: (r"closed:(\d+)", "closed:N"),
-    }[request_class]
-    match = re.fullmatch(open_or_closed, spec)
+    flag, what = f"--{request_class}", "poisson:RATE (per second) or closed:N"
+    match = re.fullmatch(r"(poisson):(\d+(?:\.\d+)?)|(closed):(\d+)", spec)
     if match is None and not re.match(r"(poisson|closed):", spec):
         if lengths is not None:
             raise ConfigError(f"{flag}-lengths needs {flag} {what}: a trace has its own")
         trace = read_trace(Path(spec), flag=flag)
         return TraceTraffic(trace, max_tokens=max_tokens)
-    if match is None or float(match[1]) == 0:
+    rate = float(match[2] or 0) if match else 0.0
+    num_clients = int(match[4] or 0) if match else 0
+    if not (rate or num_clients):
         raise ConfigError(f"{flag} must be {what}, above 0, or a trace file, got {spec!r}")
     if lengths is None:
         raise ConfigError(f"{flag} {spec} needs {flag}-lengths")
     drawn = parse_lengths(lengths, flag=f"{flag}-lengths")
-    if request_class is RequestClass.RT:
-        return DrawnTraffic(drawn, max_tokens=max_tokens, rate_rps=float(match[1]))
-    if max_tokens is None and isinstance(drawn, UniformLengths):
+    if (
+        max_tokens is None
+        and isinstance(drawn, UniformLengths)
+        and request_class is RequestClass.BE
+    ):
         max_tokens = drawn.max_output_tokens
-    return DrawnTraffic(drawn, max_tokens=max_tokens, num_clients=int(match[1]))
+    return DrawnTraffic(
+        drawn, max_tokens=max_tokens, rate_rps=rate or None, num_clients=num_clients or None
+    )
