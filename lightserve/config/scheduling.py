@@ -28,12 +28,16 @@ POLICIES_OF_OPTION = {
     "late_min_share": ("unified",),
     "be_min_share": ("unified",),
     "long_prompt_tokens": ("unified", "accelgen"),
-    "without": ("accelgen",),
+    "without": ("accelgen", "round-robin"),
 }
 """Options that only policies with classes, or those with deadlines, have a use for."""
 
 CLASS_BLIND_POLICIES = ("chunked", "fcfs", "mlfq")
-PARTS_OF_ACCELGEN = ("batching", "chunking", "exclusive", "ordering")
+PARTS = {
+    "accelgen": ("batching", "chunking", "exclusive", "ordering"),
+    "round-robin": ("chunking",),
+}
+"""Of a policy, what `--without` may leave out."""
 
 AUTO_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 """--max-num-batched-tokens by device, unless it is given. A GPU has read its weights by the time
@@ -122,8 +126,8 @@ class SchedulingOptions:
     )
     without: str = option(
         "",
-        "accelgen: parts to be left out, separated by commas: batching, chunking, exclusive,"
-        " ordering.",
+        "Parts to be left out, separated by commas; accelgen: batching, chunking, exclusive,"
+        " ordering; round-robin: chunking (prompts go whole).",
     )
     victims: str = option(
         "newest",
@@ -219,9 +223,8 @@ class SchedulingOptions:
                 f" got {self.mtpot_slo_ms:g}"
             )
         for part in split_names(self.without):
-            if part not in PARTS_OF_ACCELGEN:
-                parts = ", ".join(PARTS_OF_ACCELGEN)
-                raise ConfigError(f"--without must be some of {parts}, got {part!r}")
+            if part not in (parts := PARTS.get(self.policy, (part,))):
+                raise ConfigError(f"--without must be some of {', '.join(parts)}, got {part!r}")
         if self.be_order == "sharing" and self.policy in (*CLASS_BLIND_POLICIES, "accelgen"):
             raise ConfigError(
                 "--be-order sharing needs a policy that knows classes and has no order of its own,"

@@ -63,6 +63,8 @@ def make_policy(config: ServeConfig) -> Policy:
         return AccelGenPolicy(
             long_prompt_tokens=config.long_prompt_tokens, left_out=split_names(config.without)
         )
+    if config.policy == "round-robin":
+        return RoundRobinPolicy(is_whole="chunking" in split_names(config.without))
     return POLICIES[config.policy]()
 
 

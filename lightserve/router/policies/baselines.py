@@ -48,11 +48,15 @@ class RoundRobinPolicy(_ClassBlind):
     A class that has nothing to do leaves its turn to the other.
     """
 
+    def __init__(self, *, is_whole: bool = False) -> None:
+        """`is_whole`: prompts are not cut, as there."""
+        self._is_whole = is_whole
+
     def phases(self, step: StepBudget) -> Iterator[Phase]:
         """See `Policy.phases`."""
         for request_class in (RT, BE) if step.limits.step_number % 2 == 0 else (BE, RT):
-            yield step.running_of(request_class)
-            yield step.newcomers_of(request_class)
+            yield step.running_of(request_class)._replace(is_whole=self._is_whole)
+            yield step.newcomers_of(request_class)._replace(is_whole=self._is_whole)
             if not step.is_empty:
                 return
 

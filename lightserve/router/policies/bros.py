@@ -104,8 +104,8 @@ def _decodes(step: StepBudget, rows: Rows, size: int) -> Phase:
 
 
 def _fits(step: StepBudget) -> Callable[[Request], bool]:
-    """Return whether all of a request goes into a step."""
-    return lambda request: request.num_schedulable_tokens <= step.limits.max_num_batched_tokens
+    """Return whether all of a request's prompt goes into a step, so that it is never cut."""
+    return lambda request: request.num_known_tokens <= step.limits.max_num_batched_tokens
 
 
 def _best_effort(step: StepBudget, size: int) -> Iterator[Phase]:

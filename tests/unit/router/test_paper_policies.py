@@ -109,6 +109,13 @@ class TestBros:
         found = parts(BrosPolicy(), [make_request(0, prompt=30)], max_num_batched_tokens=20)
         assert found == [(0, 20)]
 
+    def test_so_is_the_rest_of_it_where_time_is_short(self) -> None:
+        requests = [
+            due(make_request(0, output=2), 0.0505),
+            make_request(1, BE, prompt=90, computed=10),
+        ]
+        assert parts(BrosPolicy(), requests, max_num_batched_tokens=85) == [(0, 1), (1, 49)]
+
 
 class TestEcho:
     def test_no_offline_request_before_all_online_ones_are_in(self) -> None:

@@ -46,6 +46,12 @@ class TestChunked:
         assert select(ChunkedPolicy(), waiting, rows=2) == [(0, 2), (1, 2)]
 
 
+def test_round_robin_cuts_prompts_unless_it_is_to_leave_them_whole() -> None:
+    prompts = [make_request(0, prompt=7), make_request(1, prompt=7)]
+    assert select(RoundRobinPolicy(), prompts) == [(0, 7), (1, 3)]
+    assert select(RoundRobinPolicy(is_whole=True), prompts) == [(0, 7)]
+
+
 def test_fcfs_runs_whole_prompts_before_decodes() -> None:
     running = make_request(0, output=1)
     waiting = [make_request(1, prompt=7), make_request(2, prompt=4)]
