@@ -284,15 +284,30 @@ StopStrings = Annotated[
 ]
 
 
-class CommonFields(NoEffectModel):
-    """Fields of both completions and chat completions; null is the same as absent."""
+class RequestFields(NoEffectModel):
+    """Fields of everything that has tokens generated; null is the same as absent."""
 
     model: str
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    stream: bool | None = None
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    slo: SLOFields | None = None
+    priority: Priority | None = None
+    timeout: Seconds | None = None
+    user: Key | None = None
+    safety_identifier: Key | None = None
+    prompt_cache_key: Key | None = None
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
+    metadata: Metadata | None = None
+
+
+class CommonFields(RequestFields):
+    """Fields of both completions and chat completions."""
+
     max_tokens: MaxTokens | None = None
     truncate_prompt_tokens: NumKept | None = None
     min_tokens: MinTokens | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
     top_k: TopK | None = None
     min_p: MinP | None = None
     seed: Seed | None = None
@@ -317,17 +332,7 @@ class CommonFields(NoEffectModel):
     guided_choice: Options | None = None
     regex: Text | None = None
     ebnf: Text | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
-    slo: SLOFields | None = None
-    priority: Priority | None = None
-    timeout: Seconds | None = None
-    user: Key | None = None
-    safety_identifier: Key | None = None
-    prompt_cache_key: Key | None = None
-    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
-    metadata: Metadata | None = None
 
     @property
     def num_choices(self) -> int:

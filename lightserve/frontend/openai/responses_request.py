@@ -27,16 +27,9 @@ from lightserve.frontend.json_body import (
     validated,
 )
 from lightserve.frontend.openai.chat import MAX_MESSAGES, ChatRequest, Effort
-from lightserve.frontend.openai.common import Key, Metadata, NoEffect, NoEffectModel
+from lightserve.frontend.openai.common import NoEffect, NoEffectModel, RequestFields
 from lightserve.frontend.openai.tools import MAX_TOOLS, FunctionName, ToolFunction
-from lightserve.frontend.request_options import (
-    MaxTokens,
-    Priority,
-    Seconds,
-    SLOFields,
-    Temperature,
-    TopP,
-)
+from lightserve.frontend.request_options import MaxTokens
 from lightserve.frontend.structured_output import Schema
 
 CHAT_NAMES = {
@@ -51,11 +44,6 @@ CHAT_NAMES = {
     "truncate_prompt_tokens": "truncation",
 }
 """What errors about fields of a chat completion call them here."""
-_SAME = (
-    *("temperature", "top_p", "stream", "service_tier", "slo", "priority", "timeout"),
-    *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata"),
-)
-"""Fields that a chat completion has as well."""
 
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -218,7 +206,7 @@ class StreamFields(StrictModel):
     """Events are never padded."""
 
 
-class ResponsesRequest(NoEffectModel):
+class ResponsesRequest(RequestFields):
     """The body; null is the same as absent."""
 
     no_effect: ClassVar[NoEffect] = {
@@ -230,7 +218,6 @@ class ResponsesRequest(NoEffectModel):
         "top_logprobs": (0,),
     }
 
-    model: str
     input: Annotated[
         list[Item],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
@@ -238,8 +225,6 @@ class ResponsesRequest(NoEffectModel):
     ]
     instructions: str | None = None
     max_output_tokens: MaxTokens | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: (
         Annotated[
@@ -253,20 +238,10 @@ class ResponsesRequest(NoEffectModel):
     text: TextFields | None = None
     reasoning: ReasoningFields | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    stream: bool | None = None
     stream_options: StreamFields | None = None
     store: bool | None = None
     background: bool | None = None
     previous_response_id: Id | None = None
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
-    slo: SLOFields | None = None
-    priority: Priority | None = None
-    timeout: Seconds | None = None
-    user: Key | None = None
-    safety_identifier: Key | None = None
-    prompt_cache_key: Key | None = None
-    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
-    metadata: Metadata | None = None
 
     def check(self, *, keeps: bool, has_store: bool) -> None:
         """Check what types cannot: whether the route `keeps` answers, and has any that were kept.
@@ -336,9 +311,8 @@ class ResponsesRequest(NoEffectModel):
 
     def as_chat(self) -> ChatRequest:
         """Return the chat completion that it is. Raises InvalidRequest."""
-        fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
+        fields: dict[str, Any] = {name: getattr(self, name) for name in RequestFields.model_fields}
         fields |= {
-            "model": self.model,
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
             "slo": None if self.slo is None else self.slo.model_dump(),
