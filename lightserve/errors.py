@@ -31,7 +31,8 @@ class InvalidRequest(LightserveError):
     """A request that a client must change before sending it again.
 
     `message` states the limit and the given value; `param` names the field (None: the body as a
-    whole); `code` is a short machine-readable word; `status` is the HTTP status.
+    whole); `code` is a short machine-readable word; `status` is the HTTP status; `retry_after_s`,
+    with 429, is when the same request may be taken.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class InvalidRequest(LightserveError):
         param: str | None = None,
         code: str = "invalid_value",
         status: int = 400,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
+        self.retry_after_s = retry_after_s
         self.message = message
         self.param = param
         self.code = code

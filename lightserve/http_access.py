@@ -3,9 +3,9 @@
 API keys: a text file of names and keys; in memory, names and digests only.
 
 A line of the file is `NAME KEY`, or `NAME sha256:DIGEST` so that the file itself gives no key
-away, and perhaps the word `admin`. Empty lines and lines that begin with `#` mean nothing. The
-supervisor reads the file and hands the digests to the frontends, which see no key but those that
-clients send.
+away, and perhaps `admin`, `gateway` and quotas: `rpm=60 tpm=100000 batch_lines=5000`. Empty lines
+and lines that begin with `#` mean nothing. The supervisor reads the file and hands the digests to
+the frontends, which see no key but those that clients send.
 """
 
 from __future__ import annotations
@@ -27,6 +27,23 @@ MAX_FILE_BYTES = 1024 * 1024
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_WORDS = "admin, gateway, rpm=N, tpm=N and batch_lines=N, each once"
+_QUOTA = re.compile(r"(rpm|tpm|batch_lines)=(-?[0-9]{1,12})")
+
+
+class Quota(msgspec.Struct, frozen=True):
+    """What a key may ask for; 0: it has no bound of its own."""
+
+    rpm: int = 0
+    """Requests per minute."""
+    tpm: int = 0
+    """Tokens per minute, of prompts and of answers."""
+    batch_lines: int = 0
+    """Lines of batches in progress that have no result yet, and responses in the background."""
+
+
+NO_QUOTA = Quota()
+MAX_QUOTA = 1_000_000_000
 
 
 class ApiKey(msgspec.Struct, frozen=True):
@@ -38,6 +55,9 @@ class ApiKey(msgspec.Struct, frozen=True):
     """SHA-256 of the key's bytes."""
     is_admin: bool = False
     """Whether it also opens the routes for operators."""
+    is_gateway: bool = False
+    """Whether its requests may say whose they are: clients behind it share what it has."""
+    quota: Quota = NO_QUOTA
 
 
 def digest_of(key: bytes) -> bytes:
@@ -91,9 +111,13 @@ def _parse(line: str, where: str) -> ApiKey:
     name, *words = line.split()
     if _NAME.fullmatch(name) is None:
         raise ConfigError(f"{where}: a name is 1 to 64 letters, digits and . _ @ -")
-    if not (len(words) == 1 or (len(words) == 2 and words[1] == "admin")):
-        raise ConfigError(f"{where}: must be NAME KEY, or NAME KEY admin")
-    secret = words[0]
+    if not words:
+        raise ConfigError(f"{where}: must be NAME KEY, then perhaps {_WORDS}")
+    secret, *rest = words
+    flags = {word for word in rest if word in ("admin", "gateway")}
+    quota = _parse_quota([word for word in rest if word not in flags], where)
+    if len(flags) + len(quota) < len(rest):
+        raise ConfigError(f"{where}: says something twice")
     if secret.startswith("sha256:"):
         match = _DIGEST.fullmatch(secret)
         if match is None:
@@ -105,7 +129,25 @@ def _parse(line: str, where: str) -> ApiKey:
         raise ConfigError(f"{where}: a key is {MIN_KEY_CHARS} to 512 printable ASCII characters")
     else:
         digest = digest_of(secret.encode())
-    return ApiKey(name, digest, is_admin=len(words) == 2)
+    return ApiKey(
+        name,
+        digest,
+        is_admin="admin" in flags,
+        is_gateway="gateway" in flags,
+        quota=Quota(**quota),
+    )
+
+
+def _parse_quota(words: Sequence[str], where: str) -> dict[str, int]:
+    quota: dict[str, int] = {}
+    for word in words:
+        if (match := _QUOTA.fullmatch(word)) is None:
+            raise ConfigError(f"{where}: must be NAME KEY, then perhaps {_WORDS}")
+        name, number = match[1], int(match[2])
+        if not 1 <= number <= MAX_QUOTA:
+            raise ConfigError(f"{where}: {name} must be 1 to {MAX_QUOTA}, got {number}")
+        quota[name] = number
+    return quota
 
 
 # ----------------------------------------------------------------------

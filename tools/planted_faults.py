@@ -125,6 +125,24 @@ ROUTER = [
     ),
     fault(
         "router/queue.py",
+        "for fresh in self._fresh[BE].in_turn():",
+        "for fresh in self._fresh[BE].in_turn()[::-1]:",
+        "unit/router/test_accounts.py",
+    ),
+    fault(
+        "router/policies/unified.py",
+        "in_time = in_fair_order(in_time)",
+        "in_time = list(in_time)",
+        "unit/router/test_accounts.py",
+    ),
+    fault(
+        "router/accounts.py",
+        "account.served = max(account.served, min(others, default=parent.last_served))",
+        "account.served = max(account.served, 0.0)",
+        "unit/router/test_accounts.py",
+    ),
+    fault(
+        "router/queue.py",
         "if other.prefix_salt == request.prefix_salt:",
         "if other is not request:",
         "unit/router/test_queue.py",
@@ -491,6 +509,12 @@ WORKER = [
 ]
 BATCHES = [
     fault(
+        "batches/database.py",
+        'self._connection.execute("PRAGMA synchronous=FULL")',
+        'self._connection.execute("PRAGMA synchronous=NORMAL")',
+        "unit/batches/test_power_cuts.py",
+    ),
+    fault(
         "batches/jobs.py",
         """" AND lease_until_s < ? AND owner != ?",""",
         """" AND lease_until_s < ? AND owner = ?",""",
@@ -534,9 +558,9 @@ BATCHES = [
     ),
     fault(
         "batches/runner.py",
-        "            if batch not in active:",
-        "            if batch in active:",
-        "unit/batches/test_batch_routes.py",
+        "            if (batch, number) not in held.lines:",
+        "            if batch not in held.batches:",
+        "unit/batches/test_consistency.py",
     ),
     fault(
         "batches/runner.py",

@@ -61,7 +61,8 @@ class FrontendOptions:
     )
     api_key_file: str = option(
         "",
-        "File of API keys, a line each: NAME, then a key or sha256:DIGEST, then perhaps admin."
+        "File of API keys, a line each: NAME, then a key or sha256:DIGEST, then"
+        " perhaps admin, gateway, rpm=N, tpm=N, batch_lines=N."
         " SIGHUP reads it again.",
     )
     insecure_no_auth: bool = option(

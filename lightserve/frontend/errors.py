@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from lightserve.errors import InvalidRequest, LightserveError
-from lightserve.messages.frontend_router import ErrorCode
+from lightserve.messages.frontend_router import NO_CLIENT, Client, ErrorCode
 
 RETRY_AFTER_S = 1
 
@@ -67,6 +67,16 @@ def overloaded(retry_after_s: float = RETRY_AFTER_S) -> RequestFailed:
     )
 
 
+def _over_quota(quota: str, retry_after_s: float) -> RequestFailed:
+    return RequestFailed(
+        f"this API key may have {quota} per minute, which are used up; try again in"
+        f" {math.ceil(retry_after_s)} s",
+        code="rate_limit_exceeded",
+        status=429,
+        retry_after_s=retry_after_s,
+    )
+
+
 def router_lost() -> RequestFailed:
     """Return the end of all requests in flight when the router is gone."""
     return RequestFailed(
@@ -90,12 +100,20 @@ def timed_out(timeout_s: float) -> RequestFailed:
 
 
 def from_router(
-    error: ErrorCode, *, retry_after_s: float = 0.0, max_tokens: int = 0
+    error: ErrorCode,
+    *,
+    retry_after_s: float = 0.0,
+    max_tokens: int = 0,
+    client: Client = NO_CLIENT,
 ) -> InvalidRequest | RequestFailed:
     """Return what a client is told about an error of the router; numbers as in `RequestDelta`."""
     match error:
         case ErrorCode.QUEUE_FULL:
             return overloaded(retry_after_s)
+        case ErrorCode.REQUEST_QUOTA:
+            return _over_quota(f"{client.requests_per_minute} requests", retry_after_s)
+        case ErrorCode.TOKEN_QUOTA:
+            return _over_quota(f"{client.tokens_per_minute} tokens", retry_after_s)
         case ErrorCode.WORKER_LOST:
             return RequestFailed(
                 "the server lost this request while restarting its workers; try again",
@@ -204,7 +222,7 @@ def error_response(error: InvalidRequest | RequestFailed, scope: Scope) -> Respo
     """Return the response that an error is, while it can still be one; notes it in the scope."""
     scope[REFUSAL_KEY] = error
     headers = {}
-    if isinstance(error, RequestFailed) and error.status in (429, 503):
+    if error.status in (429, 503) and error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.code == TIMEOUT:
         headers["x-should-retry"] = "false"  # OpenAI's clients would, and double the time

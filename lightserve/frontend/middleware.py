@@ -24,8 +24,16 @@ from lightserve.errors import InvalidRequest
 from lightserve.frontend.errors import REFUSAL_KEY, error_response
 from lightserve.frontend.json_body import UNKNOWN_PARAMETER
 from lightserve.frontend.service import Observation
-from lightserve.http_access import ApiKey, bearer_key, find_key, names_machine
+from lightserve.http_access import (
+    NO_QUOTA,
+    ApiKey,
+    Quota,
+    bearer_key,
+    find_key,
+    names_machine,
+)
 from lightserve.logs import request_id
+from lightserve.messages.frontend_router import NO_CLIENT, Client
 from lightserve.metrics.recording import OTHER
 
 # ----------------------------------------------------------------------
@@ -42,6 +50,9 @@ from lightserve.metrics.recording import OTHER
 # for a page of another origin is refused, as a page may send what it may not read.
 
 
+FAIRNESS_HEADER = "x-gateway-fairness-id"
+MAX_FAIRNESS_ID_CHARS = 128
+_FAIRNESS_ID = re.compile(rb"[\x21-\x7e]{1,%d}" % MAX_FAIRNESS_ID_CHARS)
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -89,6 +100,22 @@ class Caller:
     name: str
     """The name of the key; empty if none was needed."""
     is_admin: bool
+    fairness_id: str = ""
+    """Behind the key of a gateway, whose request it says that it is."""
+    quota: Quota = NO_QUOTA
+
+    @property
+    def client(self) -> Client:
+        """What tells the router whose requests are whose; no name and no id that was given."""
+        if not self.name:
+            return NO_CLIENT
+        text = f"fairness:{self.fairness_id}"
+        return Client(
+            key=self.prefix_salt,
+            fairness_id=hashlib.sha256(text.encode()).hexdigest()[:32] if self.fairness_id else "",
+            requests_per_minute=self.quota.rpm,
+            tokens_per_minute=self.quota.tpm,
+        )
 
     @property
     def prefix_salt(self) -> str:
@@ -177,7 +204,7 @@ class Gate:
                 host = _only(_values(scope, b"host"))
                 self._check_host(host)
                 self._check_origin(scope, host)
-            scope[CALLER_KEY] = KEYLESS if self._keys is None else self._caller(scope, self._keys)
+            scope[CALLER_KEY] = self._caller(scope)
             if _CONTROL_CHARACTERS.search(scope["path"]):
                 raise InvalidRequest("a path must not have control characters", code="invalid_path")
             self._check_head(scope)
@@ -190,12 +217,23 @@ class Gate:
             return
         await self._app(scope, limited_receive, send)
 
-    def _caller(self, scope: Scope, ring: KeyRing) -> Caller:
+    def _caller(self, scope: Scope) -> Caller:
+        key = None if self._keys is None else self._key(scope, self._keys)
+        fairness_id = _fairness_id(scope, is_gateway=key is not None and key.is_gateway)
+        if self._keys is None:
+            return KEYLESS
+        if key is None:
+            return _PROBE
+        return Caller(key.name, key.is_admin, fairness_id, key.quota)
+
+    @staticmethod
+    def _key(scope: Scope, ring: KeyRing) -> ApiKey | None:
+        """Return the key of a request; None: it has none and needs none. Raises InvalidRequest."""
         access = access_to(scope[ROUTE_KEY])
         given = _key_of(scope)
         key = find_key(ring.keys, given) if given else None
         if access is Access.OPEN and scope["method"] == "GET":
-            return _PROBE if key is None else Caller(key.name, key.is_admin)
+            return key
         if key is None:
             raise InvalidRequest(
                 "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY",
@@ -206,7 +244,7 @@ class Gate:
             raise InvalidRequest(
                 "this path needs the key of an operator", code="admin_key_required", status=403
             )
-        return Caller(key.name, key.is_admin)
+        return key
 
     def _check_host(self, host: bytes) -> None:
         if not names_machine(host, self._hosts):
@@ -330,6 +368,29 @@ def _key_of(scope: Scope) -> bytes:
     if authorization := _values(scope, b"authorization"):
         return bearer_key(_only(authorization))
     return _only(_values(scope, b"x-api-key"))
+
+
+def _fairness_id(scope: Scope, *, is_gateway: bool) -> str:
+    """Return whose request a gateway says that it is; nothing if it does not. Raises
+    InvalidRequest."""
+    values = _values(scope, FAIRNESS_HEADER.encode())
+    if not values:
+        return ""
+    if not is_gateway:
+        raise InvalidRequest(
+            f"the header {FAIRNESS_HEADER} needs the key of a gateway: one that the server's key"
+            " file marks so",
+            param=FAIRNESS_HEADER,
+            code="gateway_key_required",
+        )
+    if len(values) != 1 or _FAIRNESS_ID.fullmatch(values[0]) is None:
+        raise InvalidRequest(
+            f"the header {FAIRNESS_HEADER} must be given once, as 1 to {MAX_FAIRNESS_ID_CHARS}"
+            f" printable ASCII characters without blanks, got {len(values)} of"
+            f" {len(values[0])} characters",
+            param=FAIRNESS_HEADER,
+        )
+    return values[0].decode("ascii")
 
 
 def _only(values: list[bytes]) -> bytes:

@@ -113,6 +113,7 @@ class LiveRequest:
         self.index = 0
         """Among the reader's requests."""
         self._client = client
+        self._sender = request.client
         self._has_stop_strings = request.needs_acknowledgement
         self._num_logprobs = request.sampling.num_logprobs
         self._num_prompt_logprobs = request.sampling.num_prompt_logprobs
@@ -243,7 +244,10 @@ class LiveRequest:
         pending.scheduled_slo = delta.scheduled_slo or pending.scheduled_slo
         if delta.error is not None:
             self._failure = from_router(
-                delta.error, retry_after_s=delta.retry_after_s, max_tokens=delta.max_tokens
+                delta.error,
+                retry_after_s=delta.retry_after_s,
+                max_tokens=delta.max_tokens,
+                client=self._sender,
             )
         else:
             pending.finish_reason = delta.finish_reason

@@ -221,11 +221,14 @@ class CompletionResponse(Response):
                 if (requests := await self._prepared(client_gone)) is not None:
                     self._caller, self._owner = caller_of(scope), owner_of(scope)
                     self._connection = scope.get(CONNECTION_KEY)
-                    salt = self._caller.prefix_salt
-                    names = tuple(filter(None, (self._writer.request_id, request_id.get())))
+                    sent = {
+                        "prefix_salt": self._caller.prefix_salt,
+                        "client": self._caller.client,
+                        "names": tuple(filter(None, (self._writer.request_id, request_id.get()))),
+                    }
                     requests = [
-                        (msgspec.structs.replace(request, prefix_salt=salt, names=names), options)
-                        for request, options in requests
+                        (msgspec.structs.replace(each, is_first=index == 0, **sent), options)
+                        for index, (each, options) in enumerate(requests)
                     ]
                     await self._generate(requests, client_gone, send)
             finally:

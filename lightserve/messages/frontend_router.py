@@ -60,6 +60,21 @@ class FrontendHello(Message, frozen=True):
     """A number that no other hello has; the router's status repeats it."""
 
 
+class Client(msgspec.Struct, frozen=True, array_like=True):
+    """Whose a request is: those of a class share the engine evenly (`router.accounts`)."""
+
+    key: str = ""
+    """Stands for the API key that it came with; empty: none is needed."""
+    fairness_id: str = ""
+    """Behind the key of a gateway: stands for whose it is there."""
+    requests_per_minute: int = 0
+    """Quotas of the key; 0: it has none."""
+    tokens_per_minute: int = 0
+
+
+NO_CLIENT = Client()
+
+
 class Submit(Message, frozen=True):
     """A validated request. The router never sees text."""
 
@@ -86,6 +101,10 @@ class Submit(Message, frozen=True):
     """So many at the beginning of the prompt should stay longer in the prefix cache."""
     retention_s: float = 0.0
     """How long, at most, from when they have been computed."""
+    client: Client = NO_CLIENT
+    is_first: bool = True
+    """Of what one HTTP request asks for: this one counts as a request, and may be refused for a
+    quota."""
     needs_acknowledgement: bool = False
     constraint: Constraint | None = None
     names: tuple[str, ...] = ()
@@ -140,6 +159,9 @@ class ErrorCode(StrEnum):
     TOO_LARGE = "too_large"
     """Prompt plus max_tokens can never fit into the KV pool or the context."""
     QUEUE_FULL = "queue_full"
+    REQUEST_QUOTA = "request_quota"
+    TOKEN_QUOTA = "token_quota"
+    """Of the key, for a minute."""
     INVALID = "invalid"
     """Its message says what no frontend may say."""
 
@@ -163,7 +185,8 @@ class RequestDelta(msgspec.Struct, frozen=True, array_like=True):
     error: ErrorCode | None = None
     """Set exactly when `finish_reason` is ERROR."""
     retry_after_s: float = 0.0
-    """With QUEUE_FULL: when there will be room, as far as the router can tell."""
+    """With QUEUE_FULL: when there will be room, as far as the router can tell. With a quota: when
+    there will be some of it again."""
     num_cached_tokens: int = 0
     """With the first token: prompt tokens whose KV was found, not computed."""
     logprobs: list[TokenLogprob] = []

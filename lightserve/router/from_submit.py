@@ -89,6 +89,7 @@ MAX_SECONDS = 1e9
 MAX_ADDED = 100.0
 """Largest bias or penalty."""
 MAX_LOGPROBS = 20
+MAX_CLIENT_CHARS = 64
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 192, 32
 """Of the 64 of a request each in three forms."""
 
@@ -138,6 +139,10 @@ def check_submit(submit: Submit, vocab_size: int) -> None:
         "length of the prompt": (len(prompt), 1, MAX_INT32),
         "max_tokens": (submit.max_tokens, 1, MAX_INT32),
         "priority": (submit.priority, -MAX_INT32, MAX_INT32),
+        "client": (len(submit.client.key), 0, MAX_CLIENT_CHARS),
+        "fairness id": (len(submit.client.fairness_id), 0, MAX_CLIENT_CHARS),
+        "requests per minute": (submit.client.requests_per_minute, 0, MAX_INT32),
+        "tokens per minute": (submit.client.tokens_per_minute, 0, MAX_INT32),
         "num_retained_tokens": (submit.num_retained_tokens, 0, len(prompt)),
         "retention_s": (submit.retention_s, 0.0, MAX_SECONDS),
         "age_s": (submit.age_s, 0.0, MAX_SECONDS),

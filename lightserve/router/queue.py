@@ -9,6 +9,10 @@ those are gone through that are worth asking: those whose prompts share most wit
 resident, and among these the ones about as long as what runs. They hang on the nodes of the prefix
 tree. Nothing here goes through all that wait; every sixteenth to start is the oldest all the same
 (see `Turn`).
+
+Where requests of several accounts wait, best-effort ones come account by account, the one first
+that has had least (`accounts`); of real-time ones so many come first of each that all are among
+those that a policy weighs.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from lightserve.router.accounts import Account, QueueBounds, share_of_queue
 from lightserve.router.kv.prefix_node import common_len
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.request import Request
@@ -95,6 +100,8 @@ MAX_COMPARED = 128
 """Requests that share something of which the nearest in length are taken."""
 MAX_COUNTED = 32
 """From the head of a class, requests that are told when others overtake them."""
+FAIR_HEAD = 64
+"""Real-time requests that come first, as many of each account."""
 MIN_IN_FLIGHT_TOKENS = 32
 """A prefix that is being computed is worth waiting for from here on: one step of waiting costs
 about as much as computing so few tokens."""
@@ -117,9 +124,9 @@ class WaitingQueue:
         self._put_back: dict[RequestClass, OrderedDict[RequestKey, Request]] = {
             request_class: OrderedDict() for request_class in RequestClass
         }
-        self._fresh = {request_class: _Sorted() for request_class in RequestClass}
+        self._fresh = {request_class: _ByAccount() for request_class in RequestClass}
         """Those that never ran."""
-        self._late: dict[RequestKey, Request] = {}
+        self._late: dict[Account | None, dict[RequestKey, Request]] = {}
         """Real-time ones that never ran, and whose first token is late."""
         self._jobs = _Sorted()
         """Best-effort requests with a completion time, those that are to end first before others;
@@ -143,7 +150,7 @@ class WaitingQueue:
         if oldest is not None:
             yield oldest
         yield from (r for r in self._put_back[BE].values() if r is not oldest)
-        yield from self._late.values()
+        yield from self.late()
         fresh = heapq.merge(*self._fresh.values(), key=_by_arrival)
         yield from (r for r in fresh if r is not oldest)
 
@@ -153,7 +160,32 @@ class WaitingQueue:
 
     def late(self) -> Iterable[Request]:
         """Return the real-time requests that never ran and are late, in order."""
-        return self._late.values()
+        in_turn = sorted(self._late.items(), key=_by_rank) if len(self._late) > 1 else None
+        late = self._late.values() if in_turn is None else (late for _, late in in_turn)
+        return itertools.chain.from_iterable(each.values() for each in late)
+
+    def crowding(self, request: Request, *, max_requests: int, max_tokens: int) -> Request | None:
+        """Return a request that never ran, of the account that has most of a full queue.
+
+        None: with `request`, which is to join it, its own account would have as much.
+        """
+        if (own := request.account) is None:
+            return None
+        fresh = self._fresh[request.request_class]
+        late = self._late if request.request_class is RT else {}
+        bounds = QueueBounds(max_requests, max_tokens)
+        waiting = [account for account in (*fresh.accounts(), *late) if account is not None]
+        account = max(waiting, key=lambda each: share_of_queue(each, bounds), default=own)
+        theirs = share_of_queue(account, bounds)
+        mine = share_of_queue(own, bounds, joining=request.num_prompt_tokens)
+        has_more = theirs.own > mine.own
+        if account.key is not own.key:
+            has_more = theirs.of_key > mine.of_key
+        if account is own or not has_more:
+            return None
+        if account in late:
+            return next(reversed(late[account].values()))
+        return fresh.last_of(account)
 
     def best_effort(
         self, turn: Turn, resident: PrefixTree | None, context_len: float
@@ -180,29 +212,12 @@ class WaitingQueue:
                 that share as much.
             limit: most of them.
         """
-        fresh = self._fresh[BE]
-        oldest = next(iter(fresh), None)
-        if oldest is None:
-            return []
-        sharing = self._sharing(resident, context_len) if resident is not None else []
-        equals = [request for request in sharing if request.priority == oldest.priority]
-        chosen = dict.fromkeys([*equals[: OLDEST_EVERY - 1], oldest])
-        for request in itertools.islice(fresh, limit):
-            chosen.setdefault(request)
-        return sorted(list(chosen)[:limit], key=lambda request: request.priority)
-
-    def _sharing(self, resident: PrefixTree, context_len: float) -> list[Request]:
-        """Return those whose prompts begin with resident tokens, most tokens first."""
-        wanted = max(0, round(context_len)).bit_length()  # lengths in steps of powers of two
-        found: list[tuple[int, int, Request]] = []
-        # The salts of the oldest stand for all: there may be as many as clients.
-        oldest = itertools.islice(self._fresh[BE], MAX_CANDIDATES)
-        for salt in dict.fromkeys(request.prefix_salt for request in oldest):
-            sharing = resident.waiting((salt,))
-            for num_tokens, request in itertools.islice(sharing, MAX_COMPARED - len(found)):
-                distance = abs(request.num_prompt_tokens.bit_length() - wanted)
-                found.append((-num_tokens, distance, request))
-        return [request for _, _, request in sorted(found, key=operator.itemgetter(0, 1))]
+        found: list[Request] = []
+        for fresh in self._fresh[BE].in_turn():
+            found += _candidates_of(fresh, resident, context_len, limit - len(found))
+            if len(found) >= limit:
+                break
+        return found
 
     def turn(self) -> Turn:
         """Return whose turn it is among best-effort requests."""
@@ -227,9 +242,10 @@ class WaitingQueue:
     def _of(self, request_class: RequestClass) -> Iterator[Request]:
         """Iterate over one class."""
         yield from self._put_back[request_class].values()
-        yield from self._fresh[request_class]
+        fresh = self._fresh[request_class]
+        yield from fresh.heads_first(FAIR_HEAD) if request_class is RT else fresh
         if request_class is RT:
-            yield from self._late.values()
+            yield from self.late()
 
     # ---------------------------------------------------------------- changes
 
@@ -240,6 +256,8 @@ class WaitingQueue:
             due_s = request.deadlines.deadline_of_next_token
         place = request.priority, due_s, request.arrival_number
         self._fresh[request.request_class].add(request, place)
+        if request.account is not None:
+            request.account.wait(request.num_prompt_tokens)
         self._count(request, 1)
 
     def requeue(self, requests: Sequence[Request]) -> None:
@@ -257,11 +275,12 @@ class WaitingQueue:
         all there is to look at; those of others are found late when they come to the head.
         """
         fresh = self._fresh[RT]
-        while (head := next(iter(fresh), None)) is not None:
-            if head.deadlines is None or head.deadlines.residual(now_s) > 0:
-                return
-            fresh.remove(head)
-            self._late[head.key] = head
+        for account in fresh.accounts():
+            while (head := fresh.first_of(account)) is not None:
+                if head.deadlines is None or head.deadlines.residual(now_s) > 0:
+                    break
+                fresh.remove(head)
+                self._late.setdefault(account, {})[head.key] = head
 
     def admit(self, request: Request) -> None:
         """Take a request out to run it; those of its class that were before it are overtaken."""
@@ -277,8 +296,14 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         """Take a request out. Raises KeyError if it is not waiting."""
         put_back = self._put_back[request.request_class].pop(request.key, None)
-        if put_back is None and self._late.pop(request.key, None) is None:
-            self._fresh[request.request_class].remove(request)
+        if put_back is None:
+            late = self._late.get(request.account, {})
+            if late.pop(request.key, None) is None:
+                self._fresh[request.request_class].remove(request)
+            elif not late:
+                del self._late[request.account]
+            if request.account is not None:
+                request.account.leave(request.num_prompt_tokens)
         self._count(request, -1)
 
     def _count(self, request: Request, sign: int) -> None:
@@ -309,6 +334,13 @@ class _Sorted:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
 
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def items(self) -> Iterator[tuple[tuple[float, ...], Request]]:
+        """Iterate over places and requests."""
+        return zip(self._places, self._requests, strict=True)
+
     def add(self, request: Request, place: tuple[float, ...]) -> None:
         """Add a request behind those of its place."""
         at = bisect.bisect_right(self._places, place)
@@ -321,6 +353,107 @@ class _Sorted:
         at = bisect.bisect_left(self._places, self._place_of.pop(request))
         at = self._requests.index(request, at)
         del self._places[at], self._requests[at]
+
+    @property
+    def last(self) -> Request:
+        """The last one."""
+        return self._requests[-1]
+
+
+class _ByAccount:
+    """The same, by whose they are; where there is one account, it is as if there were none."""
+
+    def __init__(self) -> None:
+        self._of: dict[Account | None, _Sorted] = {}
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate over all, by place."""
+        if len(self._of) == 1:
+            (only,) = self._of.values()
+            return iter(only)
+        return _merged([each.items() for each in self._of.values()])
+
+    def accounts(self) -> list[Account | None]:
+        """Return those that have some."""
+        return list(self._of)
+
+    def in_turn(self) -> list[_Sorted]:
+        """Return what each account has, of the one that has had least first."""
+        if len(self._of) < 2:
+            return list(self._of.values())
+        return [each for _, each in sorted(self._of.items(), key=_by_rank)]
+
+    def heads_first(self, num_heads: int) -> Iterator[Request]:
+        """Iterate over all by place, but so that as many of each account are among the first."""
+        if len(self._of) < 2 or sum(map(len, self._of.values())) <= num_heads:
+            yield from self
+            return
+        most = max(1, num_heads // len(self._of))
+        heads = [itertools.islice(each.items(), most) for each in self._of.values()]
+        rest = [itertools.islice(each.items(), most, None) for each in self._of.values()]
+        yield from _merged(heads)
+        yield from _merged(rest)
+
+    def first_of(self, account: Account | None) -> Request | None:
+        """Return the first that an account has."""
+        return next(iter(self._of.get(account, ())), None)
+
+    def last_of(self, account: Account | None) -> Request:
+        """Return the last that an account has, which has some."""
+        return self._of[account].last
+
+    def add(self, request: Request, place: tuple[float, ...]) -> None:
+        """Add a request behind those of its place."""
+        self._of.setdefault(request.account, _Sorted()).add(request, place)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out. Raises KeyError if it is not here."""
+        own = self._of[request.account]
+        own.remove(request)
+        if not len(own):
+            del self._of[request.account]
+
+
+def _merged(
+    parts: Sequence[Iterable[tuple[tuple[float, ...], Request]]],
+) -> Iterator[Request]:
+    """Yield requests of parts that are sorted by place."""
+    in_order = parts[0] if len(parts) == 1 else heapq.merge(*parts, key=operator.itemgetter(0))
+    return (request for _, request in in_order)
+
+
+def _candidates_of(
+    fresh: _Sorted, resident: PrefixTree | None, context_len: float, limit: int
+) -> list[Request]:
+    """Return those of an account, of which there are some; see `WaitingQueue.candidates`."""
+    oldest = next(iter(fresh))
+    sharing = _sharing(fresh, resident, context_len) if resident is not None else []
+    equals = [request for request in sharing if request.priority == oldest.priority]
+    chosen = dict.fromkeys([*equals[: OLDEST_EVERY - 1], oldest])
+    for request in itertools.islice(fresh, limit):
+        chosen.setdefault(request)
+    return sorted(list(chosen)[:limit], key=lambda request: request.priority)
+
+
+def _sharing(fresh: _Sorted, resident: PrefixTree, context_len: float) -> list[Request]:
+    """Return those whose prompts begin with resident tokens, most tokens first."""
+    wanted = max(0, round(context_len)).bit_length()  # lengths in steps of powers of two
+    found: list[tuple[int, int, Request]] = []
+    account = next(iter(fresh)).account
+    # The salts of the oldest stand for all: there may be as many as clients.
+    oldest = itertools.islice(fresh, MAX_CANDIDATES)
+    for salt in dict.fromkeys(request.prefix_salt for request in oldest):
+        sharing = resident.waiting((salt,))
+        for num_tokens, request in itertools.islice(sharing, MAX_COMPARED - len(found)):
+            if request.account is account:
+                distance = abs(request.num_prompt_tokens.bit_length() - wanted)
+                found.append((-num_tokens, distance, request))
+    return [request for _, _, request in sorted(found, key=operator.itemgetter(0, 1))]
+
+
+def _by_rank(item: tuple[Account | None, object]) -> tuple[float, float]:
+    account, _ = item
+    return (0.0, 0.0) if account is None else account.rank
 
 
 def prefix_in_flight(request: Request, prefilling: Sequence[Request]) -> int:

@@ -27,7 +27,7 @@ from array import array
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -48,6 +48,9 @@ from lightserve.types import (
     RowId,
     SamplingParams,
 )
+
+if TYPE_CHECKING:
+    from lightserve.router.accounts import Account, Budget
 
 _NO_SLOTS: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -133,6 +136,10 @@ class Request:
     """How much longer, from when they have been computed."""
     deadlines: DeadlineTracker | None = None
     """When its next token is due; None under policies that do not ask."""
+    account: Account | None = None
+    """Whose it is; None: all requests are one's."""
+    budget: Budget | None = None
+    """What it counts against; None: its key has no quotas."""
     parameters: Parameters = field(default_factory=Parameters)
     """Where its large parameters are counted."""
     num_acknowledged_tokens: int | None = None

@@ -35,6 +35,7 @@ from lightserve.messages.router_worker import (
     StepPlan,
     StepResult,
 )
+from lightserve.router.accounts import Accounts
 from lightserve.router.arrivals import (
     ArrivalStats,
     BurstHeadroom,
@@ -88,6 +89,7 @@ class Scheduler:
         self._waits = QueueDelay(config, self._waiting, self._rows, self._pipeline)
         self._targets = SchedulingTargets(config, self._pipeline, self._waits)
         self._parameters = HeldParameters(config.max_parameter_bytes)
+        self._accounts = Accounts()
         self._unfinished: dict[RequestKey, Request] = {}
         """Requests whose last token was sent, but whose frontend still looks for a stop string."""
         self._demand = ArrivalStats()
@@ -146,18 +148,21 @@ class Scheduler:
         self._num_arrivals += 1
         if request.key in self._requests or request.key in self._unfinished:
             raise ProtocolError(f"request {request.key} is a duplicate")
-        backlog = self._waiting.backlog(request.request_class)
-        limits = self._config.queue_limits[request.request_class]
+        client = submit.client
+        request.account = self._accounts.find(client, request.request_class)
+        request.budget = budget = self._accounts.budget(client, now_s)
         if request.max_known_tokens > (limit := self._most_tokens(request)):
             deltas.fail(request, ErrorCode.TOO_LARGE, max_tokens=limit)
-        elif not (
-            limits.has_room(backlog, request.num_prompt_tokens)
-            and self._parameters.has_room(request)
-        ):
+        elif submit.is_first and budget and (refusal := budget.refusal(client, now_s)):
+            deltas.fail(request, refusal.error, retry_after_s=refusal.retry_after_s)
+        elif not (self._parameters.has_room(request) and self._make_room(request, deltas)):
             retry_after_s = self._waits.retry_after_s(request.request_class, self._kv)
             deltas.fail(request, ErrorCode.QUEUE_FULL, retry_after_s=retry_after_s)
         else:
             self._requests[request.key] = request
+            request.account.hold()
+            if budget is not None:
+                budget.note_request(request.num_prompt_tokens, is_first=submit.is_first)
             self._parameters.hold(request)
             self._targets.apply(request, self._kv)
             self._waiting.append(request)
@@ -173,6 +178,22 @@ class Scheduler:
                 )
             if self._kv is not None:
                 self._kv.expect(request)
+
+    def _make_room(self, request: Request, deltas: DeltaBatch) -> bool:
+        """Return whether a request may wait; others, of one that has more of the queue, may go."""
+        limits = self._config.queue_limits[request.request_class]
+        while not limits.has_room(
+            self._waiting.backlog(request.request_class), request.num_prompt_tokens
+        ):
+            crowding = self._waiting.crowding(
+                request, max_requests=limits.max_requests, max_tokens=limits.max_tokens
+            )
+            if crowding is None:
+                return False
+            retry_after_s = self._waits.retry_after_s(crowding.request_class, self._kv)
+            deltas.fail(crowding, ErrorCode.QUEUE_FULL, retry_after_s=retry_after_s)
+            self._end(crowding)
+        return True
 
     def _sink_late(self, now_s: float) -> None:
         """Let real-time requests that cannot be in time any more wait behind those that can."""
@@ -237,7 +258,7 @@ class Scheduler:
             if not can_replay(request, was_in_flight=was_in_flight):
                 deltas.fail(request, ErrorCode.WORKER_LOST)
                 request.state = ENDED
-                del self._requests[request.key]
+                self._drop(request)
                 self._parameters.release(request)
                 continue
             request.num_replays += was_in_flight
@@ -274,7 +295,9 @@ class Scheduler:
             self.forecast_peak = planned.forecast_peak
         self.burst_headroom_tokens = planned.headroom
         self._burst.note_time(now_s)
-        return self._commit.book(planned, self._kv, now_s)
+        plan = self._commit.book(planned, self._kv, now_s)
+        self._accounts.charge(planned)
+        return plan
 
     # ---------------------------------------------------------------- results
 
@@ -410,7 +433,7 @@ class Scheduler:
 
     def _end(self, request: Request) -> None:
         """Forget a request, whatever state it is in; its slots wait for plans in flight."""
-        del self._requests[request.key]
+        self._drop(request)
         if request.key not in self._unfinished:
             self._parameters.release(request)
         self._clear(request)
@@ -427,6 +450,11 @@ class Scheduler:
         if was_running:
             self._rows.end(request)
             self._release_if_idle(request)
+
+    def _drop(self, request: Request) -> None:
+        del self._requests[request.key]
+        if request.account is not None:
+            request.account.release()
 
     def _clear(self, request: Request) -> None:
         """Suspect a request no longer: it has yielded a token, or it is gone."""

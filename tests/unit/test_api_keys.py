@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from lightserve.errors import ConfigError
-from lightserve.http_access import MAX_FILE_BYTES, ApiKey, digest_of, find_key, read_api_keys
+from lightserve.http_access import (
+    MAX_FILE_BYTES,
+    ApiKey,
+    Quota,
+    digest_of,
+    find_key,
+    read_api_keys,
+)
 
 KEY = "k" * 16
 DIGEST = hashlib.sha256(KEY.encode()).hexdigest()
@@ -19,8 +26,17 @@ def test_every_form_of_a_line(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"# comment\n\n  alice {KEY}\nbob\tsha256:{DIGEST.upper()[:-1]}0 admin \r\n")
     alice, bob = read_api_keys(file)
+    assert not alice.is_gateway and alice.quota == Quota()
     assert alice == ApiKey("alice", bytes.fromhex(DIGEST), is_admin=False)
     assert bob == ApiKey("bob", bytes.fromhex(DIGEST[:-1] + "0"), is_admin=True)
+
+
+def test_what_a_key_may_and_how_much(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"gate {KEY} tpm=5 gateway rpm=1000000000 admin batch_lines=7\n")
+    (gate,) = read_api_keys(file)
+    assert gate.is_admin and gate.is_gateway
+    assert gate.quota == Quota(rpm=1_000_000_000, tpm=5, batch_lines=7)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +47,14 @@ def test_every_form_of_a_line(tmp_path: Path) -> None:
         (b"alice", "line 1: must be NAME KEY"),
         (f"alice {KEY} root".encode(), "line 1: must be NAME KEY"),
         (f"alice {KEY} admin x".encode(), "line 1: must be NAME KEY"),
+        (f"alice {KEY} {KEY}".encode(), "line 1: must be NAME KEY"),
+        (f"alice {KEY} rpm".encode(), "line 1: must be NAME KEY"),
+        (f"alice {KEY} rps=1".encode(), "line 1: must be NAME KEY"),
+        (f"alice {KEY} rpm=0".encode(), "rpm must be 1 to 1000000000, got 0"),
+        (f"alice {KEY} tpm=-5".encode(), "tpm must be 1 to 1000000000, got -5"),
+        (f"alice {KEY} batch_lines=1000000001".encode(), "batch_lines must be 1 to"),
+        (f"alice {KEY} rpm=1 rpm=2".encode(), "line 1: says something twice"),
+        (f"alice {KEY} gateway gateway".encode(), "line 1: says something twice"),
         (f"\nal/ice {KEY}".encode(), "line 2: a name is"),
         (f"{'n' * 65} {KEY}".encode(), "line 1: a name is"),
         (b"alice " + b"k" * 15, "a key is 16 to 512"),

@@ -4,8 +4,10 @@ The queue gives those that were paused, then the few newcomers that are worth as
 them the oldest where it is its turn (`Turn`). Among the next of either kind the best goes first:
 
     those that resume    what brings the least back: loads and recomputed tokens, in seconds
-    newcomers            tokens gained, cached ones included, less those that leave the cache for
-                         them and may have to be computed again, per second that they add
+    newcomers            those of the account that has had least before others (`accounts`); of
+                         one account by tokens gained, cached ones included, less those that leave
+                         the cache for them and may have to be computed again, per second that they
+                         add
 
 Newcomers whose scores are alike are told apart by what is left of the step and of the pool: the
 one whose demand for both, as shares of all there is, is nearest to it.
@@ -20,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightserve.router.accounts import Account
 from lightserve.router.policies.base import StepLimits, Waiting
 from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.policies.step_loads import num_loaded_by
@@ -178,7 +181,8 @@ class BatchOrder:
         return math.hypot(compute, (num_rest - self._num_free) / self._num_slots)
 
 
-def _rank(request: Request) -> tuple[bool, int]:
+def _rank(request: Request) -> tuple[bool, int, Account | None]:
     """Return what goes before any score: groups that follow one another."""
-    is_new = request.num_requeues == 0
-    return is_new, request.priority if is_new else 0
+    if request.num_requeues > 0:
+        return False, 0, None
+    return True, request.priority, request.account

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightserve.router.accounts import in_fair_order
 from lightserve.router.arrivals import Outlook
 from lightserve.router.policies.base import LOOK_AHEAD, Phase, merged
 from lightserve.router.policies.batch_order import BatchOrder, promote
@@ -252,6 +253,7 @@ class _Order:
         take least, time as well as memory. Those that cannot be in time follow, before those that
         are late. Those that never ran and that nothing is due of are not looked at before it is
         their turn: they come by arrival, as otherwise shorter ones would pass a long one for ever.
+        Where there is too much, or has been, accounts take turns by what they have had.
 
         Args:
             newcomers: by deadline, those without any and those that are late at the end.
@@ -269,8 +271,12 @@ class _Order:
         hopeless = [r for r in weighed if not step.can_be_in_time(r)]
         in_time = [r for r in weighed if r not in hopeless]
         num_free = LATE_POOL_SHARE * self._limits.num_slots - self._num_held
+        is_too_much = next(iter(step.waiting.late()), None) is not None
         if not _fit_all(in_time, in_progress, step, num_free):
             in_time.sort(key=lambda request: request.num_schedulable_tokens)
+            is_too_much = True
+        if is_too_much:
+            in_time = in_fair_order(in_time)
         yield from in_time
         yield from hopeless
         yield from rest

@@ -26,13 +26,17 @@ from lightserve.frontend.middleware import (
     access_to,
 )
 from lightserve.frontend.process import _routers, create_app, make_routes
-from lightserve.http_access import ApiKey, digest_of
+from lightserve.http_access import ApiKey, Quota, digest_of
+from lightserve.messages.frontend_router import ErrorCode, RequestDelta, Submit
 from lightserve.metrics.recording import OTHER
+from lightserve.types import FinishReason
 
-ALICE, OPERATOR = "alice-secret-key", "operator-secret-key"
+ALICE, OPERATOR, GATE = "alice-secret-key", "operator-secret-key", "gateway-secret-key"
+FAIRNESS = "x-gateway-fairness-id"
 KEYS = [
     ApiKey("alice", digest_of(ALICE.encode())),
     ApiKey("ops", digest_of(OPERATOR.encode()), is_admin=True),
+    ApiKey("gate", digest_of(GATE.encode()), is_gateway=True, quota=Quota(rpm=7, tpm=9)),
 ]
 COMPLETION: dict[str, Any] = {"model": BUNDLED_MODEL_NAME, "prompt": [5], "max_tokens": 2}
 OPEN_PATHS = [path for path, access in ROUTE_ACCESS.items() if access is Access.OPEN]
@@ -225,6 +229,77 @@ def test_the_log_and_the_salt_follow_the_name(caplog: pytest.LogCaptureFixture) 
         assert secret not in caplog.text
     assert "alice" in caplog.text
     assert "ops" in caplog.text
+
+
+def test_a_gateway_says_whose_its_requests_are(caplog: pytest.LogCaptureFixture) -> None:
+    """The router is told, by hashes; others may not say it."""
+
+    async def scenario() -> None:
+        async with guarded() as (setup, _, rejects):
+
+            async def send(key: str, *ids: str) -> httpx.Response:
+                headers = [*_bearer(key).items(), *((FAIRNESS, value) for value in ids)]
+                return await setup.http.post("/v1/completions", json=COMPLETION, headers=headers)
+
+            for key, ids in ((GATE, ["one"]), (GATE, ["two"]), (GATE, []), (ALICE, [])):
+                assert (await send(key, *ids)).status_code == 200
+            clients = [submit.client for submit in setup.router.submits]
+            assert len(set(clients)) == 4
+            gate = clients[0].key
+            assert [client.key == gate for client in clients] == [True, True, True, False]
+            assert [bool(client.fairness_id) for client in clients] == [True, True, False, False]
+            assert (clients[0].requests_per_minute, clients[0].tokens_per_minute) == (7, 9)
+            assert (clients[3].requests_per_minute, clients[3].tokens_per_minute) == (0, 0)
+            assert all("one" not in text for text in (gate, clients[0].fairness_id))
+            salts = {submit.prefix_salt for submit in setup.router.submits}
+            assert len(salts) == 2
+            for key, ids, code in (
+                (ALICE, ["one"], "gateway_key_required"),
+                (OPERATOR, ["one"], "gateway_key_required"),
+                (GATE, ["one", "two"], "invalid_value"),
+                (GATE, [""], "invalid_value"),
+                (GATE, ["x" * 129], "invalid_value"),
+                (GATE, ["a b"], "invalid_value"),
+            ):
+                response = await send(key, *ids)
+                error = response.json()["error"]
+                assert (response.status_code, error["param"]) == (400, FAIRNESS), (key, ids)
+                assert error["code"] == code
+            assert len(setup.router.submits) == 4 and rejects["gateway_key_required"] == 2
+        async with frontend(says([5, 2])) as setup:
+            headers = {FAIRNESS: "one"}
+            response = await setup.http.post("/v1/completions", json=COMPLETION, headers=headers)
+            assert response.json()["error"]["code"] == "gateway_key_required"
+
+    with caplog.at_level("DEBUG"):
+        asyncio.run(scenario())
+    assert "one" not in [word for record in caplog.records for word in record.getMessage().split()]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ErrorCode.REQUEST_QUOTA, "7 requests per minute"),
+        (ErrorCode.TOKEN_QUOTA, "9 tokens per minute"),
+    ],
+)
+def test_a_key_beyond_its_quota_is_told_so(error: ErrorCode, said: str) -> None:
+    def refuses(submit: Submit) -> list[RequestDelta]:
+        number = submit.request_id
+        return [RequestDelta(number, [], FinishReason.ERROR, error, retry_after_s=12.3)]
+
+    async def scenario() -> None:
+        async with guarded() as (setup, _, _):
+            setup.router.answer = refuses
+            body = {**COMPLETION, "n": 2}
+            response = await setup.http.post("/v1/completions", json=body, headers=_bearer(GATE))
+            assert response.status_code == 429 and response.headers["retry-after"] == "13"
+            detail = response.json()["error"]
+            assert detail["code"] == "rate_limit_exceeded" and said in detail["message"]
+            assert detail["type"] == "rate_limit_error"
+            assert [submit.is_first for submit in setup.router.submits] == [True, False]
+
+    asyncio.run(scenario())
 
 
 def test_without_keys_there_is_no_salt() -> None:

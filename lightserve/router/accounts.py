@@ -1,0 +1,277 @@
+"""Whose requests are served, and how much each may have: shares of a class, and quotas of keys.
+
+Within a class, accounts share the engine by weighted tokens: the virtual token counter of Sheng et
+al., "Fairness in serving large language models", section 4. Each account has a counter of what it
+has been served; of those that have requests waiting, the one with the least goes first. One that
+comes back is lifted to the least of those that wait: no share is saved up in idle times. Accounts
+are API keys; behind the key of a gateway its own clients have accounts, and share what the key has:
+
+    root ─┬─ key "alice" ─── ""
+          └─ key "gate" ─┬── "client 1"
+                         └── "client 2"
+
+Quotas are of keys, over both classes: what is used drains away evenly, within a minute all of it.
+
+Pure. Where there is one account, as without keys, nothing is counted and nothing is reordered.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from lightserve.messages.frontend_router import Client, ErrorCode
+from lightserve.types import RequestClass
+
+if TYPE_CHECKING:
+    from lightserve.router.request import Request
+    from lightserve.router.step import PlannedStep
+
+PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
+"""Of a token of a prompt that is computed, and of one that is generated (section 5.1)."""
+MAX_ACCOUNTS = 1024
+"""Behind one key: beyond it those are forgotten that have had no request for longest."""
+MINUTE_S = 60.0
+
+
+class Account:
+    """A node of the tree: a counter, and the accounts behind it."""
+
+    __slots__ = (
+        "last_served",
+        "members",
+        "name",
+        "num_live",
+        "num_waiting",
+        "num_waiting_tokens",
+        "parent",
+        "served",
+    )
+
+    def __init__(self, name: str, parent: Account | None) -> None:
+        """`parent` None: this is the root."""
+        self.name = name
+        self.parent = parent
+        self.served = 0.0
+        """Weighted tokens."""
+        self.num_live = 0
+        """Requests that the router has."""
+        self.num_waiting = 0
+        """Those of them that never ran."""
+        self.num_waiting_tokens = 0
+        """Of their prompts."""
+        self.members: dict[str, Account] = {}
+        """Those without a request from the one idle for longest on; the others among them."""
+        self.last_served = 0.0
+        """Counter of the member that had something waiting last."""
+
+    @property
+    def key(self) -> Account:
+        """The account of the key that this is behind."""
+        assert self.parent is not None
+        return self.parent
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Those with less go first: keys by what they had, then those behind a key."""
+        return self.key.served, self.served
+
+    def member(self, name: str) -> Account:
+        """Return the account of this name, made if there is none."""
+        if (found := self.members.get(name)) is None:
+            if len(self.members) >= MAX_ACCOUNTS:
+                idle = next((a for a in self.members.values() if a.num_live == 0), None)
+                if idle is not None:
+                    del self.members[idle.name]
+            found = self.members[name] = Account(name, self)
+        return found
+
+    def wait(self, num_tokens: int) -> None:
+        """Take in that a request begins to wait, with so many tokens in its prompt."""
+        account = self
+        while (parent := account.parent) is not None:
+            if account.num_waiting == 0:
+                others = (other.served for other in parent.members.values() if other.num_waiting)
+                account.served = max(account.served, min(others, default=parent.last_served))
+            account.num_waiting += 1
+            account.num_waiting_tokens += num_tokens
+            account = parent
+
+    def leave(self, num_tokens: int) -> None:
+        """Take in that such a request waits no more."""
+        account = self
+        while (parent := account.parent) is not None:
+            account.num_waiting -= 1
+            account.num_waiting_tokens -= num_tokens
+            if account.num_waiting == 0:
+                parent.last_served = account.served
+            account = parent
+
+    def hold(self) -> None:
+        """Take in that the router has one more request of this account."""
+        for account in (self, self.key):
+            account.num_live += 1
+
+    def release(self) -> None:
+        """Take in that a request has ended; an account without one is idle from now on."""
+        for account in (self, self.key):
+            account.num_live -= 1
+            if account.num_live == 0 and account.parent is not None:
+                members = account.parent.members
+                members[account.name] = members.pop(account.name)
+
+    def charge(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Count what has been computed for it."""
+        weight = PROMPT_WEIGHT * num_prompt_tokens + OUTPUT_WEIGHT * num_output_tokens
+        self.served += weight
+        self.key.served += weight
+
+
+class Share(NamedTuple):
+    """What an account has of a queue that is bounded, as shares of the bounds."""
+
+    of_key: float
+    own: float
+
+
+class QueueBounds(NamedTuple):
+    """Of a class."""
+
+    max_requests: int
+    max_tokens: int
+
+
+def share_of_queue(account: Account, bounds: QueueBounds, *, joining: int | None = None) -> Share:
+    """Return the larger one of an account's shares of a queue's requests and of its tokens.
+
+    With `joining` one more request waits, of so many tokens.
+    """
+    of_key, own = (
+        max(
+            (each.num_waiting + (joining is not None)) / bounds.max_requests,
+            (each.num_waiting_tokens + (joining or 0)) / bounds.max_tokens,
+        )
+        for each in (account.key, account)
+    )
+    return Share(of_key, own)
+
+
+def in_fair_order(requests: Sequence[Request]) -> list[Request]:
+    """Return requests so that each time the account goes first that has had least.
+
+    What is before counts as had. Those of one account keep their order.
+    """
+    waiting: dict[Account, deque[Request]] = {}
+    for request in requests:
+        if request.account is None:
+            return list(requests)
+        waiting.setdefault(request.account, deque()).append(request)
+    if len(waiting) < 2:
+        return list(requests)
+    had: Counter[Account] = Counter()
+    found: list[Request] = []
+    while waiting:
+        account = min(waiting, key=lambda a: (a.key.served + had[a.key], a.served + had[a]))
+        request = waiting[account].popleft()
+        if not waiting[account]:
+            del waiting[account]
+        found.append(request)
+        for each in (account, account.key):
+            had[each] += request.num_schedulable_tokens
+    return found
+
+
+class _Used:
+    """What was used within the last minute: all of a quota drains in one."""
+
+    __slots__ = ("since_s", "used")
+
+    def __init__(self, now_s: float) -> None:
+        self.used = 0.0
+        self.since_s = now_s
+
+    def drain(self, per_minute: int, now_s: float) -> None:
+        """Take off what has drained since."""
+        drained = (now_s - self.since_s) * per_minute / MINUTE_S
+        self.used, self.since_s = max(0.0, self.used - drained), now_s
+
+
+class Refusal(NamedTuple):
+    """Why a key may not ask for more now."""
+
+    error: ErrorCode
+    retry_after_s: float
+
+
+class Budget:
+    """What a key has used of its quotas."""
+
+    __slots__ = ("requests", "tokens")
+
+    def __init__(self, now_s: float) -> None:
+        self.requests = _Used(now_s)
+        self.tokens = _Used(now_s)
+
+    def refusal(self, client: Client, now_s: float) -> Refusal | None:
+        """Return why a key may not ask for more now; None: it may."""
+        if most := client.requests_per_minute:
+            self.requests.drain(most, now_s)
+            if (missing := self.requests.used + 1 - most) > 0:
+                return Refusal(ErrorCode.REQUEST_QUOTA, missing * MINUTE_S / most)
+        if most := client.tokens_per_minute:
+            self.tokens.drain(most, now_s)
+            if (missing := self.tokens.used + 1 - most) > 0:
+                return Refusal(ErrorCode.TOKEN_QUOTA, missing * MINUTE_S / most)
+        return None
+
+    def note_request(self, num_prompt_tokens: int, *, is_first: bool) -> None:
+        """Count a request that was let in, and its prompt."""
+        self.requests.used += is_first
+        self.tokens.used += num_prompt_tokens
+
+
+class Accounts:
+    """All accounts and budgets; see the module."""
+
+    def __init__(self) -> None:
+        self._roots = {request_class: Account("", None) for request_class in RequestClass}
+        self._budgets: dict[str, Budget] = {}
+        """By key; as many as the file of keys has had names with quotas."""
+        self._counts = False
+        """Whether what is computed has to be counted: once there are several, or a budget."""
+
+    def find(self, client: Client, request_class: RequestClass) -> Account:
+        """Return the account of a client in a class, made if there is none."""
+        root = self._roots[request_class]
+        key = root.member(client.key)
+        account = key.member(client.fairness_id)
+        self._counts |= len(root.members) > 1 or len(key.members) > 1
+        return account
+
+    def budget(self, client: Client, now_s: float) -> Budget | None:
+        """Return what a client's requests count against; None: its key has no quotas."""
+        if not (client.requests_per_minute or client.tokens_per_minute):
+            return None
+        self._counts = True
+        if client.key not in self._budgets:
+            self._budgets[client.key] = Budget(now_s)
+        return self._budgets[client.key]
+
+    def charge(self, step: PlannedStep) -> None:
+        """Count what a step that is sent computes for each."""
+        if not self._counts:
+            return
+        decodes = ((request, 0, 1) for request in step.decodes.requests)
+        chunks = (
+            (request, num_tokens, num_samples)
+            for (request, num_tokens), num_samples in zip(
+                step.chunks, step.num_samples, strict=True
+            )
+        )
+        for request, num_prompt_tokens, num_output_tokens in itertools.chain(decodes, chunks):
+            if request.account is not None:
+                request.account.charge(num_prompt_tokens, num_output_tokens)
+            if request.budget is not None:
+                request.budget.tokens.used += num_output_tokens
