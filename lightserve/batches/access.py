@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,8 +26,8 @@ log = logging.getLogger(__name__)
 class Store:
     """What is in a database."""
 
-    def __init__(self, directory: Path) -> None:
-        self.database = Database(directory)
+    def __init__(self, directory: Path, *, min_free_bytes: int = 0) -> None:
+        self.database = Database(directory, min_free_bytes=min_free_bytes)
         self.files = Files(self.database)
         self.jobs = Jobs(self.database)
         self.forecasts = Forecasts(self.database)
@@ -36,8 +37,17 @@ class Store:
 class StoreThread:
     """See the module. A call waits for those before it; the event loop does not."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        min_free_bytes: int = 0,
+        observe: Callable[[float], None] | None = None,
+    ) -> None:
+        """`observe` is told how long each call took, in seconds, its wait included."""
         self._directory = directory
+        self._min_free_bytes = min_free_bytes
+        self._observe = observe
         self._store: Store | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="store")
 
@@ -48,11 +58,16 @@ class StoreThread:
             StoreError: the store cannot be read or written now.
             InvalidRequest: as `work` does.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, work)
+        start_s = time.monotonic()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, work)
+        finally:
+            if self._observe is not None:
+                self._observe(time.monotonic() - start_s)
 
     def _run(self, work: Callable[[Store], T]) -> T:
         if self._store is None:
-            self._store = Store(self._directory)
+            self._store = Store(self._directory, min_free_bytes=self._min_free_bytes)
         try:
             return work(self._store)
         except StoreError as error:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from typing import Any
 import apsw
 
 from lightserve.errors import StartupError, StoreError
+
+log = logging.getLogger(__name__)
 
 DATABASE = "store.sqlite3"
 LOCK = "lock"
@@ -180,8 +183,11 @@ SCHEMA_VERSION = len(VERSIONS)
 class Database:
     """An open database. Every method raises StoreError where SQLite cannot do it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, min_free_bytes: int = 0) -> None:
         """Open what `prepare` has made; the schema is checked again."""
+        self._directory = directory
+        self._min_free_bytes = min_free_bytes
+        self._is_low = False
         with _errors():
             self._connection = apsw.Connection(
                 str(directory / DATABASE), flags=apsw.SQLITE_OPEN_READWRITE
@@ -196,6 +202,28 @@ class Database:
         """Close it; what is not committed is gone."""
         with _errors():
             self._connection.close()
+
+    def is_low(self) -> bool:
+        """Return whether too little space is free: once it is, until there is twice as much."""
+        if not self._min_free_bytes:
+            return False
+        try:
+            found = os.statvfs(self._directory)
+        except OSError as error:
+            raise StoreError(str(error.strerror)) from error
+        wanted = self._min_free_bytes * (2 if self._is_low else 1)
+        was_low, self._is_low = self._is_low, found.f_bavail * found.f_frsize < wanted
+        if self._is_low and not was_low:
+            log.warning("less than %d bytes are free: nothing is added", self._min_free_bytes)
+        return self._is_low
+
+    def check_space(self) -> None:
+        """Check that something may be added. Raises StoreError: too little space is free."""
+        if self.is_low():
+            raise StoreError(
+                f"less than {self._min_free_bytes} bytes are free (--batch-min-free-bytes)",
+                is_full=True,
+            )
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:

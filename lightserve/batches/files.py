@@ -47,6 +47,7 @@ class Files:
 
     def begin(self, key_name: str, now_s: float) -> int:
         """Begin an upload; return its number, by which alone it is known until it is whole."""
+        self._db.check_space()
         with self._db.transaction():
             self._db.write(
                 "INSERT INTO files (id, key_name, purpose, filename, num_bytes, created_s,"
@@ -62,6 +63,7 @@ class Files:
             InvalidRequest: the key has stored more than `quota` bytes in all (413), or the
                 upload was dropped meanwhile (408).
         """
+        self._db.check_space()
         with self._db.transaction():
             changed = self._db.write(
                 "UPDATE files SET num_bytes = num_bytes + ?, touched_s = ? WHERE number = ?",

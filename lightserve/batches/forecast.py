@@ -210,6 +210,7 @@ class Forecasts:
             work.number: Forecast(
                 ends_s=math.ceil(found[work.number]),
                 is_in_time=found[work.number] <= work.expires_s,
+                ratio=(found[work.number] - now_s) / max(1.0, work.expires_s - now_s),
                 is_observed=pace.is_observed,
             )
             for work in works

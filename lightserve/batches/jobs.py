@@ -12,10 +12,9 @@ batch in the same transaction. Output and error files are no copies: their rows 
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from lightserve.batches.database import Database
 from lightserve.batches.files import Files
@@ -27,6 +26,7 @@ from lightserve.batches.records import (
     RESPONSES,
     BatchRecord,
     LeasedLine,
+    LeaseLost,
     NewBatch,
     NewLine,
     NewResponse,
@@ -34,7 +34,7 @@ from lightserve.batches.records import (
     Status,
 )
 from lightserve.batches.responses import Responses
-from lightserve.errors import InvalidRequest, StoreError
+from lightserve.errors import InvalidRequest
 
 _COLUMNS = (
     "number, id, endpoint, input_file_id, window, status, created_s, expires_s, ended_s, metadata,"
@@ -44,10 +44,14 @@ _NAMES = _COLUMNS.replace(",", "").split()
 LOSS_DELAY_S = 60.0
 """What a line waits after its second loss, and twice as long after each further one. With it, no
 line alone costs as many restarts of workers as a server allows by default."""
+RETRY_AFTER_S = 60.0
+"""When a key that has too much to be done may have less."""
 MAX_CRASHES = 6
 SUSPECT_CRASHES = 2
 """A line with which the process has died so often runs beside no other such one: so no line is
 taken for the reason that only ran beside it."""
+MAX_LOSS_DELAY_S = 16 * LOSS_DELAY_S
+"""No line waits longer: what seems to was lost before the clock was put back."""
 EXPIRED = (
     "batch_expired",
     "This request could not be executed before the completion window expired.",
@@ -56,8 +60,13 @@ CRASHED = ("process_lost", "The server lost a process each time that it began wi
 """Codes and messages of errors of lines that have no answer."""
 
 
-class LeaseLost(StoreError):
-    """The owner has begun anew elsewhere: this epoch of it may say nothing more."""
+class Held(NamedTuple):
+    """What an owner has to do."""
+
+    batches: frozenset[int]
+    """All that are in progress."""
+    lines: frozenset[tuple[int, int]]
+    """Batches and numbers of those leased to it."""
 
 
 class Jobs:
@@ -81,8 +90,10 @@ class Jobs:
         with self._db.transaction():
             if (known := self.find_repeated(new, now_s)) is not None:
                 return known
+            self._db.check_space()
             file = self._files.get(new.key_name, new.input_file_id, now_s)
             self.check_active(new.key_name)
+            self._check_lines(new.key_name, len(lines), new.max_lines)
             if not new.accepts_late:
                 self._forecasts.check(new, lines, now_s)
             self._db.write(
@@ -143,6 +154,25 @@ class Jobs:
                 f"a key may have at most {most} {what}, got one more than {num_active}",
                 code="too_many_batches",
                 status=429,
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def _check_lines(self, key_name: str, num_new: int, most: int) -> None:
+        """Check a key's quota of lines. Raises InvalidRequest (429)."""
+        if not most:
+            return
+        num_left = self._db.value(
+            "SELECT ifnull(sum(num_lines - num_done - num_failed), 0) FROM batches"
+            " WHERE key_name = ? AND status = 'in_progress'",
+            key_name,
+        )
+        if num_left + num_new > most:
+            raise InvalidRequest(
+                f"this API key may have {most} lines of batches and responses in the background"
+                f" without a result, got {num_new} beside {num_left}",
+                code="batch_lines_exceeded",
+                status=429,
+                retry_after_s=RETRY_AFTER_S,
             )
 
     def get(self, key_name: str, batch_id: str, now_s: float) -> BatchRecord:
@@ -220,6 +250,7 @@ class Jobs:
         with self._db.transaction():
             what = "responses in the background"
             self._check_count(new.key_name, "IS NOT NULL", MAX_ACTIVE_RESPONSES, what)
+            self._check_lines(new.key_name, 1, new.max_lines)
             response = self._responses.insert(new, now_s, ttl_s=ttl_s, quota=quota)
             self._db.write(
                 "INSERT INTO batches (id, key_name, endpoint, input_file, input_file_id, window,"
@@ -333,8 +364,13 @@ class Jobs:
         max_lines: int,
         max_bytes: int,
     ) -> list[LeasedLine]:
-        """Lease lines, of the batches that end first; at least one if there is one and room."""
+        """Lease lines, of the batches that end first; at least one if there is one and room.
+
+        None while too little space is free for results.
+        """
         leased: list[LeasedLine] = []
+        if self._db.is_low():
+            return leased
         with self._db.transaction():
             self._check_epoch(owner, epoch)
             self._db.write(
@@ -380,9 +416,9 @@ class Jobs:
         lines: list[LeasedLine] = []
         for index, custom_id, position, num_bytes, attempt, losses, crashes in self._db.rows(
             "SELECT number, custom_id, position, num_bytes, attempt, losses, crashes FROM lines"
-            " WHERE batch = ? AND state = 'queued' AND not_before_s <= ? AND crashes <= ?"
-            " ORDER BY number LIMIT ?",
-            *(number, now_s, most_crashes, max_lines),
+            " WHERE batch = ? AND state = 'queued' AND crashes <= ?"
+            " AND (not_before_s <= ? OR not_before_s > ?) ORDER BY number LIMIT ?",
+            *(number, most_crashes, now_s, now_s + MAX_LOSS_DELAY_S, max_lines),
         ):
             if max_bytes <= 0:
                 break
@@ -471,10 +507,27 @@ class Jobs:
                 self._end(number, "expired", now_s)
         return len(over)
 
-    def active(self) -> set[int]:
-        """Return the numbers of the batches in progress."""
-        rows = self._db.rows("SELECT number FROM batches WHERE status = 'in_progress'")
-        return {number for (number,) in rows}
+    def held(self, owner: str, epoch: int) -> Held:
+        """Return what there is still to be worked on. Raises LeaseLost."""
+        with self._db.snapshot():
+            self._check_epoch(owner, epoch)
+            batches = self._db.rows("SELECT number FROM batches WHERE status = 'in_progress'")
+            lines = self._db.rows(
+                "SELECT batch, number FROM lines WHERE state = 'leased' AND owner = ?"
+                " AND epoch = ?",
+                *(owner, epoch),
+            )
+        return Held(
+            frozenset(number for (number,) in batches),
+            frozenset((batch, number) for batch, number in lines),
+        )
+
+    def oldest_s(self) -> int | None:
+        """Return when the oldest of the batches in progress was made; None: there is none."""
+        made_s: int | None = self._db.value(
+            "SELECT min(created_s) FROM batches WHERE status = 'in_progress'"
+        )
+        return made_s
 
     def counts(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return how many lines of the batches in progress, and how many batches, are in which
@@ -543,17 +596,3 @@ class Jobs:
         in_progress = any(batch["status"] == "in_progress" for batch in batches)
         forecasts = self._forecasts.all(now_s) if in_progress else {}
         return [BatchRecord(**each, forecast=forecasts.get(each["number"])) for each in batches]
-
-
-def result_line(line: LeasedLine, *, status: int, request_id: str, body: bytes) -> bytes:
-    """Return a line of an output or error file; `body` is JSON."""
-    head = json.dumps({"id": line.id, "custom_id": line.custom_id})
-    response = json.dumps({"status_code": status, "request_id": request_id})
-    return (
-        head[:-1].encode()
-        + b', "response": '
-        + response[:-1].encode()
-        + b', "body": '
-        + body
-        + b'}, "error": null}'
-    )

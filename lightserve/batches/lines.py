@@ -1,4 +1,4 @@
-"""The lines of an input file: what is wrong with one is said before a batch is made of it."""
+"""The lines of an input file, checked before a batch is made of it, and those of its results."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lightserve.batches.records import (
     MAX_LINE_BYTES,
     MAX_LINES,
     FileRecord,
+    LeasedLine,
     NewLine,
 )
 from lightserve.errors import InvalidRequest
@@ -130,6 +131,20 @@ def body_of(line: bytes) -> bytes:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         return msgspec.json.encode({**fields, "service_tier": BATCH_TIER})
     return body
+
+
+def result_line(line: LeasedLine, *, status: int, request_id: str, body: bytes) -> bytes:
+    """Return a line of an output or error file; `body` is JSON."""
+    head = json.dumps({"id": line.id, "custom_id": line.custom_id})
+    response = json.dumps({"status_code": status, "request_id": request_id})
+    return (
+        head[:-1].encode()
+        + b', "response": '
+        + response[:-1].encode()
+        + b', "body": '
+        + body
+        + b'}, "error": null}'
+    )
 
 
 def _check(

@@ -11,13 +11,11 @@ import gc
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp, Message
 
-from lightserve.batches.access import StoreThread
 from lightserve.batches.forecast import Costs
 from lightserve.batches.lines import body_of
 from lightserve.batches.records import LeasedLine
@@ -35,7 +33,10 @@ from lightserve.logs import request_id
 from lightserve.messages.frontend_router import ErrorCode
 from lightserve.messages.supervision import ChildSpec
 from lightserve.metrics.catalogue import (
+    BATCH_FORECAST_RATIO,
+    BATCH_LEASES_LOST,
     BATCH_LINES,
+    BATCH_OLDEST,
     BATCH_RESULTS_LATE,
     BATCHES,
     BATCHES_LATE,
@@ -59,7 +60,7 @@ async def _serve(spec: ChildSpec, connect_control: Callable[[], Control]) -> int
     gc.collect()
     gc.freeze()
     control = connect_control()
-    store = StoreThread(Path(spec.config.batch_store))
+    store = service.observation.open_store(spec.config)
     runner = Runner(store, InnerRoutes(service), max_in_flight=spec.config.batch_max_in_flight)
     service.observation.before_snapshot = lambda: _note_counts(service, runner)
     frontend = Frontend(spec, service, control, runner, KeyRing([]))
@@ -183,10 +184,13 @@ class _Call:
 
 
 def _note_counts(service: Service, runner: Runner) -> None:
-    recorder = service.observation.recorder
-    for state, count in runner.counts.lines.items():
+    recorder, counts = service.observation.recorder, runner.counts
+    for state, count in counts.lines.items():
         recorder.gauge(BATCH_LINES, state).value = count
-    for status, count in runner.counts.batches.items():
+    for status, count in counts.batches.items():
         recorder.gauge(BATCHES, status).value = count
-    recorder.gauge(BATCHES_LATE).value = len(runner.counts.late_batches)
-    recorder.counter(BATCH_RESULTS_LATE).value = runner.counts.num_late
+    recorder.gauge(BATCHES_LATE).value = len(counts.late_batches)
+    recorder.gauge(BATCH_OLDEST).value = counts.oldest_age_s
+    recorder.gauge(BATCH_FORECAST_RATIO).value = counts.forecast_ratio
+    recorder.counter(BATCH_RESULTS_LATE).value = counts.num_late
+    recorder.counter(BATCH_LEASES_LOST).value = counts.num_leases_lost

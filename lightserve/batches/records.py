@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from lightserve.errors import StoreError
+
 MAX_LINES = 50_000
 MAX_LINE_BYTES = 1024 * 1024
 MAX_FILE_BYTES = 200 * 1000 * 1000
@@ -17,6 +19,8 @@ MAX_ACTIVE_RESPONSES = 1000
 RESPONSE_WINDOW_S = 24 * 3600
 """In which a response in the background has to come."""
 RESPONSES = "/v1/responses"
+MAX_LINKS = 1024
+"""Responses in a row that each go on from the one before: twice as many messages."""
 MAX_CUSTOM_ID_CHARS = 512
 MAX_FILENAME_CHARS = 255
 CHUNK_BYTES = 256 * 1024
@@ -67,6 +71,8 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
     ends_s: int
     is_in_time: bool
+    ratio: float
+    """Time until it ends over time until its window does; above 1 it is late."""
     is_observed: bool
     """Whether it follows from the pace so far, and not from what an engine could do."""
 
@@ -157,6 +163,8 @@ class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
     idempotency_key: str | None
     accepts_late: bool = False
     """Whether it is made though its window is too short."""
+    max_lines: int = 0
+    """That its key may have in all without a result; 0: any."""
     request_digest: str
     """Of all that the request said: the same key may not come with another request."""
 
@@ -174,6 +182,8 @@ class NewResponse(msgspec.Struct, frozen=True, kw_only=True):
     """OpenAI's object, as JSON."""
     request: bytes = b""
     """In the background: the line that it is to be answered as."""
+    max_lines: int = 0
+    """See `NewBatch`."""
 
 
 class LeasedLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,6 +212,10 @@ class LeasedLine(msgspec.Struct, frozen=True, kw_only=True):
     def id(self) -> str:
         """What its result is called."""
         return f"batch_req_{self.batch_id.removeprefix('batch_')}_{self.number}"
+
+
+class LeaseLost(StoreError):
+    """The owner has begun anew elsewhere: this epoch of it may say nothing more."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ import msgspec
 
 from lightserve.batches.database import Database
 from lightserve.batches.files import check_quota
-from lightserve.batches.records import NewResponse
+from lightserve.batches.records import MAX_LINKS, NewResponse
 from lightserve.errors import InvalidRequest
 
 PAGE_ROWS = 64
@@ -104,6 +104,7 @@ class Responses:
 
     def insert(self, new: NewResponse, now_s: float, *, ttl_s: int, quota: int) -> int:
         """Do the same in a transaction that is under way; return the response's number."""
+        self._db.check_space()
         num_bytes = len(new.input) + len(new.response) + len(new.request)
         self._db.write(
             "INSERT INTO responses (id, key_name, previous_id, created_s, expires_s,"
@@ -180,7 +181,7 @@ class Responses:
 
         Raises:
             InvalidRequest: it is not there, or one that it goes on from (404), it has not come to
-                its end (409), or they have more than `max_bytes` (400).
+                its end (409), or they have more than `max_bytes` or are too many (400).
         """
         found: list[bytes] = []
         num_bytes, current = 0, response_id
@@ -201,6 +202,13 @@ class Responses:
                         param="previous_response_id",
                         code="response_not_over",
                         status=409,
+                    )
+                if len(found) == 2 * MAX_LINKS:
+                    raise InvalidRequest(
+                        f"the conversation up to previous_response_id must have at most {MAX_LINKS}"
+                        " responses, got more",
+                        param="previous_response_id",
+                        code="context_length_exceeded",
                     )
                 found += [bytes(output.output), given]
                 num_bytes += len(output.output) + len(given)

@@ -23,12 +23,14 @@ import msgspec
 
 from lightserve.batches.access import Store, StoreThread
 from lightserve.batches.forecast import Costs, Tokens
-from lightserve.batches.jobs import result_line
-from lightserve.batches.records import Forecast, LeasedLine, Outcome
+from lightserve.batches.jobs import Held
+from lightserve.batches.lines import result_line
+from lightserve.batches.records import Forecast, LeasedLine, LeaseLost, Outcome
 from lightserve.errors import StoreError
 
 OWNER = "server"
-"""A store has one server at a time, which holds its lock: what one before it leased is free."""
+"""Of leases. A store has one server at a time, which holds its lock: what one before it leased is
+free."""
 LEASE_S = 30.0
 RENEW_S = 5.0
 PURGE_S = 60.0
@@ -70,6 +72,12 @@ class Counts:
     """Results that came when the line was no longer leased."""
     late_batches: frozenset[int] = frozenset()
     """Those in progress that will not be done in their windows."""
+    oldest_age_s: float = 0.0
+    """Of those in progress; 0: there is none."""
+    forecast_ratio: float = 0.0
+    """The largest `Forecast.ratio`; 0: there is none."""
+    num_leases_lost: int = 0
+    """Lines in flight that another owner has taken over."""
 
 
 class Engine(Protocol):
@@ -100,6 +108,7 @@ class Runner:
         engine: Engine,
         *,
         max_in_flight: int,
+        owner: str = OWNER,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.listening = asyncio.Event()
@@ -109,6 +118,7 @@ class Runner:
         self._store = store
         self._engine = engine
         self._max_in_flight = max_in_flight
+        self._owner = owner
         self._clock = clock
         self._epoch = 0
         self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
@@ -133,16 +143,18 @@ class Runner:
                 await self._work()
             except StoreError as error:
                 log.error("batches wait: %s", error)
+                if isinstance(error, LeaseLost):
+                    self.counts.num_leases_lost += len(self._tasks)
                 await self._give_up()
                 await self._sleep(STORE_RETRY_S)
         await self._give_up()
         with contextlib.suppress(StoreError):  # the next process is not to think that this one died
-            await self._store.run(lambda store: store.jobs.begin(OWNER, self._clock()))
+            await self._store.run(lambda store: store.jobs.begin(self._owner, self._clock()))
 
     async def _work(self) -> None:
         now_s, has_crashed = self._clock(), self._epoch == 0
         self._epoch = await self._store.run(
-            lambda store: store.jobs.begin(OWNER, now_s, has_crashed=has_crashed)
+            lambda store: store.jobs.begin(self._owner, now_s, has_crashed=has_crashed)
         )
         try:
             while not self.should_exit:
@@ -179,7 +191,7 @@ class Runner:
 
     async def _renew(self) -> None:
         now_s, epoch = self._clock(), self._epoch
-        await self._store.run(lambda s: s.jobs.renew(OWNER, epoch, now_s, lease_s=LEASE_S))
+        await self._store.run(lambda s: s.jobs.renew(self._owner, epoch, now_s, lease_s=LEASE_S))
 
     async def _purge(self) -> None:
         now_s = self._clock()
@@ -189,22 +201,26 @@ class Runner:
             pass
 
     async def _look(self) -> None:
-        """End batches whose window is over; give up lines of those that have ended."""
-        now_s = self._clock()
+        """End batches whose window is over; give up lines that have ended, or are others' now."""
+        now_s, epoch = self._clock(), self._epoch
 
-        def look(store: Store) -> set[int]:
+        def look(store: Store) -> Held:
             store.jobs.expire(now_s)
-            return store.jobs.active()
+            return store.jobs.held(self._owner, epoch)
 
-        active = await self._store.run(look)
-        for (batch, _), task in list(self._tasks.items()):
-            if batch not in active:
+        held = await self._store.run(look)
+        for (batch, number), task in list(self._tasks.items()):
+            if (batch, number) not in held.lines:
                 task.cancel()
+                self.counts.num_leases_lost += batch in held.batches
 
     async def _count(self) -> None:
         now_s, costs = self._clock(), self._engine.costs
-        lines, batches = await self._store.run(lambda store: store.jobs.counts())
+        (lines, batches), oldest_s = await self._store.run(
+            lambda store: (store.jobs.counts(), store.jobs.oldest_s())
+        )
         self.counts.lines, self.counts.batches = lines, batches
+        self.counts.oldest_age_s = 0.0 if oldest_s is None else max(0.0, now_s - oldest_s)
         is_full = lines["queued"] > 0 and self._engine.is_ready
         busy_s, done = self._take_done(is_full=is_full)
         is_news = busy_s > 0 or (min(costs) > 0.0 and not self._has_noted_costs)
@@ -220,6 +236,7 @@ class Runner:
         for number in sorted(late - self.counts.late_batches):
             log.warning("batch number %d will not be done in its window", number)
         self.counts.late_batches = late
+        self.counts.forecast_ratio = max((f.ratio for f in forecasts.values()), default=0.0)
 
     def _take_done(self, *, is_full: bool) -> tuple[float, list[tuple[int, Tokens]]]:
         """Return for how long lines have waited since this was asked last, and what was done.
@@ -246,7 +263,7 @@ class Runner:
         num_bytes = MAX_LEASED_BYTES - self._num_bytes
         lines = await self._store.run(
             lambda store: store.jobs.lease(
-                *(OWNER, epoch, now_s), lease_s=LEASE_S, max_lines=room, max_bytes=num_bytes
+                *(self._owner, epoch, now_s), lease_s=LEASE_S, max_lines=room, max_bytes=num_bytes
             )
         )
         for line in lines:
@@ -261,7 +278,7 @@ class Runner:
             return
         now_s, epoch = self._clock(), self._epoch
         num_late = await self._store.run(
-            lambda store: store.jobs.settle(OWNER, epoch, outcomes, now_s)
+            lambda store: store.jobs.settle(self._owner, epoch, outcomes, now_s)
         )
         self.counts.num_late += num_late
 

@@ -155,6 +155,12 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
         "Most bytes of files and responses that are kept for one API key; more get a 413.",
         low=1,
     )
+    batch_min_free_bytes: int = option(
+        500_000_000,
+        "With less space free beside the store, uploads, new batches and responses get a 507 and no"
+        " line is begun, until there is twice as much. 0: it is used to its end.",
+        low=0,
+    )
     responses_ttl_s: int = option(
         30 * 86_400, "How long responses are kept.", low=60, high=10 * 365 * 86_400
     )
@@ -194,7 +200,10 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
             attention_backend=self.attention_backend,
             max_num_seqs=self.max_num_seqs,
         )
-        for name in ("batch_max_in_flight", "batch_max_stored_bytes", "responses_ttl_s"):
+        for name in (
+            *("batch_max_in_flight", "batch_max_stored_bytes", "batch_min_free_bytes"),
+            "responses_ttl_s",
+        ):
             if not self.batch_store and getattr(self, name) != getattr(ServeConfig, name):
                 raise ConfigError(f"{flag_name(name)} needs --batch-store")
         if parse_memory(self.decision_log_size, "--decision-log-size") < MIN_DECISION_LOG_BYTES:

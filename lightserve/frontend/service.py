@@ -25,6 +25,7 @@ from lightserve.frontend.structured_output import ConstraintChecker
 from lightserve.logs import num_dropped_lines
 from lightserve.messages.supervision import MetricsRequest, MetricsSnapshot, MetricsText
 from lightserve.metrics.catalogue import (
+    BATCH_STORE_TIME,
     HTTP_REJECTIONS,
     HTTP_RESPONSES,
     IPC_REJECTED,
@@ -103,6 +104,14 @@ class Observation:
         """Brings figures up to date."""
         self.rejects: Counter[str] = Counter()
         """Requests and connections refused before any route, by error code."""
+
+    def open_store(self, config: ServeConfig) -> StoreThread:
+        """Return the batch store, whose calls are counted."""
+        return StoreThread(
+            Path(config.batch_store),
+            min_free_bytes=config.batch_min_free_bytes,
+            observe=self.recorder.histogram(BATCH_STORE_TIME).observe,
+        )
 
     def on_response(self, method: str, route: str, status: int) -> None:
         """Count an HTTP response."""
@@ -375,6 +384,7 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
         ),
     )
     encoder = PromptEncoder(tokenizer, template, vocab_size=vocab_size, max_model_len=max_model_len)
+    observation = Observation()
     return Service(
         config=config,
         model=model,
@@ -385,6 +395,6 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
         in_flight=InFlight(max_bytes=config.max_held_body_bytes),
         turns=Turns(),
         kept=Held(config.max_kept_answer_bytes),
-        observation=Observation(),
-        store=StoreThread(Path(config.batch_store)) if config.batch_store else None,
+        observation=observation,
+        store=observation.open_store(config) if config.batch_store else None,
     )

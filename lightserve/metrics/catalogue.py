@@ -147,6 +147,29 @@ BATCH_RESULTS_LATE = counter(
     Origin.FRONTEND,
     "Results of lines that were no longer leased when they came: their batch had ended.",
 )
+BATCH_OLDEST = gauge(
+    "batch_oldest_seconds",
+    Origin.FRONTEND,
+    "Age of the oldest batch in progress; 0: there is none.",
+)
+BATCH_FORECAST_RATIO = gauge(
+    "batch_forecast_ratio",
+    Origin.FRONTEND,
+    "Time until a batch will be done, as forecast, over time until its window ends: the largest of"
+    " those in progress. Above 1 one is late; 0: there is none, or nothing is known yet.",
+)
+BATCH_LEASES_LOST = counter(
+    "batch_leases_lost_total",
+    Origin.FRONTEND,
+    "Lines in flight that had to be given up, as another process had taken over their leases.",
+)
+BATCH_STORE_TIME = histogram(
+    "batch_store_seconds",
+    Origin.FRONTEND,
+    "Calls of the batch store, by frontends and the batches process; the wait for those before is"
+    " counted.",
+    LATENCY_BUCKETS_S,
+)
 HTTP_RESPONSES = counter(
     "http_responses_total",
     Origin.FRONTEND,

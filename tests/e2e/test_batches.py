@@ -121,5 +121,7 @@ def test_each_line_is_answered_once_whatever_is_killed(
         killed.kill(victim)
     faulted = killed.results(batch)
     assert faulted == killed.results(killed.make_batch())
-    names = [f"\nlightserve_{n}{{" for n in ("batches", "batch_lines", "batch_results_late_total")]
+    families = ("batches", "batch_lines", "batch_results_late_total", "batch_oldest_seconds")
+    families += ("batch_forecast_ratio", "batch_leases_lost_total", "batch_store_seconds_count")
+    names = [f"\nlightserve_{name}{{" for name in families]
     wait_for(lambda: all(name in killed.server.metrics() for name in names), "metrics of batches")

@@ -29,10 +29,10 @@ DAY_S = 86_400
 
 
 @contextmanager
-def open_store(directory: Path) -> Iterator[Store]:
+def open_store(directory: Path, **options: Any) -> Iterator[Store]:
     """Make a store, and open it as a process does."""
     lock = prepare(directory)
-    store = Store(directory)
+    store = Store(directory, **options)
     try:
         yield store
     finally:

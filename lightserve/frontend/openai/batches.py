@@ -30,7 +30,7 @@ from lightserve.batches.records import (
 )
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.json_body import Integer, StrictModel, show
-from lightserve.frontend.middleware import caller_of
+from lightserve.frontend.middleware import Caller, caller_of
 from lightserve.frontend.openai.common import Metadata
 from lightserve.frontend.openai.files import Page, in_store, page_object, read_limit, read_query
 from lightserve.frontend.service import Service
@@ -138,7 +138,7 @@ def batches_router(service: Service) -> APIRouter:
     async def create_batch(request: Request) -> JSONResponse:
         """Have every line of a file answered within a window of time."""
         body = await service.bodies.read(request, BatchRequest)
-        new = _new_batch(body, caller_of(request.scope).name, _idempotency_key(request))
+        new = _new_batch(body, caller_of(request.scope), _idempotency_key(request))
 
         def find(store: Store) -> BatchRecord | FileRecord:
             now_s = time.time()
@@ -208,12 +208,13 @@ def _piece(file: FileRecord, cursor: int, check: LineCheck) -> Callable[[Store],
     return lambda store: check_piece(store.files, file, cursor, check)
 
 
-def _new_batch(body: BatchRequest, key_name: str, idempotency_key: str | None) -> NewBatch:
+def _new_batch(body: BatchRequest, caller: Caller, idempotency_key: str | None) -> NewBatch:
     said: dict[str, Any] = body.model_dump(mode="json")
     digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
     expiry = body.output_expires_after
     return NewBatch(
-        key_name=key_name,
+        key_name=caller.name,
+        max_lines=caller.quota.batch_lines,
         endpoint=body.endpoint,
         input_file_id=body.input_file_id,
         window=body.completion_window,

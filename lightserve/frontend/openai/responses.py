@@ -111,9 +111,11 @@ async def _begin_in_background(
         raise InvalidRequest("headers must not set targets with background", param="slo")
     config = service.config
     ttl_s, quota = config.responses_ttl_s, config.batch_max_stored_bytes
+    caller = caller_of(request.scope)
     new = NewResponse(
         id=writer.request_id,
-        key_name=caller_of(request.scope).name,
+        key_name=caller.name,
+        max_lines=caller.quota.batch_lines,
         previous_id=asked.previous_response_id,
         input=encode(asked.own_items()),
         response=writer.queued(),

@@ -20,7 +20,7 @@ from lightserve.batches.records import CHUNK_BYTES
 from lightserve.errors import StoreError
 from lightserve.frontend.middleware import KeyRing
 from lightserve.frontend.process import create_app
-from lightserve.http_access import ApiKey, digest_of
+from lightserve.http_access import ApiKey, Quota, digest_of
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta, RouterWelcome, Submit
 from lightserve.types import FinishReason, RequestClass
 
@@ -554,6 +554,33 @@ def test_what_is_another_keys_is_not_there(tmp_path: Path) -> None:
                 await ended(alice, batch.id)
             salts = {submit.prefix_salt for submit in setup.router.submits}
             assert len(salts) == 1 and salts != {""}
+
+    asyncio.run(scenario())
+
+
+def test_a_key_may_have_so_many_lines_to_be_done(tmp_path: Path) -> None:
+    key = ApiKey("alice", digest_of(b"a" * 32), quota=Quota(batch_lines=3))
+
+    async def scenario() -> None:
+        async with serving(tmp_path, api_key_file="keys") as setup:
+            setup.app = create_app(setup.service, KeyRing([key]))
+            alice = client_of(setup, "a" * 32)
+            data = jsonl([line(name) for name in "ab"])
+            file = await alice.files.create(file=("x", data), purpose="batch")
+            asked: dict[str, Any] = {"input_file_id": file.id, "endpoint": ENDPOINT}
+            batch = await alice.batches.create(**asked, completion_window="1h")
+            with pytest.raises(openai.RateLimitError) as error:
+                await alice.batches.create(**asked, completion_window="1h")
+            assert error.value.code == "batch_lines_exceeded"
+            assert "may have 3 lines" in str(error.value) and "got 2 beside 2" in str(error.value)
+            assert error.value.response.headers["retry-after"] == "60"
+            background: dict[str, Any] = {"model": "m", "input": "hi", "background": True}
+            await alice.responses.create(**background)
+            with pytest.raises(openai.RateLimitError) as error:
+                await alice.responses.create(**background)
+            assert "got 1 beside 3" in str(error.value)
+            await alice.batches.cancel(batch.id)
+            await alice.batches.create(**asked, completion_window="1h")
 
     asyncio.run(scenario())
 

@@ -185,7 +185,7 @@ class World:
             self.tick()
 
     def over(self) -> list[BatchRecord]:
-        while self.store.jobs.active():
+        while self.store.jobs.counts()[1]["in_progress"]:
             self.tick()
         return self.store.jobs.page(KEY, self.now_s, limit=99)[0]
 

@@ -33,10 +33,15 @@ from lightserve.batches.jobs import (
     LOSS_DELAY_S,
     MAX_CRASHES,
     SUSPECT_CRASHES,
-    LeaseLost,
-    result_line,
 )
-from lightserve.batches.records import CHUNK_BYTES, MAX_ACTIVE_BATCHES, LeasedLine, Outcome
+from lightserve.batches.lines import result_line
+from lightserve.batches.records import (
+    CHUNK_BYTES,
+    MAX_ACTIVE_BATCHES,
+    LeasedLine,
+    LeaseLost,
+    Outcome,
+)
 from lightserve.errors import InvalidRequest, StartupError
 
 LEASE_S = 30.0
@@ -231,7 +236,10 @@ def test_a_batch_that_is_cancelled_keeps_what_it_has(tmp_path: Path) -> None:
         assert (over.status, over.ended_s) == ("cancelled", NOW_S + 5)
         assert store.jobs.cancel(KEY, batch.id, NOW_S + 9) == over
         assert store.jobs.settle("north", epoch, [done(held[1])], NOW_S) == 1
-        assert lease(store, "north", epoch) == [] and store.jobs.active() == set()
+        assert lease(store, "north", epoch) == [] and store.jobs.held("north", epoch) == (
+            frozenset(),
+            frozenset(),
+        )
         assert [each["custom_id"] for each in content(store, over.output_file_id)] == ["r0"]
         assert over.error_file_id is None
 
@@ -366,7 +374,7 @@ def test_a_line_with_which_the_process_dies_is_found_and_no_other(tmp_path: Path
         batch = make_batch(store, 12)
         num_deaths = 0
         epoch = store.jobs.begin("north", NOW_S, has_crashed=True)
-        while store.jobs.active():
+        while store.jobs.counts()[1]["in_progress"]:
             held = lease(store, "north", epoch, n=5)
             suspects = [each for each in held if each.crashes >= SUSPECT_CRASHES]
             assert held and len(suspects) <= 1

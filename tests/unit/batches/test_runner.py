@@ -1,4 +1,4 @@
-"""When lines of a batch are due, and how an upload reaches a real socket."""
+"""When lines of a batch are due, what is counted, and how an upload reaches a real socket."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ import asyncio
 import json
 from pathlib import Path
 
-from support.batch_store import NOW_S
-from support.fake_router import says
+import msgspec
+import pytest
+from support.batch_store import ENDPOINT, NOW_S, client_of, jsonl, line, serving, working
+from support.fake_router import Setup, eventually, router_status, says
 from support.running_frontend import running_frontend
 
 from lightserve.batches.database import prepare
+from lightserve.batches.process import _note_counts
 from lightserve.batches.records import CHUNK_BYTES, LeasedLine
 from lightserve.batches.runner import due_in
+from lightserve.metrics.catalogue import (
+    BATCH_FORECAST_RATIO,
+    BATCH_LEASES_LOST,
+    BATCH_OLDEST,
+    BATCH_STORE_TIME,
+)
+from lightserve.metrics.recording import Family
 
 
 def leased(*, window_s: float, num_left: int) -> LeasedLine:
@@ -73,3 +83,42 @@ def test_a_file_may_be_larger_than_all_bodies_that_arrive(tmp_path: Path) -> Non
 
     asyncio.run(scenario())
     lock.close()
+
+
+def test_what_is_counted_of_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest one's age, the worst forecast, and how long the store takes."""
+    monkeypatch.setattr("lightserve.batches.runner.COUNT_S", 0.01)
+
+    async def scenario() -> None:
+        async with serving(tmp_path, answer=lambda submit: []) as setup:
+            status = router_status(workers_ready=True, num_kv_slots=100, prompt_token_s=1.0)
+            status = msgspec.structs.replace(status, output_token_s=1.0)
+            setup.router.client.on_message(status)
+            client = client_of(setup)
+            data = jsonl([line("a", body={"max_tokens": 100})])
+            file = await client.files.create(file=("x", data), purpose="batch")
+            async with working(setup) as runner:
+                _note_counts(setup.service, runner)
+                assert figure(setup, BATCH_OLDEST) == figure(setup, BATCH_FORECAST_RATIO) == 0.0
+                await client.batches.create(
+                    input_file_id=file.id,
+                    endpoint=ENDPOINT,
+                    completion_window="100s",
+                    extra_body={"x_accept_late": True},
+                )
+                await eventually(lambda: runner.counts.forecast_ratio > 1.0)
+                _note_counts(setup.service, runner)
+            # 100 tokens at half of the engine, and the prompt's, in 100 s.
+            assert 2.0 < figure(setup, BATCH_FORECAST_RATIO) < 4.0
+            assert 0.0 <= figure(setup, BATCH_OLDEST) < 60.0
+            assert figure(setup, BATCH_LEASES_LOST) == 0.0
+            _, *counts = setup.service.observation.recorder.histogram(BATCH_STORE_TIME).values()
+            assert sum(counts) >= 4
+
+    asyncio.run(scenario())
+
+
+def figure(setup: Setup, family: Family) -> float:
+    samples = setup.service.observation.recorder.snapshot()
+    (sample,) = [sample for sample in samples if sample.family == family.name]
+    return sample.values[0]

@@ -331,6 +331,21 @@ def test_responses_end_with_their_time(tmp_path: Path) -> None:
         assert store.database.rows("SELECT * FROM stored") == [("alice", num_bytes)]
 
 
+def test_a_conversation_has_so_many_responses(tmp_path: Path) -> None:
+    """One that goes on from itself would never end: no client can make it, and it is bounded."""
+    with open_store(tmp_path) as store:
+        for number in range(3):
+            before = f"r{number - 1}" if number else None
+            new = new_response(f"r{number}", previous_id=before)
+            store.responses.add(new, NOW_S, ttl_s=100, quota=10**6)
+        found = store.responses.conversation("alice", "r2", NOW_S, max_bytes=99)
+        assert found == [b"[]"] * 6
+        store.database.write("UPDATE responses SET previous_id = 'r2' WHERE id = 'r0'")
+        with pytest.raises(InvalidRequest, match="at most 1024 responses") as error:
+            store.responses.conversation("alice", "r2", NOW_S, max_bytes=10**6)
+        assert error.value.code == "context_length_exceeded"
+
+
 def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         file = upload(store, jsonl([line("a")]))
