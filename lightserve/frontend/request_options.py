@@ -25,7 +25,7 @@ from lightserve.frontend.json_body import (
 )
 from lightserve.messages.common import TokenSegment
 from lightserve.messages.frontend_router import Submit
-from lightserve.models.config import JsonFields
+from lightserve.models.json_fields import JsonFields
 from lightserve.tokenization.tokenizer import GENERATION_CONFIG_FILE, read_optional
 from lightserve.types import MTPOT_FACTOR, NO_SLO, SLO, RequestClass, RequestId, SamplingParams
 

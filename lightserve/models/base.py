@@ -27,7 +27,7 @@ def kernel_shapes(
         num_heads=even_part(config.num_heads, tp).size,
         num_kv_heads=kv_head_part(config.num_kv_heads, tp).size,
         head_dim=config.head_dim,
-        rotary_dim=config.head_dim,
+        rotary_dim=config.rotary_dim,
         sliding_windows=tuple(dict.fromkeys(config.sliding_windows)),
         rms_norm_eps=config.rms_norm_eps,
         qk_norm=config.qk_norm,

@@ -6,279 +6,21 @@ Imported by the supervisor, the router and the frontends as well as by the worke
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from lightserve.errors import ConfigError, ModelLoadError
-
-# Typed, checked reading of JSON objects: every complaint names the file and the key.
-#
-# Torch-free. A `JsonFields` wraps one object of a file; its getters return a value of the asked
-# type within the asked limits, or raise `ModelLoadError`.
-
-MAX_JSON_BYTES = 64 * 1024 * 1024
-"""No configuration or shard index is nearly as long."""
-
-MAX_INT = 2**31 - 1
-"""Sizes, ids and lengths are 32-bit everywhere else."""
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`. Raises ModelLoadError naming the file."""
-    try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise ModelLoadError(f"{path}: {size} bytes, more than {MAX_JSON_BYTES}")
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ModelLoadError(f"{path}: no such file") from error
-    except OSError as error:
-        raise ModelLoadError(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path}: must hold a JSON object, got {_describe(value)}")
-    return value
-
-
-class JsonFields:
-    """One JSON object of a file. A key that is absent and one that is null count as the same."""
-
-    def __init__(self, path: Path, values: dict[str, Any], *, prefix: str = "") -> None:
-        self.path = path
-        self._values = values
-        self._prefix = prefix
-
-    def error(self, key: str, complaint: str) -> ModelLoadError:
-        """Return the error that names file, key and complaint."""
-        return ModelLoadError(f"{self.path}: key {self._prefix + key!r} {complaint}")
-
-    def has(self, key: str) -> bool:
-        """Whether the key is there and not null."""
-        return self._values.get(key) is not None
-
-    def is_null(self, key: str) -> bool:
-        """Whether the key is there with the value null."""
-        return key in self._values and self._values[key] is None
-
-    def integer(
-        self, key: str, *, default: int | None = None, low: int = 1, high: int = MAX_INT
-    ) -> int:
-        """Return an integer between `low` and `high`; without a default the key is required."""
-        value = self._get(key, default)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(key, f"must be an integer, got {_describe(value)}")
-        if not low <= value <= high:
-            raise self.error(key, f"must be between {low} and {high}, got {value}")
-        return value
-
-    def number(self, key: str, *, default: float | None = None, above: float = 0.0) -> float:
-        """Return a finite number greater than `above`."""
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, f"must be a number, got {_describe(value)}")
-        if not math.isfinite(value) or value <= above:
-            raise self.error(key, f"must be finite and greater than {above}, got {value}")
-        return float(value)
-
-    def optional_number(self, key: str, *, above: float = 0.0) -> float | None:
-        """Return a finite number greater than `above`, or None when the key is absent."""
-        return self.number(key, above=above) if self.has(key) else None
-
-    def boolean(self, key: str, *, default: bool) -> bool:
-        """Return true or false."""
-        value = self._get(key, default)
-        if not isinstance(value, bool):
-            raise self.error(key, f"must be true or false, got {_describe(value)}")
-        return value
-
-    def string(self, key: str, *, default: str | None = None) -> str:
-        """Return a string."""
-        value = self._get(key, default)
-        if not isinstance(value, str):
-            raise self.error(key, f"must be a string, got {_describe(value)}")
-        return value
-
-    def array(self, key: str) -> list[Any]:
-        """Return a list."""
-        value = self._get(key, None)
-        if not isinstance(value, list):
-            raise self.error(key, f"must be a list, got {_describe(value)}")
-        return value
-
-    def child(self, key: str) -> JsonFields:
-        """Return the object under a key."""
-        value = self._get(key, None)
-        if not isinstance(value, dict):
-            raise self.error(key, f"must be an object, got {_describe(value)}")
-        return JsonFields(self.path, value, prefix=f"{self._prefix}{key}.")
-
-    def items(self) -> list[tuple[str, Any]]:
-        """Return all keys with their raw values."""
-        return list(self._values.items())
-
-    def _get(self, key: str, default: Any) -> Any:
-        value = self._values.get(key)
-        if value is not None:
-            return value
-        if default is None:
-            raise self.error(key, "is missing" if key not in self._values else "is null")
-        return default
-
-
-def _describe(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:40]}…"
-
-
-# Kinds of rotary embedding that the served families use, parsed from `config.json`. Torch-free.
-#
-# Two layouts are read: the old one (`rope_theta` beside `rope_scaling`) and transformers 5's
-# (`rope_parameters`, which holds both). As in transformers, a non-empty `rope_scaling` wins, a
-# base inside the object wins over the one beside it, and `original_max_position_embeddings`
-# beside it wins over the one inside.
-
-DEFAULT_THETA = 10_000.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class DefaultRope:
-    """The original rotary embedding."""
-
-    theta: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearRope:
-    """Positions divided by `factor`."""
-
-    theta: float
-    factor: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class DynamicRope:
-    """NTK scaling: beyond the trained length, a base that grows with the context length."""
-
-    theta: float
-    factor: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Llama3Rope:
-    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a ramp between."""
-
-    theta: float
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class YarnRope:
-    """YaRN: NTK by parts, and a factor on cos and sin."""
-
-    theta: float
-    factor: float
-    original_max_position_embeddings: int
-    attention_factor: float | None
-    mscale: float | None
-    mscale_all_dim: float | None
-    beta_fast: float
-    beta_slow: float
-    truncate: bool
-
-
-RopeConfig = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope
-
-
-def parse_rope(config: JsonFields, *, max_position_embeddings: int) -> RopeConfig:
-    """Return the rotary embedding of a model. Raises ModelLoadError naming the key."""
-    outer_theta = config.number("rope_theta", default=DEFAULT_THETA, above=1.0)
-    fields = _rope_object(config)
-    if fields is None:
-        return DefaultRope(theta=outer_theta)
-    theta = fields.number("rope_theta", default=outer_theta, above=1.0)
-    for holder in (config, fields):
-        if holder.number("partial_rotary_factor", default=1.0) != 1.0:
-            raise holder.error("partial_rotary_factor", "must be 1 in this architecture")
-    kind = fields.string("rope_type", default=fields.string("type", default="default"))
-    match kind:
-        case "default":
-            return DefaultRope(theta=theta)
-        case "linear":
-            return LinearRope(theta=theta, factor=_factor(fields))
-        case "dynamic":
-            return DynamicRope(theta=theta, factor=_factor(fields))
-        case "llama3":
-            original = _original_length(config, fields, max_position_embeddings)
-            return _llama3(fields, theta=theta, original=original)
-        case "yarn":
-            original = _original_length(config, fields, max_position_embeddings)
-            return _yarn(fields, theta, original, max_position_embeddings)
-        case _:
-            known = "default, linear, dynamic, llama3, yarn"
-            raise fields.error("rope_type", f"must be one of {known}, got {kind!r}")
-
-
-def _rope_object(config: JsonFields) -> JsonFields | None:
-    for key in ("rope_scaling", "rope_parameters"):
-        if config.has(key):
-            fields = config.child(key)
-            if fields.items():
-                return fields
-    return None
-
-
-def _factor(fields: JsonFields) -> float:
-    factor = fields.number("factor")
-    if factor < 1:
-        raise fields.error("factor", f"must be at least 1, got {factor}")
-    return factor
-
-
-def _original_length(config: JsonFields, fields: JsonFields, max_position_embeddings: int) -> int:
-    key = "original_max_position_embeddings"
-    inner = fields.integer(key, default=max_position_embeddings)
-    return config.integer(key, default=inner)
-
-
-def _llama3(fields: JsonFields, *, theta: float, original: int) -> Llama3Rope:
-    low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
-    if high <= low:
-        raise fields.error("high_freq_factor", f"must exceed low_freq_factor {low}, got {high}")
-    return Llama3Rope(
-        theta=theta,
-        factor=_factor(fields),
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_position_embeddings=original,
-    )
-
-
-def _yarn(
-    fields: JsonFields, theta: float, original: int, max_position_embeddings: int
-) -> YarnRope:
-    has_factor = fields.has("factor") or not fields.is_null("factor")
-    return YarnRope(
-        theta=theta,
-        factor=_factor(fields) if has_factor else max_position_embeddings / original,
-        original_max_position_embeddings=original,
-        attention_factor=fields.optional_number("attention_factor"),
-        mscale=fields.optional_number("mscale", above=-1.0),
-        mscale_all_dim=fields.optional_number("mscale_all_dim", above=-1.0),
-        beta_fast=fields.number("beta_fast", default=32.0),
-        beta_slow=fields.number("beta_slow", default=1.0),
-        truncate=fields.boolean("truncate", default=True),
-    )
-
+from lightserve.models.json_fields import JsonFields, read_json_object
+from lightserve.models.rope import (
+    DynamicRope,
+    LinearRope,
+    RopeConfig,
+    YarnRope,
+    parse_rope,
+    parse_rotary_dim,
+)
 
 CONFIG_FILE = "config.json"
 MAX_LAYERS = 4096
@@ -292,6 +34,24 @@ class Architecture(StrEnum):
     MISTRAL = "MistralForCausalLM"
     QWEN2 = "Qwen2ForCausalLM"
     QWEN3 = "Qwen3ForCausalLM"
+    PHI3 = "Phi3ForCausalLM"
+    GRANITE = "GraniteForCausalLM"
+    SMOLLM3 = "SmolLM3ForCausalLM"
+    OLMO2 = "Olmo2ForCausalLM"
+    GLM = "GlmForCausalLM"
+    GLM4 = "Glm4ForCausalLM"
+
+
+_GLM = (Architecture.GLM, Architecture.GLM4)
+_BIASED = (
+    Architecture.LLAMA,
+    Architecture.QWEN3,
+    Architecture.GRANITE,
+    Architecture.SMOLLM3,
+    Architecture.OLMO2,
+)
+"""Families whose `attention_bias` is that of all four products."""
+_WITHOUT_WINDOW = (Architecture.LLAMA, Architecture.GRANITE, Architecture.OLMO2, *_GLM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,11 +76,32 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     """Whether queries and keys are normalised per head before the rotary embedding."""
+    has_whole_qk_norm: bool = False
+    """Whether all heads together are."""
+    rotary_share: int | None = None
+    """How many of a head's dimensions are rotated; None: all."""
+    rotates_neighbours: bool = False
+    """Whether the file has a rotated pair as dimensions 2i and 2i + 1, not half a head apart."""
+    unrotated_layers: frozenset[int] = frozenset()
+    merged: frozenset[str] = frozenset()
+    """Products that the file has as one tensor: `qkv`, `gate_up`."""
+    layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    """Of what attention and feed-forward add."""
+    attention_scale: float | None = None
+    """Of products of queries and keys; None: head_dim ** -0.5."""
+    logits_divisor: float = 1.0
     tie_word_embeddings: bool
     sliding_windows: tuple[int | None, ...]
     """One per layer; None: the layer sees everything."""
     dtype: str | None
     """One of DTYPE_NAMES as stated by the model, None when it states none."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many of a head's dimensions are rotated."""
+        return self.rotary_share or self.head_dim
 
     @property
     def max_context_len(self) -> int:
@@ -353,9 +134,18 @@ def load_model_config(path: Path) -> ModelConfig:
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     max_position_embeddings = fields.integer("max_position_embeddings")
-    attention_bias = fields.boolean("attention_bias", default=False)
-    is_llama, is_qwen2 = architecture is Architecture.LLAMA, architecture is Architecture.QWEN2
-    reads_attention_bias = architecture in (Architecture.LLAMA, Architecture.QWEN3)
+    is_glm, is_phi = architecture in _GLM, architecture is Architecture.PHI3
+    attention_bias = fields.boolean("attention_bias", default=is_glm)
+    reads_mlp_bias = architecture in (
+        Architecture.LLAMA,
+        Architecture.GRANITE,
+        Architecture.SMOLLM3,
+    )
+    has_all_biases = architecture in _BIASED and attention_bias
+    head_dim = _head_dim(fields, architecture, hidden_size, num_heads)
+    rotary_dim = parse_rotary_dim(fields, head_dim, share=0.5 if is_glm else 1.0)
+    if rotary_dim < head_dim and not (is_glm or is_phi):
+        raise fields.error("partial_rotary_factor", "must be 1 in this architecture")
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -364,18 +154,70 @@ def load_model_config(path: Path) -> ModelConfig:
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(fields, architecture, num_heads),
-        head_dim=_head_dim(fields, architecture, hidden_size, num_heads),
+        head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps"),
-        rope=parse_rope(fields, max_position_embeddings=max_position_embeddings),
+        rope=parse_rope(
+            fields,
+            max_position_embeddings=max_position_embeddings,
+            rotary_dim=rotary_dim,
+            is_phi=is_phi,
+        ),
         max_position_embeddings=max_position_embeddings,
-        qkv_bias=is_qwen2 or (reads_attention_bias and attention_bias),
-        attention_output_bias=reads_attention_bias and attention_bias,
-        mlp_bias=is_llama and fields.boolean("mlp_bias", default=False),
+        qkv_bias=architecture is Architecture.QWEN2
+        or has_all_biases
+        or (is_glm and attention_bias),
+        attention_output_bias=has_all_biases,
+        mlp_bias=reads_mlp_bias and fields.boolean("mlp_bias", default=False),
         qk_norm=architecture is Architecture.QWEN3,
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
+        rotary_share=rotary_dim,
+        tie_word_embeddings=fields.boolean(
+            "tie_word_embeddings", default=architecture is Architecture.SMOLLM3
+        ),
         sliding_windows=_sliding_windows(fields, architecture, num_layers),
         dtype=_dtype(fields),
+        **_own_of(fields, architecture, num_layers),
     )
+
+
+def _own_of(fields: JsonFields, architecture: Architecture, num_layers: int) -> dict[str, Any]:
+    """Return what one family alone has, as fields of `ModelConfig`."""
+    match architecture:
+        case Architecture.PHI3:
+            return {"merged": frozenset({"qkv", "gate_up"})}
+        case Architecture.GLM:
+            return {"merged": frozenset({"gate_up"}), "rotates_neighbours": True}
+        case Architecture.GLM4:
+            norms = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm")
+            return {
+                "merged": frozenset({"gate_up"}),
+                "rotates_neighbours": True,
+                "layer_norms": (*norms, "post_mlp_layernorm"),
+            }
+        case Architecture.OLMO2:
+            behind = ("post_attention_layernorm", "post_feedforward_layernorm")
+            return {"has_whole_qk_norm": True, "layer_norms": behind}
+        case Architecture.GRANITE:
+            return {
+                "embedding_multiplier": fields.number("embedding_multiplier", default=1.0),
+                "residual_multiplier": fields.number("residual_multiplier", default=1.0),
+                "attention_scale": fields.number("attention_multiplier", default=1.0),
+                "logits_divisor": fields.number("logits_scaling", default=1.0),
+            }
+        case Architecture.SMOLLM3:
+            return {"unrotated_layers": _unrotated_layers(fields, num_layers)}
+        case _:
+            return {}
+
+
+def _unrotated_layers(fields: JsonFields, num_layers: int) -> frozenset[int]:
+    key = "no_rope_layers"  # 1 where a layer has it
+    if not fields.has(key):
+        interval = fields.integer("no_rope_layer_interval", default=4)
+        return frozenset(range(interval - 1, num_layers, interval))
+    flags = fields.array(key)
+    if len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
+        raise fields.error(key, f"must be {num_layers} times 0 or 1")
+    return frozenset(layer for layer, flag in enumerate(flags) if not flag)
 
 
 def resolve_dtype(
@@ -445,7 +287,8 @@ def _architecture(fields: JsonFields) -> Architecture:
 
 def _num_kv_heads(fields: JsonFields, architecture: Architecture, num_heads: int) -> int:
     key = "num_key_value_heads"
-    may_be_absent = architecture is Architecture.LLAMA or fields.is_null(key)
+    takes_all = (Architecture.LLAMA, Architecture.PHI3, Architecture.GRANITE, Architecture.OLMO2)
+    may_be_absent = architecture in takes_all or fields.is_null(key)
     num_kv_heads = fields.integer(key, default=num_heads if may_be_absent else None)
     if num_heads % num_kv_heads:
         raise fields.error(key, f"must divide num_attention_heads {num_heads}, got {num_kv_heads}")
@@ -457,8 +300,8 @@ def _head_dim(
 ) -> int:
     if fields.has("head_dim"):
         head_dim = fields.integer("head_dim")
-    elif architecture is Architecture.QWEN3:
-        head_dim = 128  # what transformers takes when a Qwen3 config is silent
+    elif architecture is Architecture.QWEN3 or architecture in _GLM:
+        head_dim = 128  # what transformers takes when their config is silent
     elif hidden_size % num_heads:
         raise fields.error("hidden_size", f"must divide by num_attention_heads {num_heads}")
     else:
@@ -472,15 +315,22 @@ def _sliding_windows(
     fields: JsonFields, architecture: Architecture, num_layers: int
 ) -> tuple[int | None, ...]:
     """Return each layer's window; the defaults for absent keys are transformers'."""
-    if architecture is Architecture.LLAMA:
+    if architecture in _WITHOUT_WINDOW:
         return (None,) * num_layers
     window = None
-    if not fields.is_null("sliding_window"):
+    if architecture in (Architecture.PHI3, Architecture.SMOLLM3):
+        window = fields.integer("sliding_window") if fields.has("sliding_window") else None
+        if architecture is Architecture.PHI3:
+            return (window,) * num_layers
+    elif not fields.is_null("sliding_window"):
         window = fields.integer("sliding_window", default=4096)
     if architecture is Architecture.MISTRAL:
         return (window,) * num_layers
     if window is None or not fields.boolean("use_sliding_window", default=False):
         return (None,) * num_layers
+    if not fields.has("layer_types") and architecture is Architecture.SMOLLM3:
+        unrotated = _unrotated_layers(fields, num_layers)
+        return tuple(window if layer in unrotated else None for layer in range(num_layers))
     if not fields.has("layer_types"):
         first = fields.integer("max_window_layers", default=28, low=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))

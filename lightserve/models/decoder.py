@@ -27,7 +27,7 @@ from lightserve.models.layers.linear import (
     VocabEmbedding,
     VocabWeight,
 )
-from lightserve.models.parallel import even_part
+from lightserve.models.parallel import Part, even_part
 from lightserve.models.weight_files import EMBEDDING, LM_HEAD
 
 # The gated feed-forward block.
@@ -39,11 +39,15 @@ class GatedMLP:
     def __init__(self, context: ModelContext, prefix: str) -> None:
         config, tp = context.config, context.tp
         part = even_part(config.intermediate_size, tp)
+        parts = [(f"{prefix}.gate_proj", part), (f"{prefix}.up_proj", part)]
+        if "gate_up" in config.merged:
+            name, up_start = f"{prefix}.gate_up_proj", config.intermediate_size + part.start
+            parts = [(name, part), (name, Part(up_start, part.size))]
         self._kernels = context.kernels
         self._gate_up = ColumnParallelLinear(
             context.method,
             context.reader,
-            [(f"{prefix}.gate_proj", part), (f"{prefix}.up_proj", part)],
+            parts,
             in_size=config.hidden_size,
             has_bias=config.mlp_bias,
         )
@@ -116,7 +120,7 @@ class DecoderModel:
         self.context_len = context.context_len
         table = frequencies(
             config.rope,
-            head_dim=config.head_dim,
+            head_dim=config.rotary_dim,
             max_position_embeddings=config.max_position_embeddings,
             context_len=context.context_len,
         )
@@ -137,7 +141,12 @@ class DecoderModel:
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:
         """See `Model.logits`."""
-        return self._lm_head(hidden, out) if hidden.shape[0] else self._lm_head.no_logits()
+        if not hidden.shape[0]:
+            return self._lm_head.no_logits()
+        logits = self._lm_head(hidden, out)
+        if logits is not None and self.config.logits_divisor != 1.0:
+            logits.div_(self.config.logits_divisor)
+        return logits
 
     def hidden(
         self, input_ids: Tensor, batch: AttentionBatch, kv: KVTensors, logit_rows: Tensor | None
@@ -148,14 +157,20 @@ class DecoderModel:
         tokens whose logits are wanted go on.
         """
         x = self._embedding(input_ids)
+        if self.config.embedding_multiplier != 1.0:
+            x = x * self.config.embedding_multiplier
         residual: Tensor | None = None
         cos, sin = self._rotary.select(batch.positions)
-        inputs = AttentionInputs(batch, cos, sin)
-        for layer in self._layers[:-1]:
+        by_layer = [AttentionInputs(batch, cos, sin)] * len(self._layers)
+        if self.config.unrotated_layers:
+            still = by_layer[0].unrotated()
+            for number in self.config.unrotated_layers:
+                by_layer[number] = still
+        for layer, inputs in zip(self._layers[:-1], by_layer, strict=False):
             heads, residual = layer.attend(x, residual, inputs, kv)
             x, residual = layer.finish(heads, residual)
         last = self._layers[-1]
-        heads, residual = last.attend(x, residual, inputs, kv)
+        heads, residual = last.attend(x, residual, by_layer[-1], kv)
         if logit_rows is not None:
             if logit_rows.shape[0] == 0:
                 return x[:0]

@@ -22,12 +22,17 @@ from lightserve.models.base import Model
 from lightserve.models.config import Architecture, ModelConfig, check_tp
 from lightserve.models.context import ModelContext
 from lightserve.models.decoder import DecoderModel
+from lightserve.models.glm import Glm4ForCausalLM, GlmForCausalLM
+from lightserve.models.granite import GraniteForCausalLM
 from lightserve.models.layers.linear import LinearMethod, UnquantizedMethod
 from lightserve.models.llama import LlamaForCausalLM
 from lightserve.models.mistral import MistralForCausalLM
+from lightserve.models.olmo2 import Olmo2ForCausalLM
 from lightserve.models.parallel import Part, TensorParallel
+from lightserve.models.phi3 import Phi3ForCausalLM
 from lightserve.models.qwen2 import Qwen2ForCausalLM
 from lightserve.models.qwen3 import Qwen3ForCausalLM
+from lightserve.models.smollm3 import SmolLM3ForCausalLM
 from lightserve.models.weight_files import (
     FLOAT_DTYPES,
     WeightFiles,
@@ -174,6 +179,12 @@ MODELS: dict[Architecture, type[DecoderModel]] = {
     Architecture.MISTRAL: MistralForCausalLM,
     Architecture.QWEN2: Qwen2ForCausalLM,
     Architecture.QWEN3: Qwen3ForCausalLM,
+    Architecture.PHI3: Phi3ForCausalLM,
+    Architecture.GRANITE: GraniteForCausalLM,
+    Architecture.SMOLLM3: SmolLM3ForCausalLM,
+    Architecture.OLMO2: Olmo2ForCausalLM,
+    Architecture.GLM: GlmForCausalLM,
+    Architecture.GLM4: Glm4ForCausalLM,
 }
 
 
@@ -260,6 +271,7 @@ class SafetensorsReader:
         self._sources: dict[str, _Source] = {}
         """What has been read since the last check, by what the copies call it."""
         self._advance = advance
+        self._counted: set[str] = set()
 
     def __enter__(self) -> SafetensorsReader:
         return self
@@ -296,7 +308,9 @@ class SafetensorsReader:
         self._copies.copy(target, source, label)
         if target.device.type == "cpu":
             self.check_finite()
-        self._advance(math.prod(self._header(place).get_shape()) * self.dtype.itemsize)
+        if name not in self._counted:
+            self._counted.add(name)
+            self._advance(math.prod(self._header(place).get_shape()) * self.dtype.itemsize)
 
     def check_finite(self) -> None:
         """Refuse NaN and infinity in what was read, stored or made by the conversion.

@@ -15,7 +15,8 @@ from pathlib import Path, PurePosixPath
 from safetensors import SafetensorError, safe_open
 
 from lightserve.errors import ModelLoadError
-from lightserve.models.config import JsonFields, ModelConfig, read_json_object
+from lightserve.models.config import ModelConfig
+from lightserve.models.json_fields import JsonFields, read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -76,15 +77,21 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, hidden)
     linears = {
-        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
-        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
-        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
         "self_attn.o_proj": (hidden, q_size, config.attention_output_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
         "mlp.down_proj": (hidden, inner, config.mlp_bias),
     }
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if "qkv" in config.merged:
+        linears["self_attn.qkv_proj"] = (q_size + 2 * kv_size, hidden, config.qkv_bias)
+    else:
+        for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
+            linears[f"self_attn.{name}_proj"] = (size, hidden, config.qkv_bias)
+    if "gate_up" in config.merged:
+        linears["mlp.gate_up_proj"] = (2 * inner, hidden, config.mlp_bias)
+    else:
+        linears |= {f"mlp.{n}_proj": (inner, hidden, config.mlp_bias) for n in ("gate", "up")}
+    norms = dict.fromkeys(config.layer_norms, hidden)
+    if config.has_whole_qk_norm:
+        norms |= {"self_attn.q_norm": q_size, "self_attn.k_norm": kv_size}
     if config.qk_norm:
         norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
     for layer in range(config.num_layers):

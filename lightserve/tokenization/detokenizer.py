@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightserve.models.config import JsonFields
+from lightserve.models.json_fields import JsonFields
 
 # ----------------------------------------------------------------------
 # How a vocabulary's pieces become bytes: the `decoder` of a tokenizer.json, one piece at a time.

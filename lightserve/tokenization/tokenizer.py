@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from lightserve.errors import InvalidRequest, ModelLoadError
-from lightserve.models.config import CONFIG_FILE, MAX_INT, JsonFields, read_json_object
+from lightserve.models.config import CONFIG_FILE
+from lightserve.models.json_fields import MAX_INT, JsonFields, read_json_object
 from lightserve.tokenization.detokenizer import Detokenizer, PieceTable, parse_decoder
 
 TOKENIZER_FILE = "tokenizer.json"

@@ -109,7 +109,8 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"dtype": 16}, "'dtype' must be a string"),
     ({"quantization_config": {"bits": 4}}, "'quantization_config' is set"),
     ({"rope_parameters": [1]}, "'rope_parameters' must be an object"),
-    ({"rope_parameters": {"rope_type": "longrope"}}, "'rope_parameters.rope_type' must be one of"),
+    ({"rope_parameters": {"rope_type": "spiral"}}, "'rope_parameters.rope_type' must be one of"),
+    ({"rope_parameters": {"rope_type": "longrope"}}, "'rope_parameters.short_factor' is missing"),
     ({"rope_parameters": {"rope_type": 3}}, "'rope_parameters.rope_type' must be a string"),
     ({"rope_parameters": {"rope_theta": 0}}, "'rope_parameters.rope_theta' must be finite"),
     ({"rope_scaling": {"type": "linear"}}, "'rope_scaling.factor' is missing"),
@@ -153,6 +154,68 @@ def test_bad_window_key(changes: dict[str, Any], complaint: str, tmp_path: Path)
     with pytest.raises(ModelLoadError, match=r"config\.json") as caught:
         load_model_config(tmp_path)
     assert complaint in str(caught.value)
+
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "complaint"),
+    [
+        ("phi3", {"rope_parameters": {**LONG, "long_factor": [1.0] * 7}}, "must be 8 numbers"),
+        ("phi3", {"rope_parameters": {**LONG, "short_factor": [0.0] * 8}}, "must be 8 numbers"),
+        ("phi3", {"rope_parameters": {**LONG, "long_factor": ["x"] * 8}}, "must be 8 numbers"),
+        (
+            "phi3",
+            {"rope_parameters": LONG, "original_max_position_embeddings": 1},
+            "original_max_position_embeddings' must exceed 1",
+        ),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "must leave an even part"),
+        ("glm", {"partial_rotary_factor": 1.5, "rope_parameters": ...}, "must leave an even part"),
+        ("granite", {"logits_scaling": 0}, "'logits_scaling' must be finite and greater than 0"),
+        ("granite", {"residual_multiplier": "1"}, "'residual_multiplier' must be a number"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "'no_rope_layers' must be 4 times 0 or 1"),
+        ("smollm3", {"no_rope_layers": [1, 0, 2, 0]}, "'no_rope_layers' must be 4 times 0 or 1"),
+        (
+            "smollm3",
+            {"no_rope_layers": ..., "no_rope_layer_interval": 0},
+            "'no_rope_layer_interval' must be between 1",
+        ),
+    ],
+    ids=str,
+)
+def test_bad_key_of_one_family(
+    name: str, changes: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    path = write_tiny_model(find_tiny_model(name), tmp_path)
+    load_model_config(path)
+    edit_json(path / "config.json", **changes)
+    with pytest.raises(ModelLoadError, match=r"config\.json") as caught:
+        load_model_config(path)
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("phi3", "model.layers.0.self_attn.qkv_proj.weight"),
+        ("glm", "model.layers.1.mlp.gate_up_proj.weight"),
+        ("glm-0414", "model.layers.0.post_mlp_layernorm.weight"),
+        ("olmo2", "model.layers.0.self_attn.k_norm.weight"),
+    ],
+)
+def test_tensors_of_one_family_must_be_there(name: str, tensor: str, tmp_path: Path) -> None:
+    tiny = dataclasses.replace(find_tiny_model(name), sharded=False)
+    path = write_tiny_model(tiny, tmp_path)
+    tensors = load_file(path / SINGLE_FILE)
+    shape = list(tensors[tensor].shape)
+    save_file({**tensors, tensor: tensors[tensor][1:].clone()}, path / SINGLE_FILE)
+    with pytest.raises(ModelLoadError, match=f"config.json implies \\{shape}"):
+        start_up(path)
+    del tensors[tensor]
+    save_file(tensors, path / SINGLE_FILE)
+    with pytest.raises(ModelLoadError, match=f"{tensor}' is missing"):
+        start_up(path)
 
 
 def void(_: object) -> None:

@@ -31,6 +31,10 @@ FLOAT32_MODELS = (
     "mistral-window",
     "qwen2-window",
     "qwen3-biases-tied",
+    "phi3-longrope-part",  # merged tensors
+    "granite",
+    "olmo2-mqa-biases",  # a norm over the heads of all ranks, of which one key head on two
+    "glm-0414",
 )
 BFLOAT16_MODELS = ("mistral-window", "qwen3")
 

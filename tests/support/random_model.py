@@ -11,11 +11,12 @@ from torch import Tensor
 
 from lightserve.kernels.interface import Kernels
 from lightserve.models.base import KVLayout, kv_layout
-from lightserve.models.config import Architecture, DefaultRope, ModelConfig
+from lightserve.models.config import Architecture, ModelConfig
 from lightserve.models.context import ModelContext
 from lightserve.models.decoder import DecoderModel
 from lightserve.models.layers.linear import LinearMethod, UnquantizedMethod
 from lightserve.models.parallel import Part, SingleRank, TensorParallel
+from lightserve.models.rope import DefaultRope
 
 CPU = torch.device("cpu")
 

@@ -30,6 +30,7 @@ BASE_CONFIG: Mapping[str, Any] = {
     "max_position_embeddings": 256,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "pad_token_id": None,
     "tie_word_embeddings": False,
 }
 
@@ -40,7 +41,7 @@ class TinyModel:
 
     name: str
     family: str
-    """transformers' prefix: Llama, Mistral, Qwen2 or Qwen3."""
+    """transformers' prefix, such as Llama."""
     config: Mapping[str, Any] = field(default_factory=dict)
     sharded: bool = False
     legacy_layout: bool = False
@@ -147,6 +148,64 @@ TINY_MODELS = (
                 truncate=False,
             ),
         },
+    ),
+    TinyModel("phi3", "Phi3", {"num_key_value_heads": 4, "sliding_window": 30}, sharded=True),
+    TinyModel(
+        "phi3-longrope-part",
+        "Phi3",
+        {
+            "num_attention_heads": 4,
+            "original_max_position_embeddings": 4,
+            **rope(
+                "longrope",
+                partial_rotary_factor=0.75,
+                short_factor=[1.0] * 6,
+                long_factor=[1.0, 1.2, 1.5, 2.0, 3.0, 4.0],
+                original_max_position_embeddings=4,
+            ),
+        },
+    ),
+    TinyModel(
+        "granite",
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    TinyModel(
+        "granite-tied",
+        "Granite",
+        {"embedding_multiplier": 6.0, "residual_multiplier": 1.5, "tie_word_embeddings": True},
+    ),
+    TinyModel(
+        "smollm3",
+        "SmolLM3",
+        {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]},
+    ),
+    TinyModel(
+        "smollm3-window",
+        "SmolLM3",
+        {
+            "num_hidden_layers": 3,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 22,
+            "tie_word_embeddings": True,
+        },
+    ),
+    TinyModel("olmo2", "Olmo2", {"num_hidden_layers": 3}),
+    TinyModel("olmo2-mqa-biases", "Olmo2", {"num_key_value_heads": 1, "attention_bias": True}),
+    TinyModel("glm", "Glm", {"head_dim": 24}),
+    TinyModel(
+        "glm-0414",
+        "Glm4",
+        {"head_dim": 16, "attention_bias": False, "num_hidden_layers": 3},
+        sharded=True,
     ),
 )
 

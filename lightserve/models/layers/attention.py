@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch, QKNorm
-from lightserve.models.config import (
+from lightserve.models.context import ModelContext
+from lightserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightReader
+from lightserve.models.parallel import Part, even_part, kv_head_part
+from lightserve.models.rope import (
     DefaultRope,
     DynamicRope,
     LinearRope,
     Llama3Rope,
+    LongRope,
     RopeConfig,
     YarnRope,
 )
-from lightserve.models.context import ModelContext
-from lightserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lightserve.models.parallel import Part, even_part, kv_head_part
 
 
 class AttentionInputs(NamedTuple):
@@ -27,8 +28,12 @@ class AttentionInputs(NamedTuple):
 
     batch: AttentionBatch
     cos: Tensor
-    """float32 [T, head_dim / 2]."""
+    """float32 [T, rotary_dim / 2]."""
     sin: Tensor
+
+    def unrotated(self) -> AttentionInputs:
+        """Return the same for layers that know no positions."""
+        return self._replace(cos=torch.ones_like(self.cos), sin=torch.zeros_like(self.sin))
 
 
 class SelfAttention:
@@ -45,17 +50,29 @@ class SelfAttention:
         kv_part = kv_head_part(config.num_kv_heads, tp)
         self._kernels = context.kernels
         self._num_heads, self._num_kv_heads, self._head_dim = q_part.size, kv_part.size, head_dim
-        self._scale = head_dim**-0.5
+        self._scale = config.attention_scale or head_dim**-0.5
         self._sliding_window = config.sliding_windows[layer]
         q_rows, kv_rows = _features(q_part, head_dim), _features(kv_part, head_dim)
+        parts = [
+            (f"{prefix}.{name}_proj", rows)
+            for name, rows in zip("qkv", (q_rows, kv_rows, kv_rows), strict=True)
+        ]
+        if "qkv" in config.merged:
+            k_start = config.num_heads * head_dim
+            v_start = k_start + config.num_kv_heads * head_dim
+            starts = (0, k_start, v_start)
+            parts = [
+                (f"{prefix}.qkv_proj", Part(start + rows.start, rows.size))
+                for start, (_, rows) in zip(starts, parts, strict=True)
+            ]
+        reader = context.reader
+        if config.rotates_neighbours:
+            rotated = tuple(name for name, _ in parts[:2])
+            reader = NeighboursApart(reader, rotated, head_dim, config.rotary_dim)
         self._qkv = ColumnParallelLinear(
             context.method,
-            context.reader,
-            [
-                (f"{prefix}.q_proj", q_rows),
-                (f"{prefix}.k_proj", kv_rows),
-                (f"{prefix}.v_proj", kv_rows),
-            ],
+            reader,
+            parts,
             in_size=config.hidden_size,
             has_bias=config.qkv_bias,
         )
@@ -75,6 +92,10 @@ class SelfAttention:
         """Load what heads are normalised with before the rotary embedding; here they are not."""
         return None
 
+    def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise all heads together; here they are not. q [T, Hq * D], k [T, Hkv * D]."""
+        return q, k
+
     def mix(self, x: Tensor, inputs: AttentionInputs, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Write the new tokens' KV and attend.
 
@@ -83,6 +104,7 @@ class SelfAttention:
         kernels, head_dim = self._kernels, self._head_dim
         q_size, kv_size = self._q_size, self._kv_size
         q, k, v = self._qkv(x).split_with_sizes((q_size, kv_size, kv_size), dim=-1)
+        q, k = self.normalised(q, k)
         num_tokens = x.shape[0]
         q = q.view(num_tokens, self._num_heads, head_dim)
         k = k.view(num_tokens, self._num_kv_heads, head_dim)
@@ -113,6 +135,33 @@ class SelfAttention:
         return self._out(heads)
 
 
+class NeighboursApart:
+    """A reader that puts rotated pairs half the rotated part of a head apart, as kernels want them.
+
+    Products of queries and keys do not depend on the order of a head's dimensions.
+    """
+
+    def __init__(
+        self, reader: WeightReader, modules: tuple[str, ...], head_dim: int, rotary_dim: int
+    ) -> None:
+        """`modules`: the names of those whose outputs are heads that are rotated."""
+        self.dtype, self.device = reader.dtype, reader.device
+        self.has = reader.has
+        self._reader = reader
+        self._modules = modules
+        rotated, rest = torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
+        self._order = torch.cat([rotated[0::2], rotated[1::2], rest]).to(self.device)
+
+    def read_into(
+        self, target: Tensor, name: str, *, rows: Part | None = None, columns: Part | None = None
+    ) -> None:
+        """See `WeightReader.read_into`; `rows` are whole heads."""
+        self._reader.read_into(target, name, rows=rows, columns=columns)
+        if name.rpartition(".")[0] in self._modules:
+            heads = target.view(-1, len(self._order), *target.shape[1:])
+            heads.copy_(heads.index_select(1, self._order))
+
+
 def _features(heads: Part, head_dim: int) -> Part:
     return Part(heads.start * head_dim, heads.size * head_dim)
 
@@ -129,6 +178,7 @@ def _features(heads: Part, head_dim: int) -> Part:
 # base is computed once, for the context length that is served. Up to `max_position_embeddings`
 # (the default context length) that is plain RoPE, exactly as transformers; a longer
 # --max-model-len gives what transformers gives for a sequence of that length, at every position.
+# LongRoPE's factors are chosen the same way.
 
 
 class Frequencies(NamedTuple):
@@ -143,8 +193,17 @@ class Frequencies(NamedTuple):
 def frequencies(
     rope: RopeConfig, *, head_dim: int, max_position_embeddings: int, context_len: int
 ) -> Frequencies:
-    """Return the frequencies for serving sequences of up to `context_len` tokens."""
+    """Return the frequencies for serving sequences of up to `context_len` tokens.
+
+    `head_dim`: how many of a head's dimensions are rotated.
+    """
     match rope:
+        case LongRope():
+            is_long = context_len > rope.original_max_position_embeddings
+            factors = rope.long_factors if is_long else rope.short_factors
+            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            inverse = 1.0 / (torch.tensor(factors) * rope.theta**exponents)
+            return Frequencies(inverse, rope.attention_factor)
         case DefaultRope(theta=theta):
             return Frequencies(_inverse(theta, head_dim), 1.0)
         case LinearRope(theta=theta, factor=factor):
