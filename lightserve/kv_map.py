@@ -55,6 +55,11 @@ class PoolMap:
         """Size of the pool."""
         return len(self.kinds)
 
+    def summary(self) -> str:
+        """Return in words how many slots there are, and of which kinds."""
+        kinds = [f"{count:,} {LABELS[kind]}" for kind, count in self.counts.items() if count]
+        return f"{self.num_slots:,} slots: {', '.join(kinds)}"
+
 
 class _Answer(msgspec.Struct, frozen=True):
     """What is read of the answer."""

@@ -47,5 +47,7 @@ def command(url: str, output: Path, timeout_s: float, **key: Any) -> int:
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         raise missing_extra(name, "plots") from error
-    draw_map(fetch_map(url, api_key=api_key, timeout_s=timeout_s), output)
+    pool = fetch_map(url, api_key=api_key, timeout_s=timeout_s)
+    draw_map(pool, output)
+    click.echo(f"{output}: {pool.summary()}")
     return 0

@@ -223,7 +223,8 @@ def test_a_stream_is_on_the_map_and_its_prompt_stays_as_cache(
             timeout=600,
             check=False,
         )
-    assert (drawing.returncode, drawing.stdout, drawing.stderr) == (0, "", "")
+    assert (drawing.returncode, drawing.stderr) == (0, "")
+    assert drawing.stdout.startswith(f"{picture}: ") and " real-time" in drawing.stdout
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
     assert during["classes"]["rt"]["num_requests"] == 1

@@ -26,6 +26,7 @@ from support.core_scenes import (
 from support.grids import choose, every_value, long_but, more_when_long
 
 from lightserve.config import ServeConfig
+from lightserve.config.scheduling import CLASS_BLIND_POLICIES
 from lightserve.errors import ConfigError
 from lightserve.messages.common import RegexConstraint
 from lightserve.messages.frontend_router import ClassLoad, KVPool, unpack_kinds
@@ -226,7 +227,7 @@ def test_what_waiting_requests_want_outlives_what_none_wants() -> None:
 def test_best_effort_starts_in_the_order_that_is_asked_for(policy: str, be_order: str) -> None:
     """Of two that wait, the later is cached: with `sharing`, two's default, it starts first."""
     options: dict[str, Any] = {"policy": policy, "be_order": be_order}
-    if be_order == "sharing" and policy in ("accelgen", "chunked", "fcfs", "mlfq"):
+    if be_order == "sharing" and policy in (*CLASS_BLIND_POLICIES, "accelgen"):
         with pytest.raises(ConfigError, match=rf"--be-order sharing needs .* '{policy}'"):
             ServeConfig(**options)
         return

@@ -271,12 +271,24 @@ def _main(*arguments: str) -> int:
 
 @pytest.mark.parametrize(("name", "magic"), [("kv.png", PNG), ("a.SVG", SVG), ("b.pdf", PDF)])
 def test_the_suffix_is_the_format(
-    name: str, magic: bytes, server: list[httpx.Request], tmp_path: Path
+    name: str,
+    magic: bytes,
+    server: list[httpx.Request],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / name
     assert _main(URL, "-o", str(path)) == 0
     assert path.read_bytes().startswith(magic)
+    assert capsys.readouterr().out.startswith(f"{path}: ")
     assert [str(request.url) for request in server] == [f"{URL}/debug/kv"]
+
+
+def test_kinds_without_slots_are_not_told() -> None:
+    assert (
+        _pool([0] * 1997 + [3, 3, 1], 16).summary()
+        == "2,000 slots: 1,997 free, 1 real-time, 2 cached"
+    )
 
 
 def test_mistakes_are_one_line(
