@@ -13,6 +13,7 @@ from lightserve.cli import simulate
 from lightserve.config import ServeConfig
 from lightserve.config.file import Origin, merge
 from lightserve.config.scheduling import PRESETS, preset_values
+from lightserve.errors import ConfigError
 from lightserve.router.config import make_scheduler_config
 
 DEFAULTS = {name: getattr(ServeConfig(), name) for name in ServeConfig.__dataclass_fields__}
@@ -70,3 +71,12 @@ def test_the_simulator_takes_them_and_says_so(tmp_path: Path) -> None:
         "preemption": "recompute",
         "cache_policy": "off",
     }
+
+
+def test_so_many_finished_lengths_are_remembered() -> None:
+    lengths = make_scheduler_config(ServeConfig(window=3), max_model_len=64).lengths
+    for length in range(1, 9):
+        lengths.record(length)
+    assert len(lengths) == 3
+    with pytest.raises(ConfigError, match="--window needs --admission past-future or risk, got"):
+        ServeConfig(window=3, admission="ema")

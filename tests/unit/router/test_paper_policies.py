@@ -18,6 +18,7 @@ from lightserve.router.request_table import Running
 from lightserve.router.slo import TokenDeadlines
 from lightserve.router.step_cost import StepCost
 from lightserve.types import SLO
+from tests.support.core_scenes import Arrival, events_of, make_core, make_simulation
 from tests.support.policy_scenes import BE, Admitting, Queue, filled, make_request, running_of
 
 NOW_S = 100.0
@@ -206,3 +207,10 @@ class TestAccelGen:
         late, other = due(make_request(0, prompt=80), 0.02), due(make_request(1, prompt=50), 5.0)
         found = parts(AccelGenPolicy(), [other, late], max_num_batched_tokens=100)
         assert found == [(1, 50), (0, 50)]
+
+
+def test_steps_since_real_time_requests_ran_into_the_limit_are_counted() -> None:
+    core = make_core("bros", 64)
+    simulation = make_simulation(core)
+    simulation.run(events_of([Arrival(0.0, 8, 20, 20), Arrival(0.0, 8, 20, 20)]))
+    assert core._pipeline.num_steps_in_time == core.status(simulation.now_s).num_steps > 10

@@ -173,6 +173,8 @@ class TreeMachine(RuleBasedStateMachine):
         free = [place for place in self.model if not self.num_users(*place)]
         assert self.tree.num_evictable == len(free)
         expected, retained = prefixes_of(self.waiting), prefixes_of(self.retained)
+        num_wanted = sum(expected[place] > 0 for place in free)
+        assert self.tree.num_evictable_wanted == num_wanted
         seen: set[tuple[str, Prefix]] = set()
         for key, prefix, node in self.places():
             assert node.num_expected == expected[key, prefix]
