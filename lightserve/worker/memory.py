@@ -6,6 +6,7 @@ has available.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -84,6 +85,11 @@ def _quota_v1(folder: Path) -> tuple[int | None, int | None]:
 # The KV tensors of one rank: one pool of token slots per layer.
 
 
+_LIBC = ctypes.CDLL(None)
+MADV_DONTNEED = 4
+"""Of Linux: pages are given back, and are there again, empty, when they are written."""
+
+
 class KVPool:
     """Keys and values of `num_slots` tokens; pages are touched only when they are written.
 
@@ -114,6 +120,17 @@ class KVPool:
             keys, values = tensor.transpose(2, 3).unbind(0)
             self.k.extend(keys.unbind(0))
             self.v.extend(values.unbind(0))
+
+    def forget(self) -> None:
+        """Lose all that was written, and on a CPU give the memory back until it is used."""
+        if self.device.type != "cpu":
+            return
+        page = os.sysconf("SC_PAGE_SIZE")
+        for tensor in self.tensors:
+            first = -(-tensor.data_ptr() // page) * page
+            num_bytes = (tensor.data_ptr() + tensor.nbytes - first) // page * page
+            if num_bytes > 0:
+                _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), MADV_DONTNEED)
 
 
 AUTO_LIMIT_BYTES = 4 * 2**30

@@ -293,6 +293,10 @@ class ModelRunner:
         """Longest sequence, in tokens."""
         return self._model.context_len
 
+    def forget_kv(self) -> None:
+        """Lose what steps have written, see `KVPool.forget`."""
+        self._pool.forget()
+
     def use_graphs(self, graphs: DecodeGraphs) -> None:
         """Run steps of decodes alone as `graphs`, which have been captured, from now on."""
         self._graphs = graphs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,22 @@ LAYOUT = KVLayout(
     )
 )
 MEMORY = DeviceMemory(total=140 * GIB, others=GIB, weights=15 * GIB, activations=2 * GIB)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_what_a_pool_forgets_is_no_longer_resident() -> None:
+    layout = KVLayout((KVGroup(num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16"),))
+    pool = KVPool(layout, 64 * 2**20 // layout.bytes_per_token, torch.device("cpu"))
+    pool.tensors[0].fill_(1.0)
+    before = resident_bytes()
+    pool.forget()
+    assert before - resident_bytes() > 60 * 2**20
+    assert not pool.k[1][1000:2000].any(), "it is empty, and can be written again"
+    pool.k[1][1000:2000] = 2.0
+    assert bool((pool.k[1][1000:2000] == 2.0).all())
 
 
 def test_a_pool_of_what_was_measured() -> None:
