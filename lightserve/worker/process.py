@@ -22,7 +22,7 @@ from lightserve.messages.router_worker import RouterToWorker, WorkerHello, Worke
 from lightserve.messages.supervision import ChildMessage, ChildReady, ChildSpec, SupervisorMessage
 from lightserve.worker.device import facts_of, resolve_device
 from lightserve.worker.engine import build_runner
-from lightserve.worker.profiling import profile_at_start, take_profile
+from lightserve.worker.profiling import profile_at_start, take_profile, tokens_of_step
 from lightserve.worker.step_loop import serve
 from lightserve.worker.tensor_parallel import join_group
 from lightserve.worker.threads import adapted_threads, set_threads
@@ -96,6 +96,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
     )
     runner = build_runner(spec.config, tp=tp, incarnation=spec.incarnation)
     profile = profile_at_start(runner, spec.config, tp)
+    step_cost = None if profile is None else profile.coefficients
     link: Link[WorkerToRouter, RouterToWorker] = connect_link(
         spec.workers_address,
         name=f"worker-{spec.index}",
@@ -114,10 +115,10 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
             rank=spec.index,
             num_kv_slots=runner.num_kv_slots,
             num_host_slots=runner.num_host_slots,
-            step_cost=None if profile is None else profile.coefficients,
+            step_cost=step_cost,
             device=facts_of(spec.config, runner.device),
             overlaps_copies=runner.overlaps_copies,
-            max_num_batched_tokens=spec.config.max_tokens_of_step(runner.device.type),
+            max_num_batched_tokens=tokens_of_step(spec.config, runner.device.type, step_cost),
         )
     )
     control.send(ChildReady())

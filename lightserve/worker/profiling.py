@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from lightserve.cost.profile import (
     save_profile,
 )
 from lightserve.errors import ConfigError
-from lightserve.messages.common import Int32Array, TokenSegment, pack_int32
+from lightserve.messages.common import Int32Array, StepCoefficients, TokenSegment, pack_int32
 from lightserve.messages.router_worker import (
     AddSequence,
     KVCopies,
@@ -57,6 +58,8 @@ MIN_FITTED = 8
 """… without which nothing can be fitted."""
 NUM_REPEATS = 3
 COPIED_TOKENS = 256
+FIXED_SHARE = 1 / 8
+"""Part of a step's time that may be what a step of few tokens takes, too."""
 Row = tuple[int, int]
 """First position and number of tokens."""
 
@@ -81,6 +84,24 @@ def limits_of(runner: ModelRunner, config: ServeConfig) -> ShapeLimits:
         runner.context_len,
         runner.num_kv_slots,
     )
+
+
+def tokens_of_step(
+    config: ServeConfig, device_type: str, coefficients: StepCoefficients | None
+) -> int:
+    """Return the token budget of a step, which the router is told.
+
+    On a CPU with a profile: as many tokens as make what every step takes, however few it has, a
+    small part of it. More would gain little, and all rows of a step wait for its end.
+    """
+    most = config.max_tokens_of_step(device_type)
+    if config.max_num_batched_tokens or device_type != "cpu" or coefficients is None:
+        return most
+    fixed_s = coefficients.floor_s - coefficients.per_new_s * coefficients.knee
+    worth_s = max(0.0, fixed_s) * (1 / FIXED_SHARE - 1)
+    if worth_s >= coefficients.per_new_s * most:
+        return most
+    return min(most, max(config.max_num_seqs, math.ceil(worth_s / coefficients.per_new_s)))
 
 
 def random_steps(limits: ShapeLimits, seed: int) -> Iterator[list[Row]]:
@@ -269,6 +290,7 @@ def profile_at_start(
     if tp.rank == 0:
         log.info("measuring step times for about %g s, once for this configuration", AUTO_SECONDS)
     profile = take_profile(runner, config, tp, seconds=AUTO_SECONDS, num_repeats=1)
+    runner.forget_kv()  # steps of all sizes have written all over the pool
     if tp.rank != 0:
         return None
     log.info(

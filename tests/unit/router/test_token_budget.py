@@ -11,12 +11,13 @@ from support.core_scenes import Arrival, make_core, submit
 from lightserve.config import ServeConfig
 from lightserve.decisions.records import event_of, input_of
 from lightserve.errors import ConfigError
+from lightserve.messages.common import StepCoefficients
 from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import FromFrontend, WorkersGone, WorkersReady
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.types import FrontendId
-from lightserve.worker.profiling import limits_of
+from lightserve.worker.profiling import limits_of, tokens_of_step
 
 PROMPT_TOKENS = 40
 
@@ -46,6 +47,33 @@ def test_what_is_given_has_room_for_a_token_of_every_sequence() -> None:
 
 def test_a_core_plans_as_on_a_cpu_until_workers_say_otherwise() -> None:
     assert make_scheduler_config(ServeConfig(), max_model_len=64).max_num_batched_tokens == 512
+
+
+def coefficients(floor_s: float, per_new_s: float, knee: float = 0.0) -> StepCoefficients:
+    return StepCoefficients(floor_s, knee, per_new_s, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("step_cost", "fields", "expected"),
+    [
+        (None, {}, 512),
+        (coefficients(0.050, 0.001), {}, 350),
+        (coefficients(0.050, 0.001, knee=10), {}, 280),
+        (coefficients(0.050, 0.0005), {}, 512),
+        (coefficients(0.050, 0.0), {}, 512),
+        (coefficients(0.010, 0.001), {}, 256),
+        (coefficients(0.010, 0.001, knee=50), {"max_num_seqs": 32}, 32),
+        (coefficients(0.010, 0.001), {"max_num_seqs": 32}, 70),
+        (coefficients(0.010, 0.001), {"max_num_batched_tokens": 300}, 300),
+    ],
+)
+def test_on_a_cpu_it_is_what_the_profile_finds_worth_it(
+    step_cost: StepCoefficients | None, fields: dict[str, Any], expected: int
+) -> None:
+    """An eighth of such a step is what a step of few tokens takes, too."""
+    config = ServeConfig(**fields)
+    assert tokens_of_step(config, "cpu", step_cost) == expected
+    assert tokens_of_step(config, "cuda", step_cost) == config.max_tokens_of_step("cuda")
 
 
 class _Runner:
