@@ -8,6 +8,10 @@ python -m bench.engine.parts products [--threads 2] [--rows 1,8,32] [--rounds 7]
     how fast the native core multiplies, beside torch's packed products, in turns: GB/s of
     weights, TFLOP/s, torch's time over the core's. On a machine with other work `--cpu-time`
     with one thread takes that thread's CPU time instead
+python -m bench.engine.parts steps --model DIR [--threads 2] [--quantization int8] [--cpu-time]
+    [--steps 1,32,p512,p512+1536]
+    where a step's time goes: decodes, or a prompt's tokens behind as many of its own; ms by
+    operation of the native core, what is left for Python and torch, and page faults
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from resource import RUSAGE_SELF, getrusage
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -27,7 +32,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lightserve.kernels.cpu.core import Level
+from lightserve.config import ServeConfig
+from lightserve.kernels.cpu.core import Level, load_core
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.interface import Kernels
@@ -44,10 +50,13 @@ from lightserve.models.base import KVGroup, KVLayout, Model
 from lightserve.models.parallel import SingleRank
 from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.device import CudaQueue, HostMark, Mark
+from lightserve.worker.engine import build_runner
 from lightserve.worker.graphs import DecodeGraphs, MemoryUse, ladder
 from lightserve.worker.host_pool import DirectHostPool
 from lightserve.worker.memory import KVPool
 from lightserve.worker.model_runner import ModelRunner
+from lightserve.worker.profiling import Row, StepTimer
+from lightserve.worker.threads import set_threads
 
 VOCAB_SIZE = 64
 CONTEXT_LEN = 4096
@@ -265,10 +274,90 @@ def products() -> None:
         )
 
 
-PEAKED, FLAT = 4.0, 0.1
+CONTEXT = 100
+"""Of decodes."""
 
 
-COMMANDS = {"host": host, "products": products}
+class Timed:
+    """A function of the core that notes how long it takes."""
+
+    def __init__(self, name: str, call: Callable[..., int], clock: Callable[[], float]) -> None:
+        self.name, self.call, self.clock = name, call, clock
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, *arguments: Any) -> int:
+        start_s = self.clock()
+        result = self.call(*arguments)
+        name = self.name
+        if name == "linear":
+            name += f" {arguments[9]} x {arguments[8]}"
+        self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - start_s
+        return result
+
+
+def timed_operations(clock: Callable[[], float]) -> list[Timed]:
+    """Put clocks around all functions of the core."""
+    core, timed = load_core(), list[Timed]()
+    for functions in (core.f32, core.bf16, core.drawing):
+        for name, call in list(vars(functions).items()):
+            timed.append(Timed(name, call, clock))
+            setattr(functions, name, timed[-1])
+    return timed
+
+
+def rows_of(step: str) -> list[Row]:
+    """Return what `--steps` names: 8 decodes, p512 or p512+1536."""
+    if not step.startswith("p"):
+        return [(CONTEXT, 1)] * int(step)
+    count, _, start = step[1:].partition("+")
+    return [(int(start or 0), int(count))]
+
+
+def steps() -> None:
+    """See above."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", default="1,8,32,64,p128,p512,p512+1536,p2048")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--cpu-time", action="store_true")
+    options = parser.parse_args()
+    config = ServeConfig(
+        model=options.model,
+        num_threads=options.threads,
+        max_model_len=4096,
+        kv_memory="1GiB",
+        quantization=options.quantization,
+    )
+    set_threads(config)
+    timer = StepTimer(build_runner(config))
+    clock: Callable[[], float] = time.thread_time if options.cpu_time else time.perf_counter
+    timed = timed_operations(clock)
+    for step in options.steps.split(","):
+        rows = rows_of(step)
+        timer.prepare(rows)
+        timer.run(rows)
+        for operation in timed:
+            operation.seconds.clear()
+        faults, seconds = getrusage(RUSAGE_SELF).ru_minflt, list[float]()
+        for _ in range(options.rounds):
+            start_s = clock()
+            timer.run(rows)
+            seconds.append(clock() - start_s)
+        faults = getrusage(RUSAGE_SELF).ru_minflt - faults
+        parts = {name: s for operation in timed for name, s in operation.seconds.items()}
+        parts["rest"] = sum(seconds) - sum(parts.values())
+        largest = sorted(parts.items(), key=lambda item: -item[1])
+        text = ", ".join(f"{name} {1e3 * s / options.rounds:.2f}" for name, s in largest)
+        print(
+            f"{step:>10}: median {1e3 * median(seconds):.2f} ms, least {1e3 * min(seconds):.2f},"
+            f" {faults // options.rounds} faults: {text}",
+            flush=True,
+        )
+
+
+COMMANDS = {"host": host, "products": products, "steps": steps}
 
 if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:
