@@ -9,25 +9,20 @@
 
 extern "C" {
 int32_t core_level();
-int64_t core_packed_size(int64_t, int64_t, int32_t);
-int64_t core_packed_size_int8(int64_t, int64_t);
-int64_t core_packed_size_groups(int64_t, int64_t, int64_t);
+int64_t core_packed_size(int64_t, int64_t, int32_t, int32_t);
+int64_t core_packed_size_int8(int64_t, int64_t, int32_t);
+int64_t core_packed_size_groups(int64_t, int64_t, int64_t, int32_t);
 void core_pack_groups(const uint8_t*, int64_t, int64_t, int64_t, uint8_t*, int32_t);
 #define DECLARE(T, name)                                                                         \
-  void core_pack_##name(const T*, int64_t, int64_t, T*, int32_t);                                \
-  void core_linear_##name(const T*, int64_t, int64_t, const T*, int64_t, int64_t, const T*, T*,  \
-                          int32_t, int32_t);                                                     \
-  void core_pack_int8_##name(const T*, int64_t, int64_t, int8_t*, float*, int32_t);              \
-  void core_linear_int8_##name(const T*, int64_t, int64_t, const int8_t*, const float*, int64_t, \
-                               int64_t, const T*, T*, int32_t, int32_t);                         \
-  void core_quantize_groups_##name(const T*, int64_t, int64_t, int64_t, uint8_t*, uint16_t*,     \
-                                   uint8_t*, int32_t);                                           \
-  void core_linear_groups_##name(const T*, int64_t, int64_t, const uint8_t*, const uint16_t*,    \
-                                 const uint8_t*, int64_t, int64_t, int64_t, int64_t, const T*,   \
-                                 T*, int32_t, int32_t);                                          \
+  void core_pack_##name(const T*, int64_t, int64_t, int32_t, T*, int32_t);                       \
+  void core_pack_int8_##name(const T*, int64_t, int64_t, int32_t, int8_t*, float*, int32_t);     \
+  void core_quantize_groups_##name(const T*, int64_t, int64_t, int64_t, int32_t, uint8_t*,       \
+                                   uint16_t*, uint8_t*, int32_t);                                \
+  void core_linear_##name(const T*, int64_t, int64_t, const void*, const void*, const uint8_t*,  \
+                          int64_t, int64_t, int64_t, int64_t, const T*, int32_t, void*, int32_t, \
+                          int32_t);                                                              \
   void core_norm_##name(const T*, int64_t, T*, const T*, float, int64_t, int64_t, T*, int32_t,   \
                         int32_t);                                                                \
-  void core_gate_##name(const T*, int64_t, int64_t, int64_t, T*, int32_t, int32_t);              \
   int32_t core_rotate_##name(T*, const T*, const T*, int64_t, int64_t, int64_t, int64_t,         \
                              int64_t, const float*, const float*, int64_t, void*, void*,         \
                              int64_t, int64_t, int32_t, const int64_t*, int64_t, const T*, const T*, float,        \
@@ -62,39 +57,46 @@ struct Buffer {
   static void fuzz_##name(int32_t level) {                                                      \
     const int32_t threads = static_cast<int32_t>(among(1, 3));                                  \
     {                                                                                           \
-      const int64_t rows = among(1, 70), inputs = among(1, 200), outputs = among(1, 150);       \
-      Buffer<T> x(rows * inputs), weight(outputs * inputs), out(rows * outputs), bias(outputs); \
-      Buffer<T> packed(core_packed_size(outputs, inputs, is_bf16));                             \
-      core_pack_##name(weight, outputs, inputs, packed, threads);                               \
-      core_linear_##name(x, inputs, rows, packed, inputs, outputs,                              \
-                         rows % 2 ? static_cast<T*>(bias) : nullptr, out, level, threads);      \
-      Buffer<int8_t> bytes(core_packed_size_int8(outputs, inputs));                             \
-      Buffer<float> factors(divide_up(outputs, PANEL) * PANEL);                                 \
-      core_pack_int8_##name(weight, outputs, inputs, bytes, factors, threads);                  \
-      core_linear_int8_##name(x, inputs, rows, bytes, factors, inputs, outputs,                 \
-                              rows % 2 ? static_cast<T*>(bias) : nullptr, out, level, threads); \
+      const int64_t rows = among(1, 70), inputs = among(1, 200);                                \
+      const Form form = static_cast<Form>(among(0, 2));                                         \
+      const int32_t gated = form == GATED;                                                      \
+      const int64_t outputs = among(1, 150) * (1 + gated), panels = panels_of(outputs, gated);  \
+      Buffer<T> x(rows * inputs), weight(outputs * inputs), biases(outputs);                    \
+      Buffer<T> plain(rows * outputs / (1 + gated));                                            \
+      Buffer<float> wide(rows * outputs);                                                       \
+      const T* bias = rows % 2 ? static_cast<T*>(biases) : nullptr;                             \
+      void* out = form == WIDE ? static_cast<void*>(static_cast<float*>(wide))                  \
+                               : static_cast<void*>(static_cast<T*>(plain));                    \
+      Buffer<T> packed(core_packed_size(outputs, inputs, is_bf16, gated));                      \
+      core_pack_##name(weight, outputs, inputs, gated, packed, threads);                        \
+      core_linear_##name(x, inputs, rows, (T*)packed, nullptr, nullptr, 0, 0, inputs, outputs,  \
+                         bias, form, out, level, threads);                                      \
+      Buffer<int8_t> bytes(core_packed_size_int8(outputs, inputs, gated));                      \
+      Buffer<float> factors(panels * PANEL);                                                    \
+      core_pack_int8_##name(weight, outputs, inputs, gated, bytes, factors, threads);           \
+      core_linear_##name(x, inputs, rows, (int8_t*)bytes, (float*)factors, nullptr, 8, 0,       \
+                         inputs, outputs, bias, form, out, level, threads);                     \
       Buffer<int64_t> chosen(rows);                                                             \
       for (int64_t i = 0; i < rows; i++) chosen[i] = among(0, outputs - 1);                     \
       Buffer<T> found(rows * inputs);                                                           \
-      core_rows_##name(packed, outputs, inputs, chosen, rows, found, threads);                  \
-      core_rows_int8_##name(bytes, factors, outputs, inputs, chosen, rows, found, threads);     \
+      if (!gated) {                                                                             \
+        core_rows_##name(packed, outputs, inputs, chosen, rows, found, threads);                \
+        core_rows_int8_##name(bytes, factors, outputs, inputs, chosen, rows, found, threads);   \
+      }                                                                                         \
       const int64_t bits = among(1, 2) * 4, size = among(1, 4) * K_BLOCK;                       \
-      const int64_t places = divide_up(outputs, PANEL) * PANEL * divide_up(inputs, size);       \
+      const int64_t places = panels * PANEL * divide_up(inputs, size);                          \
       Buffer<uint8_t> integers(outputs * inputs), zeros(places);                                \
-      Buffer<uint8_t> grouped(core_packed_size_groups(outputs, inputs, bits));                  \
+      Buffer<uint8_t> grouped(core_packed_size_groups(outputs, inputs, bits, gated));           \
       Buffer<uint16_t> halves(places);                                                          \
-      core_pack_groups(integers, outputs, inputs, bits, grouped, threads);                      \
+      if (!gated) core_pack_groups(integers, outputs, inputs, bits, grouped, threads);          \
       if (bits == 4)                                                                            \
-        core_quantize_groups_##name(weight, outputs, inputs, size, grouped, halves, zeros,      \
-                                    threads);                                                   \
-      core_linear_groups_##name(x, inputs, rows, grouped, halves, zeros, bits, size, inputs,    \
-                                outputs, rows % 2 ? static_cast<T*>(bias) : nullptr, out,       \
-                                level, threads);                                                \
+        core_quantize_groups_##name(weight, outputs, inputs, size, gated, grouped, halves,      \
+                                    zeros, threads);                                            \
+      core_linear_##name(x, inputs, rows, (uint8_t*)grouped, (uint16_t*)halves, zeros, bits,    \
+                         size, inputs, outputs, bias, form, out, level, threads);               \
       Buffer<T> other(rows * inputs), normed(rows * inputs), scale(inputs);                     \
       core_norm_##name(x, inputs, rows % 2 ? static_cast<T*>(other) : nullptr, scale, 1e-5f,    \
                        rows, inputs, normed, level, threads);                                   \
-      Buffer<T> both(rows * 2 * inputs);                                                        \
-      core_gate_##name(both, 2 * inputs, rows, inputs, normed, level, threads);                 \
     }                                                                                           \
     const int64_t kv_heads = among(1, 3), heads = kv_heads * among(1, 9), size = among(1, 100); \
     const int64_t num_slots = among(1, 900), count = among(1, 4);                               \

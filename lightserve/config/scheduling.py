@@ -41,7 +41,8 @@ PARTS = {
 
 AUTO_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 """--max-num-batched-tokens by device, unless it is given. A GPU has read its weights by the time
-that it has computed some 300 tokens, and deadlines limit a step sooner than this."""
+that it has computed some 300 tokens, and deadlines limit a step sooner than this. On a CPU it may
+be less, by the profile of step times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +76,9 @@ class SchedulingOptions:
     max_num_seqs: int = option(256, "Most sequences that run at once.", low=1, high=65536)
     max_num_batched_tokens: int = option(
         0,
-        "Most new tokens in one step: the budget that prefill chunks fill. 0 takes 512 on a CPU and"
-        " 8192 on a GPU, and no less than --max-num-seqs.",
+        "Most new tokens in one step: the budget that prefill chunks fill. 0 takes 8192 on a GPU;"
+        " on a CPU as many as the profile of its step times finds worth it, or 512; and no less"
+        " than --max-num-seqs.",
         low=0,
         high=1_048_576,
     )
@@ -203,9 +205,9 @@ class SchedulingOptions:
         return (by_default if self.be_order == "auto" else self.be_order) == "sharing"
 
     def max_tokens_of_step(self, device_type: str) -> int:
-        """Return the token budget of a step where workers compute on "cpu" or "cuda".
+        """Return the largest token budget of a step where workers compute on "cpu" or "cuda".
 
-        Workers ask, who know their device, and tell the router.
+        Workers, who know their device and its step times, tell the router what to take.
         """
         default = AUTO_BATCHED_TOKENS[device_type]
         return self.max_num_batched_tokens or max(default, self.max_num_seqs)

@@ -27,13 +27,15 @@ from lightserve.kernels.interface import AttentionBatch
 class DeviceTorchKernels(TorchKernels):
     """See `Kernels`: like the CPU's, but for packed weights and plans made on the host."""
 
-    def pack_weight(self, weight: Tensor) -> Tensor:
+    def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
         """See `Kernels.pack_weight`: as it is."""
         return weight
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """See `Kernels.linear`."""
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight, bias).to(dtype or x.dtype)
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """See `Kernels.rotary`."""

@@ -92,20 +92,29 @@ class Kernels(Protocol):
     """Whether a pass of decodes alone can be recorded as a CUDA graph: of the batch it reads
     nothing on the host but the number of rows, and it copies nothing from the host."""
 
-    def pack_weight(self, weight: Tensor) -> Tensor:
-        """Return `weight` [M, K] in the form that `linear` is fastest with.
+    def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
+        """Return `weight` [M, K] in the form that `linear` is fastest with, or `gated_linear`.
 
         Called once per weight. The result may be opaque: it has shape [M, K] and serves `linear`
-        alone. It may also be `weight` itself; the caller keeps nothing but the result.
+        alone, with `is_gated` `gated_linear` alone. It may also be `weight` itself; the caller
+        keeps nothing but the result.
 
         Raises:
             StartupError: these kernels cannot keep their promise on this machine.
         """
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Return x @ weight.T + bias; x [N, K], weight [M, K], bias [M] -> [N, M].
 
-        `weight` is what `pack_weight` returned.
+        `weight` is what `pack_weight` returned; `dtype` is x's own, the default, or float32.
+        """
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `silu_and_mul` of `linear`; x [N, K], weight [2*I, K] (gates first) -> [N, I].
+
+        `weight` is what `pack_weight` returned with `is_gated`.
         """
 
     def packed_rows(self, weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
@@ -184,6 +193,8 @@ class Int8Weight(NamedTuple):
     """float32 [at least M]: the largest of an output's weights is 127 times its factor."""
     num_outputs: int
     """M."""
+    is_gated: bool = False
+    """Whether products with it are as those of `gated_linear`."""
 
 
 class GroupedWeight(NamedTuple):
@@ -206,15 +217,24 @@ class GroupedWeight(NamedTuple):
     """4 or 8, of an integer."""
     group_size: int
     """32, 64, 96 or 128 inputs; the last group may have fewer."""
+    is_gated: bool = False
+    """See `Int8Weight`."""
 
 
 class QuantizingKernels(Kernels, Protocol):
     """Kernels that also multiply by weights of 8 and of 4 bits."""
 
-    def quantize(self, weight: Tensor) -> Int8Weight:
+    def quantize(self, weight: Tensor, *, is_gated: bool = False) -> Int8Weight:
         """Round `weight` [M, K] to 8 bits: ties to even, by each output's largest number."""
 
-    def linear_int8(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
+    def linear_int8(
+        self,
+        x: Tensor,
+        weight: Int8Weight,
+        bias: Tensor | None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """See `Kernels.linear`, for a weight from `quantize`; x and bias stay as exact as there."""
 
     def int8_rows(
@@ -222,7 +242,9 @@ class QuantizingKernels(Kernels, Protocol):
     ) -> Callable[[Tensor], Tensor]:
         """Return what looks up rows of a weight from `quantize`, as numbers of `dtype`."""
 
-    def quantize_groups(self, weight: Tensor, group_size: int) -> GroupedWeight:
+    def quantize_groups(
+        self, weight: Tensor, group_size: int, *, is_gated: bool = False
+    ) -> GroupedWeight:
         """Round `weight` [M, K] to 4 bits in groups, with the least squared error of some widths.
 
         A factor that float16 cannot hold is infinite.

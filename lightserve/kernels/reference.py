@@ -58,14 +58,20 @@ class ReferenceKernels:
     name = "reference"
     is_capturable = False
 
-    def pack_weight(self, weight: Tensor) -> Tensor:
+    def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
         """See `Kernels.pack_weight`: as it is."""
         return weight
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """See `Kernels.linear`."""
         product = x.float() @ weight.float().T
-        return (product if bias is None else product + bias.float()).to(x.dtype)
+        return (product if bias is None else product + bias.float()).to(dtype or x.dtype)
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Kernels.gated_linear`."""
+        return self.silu_and_mul(self.linear(x, weight, bias))
 
     def packed_rows(self, weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
         """See `Kernels.packed_rows`."""

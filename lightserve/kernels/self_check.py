@@ -368,16 +368,17 @@ def _comparisons(pair: _Pair) -> Iterator[Comparison]:
 
 def _linears(pair: _Pair) -> Iterator[Comparison]:
     for name, (num_rows_of_weight, num_inputs) in pair.shapes.linears().items():
-        num_outputs = min(num_rows_of_weight, max(16, MAX_WEIGHT_NUMBERS // num_inputs))
+        num_outputs = min(num_rows_of_weight, max(16, MAX_WEIGHT_NUMBERS // num_inputs) // 2 * 2)
         weight = pair.random(num_outputs, num_inputs, scale=num_inputs**-0.5)
         bias = pair.random(num_outputs) if name == "qkv" and pair.shapes.qkv_bias else None
         wide_weight, wide_bias = weight.float(), None if bias is None else bias.float()
-        packed = pair.kernels.pack_weight(weight)
+        operation = "gated_linear" if name == "gate_up" else "linear"
+        packed = pair.kernels.pack_weight(weight, is_gated=name == "gate_up")
         for num_rows in LINEAR_ROWS:
             x = pair.random(num_rows, num_inputs)
             with _Poison():
-                result = pair.kernels.linear(x, packed, bias)
-            truth = ReferenceKernels().linear(x.float(), wide_weight, wide_bias)
+                result = getattr(pair.kernels, operation)(x, packed, bias)
+            truth = getattr(ReferenceKernels(), operation)(x.float(), wide_weight, wide_bias)
             shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
             yield Comparison(f"linear ({name})", shape, result, truth)
 

@@ -43,13 +43,13 @@ class GatedMLP:
         if "gate_up" in config.merged:
             name, up_start = f"{prefix}.gate_up_proj", config.intermediate_size + part.start
             parts = [(name, part), (name, Part(up_start, part.size))]
-        self._kernels = context.kernels
         self._gate_up = ColumnParallelLinear(
             context.method,
             context.reader,
             parts,
             in_size=config.hidden_size,
             has_bias=config.mlp_bias,
+            is_gated=True,
         )
         self._down = RowParallelLinear(
             context.method,
@@ -63,7 +63,7 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        return self._down(self._kernels.silu_and_mul(self._gate_up(x)))
+        return self._down(self._gate_up(x))
 
 
 class DecoderLayer:

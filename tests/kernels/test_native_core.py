@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import logging
 import random
 import shutil
@@ -13,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from lightserve.kernels.cpu import core
 from lightserve.kernels.cpu.core import CoreMissingError, Level, load_core
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
-from lightserve.kernels.interface import GroupedWeight
+from lightserve.kernels.interface import GroupedWeight, Int8Weight
 from lightserve.kernels.reference import (
     ReferenceKernels,
     kv_as_int8,
@@ -60,11 +62,41 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+FORMS = ("plain", "gated", "wide")
+"""What becomes of a product: numbers of x's type, gates times ups, or numbers of float32."""
+
+
+def truth_of(form: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the reference's product, in float32."""
+    reference = ReferenceKernels()
+    multiply = reference.gated_linear if form == "gated" else reference.linear
+    return multiply(x.float(), weight.float(), None if bias is None else bias.float())
+
+
+def product(
+    kernels: NativeKernels, form: str, x: Tensor, packed: Any, bias: Tensor | None
+) -> Tensor:
+    """Return a product that is to be like `truth_of`."""
+    dtype = torch.float32 if form == "wide" else None
+    with Poisoned():
+        if isinstance(packed, GroupedWeight):
+            result = kernels.linear_groups(x, packed, bias)
+        elif isinstance(packed, Int8Weight):
+            result = kernels.linear_int8(x, packed, bias, dtype=dtype)
+        elif form == "gated":
+            result = kernels.gated_linear(x, packed, bias)
+        else:
+            result = kernels.linear(x, packed, bias, dtype=dtype)
+    assert result.dtype is (dtype or x.dtype)
+    return result
+
+
 def linear_case(seed: int, dtype: torch.dtype, kernels: NativeKernels) -> tuple[float, object]:
     """Return the error of a product of some odd sizes, and what it was."""
-    some = random.Random(seed)
+    some, form = random.Random(seed), FORMS[seed // 6 % 3]
     sizes = some.choice(ROWS), some.choice(OUTPUTS), some.choice(INPUTS)
     num_rows, num_outputs, num_inputs = sizes
+    num_outputs *= 2 if form == "gated" else 1
     generator = torch.Generator().manual_seed(seed)
     weight = (torch.randn(num_outputs, num_inputs, generator=generator) * num_inputs**-0.5).to(
         dtype
@@ -74,12 +106,10 @@ def linear_case(seed: int, dtype: torch.dtype, kernels: NativeKernels) -> tuple[
     x[:, :num_inputs] = torch.randn(num_rows, num_inputs, generator=generator).to(dtype)
     x = x[:, :num_inputs]
     bias = torch.randn(num_outputs, generator=generator).to(dtype) if seed % 2 else None
-    packed = kernels.pack_weight(weight)
+    packed = kernels.pack_weight(weight, is_gated=form == "gated")
     assert packed.shape == weight.shape
-    with Poisoned():
-        result = kernels.linear(x, packed, bias)
-    truth = ReferenceKernels().linear(x.float(), weight.float(), None if bias is None else bias)
-    return relative_error(result, truth), sizes
+    result = product(kernels, form, x, packed, bias)
+    return relative_error(result, truth_of(form, x, weight, bias)), (form, sizes)
 
 
 @pytest.mark.usefixtures("_threads")
@@ -100,31 +130,47 @@ def test_products_that_are_cut_over_rows_and_inputs(num_rows: int, num_inputs: i
     """Weights and rows that no cache holds at once."""
     kernels = NativeKernels()
     x = torch.randn(num_rows, num_inputs).bfloat16()
-    weight = torch.randn(70, num_inputs).bfloat16()
+    weight = torch.randn(70, num_inputs).bfloat16() * num_inputs**-0.5
     bias = torch.randn(70).bfloat16()
-    result = kernels.linear(x, kernels.pack_weight(weight), bias)
-    assert relative_error(result, ReferenceKernels().linear(x, weight, bias).float()) <= 5e-3
+    for form in FORMS:
+        packed = kernels.pack_weight(weight, is_gated=form == "gated")
+        result = product(kernels, form, x, packed, bias)
+        assert relative_error(result, truth_of(form, x, weight, bias)) <= 5e-3, form
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=[level.name for level in LEVELS])
+@pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "bfloat16"])
+def test_gates_beyond_what_powers_of_e_can_be(level: Level, dtype: torch.dtype) -> None:
+    kernels = kernels_of(level)
+    gates = torch.tensor([-1e30, -200.0, -80.0, -1e-3, 0.0, 1e-3, 80.0, 200.0, 1e30, torch.nan])
+    weight = torch.zeros(20, 32, dtype=dtype)
+    weight[:10, 0], weight[10:, 1] = gates.to(dtype), 1.0
+    x = torch.zeros(5, 32, dtype=dtype)
+    x[:, :2] = 1.0
+    packed = kernels.pack_weight(weight, is_gated=True)
+    result = product(kernels, "gated", x, packed, None)
+    expected = torch.nn.functional.silu(gates.to(dtype).float()).to(dtype).expand(5, 10)
+    torch.testing.assert_close(result, expected, rtol=8e-3, atol=1e-8, equal_nan=True)
 
 
 INT8_INPUTS = (1, 2, 31, 32, 33, 63, 64, 65, 100, 300)
 
 
-def int8_error(kernels: NativeKernels, sizes: tuple[int, int, int], dtype: torch.dtype) -> float:
+def int8_error(
+    kernels: NativeKernels, sizes: tuple[int, int, int], dtype: torch.dtype, form: str = "plain"
+) -> float:
     """Return the error of a product by 8-bit weights, beside the same rounded numbers."""
     num_rows, num_outputs, num_inputs = sizes
+    num_outputs *= 2 if form == "gated" else 1
     weight = (torch.randn(num_outputs, num_inputs) * num_inputs**-0.5).to(dtype)
     weight[num_outputs // 2] = 0  # has no largest number to divide by
     x = torch.full((num_rows, num_inputs + 5), torch.nan, dtype=dtype)
     x[:, :num_inputs] = torch.randn(num_rows, num_inputs).to(dtype)
     x = x[:, :num_inputs]
     bias = torch.randn(num_outputs).to(dtype) if num_inputs % 2 else None
-    packed = kernels.quantize(weight)
-    with Poisoned():
-        result = kernels.linear_int8(x, packed, bias)
-    wide = None if bias is None else bias.float()
-    return relative_error(
-        result, ReferenceKernels().linear(x.float(), rounded_to_int8(weight), wide)
-    )
+    packed = kernels.quantize(weight, is_gated=form == "gated")
+    result = product(kernels, form, x, packed, bias)
+    return relative_error(result, truth_of(form, x, rounded_to_int8(weight), bias))
 
 
 @pytest.mark.usefixtures("_threads")
@@ -136,7 +182,8 @@ def test_8_bit_products_of_odd_sizes(level: Level, dtype: torch.dtype) -> None:
     for number in range(60):
         torch.set_num_threads(1 + number % 3)
         sizes = some.choice(ROWS), some.choice(OUTPUTS[1:]), some.choice(INT8_INPUTS)
-        assert int8_error(kernels, sizes, dtype) <= LIMITS[dtype], sizes
+        form = FORMS[number // 6 % 3]
+        assert int8_error(kernels, sizes, dtype, form) <= LIMITS[dtype], (form, sizes)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +253,19 @@ def test_products_of_groups_of_odd_sizes(level: Level, dtype: torch.dtype) -> No
         sizes = some.choice(ROWS), some.choice(OUTPUTS), some.choice(INT8_INPUTS)
         bits, size = some.choice((4, 4, 8)), some.choice((32, 64, 128))
         assert group_case(kernels, sizes, dtype, bits, size) <= LIMITS[dtype], (sizes, bits, size)
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=[level.name for level in LEVELS])
+def test_gates_of_weights_in_groups(level: Level) -> None:
+    kernels = kernels_of(level)
+    torch.manual_seed(6)
+    for dtype, num_rows in itertools.product(LIMITS, (2, 5, 40, 70)):
+        weight, bias = torch.randn(66, 100).mul(0.1).to(dtype), torch.randn(66).to(dtype)
+        numbers = shown(kernels, kernels.quantize_groups(weight, 32))
+        x = torch.randn(num_rows, 100).to(dtype)
+        packed = kernels.quantize_groups(weight, 32, is_gated=True)
+        result = product(kernels, "gated", x, packed, bias)
+        assert relative_error(result, truth_of("gated", x, numbers, bias)) <= LIMITS[dtype]
 
 
 @pytest.mark.parametrize("num_rows", [4, 5, 64, 65, 300])

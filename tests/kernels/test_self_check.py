@@ -57,7 +57,7 @@ OPERATIONS = {
     "queries not rotated": "rotate_and_write with norms",
     "another eps": "rms_norm",
     "norm of the summand": "add_rms_norm",
-    "gate and up swapped": "silu_and_mul",
+    "gate and up swapped": r"linear \(gate_up\)",
     "last column lost": "linear",
     "no bias": r"linear \(qkv\)",
     "failed launch": "an operation failed: RuntimeError: no kernel image",

@@ -23,6 +23,7 @@ from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels, rounded_to_int8
 from lightserve.kernels.select import missing_core
 from lightserve.models.layers.linear import (
+    GatedLinear,
     Int4Method,
     Int8Linear,
     Int8Method,
@@ -58,8 +59,9 @@ class RoundedMethod(UnquantizedMethod):
         super().__init__(kernels)
         self.kernels = kernels
 
-    def make(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return RoundedLinear(self.kernels, rounded_to_int8(weight), bias)
+    def make(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
+        linear = GatedLinear if is_gated else RoundedLinear
+        return linear(self.kernels, rounded_to_int8(weight), bias)
 
 
 class CoarseMethod(UnquantizedMethod):
@@ -69,9 +71,9 @@ class CoarseMethod(UnquantizedMethod):
         super().__init__(kernels)
         self._largest = largest
 
-    def make(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def make(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
         step = weight.abs().amax(dim=1, keepdim=True) / self._largest
-        return super().make((weight / step).round() * step, bias)
+        return super().make((weight / step).round() * step, bias, is_gated=is_gated)
 
 
 @pytest.mark.parametrize(

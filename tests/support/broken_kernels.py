@@ -119,16 +119,16 @@ class _GateAndUpSwapped(TorchKernels):
 
 
 class _LastColumnLost(TorchKernels):
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = super().linear(x, weight, bias)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
+        out = super().linear(x, weight, bias, **options)
         if len(x) > 1:
             out[-1, -1] = 0.0
         return out
 
 
 class _NoBias(TorchKernels):
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return super().linear(x, weight, None)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
+        return super().linear(x, weight, None, **options)
 
 
 class _FailedLaunch(TorchKernels):

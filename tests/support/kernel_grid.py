@@ -269,6 +269,8 @@ def dense_comparisons(
         loaded, wide = kernels.pack_weight(weight), x.repeat_interleave(2, dim=1)
         yield "linear", case, kernels.linear(x, loaded, bias), reference.linear(x, weight, bias)
         yield "linear", case, kernels.linear(x, loaded, None), reference.linear(x, weight, None)
+        gated = kernels.gated_linear(x, kernels.pack_weight(weight, is_gated=True), bias)
+        yield "gated_linear", case, gated, reference.gated_linear(x, weight, bias)
         yield (
             "linear of a view", case, kernels.linear(wide[:, ::2], loaded, bias),
             reference.linear(x, weight, bias),

@@ -34,6 +34,19 @@ PANEL = 32
 """Outputs that are packed together, as in `core.h`: factors are padded to a multiple."""
 
 
+def num_panels(num_outputs: int, *, is_gated: bool) -> int:
+    """Return how many panels a packed weight has: gates and ups share them, half of each."""
+    return -(-num_outputs // 2 // (PANEL // 2)) if is_gated else -(-num_outputs // PANEL)
+
+
+class Form(IntEnum):
+    """What becomes of a product's sums, as in `core.h`."""
+
+    PLAIN = 0
+    GATED = 1
+    WIDE = 2
+
+
 class CoreMissingError(Exception):
     """The core cannot be used here; says why."""
 
@@ -61,18 +74,15 @@ class Operations:
         def function(operation: str, arguments: str) -> Callable[..., int]:
             return _typed(getattr(library, f"core_{operation}_{name}"), arguments)
 
-        self.pack = function("pack", "pllpi")
-        self.linear = function("linear", "pllpllppii")
-        self.pack_int8 = function("pack_int8", "pllppi")
-        self.linear_int8 = function("linear_int8", "pllppllppii")
-        self.quantize_groups = function("quantize_groups", "plllpppi")
-        self.linear_groups = function("linear_groups", "pllpppllllppii")
+        self.pack = function("pack", "pllipi")
+        self.pack_int8 = function("pack_int8", "pllippi")
+        self.quantize_groups = function("quantize_groups", "plllipppi")
+        self.linear = function("linear", "pllpppllllpipii")
         self.rows = function("rows", "pllplpi")
         self.rows.restype = _INT  # type: ignore[attr-defined]
         self.rows_int8 = function("rows_int8", "ppllplpi")
         self.rows_int8.restype = _INT  # type: ignore[attr-defined]
         self.norm = function("norm", "plppfllpii")
-        self.gate = function("gate", "plllpii")
         self.rotate = function("rotate", "ppplllllpplpplliplppfii")
         self.rotate.restype = _INT  # type: ignore[attr-defined]
         self.attention = function("attention", "plpplliplplllllfipii")
@@ -97,17 +107,21 @@ class Core:
     bf16: Operations
     drawing: Drawing
 
-    def packed_size(self, num_outputs: int, num_inputs: int, *, is_bf16: bool) -> int:
+    def packed_size(
+        self, num_outputs: int, num_inputs: int, *, is_bf16: bool, is_gated: bool
+    ) -> int:
         """Return how many numbers a weight has when it is packed."""
-        return int(self.library.core_packed_size(num_outputs, num_inputs, is_bf16))
+        return int(self.library.core_packed_size(num_outputs, num_inputs, is_bf16, is_gated))
 
-    def packed_bytes(self, num_outputs: int, num_inputs: int) -> int:
+    def packed_bytes(self, num_outputs: int, num_inputs: int, *, is_gated: bool) -> int:
         """Return how many bytes a packed weight of 8 bits has."""
-        return int(self.library.core_packed_size_int8(num_outputs, num_inputs))
+        return int(self.library.core_packed_size_int8(num_outputs, num_inputs, is_gated))
 
-    def packed_group_bytes(self, num_outputs: int, num_inputs: int, bits: int) -> int:
+    def packed_group_bytes(
+        self, num_outputs: int, num_inputs: int, bits: int, *, is_gated: bool
+    ) -> int:
         """Return how many bytes the integers of a weight in groups have."""
-        return int(self.library.core_packed_size_groups(num_outputs, num_inputs, bits))
+        return int(self.library.core_packed_size_groups(num_outputs, num_inputs, bits, is_gated))
 
     def pack_groups(
         self, integers: int, shape: tuple[int, int], bits: int, packed: int, num_threads: int
@@ -139,11 +153,11 @@ def load_core() -> Core:
     level = Level(library.core_level())
     if level is Level.NONE:
         raise CoreMissingError("this processor has no AVX2")
-    library.core_packed_size.argtypes = [_LONG, _LONG, _INT]
+    library.core_packed_size.argtypes = [_LONG, _LONG, _INT, _INT]
     library.core_packed_size.restype = _LONG
-    library.core_packed_size_int8.argtypes = [_LONG, _LONG]
+    library.core_packed_size_int8.argtypes = [_LONG, _LONG, _INT]
     library.core_packed_size_int8.restype = _LONG
-    library.core_packed_size_groups.argtypes = [_LONG, _LONG, _LONG]
+    library.core_packed_size_groups.argtypes = [_LONG, _LONG, _LONG, _INT]
     library.core_packed_size_groups.restype = _LONG
     _typed(library.core_pack_groups, "plllpi")
     library.core_large_pages.argtypes = [_POINTER, _LONG]

@@ -45,7 +45,7 @@ class InvariantKernels(TorchKernels):
 
     name = "torch-batch-invariant"
 
-    def pack_weight(self, weight: Tensor) -> Tensor:
+    def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
         """See `Kernels.pack_weight`."""
         result = default.pack(weight)
         rows = torch.linspace(-1.0, 1.0, weight.shape[1]).to(weight.dtype).expand(ROW_TILE, -1)
@@ -57,7 +57,9 @@ class InvariantKernels(TorchKernels):
             )
         return result
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """See `Kernels.linear`."""
         num_rows = x.shape[0]
         padded = F.pad(x, (0, 0, 0, -num_rows % ROW_TILE))
@@ -65,7 +67,7 @@ class InvariantKernels(TorchKernels):
         for start in range(0, num_rows, ROW_TILE):
             tile = slice(start, start + ROW_TILE)
             out[tile] = default.linear(padded[tile], weight, bias)
-        return out[:num_rows]
+        return out[:num_rows].to(dtype or x.dtype)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `Kernels.silu_and_mul`."""

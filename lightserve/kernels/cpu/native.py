@@ -12,16 +12,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightserve.kernels.cpu.core import PANEL, Core, Level, Operations, load_core
+from lightserve.kernels.cpu.core import (
+    PANEL,
+    Core,
+    Form,
+    Level,
+    Operations,
+    load_core,
+    num_panels,
+)
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.interface import AttentionBatch, GroupedWeight, Int8Weight, QKNorm
 
 MAX_HEAD_DIM = 512
+
+
+class _Numbers(NamedTuple):
+    """A packed weight as the core takes it."""
+
+    packed: Tensor
+    num_outputs: int
+    factors: Tensor | None = None
+    zeros: Tensor | None = None
+    bits: int = 0
+    """0: as many as the rows' numbers."""
+    group_size: int = 0
+    """0: factors are those of outputs."""
+    is_gated: bool = False
 
 
 class NativeKernels(TorchKernels):
@@ -55,42 +78,78 @@ class NativeKernels(TorchKernels):
                 return None
         return operations
 
-    def pack_weight(self, weight: Tensor) -> Tensor:
+    def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
         """See `Kernels.pack_weight`."""
         operations = self._operations.get(weight.dtype)
         if operations is None or weight.numel() == 0:
-            return super().pack_weight(weight)
+            return super().pack_weight(weight, is_gated=is_gated)
         weight = weight.contiguous()
         num_outputs, num_inputs = weight.shape
-        is_bf16 = weight.dtype is torch.bfloat16
-        size = self._core.packed_size(num_outputs, num_inputs, is_bf16=is_bf16)
+        size = self._core.packed_size(
+            num_outputs, num_inputs, is_bf16=weight.dtype is torch.bfloat16, is_gated=is_gated
+        )
         packed = torch.empty(size, dtype=weight.dtype)
         self._core.use_large_pages(packed.data_ptr(), packed.nbytes)
         operations.pack(
-            weight.data_ptr(), num_outputs, num_inputs, packed.data_ptr(), torch.get_num_threads()
+            weight.data_ptr(),
+            num_outputs,
+            num_inputs,
+            is_gated,
+            packed.data_ptr(),
+            torch.get_num_threads(),
         )
         return packed[: weight.numel()].view(weight.shape)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """See `Kernels.linear`."""
-        operations = self._operations.get(x.dtype)
-        if operations is None or weight.numel() == 0:
+        if x.dtype not in self._operations or weight.numel() == 0:
             self._fall_back()
-            return super().linear(x, weight, bias)
+            return super().linear(x, weight, bias, dtype=dtype)
+        return self._multiply(x, _Numbers(weight, weight.shape[0]), bias, dtype=dtype)
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Kernels.gated_linear`."""
+        if x.dtype not in self._operations or weight.numel() == 0:
+            self._fall_back()
+            return super().gated_linear(x, weight, bias)
+        return self._multiply(x, _Numbers(weight, weight.shape[0], is_gated=True), bias)
+
+    def _multiply(
+        self,
+        x: Tensor,
+        weight: _Numbers,
+        bias: Tensor | None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Return x @ weight.T + bias, or what gates make of it, of `dtype` (default: of x)."""
         if x.stride(1) != 1:
             x = x.contiguous()
         num_rows, num_inputs = x.shape
-        num_outputs = weight.shape[0]
-        out = x.new_empty(num_rows, num_outputs)
-        if num_rows:
-            operations.linear(
+        num_outputs, form = weight.num_outputs, Form.PLAIN
+        if weight.is_gated:
+            form, out = Form.GATED, x.new_empty(num_rows, num_outputs // 2)
+        else:
+            if dtype is not None and dtype is not x.dtype:
+                assert dtype is torch.float32, dtype
+                form = Form.WIDE
+            out = torch.empty(num_rows, num_outputs, dtype=dtype or x.dtype)
+        if out.numel():
+            self._operations[x.dtype].linear(
                 x.data_ptr(),
                 x.stride(0),
                 num_rows,
-                weight.data_ptr(),
+                weight.packed.data_ptr(),
+                None if weight.factors is None else weight.factors.data_ptr(),
+                None if weight.zeros is None else weight.zeros.data_ptr(),
+                weight.bits,
+                weight.group_size,
                 num_inputs,
                 num_outputs,
                 None if bias is None else bias.data_ptr(),
+                form,
                 out.data_ptr(),
                 self._level,
                 torch.get_num_threads(),
@@ -141,58 +200,57 @@ class NativeKernels(TorchKernels):
 
         return rows
 
-    def quantize(self, weight: Tensor) -> Int8Weight:
+    def quantize(self, weight: Tensor, *, is_gated: bool = False) -> Int8Weight:
         """See `QuantizingKernels.quantize`."""
         operations = self._operations[weight.dtype]
         weight = weight.contiguous()
         num_outputs, num_inputs = weight.shape
-        size = self._core.packed_bytes(num_outputs, num_inputs)
+        size = self._core.packed_bytes(num_outputs, num_inputs, is_gated=is_gated)
         packed = torch.empty(size, dtype=torch.int8)
         self._core.use_large_pages(packed.data_ptr(), packed.nbytes)
-        factors = torch.empty(-(-num_outputs // PANEL) * PANEL, dtype=torch.float32)
+        factors = torch.empty(
+            num_panels(num_outputs, is_gated=is_gated) * PANEL, dtype=torch.float32
+        )
         operations.pack_int8(
             weight.data_ptr(),
             num_outputs,
             num_inputs,
+            is_gated,
             packed.data_ptr(),
             factors.data_ptr(),
             torch.get_num_threads(),
         )
-        return Int8Weight(packed, factors, num_outputs)
+        return Int8Weight(packed, factors, num_outputs, is_gated)
 
-    def linear_int8(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
+    def linear_int8(
+        self,
+        x: Tensor,
+        weight: Int8Weight,
+        bias: Tensor | None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """See `QuantizingKernels.linear_int8`."""
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        num_rows, num_inputs = x.shape
-        out = x.new_empty(num_rows, weight.num_outputs)
-        if out.numel():
-            self._operations[x.dtype].linear_int8(
-                x.data_ptr(),
-                x.stride(0),
-                num_rows,
-                weight.packed.data_ptr(),
-                weight.factors.data_ptr(),
-                num_inputs,
-                weight.num_outputs,
-                None if bias is None else bias.data_ptr(),
-                out.data_ptr(),
-                self._level,
-                torch.get_num_threads(),
-            )
-        return out
+        packed, factors, num_outputs, is_gated = weight
+        numbers = _Numbers(packed, num_outputs, factors, bits=8, is_gated=is_gated)
+        return self._multiply(x, numbers, bias, dtype=dtype)
 
-    def quantize_groups(self, weight: Tensor, group_size: int) -> GroupedWeight:
+    def quantize_groups(
+        self, weight: Tensor, group_size: int, *, is_gated: bool = False
+    ) -> GroupedWeight:
         """See `QuantizingKernels.quantize_groups`."""
         operations = self._operations[weight.dtype]
         weight = weight.contiguous()
         num_outputs, num_inputs = weight.shape
-        result = self._grouped(num_outputs, num_inputs, bits=4, group_size=group_size)
+        result = self._grouped(
+            num_outputs, num_inputs, bits=4, group_size=group_size, is_gated=is_gated
+        )
         operations.quantize_groups(
             weight.data_ptr(),
             num_outputs,
             num_inputs,
             group_size,
+            is_gated,
             result.packed.data_ptr(),
             result.factors.data_ptr(),
             result.zeros.data_ptr(),
@@ -206,7 +264,9 @@ class NativeKernels(TorchKernels):
         """See `QuantizingKernels.pack_groups`."""
         num_outputs, num_inputs = integers.shape
         integers = integers.contiguous()
-        result = self._grouped(num_outputs, num_inputs, bits=bits, group_size=group_size)
+        result = self._grouped(
+            num_outputs, num_inputs, bits=bits, group_size=group_size, is_gated=False
+        )
         self._core.pack_groups(
             integers.data_ptr(),
             (num_outputs, num_inputs),
@@ -221,43 +281,26 @@ class NativeKernels(TorchKernels):
         return result
 
     def _grouped(
-        self, num_outputs: int, num_inputs: int, *, bits: int, group_size: int
+        self, num_outputs: int, num_inputs: int, *, bits: int, group_size: int, is_gated: bool
     ) -> GroupedWeight:
         """Return a weight that is to be filled."""
-        num_bytes = self._core.packed_group_bytes(num_outputs, num_inputs, bits)
+        num_bytes = self._core.packed_group_bytes(num_outputs, num_inputs, bits, is_gated=is_gated)
         packed = torch.empty(num_bytes, dtype=torch.uint8)
         self._core.use_large_pages(packed.data_ptr(), packed.nbytes)
-        shape = (-(-num_outputs // PANEL), -(-num_inputs // group_size), PANEL)
+        shape = (num_panels(num_outputs, is_gated=is_gated), -(-num_inputs // group_size), PANEL)
         factors, zeros = (
             torch.empty(shape, dtype=torch.float16),
             torch.empty(shape, dtype=torch.uint8),
         )
-        return GroupedWeight(packed, factors, zeros, num_outputs, num_inputs, bits, group_size)
+        return GroupedWeight(
+            packed, factors, zeros, num_outputs, num_inputs, bits, group_size, is_gated
+        )
 
     def linear_groups(self, x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
         """See `QuantizingKernels.linear_groups`."""
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        num_rows, num_inputs = x.shape
-        out = x.new_empty(num_rows, weight.num_outputs)
-        if out.numel():
-            self._operations[x.dtype].linear_groups(
-                x.data_ptr(),
-                x.stride(0),
-                num_rows,
-                weight.packed.data_ptr(),
-                weight.factors.data_ptr(),
-                weight.zeros.data_ptr(),
-                weight.bits,
-                weight.group_size,
-                num_inputs,
-                weight.num_outputs,
-                None if bias is None else bias.data_ptr(),
-                out.data_ptr(),
-                self._level,
-                torch.get_num_threads(),
-            )
-        return out
+        packed, factors, zeros, num_outputs, _, bits, group_size, is_gated = weight
+        numbers = _Numbers(packed, num_outputs, factors, zeros, bits, group_size, is_gated)
+        return self._multiply(x, numbers, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`; rounds before the weight is applied, as transformers does."""
@@ -306,26 +349,6 @@ class NativeKernels(TorchKernels):
                 torch.get_num_threads(),
             )
         return out, residual
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """See `Kernels.silu_and_mul`."""
-        operations = self._native(gate_up)
-        if operations is None:
-            self._fall_back()
-            return super().silu_and_mul(gate_up)
-        num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = gate_up.new_empty(num_rows, size)
-        if num_rows:
-            operations.gate(
-                gate_up.data_ptr(),
-                gate_up.stride(0),
-                num_rows,
-                size,
-                out.data_ptr(),
-                self._level,
-                torch.get_num_threads(),
-            )
-        return out
 
     def rotate_and_write(
         self,

@@ -56,13 +56,19 @@ class TritonKernels:
     def __init__(self, configs: AttentionConfigs | None = None) -> None:
         self.configs = configs or AttentionConfigs()
 
-    def pack_weight(self, weight: Tensor) -> Tensor:
+    def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
         """See `Kernels.pack_weight`: as it is."""
         return weight
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """See `Kernels.linear`."""
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight, bias).to(dtype or x.dtype)
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Kernels.gated_linear`."""
+        return self.silu_and_mul(self.linear(x, weight, bias))
 
     def packed_rows(self, weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
         """See `Kernels.packed_rows`: weights stay as they are."""

@@ -158,11 +158,11 @@ class LMHead:
 
         `out` [L, vocab] is filled and returned instead of a new tensor.
         """
-        logits = self._tp.gather(self._linear.apply(hidden))
+        logits = self._tp.gather(self._linear.apply(hidden, dtype=self._dtype))
         if logits is None:
             return None
         logits = logits[:, : self._vocab_size]
-        return logits.to(self._dtype) if out is None else out.copy_(logits)
+        return logits if out is None else out.copy_(logits)
 
     def no_logits(self) -> Tensor | None:
         """Return what a pass without wanted logits returns: [0, vocab], None beyond rank 0."""
@@ -187,8 +187,12 @@ class ModuleShard:
 class Linear(Protocol):
     """A loaded linear map."""
 
-    def apply(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T + bias; x [N, in] -> [N, out] of this rank."""
+    def apply(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Return x @ weight.T + bias; x [N, in] -> [N, out] of this rank.
+
+        `dtype` is x's own, the default, or float32. A map of gates and ups, made with `is_gated`,
+        gives silu(gate) * up, [N, out / 2], of x's dtype.
+        """
 
     def rows(self, in_size: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
         """Return what looks up rows int64 [N] of the weight [out, in], None where nothing can."""
@@ -197,13 +201,16 @@ class Linear(Protocol):
 class LinearMethod(Protocol):
     """How weights are kept."""
 
-    def make(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def make(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
         """Return the map of a plain weight [out, in]; `weight` itself is not kept."""
 
-    def create(self, reader: WeightReader, shards: Sequence[ModuleShard]) -> Linear:
+    def create(
+        self, reader: WeightReader, shards: Sequence[ModuleShard], *, is_gated: bool = False
+    ) -> Linear:
         """Read the shards, stack their outputs in order, and return the merged map.
 
-        All shards have the same columns and all or none a bias.
+        All shards have the same columns and all or none a bias. With `is_gated` there are two of
+        one size, gates and ups.
         """
 
 
@@ -235,13 +242,24 @@ class UnquantizedLinear:
         self.weight = weight
         self.bias = bias
 
-    def apply(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T + bias."""
-        return self.kernels.linear(x, self.weight, self.bias)
+    def apply(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """See `Linear.apply`."""
+        return self.kernels.linear(x, self.weight, self.bias, dtype=dtype)
 
     def rows(self, in_size: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
         """See `Linear.rows`."""
         return self.kernels.packed_rows(self.weight, dtype)
+
+
+class GatedLinear(UnquantizedLinear):
+    """Such a weight of gates and ups."""
+
+    __slots__ = ()
+
+    def apply(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """See `Linear.apply`."""
+        assert dtype is None
+        return self.kernels.gated_linear(x, self.weight, self.bias)
 
 
 class UnquantizedMethod:
@@ -250,13 +268,16 @@ class UnquantizedMethod:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def make(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def make(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
         """See `LinearMethod.make`."""
-        return UnquantizedLinear(self._kernels, self._kernels.pack_weight(weight), bias)
+        packed = self._kernels.pack_weight(weight, is_gated=is_gated)
+        return (GatedLinear if is_gated else UnquantizedLinear)(self._kernels, packed, bias)
 
-    def create(self, reader: WeightReader, shards: Sequence[ModuleShard]) -> Linear:
+    def create(
+        self, reader: WeightReader, shards: Sequence[ModuleShard], *, is_gated: bool = False
+    ) -> Linear:
         """See `LinearMethod.create`."""
-        return self.make(*_merged(reader, shards))
+        return self.make(*_merged(reader, shards), is_gated=is_gated)
 
 
 class Int8Linear:
@@ -269,9 +290,9 @@ class Int8Linear:
         self.weight = weight
         self.bias = bias
 
-    def apply(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T + bias."""
-        return self.kernels.linear_int8(x, self.weight, self.bias)
+    def apply(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """See `Linear.apply`."""
+        return self.kernels.linear_int8(x, self.weight, self.bias, dtype=dtype)
 
     def rows(self, in_size: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
         """See `Linear.rows`."""
@@ -284,13 +305,15 @@ class Int8Method:
     def __init__(self, kernels: QuantizingKernels) -> None:
         self.kernels = kernels
 
-    def make(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def make(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
         """See `LinearMethod.make`."""
-        return Int8Linear(self.kernels, self.kernels.quantize(weight), bias)
+        return Int8Linear(self.kernels, self.kernels.quantize(weight, is_gated=is_gated), bias)
 
-    def create(self, reader: WeightReader, shards: Sequence[ModuleShard]) -> Linear:
+    def create(
+        self, reader: WeightReader, shards: Sequence[ModuleShard], *, is_gated: bool = False
+    ) -> Linear:
         """See `LinearMethod.create`."""
-        return self.make(*_merged(reader, shards))
+        return self.make(*_merged(reader, shards), is_gated=is_gated)
 
 
 class Int4Linear:
@@ -305,8 +328,9 @@ class Int4Linear:
         self.weight = weight
         self.bias = bias
 
-    def apply(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T + bias."""
+    def apply(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """See `Linear.apply`."""
+        assert dtype is None, "no output layer is of 4 bits"
         return self.kernels.linear_groups(x, self.weight, self.bias)
 
     def rows(self, in_size: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
@@ -322,10 +346,12 @@ class Int4Method(Int8Method):
 
     GROUP_SIZE = 32
 
-    def create(self, reader: WeightReader, shards: Sequence[ModuleShard]) -> Linear:
+    def create(
+        self, reader: WeightReader, shards: Sequence[ModuleShard], *, is_gated: bool = False
+    ) -> Linear:
         """See `LinearMethod.create`."""
         weight, bias = _merged(reader, shards)
-        rounded = self.kernels.quantize_groups(weight, self.GROUP_SIZE)
+        rounded = self.kernels.quantize_groups(weight, self.GROUP_SIZE, is_gated=is_gated)
         if not bool(rounded.factors.isfinite().all()):
             names = ", ".join(shard.name for shard in shards)
             raise ModelLoadError(
@@ -348,17 +374,21 @@ class ColumnParallelLinear:
         *,
         in_size: int,
         has_bias: bool,
+        is_gated: bool = False,
     ) -> None:
-        """Load the modules of `parts` (name, this rank's output features) in that order."""
+        """Load the modules of `parts` (name, this rank's output features) in that order.
+
+        With `is_gated` they are gates and ups.
+        """
         columns = Part(0, in_size)
         shards = [
             ModuleShard(name=name, rows=rows, columns=columns, has_bias=has_bias)
             for name, rows in parts
         ]
-        self._linear = method.create(reader, shards)
+        self._linear = method.create(reader, shards, is_gated=is_gated)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return this rank's outputs; x [T, in] -> [T, sum of part sizes]."""
+        """Return this rank's outputs; x [T, in] -> [T, sum of part sizes], gated: half of it."""
         return self._linear.apply(x)
 
 

@@ -35,11 +35,13 @@ CONFIG = tiny_config(num_layers=2, sliding_windows=(None, 9), hidden_size=32, in
 class ExactKernels(TensorKernels):
     """Products that do not depend on the number of rows: rounded once, from float64."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
         return (
             super()
             .linear(x.double(), weight.double(), None if bias is None else bias.double())
-            .to(x.dtype)
+            .to(dtype or x.dtype)
         )
 
 

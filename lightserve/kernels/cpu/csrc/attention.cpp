@@ -12,8 +12,8 @@ void fill_tile(const Attention<T>& task, const Piece& piece, int64_t first_lane,
   const int64_t* row = task.rows + piece.row * 4;
   const int64_t num_new = row[1], context = row[2], first_token = row[3];
   const int64_t group = task.num_heads / task.num_kv_heads;
-  tile.begin = context;
-  tile.end = -1;
+  tile.begin = tile.end_of_all = context;
+  tile.end = tile.begin_of_all = -1;
   for (int64_t i = 0; i < LANES; i++) {
     const int64_t lane = first_lane + i;
     tile.queries[i] = tile.outputs[i] = -1;
@@ -29,6 +29,8 @@ void fill_tile(const Attention<T>& task, const Piece& piece, int64_t first_lane,
     tile.last_key[i] = static_cast<int32_t>(place);
     tile.begin = smaller(tile.begin, first);
     tile.end = larger(tile.end, place);
+    tile.begin_of_all = larger(tile.begin_of_all, first);
+    tile.end_of_all = smaller(tile.end_of_all, place);
   }
 }
 
@@ -82,7 +84,7 @@ void add_state(float* state, const float* other, int64_t size) {
 
 template <typename T>
 void run_attention(const Attention<T>& task, int num_threads,
-                   void (*attend)(const Attention<T>&, const Piece&, const Tile*, float*),
+                   bool (*attend)(const Attention<T>&, const Piece&, const Tile*, float*),
                    void (*finish)(const Attention<T>&, const Tile&, const float*)) {
   int64_t num_states = 0;
   const std::vector<Piece> pieces = pieces_of(task, num_states);
@@ -101,7 +103,7 @@ void run_attention(const Attention<T>& task, int num_threads,
                           ? static_cast<float*>(scratch(7, num_tiles * size * sizeof(float)))
                           : shared + (piece.first_part + piece.part * num_tiles) * size;
       for (int64_t t = 0; t < num_tiles; t++) clear_state(states + t * size, size);
-      attend(task, piece, tiles, states);
+      if (attend(task, piece, tiles, states)) continue;
       if (piece.num_parts > 1) {
         // Who comes last puts the parts together, in their order.
         if (done[piece.first_part].fetch_add(1) + 1 < piece.num_parts) continue;
@@ -117,20 +119,18 @@ void run_attention(const Attention<T>& task, int num_threads,
 
 #define INSTANCE(T)                                                                           \
   template void run_attention<T>(                                                             \
-      const Attention<T>&, int, void (*)(const Attention<T>&, const Piece&, const Tile*, float*), \
+      const Attention<T>&, int, bool (*)(const Attention<T>&, const Piece&, const Tile*, float*), \
       void (*)(const Attention<T>&, const Tile&, const float*));
 INSTANCE(float)
 INSTANCE(bf16)
 
 namespace avx2 {
 template <typename T> void norm(const T*, int64_t, T*, const T*, float, int64_t, int64_t, T*, int);
-template <typename T> void gate(const T*, int64_t, int64_t, int64_t, T*, int);
 template <typename T> void rotate(const Rotation<T>&, int);
 template <typename T> void attention(const Attention<T>&, int);
 }  // namespace avx2
 namespace avx512 {
 template <typename T> void norm(const T*, int64_t, T*, const T*, float, int64_t, int64_t, T*, int);
-template <typename T> void gate(const T*, int64_t, int64_t, int64_t, T*, int);
 template <typename T> void rotate(const Rotation<T>&, int);
 template <typename T> void attention(const Attention<T>&, int);
 }  // namespace avx512
@@ -143,11 +143,6 @@ template <typename T> void attention(const Attention<T>&, int);
                                int32_t num_threads) {                                            \
     (level >= AVX512 ? avx512::norm<T> : avx2::norm<T>)(x, x_stride, residual, weight, eps,      \
                                                         num_rows, size, out, num_threads);       \
-  }                                                                                              \
-  EXPORT void core_gate_##name(const T* gate_up, int64_t stride, int64_t num_rows, int64_t size, \
-                               T* out, int32_t level, int32_t num_threads) {                     \
-    (level >= AVX512 ? avx512::gate<T> : avx2::gate<T>)(gate_up, stride, num_rows, size, out,    \
-                                                        num_threads);                            \
   }                                                                                              \
   EXPORT int32_t core_rotate_##name(                                                             \
       T* q, const T* k, const T* v, int64_t token_stride, int64_t num_tokens, int64_t num_heads, \

@@ -97,11 +97,16 @@ TARGET_AMX Room make_room(int64_t num_tiles, int64_t size) {
 
 TARGET_AMX void put_queries(const Attention<bf16>& task, const Tile& tile, int64_t size,
                             bf16* queries) {
-  for (int64_t lane = 0; lane < LANES; lane++) {
-    const bf16* q = task.q + tile.queries[lane];
-    for (int64_t d = 0; d < size; d++)
-      queries[d / 2 * 32 + 2 * lane + d % 2] =
-          tile.queries[lane] == -1 || d >= task.head_dim ? 0 : q[d];
+  for (int64_t d = 0; d < size; d += 32) {
+    const int64_t left = task.head_dim - d;
+    const __mmask32 mask = left >= 32 ? ~0u : (1u << left) - 1;
+    __m512i pairs[LANES];
+    for (int64_t lane = 0; lane < LANES; lane++)
+      pairs[lane] = tile.queries[lane] == -1
+                        ? _mm512_setzero_si512()
+                        : _mm512_maskz_loadu_epi16(mask, task.q + tile.queries[lane] + d);
+    transpose(pairs);
+    for (int64_t i = 0; i < 16; i++) _mm512_store_si512(queries + d * LANES + 32 * i, pairs[i]);
   }
 }
 
@@ -177,6 +182,8 @@ TARGET_AMX void score(const bf16* queries, const Room& room, int64_t size) {
 }
 
 // Turns scores into weights; returns the factor of what was summed before, and whether it is not 1.
+// `is_full`: all lanes see all keys of the block.
+template <bool is_full>
 TARGET_AMX bool soften(const Tile& tile, int64_t first_key, int64_t num_keys, float scale,
                        const Room& room, float* best_of, float* total_of, __m512* factor) {
   const __m512i last = _mm512_loadu_si512(tile.last_key);
@@ -184,7 +191,17 @@ TARGET_AMX bool soften(const Tile& tile, int64_t first_key, int64_t num_keys, fl
   const __m512 unit = _mm512_set1_ps(scale * 1.44269504f), nothing = _mm512_set1_ps(NOTHING);
   const __m512 before = _mm512_loadu_ps(best_of);
   __m512 best = before;
-  for (int64_t key = 0; key < KEY_BLOCK; key++) {
+  if (is_full) {
+    __m512 most[4];
+    for (int64_t i = 0; i < 4; i++) most[i] = _mm512_load_ps(room.scores + i * LANES);
+    for (int64_t key = 4; key < KEY_BLOCK; key += 4)
+      for (int64_t i = 0; i < 4; i++)
+        most[i] = _mm512_max_ps(most[i], _mm512_load_ps(room.scores + (key + i) * LANES));
+    const __m512 both = _mm512_max_ps(_mm512_max_ps(most[0], most[1]),
+                                      _mm512_max_ps(most[2], most[3]));
+    best = _mm512_max_ps(best, _mm512_mul_ps(both, unit));
+  }
+  for (int64_t key = 0; !is_full && key < KEY_BLOCK; key++) {
     const __m512i place = _mm512_set1_epi32(static_cast<int32_t>(first_key + key));
     __mmask16 seen = _mm512_cmple_epi32_mask(place, last) & _mm512_cmpge_epi32_mask(place, first);
     if (key >= num_keys) seen = 0;
@@ -204,8 +221,9 @@ TARGET_AMX bool soften(const Tile& tile, int64_t first_key, int64_t num_keys, fl
     __m512i pairs[16];
     for (int i = 0; i < 16; i++) {
       const float* scores = room.scores + (half * 32 + 2 * i) * LANES;
-      const __m512 a = exp2_of(_mm512_sub_ps(_mm512_load_ps(scores), base));
-      const __m512 b = exp2_of(_mm512_sub_ps(_mm512_load_ps(scores + LANES), base));
+      __m512 a = _mm512_load_ps(scores), b = _mm512_load_ps(scores + LANES);
+      a = exp2_of(is_full ? _mm512_fmsub_ps(a, unit, base) : _mm512_sub_ps(a, base));
+      b = exp2_of(is_full ? _mm512_fmsub_ps(b, unit, base) : _mm512_sub_ps(b, base));
       total = _mm512_add_ps(total, _mm512_add_ps(a, b));
       pairs[i] = _mm512_permutexvar_epi16(in_turn, (__m512i)_mm512_cvtne2ps_pbh(b, a));
     }
@@ -248,7 +266,22 @@ TARGET_AMX void add_values(const Room& room, int64_t size, float* sums, bool is_
   }
 }
 
-TARGET_AMX void attend_piece(const Attention<bf16>& task, const Piece& piece, const Tile* tiles,
+TARGET_AMX void store_lanes(const Attention<bf16>& task, const Tile& tile, const float* sums,
+                            const float* total) {
+  for (int64_t lane = 0; lane < LANES; lane++) {
+    if (tile.queries[lane] == -1) continue;
+    const __m512 scale = _mm512_set1_ps(1.0f / total[lane]);
+    bf16* out = task.out + tile.outputs[lane];
+    for (int64_t d = 0; d < task.head_dim; d += 16) {
+      const int64_t left = task.head_dim - d;
+      const __mmask16 mask = left >= 16 ? 0xffff : (1u << left) - 1;
+      const __m512 values = _mm512_mul_ps(_mm512_load_ps(sums + d * LANES + lane * 16), scale);
+      _mm256_mask_storeu_epi16(out + d, mask, (__m256i)_mm512_cvtneps_pbh(values));
+    }
+  }
+}
+
+TARGET_AMX bool attend_piece(const Attention<bf16>& task, const Piece& piece, const Tile* tiles,
                              float* states) {
   const int64_t size = padded_inputs(task.head_dim);
   const Room room = make_room(piece.num_tiles, size);
@@ -262,12 +295,20 @@ TARGET_AMX void attend_piece(const Attention<bf16>& task, const Piece& piece, co
       if (key > tiles[t].end || key + num_keys <= tiles[t].begin) continue;
       score(room.queries + t * LANES * size, room, size);
       __m512 factor;
-      const bool is_scaled = soften(tiles[t], key, num_keys, task.scale, room,
-                                    room.best + t * LANES, room.total + t * LANES, &factor);
+      const bool is_full = num_keys == KEY_BLOCK && key >= tiles[t].begin_of_all &&
+                           key + KEY_BLOCK - 1 <= tiles[t].end_of_all;
+      const bool is_scaled = (is_full ? soften<true> : soften<false>)(
+          tiles[t], key, num_keys, task.scale, room, room.best + t * LANES,
+          room.total + t * LANES, &factor);
       add_values(room, size, room.sums + t * LANES * size, is_scaled, factor);
     }
   }
   _tile_release();
+  if (piece.num_parts == 1) {
+    for (int64_t t = 0; t < piece.num_tiles; t++)
+      store_lanes(task, tiles[t], room.sums + t * LANES * size, room.total + t * LANES);
+    return true;
+  }
   for (int64_t t = 0; t < piece.num_tiles; t++) {
     float* state = states + t * state_size(task.head_dim);
     const float* sums = room.sums + t * LANES * size;
@@ -278,6 +319,7 @@ TARGET_AMX void attend_piece(const Attention<bf16>& task, const Piece& piece, co
         state[(2 + d) * LANES + lane] = sums[d / 16 * 256 + lane * 16 + d % 16];
     }
   }
+  return false;
 }
 
 }  // namespace

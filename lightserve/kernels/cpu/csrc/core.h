@@ -100,19 +100,45 @@ struct Groups {
 
 INLINE int64_t block_bytes_of(int64_t bits) { return K_BLOCK * PANEL * bits / 8; }
 
+// Gates and ups that belong together share a panel, PANEL / 2 of each: the weight's outputs are all
+// gates and then all ups.
+INLINE int64_t panels_of(int64_t num_outputs, bool is_gated) {
+  return is_gated ? divide_up(num_outputs / 2, PANEL / 2) : divide_up(num_outputs, PANEL);
+}
+
+// Returns which of a weight's outputs is number `i` of a panel; `num_outputs` or more: none.
+INLINE int64_t output_at(int64_t panel, int64_t i, int64_t num_outputs, bool is_gated) {
+  if (!is_gated) return panel * PANEL + i;
+  const int64_t place = panel * (PANEL / 2) + i % (PANEL / 2), half = num_outputs / 2;
+  return place >= half ? num_outputs : i < PANEL / 2 ? place : half + place;
+}
+
+// What becomes of a product's sums.
+enum Form : int32_t {
+  PLAIN = 0,
+  GATED = 1,  // silu(gate) * up
+  WIDE = 2,   // float32, whatever the type of the rows
+};
+
 template <typename T>
 struct Linear {
   const T* x;
   int64_t x_stride;
   int64_t num_rows;
-  const T* weight;  // or null: `bytes` and `factors` are the weight, or `groups` are
   int64_t num_inputs;
-  int64_t num_outputs;
-  const T* bias;  // or null
-  T* out;         // [num_rows, num_outputs], contiguous
+  int64_t num_outputs;  // of the weight
+  const T* bias;        // of the weight's outputs, or null
+  Form form;
+  void* out;  // [num_rows, num_columns()], contiguous
+  // One of these is the weight, the others are null.
+  const T* weight;
   const int8_t* bytes;
-  const float* factors;
-  Groups groups;  // or without numbers
+  Groups groups;
+  const float* factors;  // of `bytes`
+
+  int64_t num_columns() const { return form == GATED ? num_outputs / 2 : num_outputs; }
+  int64_t panel_columns() const { return form == GATED ? PANEL / 2 : PANEL; }
+  int64_t num_panels() const { return panels_of(num_outputs, form == GATED); }
 };
 using LinearBf16 = Linear<bf16>;
 
@@ -122,10 +148,25 @@ INLINE int64_t panels_of_chunk(int64_t num_panels, int64_t panel_bytes, int num_
   return larger(1, smaller(worth, num_panels / (4 * num_threads)));
 }
 
-void linear_bf16_avx2(const LinearBf16& task, int num_threads);
-void linear_bf16_avx512(const LinearBf16& task, int num_threads);
+// Calls multiply(row, panel) for all panels, on all threads, for every `step` rows.
+template <typename T, typename Multiply>
+void over_panels(const Linear<T>& task, int64_t panel_bytes, int64_t step, int num_threads,
+                 Multiply&& multiply) {
+  const int64_t num_panels = task.num_panels();
+  const int64_t size = panels_of_chunk(num_panels, panel_bytes, num_threads);
+  parallel(num_threads, divide_up(num_panels, size), [&](Cursor& cursor) {
+    for (int64_t chunk; (chunk = cursor.take()) < cursor.total;)
+      for (int64_t panel = chunk * size; panel < smaller(num_panels, (chunk + 1) * size); panel++)
+        for (int64_t row = 0; row < task.num_rows; row += step) multiply(row, panel);
+  });
+}
+
 void linear_bf16_avx512_bf16(const LinearBf16& task, int num_threads);
 void linear_bf16_amx(const LinearBf16& task, int num_threads);
+void linear_int8(const Linear<float>& task, int32_t level, int num_threads);
+void linear_int8(const LinearBf16& task, int32_t level, int num_threads);
+void linear_groups(const Linear<float>& task, int32_t level, int num_threads);
+void linear_groups(const LinearBf16& task, int32_t level, int num_threads);
 
 // Writes blocks of a panel of `task.groups` as a panel of bfloat16.
 void widen_groups(const LinearBf16& task, int64_t panel, int64_t first_block, int64_t num_blocks,
@@ -163,7 +204,7 @@ struct Rotation {
 // The query heads that share a KV head, of all new tokens of a row, are its lanes, 16 of which are
 // a tile. A piece of work is up to MAX_TILES tiles over some keys of one KV head. A context is cut
 // into several pieces where a row has few lanes; where depends on its length alone.
-constexpr int64_t LANES = 16, KEY_BLOCK = 64, MAX_TILES = 4, KEYS_OF_PIECE = 512;
+constexpr int64_t LANES = 16, KEY_BLOCK = 64, MAX_TILES = 8, KEYS_OF_PIECE = 512;
 
 template <typename T>
 struct Attention {
@@ -188,6 +229,7 @@ struct Tile {
   int32_t first_key[LANES];  // that the lane sees
   int32_t last_key[LANES];
   int64_t begin, end;  // first and last key that any lane sees
+  int64_t begin_of_all, end_of_all;  // … that every lane sees
 };
 
 struct Piece {
@@ -208,8 +250,10 @@ INLINE float widened(bf16 value) {
   return wide;
 }
 
+// `attend` adds a piece's keys to the states of its tiles, or returns true: the piece was all of its
+// context, and outputs are stored. `finish` stores them otherwise.
 template <typename T>
 void run_attention(const Attention<T>& task, int num_threads,
-                   void (*attend)(const Attention<T>&, const Piece&, const Tile*, float*),
+                   bool (*attend)(const Attention<T>&, const Piece&, const Tile*, float*),
                    void (*finish)(const Attention<T>&, const Tile&, const float*));
 void attention_amx(const Attention<bf16>& task, int num_threads);

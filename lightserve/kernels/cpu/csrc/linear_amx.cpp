@@ -16,6 +16,7 @@ constexpr int64_t MOST_INPUTS = 1536;
 constexpr int64_t CUT_INPUTS = 640, CUT_ROWS = 256, CUT_PANELS = 14, CUT_FROM_ROWS = 65;
 constexpr int64_t VECTOR_ROWS = 2;
 // Up to so many rows the vector instructions read weights at the memory's speed.
+constexpr int64_t MOST_ROWS = 8;  // of which the registers hold the sums
 
 // 16 or fewer rows of x, from a place where `padded` inputs can be read.
 struct Rows {
@@ -37,9 +38,11 @@ Rows padded_rows(const LinearBf16& task, int slot) {
 
 // R rows by one panel.
 template <int R>
-TARGET_BF16 static inline void vector_panel(const Rows& rows, const bf16* panel, int64_t num_blocks,
-                                            const bf16* bias, bf16* out, int64_t num_outputs,
-                                            int64_t num_columns) {
+TARGET_BF16 static inline void vector_panel(const LinearBf16& task, const Rows& all, int64_t row,
+                                            int64_t number) {
+  const Rows rows{all.x + row * all.stride, all.stride};
+  const int64_t num_blocks = padded_inputs(task.num_inputs) / K_BLOCK;
+  const bf16* panel = task.weight + number * num_blocks * 2 * TILE;
   constexpr int CHAINS = R <= 2 ? 2 : 1;  // an instruction waits for the one before it in its chain
   __m512 sums[CHAINS][R][2];
   for (int c = 0; c < CHAINS; c++)
@@ -67,18 +70,16 @@ TARGET_BF16 static inline void vector_panel(const Rows& rows, const bf16* panel,
     for (int c = 1; c < CHAINS; c++)
       for (int half = 0; half < 2; half++)
         sums[0][r][half] = _mm512_add_ps(sums[0][r][half], sums[c][r][half]);
-    store_32(sums[0][r][0], sums[0][r][1], bias, out + r * num_outputs, num_columns);
+    store_32(task, row + r, number, sums[0][r][0], sums[0][r][1]);
   }
 }
 
-TARGET_BF16 void vector_rows(int64_t num_rows, const Rows& rows, const bf16* panel,
-                             int64_t num_blocks, const bf16* bias, bf16* out, int64_t num_outputs,
-                             int64_t num_columns) {
-#define CASE(R)                                                                              \
-  case R:                                                                                    \
-    vector_panel<R>(rows, panel, num_blocks, bias, out, num_outputs, num_columns); \
+TARGET_BF16 void vector_rows(const LinearBf16& task, const Rows& rows, int64_t row, int64_t panel) {
+#define CASE(R)                               \
+  case R:                                     \
+    vector_panel<R>(task, rows, row, panel);  \
     break;
-  switch (num_rows) {
+  switch (smaller(MOST_ROWS, task.num_rows - row)) {
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
   }
 #undef CASE
@@ -104,10 +105,30 @@ struct Prefetch {
   int64_t lines;  // in each step
 };
 
-// Multiplies 16 or 32 rows by a panel over `num_blocks` blocks of inputs; sums [2][2][16][16].
+// Sums that wait to become outputs: their rows are stored between the multiplications of the next
+// block, while the tiles' unit is busy with those.
+struct Waiting {
+  const LinearBf16& task;
+  const float* sums;  // [2 of 16 rows][2 halves][16][16]
+  int64_t panel, first_row, num_rows, next;
+};
+
+TARGET_AMX INLINE void store_next(Waiting& waiting) {
+  const float* line = waiting.sums + waiting.next / 16 * 512 + waiting.next % 16 * 16;
+  store_32(waiting.task, waiting.first_row + waiting.next, waiting.panel, _mm512_load_ps(line),
+           _mm512_load_ps(line + 256));
+  waiting.next++;
+}
+
+TARGET_AMX INLINE void store_rest(Waiting& waiting) {
+  while (waiting.next < waiting.num_rows) store_next(waiting);
+}
+
+// Multiplies 16 or 32 rows by a panel over `num_blocks` blocks of inputs; sums as those of `Waiting`.
 template <bool TWO>
 TARGET_AMX static inline void tile_panel(const bf16* a, const bf16* b, int64_t num_blocks,
-                                         float* sums, bool continues, Prefetch& prefetch) {
+                                         float* sums, bool continues, Prefetch& prefetch,
+                                         Waiting& waiting) {
   if (continues) {
     _tile_loadd(0, sums, 64);
     _tile_loadd(1, sums + 256, 64);
@@ -124,35 +145,29 @@ TARGET_AMX static inline void tile_panel(const bf16* a, const bf16* b, int64_t n
     }
   }
   for (int64_t block = 0; block < num_blocks; block++) {
-    _tile_loadd(6, b, 64);
     _tile_loadd(4, a, 64);
-    _tile_loadd(7, b + TILE, 64);
-    if (TWO) _tile_loadd(5, a + TILE, 64);
-    for (int64_t line = 0; line < prefetch.lines; line++, prefetch.next += 64)
-      _mm_prefetch(prefetch.next, _MM_HINT_T1);
+    _tile_loadd(6, b, 64);
     _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, b + TILE, 64);
     _tile_dpbf16ps(1, 4, 7);
     if (TWO) {
+      _tile_loadd(5, a + TILE, 64);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
+    for (int64_t line = 0; line < prefetch.lines; line++, prefetch.next += 64)
+      _mm_prefetch(prefetch.next, _MM_HINT_T1);
+    if (waiting.next < waiting.num_rows) store_next(waiting);
+    if (waiting.next < waiting.num_rows) store_next(waiting);
     a += 2 * TILE;
     b += 2 * TILE;
   }
+  store_rest(waiting);
   _tile_stored(0, sums, 64);
   _tile_stored(1, sums + 256, 64);
   if (TWO) {
     _tile_stored(2, sums + 512, 64);
     _tile_stored(3, sums + 768, 64);
-  }
-}
-
-TARGET_AMX void store_block(const float* sums, int64_t num_rows, const bf16* bias, bf16* out,
-                            int64_t num_outputs, int64_t num_columns) {
-  for (int64_t row = 0; row < num_rows; row++) {
-    const float* line = sums + row / 16 * 512 + row % 16 * 16;
-    store_32(_mm512_load_ps(line), _mm512_load_ps(line + 256), bias, out + row * num_outputs,
-             num_columns);
   }
 }
 
@@ -173,7 +188,7 @@ Cut cut_of(const LinearBf16& task, int num_threads) {
   const int64_t padded = padded_inputs(task.num_inputs);
   cut.num_blocks = cut.blocks = padded / K_BLOCK;
   cut.num_pairs = cut.pairs = divide_up(task.num_rows, 32);
-  cut.num_panels = divide_up(task.num_outputs, PANEL);
+  cut.num_panels = task.num_panels();
   cut.panels = panels_of_chunk(cut.num_panels, padded * PANEL * 2, num_threads);
   if (padded > MOST_INPUTS && task.num_rows >= CUT_FROM_ROWS) {
     cut.blocks = divide_up(cut.num_blocks, divide_up(padded, CUT_INPUTS));
@@ -187,6 +202,11 @@ Cut cut_of(const LinearBf16& task, int num_threads) {
   return cut;
 }
 
+const char* place_of(const LinearBf16& task, int64_t row, int64_t panel) {
+  const int64_t place = row * task.num_columns() + panel * task.panel_columns();
+  return static_cast<const char*>(task.out) + place * (task.form == WIDE ? 4 : 2);
+}
+
 // Multiplies one part of the rows by one chunk of panels.
 TARGET_AMX void tile_chunk(const LinearBf16& task, const Cut& cut, const bf16* packed,
                            int64_t chunk, int64_t next_chunk) {
@@ -198,19 +218,21 @@ TARGET_AMX void tile_chunk(const LinearBf16& task, const Cut& cut, const bf16* p
   const int64_t num_pairs = end_pair - first_pair, panel_size = cut.num_blocks * 2 * TILE;
   const bool is_cut = cut.blocks < cut.num_blocks;
   float* sums = static_cast<float*>(
-      scratch(1, 4096 * (is_cut ? num_pairs * (end - first) : 1)));
+      scratch(1, 4096 * (is_cut ? num_pairs * (end - first) : 2)));
+  Waiting waiting{task, nullptr, 0, 0, 0, 0};
   const bool is_grouped = task.groups.numbers != nullptr;
   const char* weight = is_grouped ? reinterpret_cast<const char*>(task.groups.numbers)
                                   : reinterpret_cast<const char*>(task.weight);
   bf16* widened = static_cast<bf16*>(is_grouped ? scratch(4, cut.blocks * PAIR_BYTES) : nullptr);
+  const int64_t bytes_of_block =
+      is_grouped ? block_bytes_of(task.groups.bits) : 2 * TILE * sizeof(bf16);
+  int64_t turn = 0;
   for (int64_t block = 0; block < cut.num_blocks; block += cut.blocks) {
     const int64_t num_blocks = smaller(cut.blocks, cut.num_blocks - block);
     const bool is_last = block + num_blocks == cut.num_blocks;
     for (int64_t panel = first; panel < end; panel++) {
       const int64_t ahead = panel + 1 < end ? panel + 1 : is_last ? next_first : first;
       const int64_t ahead_block = panel + 1 < end ? block : is_last ? 0 : block + num_blocks;
-      const int64_t bytes_of_block =
-          is_grouped ? block_bytes_of(task.groups.bits) : 2 * TILE * sizeof(bf16);
       Prefetch prefetch{weight + (ahead * cut.num_blocks + ahead_block) * bytes_of_block,
                         divide_up(bytes_of_block / 64, num_pairs)};
       const bf16* b = widened;
@@ -218,48 +240,34 @@ TARGET_AMX void tile_chunk(const LinearBf16& task, const Cut& cut, const bf16* p
         widen_groups(task, panel, block, num_blocks, widened);
       else
         b = task.weight + panel * panel_size + block * 2 * TILE;
-      const int64_t column = panel * PANEL;
-      const int64_t num_columns = smaller(PANEL, task.num_outputs - column);
-      const bf16* bias = task.bias == nullptr ? nullptr : task.bias + column;
-      for (int64_t pair = 0; pair < num_pairs; pair++) {
-        const int64_t row = (first_pair + pair) * 32;
-        const int64_t num_rows = smaller(32, task.num_rows - row);
+      for (int64_t pair = 0; pair < num_pairs; pair++, turn++) {
+        const int64_t row = (first_pair + pair) * 32, num_rows = smaller(32, task.num_rows - row);
         const bf16* a = packed + ((first_pair + pair) * cut.num_blocks + block) * 2 * TILE;
-        float* own = is_cut ? sums + ((panel - first) * num_pairs + pair) * 1024 : sums;
-        bf16* out = task.out + row * task.num_outputs + column;
-        if (is_last)
-          for (int64_t i = 0; i < num_rows; i++) __builtin_prefetch(out + i * task.num_outputs, 1);
+        float* own = sums + (is_cut ? (panel - first) * num_pairs + pair : turn % 2) * 1024;
+        for (int64_t i = 0; is_last && i < num_rows; i++)
+          __builtin_prefetch(place_of(task, row + i, panel), 1);
         if (num_rows > 16)
-          tile_panel<true>(a, b, num_blocks, own, block > 0, prefetch);
+          tile_panel<true>(a, b, num_blocks, own, block > 0, prefetch, waiting);
         else
-          tile_panel<false>(a, b, num_blocks, own, block > 0, prefetch);
-        if (is_last) store_block(own, num_rows, bias, out, task.num_outputs, num_columns);
+          tile_panel<false>(a, b, num_blocks, own, block > 0, prefetch, waiting);
+        if (!is_last) continue;
+        waiting.sums = own;
+        waiting.panel = panel;
+        waiting.first_row = row;
+        waiting.num_rows = num_rows;
+        waiting.next = 0;
       }
     }
   }
+  store_rest(waiting);
 }
 
 }  // namespace
 
 void linear_bf16_avx512_bf16(const LinearBf16& task, int num_threads) {
   const Rows rows = padded_rows(task, 0);
-  const int64_t num_blocks = padded_inputs(task.num_inputs) / K_BLOCK;
-  const int64_t num_panels = divide_up(task.num_outputs, PANEL), panel_size = num_blocks * 2 * TILE;
-  const int64_t size = panels_of_chunk(num_panels, panel_size * 2, num_threads);
-  parallel(num_threads, divide_up(num_panels, size), [&](Cursor& cursor) {
-    for (int64_t chunk; (chunk = cursor.take()) < cursor.total;) {
-      const int64_t end = smaller(num_panels, (chunk + 1) * size);
-      for (int64_t panel = chunk * size; panel < end; panel++) {
-        const int64_t column = panel * PANEL;
-        const bf16* bias = task.bias == nullptr ? nullptr : task.bias + column;
-        for (int64_t row = 0; row < task.num_rows; row += 8)
-          vector_rows(smaller(8, task.num_rows - row), {rows.x + row * rows.stride, rows.stride},
-                      task.weight + panel * panel_size, num_blocks, bias,
-                      task.out + row * task.num_outputs + column, task.num_outputs,
-                      smaller(PANEL, task.num_outputs - column));
-      }
-    }
-  });
+  over_panels(task, padded_inputs(task.num_inputs) * PANEL * 2, MOST_ROWS, num_threads,
+              [&](int64_t row, int64_t panel) { vector_rows(task, rows, row, panel); });
 }
 
 void linear_bf16_amx(const LinearBf16& task, int num_threads) {

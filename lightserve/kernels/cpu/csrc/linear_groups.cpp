@@ -29,17 +29,17 @@ constexpr int64_t MOST_ROWS = 4;    // of which the registers hold the sums
 constexpr int64_t MOST_OF_GROUP = 128;
 constexpr float LARGEST_VALUE = 32512.0f;  // 127 * 256: both bytes of it have a sign
 
-// Puts one output's integers, a byte each, into their places.
-void place_integers(const uint8_t* line, int64_t num_blocks, int64_t bits, int64_t output,
+// Puts the integers of number `i` of a panel, a byte each, into their places.
+void place_integers(const uint8_t* line, int64_t num_blocks, int64_t bits, int64_t panel, int64_t i,
                     uint8_t* packed) {
   const int64_t lines = bits == 4 ? 4 : 8, block_bytes = block_bytes_of(bits);
-  uint8_t* to = packed + output / PANEL * num_blocks * block_bytes +
-                output % PANEL / 16 * (block_bytes / 2) + output % 16 * 4;
+  uint8_t* to =
+      packed + panel * num_blocks * block_bytes + i / 16 * (block_bytes / 2) + i % 16 * 4;
   for (int64_t block = 0; block < num_blocks; block++, to += block_bytes, line += K_BLOCK)
     for (int64_t j = 0; j < lines; j++)
-      for (int64_t i = 0; i < 4; i++)
-        to[64 * j + i] = static_cast<uint8_t>(
-            bits == 8 ? line[4 * j + i] : line[8 * j + i] | line[8 * j + 4 + i] << 4);
+      for (int64_t k = 0; k < 4; k++)
+        to[64 * j + k] = static_cast<uint8_t>(
+            bits == 8 ? line[4 * j + k] : line[8 * j + k] | line[8 * j + 4 + k] << 4);
 }
 
 struct Rounded {
@@ -90,16 +90,16 @@ TARGET_AVX2 Rounded round_group(const float* numbers, int64_t count, uint8_t* in
 }
 
 template <typename T>
-void quantize(const T* weight, int64_t num_outputs, int64_t num_inputs, int64_t size,
+void quantize(const T* weight, int64_t num_outputs, int64_t num_inputs, int64_t size, bool is_gated,
               uint8_t* packed, uint16_t* factors, uint8_t* zeros, int num_threads) {
   const int64_t num_blocks = padded_inputs(num_inputs) / K_BLOCK;
   const int64_t num_groups = divide_up(num_inputs, size);
-  parallel(num_threads, divide_up(num_outputs, PANEL), [&](Cursor& cursor) {
+  parallel(num_threads, panels_of(num_outputs, is_gated), [&](Cursor& cursor) {
     uint8_t* line = static_cast<uint8_t*>(scratch(0, num_blocks * K_BLOCK));
     float numbers[MOST_OF_GROUP];
     for (int64_t panel; (panel = cursor.take()) < cursor.total;)
       for (int64_t i = 0; i < PANEL; i++) {
-        const int64_t output = panel * PANEL + i;
+        const int64_t output = output_at(panel, i, num_outputs, is_gated);
         std::memset(line, 0, num_blocks * K_BLOCK);
         for (int64_t group = 0; group < num_groups; group++) {
           const int64_t first = group * size;
@@ -111,7 +111,7 @@ void quantize(const T* weight, int64_t num_outputs, int64_t num_inputs, int64_t 
           factors[(panel * num_groups + group) * PANEL + i] = rounded.factor;
           zeros[(panel * num_groups + group) * PANEL + i] = rounded.zero;
         }
-        place_integers(line, num_blocks, 4, output, packed);
+        place_integers(line, num_blocks, 4, panel, i, packed);
       }
   });
 }
@@ -212,12 +212,10 @@ TARGET_VNNI static inline void vector_panel(const LinearBf16& task, const ByteRo
       }
     }
   }
-  const int64_t column = panel * PANEL;
   for (int r = 0; r < R; r++) {
     const __m512 factor = _mm512_set1_ps(rows.factors[first_row + r]);
-    store_32(_mm512_mul_ps(sums[r][0], factor), _mm512_mul_ps(sums[r][1], factor),
-             task.bias == nullptr ? nullptr : task.bias + column,
-             task.out + (first_row + r) * task.num_outputs + column, task.num_outputs - column);
+    store_32(task, first_row + r, panel, _mm512_mul_ps(sums[r][0], factor),
+             _mm512_mul_ps(sums[r][1], factor));
   }
 }
 
@@ -247,16 +245,9 @@ void linear_bytes(const LinearBf16& task, int num_threads) {
   parallel(num_bytes < (128 << 10) ? 1 : num_threads, task.num_rows, [&](Cursor& cursor) {
     for (int64_t row; (row = cursor.take()) < cursor.total;) split_row(task, row, rows);
   });
-  const int64_t num_panels = divide_up(task.num_outputs, PANEL);
-  const int64_t size =
-      panels_of_chunk(num_panels, rows.num_blocks * block_bytes_of(task.groups.bits), num_threads);
   const auto multiply = task.groups.bits == 4 ? vector_rows<4> : vector_rows<8>;
-  parallel(num_threads, divide_up(num_panels, size), [&](Cursor& cursor) {
-    for (int64_t chunk; (chunk = cursor.take()) < cursor.total;)
-      for (int64_t panel = chunk * size; panel < smaller(num_panels, (chunk + 1) * size); panel++)
-        for (int64_t row = 0; row < task.num_rows; row += MOST_ROWS)
-          multiply(task, rows, row, panel);
-  });
+  over_panels(task, rows.num_blocks * block_bytes_of(task.groups.bits), MOST_ROWS, num_threads,
+              [&](int64_t row, int64_t panel) { multiply(task, rows, row, panel); });
 }
 
 template <int BITS>
@@ -409,12 +400,9 @@ TARGET_AMX void tile_panel(const LinearBf16& task, const TileRows& rows, int64_t
       }
     }
   }
-  const int64_t column = panel * PANEL;
-  const bf16* bias = task.bias == nullptr ? nullptr : task.bias + column;
   for (int64_t row = 0; row < task.num_rows; row++) {
     const float* line = sums + row / 32 * 1024 + row % 32 / 16 * 512 + row % 16 * 16;
-    store_32(_mm512_load_ps(line), _mm512_load_ps(line + 256), bias,
-             task.out + row * task.num_outputs + column, task.num_outputs - column);
+    store_32(task, row, panel, _mm512_load_ps(line), _mm512_load_ps(line + 256));
   }
 }
 
@@ -431,7 +419,7 @@ TARGET_AMX void linear_tiles(const LinearBf16& task, int num_threads) {
   parallel(num_bytes < (128 << 10) ? 1 : num_threads, rows.num_pairs * 32, [&](Cursor& cursor) {
     for (int64_t row; (row = cursor.take()) < cursor.total;) put_row(task, row, rows);
   });
-  const int64_t num_panels = divide_up(task.num_outputs, PANEL);
+  const int64_t num_panels = task.num_panels();
   const int64_t size = panels_of_chunk(num_panels, rows.num_blocks * block_bytes_of(4), num_threads);
   parallel(num_threads, divide_up(num_panels, size), [&](Cursor& cursor) TARGET_AMX {
     configure_tiles();
@@ -442,21 +430,6 @@ TARGET_AMX void linear_tiles(const LinearBf16& task, int num_threads) {
   });
 }
 
-template <typename T>
-Linear<T> grouped(const T* x, int64_t x_stride, int64_t num_rows, const Groups& groups,
-                  int64_t num_inputs, int64_t num_outputs, const T* bias, T* out) {
-  Linear<T> task{};
-  task.x = x;
-  task.x_stride = x_stride;
-  task.num_rows = num_rows;
-  task.num_inputs = num_inputs;
-  task.num_outputs = num_outputs;
-  task.bias = bias;
-  task.out = out;
-  task.groups = groups;
-  return task;
-}
-
 }  // namespace
 
 void widen_groups(const LinearBf16& task, int64_t panel, int64_t first_block, int64_t num_blocks,
@@ -464,9 +437,22 @@ void widen_groups(const LinearBf16& task, int64_t panel, int64_t first_block, in
   (task.groups.bits == 4 ? widen<4> : widen<8>)(task, panel, first_block, num_blocks, out);
 }
 
+void linear_groups(const Linear<float>& task, int32_t level, int num_threads) {
+  (level >= AVX512 ? avx512::linear_groups<float> : avx2::linear_groups<float>)(task, num_threads);
+}
+
+void linear_groups(const LinearBf16& task, int32_t level, int num_threads) {
+  if (level >= AMX && task.num_rows > VECTOR_ROWS)
+    return (task.groups.bits == 4 && task.num_rows <= TILE_ROWS ? linear_tiles : linear_bf16_amx)(
+        task, num_threads);
+  if (level >= AVX512_BF16) return linear_bytes(task, num_threads);
+  (level >= AVX512 ? avx512::linear_groups<bf16> : avx2::linear_groups<bf16>)(task, num_threads);
+}
+
 // Returns how many bytes a weight in groups has; its factors and zeros are padded to panels.
-EXPORT int64_t core_packed_size_groups(int64_t num_outputs, int64_t num_inputs, int64_t bits) {
-  return divide_up(num_outputs, PANEL) * (padded_inputs(num_inputs) / K_BLOCK) *
+EXPORT int64_t core_packed_size_groups(int64_t num_outputs, int64_t num_inputs, int64_t bits,
+                                       int32_t is_gated) {
+  return panels_of(num_outputs, is_gated != 0) * (padded_inputs(num_inputs) / K_BLOCK) *
          block_bytes_of(bits);
 }
 
@@ -477,43 +463,23 @@ EXPORT void core_pack_groups(const uint8_t* integers, int64_t num_outputs, int64
   parallel(num_threads, divide_up(num_outputs, PANEL), [&](Cursor& cursor) {
     uint8_t* line = static_cast<uint8_t*>(scratch(0, num_blocks * K_BLOCK));
     for (int64_t panel; (panel = cursor.take()) < cursor.total;)
-      for (int64_t output = panel * PANEL; output < (panel + 1) * PANEL; output++) {
+      for (int64_t i = 0; i < PANEL; i++) {
+        const int64_t output = panel * PANEL + i;
         std::memset(line, 0, num_blocks * K_BLOCK);
         if (output < num_outputs) std::memcpy(line, integers + output * num_inputs, num_inputs);
-        place_integers(line, num_blocks, bits, output, packed);
+        place_integers(line, num_blocks, bits, panel, i, packed);
       }
   });
 }
 
+// Rounds weight [num_outputs, num_inputs], contiguous, to 4 bits in groups of `size`.
 #define OPERATIONS(T, name)                                                                       \
-  /* Rounds weight [num_outputs, num_inputs], contiguous, to 4 bits in groups of `size`. */       \
   EXPORT void core_quantize_groups_##name(const T* weight, int64_t num_outputs,                   \
-                                          int64_t num_inputs, int64_t size, uint8_t* packed,      \
-                                          uint16_t* factors, uint8_t* zeros,                      \
+                                          int64_t num_inputs, int64_t size, int32_t is_gated,     \
+                                          uint8_t* packed, uint16_t* factors, uint8_t* zeros,     \
                                           int32_t num_threads) {                                  \
-    quantize(weight, num_outputs, num_inputs, size, packed, factors, zeros, num_threads);         \
-  }                                                                                               \
-  /* As `core_linear_*`, of such a weight. */                                                     \
-  EXPORT void core_linear_groups_##name(                                                          \
-      const T* x, int64_t x_stride, int64_t num_rows, const uint8_t* numbers,                     \
-      const uint16_t* factors, const uint8_t* zeros, int64_t bits, int64_t size,                  \
-      int64_t num_inputs, int64_t num_outputs, const T* bias, T* out, int32_t level,              \
-      int32_t num_threads) {                                                                      \
-    linear_groups(grouped(x, x_stride, num_rows, {numbers, factors, zeros, bits, size},           \
-                          num_inputs, num_outputs, bias, out),                                    \
-                  level, num_threads);                                                            \
+    quantize(weight, num_outputs, num_inputs, size, is_gated != 0, packed, factors, zeros,        \
+             num_threads);                                                                        \
   }
-
-static void linear_groups(const Linear<float>& task, int32_t level, int32_t num_threads) {
-  (level >= AVX512 ? avx512::linear_groups<float> : avx2::linear_groups<float>)(task, num_threads);
-}
-static void linear_groups(const LinearBf16& task, int32_t level, int32_t num_threads) {
-  if (level >= AMX && task.num_rows > VECTOR_ROWS)
-    return (task.groups.bits == 4 && task.num_rows <= TILE_ROWS ? linear_tiles : linear_bf16_amx)(
-        task, num_threads);
-  if (level >= AVX512_BF16) return linear_bytes(task, num_threads);
-  (level >= AVX512 ? avx512::linear_groups<bf16> : avx2::linear_groups<bf16>)(task, num_threads);
-}
-
 OPERATIONS(float, f32)
 OPERATIONS(bf16, bf16)

@@ -45,17 +45,17 @@ float quantize_row(const T* weight, int64_t num_inputs, int8_t* bytes) {
 }
 
 template <typename T>
-void pack_int8(const T* weight, int64_t num_outputs, int64_t num_inputs, int8_t* packed,
-               float* factors, int num_threads) {
+void pack_int8(const T* weight, int64_t num_outputs, int64_t num_inputs, bool is_gated,
+               int8_t* packed, float* factors, int num_threads) {
   const int64_t padded = padded_bytes(num_inputs);
-  parallel(num_threads, divide_up(num_outputs, PANEL), [&](Cursor& cursor) {
+  parallel(num_threads, panels_of(num_outputs, is_gated), [&](Cursor& cursor) {
     int8_t* line = static_cast<int8_t*>(scratch(0, padded));
     std::memset(line, 0, padded);
     for (int64_t panel; (panel = cursor.take()) < cursor.total;)
       for (int64_t i = 0; i < PANEL; i++) {
-        const int64_t output = panel * PANEL + i;
+        const int64_t output = output_at(panel, i, num_outputs, is_gated);
         int8_t* to = packed + panel * PANEL * padded + i / 16 * BYTE_TILE + i % 16 * 4;
-        factors[output] =
+        factors[panel * PANEL + i] =
             output < num_outputs ? quantize_row(weight + output * num_inputs, num_inputs, line) : 0;
         if (output >= num_outputs) std::memset(line, 0, num_inputs);
         for (int64_t k = 0; k < padded; k += 4)
@@ -105,26 +105,18 @@ ByteRows split_rows(const LinearBf16& task, int num_threads) {
   return rows;
 }
 
-// Stores 32 outputs of a row from the sums of its high and its low bytes.
-TARGET_VNNI INLINE void store_row(const LinearBf16& task, int64_t row, int64_t column, float factor,
+// Stores what a row has of a panel from the sums of its high and its low bytes.
+TARGET_VNNI INLINE void store_row(const LinearBf16& task, int64_t row, int64_t panel, float factor,
                                   const __m512i high[2], const __m512i low[2]) {
-  const int64_t num_columns = smaller(PANEL, task.num_outputs - column);
-  const __mmask32 mask = num_columns == PANEL ? ~0u : (1u << num_columns) - 1;
-  __m512i bias = _mm512_setzero_si512();
-  if (task.bias != nullptr) bias = _mm512_maskz_loadu_epi16(mask, task.bias + column);
   __m512 sums[2];
   for (int half = 0; half < 2; half++) {
     const __m512 both = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high[half]), _mm512_set1_ps(256.0f),
                                         _mm512_cvtepi32_ps(low[half]));
-    const __m512 scale =
-        _mm512_mul_ps(_mm512_loadu_ps(task.factors + column + 16 * half), _mm512_set1_ps(factor));
-    const __m256i own = half == 0 ? _mm512_castsi512_si256(bias)
-                                  : _mm512_extracti64x4_epi64(bias, 1);
-    const __m512i wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(own), 16);
-    sums[half] = _mm512_fmadd_ps(both, scale, _mm512_castsi512_ps(wide));
+    sums[half] = _mm512_mul_ps(
+        both, _mm512_mul_ps(_mm512_loadu_ps(task.factors + panel * PANEL + 16 * half),
+                            _mm512_set1_ps(factor)));
   }
-  _mm512_mask_storeu_epi16(task.out + row * task.num_outputs + column, mask,
-                           (__m512i)_mm512_cvtne2ps_pbh(sums[1], sums[0]));
+  store_32(task, row, panel, sums[0], sums[1]);
 }
 
 TARGET_VNNI INLINE __m512i four_bytes(const int8_t* from) {
@@ -169,7 +161,7 @@ TARGET_VNNI static inline void vector_panel(const LinearBf16& task, const ByteRo
   for (int r = 0; r < R; r++) {
     for (int half = 0; half < 2; half++)
       high[r][half] = _mm512_sub_epi32(high[r][half], _mm512_slli_epi32(weights[half], 7));
-    store_row(task, first_row + r, panel * PANEL, rows.factors[first_row + r], high[r], low[r]);
+    store_row(task, first_row + r, panel, rows.factors[first_row + r], high[r], low[r]);
   }
 }
 
@@ -223,7 +215,7 @@ TARGET_AMX static inline void tile_group(const LinearBf16& task, const ByteRows&
     const __m512i high[2] = {_mm512_load_si512(line), _mm512_load_si512(line + 256)};
     const __m512i low[2] = {_mm512_load_si512(line + 512), _mm512_load_si512(line + 768)};
     const int64_t row = group * GROUP + i;
-    store_row(task, row, panel * PANEL, rows.factors[row], high, low);
+    store_row(task, row, panel, rows.factors[row], high, low);
   }
 }
 
@@ -233,7 +225,7 @@ TARGET_AMX void multiply_tiles(const LinearBf16& task, const ByteRows& rows, int
   int64_t groups = larger(2, A_BYTES / (rows.num_blocks * 2 * BYTE_TILE));
   const int64_t num_parts = divide_up(num_groups, smaller(groups, num_groups));
   groups = divide_up(num_groups, num_parts);  // evenly
-  const int64_t num_panels = divide_up(task.num_outputs, PANEL);
+  const int64_t num_panels = task.num_panels();
   const int64_t panel_size = rows.num_blocks * 2 * BYTE_TILE;
   const int64_t size = panels_of_chunk(num_panels, panel_size, num_threads);
   const int64_t num_chunks = divide_up(num_panels, size);
@@ -264,53 +256,34 @@ void linear_bytes(const LinearBf16& task, int32_t level, int num_threads) {
     multiply_tiles(task, rows, num_threads);
     return;
   }
-  const int64_t num_panels = divide_up(task.num_outputs, PANEL);
-  const int64_t size =
-      panels_of_chunk(num_panels, rows.num_blocks * 2 * BYTE_TILE, num_threads);
-  parallel(num_threads, divide_up(num_panels, size), [&](Cursor& cursor) {
-    for (int64_t chunk; (chunk = cursor.take()) < cursor.total;)
-      for (int64_t panel = chunk * size; panel < smaller(num_panels, (chunk + 1) * size); panel++)
-        for (int64_t row = 0; row < task.num_rows; row += MOST_ROWS)
-          vector_rows(task, rows, row, panel);
-  });
+  over_panels(task, rows.num_blocks * 2 * BYTE_TILE, MOST_ROWS, num_threads,
+              [&](int64_t row, int64_t panel) { vector_rows(task, rows, row, panel); });
 }
 
 }  // namespace
 
-// Returns how many bytes a packed weight of 8 bits has.
-EXPORT int64_t core_packed_size_int8(int64_t num_outputs, int64_t num_inputs) {
-  return divide_up(num_outputs, PANEL) * PANEL * padded_bytes(num_inputs);
-}
-
-// Quantizes and packs weight [num_outputs, num_inputs], contiguous; factors are padded.
-EXPORT void core_pack_int8_f32(const float* weight, int64_t num_outputs, int64_t num_inputs,
-                               int8_t* packed, float* factors, int32_t num_threads) {
-  pack_int8(weight, num_outputs, num_inputs, packed, factors, num_threads);
-}
-
-EXPORT void core_pack_int8_bf16(const bf16* weight, int64_t num_outputs, int64_t num_inputs,
-                                int8_t* packed, float* factors, int32_t num_threads) {
-  pack_int8(weight, num_outputs, num_inputs, packed, factors, num_threads);
-}
-
-// As `core_linear_*`, of what `core_pack_int8_*` made.
-EXPORT void core_linear_int8_f32(const float* x, int64_t x_stride, int64_t num_rows,
-                                 const int8_t* bytes, const float* factors, int64_t num_inputs,
-                                 int64_t num_outputs, const float* bias, float* out, int32_t level,
-                                 int32_t num_threads) {
-  const Linear<float> task{x,           x_stride, num_rows, nullptr, num_inputs,
-                           num_outputs, bias,     out,      bytes,   factors};
+void linear_int8(const Linear<float>& task, int32_t level, int num_threads) {
   (level >= AVX512 ? avx512::linear_int8<float> : avx2::linear_int8<float>)(task, num_threads);
 }
 
-EXPORT void core_linear_int8_bf16(const bf16* x, int64_t x_stride, int64_t num_rows,
-                                  const int8_t* bytes, const float* factors, int64_t num_inputs,
-                                  int64_t num_outputs, const bf16* bias, bf16* out, int32_t level,
-                                  int32_t num_threads) {
-  const LinearBf16 task{x,           x_stride, num_rows, nullptr, num_inputs,
-                        num_outputs, bias,     out,      bytes,   factors};
-  if (level >= AVX512_BF16 && num_inputs <= MOST_INPUTS)
+void linear_int8(const LinearBf16& task, int32_t level, int num_threads) {
+  if (level >= AVX512_BF16 && task.num_inputs <= MOST_INPUTS)
     linear_bytes(task, level, num_threads);
   else
     (level >= AVX512 ? avx512::linear_int8<bf16> : avx2::linear_int8<bf16>)(task, num_threads);
 }
+
+// Returns how many bytes a packed weight of 8 bits has.
+EXPORT int64_t core_packed_size_int8(int64_t num_outputs, int64_t num_inputs, int32_t is_gated) {
+  return panels_of(num_outputs, is_gated != 0) * PANEL * padded_bytes(num_inputs);
+}
+
+// Quantizes and packs weight [num_outputs, num_inputs], contiguous; factors are padded to panels.
+#define OPERATIONS(T, name)                                                                      \
+  EXPORT void core_pack_int8_##name(const T* weight, int64_t num_outputs, int64_t num_inputs,    \
+                                    int32_t is_gated, int8_t* packed, float* factors,            \
+                                    int32_t num_threads) {                                       \
+    pack_int8(weight, num_outputs, num_inputs, is_gated != 0, packed, factors, num_threads);     \
+  }
+OPERATIONS(float, f32)
+OPERATIONS(bf16, bf16)

@@ -3,6 +3,7 @@
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -16,6 +17,7 @@
 namespace {
 
 constexpr int MAX_THREADS = 256;
+constexpr size_t LARGE_PAGE = 2 << 20;
 constexpr int64_t SPIN_NS = 80'000;
 // Operations of a step follow each other sooner than that; waking a thread takes as long.
 
@@ -111,12 +113,14 @@ void* scratch(int slot, size_t num_bytes) {
   Scratch& own = own_scratch;
   if (own.size[slot] < num_bytes) {
     std::free(own.memory[slot]);
-    own.size[slot] = (num_bytes + num_bytes / 4 + 4095) / 4096 * 4096;
-    own.memory[slot] = std::aligned_alloc(4096, own.size[slot]);
+    const size_t wanted = num_bytes + num_bytes / 4, page = wanted < LARGE_PAGE ? 4096 : LARGE_PAGE;
+    own.size[slot] = (wanted + page - 1) / page * page;
+    own.memory[slot] = std::aligned_alloc(page, own.size[slot]);
     if (own.memory[slot] == nullptr) {
       std::fprintf(stderr, "the CPU core has no memory for %zu bytes\n", own.size[slot]);
       std::abort();
     }
+    if (page == LARGE_PAGE) madvise(own.memory[slot], own.size[slot], MADV_HUGEPAGE);
   }
   return own.memory[slot];
 }

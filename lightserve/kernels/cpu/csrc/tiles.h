@@ -25,18 +25,58 @@ TARGET_BF16 INLINE __m512 wide(__m256i narrow) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
 }
 
-// Adds the bias to 32 sums and stores as many of them as the output has.
-TARGET_BF16 INLINE void store_32(__m512 low, __m512 high, const bf16* bias, bf16* out,
-                                 int64_t num_columns) {
-  if (num_columns == PANEL && bias == nullptr) {
-    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+// e to the power of x, with a relative error of about 1e-7; beyond the range, its ends.
+TARGET_BF16 INLINE __m512 power_of_e(__m512 x) {
+  // The second operand is the result where it is no number.
+  x = _mm512_min_ps(_mm512_set1_ps(88.7f), _mm512_max_ps(_mm512_set1_ps(-87.3f), x));
+  const __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+  __m512 rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f), x);
+  rest = _mm512_fmadd_ps(whole, _mm512_set1_ps(2.12194440e-4f), rest);
+  __m512 sum = _mm512_set1_ps(1.9875691500e-4f);
+  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.3981999507e-3f));
+  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(8.3334519073e-3f));
+  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(4.1665795894e-2f));
+  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.6666665459e-1f));
+  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(5.0000001201e-1f));
+  sum = _mm512_fmadd_ps(_mm512_mul_ps(sum, rest), rest, _mm512_add_ps(rest, _mm512_set1_ps(1.0f)));
+  return _mm512_scalef_ps(sum, whole);
+}
+
+TARGET_BF16 INLINE __m512 gated(__m512 gate, __m512 up) {
+  const __m512 power = power_of_e(_mm512_sub_ps(_mm512_setzero_ps(), gate));
+  return _mm512_mul_ps(_mm512_div_ps(gate, _mm512_add_ps(power, _mm512_set1_ps(1.0f))), up);
+}
+
+TARGET_BF16 INLINE __m512 biases(const bf16* from, __mmask16 mask) {
+  return wide(_mm256_maskz_loadu_epi16(mask, from));
+}
+
+// Stores the 32 sums that a row has of a panel, as the product's form says.
+TARGET_BF16 INLINE void store_32(const LinearBf16& task, int64_t row, int64_t panel, __m512 low,
+                                 __m512 high) {
+  const int64_t column = panel * task.panel_columns(), left = task.num_columns() - column;
+  const int64_t place = row * task.num_columns() + column;
+  bf16* out = static_cast<bf16*>(task.out) + place;
+  if (task.form == GATED) {
+    const __mmask16 mask = left >= 16 ? 0xffff : (1u << left) - 1;
+    if (task.bias != nullptr) {
+      low = _mm512_add_ps(low, biases(task.bias + column, mask));
+      high = _mm512_add_ps(high, biases(task.bias + task.num_columns() + column, mask));
+    }
+    _mm256_mask_storeu_epi16(out, mask, (__m256i)_mm512_cvtneps_pbh(gated(low, high)));
     return;
   }
-  const __mmask32 mask = num_columns >= PANEL ? ~0u : (1u << num_columns) - 1;
-  if (bias != nullptr) {
-    const __m512i both = _mm512_maskz_loadu_epi16(mask, bias);
-    low = _mm512_add_ps(low, wide(_mm512_castsi512_si256(both)));
-    high = _mm512_add_ps(high, wide(_mm512_extracti64x4_epi64(both, 1)));
+  const __mmask32 mask = left >= PANEL ? ~0u : (1u << left) - 1;
+  const __mmask16 masks[2] = {static_cast<__mmask16>(mask), static_cast<__mmask16>(mask >> 16)};
+  if (task.bias != nullptr) {
+    low = _mm512_add_ps(low, biases(task.bias + column, masks[0]));
+    high = _mm512_add_ps(high, biases(task.bias + column + 16, masks[1]));
+  }
+  if (task.form == WIDE) {
+    float* numbers = static_cast<float*>(task.out) + place;
+    _mm512_mask_storeu_ps(numbers, masks[0], low);
+    _mm512_mask_storeu_ps(numbers + 16, masks[1], high);
+    return;
   }
   _mm512_mask_storeu_epi16(out, mask, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }

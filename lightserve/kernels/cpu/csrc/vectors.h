@@ -79,148 +79,6 @@ TARGET INLINE void store_some(T* to, F value, int64_t count) {
 
 // ---- products ----
 
-template <int R>
-TARGET static inline void panel_f32(const float* x, int64_t x_stride, const float* panel,
-                                    int64_t num_inputs, const float* bias, bool continues,
-                                    float* out, int64_t num_outputs, int64_t num_columns) {
-  F sums[R][VECTORS];
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < VECTORS; v++) {
-      const int64_t count = larger(0, smaller(W, num_columns - v * W));
-      sums[r][v] = continues ? load_some(out + r * num_outputs + v * W, count) : F{};
-    }
-  for (int64_t k = 0; k < num_inputs; k++, panel += PANEL) {
-    __builtin_prefetch(panel + 16 * PANEL);
-    __builtin_prefetch(panel + 16 * PANEL + 16);
-    F w[VECTORS];
-    for (int v = 0; v < VECTORS; v++) w[v] = load(panel + v * W);
-    for (int r = 0; r < R; r++) {
-      const F number = F{} + x[r * x_stride + k];
-      for (int v = 0; v < VECTORS; v++) sums[r][v] += number * w[v];
-    }
-  }
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < VECTORS && v * W < num_columns; v++) {
-      const int64_t count = smaller(W, num_columns - v * W);
-      F sum = sums[r][v];
-      if (bias != nullptr) sum += load_some(bias + v * W, count);
-      store_some(out + r * num_outputs + v * W, sum, count);
-    }
-}
-
-template <int R = ROWS_F32>
-TARGET static void rows_f32(int64_t num_rows, const float* x, int64_t x_stride, const float* panel,
-                            int64_t num_inputs, const float* bias, bool continues, float* out,
-                            int64_t num_outputs, int64_t num_columns) {
-  if constexpr (R > 0) {
-    if (num_rows == R)
-      panel_f32<R>(x, x_stride, panel, num_inputs, bias, continues, out, num_outputs, num_columns);
-    else
-      rows_f32<R - 1>(num_rows, x, x_stride, panel, num_inputs, bias, continues, out, num_outputs,
-                      num_columns);
-  }
-}
-
-// A row is a chain of additions from the first input to the last, whatever stands beside it.
-void linear_f32(const float* x, int64_t x_stride, int64_t num_rows, const float* weight,
-                int64_t num_inputs, int64_t num_outputs, const float* bias, float* out,
-                int num_threads) {
-  const int64_t num_panels = divide_up(num_outputs, PANEL);
-  const int64_t panel_bytes = num_inputs * PANEL * sizeof(float);
-  const int64_t size = larger(
-      1, smaller((96 << 10) / larger(1, panel_bytes), num_panels / (4 * num_threads)));
-  const int64_t step = num_rows > ROWS_F32 ? 512 : num_inputs;  // of inputs: half a first cache
-  parallel(num_threads, divide_up(num_panels, size), [&](Cursor& cursor) {
-    for (int64_t chunk; (chunk = cursor.take()) < cursor.total;)
-      for (int64_t panel = chunk * size; panel < smaller(num_panels, (chunk + 1) * size); panel++)
-        for (int64_t k = 0; k < num_inputs; k += step)
-          for (int64_t row = 0; row < num_rows; row += ROWS_F32) {
-            const int64_t column = panel * PANEL, inputs = smaller(step, num_inputs - k);
-            const bool is_last = k + inputs == num_inputs && bias != nullptr;
-            rows_f32(smaller(ROWS_F32, num_rows - row), x + row * x_stride + k, x_stride,
-                     weight + (panel * num_inputs + k) * PANEL, inputs,
-                     is_last ? bias + column : nullptr, k > 0, out + row * num_outputs + column,
-                     num_outputs, smaller(PANEL, num_outputs - column));
-          }
-  });
-}
-
-template <int R>
-TARGET static inline void panel_bf16(const float* x, int64_t x_stride, const bf16* panel,
-                                     int64_t num_blocks, const bf16* bias, bf16* out,
-                                     int64_t num_outputs, int64_t num_columns) {
-  F sums[R][VECTORS];
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < VECTORS; v++) sums[r][v] = F{};
-  for (int64_t block = 0; block < num_blocks; block++)
-    for (int half = 0; half < 2; half++)
-      for (int j = 0; j < 16; j++, panel += 32) {
-        __builtin_prefetch(panel + 2 * TILE);
-        for (int v = 0; v < VECTORS / 2; v++) {
-          const U pairs = read<U>(panel + 2 * v * W);
-          const F even = (F)(pairs << 16), odd = (F)(pairs & 0xffff0000u);
-          for (int r = 0; r < R; r++) {
-            const float* own = x + r * x_stride + block * K_BLOCK + 2 * j;
-            F& sum = sums[r][half * (VECTORS / 2) + v];
-            sum += even * (F{} + own[0]);
-            sum += odd * (F{} + own[1]);
-          }
-        }
-      }
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < VECTORS && v * W < num_columns; v++) {
-      const int64_t count = smaller(W, num_columns - v * W);
-      F sum = sums[r][v];
-      if (bias != nullptr) sum += load_some(bias + v * W, count);
-      store_some(out + r * num_outputs + v * W, sum, count);
-    }
-}
-
-template <int R = ROWS_BF16>
-TARGET static void rows_bf16(int64_t num_rows, const float* x, int64_t x_stride, const bf16* panel,
-                             int64_t num_blocks, const bf16* bias, bf16* out, int64_t num_outputs,
-                             int64_t num_columns) {
-  if constexpr (R > 0) {
-    if (num_rows == R)
-      panel_bf16<R>(x, x_stride, panel, num_blocks, bias, out, num_outputs, num_columns);
-    else
-      rows_bf16<R - 1>(num_rows, x, x_stride, panel, num_blocks, bias, out, num_outputs,
-                       num_columns);
-  }
-}
-
-template <typename T>
-TARGET static void widen_rows(const Linear<T>& task, int64_t padded, float* wide) {
-  for (int64_t row = 0; row < task.num_rows; row++) {
-    FOR_VECTORS(offset, count, task.num_inputs)
-      store(wide + row * padded + offset, load_some(task.x + row * task.x_stride + offset, count));
-    for (int64_t k = divide_up(task.num_inputs, W) * W; k < padded; k++) wide[row * padded + k] = 0;
-  }
-}
-
-void linear_bf16(const LinearBf16& task, int num_threads) {
-  const int64_t padded = padded_inputs(task.num_inputs), num_blocks = padded / K_BLOCK;
-  float* wide = static_cast<float*>(scratch(3, task.num_rows * padded * sizeof(float)));
-  widen_rows(task, padded, wide);
-  const int64_t num_panels = divide_up(task.num_outputs, PANEL), panel_size = padded * PANEL;
-  const int64_t size = larger(
-      1, smaller((96 << 10) / (panel_size * 2), num_panels / (4 * num_threads)));
-  parallel(num_threads, divide_up(num_panels, size), [&](Cursor& cursor) {
-    for (int64_t chunk; (chunk = cursor.take()) < cursor.total;)
-      for (int64_t panel = chunk * size; panel < smaller(num_panels, (chunk + 1) * size); panel++)
-        for (int64_t row = 0; row < task.num_rows; row += ROWS_BF16) {
-          const int64_t column = panel * PANEL;
-          rows_bf16(smaller(ROWS_BF16, task.num_rows - row), wide + row * padded, padded,
-                    task.weight + panel * panel_size, num_blocks,
-                    task.bias == nullptr ? nullptr : task.bias + column,
-                    task.out + row * task.num_outputs + column, task.num_outputs,
-                    smaller(PANEL, task.num_outputs - column));
-        }
-  });
-}
-
-// ---- what is done element by element ----
-
 // e to the power of x, with a relative error of about 1e-7; beyond the range, its ends.
 TARGET INLINE F exp_of(F x) {
   const F low = F{} - 87.3f, high = F{} + 88.7f;
@@ -238,6 +96,144 @@ TARGET INLINE F exp_of(F x) {
   sum = sum * rest * rest + rest + 1.0f;
   return (F)((I)sum + ((I)shifted << 23));
 }
+
+// Stores R rows' sums of a panel as the product's form says.
+template <int R, typename T>
+TARGET INLINE void store_sums(const Linear<T>& task, int64_t row, int64_t panel,
+                              const F (&sums)[R][VECTORS]) {
+  const int64_t num_columns = task.num_columns(), column = panel * task.panel_columns();
+  const int64_t left = smaller(task.panel_columns(), num_columns - column);
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < VECTORS && v * W < left; v++) {
+      const int64_t count = smaller(W, left - v * W), place = column + v * W;
+      F sum = sums[r][v];
+      if (task.bias != nullptr) sum += load_some(task.bias + place, count);
+      if (task.form == GATED) {
+        F up = sums[r][(v + VECTORS / 2) % VECTORS];
+        if (task.bias != nullptr) up += load_some(task.bias + num_columns + place, count);
+        sum = sum / (exp_of(-sum) + 1.0f) * up;
+      }
+      const int64_t to = (row + r) * num_columns + place;
+      if (task.form == WIDE)
+        store_some(static_cast<float*>(task.out) + to, sum, count);
+      else
+        store_some(static_cast<T*>(task.out) + to, sum, count);
+    }
+}
+
+// Multiplies by inputs from `first` to `end`; sums of those before stand in `kept`, [rows][PANEL].
+template <int R>
+TARGET static inline void panel_f32(const Linear<float>& task, int64_t row, int64_t panel,
+                                    int64_t first, int64_t end, float* kept) {
+  const float* x = task.x + row * task.x_stride;
+  const float* weight = task.weight + (panel * task.num_inputs + first) * PANEL;
+  F sums[R][VECTORS];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < VECTORS; v++)
+      sums[r][v] = first > 0 ? load(kept + (row + r) * PANEL + v * W) : F{};
+  for (int64_t k = first; k < end; k++, weight += PANEL) {
+    __builtin_prefetch(weight + 16 * PANEL);
+    __builtin_prefetch(weight + 16 * PANEL + 16);
+    F w[VECTORS];
+    for (int v = 0; v < VECTORS; v++) w[v] = load(weight + v * W);
+    for (int r = 0; r < R; r++) {
+      const F number = F{} + x[r * task.x_stride + k];
+      for (int v = 0; v < VECTORS; v++) sums[r][v] += number * w[v];
+    }
+  }
+  if (end == task.num_inputs) return store_sums(task, row, panel, sums);
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < VECTORS; v++) store(kept + (row + r) * PANEL + v * W, sums[r][v]);
+}
+
+template <int R = ROWS_F32>
+TARGET static void rows_f32(const Linear<float>& task, int64_t row, int64_t panel, int64_t first,
+                            int64_t end, float* kept) {
+  if constexpr (R > 0) {
+    if (smaller(ROWS_F32, task.num_rows - row) == R)
+      panel_f32<R>(task, row, panel, first, end, kept);
+    else
+      rows_f32<R - 1>(task, row, panel, first, end, kept);
+  }
+}
+
+// A row is a chain of additions from the first input to the last, whatever stands beside it.
+void linear_f32(const Linear<float>& task, int num_threads) {
+  const int64_t num_inputs = task.num_inputs;
+  const int64_t step = task.num_rows > ROWS_F32 ? 512 : num_inputs;  // half a first cache
+  over_panels(task, num_inputs * PANEL * sizeof(float), task.num_rows, num_threads,
+              [&](int64_t, int64_t panel) {
+                float* kept = static_cast<float*>(
+                    scratch(1, num_inputs > step ? task.num_rows * PANEL * sizeof(float) : 0));
+                for (int64_t k = 0; k < num_inputs; k += step)
+                  for (int64_t row = 0; row < task.num_rows; row += ROWS_F32)
+                    rows_f32(task, row, panel, k, smaller(num_inputs, k + step), kept);
+              });
+}
+
+// The rows of a product that are multiplied at once, in float32, and their groups' sums.
+struct WideRows {
+  const float* x;  // [rows, padded]
+  const float* sums;  // [rows, groups], or null
+  int64_t padded, num_groups;
+};
+
+template <int R>
+TARGET static inline void panel_bf16(const LinearBf16& task, const WideRows& rows, int64_t row,
+                                     int64_t number) {
+  const float* x = rows.x + row * rows.padded;
+  const bf16* panel = task.weight + number * rows.padded * PANEL;
+  F sums[R][VECTORS];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < VECTORS; v++) sums[r][v] = F{};
+  for (int64_t block = 0; block < rows.padded; block += K_BLOCK)
+    for (int half = 0; half < 2; half++)
+      for (int j = 0; j < 16; j++, panel += 32) {
+        __builtin_prefetch(panel + 2 * TILE);
+        for (int v = 0; v < VECTORS / 2; v++) {
+          const U pairs = read<U>(panel + 2 * v * W);
+          const F even = (F)(pairs << 16), odd = (F)(pairs & 0xffff0000u);
+          for (int r = 0; r < R; r++) {
+            const float* own = x + r * rows.padded + block + 2 * j;
+            F& sum = sums[r][half * (VECTORS / 2) + v];
+            sum += even * (F{} + own[0]);
+            sum += odd * (F{} + own[1]);
+          }
+        }
+      }
+  store_sums(task, row, number, sums);
+}
+
+template <int R = ROWS_BF16>
+TARGET static void rows_bf16(const LinearBf16& task, const WideRows& rows, int64_t row,
+                             int64_t panel) {
+  if constexpr (R > 0) {
+    if (smaller(ROWS_BF16, task.num_rows - row) == R)
+      panel_bf16<R>(task, rows, row, panel);
+    else
+      rows_bf16<R - 1>(task, rows, row, panel);
+  }
+}
+
+template <typename T>
+TARGET static void widen_rows(const Linear<T>& task, int64_t padded, float* wide) {
+  for (int64_t row = 0; row < task.num_rows; row++) {
+    FOR_VECTORS(offset, count, task.num_inputs)
+      store(wide + row * padded + offset, load_some(task.x + row * task.x_stride + offset, count));
+    for (int64_t k = divide_up(task.num_inputs, W) * W; k < padded; k++) wide[row * padded + k] = 0;
+  }
+}
+
+void linear_bf16(const LinearBf16& task, int num_threads) {
+  const int64_t padded = padded_inputs(task.num_inputs);
+  float* wide = static_cast<float*>(scratch(3, task.num_rows * padded * sizeof(float)));
+  widen_rows(task, padded, wide);
+  const WideRows rows{wide, nullptr, padded, 0};
+  over_panels(task, padded * PANEL * 2, ROWS_BF16, num_threads,
+              [&](int64_t row, int64_t panel) { rows_bf16(task, rows, row, panel); });
+}
+
+// ---- what is done element by element ----
 
 TARGET INLINE float total_of(F value) {
   float sum = 0;
@@ -280,26 +276,6 @@ void norm(const T* x, int64_t x_stride, T* residual, const T* weight, float eps,
       for (int64_t row = i * chunk; row < smaller(num_rows, (i + 1) * chunk); row++)
         norm_row(x + row * x_stride, residual == nullptr ? nullptr : residual + row * size, weight,
                  eps, size, out + row * size);
-  });
-}
-
-template <typename T>
-TARGET static void gate_row(const T* gate, const T* up, int64_t size, T* out) {
-  FOR_VECTORS(offset, count, size) {
-    const F value = load_some(gate + offset, count);
-    const F silu = value / (exp_of(-value) + 1.0f);
-    store_some(out + offset, silu * load_some(up + offset, count), count);
-  }
-}
-
-template <typename T>
-void gate(const T* gate_up, int64_t stride, int64_t num_rows, int64_t size, T* out,
-          int num_threads) {
-  const int64_t chunk = larger(1, 16384 / larger(1, size));
-  parallel(num_threads, divide_up(num_rows, chunk), [&](Cursor& cursor) {
-    for (int64_t i; (i = cursor.take()) < cursor.total;)
-      for (int64_t row = i * chunk; row < smaller(num_rows, (i + 1) * chunk); row++)
-        gate_row(gate_up + row * stride, gate_up + row * stride + size, size, out + row * size);
   });
 }
 
@@ -462,7 +438,7 @@ TARGET static void widen(const T* from, int64_t size, float* to) {
 }
 
 template <typename T>
-TARGET static void attend_piece(const Attention<T>& task, const Piece& piece, const Tile* tiles,
+TARGET static bool attend_piece(const Attention<T>& task, const Piece& piece, const Tile* tiles,
                                 float* states) {
   const int64_t size = task.head_dim;
   float* queries = static_cast<float*>(
@@ -498,6 +474,7 @@ TARGET static void attend_piece(const Attention<T>& task, const Piece& piece, co
         attend_block(task, tiles[t], queries + t * size * LANES, keys, values, key, count,
                      states + t * state_size(size));
   }
+  return false;
 }
 
 template <typename T>
@@ -522,7 +499,6 @@ void attention(const Attention<T>& task, int num_threads) {
 
 #define INSTANCES(T)                                                                         \
   template void norm<T>(const T*, int64_t, T*, const T*, float, int64_t, int64_t, T*, int);  \
-  template void gate<T>(const T*, int64_t, int64_t, int64_t, T*, int);                       \
   template void rotate<T>(const Rotation<T>&, int);                                          \
   template void attention<T>(const Attention<T>&, int);                                      \
   template void finish_lanes<T>(const Attention<T>&, const Tile&, const float*);

@@ -4,19 +4,21 @@ namespace SPACE {
 
 // Integers of four inputs stand in 32 bits of each output.
 template <int R, typename T>
-TARGET static inline void panel_int8(const float* x, int64_t x_stride, const int8_t* panel,
-                                     int64_t num_blocks, const float* factors, const T* bias,
-                                     T* out, int64_t num_outputs, int64_t num_columns) {
+TARGET static inline void panel_int8(const Linear<T>& task, const WideRows& rows, int64_t row,
+                                     int64_t number) {
+  const float* x = rows.x + row * rows.padded;
+  const int8_t* panel = task.bytes + number * rows.padded * PANEL;
+  const float* factors = task.factors + number * PANEL;
   constexpr int CHAINS = R <= 2 ? 2 : 1;  // an addition waits for the one before it in its chain
   F sums[CHAINS][R][VECTORS];
   for (auto& chain : sums)
     for (auto& row : chain)
       for (F& sum : row) sum = F{};
-  for (int64_t block = 0; block < num_blocks; block++, panel += 2 * BYTE_TILE)
+  for (int64_t block = 0; block < rows.padded; block += BYTE_BLOCK, panel += 2 * BYTE_TILE)
     for (int j = 0; j < 16; j++) {
       __builtin_prefetch(panel + 4 * BYTE_TILE + 64 * j);
       __builtin_prefetch(panel + 5 * BYTE_TILE + 64 * j);
-      const float* own = x + block * BYTE_BLOCK + 4 * j;
+      const float* own = x + block + 4 * j;
       for (int v = 0; v < VECTORS; v++) {
         const int64_t half = v / (VECTORS / 2), part = v % (VECTORS / 2);
         const I fours = read<I>(panel + half * BYTE_TILE + 64 * j + 4 * W * part);
@@ -28,54 +30,36 @@ TARGET static inline void panel_int8(const float* x, int64_t x_stride, const int
         };
         for (int r = 0; r < R; r++)
           for (int i = 0; i < 4; i++)
-            sums[i % CHAINS][r][v] += weights[i] * (F{} + own[r * x_stride + i]);
+            sums[i % CHAINS][r][v] += weights[i] * (F{} + own[r * rows.padded + i]);
       }
     }
   for (int r = 0; r < R; r++)
-    for (int v = 0; v < VECTORS && v * W < num_columns; v++) {
-      const int64_t count = smaller(W, num_columns - v * W);
-      F sum = sums[0][r][v];
-      for (int c = 1; c < CHAINS; c++) sum += sums[c][r][v];
-      sum *= load(factors + v * W);
-      if (bias != nullptr) sum += load_some(bias + v * W, count);
-      store_some(out + r * num_outputs + v * W, sum, count);
+    for (int v = 0; v < VECTORS; v++) {
+      for (int c = 1; c < CHAINS; c++) sums[0][r][v] += sums[c][r][v];
+      sums[0][r][v] *= load(factors + v * W);
     }
+  store_sums(task, row, number, sums[0]);
 }
 
 template <int R, typename T>
-TARGET static void rows_int8(int64_t num_rows, const float* x, int64_t x_stride,
-                             const int8_t* panel, int64_t num_blocks, const float* factors,
-                             const T* bias, T* out, int64_t num_outputs, int64_t num_columns) {
+TARGET static void rows_int8(const Linear<T>& task, const WideRows& rows, int64_t row,
+                             int64_t panel) {
   if constexpr (R > 0) {
-    if (num_rows == R)
-      panel_int8<R>(x, x_stride, panel, num_blocks, factors, bias, out, num_outputs, num_columns);
+    if (smaller(ROWS_BF16, task.num_rows - row) == R)
+      panel_int8<R>(task, rows, row, panel);
     else
-      rows_int8<R - 1>(num_rows, x, x_stride, panel, num_blocks, factors, bias, out, num_outputs,
-                       num_columns);
+      rows_int8<R - 1>(task, rows, row, panel);
   }
 }
 
 template <typename T>
 void linear_int8(const Linear<T>& task, int num_threads) {
-  const int64_t padded = padded_bytes(task.num_inputs), num_blocks = padded / BYTE_BLOCK;
+  const int64_t padded = padded_bytes(task.num_inputs);
   float* wide = static_cast<float*>(scratch(3, task.num_rows * padded * sizeof(float)));
   widen_rows(task, padded, wide);
-  const int64_t num_panels = divide_up(task.num_outputs, PANEL), panel_size = padded * PANEL;
-  const int64_t size =
-      larger(1, smaller((96 << 10) / larger(1, panel_size), num_panels / (4 * num_threads)));
-  parallel(num_threads, divide_up(num_panels, size), [&](Cursor& cursor) {
-    for (int64_t chunk; (chunk = cursor.take()) < cursor.total;)
-      for (int64_t panel = chunk * size; panel < smaller(num_panels, (chunk + 1) * size); panel++)
-        for (int64_t row = 0; row < task.num_rows; row += ROWS_BF16) {
-          const int64_t column = panel * PANEL;
-          rows_int8<ROWS_BF16>(smaller(ROWS_BF16, task.num_rows - row), wide + row * padded,
-                               padded, task.bytes + panel * panel_size, num_blocks,
-                               task.factors + column,
-                               task.bias == nullptr ? nullptr : task.bias + column,
-                               task.out + row * task.num_outputs + column, task.num_outputs,
-                               smaller(PANEL, task.num_outputs - column));
-        }
-  });
+  const WideRows rows{wide, nullptr, padded, 0};
+  over_panels(task, padded * PANEL, ROWS_BF16, num_threads,
+              [&](int64_t row, int64_t panel) { rows_int8<ROWS_BF16>(task, rows, row, panel); });
 }
 
 // ---- groups ----
@@ -88,13 +72,6 @@ TARGET INLINE F load_half(const uint16_t* from) {
   const F size = (F)((bits & 0x7fffu) << 13) * 0x1p112f;
   return (F)((U)size | ((bits & 0x8000u) << 16));
 }
-
-// The rows of a product that are multiplied at once, in float32, and their groups' sums.
-struct WideRows {
-  const float* x;  // [rows, padded]
-  const float* sums;  // [rows, groups]
-  int64_t padded, num_groups;
-};
 
 template <int R, int BITS, typename T>
 TARGET static inline void panel_groups(const Linear<T>& task, const WideRows& rows, int64_t row,
@@ -135,14 +112,7 @@ TARGET static inline void panel_groups(const Linear<T>& task, const WideRows& ro
       }
     }
   }
-  const int64_t column = panel * PANEL, num_columns = smaller(PANEL, task.num_outputs - column);
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < VECTORS && v * W < num_columns; v++) {
-      const int64_t count = smaller(W, num_columns - v * W);
-      F sum = sums[r][v];
-      if (task.bias != nullptr) sum += load_some(task.bias + column + v * W, count);
-      store_some(task.out + (row + r) * task.num_outputs + column + v * W, sum, count);
-    }
+  store_sums(task, row, panel, sums);
 }
 
 template <int R, int BITS, typename T>
@@ -173,17 +143,10 @@ void linear_groups(const Linear<T>& task, int num_threads) {
       sums[row * num_groups + group] = sum;
     }
   const WideRows rows{wide, sums, padded, num_groups};
-  const int64_t num_panels = divide_up(task.num_outputs, PANEL);
-  const int64_t size = panels_of_chunk(
-      num_panels, padded / K_BLOCK * block_bytes_of(task.groups.bits), num_threads);
   const auto multiply =
       task.groups.bits == 4 ? rows_groups<ROWS_BF16, 4, T> : rows_groups<ROWS_BF16, 8, T>;
-  parallel(num_threads, divide_up(num_panels, size), [&](Cursor& cursor) {
-    for (int64_t chunk; (chunk = cursor.take()) < cursor.total;)
-      for (int64_t panel = chunk * size; panel < smaller(num_panels, (chunk + 1) * size); panel++)
-        for (int64_t row = 0; row < task.num_rows; row += ROWS_BF16)
-          multiply(task, rows, row, panel);
-  });
+  over_panels(task, padded / K_BLOCK * block_bytes_of(task.groups.bits), ROWS_BF16, num_threads,
+              [&](int64_t row, int64_t panel) { multiply(task, rows, row, panel); });
 }
 
 template void linear_int8<float>(const Linear<float>&, int);
