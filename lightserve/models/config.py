@@ -6,6 +6,7 @@ Imported by the supervisor, the router and the frontends as well as by the worke
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -14,10 +15,14 @@ from typing import Any
 from lightserve.errors import ConfigError, ModelLoadError
 from lightserve.models.json_fields import JsonFields, read_json_object
 from lightserve.models.rope import (
+    DEFAULT_THETA,
+    FULL,
+    SLIDING,
     DynamicRope,
     LinearRope,
     RopeConfig,
     YarnRope,
+    parse_local_rope,
     parse_rope,
     parse_rotary_dim,
 )
@@ -40,18 +45,29 @@ class Architecture(StrEnum):
     OLMO2 = "Olmo2ForCausalLM"
     GLM = "GlmForCausalLM"
     GLM4 = "Glm4ForCausalLM"
+    GEMMA = "GemmaForCausalLM"
+    GEMMA3 = "Gemma3ForCausalLM"
 
 
 _GLM = (Architecture.GLM, Architecture.GLM4)
+_GEMMA = (Architecture.GEMMA, Architecture.GEMMA3)
+_GEMMA3_THETA = 1_000_000.0
 _BIASED = (
     Architecture.LLAMA,
     Architecture.QWEN3,
     Architecture.GRANITE,
     Architecture.SMOLLM3,
     Architecture.OLMO2,
+    *_GEMMA,
 )
 """Families whose `attention_bias` is that of all four products."""
-_WITHOUT_WINDOW = (Architecture.LLAMA, Architecture.GRANITE, Architecture.OLMO2, *_GLM)
+_WITHOUT_WINDOW = (
+    Architecture.LLAMA,
+    Architecture.GRANITE,
+    Architecture.OLMO2,
+    Architecture.GEMMA,
+    *_GLM,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +96,17 @@ class ModelConfig:
     """Whether all heads together are."""
     rotary_share: int | None = None
     """How many of a head's dimensions are rotated; None: all."""
+    local_rope: RopeConfig | None = None
+    """Of layers with a window; None: the same."""
     rotates_neighbours: bool = False
     """Whether the file has a rotated pair as dimensions 2i and 2i + 1, not half a head apart."""
     unrotated_layers: frozenset[int] = frozenset()
     merged: frozenset[str] = frozenset()
     """Products that the file has as one tensor: `qkv`, `gate_up`."""
+    has_gelu: bool = False
+    """Whether the gate is GELU, by its approximation with tanh, in place of SiLU."""
+    norm_offset: float = 0.0
+    """What is added to the weights of norms."""
     layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -128,8 +150,8 @@ def load_model_config(path: Path) -> ModelConfig:
     architecture = _architecture(fields)
     if fields.has("quantization_config"):
         raise fields.error("quantization_config", "is set, but quantised weights are not supported")
-    if (activation := fields.string("hidden_act", default="silu")) != "silu":
-        raise fields.error("hidden_act", f"must be 'silu', got {activation!r}")
+    is_gemma = architecture in _GEMMA
+    _check_activation(fields, is_gemma=is_gemma)
     num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
@@ -161,6 +183,7 @@ def load_model_config(path: Path) -> ModelConfig:
             max_position_embeddings=max_position_embeddings,
             rotary_dim=rotary_dim,
             is_phi=is_phi,
+            default_theta=_GEMMA3_THETA if architecture is Architecture.GEMMA3 else DEFAULT_THETA,
         ),
         max_position_embeddings=max_position_embeddings,
         qkv_bias=architecture is Architecture.QWEN2
@@ -168,15 +191,51 @@ def load_model_config(path: Path) -> ModelConfig:
         or (is_glm and attention_bias),
         attention_output_bias=has_all_biases,
         mlp_bias=reads_mlp_bias and fields.boolean("mlp_bias", default=False),
-        qk_norm=architecture is Architecture.QWEN3,
+        qk_norm=architecture in (Architecture.QWEN3, Architecture.GEMMA3),
         rotary_share=rotary_dim,
         tie_word_embeddings=fields.boolean(
-            "tie_word_embeddings", default=architecture is Architecture.SMOLLM3
+            "tie_word_embeddings", default=is_gemma or architecture is Architecture.SMOLLM3
         ),
         sliding_windows=_sliding_windows(fields, architecture, num_layers),
         dtype=_dtype(fields),
         **_own_of(fields, architecture, num_layers),
+        **(_gemma(fields, architecture, hidden_size) if is_gemma else {}),
     )
+
+
+def _check_activation(fields: JsonFields, *, is_gemma: bool) -> None:
+    key = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
+    # Gemma's first files say `gelu` and mean its approximation.
+    known = ("gelu_pytorch_tanh", "gelu") if is_gemma else ("silu",)
+    if (activation := fields.string(key, default=known[0])) not in known:
+        names = " or ".join(repr(name) for name in known)
+        raise fields.error(key, f"must be {names}, got {activation!r}")
+
+
+def _gemma(fields: JsonFields, architecture: Architecture, hidden_size: int) -> dict[str, Any]:
+    """Return what Gemma alone has, as fields of `ModelConfig`."""
+    if fields.boolean("use_bidirectional_attention", default=False):
+        raise fields.error("use_bidirectional_attention", "must be false")
+    own: dict[str, Any] = {
+        "has_gelu": True,
+        "norm_offset": 1.0,
+        "embedding_multiplier": math.sqrt(hidden_size),
+    }
+    if architecture is Architecture.GEMMA3:
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if fields.has(key):
+                raise fields.error(key, "must be null")
+        own |= {
+            "local_rope": parse_local_rope(fields),
+            "attention_scale": fields.number("query_pre_attn_scalar", default=256.0) ** -0.5,
+            "layer_norms": (
+                "input_layernorm",
+                "post_attention_layernorm",
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+            ),
+        }
+    return own
 
 
 def _own_of(fields: JsonFields, architecture: Architecture, num_layers: int) -> dict[str, Any]:
@@ -300,6 +359,8 @@ def _head_dim(
 ) -> int:
     if fields.has("head_dim"):
         head_dim = fields.integer("head_dim")
+    elif architecture in _GEMMA:
+        head_dim = 256
     elif architecture is Architecture.QWEN3 or architecture in _GLM:
         head_dim = 128  # what transformers takes when their config is silent
     elif hidden_size % num_heads:
@@ -326,8 +387,15 @@ def _sliding_windows(
         window = fields.integer("sliding_window", default=4096)
     if architecture is Architecture.MISTRAL:
         return (window,) * num_layers
-    if window is None or not fields.boolean("use_sliding_window", default=False):
+    is_gemma3 = architecture is Architecture.GEMMA3
+    uses_window = is_gemma3 or fields.boolean("use_sliding_window", default=False)
+    if window is None or not uses_window:
         return (None,) * num_layers
+    if is_gemma3 and not fields.has("layer_types"):
+        interval = fields.integer("sliding_window_pattern", default=6)
+        return tuple(
+            None if layer % interval == interval - 1 else window for layer in range(num_layers)
+        )
     if not fields.has("layer_types") and architecture is Architecture.SMOLLM3:
         unrotated = _unrotated_layers(fields, num_layers)
         return tuple(window if layer in unrotated else None for layer in range(num_layers))
@@ -338,9 +406,9 @@ def _sliding_windows(
     if len(kinds) != num_layers:
         raise fields.error("layer_types", f"must have {num_layers} entries, got {len(kinds)}")
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in (FULL, SLIDING):
             raise fields.error("layer_types", f"has the unknown entry {kind!r}")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def _dtype(fields: JsonFields) -> str | None:

@@ -24,4 +24,11 @@ class ModelContext:
 
     def rms_norm(self, name: str, *, size: int) -> RMSNorm:
         """Load the normalisation `name`."""
-        return RMSNorm(self.kernels, self.reader, name, size=size, eps=self.config.rms_norm_eps)
+        return RMSNorm(
+            self.kernels,
+            self.reader,
+            name,
+            size=size,
+            eps=self.config.rms_norm_eps,
+            offset=self.config.norm_offset,
+        )

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lightserve.kernels.interface import AttentionBatch
 from lightserve.models.base import KVTensors
@@ -28,13 +29,14 @@ from lightserve.models.layers.linear import (
     VocabWeight,
 )
 from lightserve.models.parallel import Part, even_part
+from lightserve.models.rope import RopeConfig
 from lightserve.models.weight_files import EMBEDDING, LM_HEAD
 
 # The gated feed-forward block.
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)), gate and up merged into one weight."""
+    """down(silu(gate(x)) * up(x)), or with GELU, gate and up merged into one weight."""
 
     def __init__(self, context: ModelContext, prefix: str) -> None:
         config, tp = context.config, context.tp
@@ -43,13 +45,14 @@ class GatedMLP:
         if "gate_up" in config.merged:
             name, up_start = f"{prefix}.gate_up_proj", config.intermediate_size + part.start
             parts = [(name, part), (name, Part(up_start, part.size))]
+        self._has_gelu = config.has_gelu
         self._gate_up = ColumnParallelLinear(
             context.method,
             context.reader,
             parts,
             in_size=config.hidden_size,
             has_bias=config.mlp_bias,
-            is_gated=True,
+            is_gated=not config.has_gelu,
         )
         self._down = RowParallelLinear(
             context.method,
@@ -63,7 +66,11 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        return self._down(self._gate_up(x))
+        x = self._gate_up(x)
+        if self._has_gelu:
+            gate, up = x.chunk(2, dim=-1)
+            x = functional.gelu(gate, approximate="tanh").mul_(up)
+        return self._down(x)
 
 
 class DecoderLayer:
@@ -109,6 +116,28 @@ class DecoderLayer:
         return self._mlp(x), residual
 
 
+class OutputNormLayer(DecoderLayer):
+    """A layer that norms what its parts give, too: x = x + norm(attention(norm(x))), as the MLP.
+
+    `ModelConfig.layer_norms` names the four, in the order of their use.
+    """
+
+    def __init__(self, context: ModelContext, layer: int) -> None:
+        prefix, size = f"model.layers.{layer}", context.config.hidden_size
+        self._layer = layer
+        self._attention = self.attention_type(context, f"{prefix}.self_attn", layer=layer)
+        self._mlp = GatedMLP(context, f"{prefix}.mlp")
+        self._attention_norm, self._attention_output_norm, self._mlp_norm, self._mlp_output_norm = (
+            context.rms_norm(f"{prefix}.{name}", size=size) for name in context.config.layer_norms
+        )
+
+    def finish(self, heads: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """See `DecoderLayer.finish`."""
+        added = self._attention_output_norm(self._attention.project(heads))
+        x, residual = self._mlp_norm.add(added, residual)
+        return self._mlp_output_norm(self._mlp(x)), residual
+
+
 class DecoderModel:
     """Embedding, layers, norm and LM head."""
 
@@ -118,15 +147,10 @@ class DecoderModel:
         config = context.config
         self.config = config
         self.context_len = context.context_len
-        table = frequencies(
-            config.rope,
-            head_dim=config.rotary_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            context_len=context.context_len,
-        )
-        self._rotary = RotaryTable(
-            table, context_len=context.context_len, device=context.reader.device
-        )
+        self._rotary = _rotary_table(context, config.rope)
+        self._local_rotary = None
+        if config.local_rope is not None:
+            self._local_rotary = _rotary_table(context, config.local_rope)
         embedding, head = _vocab_weights(context)
         self._embedding = VocabEmbedding(embedding, context.tp)
         self._layers = [self.layer_type(context, layer) for layer in range(config.num_layers)]
@@ -160,12 +184,7 @@ class DecoderModel:
         if self.config.embedding_multiplier != 1.0:
             x = x * self.config.embedding_multiplier
         residual: Tensor | None = None
-        cos, sin = self._rotary.select(batch.positions)
-        by_layer = [AttentionInputs(batch, cos, sin)] * len(self._layers)
-        if self.config.unrotated_layers:
-            still = by_layer[0].unrotated()
-            for number in self.config.unrotated_layers:
-                by_layer[number] = still
+        by_layer = self._inputs_by_layer(batch)
         for layer, inputs in zip(self._layers[:-1], by_layer, strict=False):
             heads, residual = layer.attend(x, residual, inputs, kv)
             x, residual = layer.finish(heads, residual)
@@ -179,6 +198,33 @@ class DecoderModel:
         x, residual = last.finish(heads, residual)
         hidden, _ = self._norm.add(x, residual)
         return hidden
+
+    def _inputs_by_layer(self, batch: AttentionBatch) -> list[AttentionInputs]:
+        """Return each layer's inputs: most models have the same for all."""
+        config = self.config
+        by_layer = [AttentionInputs(batch, *self._rotary.select(batch.positions))]
+        by_layer *= len(self._layers)
+        if config.unrotated_layers:
+            still = by_layer[0].unrotated()
+            for number in config.unrotated_layers:
+                by_layer[number] = still
+        if self._local_rotary is not None:
+            local = AttentionInputs(batch, *self._local_rotary.select(batch.positions))
+            for number, window in enumerate(config.sliding_windows):
+                if window is not None:
+                    by_layer[number] = local
+        return by_layer
+
+
+def _rotary_table(context: ModelContext, rope: RopeConfig) -> RotaryTable:
+    config = context.config
+    table = frequencies(
+        rope,
+        head_dim=config.rotary_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        context_len=context.context_len,
+    )
+    return RotaryTable(table, context_len=context.context_len, device=context.reader.device)
 
 
 def _vocab_weights(context: ModelContext) -> tuple[VocabWeight, VocabWeight]:

@@ -22,6 +22,7 @@ from lightserve.models.base import Model
 from lightserve.models.config import Architecture, ModelConfig, check_tp
 from lightserve.models.context import ModelContext
 from lightserve.models.decoder import DecoderModel
+from lightserve.models.gemma import Gemma3ForCausalLM, GemmaForCausalLM
 from lightserve.models.glm import Glm4ForCausalLM, GlmForCausalLM
 from lightserve.models.granite import GraniteForCausalLM
 from lightserve.models.layers.linear import LinearMethod, UnquantizedMethod
@@ -185,6 +186,8 @@ MODELS: dict[Architecture, type[DecoderModel]] = {
     Architecture.OLMO2: Olmo2ForCausalLM,
     Architecture.GLM: GlmForCausalLM,
     Architecture.GLM4: Glm4ForCausalLM,
+    Architecture.GEMMA: GemmaForCausalLM,
+    Architecture.GEMMA3: Gemma3ForCausalLM,
 }
 
 

@@ -15,11 +15,13 @@ class Qwen3Attention(SelfAttention):
     def qk_norm(self, context: ModelContext, prefix: str) -> QKNorm:
         """See `SelfAttention.qk_norm`."""
         config, reader = context.config, context.reader
-        return QKNorm(
-            read_vector(reader, f"{prefix}.q_norm.weight", config.head_dim),
-            read_vector(reader, f"{prefix}.k_norm.weight", config.head_dim),
-            config.rms_norm_eps,
+        q_weight, k_weight = (
+            read_vector(
+                reader, f"{prefix}.{name}_norm.weight", config.head_dim, offset=config.norm_offset
+            )
+            for name in "qk"
         )
+        return QKNorm(q_weight, k_weight, config.rms_norm_eps)
 
 
 class Qwen3Layer(DecoderLayer):

@@ -15,6 +15,8 @@ from typing import Any
 from lightserve.models.json_fields import JsonFields
 
 DEFAULT_THETA = 10_000.0
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers, in the words of `layer_types`, which may have rotary embeddings of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +83,21 @@ RopeConfig = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope | Lo
 
 
 def parse_rope(
-    config: JsonFields, *, max_position_embeddings: int, rotary_dim: int, is_phi: bool = False
+    config: JsonFields,
+    *,
+    max_position_embeddings: int,
+    rotary_dim: int,
+    is_phi: bool = False,
+    default_theta: float = DEFAULT_THETA,
 ) -> RopeConfig:
-    """Return the rotary embedding of a model. Raises ModelLoadError naming the key.
+    """Return the rotary embedding of a model, of its layers without a window if others differ.
 
-    Phi's first files call LongRoPE `su` or `yarn`.
+    Phi's first files call LongRoPE `su` or `yarn`. Raises ModelLoadError naming the key.
     """
-    outer_theta = config.number("rope_theta", default=DEFAULT_THETA, above=1.0)
+    outer_theta = config.number("rope_theta", default=default_theta, above=1.0)
     fields = _rope_object(config)
+    if fields is not None and fields.has(FULL):
+        fields = fields.child(FULL)
     if fields is None:
         return DefaultRope(theta=outer_theta)
     theta = fields.number("rope_theta", default=outer_theta, above=1.0)
@@ -114,6 +123,18 @@ def parse_rope(
         case _:
             known = "default, linear, dynamic, llama3, yarn, longrope"
             raise fields.error("rope_type", f"must be one of {known}, got {kind!r}")
+
+
+def parse_local_rope(config: JsonFields) -> RopeConfig:
+    """Return the rotary embedding of layers with a window, for families where it is another."""
+    fields = _rope_object(config)
+    theta = config.number("rope_local_base_freq", default=DEFAULT_THETA, above=1.0)
+    if fields is None or not fields.has(SLIDING):
+        return DefaultRope(theta=theta)
+    fields = fields.child(SLIDING)
+    if (kind := fields.string("rope_type", default="default")) != "default":
+        raise fields.error("rope_type", f"must be default, got {kind!r}")
+    return DefaultRope(theta=fields.number("rope_theta", default=theta, above=1.0))
 
 
 def _rope_object(config: JsonFields) -> JsonFields | None:

@@ -21,6 +21,7 @@ from lightserve.kernels.reference import ReferenceKernels
 from lightserve.models.config import check_tp, load_model_config
 from lightserve.models.loader import load_model
 from lightserve.models.parallel import SingleRank
+from lightserve.models.rope import DefaultRope, LinearRope
 from lightserve.models.weight_files import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -176,6 +177,14 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0]
         ("granite", {"residual_multiplier": "1"}, "'residual_multiplier' must be a number"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "'no_rope_layers' must be 4 times 0 or 1"),
         ("smollm3", {"no_rope_layers": [1, 0, 2, 0]}, "'no_rope_layers' must be 4 times 0 or 1"),
+        ("gemma", {"hidden_act": "silu"}, "'hidden_act' must be 'gelu_pytorch_tanh' or 'gelu'"),
+        ("gemma", {"use_bidirectional_attention": True}, "must be false"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "'final_logit_softcapping' must be null"),
+        (
+            "gemma3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}},
+            "'rope_parameters.sliding_attention.rope_type' must be default",
+        ),
         (
             "smollm3",
             {"no_rope_layers": ..., "no_rope_layer_interval": 0},
@@ -193,6 +202,26 @@ def test_bad_key_of_one_family(
     with pytest.raises(ModelLoadError, match=r"config\.json") as caught:
         load_model_config(path)
     assert complaint in str(caught.value)
+
+
+def test_older_files_of_gemma_say_the_same(tmp_path: Path) -> None:
+    path = write_tiny_model(find_tiny_model("gemma3"), tmp_path)
+    config = load_model_config(path)
+    assert config.local_rope == DefaultRope(theta=500.0)
+    assert config.rope == LinearRope(theta=5000.0, factor=4.0)
+    edit_json(
+        path / "config.json",
+        rope_parameters=...,
+        rope_theta=5000.0,
+        rope_local_base_freq=500.0,
+        rope_scaling={"rope_type": "linear", "factor": 4.0},
+        layer_types=...,
+        sliding_window_pattern=3,
+    )
+    assert load_model_config(path) == config
+    edit_json(path / "config.json", rope_theta=..., rope_scaling=..., rope_local_base_freq=...)
+    plain = load_model_config(path)
+    assert (plain.rope, plain.local_rope) == (DefaultRope(theta=1e6), DefaultRope(theta=1e4))
 
 
 @pytest.mark.parametrize(

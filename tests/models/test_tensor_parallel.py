@@ -35,6 +35,7 @@ FLOAT32_MODELS = (
     "granite",
     "olmo2-mqa-biases",  # a norm over the heads of all ranks, of which one key head on two
     "glm-0414",
+    "gemma3",
 )
 BFLOAT16_MODELS = ("mistral-window", "qwen3")
 

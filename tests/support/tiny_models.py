@@ -207,6 +207,24 @@ TINY_MODELS = (
         {"head_dim": 16, "attention_bias": False, "num_hidden_layers": 3},
         sharded=True,
     ),
+    TinyModel("gemma", "Gemma", {"head_dim": 24, "tie_word_embeddings": True}),
+    TinyModel("gemma-mqa", "Gemma", {"head_dim": 16, "num_key_value_heads": 1}),
+    TinyModel(
+        "gemma3",
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 12,
+            "sliding_window": 21,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "num_hidden_layers": 3,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+            },
+        },
+        sharded=True,
+    ),
 )
 
 
@@ -217,7 +235,9 @@ def find_tiny_model(name: str) -> TinyModel:
 def write_tiny_model(model: TinyModel, path: Path, *, dtype: torch.dtype = torch.float32) -> Path:
     """Write the model as a Hugging Face directory and return its path."""
     transformers_logging.disable_progress_bar()
-    config_class = getattr(transformers, f"{model.family}Config")
+    config_class = getattr(
+        transformers, f"{model.family}TextConfig", getattr(transformers, f"{model.family}Config")
+    )
     model_class = getattr(transformers, f"{model.family}ForCausalLM")
     config = config_class(**{**BASE_CONFIG, **model.config})
     reference = model_class(config)
@@ -243,7 +263,10 @@ def randomise(reference: Any, generator: torch.Generator) -> None:
     """Fill all parameters."""
     for name, parameter in reference.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.copy_(_scaled(name, noise, tied=reference.config.tie_word_embeddings))
+        scaled = _scaled(name, noise, tied=reference.config.tie_word_embeddings)
+        if name.endswith("norm.weight") and reference.config.model_type.startswith("gemma"):
+            scaled -= 1.0  # which the model adds
+        parameter.copy_(scaled)
 
 
 def _scaled(name: str, noise: Tensor, *, tied: bool) -> Tensor:

@@ -47,11 +47,11 @@ class WeightReader(Protocol):
         """
 
 
-def read_vector(reader: WeightReader, name: str, size: int) -> Tensor:
-    """Return the whole one-dimensional tensor `name`, shape [size]."""
+def read_vector(reader: WeightReader, name: str, size: int, *, offset: float = 0.0) -> Tensor:
+    """Return the whole one-dimensional tensor `name` plus `offset`, shape [size]."""
     vector = torch.empty(size, dtype=reader.dtype, device=reader.device)
     reader.read_into(vector, name)
-    return vector
+    return vector.add_(offset) if offset else vector
 
 
 # RMS normalisation, alone or fused with the residual sum before it.
@@ -63,10 +63,17 @@ class RMSNorm:
     __slots__ = ("_eps", "_kernels", "_weight")
 
     def __init__(
-        self, kernels: Kernels, reader: WeightReader, name: str, *, size: int, eps: float
+        self,
+        kernels: Kernels,
+        reader: WeightReader,
+        name: str,
+        *,
+        size: int,
+        eps: float,
+        offset: float = 0.0,
     ) -> None:
         self._kernels = kernels
-        self._weight = read_vector(reader, f"{name}.weight", size)
+        self._weight = read_vector(reader, f"{name}.weight", size, offset=offset)
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
