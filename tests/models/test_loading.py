@@ -46,7 +46,8 @@ def test_config_and_names_agree_with_transformers(tiny: TinyModel, tmp_path: Pat
     assert ours.num_kv_heads == theirs.num_key_value_heads
     head_dim = getattr(theirs, "head_dim", None)
     assert ours.head_dim == (head_dim or theirs.hidden_size // theirs.num_attention_heads)
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    parameters = theirs.rope_parameters
+    assert ours.rope.theta == parameters.get("full_attention", parameters)["rope_theta"]
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.dtype == "float32"
     window = getattr(theirs, "sliding_window", None)

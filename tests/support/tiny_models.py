@@ -264,8 +264,11 @@ def randomise(reference: Any, generator: torch.Generator) -> None:
     for name, parameter in reference.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         scaled = _scaled(name, noise, tied=reference.config.tie_word_embeddings)
-        if name.endswith("norm.weight") and reference.config.model_type.startswith("gemma"):
-            scaled -= 1.0  # which the model adds
+        if reference.config.model_type.startswith("gemma"):
+            if name.endswith("norm.weight"):
+                scaled -= 1.0  # which the model adds
+            elif "embed_tokens" in name and not reference.config.tie_word_embeddings:
+                scaled /= math.sqrt(noise.shape[1])  # by which it multiplies
         parameter.copy_(scaled)
 
 
