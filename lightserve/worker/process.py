@@ -22,6 +22,7 @@ from lightserve.messages.router_worker import RouterToWorker, WorkerHello, Worke
 from lightserve.messages.supervision import ChildMessage, ChildReady, ChildSpec, SupervisorMessage
 from lightserve.worker.device import facts_of, resolve_device
 from lightserve.worker.engine import build_runner
+from lightserve.worker.memory import keep_freed_memory
 from lightserve.worker.profiling import profile_at_start, take_profile, tokens_of_step
 from lightserve.worker.step_loop import serve
 from lightserve.worker.tensor_parallel import join_group
@@ -97,6 +98,8 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
     runner = build_runner(spec.config, tp=tp, incarnation=spec.incarnation)
     profile = profile_at_start(runner, spec.config, tp)
     step_cost = None if profile is None else profile.coefficients
+    if runner.device.type == "cpu":
+        keep_freed_memory()  # what loading has freed went back
     link: Link[WorkerToRouter, RouterToWorker] = connect_link(
         spec.workers_address,
         name=f"worker-{spec.index}",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,27 @@ def test_what_a_pool_forgets_is_no_longer_resident() -> None:
     assert not pool.k[1][1000:2000].any(), "it is empty, and can be written again"
     pool.k[1][1000:2000] = 2.0
     assert bool((pool.k[1][1000:2000] == 2.0).all())
+
+
+FREED_TWICE = """
+import resource
+import torch
+from lightserve.worker.memory import keep_freed_memory
+
+def new_pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.empty(48 * 2**20, dtype=torch.uint8).fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+keep_freed_memory()
+print(*(new_pages() for _ in range(16)))
+"""
+
+
+def test_memory_of_a_step_serves_later_ones() -> None:
+    run = subprocess.run([sys.executable, "-c", FREED_TWICE], capture_output=True, check=True)
+    first, *_, last = map(int, run.stdout.split())
+    assert last * 10 < first, "its pages are not emptied anew"
 
 
 def test_a_pool_of_what_was_measured() -> None:
