@@ -196,6 +196,8 @@ def _fails(error: ErrorCode, *, after: list[int]) -> Answer:
 
 STATUS = {
     ErrorCode.QUEUE_FULL: 429,
+    ErrorCode.REQUEST_QUOTA: 429,
+    ErrorCode.TOKEN_QUOTA: 429,
     ErrorCode.WORKER_LOST: 503,
     ErrorCode.NON_FINITE_LOGITS: 500,
     ErrorCode.TOO_LARGE: 400,
