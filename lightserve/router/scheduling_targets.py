@@ -1,6 +1,6 @@
 """What a newcomer is scheduled by: its targets, raised to what an idle server can do.
 
-Architecture 7: a target that an idle server could not meet is replaced, for scheduling, by 1.2
+A target that an idle server could not meet is replaced, for scheduling, by 1.2
 times the predicted idle time. The client is told (`Request.scheduled_slo`), it is counted here,
 and attainment is judged by what was asked all the same. Nothing is raised while too little is
 known of what steps take. `Scheduler` asks once for every request that it takes in, and only
