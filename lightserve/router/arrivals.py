@@ -141,6 +141,8 @@ class HeldByRealTime:
 
     def note(self, held: int, now_s: float) -> None:
         """Learn how many tokens they hold from now on."""
+        if self._num_deviations == 0:
+            return
         if self._now_s is not None and now_s > self._now_s:
             keep = math.exp((self._now_s - now_s) / BURST_WINDOW_S)
             self._weight = keep * self._weight + 1.0 - keep

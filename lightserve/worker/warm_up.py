@@ -39,9 +39,8 @@ EVERYTHING = SamplingParams(
     presence_penalty=0.1,
     repetition_penalty=1.1,
     num_logprobs=20,
-    typical_p=0.95,
 )
-"""Every option whose work grows with the vocabulary."""
+"""Every option that takes a vocabulary's memory for each row; typical-p takes one row's."""
 
 
 def largest_steps(
