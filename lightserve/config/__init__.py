@@ -106,8 +106,8 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
     profile: str = option(
         "auto",
         "Step times that the router starts from: auto (those cached for this model, type, device,"
-        " threads and TP, else measured in the first seconds and cached), off (learnt while"
-        " serving), or a file that lightserve profile wrote.",
+        " threads and TP, else measured before the first request comes and cached), off (learnt"
+        " while serving), or a file that lightserve profile wrote.",
     )
     chat_template: str = option(
         "", "File with a Jinja chat template to use instead of the model's own."

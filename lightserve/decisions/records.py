@@ -32,6 +32,7 @@ from lightserve.router.events import (
     FrontendGone,
     Outgoing,
     SchedulerEvent,
+    StepTimesKnown,
     WorkersGone,
     WorkersReady,
 )
@@ -91,6 +92,14 @@ class WorkersStarted(Record, frozen=True, tag="workers_ready"):
     step_cost: StepCoefficients | None
     overlaps_copies: bool = False
     max_num_batched_tokens: int | None = None
+
+
+class StepTimesWereMeasured(Record, frozen=True, tag="step_times"):
+    """The workers have measured their steps, being ready and idle."""
+
+    now_s: float
+    step_cost: StepCoefficients
+    max_num_batched_tokens: int
 
 
 class WorkersWereLost(Record, frozen=True, tag="workers_gone"):
@@ -155,7 +164,14 @@ class Decision(Record, frozen=True, tag="decision"):
     """Hash over all bytes of the file before this line; empty before it is written."""
 
 
-Input = MessageReceived | FrontendWasLost | WorkersStarted | WorkersWereLost | ResultReceived
+Input = (
+    MessageReceived
+    | FrontendWasLost
+    | WorkersStarted
+    | StepTimesWereMeasured
+    | WorkersWereLost
+    | ResultReceived
+)
 AnyRecord = Header | Input | Decision
 
 
@@ -270,6 +286,10 @@ def input_of(event: SchedulerEvent, now_s: float) -> Input:
                 overlaps_copies=event.overlaps_copies,
                 max_num_batched_tokens=event.max_num_batched_tokens,
             )
+        case StepTimesKnown(step_cost, max_num_batched_tokens):
+            return StepTimesWereMeasured(
+                now_s=now_s, step_cost=step_cost, max_num_batched_tokens=max_num_batched_tokens
+            )
     return WorkersWereLost(now_s=now_s)
 
 
@@ -288,6 +308,8 @@ def event_of(record: Input) -> SchedulerEvent | StepResult:
                 record.overlaps_copies,
                 record.max_num_batched_tokens,
             )
+        case StepTimesWereMeasured():
+            return StepTimesKnown(record.step_cost, record.max_num_batched_tokens)
         case ResultReceived(result=result):
             return result
     return WorkersGone()

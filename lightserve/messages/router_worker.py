@@ -241,7 +241,16 @@ class StepResult(Message, frozen=True):
     come so much earlier for the device to go on without a pause."""
 
 
-WorkerToRouter = WorkerHello | StepResult
+class StepTimesMeasured(Message, frozen=True):
+    """What rank 0 has measured of its steps after its hello, before the first plan came."""
+
+    incarnation: int
+    step_cost: StepCoefficients
+    max_num_batched_tokens: int
+    """See `WorkerHello`: it follows from the profile."""
+
+
+WorkerToRouter = WorkerHello | StepTimesMeasured | StepResult
 
 
 # ------------------------------------------------------------------------ plans

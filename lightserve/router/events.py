@@ -63,7 +63,16 @@ class WorkersGone:
     """The worker group is lost with all its KV; plans in flight will never be answered."""
 
 
-SchedulerEvent = FromFrontend | FrontendGone | WorkersReady | WorkersGone
+@dataclass(frozen=True, slots=True)
+class StepTimesKnown:
+    """The workers have measured their steps since they were ready."""
+
+    step_cost: StepCoefficients
+    max_num_batched_tokens: int
+    """Of a step."""
+
+
+SchedulerEvent = FromFrontend | FrontendGone | WorkersReady | StepTimesKnown | WorkersGone
 
 
 @dataclass(frozen=True, slots=True)

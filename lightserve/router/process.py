@@ -40,6 +40,7 @@ from lightserve.messages.frontend_router import (
 from lightserve.messages.router_worker import (
     RouterToWorker,
     StepResult,
+    StepTimesMeasured,
     WorkerHello,
     WorkerToRouter,
 )
@@ -64,6 +65,7 @@ from lightserve.router.events import (
     FrontendGone,
     Outgoing,
     SchedulerEvent,
+    StepTimesKnown,
     WorkersGone,
     WorkersReady,
 )
@@ -271,7 +273,10 @@ class RouterProcess:
             self._on_worker_hello(peer, message)
         elif peer != _worker_name(0) or message.incarnation != self._group.incarnation:
             self._num_refused += 1
-            log.warning("dropped a result of %s, incarnation %d", peer, message.incarnation)
+            log.warning("dropped a message of %s, incarnation %d", peer, message.incarnation)
+        elif isinstance(message, StepTimesMeasured):
+            self._dispatch(StepTimesKnown(message.step_cost, message.max_num_batched_tokens))
+            log.info("at most %d tokens in a step", message.max_num_batched_tokens)
         else:
             self._on_result(message)
 

@@ -50,6 +50,7 @@ from lightserve.router.events import (
     FrontendGone,
     Outgoing,
     SchedulerEvent,
+    StepTimesKnown,
     WorkersGone,
     WorkersReady,
 )
@@ -124,12 +125,12 @@ class Scheduler:
                 if (request := self._requests.get(key) or self._unfinished.get(key)) is not None:
                     self._forget(request)
             case FrontendGone(frontend_id):
-                for request in [*self._requests.values(), *self._unfinished.values()]:
-                    if request.key.frontend_id == frontend_id:
-                        self._forget(request)
-                self._parameters.forget(frontend_id)
+                self._forget_frontend(frontend_id)
             case WorkersReady() as ready:
                 self._start_workers(ready, deltas)
+            case StepTimesKnown(step_cost, max_num_batched_tokens):
+                self._pipeline.cost.use_profile(step_cost)
+                self._pipeline.max_num_batched_tokens = max_num_batched_tokens
             case WorkersGone():
                 self._lose_workers(deltas)
         return deltas.outgoing()
@@ -216,6 +217,12 @@ class Scheduler:
             self._parameters.release(request)
         else:
             self._end(request)
+
+    def _forget_frontend(self, frontend_id: FrontendId) -> None:
+        for request in [*self._requests.values(), *self._unfinished.values()]:
+            if request.key.frontend_id == frontend_id:
+                self._forget(request)
+        self._parameters.forget(frontend_id)
 
     def _most_tokens(self, request: Request) -> int:
         """Return how many tokens a request can ever have, prompt and output together."""

@@ -13,17 +13,30 @@ from typing import NoReturn
 
 import msgspec
 
-from lightserve.channels import Link, connect_link
+from lightserve.channels import Link, connect_link, wait_readable
 from lightserve.cost.profile import ProfileJob, ProfileNews
 from lightserve.errors import LightserveError
 from lightserve.logs import one_line, setup_logging
 from lightserve.messages.common import PROTOCOL_VERSION
-from lightserve.messages.router_worker import RouterToWorker, WorkerHello, WorkerToRouter
+from lightserve.messages.router_worker import (
+    RouterToWorker,
+    StepTimesMeasured,
+    WorkerHello,
+    WorkerToRouter,
+)
 from lightserve.messages.supervision import ChildMessage, ChildReady, ChildSpec, SupervisorMessage
+from lightserve.models.parallel import TensorParallel
 from lightserve.worker.device import facts_of, resolve_device
 from lightserve.worker.engine import build_runner
 from lightserve.worker.memory import keep_freed_memory
-from lightserve.worker.profiling import profile_at_start, take_profile, tokens_of_step
+from lightserve.worker.model_runner import ModelRunner
+from lightserve.worker.profiling import (
+    agreed,
+    profile_while_idle,
+    stored_profile,
+    take_profile,
+    tokens_of_step,
+)
 from lightserve.worker.step_loop import serve
 from lightserve.worker.tensor_parallel import join_group
 from lightserve.worker.threads import adapted_threads, set_threads
@@ -96,7 +109,8 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
         device=resolve_device(spec.config.device, spec.index),
     )
     runner = build_runner(spec.config, tp=tp, incarnation=spec.incarnation)
-    profile = profile_at_start(runner, spec.config, tp)
+    is_first_rank = spec.index == 0
+    profile = stored_profile(spec.config) if is_first_rank else None
     step_cost = None if profile is None else profile.coefficients
     if runner.device.type == "cpu":
         keep_freed_memory()  # what loading has freed went back
@@ -125,7 +139,29 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
         )
     )
     control.send(ChildReady())
-    is_first_rank = spec.index == 0
+    if spec.config.profile == "auto" and not agreed(tp, is_true=profile is not None):
+        _measure_while_idle(spec, runner, tp, link)
     threads = adapted_threads(spec.config, runner.device, is_first_rank=is_first_rank)
     serve(runner, link, is_first_rank=is_first_rank, threads=threads)
     return 0
+
+
+def _measure_while_idle(
+    spec: ChildSpec,
+    runner: ModelRunner,
+    tp: TensorParallel,
+    link: Link[WorkerToRouter, RouterToWorker],
+) -> None:
+    """Measure steps until the first plan comes, and tell the router; all ranks call."""
+    config = spec.config
+    profile = profile_while_idle(runner, config, tp, lambda: not wait_readable([link], 0.0))
+    if profile is None:
+        return
+    step_cost = profile.coefficients
+    link.send(
+        StepTimesMeasured(
+            incarnation=spec.incarnation,
+            step_cost=step_cost,
+            max_num_batched_tokens=tokens_of_step(config, runner.device.type, step_cost),
+        )
+    )

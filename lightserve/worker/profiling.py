@@ -20,7 +20,7 @@ import torch
 
 import lightserve
 from lightserve.config import ServeConfig
-from lightserve.cost.model import StepSample, StepShape, fit, held_out_errors
+from lightserve.cost.model import StepModel, StepSample, StepShape, fit, held_out_errors
 from lightserve.cost.profile import (
     SCHEMA_VERSION,
     ProfileKey,
@@ -47,9 +47,14 @@ from lightserve.worker.device import facts_of, resolve_device
 from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.threads import LoadWatch
 
-AUTO_SECONDS = 3.0
-"""Of the profile at a server's start, which runs each shape once: more shapes say more than
-more runs of the same."""
+IDLE_SECONDS = 4.0
+"""Of the profile that is taken after a server's start, as long as no plan comes: each shape is run
+once, as more shapes say more than more runs of the same."""
+LONGEST_S = 0.25
+"""Steps that take longer, by what was measured before them, are left out of it: the first request
+may have to wait for one to end."""
+SMALL_TOKENS, SMALL_CONTEXT = 32, 2048
+"""Largest steps while nothing is known of how long they take."""
 MIN_SAMPLES = 24
 """Shapes that are measured even when they take longer …"""
 PATIENCE = 2.0
@@ -232,67 +237,38 @@ def take_profile(
     progress: Callable[[float], None] | None = None,
 ) -> StepProfile:
     """Measure for about so many seconds, every rank alike, and fit; `progress` gets the share."""
-    timer = StepTimer(runner)
-    # Ranks measure their memory each for itself, and collectives need equal shapes.
-    num_slots = _smallest(tp, runner.num_kv_slots)
-    limits = dataclasses.replace(limits_of(runner, config), num_slots=num_slots)
-    steps = random_steps(limits, seed=0)
-    saved_s, loaded_s = timer.copy_seconds(min(num_slots, _smallest(tp, runner.num_host_slots)))
-    samples: list[StepSample] = []
-    start_s, load = time.perf_counter(), LoadWatch(config)
-    while _agreed(tp, is_true=_goes_on(len(samples), time.perf_counter() - start_s, seconds)):
-        samples.append(timer.measure(next(steps), num_repeats))
+    measuring = _Measuring(runner, config, tp)
+    samples = measuring.samples
+    while agreed(tp, is_true=_goes_on(len(samples), measuring.elapsed_s, seconds)):
+        measuring.measure(num_repeats)
         if progress is not None:
-            progress(min(1.0, (time.perf_counter() - start_s) / seconds))
-    coefficients = fit(samples)
-    held_out = held_out_errors(samples)
-    return StepProfile(
-        schema_version=SCHEMA_VERSION,
-        lightserve_version=lightserve.__version__,
-        model=config.model_name,
-        key=profile_key(config),
-        coefficients=msgspec.structs.replace(
-            coefficients, per_saved_token_s=saved_s, per_loaded_token_s=loaded_s
-        ),
-        kv_bytes_per_token=config.tp * runner.kv_bytes_per_token,
-        num_samples=len(samples),
-        median_error=held_out.median,
-        p95_error=held_out.p95,
-        crowding=load.crowding(),
-    )
+            progress(min(1.0, measuring.elapsed_s / seconds))
+    return measuring.profile()
 
 
-def profile_at_start(
-    runner: ModelRunner, config: ServeConfig, tp: TensorParallel
+def profile_while_idle(
+    runner: ModelRunner, config: ServeConfig, tp: TensorParallel, is_idle: Callable[[], bool]
 ) -> StepProfile | None:
-    """Return the profile that --profile asks for, measured now if none is cached; all ranks call.
+    """Measure until a plan comes, for `IDLE_SECONDS` or so; what was measured is kept in a file.
 
-    Ranks other than 0 return None.
-
-    Raises:
-        ConfigError: the file that --profile names does not serve.
+    All ranks call, before the first plan: the pool and its tables are written over. Rank 0's
+    `is_idle` decides. None: on other ranks, and where too little was measured, or too badly.
     """
-    if config.profile == "off":
-        return None
-    key = profile_key(config)
-    if config.profile != "auto":
-        profile = load_profile(Path(config.profile), key)
-        if profile is None:
-            raise ConfigError(
-                f"--profile {config.profile!r} is no profile of this model, type, device,"
-                " threads and TP; lightserve profile makes one"
-            )
-        return profile
-    path = cached_path(key)
-    cached = load_profile(path, key) if tp.rank == 0 else None
-    if _agreed(tp, is_true=cached is not None):
-        return cached
     if tp.rank == 0:
-        log.info("measuring step times for about %g s, once for this configuration", AUTO_SECONDS)
-    profile = take_profile(runner, config, tp, seconds=AUTO_SECONDS, num_repeats=1)
+        log.info("measuring step times while there is nothing to do, once for this configuration")
+    measuring = _Measuring(runner, config, tp)
+    samples = measuring.samples
+    while agreed(
+        tp, is_true=_goes_on(len(samples), measuring.elapsed_s, IDLE_SECONDS) and is_idle()
+    ):
+        measuring.measure(1, longest_s=LONGEST_S)
     runner.forget_kv()  # steps of all sizes have written all over the pool
     if tp.rank != 0:
         return None
+    if len(samples) < MIN_FITTED or (len(samples) < MIN_SAMPLES and not is_idle()):
+        log.info("a request came first: step times are learnt while serving")
+        return None
+    profile = measuring.profile()
     log.info(
         "profiled: %d shapes, off by %.0f %% in the median, pivot %.0f tokens",
         profile.num_samples,
@@ -303,9 +279,88 @@ def profile_at_start(
         log.warning("%s: step times are learnt while serving", profile.noise)
         return None
     try:
-        save_profile(profile, path)
+        save_profile(profile, cached_path(profile.key))
     except OSError as error:
         log.warning("the profile is not kept: %s", error)
+    return profile
+
+
+class _Measuring:
+    """Steps of random shapes, measured one after another, the same ones on every rank."""
+
+    def __init__(self, runner: ModelRunner, config: ServeConfig, tp: TensorParallel) -> None:
+        self._runner, self._config, self._tp = runner, config, tp
+        self._timer = StepTimer(runner)
+        # Ranks measure their memory each for itself, and collectives need equal shapes.
+        num_slots = _smallest(tp, runner.num_kv_slots)
+        num_on_host = _smallest(tp, runner.num_host_slots)
+        limits = dataclasses.replace(limits_of(runner, config), num_slots=num_slots)
+        self._steps = random_steps(limits, seed=0)
+        self._copy_s = self._timer.copy_seconds(min(num_slots, num_on_host))
+        self._load = LoadWatch(config)
+        self._start_s = time.perf_counter()
+        self.samples: list[StepSample] = []
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the first step."""
+        return time.perf_counter() - self._start_s
+
+    def measure(self, num_repeats: int, longest_s: float = math.inf) -> None:
+        """Run the next shape that takes no longer than that, as far as can be told."""
+        rows = next(self._steps)
+        while not agreed(self._tp, is_true=self._is_short(rows, longest_s)):
+            rows = next(self._steps)
+        self.samples.append(self._timer.measure(rows, num_repeats))
+
+    def _is_short(self, rows: list[Row], longest_s: float) -> bool:
+        if longest_s == math.inf:
+            return True
+        shape = shape_of_rows(rows)
+        if len(self.samples) < MIN_FITTED:
+            context = shape.decode_context + shape.chunk_context
+            return shape.num_new <= SMALL_TOKENS and context <= SMALL_CONTEXT
+        # Where even the shortest takes longer, something has to be measured all the same.
+        longest_s = max(longest_s, 2.0 * min(sample.seconds for sample in self.samples))
+        return StepModel(fit(self.samples, num_knees=1)).seconds(shape) <= longest_s
+
+    def profile(self) -> StepProfile:
+        """Return what was measured, fitted."""
+        held_out = held_out_errors(self.samples)
+        saved_s, loaded_s = self._copy_s
+        return StepProfile(
+            schema_version=SCHEMA_VERSION,
+            lightserve_version=lightserve.__version__,
+            model=self._config.model_name,
+            key=profile_key(self._config),
+            coefficients=msgspec.structs.replace(
+                fit(self.samples), per_saved_token_s=saved_s, per_loaded_token_s=loaded_s
+            ),
+            kv_bytes_per_token=self._config.tp * self._runner.kv_bytes_per_token,
+            num_samples=len(self.samples),
+            median_error=held_out.median,
+            p95_error=held_out.p95,
+            crowding=self._load.crowding(),
+        )
+
+
+def stored_profile(config: ServeConfig) -> StepProfile | None:
+    """Return the profile that --profile names, or the one that an earlier start has kept.
+
+    Raises:
+        ConfigError: the file that --profile names does not serve.
+    """
+    if config.profile == "off":
+        return None
+    key = profile_key(config)
+    if config.profile == "auto":
+        return load_profile(cached_path(key), key)
+    profile = load_profile(Path(config.profile), key)
+    if profile is None:
+        raise ConfigError(
+            f"--profile {config.profile!r} is no profile of this model, type, device,"
+            " threads and TP; lightserve profile makes one"
+        )
     return profile
 
 
@@ -357,8 +412,8 @@ def _goes_on(num_samples: int, elapsed_s: float, seconds: float) -> bool:
     return elapsed_s < seconds
 
 
-def _agreed(tp: TensorParallel, *, is_true: bool) -> bool:
-    """Return what rank 0 thinks."""
+def agreed(tp: TensorParallel, *, is_true: bool) -> bool:
+    """Return rank 0's `is_true`, on every rank."""
     return bool(_rank_0s(tp, int(is_true)))
 
 

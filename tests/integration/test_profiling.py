@@ -20,6 +20,7 @@ from torch import Tensor
 from lightserve.cli import profile as profile_command
 from lightserve.cli.profile import command
 from lightserve.config import ServeConfig
+from lightserve.cost.model import StepSample, StepShape
 from lightserve.cost.profile import (
     SCHEMA_VERSION,
     ProfileKey,
@@ -37,10 +38,11 @@ from lightserve.worker.profiling import (
     ShapeLimits,
     StepTimer,
     limits_of,
-    profile_at_start,
     profile_key,
+    profile_while_idle,
     random_steps,
     shape_of_rows,
+    stored_profile,
 )
 
 FLAGS = {"kv_memory": "1MiB", "max_num_seqs": 8, "max_num_batched_tokens": 32}
@@ -63,7 +65,7 @@ def runner(config: ServeConfig) -> Iterator[ModelRunner]:
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(profiling, "AUTO_SECONDS", 0.01)
+    monkeypatch.setattr(profiling, "IDLE_SECONDS", 0.01)
     monkeypatch.setattr(profiling, "PATIENCE", 1000.0)
     monkeypatch.setattr("lightserve.cost.profile.MAX_MEDIAN_ERROR", 1e9)
     monkeypatch.setattr("lightserve.cost.profile.MAX_CROWDING", 1e9)
@@ -155,21 +157,62 @@ def test_ranks_run_the_same_whatever_their_own_pools_hold(
     assert copied == [min(24, num_on_host)]
 
 
-def test_the_first_start_measures_and_the_second_does_not(
-    runner: ModelRunner, config: ServeConfig, cache: Path, monkeypatch: pytest.MonkeyPatch
+def measured(runner: ModelRunner, config: ServeConfig) -> StepProfile | None:
+    """Return what is measured where no request ever comes."""
+    return profile_while_idle(runner, config, SingleRank(), lambda: True)
+
+
+def test_what_the_first_start_has_measured_is_there_at_the_second(
+    runner: ModelRunner, config: ServeConfig, cache: Path
 ) -> None:
-    first = profile_at_start(runner, config, SingleRank())
+    assert stored_profile(config) is None
+    first = measured(runner, config)
     assert first is not None and first.num_samples == profiling.MIN_SAMPLES
     assert [entry.name for entry in cache.iterdir()] == [f"{profile_key(config).digest}.json"]
-    monkeypatch.setattr(profiling, "take_profile", lambda *_, **__: pytest.fail("measured again"))
-    assert profile_at_start(runner, config, SingleRank()) == first
+    assert stored_profile(config) == first
     given = ServeConfig(
         model=config.model,
         num_threads=1,
         profile=str(cached_path(first.key)),
         **FLAGS,  # type: ignore[arg-type]
     )
-    assert profile_at_start(runner, given, SingleRank()) == first
+    assert stored_profile(given) == first
+
+
+@pytest.mark.parametrize("num_steps", [0, 3, profiling.MIN_SAMPLES - 1])
+def test_a_request_ends_the_measuring_and_too_few_steps_say_nothing(
+    num_steps: int,
+    runner: ModelRunner,
+    config: ServeConfig,
+    cache: Path,
+    *,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    idle = iter([True] * num_steps)
+    with caplog.at_level(logging.INFO):
+        found = profile_while_idle(runner, config, SingleRank(), lambda: next(idle, False))
+    assert found is None and not cache.exists()
+    assert "a request came first" in caplog.text
+    assert next(idle, None) is None, "it went on as long as there was nothing to do"
+
+
+def test_steps_for_which_a_request_would_wait_long_are_left_out(
+    runner: ModelRunner, config: ServeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that takes 10 ms for each token and each 100 tokens of context."""
+    run: list[StepShape] = []
+
+    def measure(_: StepTimer, rows: list[tuple[int, int]], num_repeats: int) -> StepSample:
+        run.append(shape := shape_of_rows(rows))
+        return StepSample(shape, 0.01 * shape.num_new + 1e-4 * shape.decode_context + 1e-3)
+
+    monkeypatch.setattr(StepTimer, "measure", measure)
+    wide = ServeConfig(model=config.model, num_threads=1, max_num_seqs=8, kv_memory="1MiB")
+    assert profile_while_idle(runner, wide, SingleRank(), lambda: True) is not None
+    first, rest = run[: profiling.MIN_FITTED], run[profiling.MIN_FITTED :]
+    assert all(shape.num_new <= profiling.SMALL_TOKENS for shape in first)
+    longest = max(shape.num_new for shape in rest)
+    assert 12 <= longest <= 40, "of up to 512 tokens, those of about 0.25 s"
 
 
 def test_a_damaged_cache_is_measured_anew(
@@ -179,8 +222,9 @@ def test_a_damaged_cache_is_measured_anew(
     path.parent.mkdir(parents=True)
     path.write_text("{")
     with caplog.at_level(logging.WARNING):
-        profile = profile_at_start(runner, config, SingleRank())
+        assert stored_profile(config) is None
     assert "is ignored" in caplog.text
+    profile = measured(runner, config)
     assert profile is not None and load_profile(path, profile.key) == profile
 
 
@@ -195,7 +239,7 @@ def test_a_profile_that_is_mostly_noise_is_not_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(f"lightserve.cost.profile.{limit}", -1.0)
-    assert profile_at_start(runner, config, SingleRank()) is None
+    assert measured(runner, config) is None
     assert "too much else runs here" in caplog.text
     assert not cache.exists()
 
@@ -205,13 +249,11 @@ def test_a_cache_that_cannot_be_written_stops_nothing(
 ) -> None:
     cache.parent.write_text("a file")
     with caplog.at_level(logging.WARNING):
-        assert profile_at_start(runner, config, SingleRank()) is not None
+        assert measured(runner, config) is not None
     assert "the profile is not kept" in caplog.text
 
 
-def test_off_measures_nothing_and_a_wrong_file_is_refused(
-    runner: ModelRunner, config: ServeConfig, cache: Path
-) -> None:
+def test_off_reads_nothing_and_a_wrong_file_is_refused(config: ServeConfig) -> None:
     def asking(profile: str) -> ServeConfig:
         return ServeConfig(
             model=config.model,
@@ -220,10 +262,9 @@ def test_off_measures_nothing_and_a_wrong_file_is_refused(
             **FLAGS,  # type: ignore[arg-type]
         )
 
-    assert profile_at_start(runner, asking("off"), SingleRank()) is None
+    assert stored_profile(asking("off")) is None
     with pytest.raises(ConfigError, match="--profile '/nowhere' is no profile of this model"):
-        profile_at_start(runner, asking("/nowhere"), SingleRank())
-    assert not cache.exists()
+        stored_profile(asking("/nowhere"))
 
 
 @pytest.mark.parametrize("tp", [1, 2])

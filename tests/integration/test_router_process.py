@@ -14,7 +14,13 @@ from support.memory_channel import MemoryHub, MemoryLink, bind_hub
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull
-from lightserve.messages.common import PROTOCOL_VERSION, TokenLogprob, TokenSegment, pack_int32
+from lightserve.messages.common import (
+    PROTOCOL_VERSION,
+    StepCoefficients,
+    TokenLogprob,
+    TokenSegment,
+    pack_int32,
+)
 from lightserve.messages.frontend_router import (
     Abort,
     Acknowledge,
@@ -39,6 +45,7 @@ from lightserve.messages.router_worker import (
     RowResult,
     StepPlan,
     StepResult,
+    StepTimesMeasured,
     WorkerHello,
     WorkerToRouter,
     sampling_rows,
@@ -55,6 +62,7 @@ from lightserve.messages.supervision import (
 from lightserve.router.config import make_scheduler_config
 from lightserve.router.process import RouterProcess
 from lightserve.router.scheduler import Scheduler
+from lightserve.router.step_cost import StepShape
 from lightserve.types import (
     SLO,
     FinishReason,
@@ -290,6 +298,28 @@ def test_results_of_strangers_are_dropped_and_wrong_ones_end_the_group() -> None
     scene.turn()
     messages = [m for _, m in iter(lambda: scene.supervisor.receive(0.0), None)]
     assert WorkersStalled(incarnation=0, stalled_s=0.0) in messages
+
+
+def test_only_the_first_rank_of_the_workers_of_now_tells_what_steps_take() -> None:
+    scene = make_scene()
+    scene.worker().send(scene.hello())
+    scene.turn()
+    cost = scene.process.core._pipeline.cost
+
+    def tell(index: int, incarnation: int) -> None:
+        measured = StepTimesMeasured(
+            incarnation=incarnation,
+            step_cost=StepCoefficients(1.0, *[0.0] * 9),
+            max_num_batched_tokens=8,
+        )
+        scene.worker(index).send(measured)
+        scene.turn()
+
+    tell(0, 3)
+    tell(1, 0)
+    assert not cost.is_known
+    tell(0, 0)
+    assert cost.is_known and cost.seconds(StepShape().plus(0, 4)) == 1.0
 
 
 @pytest.mark.parametrize(

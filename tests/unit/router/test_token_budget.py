@@ -13,7 +13,7 @@ from lightserve.decisions.records import event_of, input_of
 from lightserve.errors import ConfigError
 from lightserve.messages.common import StepCoefficients
 from lightserve.router.config import make_scheduler_config
-from lightserve.router.events import FromFrontend, WorkersGone, WorkersReady
+from lightserve.router.events import FromFrontend, StepTimesKnown, WorkersGone, WorkersReady
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.types import FrontendId
@@ -118,3 +118,16 @@ def test_steps_are_as_large_as_the_workers_of_now_take(policy: str) -> None:
 def test_a_log_has_what_workers_said() -> None:
     ready = WorkersReady(100, 10, overlaps_copies=True, max_num_batched_tokens=8192)
     assert event_of(input_of(ready, 0.0)) == ready
+
+
+def test_what_workers_measure_after_they_were_ready_counts_from_then_on() -> None:
+    core = waiting_core("chunked", 16)
+    core.on_message(WorkersReady(100, max_num_batched_tokens=32), 0.0)
+    assert first_chunk(core) == 32
+    known = StepTimesKnown(StepCoefficients(1.0, *[0.0] * 9), max_num_batched_tokens=8)
+    core.on_message(known, 0.0)
+    assert first_chunk(core) == 8
+    step = core.plan(0.0)
+    assert isinstance(step, PlannedStep)
+    assert step.predicted_s == pytest.approx(1.0)
+    assert event_of(input_of(known, 0.0)) == known
