@@ -50,9 +50,8 @@ TARGET_BF16 static inline void vector_panel(const LinearBf16& task, const Rows& 
   for (int64_t block = 0; block < num_blocks; block++, panel += 2 * TILE) {
 #pragma GCC unroll 16
     for (int j = 0; j < 16; j++) {
-      _mm_prefetch(reinterpret_cast<const char*>(panel + 32 * j) + 2 * PAIR_BYTES, _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(panel + TILE + 32 * j) + 2 * PAIR_BYTES,
-                   _MM_HINT_T0);
+      prefetch_weights(panel + 64 * j);
+      prefetch_weights(panel + 64 * j + 32);
       const __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel + 32 * j);
       const __m512bh w1 = (__m512bh)_mm512_loadu_si512(panel + TILE + 32 * j);
 #pragma GCC unroll 8

@@ -184,7 +184,7 @@ TARGET_VNNI static inline void vector_panel(const LinearBf16& task, const ByteRo
       for (int j = 0; j < LINES; j++)
         for (int half = 0; half < 2; half++) {
           const uint8_t* line = numbers + half * HALF + 64 * j;
-          _mm_prefetch(reinterpret_cast<const char*>(line) + 4096, _MM_HINT_T0);
+          prefetch_weights(numbers + 128 * j + 64 * half);
           const __m512i bytes = _mm512_loadu_si512(line);
           const __m512i first = BITS == 4 ? _mm512_and_si512(bytes, mask) : bytes;
           const __m512i second = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), mask);

@@ -145,7 +145,7 @@ TARGET_VNNI static inline void vector_panel(const LinearBf16& task, const ByteRo
     for (int j = 0; j < 16; j++) {
       for (int half = 0; half < 2; half++) {
         const int8_t* line = bytes + half * BYTE_TILE + 64 * j;
-        _mm_prefetch(reinterpret_cast<const char*>(line) + 4 * BYTE_TILE, _MM_HINT_T0);
+        prefetch_weights(bytes + 128 * j + 64 * half);
         const __m512i w = _mm512_loadu_si512(line);
         weights[half] = _mm512_dpbusd_epi32(weights[half], ones, w);
 #pragma GCC unroll 6
