@@ -523,8 +523,10 @@ def test_the_native_core_draws_what_torch_draws(
     for batch in batches:
         monkeypatch.setattr(sampler, "_core", lambda: None)
         expected = sampler.sample_on_host(logits, batch)
-        monkeypatch.setattr(sampler, "_core", lambda: own)
-        found = sampler.sample_on_host(logits, batch)
+        with monkeypatch.context() as patch:
+            patch.setattr(sampler, "_core", lambda: own)
+            patch.setattr(sampler, "_probabilities", None)  # however many tokens are kept
+            found = sampler.sample_on_host(logits, batch)
         assert torch.equal(found.token_ids, expected.token_ids)
         assert found.is_finite.all() and expected.is_finite.all()
     assert not barred[range(40), found.token_ids].any()

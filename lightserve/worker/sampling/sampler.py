@@ -220,6 +220,8 @@ BLOCK = 256
 """Tokens of the vocabulary that a draw takes together at first."""
 CANDIDATES = 256
 """Most probable tokens that top-k and top-p look at first."""
+MORE = 32
+"""Times as many are looked at next by the native core, where a row keeps more."""
 
 
 def sample_on_host(logits: Tensor, batch: SamplingBatch) -> Tokens:
@@ -306,6 +308,7 @@ class _ChosenRows:
         self._logits = logits if logits.stride(1) == 1 else logits.contiguous()
         self._options = options
         self._rows = torch.tensor(chosen)
+        self._largest_of_all = largest
         self._largest = largest[self._rows]
         self._temperature = options.temperature.contiguous()
         self._min_p = None if options.min_p is None else options.min_p.contiguous()
@@ -319,10 +322,13 @@ class _ChosenRows:
         )
         return token_ids
 
-    def draw_truncated(self, numbers: Tensor) -> Tensor:
-        """Draw from the most probable tokens that top-k and then top-p keep; int64 [rows]."""
+    def draw_truncated(self, numbers: Tensor, count: int = CANDIDATES) -> Tensor:
+        """Draw from the most probable tokens that top-k and then top-p keep; int64 [rows].
+
+        `count` of them are looked at, and more for rows that keep more.
+        """
         num_rows, vocab_size = len(self._rows), self._logits.shape[1]
-        count = min(CANDIDATES, vocab_size)
+        count = min(count, vocab_size)
         values = torch.empty(num_rows, count)
         order = torch.empty(num_rows, count, dtype=torch.int64)
         everything = torch.empty(num_rows, 1, dtype=torch.float64)
@@ -332,10 +338,14 @@ class _ChosenRows:
         drawn = _draw_from_top(top, self._options, numbers, vocab_size)
         missing = (~drawn.is_certain).nonzero().flatten()
         if len(missing):
-            options = self._options.of(missing)
-            probabilities = _probabilities(self._logits[self._rows[missing]], options)
-            token_ids = _draw_truncated(probabilities, options, numbers[missing])
-            drawn.token_ids[missing] = token_ids
+            rest = _ChosenRows(
+                self._core,
+                self._logits,
+                self._largest_of_all,
+                self._rows[missing].tolist(),
+                self._options.of(missing),
+            )
+            drawn.token_ids[missing] = rest.draw_truncated(numbers[missing], MORE * count)
         return drawn.token_ids
 
     def _inputs(self) -> tuple[int | None, ...]:

@@ -21,10 +21,19 @@ struct Chosen {
   const float* min_p;  // or null
 };
 
-struct Candidate {
+// A token with its weight, which is not negative: less where the weight is larger, and of equal ones
+// where the token is the vocabulary's earlier one.
+using Candidate = uint64_t;
+
+INLINE Candidate candidate_of(float weight, int64_t token_id) {
+  uint32_t bits;
+  std::memcpy(&bits, &weight, sizeof bits);
+  return static_cast<uint64_t>(~bits) << 32 | static_cast<uint64_t>(token_id);
+}
+
+INLINE float weight_of(Candidate candidate) {
+  const uint32_t bits = ~static_cast<uint32_t>(candidate >> 32);
   float weight;
-  int64_t token_id;
-  bool operator<(const Candidate& other) const {
-    return weight != other.weight ? weight > other.weight : token_id < other.token_id;
-  }
-};
+  std::memcpy(&weight, &bits, sizeof weight);
+  return weight;
+}

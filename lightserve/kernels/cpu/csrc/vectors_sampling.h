@@ -157,12 +157,13 @@ TARGET static void largest_weights(const Weights& weights, int64_t vocab_size, i
     if (largest[block] < bound) continue;
     weigh_block(weights, block * TOKENS, vocab_size, line);
     for (int64_t i = 0; i < smaller(TOKENS, vocab_size - block * TOKENS); i++)
-      if (line[i] >= bound) found.push_back({line[i], block * TOKENS + i});
+      if (line[i] >= bound) found.push_back(candidate_of(line[i], block * TOKENS + i));
   }
-  std::partial_sort(found.begin(), found.begin() + count, found.end());
+  std::nth_element(found.begin(), found.begin() + (count - 1), found.end());
+  std::sort(found.begin(), found.begin() + count);
   for (int64_t i = 0; i < count; i++) {
-    values[i] = found[i].weight;
-    token_ids[i] = found[i].token_id;
+    values[i] = ::weight_of(found[i]);
+    token_ids[i] = static_cast<uint32_t>(found[i]);
   }
 }
 
