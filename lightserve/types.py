@@ -62,6 +62,9 @@ class SLO(msgspec.Struct, frozen=True, array_like=True):
 
 NO_SLO = SLO()
 
+MAX_PRIORITY = 1000
+"""Of requests; the least is as far below 0."""
+
 MTPOT_FACTOR = 4.0
 """Target of the largest gap, in targets of the mean, where it is not given."""
 

@@ -194,6 +194,7 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
         self.check_memory()
         self.check_gpu_memory(device=self.device)
         self.check_access()
+        self.check_objectives()
         self.check_scheduling()
         self.check_graphs(
             device=self.device,

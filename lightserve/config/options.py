@@ -9,7 +9,12 @@ from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config.fields import option, parse_memory
 from lightserve.errors import ConfigError
 from lightserve.http_access import is_loopback
+from lightserve.types import MAX_PRIORITY
 
+_OBJECTIVE = re.compile(
+    r"(?P<name>[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?)=(?P<priority>-?\d{1,6})"
+)
+"""A name as Kubernetes has them, and a whole number."""
 _ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
 
 METRICS_HOST = "127.0.0.1"
@@ -77,6 +82,12 @@ class FrontendOptions:
         "",
         "Origins, separated by commas, whose web pages may use the server (CORS), such as"
         " https://chat.example; * is any, which needs API keys.",
+    )
+    inference_objectives: str = option(
+        "",
+        "Priorities of the InferenceObjectives of a gateway, separated by commas, such as"
+        " chat=10,nightly=-1: a request names one in the header x-gateway-inference-objective."
+        " Below 0 it is best-effort.",
     )
     ssl_certfile: str = option("", "PEM file of a certificate chain: serves https.")
     ssl_keyfile: str = option(
@@ -166,12 +177,33 @@ class FrontendOptions:
         """What `allowed_origins` names."""
         return frozenset(split_names(self.allowed_origins))
 
+    @property
+    def objectives(self) -> dict[str, int]:
+        """What `inference_objectives` says: priorities by name."""
+        pairs = (_OBJECTIVE.fullmatch(text) for text in split_names(self.inference_objectives))
+        return {pair["name"]: int(pair["priority"]) for pair in pairs if pair is not None}
+
+    def check_objectives(self) -> None:
+        """Refuse what are no objectives, and two of one name."""
+        names = set()
+        for text in split_names(self.inference_objectives):
+            pair = _OBJECTIVE.fullmatch(text)
+            if pair is None or abs(int(pair["priority"])) > MAX_PRIORITY:
+                raise ConfigError(
+                    "--inference-objectives must have names and priorities from"
+                    f" {-MAX_PRIORITY} to {MAX_PRIORITY}, such as chat=10,nightly=-1, got {text!r}"
+                )
+            if pair["name"] in names:
+                raise ConfigError(f"--inference-objectives must have {pair['name']!r} once")
+            names.add(pair["name"])
+
     def check_access(self) -> None:
         """Refuse an open door, and options that would have no effect."""
         for flag, names in (
             ("--served-model-name", self.served_model_name),
             ("--allowed-hosts", self.allowed_hosts),
             ("--allowed-origins", self.allowed_origins),
+            ("--inference-objectives", self.inference_objectives),
         ):
             if names and not split_names(names):
                 raise ConfigError(f"{flag} must have at least one name, got {names!r}")

@@ -103,6 +103,7 @@ class Caller:
     fairness_id: str = ""
     """Behind the key of a gateway, whose request it says that it is."""
     quota: Quota = NO_QUOTA
+    is_gateway: bool = False
 
     @property
     def client(self) -> Client:
@@ -224,7 +225,7 @@ class Gate:
             return KEYLESS
         if key is None:
             return _PROBE
-        return Caller(key.name, key.is_admin, fairness_id, key.quota)
+        return Caller(key.name, key.is_admin, fairness_id, key.quota, key.is_gateway)
 
     @staticmethod
     def _key(scope: Scope, ring: KeyRing) -> ApiKey | None:

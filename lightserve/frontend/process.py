@@ -32,6 +32,7 @@ from lightserve.frontend.anthropic.messages import messages_router
 from lightserve.frontend.connections import connection_table
 from lightserve.frontend.errors import ClientGone, RequestFailed, draining, error_response
 from lightserve.frontend.http_server import HttpServer
+from lightserve.frontend.load_report import LoadReport
 from lightserve.frontend.middleware import CrossOrigin, Gate, KeyRing, RequestLog
 from lightserve.frontend.openai.batches import batches_router
 from lightserve.frontend.openai.chat import chat_router
@@ -67,7 +68,7 @@ from lightserve.types import FrontendId
 # ----------------------------------------------------------------------
 # The ASGI application: routes, what stands before them, and exceptions that become responses.
 #
-#     RequestLog ─ (CrossOrigin) ─ Gate ─ routes
+#     RequestLog ─ (CrossOrigin) ─ Gate ─ LoadReport ─ routes
 #
 # All pure ASGI: the base class of starlette's function middleware delays the news of a client that
 # has left by seconds.
@@ -85,7 +86,7 @@ def create_app(service: Service, keys: KeyRing | None = None) -> ASGIApp:
     keys = KeyRing([]) if keys is None else keys
     routers = _routers(service)
     application = make_routes(service, routers)
-    app: ASGIApp = Gate(application, config, keys, service.observation.rejects)
+    app: ASGIApp = Gate(LoadReport(application, service), config, keys, service.observation.rejects)
     if config.origins:
         app = CrossOrigin(app, config)
     routes = [*itertools.chain.from_iterable(r.routes for r in routers), *application.routes]

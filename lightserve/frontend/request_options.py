@@ -20,6 +20,7 @@ from lightserve.frontend.json_body import (
     UNKNOWN_PARAMETER,
     WHOLE_NUMBERS,
     Integer,
+    ModelT,
     StrictModel,
     show,
 )
@@ -27,7 +28,15 @@ from lightserve.messages.common import TokenSegment
 from lightserve.messages.frontend_router import Submit
 from lightserve.models.json_fields import JsonFields
 from lightserve.tokenization.tokenizer import GENERATION_CONFIG_FILE, read_optional
-from lightserve.types import MTPOT_FACTOR, NO_SLO, SLO, RequestClass, RequestId, SamplingParams
+from lightserve.types import (
+    MAX_PRIORITY,
+    MTPOT_FACTOR,
+    NO_SLO,
+    SLO,
+    RequestClass,
+    RequestId,
+    SamplingParams,
+)
 
 # ----------------------------------------------------------------------
 # Sampling parameters of a request: what it says, else what the model's files say, else OpenAI's.
@@ -222,7 +231,6 @@ def _temperature(fields: JsonFields) -> float:
 
 MAX_TARGET_MS = 3_600_000.0
 MAX_SECONDS = 86_400.0
-MAX_PRIORITY = 1000
 
 TargetMs = Annotated[float, Field(gt=0.0, le=MAX_TARGET_MS)]
 Seconds = Annotated[float, Field(gt=0.0, le=MAX_SECONDS)]
@@ -231,10 +239,16 @@ Priority = Annotated[Integer, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 TOKEN_TARGETS = ("ttft_ms", "tpot_ms", "mtpot_ms")
 """Fields of `slo` that are about tokens; the other one is about the whole."""
 _HEADER_PREFIX = "x-slo-"
+_GATEWAY_PREFIX = "x-llm-d-slo-"
 TARGET_HEADERS = {
-    f"{_HEADER_PREFIX}{name.replace('_', '-')}": name for name in SLO.__struct_fields__
+    **{f"{_HEADER_PREFIX}{name.replace('_', '-')}": name for name in SLO.__struct_fields__},
+    f"{_GATEWAY_PREFIX}ttft-ms": "ttft_ms",
+    f"{_GATEWAY_PREFIX}tpot-ms": "tpot_ms",
 }
-"""Headers, in lower case, and the fields of `slo` that they stand for."""
+"""Headers, in lower case, and the fields of `slo` that they stand for: our own, and those by which
+llm-d's endpoint picker places requests, so that replica and picker go by the same targets."""
+OBJECTIVE_HEADER = "x-gateway-inference-objective"
+"""Names an InferenceObjective of a Kubernetes inference gateway: --inference-objectives."""
 _NUMBER = re.compile(r"\d{1,32}(\.\d{1,32})?([eE][+-]?\d{1,3})?", re.ASCII)
 
 
@@ -253,9 +267,11 @@ def header_schemas() -> list[dict[str, Any]]:
         name: TypeAdapter(TargetMs if name in TOKEN_TARGETS else Seconds).json_schema()
         for name in SLO.__struct_fields__
     }
+    headers = {header: schemas[name] for header, name in TARGET_HEADERS.items()}
+    headers[OBJECTIVE_HEADER] = {"type": "string"}
     return [
-        {"name": header, "in": "header", "required": False, "schema": schemas[name]}
-        for header, name in TARGET_HEADERS.items()
+        {"name": header, "in": "header", "required": False, "schema": schema}
+        for header, schema in headers.items()
     ]
 
 
@@ -341,7 +357,7 @@ def server_slo(config: ServeConfig) -> SLO:
 def _from_headers(headers: Headers) -> dict[str, _Asked]:
     asked: dict[str, _Asked] = {}
     for header, text in headers.items():
-        if not header.startswith(_HEADER_PREFIX):
+        if not header.startswith((_HEADER_PREFIX, _GATEWAY_PREFIX)):
             continue
         if header not in TARGET_HEADERS:
             raise InvalidRequest(
@@ -350,7 +366,7 @@ def _from_headers(headers: Headers) -> dict[str, _Asked]:
                 code=UNKNOWN_PARAMETER,
             )
         name = TARGET_HEADERS[header]
-        if name in asked:
+        if name in asked and asked[name].place == header:
             raise InvalidRequest(f"the header {header} must be given once", param=header)
         value = float(text) if _NUMBER.fullmatch(text) else 0.0
         is_ms = name in TOKEN_TARGETS
@@ -361,8 +377,50 @@ def _from_headers(headers: Headers) -> dict[str, _Asked]:
                 f" {most:.0f}, got {show(text)}",
                 param=header,
             )
+        if name in asked and asked[name].value != value:
+            other = asked[name]
+            raise InvalidRequest(
+                f"the headers {other.place} ({other.value:g}) and {header} ({value:g}) must be"
+                " equal, or only one of them given",
+                param=header,
+            )
         asked[name] = _Asked(value, header)
     return asked
+
+
+def with_objective(
+    body: ModelT, headers: Headers, objectives: Mapping[str, int], *, param: str = "priority"
+) -> ModelT:
+    """Return a body with what the objective that its headers name says of it.
+
+    `body` has a `priority`. `objectives`: priority of each, as --inference-objectives has them;
+    without any the header means nothing here, it is the gateway's own. An objective below 0 makes a
+    request best-effort, where its body says nothing of a tier, as gateways may drop such requests.
+    `param`: what errors call the body's priority.
+
+    Raises:
+        InvalidRequest: the header names an objective that is none, or contradicts the body.
+    """
+    values = headers.getlist(OBJECTIVE_HEADER) if objectives else []
+    if not values:
+        return body
+    if len(values) != 1 or values[0] not in objectives:
+        raise InvalidRequest(
+            f"the header {OBJECTIVE_HEADER} must name one of {', '.join(sorted(objectives))}, got"
+            f" {show(', '.join(values))}",
+            param=OBJECTIVE_HEADER,
+        )
+    fields: dict[str, Any] = {"priority": objectives[values[0]]}
+    given = getattr(body, "priority", None)
+    if given not in (None, fields["priority"]):
+        raise InvalidRequest(
+            f"{param} ({given}) and the priority of the objective {values[0]}"
+            f" ({fields['priority']}) must be equal, or only one of them given",
+            param=param,
+        )
+    if fields["priority"] < 0 and getattr(body, "service_tier", "") in (None, "auto"):
+        fields["service_tier"] = "flex"
+    return body.model_copy(update=fields)
 
 
 def _join(headers: Mapping[str, _Asked], body: Mapping[str, _Asked]) -> dict[str, _Asked]:

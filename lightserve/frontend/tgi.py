@@ -52,6 +52,7 @@ from lightserve.frontend.request_options import (
     new_submit,
     resolve_sampling,
     resolve_service_level,
+    with_objective,
 )
 from lightserve.frontend.response import (
     KEEP_ALIVE,
@@ -309,6 +310,13 @@ def tgi_router(service: Service) -> APIRouter:
         is_root = stream is None
         stream = bool(body.stream) if stream is None else stream
         body.check(stream=stream)
+        parameters = with_objective(
+            body.parameters or GenerateParameters(),
+            request.headers,
+            service.config.objectives,
+            param="parameters.priority",
+        )
+        body = body.model_copy(update={"parameters": parameters})
         level = body.service_level(service, request)
 
         async def prepare() -> list[Prepared]:

@@ -32,6 +32,7 @@ from lightserve.frontend.json_body import BODY_BYTES_KEY, StrictModel
 from lightserve.frontend.openai.chat import ChatRequest, answer_chat, encode_chat
 from lightserve.frontend.openai.messages import AnswerPart, parts_of
 from lightserve.frontend.openai.output_parser import OutputParser, ParserOptions
+from lightserve.frontend.request_options import with_objective
 from lightserve.frontend.response import sse_event
 from lightserve.frontend.service import Service
 from lightserve.types import FinishReason
@@ -228,6 +229,7 @@ def messages_router(service: Service) -> APIRouter:
     async def create_message(request: Request) -> Response:
         """Answer a conversation."""
         body = await service.bodies.read(request, MessagesRequest)
+        body = with_objective(body, request.headers, service.config.objectives)
         chat = await as_chat(request, body)
         return answer_chat(
             service,

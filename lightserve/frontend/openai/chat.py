@@ -52,7 +52,13 @@ from lightserve.frontend.openai.tools import (
     resolve_tools,
 )
 from lightserve.frontend.prompts import EncodedChat
-from lightserve.frontend.request_options import MaxTokens, NumLogprobs, Prepared, ServiceLevel
+from lightserve.frontend.request_options import (
+    MaxTokens,
+    NumLogprobs,
+    Prepared,
+    ServiceLevel,
+    with_objective,
+)
 from lightserve.frontend.response import (
     KEEP_ALIVE,
     BeforeEnd,
@@ -374,6 +380,7 @@ def chat_router(service: Service) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         """Answer a conversation."""
         body = await service.bodies.read(request, ChatRequest)
+        body = with_objective(body, request.headers, service.config.objectives)
         return answer_chat(service, request, body, ChatWriter(service, body))
 
     return router

@@ -44,7 +44,13 @@ from lightserve.frontend.openai.logprobs import (
     prompt_logprobs_json,
     prompt_pieces,
 )
-from lightserve.frontend.request_options import NumChoices, NumLogprobs, Prepared, ServiceLevel
+from lightserve.frontend.request_options import (
+    NumChoices,
+    NumLogprobs,
+    Prepared,
+    ServiceLevel,
+    with_objective,
+)
 from lightserve.frontend.response import (
     KEEP_ALIVE,
     CompletionResponse,
@@ -322,6 +328,7 @@ def completions_router(service: Service) -> APIRouter:
     async def create_completion(request: Request) -> Response:
         """Complete one or several prompts."""
         body = await service.bodies.read(request, CompletionRequest)
+        body = with_objective(body, request.headers, service.config.objectives)
         body.check(service)
         level = body.service_level(service, request)
         writer = CompletionWriter(service, body)

@@ -31,6 +31,7 @@ from lightserve.frontend.openai.files import (
 )
 from lightserve.frontend.openai.responses_request import CHAT_NAMES, ResponsesRequest
 from lightserve.frontend.openai.responses_writer import ResponsesWriter
+from lightserve.frontend.request_options import with_objective
 from lightserve.frontend.response import BeforeEnd
 from lightserve.frontend.service import Service
 from lightserve.types import NO_SLO
@@ -51,6 +52,7 @@ def responses_router(service: Service, *, is_for_lines: bool = False) -> APIRout
     async def create_response(request: Request) -> Response:
         """Answer a conversation, as a list of items."""
         asked = await service.bodies.read(request, ResponsesRequest)
+        asked = with_objective(asked, request.headers, service.config.objectives)
         asked.check(keeps=keeps, has_store=has_store)
         body = await _continued(service, request, asked)
         size: int = request.scope[BODY_BYTES_KEY]
