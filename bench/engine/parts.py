@@ -5,9 +5,11 @@ python -m bench.engine.parts host [--rows 1 64 256] [--steps 300] [--profile]
     nothing, a vocabulary of few tokens, one thread. While a step runs on a GPU the host has
     that long for the next one; a GPU adds what its driver takes per launch
 python -m bench.engine.parts products [--threads 2] [--rows 1,8,32] [--rounds 7] [--cpu-time]
-    how fast the native core multiplies, beside torch's packed products, in turns: GB/s of
-    weights, TFLOP/s, torch's time over the core's. On a machine with other work `--cpu-time`
-    with one thread takes that thread's CPU time instead
+    [--weights core int8 int4]
+    how fast the native core multiplies by its own weights, those of 8 and of 4 bits, and torch
+    by its packed ones, in turns: GB/s of weights, TFLOP/s. On a machine with other work
+    `--cpu-time` with one thread takes that thread's CPU time instead. What the machine can do
+    says `ceilings.cpp`
 python -m bench.engine.parts steps --model DIR [--threads 2] [--quantization int8] [--cpu-time]
     [--steps 1,32,p512,p512+1536]
     where a step's time goes: decodes, or a prompt's tokens behind as many of its own; ms by
@@ -19,7 +21,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +37,6 @@ from lightserve.config import ServeConfig
 from lightserve.kernels.cpu.core import Level, load_core
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
-from lightserve.kernels.interface import Kernels
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import (
     AddSequence,
@@ -208,29 +208,44 @@ def host() -> None:
 
 SHAPES = ((1152, 896), (896, 896), (9728, 896), (896, 4864))
 """(outputs, inputs) of a layer's products."""
-LAYERS = 4
+LAYERS = 8
+GROUP_SIZE = 32
+"""Of weights of 4 bits."""
+KINDS = ("core", "torch", "int8", "int4")
 
 
 class Product(NamedTuple):
     """One weight, packed by some kernels."""
 
-    kernels: Kernels
-    weight: Tensor
+    call: Callable[[Tensor], object]
+    num_inputs: int
+    num_bytes: int
 
 
-def packed(kernels: Kernels, dtype: torch.dtype) -> list[Product]:
-    """Return the weights of all layers."""
+def packed(name: str, dtype: torch.dtype, level: Level | None) -> list[Product]:
+    """Return the weights of all layers, of one of `KINDS`."""
     return [
-        Product(kernels, kernels.pack_weight(torch.randn(shape).to(dtype) * shape[1] ** -0.5))
+        product_of(name, torch.randn(shape).to(dtype) * shape[1] ** -0.5, level)
         for _ in range(LAYERS)
         for shape in SHAPES
     ]
 
 
-def multiply(products: list[Product], inputs: dict[int, Tensor]) -> None:
-    """Multiply by all of them."""
-    for kernels, weight in products:
-        kernels.linear(inputs[weight.shape[1]], weight, None)
+def product_of(name: str, plain: Tensor, level: Level | None) -> Product:
+    """Return the product by one weight."""
+    num_inputs = plain.shape[1]
+    native = NativeKernels(level=level)
+    if name == "int8":
+        rounded = native.quantize(plain)
+        num_bytes = rounded.packed.nbytes + rounded.factors.nbytes
+        return Product(lambda x: native.linear_int8(x, rounded, None), num_inputs, num_bytes)
+    if name == "int4":
+        grouped = native.quantize_groups(plain, GROUP_SIZE)
+        num_bytes = sum(part.nbytes for part in (grouped.packed, grouped.factors, grouped.zeros))
+        return Product(lambda x: native.linear_groups(x, grouped, None), num_inputs, num_bytes)
+    kernels = TorchKernels() if name == "torch" else native
+    weight = kernels.pack_weight(plain)
+    return Product(lambda x: kernels.linear(x, weight, None), num_inputs, plain.nbytes)
 
 
 def products() -> None:
@@ -242,36 +257,33 @@ def products() -> None:
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--level", choices=[level.name.lower() for level in Level][1:])
+    parser.add_argument("--weights", nargs="+", choices=KINDS, default=["core", "torch"])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     clock: Callable[[], float] = time.thread_time if options.cpu_time else time.perf_counter
     dtype: torch.dtype = getattr(torch, options.dtype)
     level = Level[options.level.upper()] if options.level else None
-    both = {
-        "core": packed(NativeKernels(level=level), dtype),
-        "torch": packed(TorchKernels(), dtype),
-    }
-    numbers = LAYERS * sum(outputs * inputs for outputs, inputs in SHAPES)
+    kinds = {name: packed(name, dtype, level) for name in options.weights}
+    num_weights = LAYERS * sum(outputs * inputs for outputs, inputs in SHAPES)
     for rows in map(int, options.rows.split(",")):
         inputs = {size: torch.randn(rows, size).to(dtype) for size in {k for _, k in SHAPES}}
-        seconds: dict[str, list[float]] = {name: [] for name in both}
+        seconds: dict[str, list[float]] = {name: [] for name in kinds}
         for _ in range(options.rounds + 1):
-            for name, products in both.items():
+            for name, products in kinds.items():
                 start_s = clock()
-                multiply(products, inputs)
+                for product in products:
+                    product.call(inputs[product.num_inputs])
                 seconds[name].append(clock() - start_s)
-        best = {name: min(times[1:]) for name, times in seconds.items()}
-        median = {name: statistics.median(times[1:]) for name, times in seconds.items()}
-        figures = " | ".join(
-            f"{name} {numbers * dtype.itemsize / s / 1e9:5.1f} GB/s"
-            f" {2 * numbers * rows / s / 1e12:5.2f} TFLOP/s"
-            for name, s in best.items()
-        )
-        print(
-            f"{rows:5d} rows: {figures} | torch / core: best {best['torch'] / best['core']:.2f},"
-            f" median {median['torch'] / median['core']:.2f}",
-            flush=True,
-        )
+        cells = []
+        for name, products in kinds.items():
+            best_s, median_s = min(seconds[name][1:]), median(seconds[name][1:])
+            gb_per_s = 1e-9 * sum(product.num_bytes for product in products) / best_s
+            tflop_per_s = 2e-12 * num_weights * rows / best_s
+            cells.append(
+                f"{name} {1e3 * best_s:7.2f} ms (median {1e3 * median_s:.2f})"
+                f" {gb_per_s:5.1f} GB/s {tflop_per_s:5.3f} TFLOP/s"
+            )
+        print(f"{rows:5d} rows: {' | '.join(cells)}", flush=True)
 
 
 CONTEXT = 100

@@ -268,11 +268,32 @@ def test_gates_of_weights_in_groups(level: Level) -> None:
         assert relative_error(result, truth_of("gated", x, numbers, bias)) <= LIMITS[dtype]
 
 
-@pytest.mark.parametrize("num_rows", [4, 5, 64, 65, 300])
-def test_products_of_groups_in_each_way_of_multiplying(num_rows: int) -> None:
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("level", LEVELS, ids=[level.name for level in LEVELS])
+@pytest.mark.parametrize("num_rows", [4, 5, 11, 12, 31, 32, 64, 65, 300])
+def test_rounded_products_in_each_way_of_multiplying(level: Level, num_rows: int) -> None:
+    kernels = kernels_of(level)
+    for num_threads, form in enumerate(FORMS, 1):
+        torch.set_num_threads(num_threads)
+        assert int8_error(kernels, (num_rows, 70, 1700), torch.bfloat16, form) <= 5e-3, form
     for bits in (4, 8):
-        error = group_case(NativeKernels(), (num_rows, 70, 1700), torch.bfloat16, bits, 32)
+        error = group_case(kernels, (num_rows, 70, 1700), torch.bfloat16, bits, 32)
         assert error <= 5e-3, bits
+
+
+@pytest.mark.usefixtures("_threads")
+def test_products_of_many_panels_are_the_same_on_any_number_of_threads() -> None:
+    kernels, x = NativeKernels(), torch.randn(40, 300).bfloat16()
+    weight = torch.randn(3300, 300).bfloat16()
+    plain, rounded = kernels.pack_weight(weight), kernels.quantize(weight)
+    grouped = kernels.quantize_groups(weight, 64)
+    results = []
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        by_int8 = kernels.linear_int8(x, rounded, None)
+        by_groups = kernels.linear_groups(x, grouped, None)
+        results.append(torch.stack([kernels.linear(x, plain, None), by_int8, by_groups]))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=[level.name for level in LEVELS])

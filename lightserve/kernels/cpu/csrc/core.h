@@ -163,6 +163,9 @@ void over_panels(const Linear<T>& task, int64_t panel_bytes, int64_t step, int n
 
 void linear_bf16_avx512_bf16(const LinearBf16& task, int num_threads);
 void linear_bf16_amx(const LinearBf16& task, int num_threads);
+
+// By AVX512-bf16, of weights of 8 bits or in groups.
+void linear_widened(const LinearBf16& task, int num_threads);
 void linear_int8(const Linear<float>& task, int32_t level, int num_threads);
 void linear_int8(const LinearBf16& task, int32_t level, int num_threads);
 void linear_groups(const Linear<float>& task, int32_t level, int num_threads);

@@ -1,5 +1,5 @@
-// Products of bfloat16 weights by AMX tiles, and by AVX512-bf16 where there are few rows or no AMX.
-// Weights in groups are widened panel by panel on their way to the tiles.
+// Products of bfloat16 weights by AMX tiles. Weights in groups are widened panel by panel on their way
+// to the tiles; few rows go by AVX512-bf16, see linear_bf16.cpp.
 #include <immintrin.h>
 
 #include "core.h"
@@ -14,75 +14,8 @@ constexpr int64_t MOST_INPUTS = 1536;
 // With more, and many rows, inputs are cut, and sums are kept in between. (4,864 inputs, TFLOP/s of
 // one busy core: at 512 rows 0.78, with cuts of 2,432 inputs 0.65; at 128 rows 0.80, without 0.63.)
 constexpr int64_t CUT_INPUTS = 640, CUT_ROWS = 256, CUT_PANELS = 14, CUT_FROM_ROWS = 65;
-constexpr int64_t VECTOR_ROWS = 2;
 // Up to so many rows the vector instructions read weights at the memory's speed.
-constexpr int64_t MOST_ROWS = 8;  // of which the registers hold the sums
-
-// 16 or fewer rows of x, from a place where `padded` inputs can be read.
-struct Rows {
-  const bf16* x;
-  int64_t stride;
-};
-
-Rows padded_rows(const LinearBf16& task, int slot) {
-  const int64_t padded = padded_inputs(task.num_inputs);
-  if (padded == task.num_inputs) return {task.x, task.x_stride};
-  bf16* copy = static_cast<bf16*>(scratch(slot, task.num_rows * padded * sizeof(bf16)));
-  for (int64_t row = 0; row < task.num_rows; row++) {
-    std::memcpy(copy + row * padded, task.x + row * task.x_stride, task.num_inputs * sizeof(bf16));
-    std::memset(copy + row * padded + task.num_inputs, 0,
-                (padded - task.num_inputs) * sizeof(bf16));
-  }
-  return {copy, padded};
-}
-
-// R rows by one panel.
-template <int R>
-TARGET_BF16 static inline void vector_panel(const LinearBf16& task, const Rows& all, int64_t row,
-                                            int64_t number) {
-  const Rows rows{all.x + row * all.stride, all.stride};
-  const int64_t num_blocks = padded_inputs(task.num_inputs) / K_BLOCK;
-  const bf16* panel = task.weight + number * num_blocks * 2 * TILE;
-  constexpr int CHAINS = R <= 2 ? 2 : 1;  // an instruction waits for the one before it in its chain
-  __m512 sums[CHAINS][R][2];
-  for (int c = 0; c < CHAINS; c++)
-    for (int r = 0; r < R; r++) sums[c][r][0] = sums[c][r][1] = _mm512_setzero_ps();
-  for (int64_t block = 0; block < num_blocks; block++, panel += 2 * TILE) {
-#pragma GCC unroll 16
-    for (int j = 0; j < 16; j++) {
-      prefetch_weights(panel + 64 * j);
-      prefetch_weights(panel + 64 * j + 32);
-      const __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel + 32 * j);
-      const __m512bh w1 = (__m512bh)_mm512_loadu_si512(panel + TILE + 32 * j);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        int32_t pair;
-        std::memcpy(&pair, rows.x + r * rows.stride + block * K_BLOCK + 2 * j, sizeof pair);
-        const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
-        __m512* sum = sums[j % CHAINS][r];
-        sum[0] = _mm512_dpbf16_ps(sum[0], w0, x);
-        sum[1] = _mm512_dpbf16_ps(sum[1], w1, x);
-      }
-    }
-  }
-  for (int r = 0; r < R; r++) {
-    for (int c = 1; c < CHAINS; c++)
-      for (int half = 0; half < 2; half++)
-        sums[0][r][half] = _mm512_add_ps(sums[0][r][half], sums[c][r][half]);
-    store_32(task, row + r, number, sums[0][r][0], sums[0][r][1]);
-  }
-}
-
-TARGET_BF16 void vector_rows(const LinearBf16& task, const Rows& rows, int64_t row, int64_t panel) {
-#define CASE(R)                               \
-  case R:                                     \
-    vector_panel<R>(task, rows, row, panel);  \
-    break;
-  switch (smaller(MOST_ROWS, task.num_rows - row)) {
-    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
-  }
-#undef CASE
-}
+constexpr int64_t VECTOR_ROWS = 2;
 
 // Copies rows of x into pairs of tiles, [pairs][blocks of inputs][2][16][32], zeros beyond the end.
 TARGET_AMX void pack_rows(const LinearBf16& task, int64_t pair, int64_t first_block,
@@ -262,12 +195,6 @@ TARGET_AMX void tile_chunk(const LinearBf16& task, const Cut& cut, const bf16* p
 }
 
 }  // namespace
-
-void linear_bf16_avx512_bf16(const LinearBf16& task, int num_threads) {
-  const Rows rows = padded_rows(task, 0);
-  over_panels(task, padded_inputs(task.num_inputs) * PANEL * 2, MOST_ROWS, num_threads,
-              [&](int64_t row, int64_t panel) { vector_rows(task, rows, row, panel); });
-}
 
 void linear_bf16_amx(const LinearBf16& task, int num_threads) {
   if (task.num_rows <= VECTOR_ROWS) return linear_bf16_avx512_bf16(task, num_threads);

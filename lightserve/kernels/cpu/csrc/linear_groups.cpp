@@ -6,6 +6,8 @@
 //
 //   4 bits, to 64 rows   128 + integer is a bfloat16 that two instructions make; groups' sums stay apart
 //   beyond               each panel is widened once, see linear_amx.cpp
+//
+// Without AMX each panel is widened once from WIDENED_ROWS on, see linear_bf16.cpp.
 #include <immintrin.h>
 
 #include "core.h"
@@ -23,6 +25,7 @@ void linear_groups(const Linear<T>&, int);
 namespace {
 
 constexpr int64_t VECTOR_ROWS = 4;  // up to so many rows vectors are faster than tiles
+constexpr int64_t WIDENED_ROWS = 32;  // without tiles
 constexpr int64_t TILE_ROWS = 64;  // up to so many, sums of groups cost less than widening
 constexpr float SHIFTED_BY = 128.0f;
 constexpr int64_t MOST_ROWS = 4;    // of which the registers hold the sums
@@ -445,6 +448,7 @@ void linear_groups(const LinearBf16& task, int32_t level, int num_threads) {
   if (level >= AMX && task.num_rows > VECTOR_ROWS)
     return (task.groups.bits == 4 && task.num_rows <= TILE_ROWS ? linear_tiles : linear_bf16_amx)(
         task, num_threads);
+  if (level == AVX512_BF16 && task.num_rows >= WIDENED_ROWS) return linear_widened(task, num_threads);
   if (level >= AVX512_BF16) return linear_bytes(task, num_threads);
   (level >= AVX512 ? avx512::linear_groups<bf16> : avx2::linear_groups<bf16>)(task, num_threads);
 }

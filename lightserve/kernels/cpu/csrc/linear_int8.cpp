@@ -3,7 +3,8 @@
 // In float32, and where a processor has no AVX512-VNNI, weights are widened in registers: see
 // vectors_rounded.h. Otherwise a row of bfloat16 becomes integers of 16 bits, as many as its largest number
 // is worth, each in two bytes, value = 256 * high + low: two multiplications of bytes with each
-// weight cost no more than one of bfloat16, and what they round is far below bfloat16's own.
+// weight cost no more than one of bfloat16, and what they round is far below bfloat16's own. More rows,
+// where there is no AMX, go by bfloat16, which holds every integer of 8 bits: see linear_bf16.cpp.
 #include <immintrin.h>
 
 #include "core.h"
@@ -23,6 +24,7 @@ namespace {
 constexpr int64_t MOST_INPUTS = 65536;  // of which the sums of products of bytes fit in 32 bits
 constexpr int64_t VECTOR_ROWS = 4;  // up to so many rows vectors read weights at the memory's speed
 constexpr int64_t MOST_ROWS = 6;    // of which the registers hold the sums
+constexpr int64_t WIDENED_ROWS = 12;  // from so many on, without tiles, it pays to widen weights
 constexpr int64_t GROUP = 16;       // rows of a tile
 constexpr int64_t A_BYTES = 1 << 20;  // of activations that stay in the cache while weights pass
 
@@ -267,7 +269,9 @@ void linear_int8(const Linear<float>& task, int32_t level, int num_threads) {
 }
 
 void linear_int8(const LinearBf16& task, int32_t level, int num_threads) {
-  if (level >= AVX512_BF16 && task.num_inputs <= MOST_INPUTS)
+  if (level == AVX512_BF16 && task.num_rows >= WIDENED_ROWS)
+    linear_widened(task, num_threads);
+  else if (level >= AVX512_BF16 && task.num_inputs <= MOST_INPUTS)
     linear_bytes(task, level, num_threads);
   else
     (level >= AVX512 ? avx512::linear_int8<bf16> : avx2::linear_int8<bf16>)(task, num_threads);
