@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch, QKNorm
-from lightserve.kernels.triton import elementwise
+from lightserve.kernels.triton import elementwise, experts
 from lightserve.kernels.triton.configs import GPUS, AttentionConfigs
 from lightserve.kernels.triton.copies import TritonCopies
 from lightserve.kernels.triton.elementwise import rotate_and_write
@@ -203,6 +203,17 @@ def rotate_case(num_heads: int, num_kv_heads: int, head_dim: int, *, has_norm: b
     return Case(name + (", QK-norm" if has_norm else ""), call)
 
 
+def mix(num_experts: int, num_chosen: int, hidden: int, size: int, num_tokens: int) -> None:
+    """Go through a block of experts."""
+    chosen = meta(num_tokens, num_chosen, dtype=torch.int64)
+    weights = meta(num_tokens, num_chosen, dtype=torch.float32)
+    gate_up, down = meta(num_experts, 2 * size, hidden), meta(num_experts, hidden, size)
+    experts.mix_experts(meta(num_tokens, hidden), chosen, weights, gate_up, down)
+
+
+MIXTURES = {"Mixtral 8x7B": (8, 2, 4096, 14336), "Qwen3-30B-A3B": (128, 8, 2048, 768)}
+
+
 def copy_slots(num_layers: int, num_kv_heads: int, head_dim: int) -> None:
     """Move 1,000 slots to staging memory, to the host and back."""
     kernels, ids = TritonCopies(), meta(1000, dtype=torch.int32)
@@ -264,6 +275,11 @@ CASES: list[Case] = [
         rotate_case(*heads, has_norm=has_norm)
         for heads in ((32, 8, 128), (14, 2, 64), (40, 40, 80), (4, 1, 128))
         for has_norm in (False, True)
+    ),
+    *(
+        Case(f"experts of {name}, {num_tokens} tokens", partial(mix, *sizes, num_tokens))
+        for name, sizes in MIXTURES.items()
+        for num_tokens in (8, 4096)
     ),
     *(
         Case(f"copies of slots, {heads[1]} KV heads of {heads[2]}", partial(copy_slots, *heads))

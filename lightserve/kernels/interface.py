@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -184,6 +184,21 @@ class Kernels(Protocol):
         """
 
 
+@runtime_checkable
+class ExpertKernels(Kernels, Protocol):
+    """Kernels that multiply by the weights of several experts at once."""
+
+    def mix_experts(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+    ) -> Tensor:
+        """Return the sum of what each token's experts give, times their weights.
+
+        An expert gives down @ `silu_and_mul`(gate_up @ x). x [T, K], chosen int64 [T, C] (experts
+        below E, different ones for a token), weights float32 [T, C], gate_up [E, 2*I, K] (gates
+        first), down [E, K, I], both contiguous -> [T, K].
+        """
+
+
 class Int8Weight(NamedTuple):
     """A weight [M, K] of 8-bit integers, each output's times a factor of its own."""
 
@@ -329,6 +344,11 @@ class KernelShapes:
     qkv_bias: bool
     context_len: int
     """Longest sequence that is served."""
+    num_experts: int = 0
+    """Of a layer that has any."""
+    num_chosen_experts: int = 0
+    expert_size: int = 0
+    """Intermediate features of each."""
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Return (outputs, inputs) of a layer's products, by name."""

@@ -73,6 +73,18 @@ class ReferenceKernels:
         """See `Kernels.gated_linear`."""
         return self.silu_and_mul(self.linear(x, weight, bias))
 
+    def mix_experts(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+    ) -> Tensor:
+        """See `ExpertKernels.mix_experts`: every token through every expert."""
+        share = torch.zeros(len(x), len(down), dtype=torch.float32, device=x.device)
+        share.scatter_(1, chosen, weights)
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in range(len(down)):
+            added = self.linear(self.gated_linear(x, gate_up[expert], None), down[expert], None)
+            out += added.float() * share[:, expert, None]
+        return out.to(x.dtype)
+
     def packed_rows(self, weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
         """See `Kernels.packed_rows`."""
         return None

@@ -20,10 +20,14 @@ def kernel_shapes(
     config: ModelConfig, tp: TensorParallel, *, dtype: torch.dtype, context_len: int
 ) -> KernelShapes:
     """Return the sizes of this rank's part of a model."""
+    moe = config.moe
+    inner = config.intermediate_size
+    if moe is not None and len(moe.layers) == config.num_layers:
+        inner = moe.shared_size or moe.intermediate_size  # the other is no layer's
     return KernelShapes(
         dtype=dtype,
         hidden_size=config.hidden_size,
-        intermediate_size=even_part(config.intermediate_size, tp).size,
+        intermediate_size=even_part(inner, tp).size,
         num_heads=even_part(config.num_heads, tp).size,
         num_kv_heads=kv_head_part(config.num_kv_heads, tp).size,
         head_dim=config.head_dim,
@@ -33,6 +37,9 @@ def kernel_shapes(
         qk_norm=config.qk_norm,
         qkv_bias=config.qkv_bias,
         context_len=context_len,
+        num_experts=0 if moe is None else moe.num_experts,
+        num_chosen_experts=0 if moe is None else moe.num_chosen,
+        expert_size=0 if moe is None else even_part(moe.intermediate_size, tp).size,
     )
 
 

@@ -14,6 +14,13 @@ from typing import Any
 
 from lightserve.errors import ConfigError, ModelLoadError
 from lightserve.models.json_fields import JsonFields, read_json_object
+from lightserve.models.moe_config import (
+    MoeConfig,
+    parse_glm_moe,
+    parse_mixtral,
+    parse_olmoe,
+    parse_qwen_moe,
+)
 from lightserve.models.rope import (
     DEFAULT_THETA,
     FULL,
@@ -47,17 +54,40 @@ class Architecture(StrEnum):
     GLM4 = "Glm4ForCausalLM"
     GEMMA = "GemmaForCausalLM"
     GEMMA3 = "Gemma3ForCausalLM"
+    MIXTRAL = "MixtralForCausalLM"
+    QWEN2_MOE = "Qwen2MoeForCausalLM"
+    QWEN3_MOE = "Qwen3MoeForCausalLM"
+    OLMOE = "OlmoeForCausalLM"
+    GLM4_MOE = "Glm4MoeForCausalLM"
 
 
 _GLM = (Architecture.GLM, Architecture.GLM4)
+_WITH_SWITCH = (
+    Architecture.QWEN2,
+    Architecture.QWEN3,
+    Architecture.SMOLLM3,
+    Architecture.QWEN2_MOE,
+    Architecture.QWEN3_MOE,
+)
+"""Families whose windows `use_sliding_window` turns on."""
+_SAME_WINDOW = (
+    Architecture.PHI3,
+    Architecture.MISTRAL,
+    Architecture.MIXTRAL,
+    Architecture.QWEN3_MOE,
+)
+"""Families of which all layers have a window, or none."""
 _GEMMA = (Architecture.GEMMA, Architecture.GEMMA3)
-_GEMMA3_THETA = 1_000_000.0
+_THETAS = {Architecture.GEMMA3: 1_000_000.0, Architecture.MIXTRAL: 1_000_000.0}
+"""Bases of rotary embeddings where a file gives none and transformers takes another."""
 _BIASED = (
     Architecture.LLAMA,
     Architecture.QWEN3,
     Architecture.GRANITE,
     Architecture.SMOLLM3,
     Architecture.OLMO2,
+    Architecture.QWEN3_MOE,
+    Architecture.OLMOE,
     *_GEMMA,
 )
 """Families whose `attention_bias` is that of all four products."""
@@ -66,6 +96,8 @@ _WITHOUT_WINDOW = (
     Architecture.GRANITE,
     Architecture.OLMO2,
     Architecture.GEMMA,
+    Architecture.OLMOE,
+    Architecture.GLM4_MOE,
     *_GLM,
 )
 
@@ -114,6 +146,8 @@ class ModelConfig:
     attention_scale: float | None = None
     """Of products of queries and keys; None: head_dim ** -0.5."""
     logits_divisor: float = 1.0
+    moe: MoeConfig | None = None
+    """None: no layer has experts."""
     tie_word_embeddings: bool
     sliding_windows: tuple[int | None, ...]
     """One per layer; None: the layer sees everything."""
@@ -157,6 +191,7 @@ def load_model_config(path: Path) -> ModelConfig:
     hidden_size = fields.integer("hidden_size")
     max_position_embeddings = fields.integer("max_position_embeddings")
     is_glm, is_phi = architecture in _GLM, architecture is Architecture.PHI3
+    is_glm_moe = architecture is Architecture.GLM4_MOE
     attention_bias = fields.boolean("attention_bias", default=is_glm)
     reads_mlp_bias = architecture in (
         Architecture.LLAMA,
@@ -165,8 +200,8 @@ def load_model_config(path: Path) -> ModelConfig:
     )
     has_all_biases = architecture in _BIASED and attention_bias
     head_dim = _head_dim(fields, architecture, hidden_size, num_heads)
-    rotary_dim = parse_rotary_dim(fields, head_dim, share=0.5 if is_glm else 1.0)
-    if rotary_dim < head_dim and not (is_glm or is_phi):
+    rotary_dim = parse_rotary_dim(fields, head_dim, share=0.5 if is_glm or is_glm_moe else 1.0)
+    if rotary_dim < head_dim and not (is_glm or is_phi or is_glm_moe):
         raise fields.error("partial_rotary_factor", "must be 1 in this architecture")
     return ModelConfig(
         architecture=architecture,
@@ -183,15 +218,17 @@ def load_model_config(path: Path) -> ModelConfig:
             max_position_embeddings=max_position_embeddings,
             rotary_dim=rotary_dim,
             is_phi=is_phi,
-            default_theta=_GEMMA3_THETA if architecture is Architecture.GEMMA3 else DEFAULT_THETA,
+            default_theta=_THETAS.get(architecture, DEFAULT_THETA),
         ),
         max_position_embeddings=max_position_embeddings,
         qkv_bias=architecture is Architecture.QWEN2
         or has_all_biases
-        or (is_glm and attention_bias),
+        or ((is_glm or is_glm_moe) and attention_bias)
+        or (architecture is Architecture.QWEN2_MOE and fields.boolean("qkv_bias", default=True)),
         attention_output_bias=has_all_biases,
         mlp_bias=reads_mlp_bias and fields.boolean("mlp_bias", default=False),
-        qk_norm=architecture in (Architecture.QWEN3, Architecture.GEMMA3),
+        qk_norm=architecture in (Architecture.QWEN3, Architecture.GEMMA3, Architecture.QWEN3_MOE)
+        or (is_glm_moe and fields.boolean("use_qk_norm", default=False)),
         rotary_share=rotary_dim,
         tie_word_embeddings=fields.boolean(
             "tie_word_embeddings", default=is_gemma or architecture is Architecture.SMOLLM3
@@ -264,6 +301,19 @@ def _own_of(fields: JsonFields, architecture: Architecture, num_layers: int) -> 
             }
         case Architecture.SMOLLM3:
             return {"unrotated_layers": _unrotated_layers(fields, num_layers)}
+        case Architecture.MIXTRAL:
+            size = fields.integer("intermediate_size")
+            return {"moe": parse_mixtral(fields, num_layers, size)}
+        case Architecture.QWEN2_MOE | Architecture.QWEN3_MOE:
+            is_qwen2 = architecture is Architecture.QWEN2_MOE
+            return {"moe": parse_qwen_moe(fields, num_layers, is_qwen2=is_qwen2)}
+        case Architecture.OLMOE:
+            if fields.has("clip_qkv"):
+                raise fields.error("clip_qkv", "must be null")
+            size = fields.integer("intermediate_size")
+            return {"moe": parse_olmoe(fields, num_layers, size), "has_whole_qk_norm": True}
+        case Architecture.GLM4_MOE:
+            return {"moe": parse_glm_moe(fields, num_layers)}
         case _:
             return {}
 
@@ -317,10 +367,14 @@ def check_tp(config: ModelConfig, tp: int) -> None:
     Raises:
         ModelLoadError: a size does not divide; names both numbers.
     """
-    for key, size in (
-        ("num_attention_heads", config.num_heads),
-        ("intermediate_size", config.intermediate_size),
-    ):
+    sizes = [("num_attention_heads", config.num_heads)]
+    moe = config.moe
+    if moe is None or len(moe.layers) < config.num_layers:
+        sizes.append(("intermediate_size", config.intermediate_size))
+    if moe is not None:
+        sizes.append((moe.size_key, moe.intermediate_size))
+        sizes.append(("shared_expert_intermediate_size", moe.shared_size))
+    for key, size in sizes:
         if size % tp:
             raise ModelLoadError(
                 f"{CONFIG_FILE}: key {key!r} is {size}, not divisible by --tp {tp}"
@@ -346,7 +400,13 @@ def _architecture(fields: JsonFields) -> Architecture:
 
 def _num_kv_heads(fields: JsonFields, architecture: Architecture, num_heads: int) -> int:
     key = "num_key_value_heads"
-    takes_all = (Architecture.LLAMA, Architecture.PHI3, Architecture.GRANITE, Architecture.OLMO2)
+    takes_all = (
+        Architecture.LLAMA,
+        Architecture.PHI3,
+        Architecture.GRANITE,
+        Architecture.OLMO2,
+        Architecture.OLMOE,
+    )
     may_be_absent = architecture in takes_all or fields.is_null(key)
     num_kv_heads = fields.integer(key, default=num_heads if may_be_absent else None)
     if num_heads % num_kv_heads:
@@ -376,39 +436,51 @@ def _sliding_windows(
     fields: JsonFields, architecture: Architecture, num_layers: int
 ) -> tuple[int | None, ...]:
     """Return each layer's window; the defaults for absent keys are transformers'."""
+    everything = (None,) * num_layers
     if architecture in _WITHOUT_WINDOW:
-        return (None,) * num_layers
+        return everything
+    if architecture in _WITH_SWITCH and not fields.boolean("use_sliding_window", default=False):
+        return everything
     window = None
-    if architecture in (Architecture.PHI3, Architecture.SMOLLM3):
+    if architecture in (Architecture.PHI3, Architecture.SMOLLM3, Architecture.MIXTRAL):
         window = fields.integer("sliding_window") if fields.has("sliding_window") else None
-        if architecture is Architecture.PHI3:
-            return (window,) * num_layers
     elif not fields.is_null("sliding_window"):
         window = fields.integer("sliding_window", default=4096)
-    if architecture is Architecture.MISTRAL:
+    if window is None:
+        return everything
+    if architecture in _SAME_WINDOW:
         return (window,) * num_layers
-    is_gemma3 = architecture is Architecture.GEMMA3
-    uses_window = is_gemma3 or fields.boolean("use_sliding_window", default=False)
-    if window is None or not uses_window:
-        return (None,) * num_layers
-    if is_gemma3 and not fields.has("layer_types"):
-        interval = fields.integer("sliding_window_pattern", default=6)
-        return tuple(
-            None if layer % interval == interval - 1 else window for layer in range(num_layers)
-        )
-    if not fields.has("layer_types") and architecture is Architecture.SMOLLM3:
-        unrotated = _unrotated_layers(fields, num_layers)
-        return tuple(window if layer in unrotated else None for layer in range(num_layers))
-    if not fields.has("layer_types"):
-        first = fields.integer("max_window_layers", default=28, low=0)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    kinds = fields.array("layer_types")
-    if len(kinds) != num_layers:
-        raise fields.error("layer_types", f"must have {num_layers} entries, got {len(kinds)}")
-    for kind in kinds:
-        if kind not in (FULL, SLIDING):
-            raise fields.error("layer_types", f"has the unknown entry {kind!r}")
-    return tuple(window if kind == SLIDING else None for kind in kinds)
+    if fields.has("layer_types"):
+        kinds = fields.array("layer_types")
+        if len(kinds) != num_layers:
+            raise fields.error("layer_types", f"must have {num_layers} entries, got {len(kinds)}")
+        for kind in kinds:
+            if kind not in (FULL, SLIDING):
+                raise fields.error("layer_types", f"has the unknown entry {kind!r}")
+        has_window = [kind == SLIDING for kind in kinds]
+    else:
+        has_window = _layers_with_window(fields, architecture, num_layers)
+    return tuple(window if is_one else None for is_one in has_window)
+
+
+def _layers_with_window(
+    fields: JsonFields, architecture: Architecture, num_layers: int
+) -> list[bool]:
+    """Return which layers have a window where the file does not list them."""
+    layers = range(num_layers)
+    match architecture:
+        case Architecture.GEMMA3:
+            interval = fields.integer("sliding_window_pattern", default=6)
+            return [layer % interval != interval - 1 for layer in layers]
+        case Architecture.SMOLLM3:
+            unrotated = _unrotated_layers(fields, num_layers)
+            return [layer in unrotated for layer in layers]
+        case Architecture.QWEN2_MOE:
+            last = fields.integer("max_window_layers", default=28, low=0)
+            return [layer % 2 == 0 and layer < last for layer in layers]
+        case _:
+            first = fields.integer("max_window_layers", default=28, low=0)
+            return [layer >= first for layer in layers]
 
 
 def _dtype(fields: JsonFields) -> str | None:

@@ -10,7 +10,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from lightserve.kernels.interface import AttentionBatch
 from lightserve.models.base import KVTensors
@@ -21,56 +20,10 @@ from lightserve.models.layers.attention import (
     SelfAttention,
     frequencies,
 )
-from lightserve.models.layers.linear import (
-    ColumnParallelLinear,
-    LMHead,
-    RowParallelLinear,
-    VocabEmbedding,
-    VocabWeight,
-)
-from lightserve.models.parallel import Part, even_part
+from lightserve.models.layers.feed_forward import feed_forward
+from lightserve.models.layers.linear import LMHead, VocabEmbedding, VocabWeight
 from lightserve.models.rope import RopeConfig
 from lightserve.models.weight_files import EMBEDDING, LM_HEAD
-
-# The gated feed-forward block.
-
-
-class GatedMLP:
-    """down(silu(gate(x)) * up(x)), or with GELU, gate and up merged into one weight."""
-
-    def __init__(self, context: ModelContext, prefix: str) -> None:
-        config, tp = context.config, context.tp
-        part = even_part(config.intermediate_size, tp)
-        parts = [(f"{prefix}.gate_proj", part), (f"{prefix}.up_proj", part)]
-        if "gate_up" in config.merged:
-            name, up_start = f"{prefix}.gate_up_proj", config.intermediate_size + part.start
-            parts = [(name, part), (name, Part(up_start, part.size))]
-        self._has_gelu = config.has_gelu
-        self._gate_up = ColumnParallelLinear(
-            context.method,
-            context.reader,
-            parts,
-            in_size=config.hidden_size,
-            has_bias=config.mlp_bias,
-            is_gated=not config.has_gelu,
-        )
-        self._down = RowParallelLinear(
-            context.method,
-            context.reader,
-            tp,
-            f"{prefix}.down_proj",
-            columns=part,
-            out_size=config.hidden_size,
-            has_bias=config.mlp_bias,
-        )
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, hidden] -> [T, hidden]."""
-        x = self._gate_up(x)
-        if self._has_gelu:
-            gate, up = x.chunk(2, dim=-1)
-            x = functional.gelu(gate, approximate="tanh").mul_(up)
-        return self._down(x)
 
 
 class DecoderLayer:
@@ -88,7 +41,7 @@ class DecoderLayer:
         self._attention_norm = context.rms_norm(f"{prefix}.input_layernorm", size=hidden_size)
         self._attention = self.attention_type(context, f"{prefix}.self_attn", layer=layer)
         self._mlp_norm = context.rms_norm(f"{prefix}.post_attention_layernorm", size=hidden_size)
-        self._mlp = GatedMLP(context, f"{prefix}.mlp")
+        self._mlp = feed_forward(context, layer)
 
     def attend(
         self, x: Tensor, residual: Tensor | None, inputs: AttentionInputs, kv: KVTensors
@@ -126,7 +79,7 @@ class OutputNormLayer(DecoderLayer):
         prefix, size = f"model.layers.{layer}", context.config.hidden_size
         self._layer = layer
         self._attention = self.attention_type(context, f"{prefix}.self_attn", layer=layer)
-        self._mlp = GatedMLP(context, f"{prefix}.mlp")
+        self._mlp = feed_forward(context, layer)
         self._attention_norm, self._attention_output_norm, self._mlp_norm, self._mlp_output_norm = (
             context.rms_norm(f"{prefix}.{name}", size=size) for name in context.config.layer_norms
         )

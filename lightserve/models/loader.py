@@ -28,6 +28,13 @@ from lightserve.models.granite import GraniteForCausalLM
 from lightserve.models.layers.linear import LinearMethod, UnquantizedMethod
 from lightserve.models.llama import LlamaForCausalLM
 from lightserve.models.mistral import MistralForCausalLM
+from lightserve.models.moe import (
+    Glm4MoeForCausalLM,
+    MixtralForCausalLM,
+    OlmoeForCausalLM,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeForCausalLM,
+)
 from lightserve.models.olmo2 import Olmo2ForCausalLM
 from lightserve.models.parallel import Part, TensorParallel
 from lightserve.models.phi3 import Phi3ForCausalLM
@@ -188,6 +195,11 @@ MODELS: dict[Architecture, type[DecoderModel]] = {
     Architecture.GLM4: Glm4ForCausalLM,
     Architecture.GEMMA: GemmaForCausalLM,
     Architecture.GEMMA3: Gemma3ForCausalLM,
+    Architecture.MIXTRAL: MixtralForCausalLM,
+    Architecture.QWEN2_MOE: Qwen2MoeForCausalLM,
+    Architecture.QWEN3_MOE: Qwen3MoeForCausalLM,
+    Architecture.OLMOE: OlmoeForCausalLM,
+    Architecture.GLM4_MOE: Glm4MoeForCausalLM,
 }
 
 

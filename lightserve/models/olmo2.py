@@ -7,8 +7,9 @@ from torch import Tensor
 
 from lightserve.models.base import KVTensors
 from lightserve.models.context import ModelContext
-from lightserve.models.decoder import DecoderLayer, DecoderModel, GatedMLP
+from lightserve.models.decoder import DecoderLayer, DecoderModel
 from lightserve.models.layers.attention import AttentionInputs, SelfAttention
+from lightserve.models.layers.feed_forward import feed_forward
 from lightserve.models.parallel import Part, even_part, kv_head_part
 
 
@@ -71,7 +72,7 @@ class Olmo2Layer(DecoderLayer):
         self._attention = Olmo2Attention(context, f"{prefix}.self_attn", layer=layer)
         self._attention_norm = context.rms_norm(f"{prefix}.post_attention_layernorm", size=size)
         self._mlp_norm = context.rms_norm(f"{prefix}.post_feedforward_layernorm", size=size)
-        self._mlp = GatedMLP(context, f"{prefix}.mlp")
+        self._mlp = feed_forward(context, layer)
 
     def attend(
         self, x: Tensor, residual: Tensor | None, inputs: AttentionInputs, kv: KVTensors

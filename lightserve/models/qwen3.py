@@ -12,9 +12,11 @@ from lightserve.models.layers.linear import read_vector
 class Qwen3Attention(SelfAttention):
     """Self-attention with one norm for all query heads and one for all key heads."""
 
-    def qk_norm(self, context: ModelContext, prefix: str) -> QKNorm:
+    def qk_norm(self, context: ModelContext, prefix: str) -> QKNorm | None:
         """See `SelfAttention.qk_norm`."""
         config, reader = context.config, context.reader
+        if not config.qk_norm:
+            return None
         q_weight, k_weight = (
             read_vector(
                 reader, f"{prefix}.{name}_norm.weight", config.head_dim, offset=config.norm_offset

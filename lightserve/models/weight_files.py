@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from lightserve.errors import ModelLoadError
 from lightserve.models.config import ModelConfig
 from lightserve.models.json_fields import JsonFields, read_json_object
+from lightserve.models.moe_config import MoeConfig
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -26,6 +27,8 @@ FLOAT_DTYPES = ("F32", "F16", "BF16")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
+CHOICE_BIAS = "e_score_correction_bias"
+SHARED_GATE = "shared_expert_gate"
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     The tied LM head is left out. Tensors beyond these (an old `rotary_emb.inv_freq`, say) are
     ignored wherever they occur.
     """
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {
         EMBEDDING: (config.vocab_size, hidden),
@@ -76,32 +79,72 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if not config.tie_word_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, hidden)
-    linears = {
-        "self_attn.o_proj": (hidden, q_size, config.attention_output_bias),
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
-    }
-    if "qkv" in config.merged:
-        linears["self_attn.qkv_proj"] = (q_size + 2 * kv_size, hidden, config.qkv_bias)
-    else:
-        for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
-            linears[f"self_attn.{name}_proj"] = (size, hidden, config.qkv_bias)
-    if "gate_up" in config.merged:
-        linears["mlp.gate_up_proj"] = (2 * inner, hidden, config.mlp_bias)
-    else:
-        linears |= {f"mlp.{n}_proj": (inner, hidden, config.mlp_bias) for n in ("gate", "up")}
     norms = dict.fromkeys(config.layer_norms, hidden)
     if config.has_whole_qk_norm:
         norms |= {"self_attn.q_norm": q_size, "self_attn.k_norm": kv_size}
     if config.qk_norm:
         norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
     for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
+        prefix, moe = f"model.layers.{layer}", config.moe
+        linears = _attention_linears(config)
+        if moe is not None and layer in moe.layers:
+            for name, shape in _moe_tensors(moe, hidden).items():
+                shapes[f"{prefix}.{moe.module}.{name}"] = shape
+        else:
+            linears |= _block_linears(config)
         for name, (out_size, in_size, has_bias) in linears.items():
             shapes[f"{prefix}.{name}.weight"] = (out_size, in_size)
             if has_bias:
                 shapes[f"{prefix}.{name}.bias"] = (out_size,)
         for name, size in norms.items():
             shapes[f"{prefix}.{name}.weight"] = (size,)
+    return shapes
+
+
+def _attention_linears(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
+    """Return outputs, inputs and whether there is a bias of an attention's parts."""
+    hidden = config.hidden_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    linears = {"self_attn.o_proj": (hidden, q_size, config.attention_output_bias)}
+    if "qkv" in config.merged:
+        linears["self_attn.qkv_proj"] = (q_size + 2 * kv_size, hidden, config.qkv_bias)
+    else:
+        for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
+            linears[f"self_attn.{name}_proj"] = (size, hidden, config.qkv_bias)
+    return linears
+
+
+def _block_linears(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
+    """Return outputs, inputs and whether there is a bias of a gated block's parts."""
+    hidden, inner, has_bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    if "gate_up" in config.merged:
+        linears = {"mlp.gate_up_proj": (2 * inner, hidden, has_bias)}
+    else:
+        linears = {f"mlp.{name}_proj": (inner, hidden, has_bias) for name in ("gate", "up")}
+    return linears | {"mlp.down_proj": (hidden, inner, has_bias)}
+
+
+def _moe_tensors(moe: MoeConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a block of experts."""
+    gate, up, down = moe.projections
+    inner = moe.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {"gate.weight": (moe.num_experts, hidden)}
+    if moe.has_choice_bias:
+        shapes[f"gate.{CHOICE_BIAS}"] = (moe.num_experts,)
+    for expert in range(moe.num_experts):
+        shapes |= {
+            f"experts.{expert}.{gate}.weight": (inner, hidden),
+            f"experts.{expert}.{up}.weight": (inner, hidden),
+            f"experts.{expert}.{down}.weight": (hidden, inner),
+        }
+    if moe.shared_size:
+        shapes |= {
+            f"{moe.shared_module}.{name}_proj.weight": (moe.shared_size, hidden)
+            for name in ("gate", "up")
+        }
+        shapes[f"{moe.shared_module}.down_proj.weight"] = (hidden, moe.shared_size)
+    if moe.has_shared_gate:
+        shapes[f"{SHARED_GATE}.weight"] = (1, hidden)
     return shapes
 
 

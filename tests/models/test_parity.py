@@ -35,6 +35,8 @@ from lightserve.kernels.select import make_kernels, missing_core
 KERNELS = ("reference", "torch", *(() if missing_core() else ("native",)))
 BF16_LOGPROB = 0.3
 """No contract, but several times what is measured: a gross error would exceed it."""
+REROUTED_SHARE = 0.01
+"""Of positions whose token went to another expert for its rounding: 0.4 % are measured."""
 
 
 @dataclass(frozen=True)
@@ -172,10 +174,15 @@ def test_bfloat16_keeps_n3(tiny: TinyModel, kernels: str, tmp_path: Path) -> Non
     prepared = prepare(tiny, tmp_path, torch.bfloat16, kernels)
     for chunk, alone in ((None, True), (16, False)):
         report = prepared.report(chunk=chunk, alone=alone)
-        assert accepted_in_bfloat16(report), report
+        if tiny.chooses_experts:
+            assert report.num_different <= REROUTED_SHARE * report.num_positions, report
+        else:
+            assert accepted_in_bfloat16(report), report
         assert report.num_excused <= 0.05 * report.num_positions, report
     damaged = swap_early_tokens(prepared)
     assert not accepted_in_bfloat16(damaged), damaged
+    if tiny.chooses_experts:
+        assert damaged.num_different > REROUTED_SHARE * damaged.num_positions, damaged
 
 
 def test_bfloat16_is_close_to_transformers_in_bfloat16(tmp_path: Path) -> None:

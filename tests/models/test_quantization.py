@@ -33,6 +33,7 @@ from lightserve.models.layers.linear import (
     UnquantizedLinear,
     UnquantizedMethod,
 )
+from lightserve.models.moe_config import MoeConfig
 from lightserve.models.parallel import Part
 from lightserve.worker import engine
 from lightserve.worker.engine import build_runner, linear_method
@@ -45,11 +46,30 @@ LARGEST_DIVERGENCE = {"int8": 3e-4, "int4": 5e-4, "int8 KV": 3e-4}
 """Nats of a token; bfloat16 itself is 0.5e-4 from float32."""
 
 
+EXPERTS = MoeConfig(
+    layers=frozenset({1}),
+    num_experts=5,
+    num_chosen=2,
+    intermediate_size=40,
+    normalises=True,
+    shared_size=24,
+    shared_module="shared",
+)
+
+
 class RoundedLinear(UnquantizedLinear):
     """Whose rows, as embeddings, are rounded too."""
 
     def rows(self, in_size: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         return lambda indices: self.weight[indices].to(dtype)
+
+
+class OneByOne(TorchKernels):
+    """The reference's products, without those of several experts at once."""
+
+    linear = ReferenceKernels.linear
+    gated_linear = ReferenceKernels.gated_linear
+    pack_weight = ReferenceKernels.pack_weight
 
 
 class RoundedMethod(UnquantizedMethod):
@@ -77,7 +97,12 @@ class CoarseMethod(UnquantizedMethod):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"tie_word_embeddings": False, "qk_norm": True, "qkv_bias": False}]
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": False, "qk_norm": True, "qkv_bias": False},
+        {"moe": EXPERTS},
+    ],
 )
 def test_every_product_of_a_model_is_by_rounded_weights(changes: dict[str, object]) -> None:
     config = tiny_config(**changes)
@@ -92,7 +117,7 @@ def test_every_product_of_a_model_is_by_rounded_weights(changes: dict[str, objec
         assert results is not None
         return results[0]
 
-    native, reference = NativeKernels(), ReferenceKernels()
+    native, reference = NativeKernels(), OneByOne()
     found = logits(native, Int8Method(native))
     expected = logits(reference, RoundedMethod(reference))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

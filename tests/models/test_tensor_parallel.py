@@ -36,6 +36,8 @@ FLOAT32_MODELS = (
     "olmo2-mqa-biases",  # a norm over the heads of all ranks, of which one key head on two
     "glm-0414",
     "gemma3",
+    "qwen2-moe",
+    "glm4-moe",
 )
 BFLOAT16_MODELS = ("mistral-window", "qwen3")
 

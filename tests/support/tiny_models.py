@@ -49,6 +49,14 @@ class TinyModel:
     seed: int = 0
 
     @property
+    def chooses_experts(self) -> bool:
+        """Whether rounding may send a token to another expert."""
+        sizes = [
+            self.config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")
+        ]
+        return any(size not in (None, self.config.get("num_experts_per_tok")) for size in sizes)
+
+    @property
     def has_window(self) -> bool:
         return self.config.get("sliding_window") is not None
 
@@ -225,6 +233,101 @@ TINY_MODELS = (
         },
         sharded=True,
     ),
+    TinyModel(
+        "mixtral", "Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}, sharded=True
+    ),
+    TinyModel(
+        "mixtral-window",
+        "Mixtral",
+        {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 26},
+    ),
+    TinyModel(
+        "qwen2-moe",
+        "Qwen2Moe",
+        {
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [1],
+            "decoder_sparse_step": 2,
+        },
+    ),
+    TinyModel(
+        "qwen2-moe-window",
+        "Qwen2Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 32,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "max_window_layers": 3,
+            "num_hidden_layers": 3,
+        },
+    ),
+    TinyModel(
+        "qwen3-moe",
+        "Qwen3Moe",
+        {
+            "head_dim": 24,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 36,
+            "num_hidden_layers": 3,
+        },
+        sharded=True,
+    ),
+    TinyModel(
+        "qwen3-moe-window",
+        "Qwen3Moe",
+        {
+            "num_experts": 3,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "use_sliding_window": True,
+            "sliding_window": 29,
+            "tie_word_embeddings": True,
+        },
+    ),
+    TinyModel(
+        "olmoe",
+        "Olmoe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40},
+    ),
+    TinyModel(
+        "glm4-moe",
+        "Glm4Moe",
+        {
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.6,
+            "first_k_dense_replace": 1,
+            "num_hidden_layers": 3,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
+    TinyModel(
+        "glm4-moe-plain",
+        "Glm4Moe",
+        {
+            "head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": False,
+        },
+    ),
 )
 
 
@@ -270,6 +373,9 @@ def randomise(reference: Any, generator: torch.Generator) -> None:
             elif "embed_tokens" in name and not reference.config.tie_word_embeddings:
                 scaled /= math.sqrt(noise.shape[1])  # by which it multiplies
         parameter.copy_(scaled)
+    for name, buffer in reference.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def _scaled(name: str, noise: Tensor, *, tied: bool) -> Tensor:
@@ -281,7 +387,7 @@ def _scaled(name: str, noise: Tensor, *, tied: bool) -> Tensor:
         return 0.25 * noise if tied else noise
     # Beside a small tied embedding the blocks write less, or their rounding would be all there is.
     damping = 0.5 if tied and ("o_proj" in name or "down_proj" in name) else 1.0
-    return damping * noise / math.sqrt(noise.shape[1])
+    return damping * noise / math.sqrt(noise.shape[-1])  # experts are stacked
 
 
 def _to_legacy_layout(file: Path) -> None:

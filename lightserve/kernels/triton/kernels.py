@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.kernels.interface import AttentionBatch, QKNorm
-from lightserve.kernels.triton import elementwise
+from lightserve.kernels.triton import elementwise, experts
 from lightserve.kernels.triton.configs import AttentionConfigs, AttentionShape, gpu_of
 from lightserve.kernels.triton.decode import attend_decodes
 from lightserve.kernels.triton.merge import LOG2_E
@@ -69,6 +69,12 @@ class TritonKernels:
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.gated_linear`."""
         return self.silu_and_mul(self.linear(x, weight, bias))
+
+    def mix_experts(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+    ) -> Tensor:
+        """See `ExpertKernels.mix_experts`."""
+        return experts.mix_experts(x, chosen, weights, gate_up, down)
 
     def packed_rows(self, weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
         """See `Kernels.packed_rows`: weights stay as they are."""

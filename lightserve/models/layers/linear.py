@@ -427,4 +427,8 @@ class RowParallelLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the whole output on every rank; x [T, columns] -> [T, out]."""
-        return self._tp.all_reduce(self._linear.apply(x))
+        return self._tp.all_reduce(self.share(x))
+
+    def share(self, x: Tensor) -> Tensor:
+        """Return what this rank adds to it."""
+        return self._linear.apply(x)

@@ -1,0 +1,242 @@
+"""Feed-forward blocks: a gated one, or experts of which each token goes through a few.
+
+Experts are split over the ranks as other blocks are: each rank has its part of every expert's
+intermediate features, so all ranks have the same work whichever experts are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightserve.kernels.interface import ExpertKernels
+from lightserve.models.context import ModelContext
+from lightserve.models.layers.linear import (
+    ColumnParallelLinear,
+    Linear,
+    ModuleShard,
+    RowParallelLinear,
+    UnquantizedMethod,
+)
+from lightserve.models.moe_config import MoeConfig, Scoring
+from lightserve.models.parallel import Part, even_part
+from lightserve.models.weight_files import CHOICE_BIAS, SHARED_GATE
+
+
+class FeedForward(Protocol):
+    """What stands behind a layer's attention."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, hidden], the same on every rank."""
+
+
+def feed_forward(context: ModelContext, layer: int) -> FeedForward:
+    """Load the block of a layer."""
+    prefix, moe = f"model.layers.{layer}", context.config.moe
+    if moe is not None and layer in moe.layers:
+        return ExpertMLP(context, f"{prefix}.{moe.module}", moe)
+    return GatedMLP(context, f"{prefix}.mlp", context.config.intermediate_size)
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)), or with GELU, gate and up merged into one weight."""
+
+    def __init__(self, context: ModelContext, prefix: str, size: int) -> None:
+        """`size`: intermediate features of all ranks."""
+        config, tp = context.config, context.tp
+        part = even_part(size, tp)
+        parts = [(f"{prefix}.gate_proj", part), (f"{prefix}.up_proj", part)]
+        if "gate_up" in config.merged:
+            name, up_start = f"{prefix}.gate_up_proj", size + part.start
+            parts = [(name, part), (name, Part(up_start, part.size))]
+        self._has_gelu = config.has_gelu
+        self._gate_up = ColumnParallelLinear(
+            context.method,
+            context.reader,
+            parts,
+            in_size=config.hidden_size,
+            has_bias=config.mlp_bias,
+            is_gated=not config.has_gelu,
+        )
+        self._down = RowParallelLinear(
+            context.method,
+            context.reader,
+            tp,
+            f"{prefix}.down_proj",
+            columns=part,
+            out_size=config.hidden_size,
+            has_bias=config.mlp_bias,
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `FeedForward`."""
+        return self._down(self._features(x))
+
+    def share(self, x: Tensor) -> Tensor:
+        """Return what this rank adds."""
+        return self._down.share(self._features(x))
+
+    def _features(self, x: Tensor) -> Tensor:
+        x = self._gate_up(x)
+        if self._has_gelu:
+            gate, up = x.chunk(2, dim=-1)
+            x = functional.gelu(gate, approximate="tanh").mul_(up)
+        return x
+
+
+class ExpertMLP:
+    """The sum of what a token's experts give, each times its weight, and of a shared block.
+
+    Routing as in Mixtral of Experts (section 2), groups and biases as in DeepSeek-V3 (section
+    2.1.2).
+    """
+
+    def __init__(self, context: ModelContext, prefix: str, moe: MoeConfig) -> None:
+        self._router = _Router(context, f"{prefix}.gate", moe)
+        names = [f"{prefix}.experts.{number}" for number in range(moe.num_experts)]
+        self._experts = _experts(context, names, moe)
+        self._tp = context.tp
+        self._shared: GatedMLP | None = None
+        self._shared_gate: Linear | None = None
+        if moe.shared_size:
+            self._shared = GatedMLP(context, f"{prefix}.{moe.shared_module}", moe.shared_size)
+        if moe.has_shared_gate:
+            self._shared_gate = _plain(context, f"{prefix}.{SHARED_GATE}", 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `FeedForward`."""
+        chosen, weights = self._router(x)
+        out = self._experts.mix(x, chosen, weights)
+        if self._shared is not None:
+            shared = self._shared.share(x)
+            if self._shared_gate is not None:
+                shared = shared * self._shared_gate.apply(x).sigmoid()
+            out = out + shared
+        return self._tp.all_reduce(out)
+
+
+class _Router:
+    """Chooses experts, in float32, the same on every rank."""
+
+    def __init__(self, context: ModelContext, name: str, moe: MoeConfig) -> None:
+        self._weight = _plain(context, name, moe.num_experts)
+        self._bias: Tensor | None = None
+        if moe.has_choice_bias:
+            device = context.reader.device
+            self._bias = torch.empty(moe.num_experts, dtype=torch.float32, device=device)
+            context.reader.read_into(self._bias, f"{name}.{CHOICE_BIAS}")
+        self._moe = moe
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, hidden] -> experts int64 [T, num_chosen], their weights, float32."""
+        moe = self._moe
+        products = self._weight.apply(x, dtype=torch.float32)
+        scores = products.softmax(-1) if moe.scoring is Scoring.SOFTMAX else products.sigmoid()
+        ranks = scores if self._bias is None else scores + self._bias
+        if moe.num_groups > 1:
+            ranks = self._within_groups(ranks)
+        chosen = ranks.topk(moe.num_chosen, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if moe.normalises:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return chosen, weights * moe.scale if moe.scale != 1.0 else weights
+
+    def _within_groups(self, ranks: Tensor) -> Tensor:
+        """Leave out experts [T, E] of groups that are not chosen."""
+        moe = self._moe
+        groups = ranks.view(len(ranks), moe.num_groups, moe.num_experts // moe.num_groups)
+        best = groups.topk(2, dim=-1).values.sum(-1).topk(moe.num_chosen_groups, dim=-1).indices
+        is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+        return groups.masked_fill(is_out[..., None], float("-inf")).view_as(ranks)
+
+
+def _plain(context: ModelContext, name: str, num_outputs: int) -> Linear:
+    """Load a weight that is too small, and decides too much, to be rounded; whole on every rank."""
+    shard = ModuleShard(
+        name=name,
+        rows=Part(0, num_outputs),
+        columns=Part(0, context.config.hidden_size),
+        has_bias=False,
+    )
+    return UnquantizedMethod(context.kernels).create(context.reader, [shard])
+
+
+class _Experts(Protocol):
+    """This rank's part of all experts of a layer."""
+
+    def mix(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return what this rank's parts of the chosen experts add; see `ExpertKernels`."""
+
+
+def _experts(context: ModelContext, names: Sequence[str], moe: MoeConfig) -> _Experts:
+    if isinstance(context.kernels, ExpertKernels):
+        return _StackedExperts(context, context.kernels, names, moe)
+    return _SeparateExperts(context, names, moe)
+
+
+class _StackedExperts:
+    """For kernels that multiply by several experts' weights at once."""
+
+    def __init__(
+        self, context: ModelContext, kernels: ExpertKernels, names: Sequence[str], moe: MoeConfig
+    ) -> None:
+        hidden, reader = context.config.hidden_size, context.reader
+        part = even_part(moe.intermediate_size, context.tp)
+        gate, up, down = moe.projections
+        shape = (len(names), 2, part.size, hidden)
+        gate_up = torch.empty(shape, dtype=reader.dtype, device=reader.device)
+        shape_down = (len(names), hidden, part.size)
+        self._down = torch.empty(shape_down, dtype=reader.dtype, device=reader.device)
+        for number, name in enumerate(names):
+            reader.read_into(gate_up[number, 0], f"{name}.{gate}.weight", rows=part)
+            reader.read_into(gate_up[number, 1], f"{name}.{up}.weight", rows=part)
+            reader.read_into(self._down[number], f"{name}.{down}.weight", columns=part)
+        self._gate_up = gate_up.flatten(1, 2)
+        self._kernels = kernels
+
+    def mix(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """See `_Experts.mix`."""
+        return self._kernels.mix_experts(x, chosen, weights, self._gate_up, self._down)
+
+
+class _SeparateExperts:
+    """A map for each expert, its weight kept as the model's others are: one after the other.
+
+    Each token's sum is in the order of its experts' numbers: nothing depends on other tokens.
+    """
+
+    def __init__(self, context: ModelContext, names: Sequence[str], moe: MoeConfig) -> None:
+        method, reader, hidden = context.method, context.reader, context.config.hidden_size
+        part = even_part(moe.intermediate_size, context.tp)
+        inputs = Part(0, hidden)
+
+        def shard(name: str, rows: Part, columns: Part) -> ModuleShard:
+            return ModuleShard(name=name, rows=rows, columns=columns, has_bias=False)
+
+        gate, up, down = moe.projections
+        self._gate_ups, self._downs = [], []
+        for name in names:
+            pair = [shard(f"{name}.{half}", part, inputs) for half in (gate, up)]
+            self._gate_ups.append(method.create(reader, pair, is_gated=True))
+            self._downs.append(method.create(reader, [shard(f"{name}.{down}", inputs, part)]))
+
+    def mix(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """See `_Experts.mix`."""
+        num_chosen = chosen.shape[1]
+        pairs = chosen.flatten()
+        order = pairs.argsort(stable=True)
+        tokens, shares = order // num_chosen, weights.flatten()[order, None]
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        end = 0
+        for expert, count in enumerate(pairs.bincount(minlength=len(self._downs)).tolist()):
+            if count == 0:
+                continue
+            start, end = end, end + count
+            rows = tokens[start:end]
+            added = self._downs[expert].apply(self._gate_ups[expert].apply(x[rows]))
+            out.index_add_(0, rows, added * shares[start:end])
+        return out.to(x.dtype)

@@ -1,0 +1,150 @@
+"""Products of experts: the reference, and Triton's, against one expert after another."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.kernel_grid import Poisoned
+from torch import Tensor
+from torch.nn import functional
+
+from lightserve.kernels.cpu.default import TorchKernels
+from lightserve.kernels.interface import ExpertKernels, KernelShapes
+from lightserve.kernels.reference import ReferenceKernels
+from lightserve.kernels.self_check import _comparisons, _Pair
+from lightserve.kernels.triton.kernels import TritonKernels
+
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+ROOT = Path(__file__).parents[2]
+
+SHAPES = KernelShapes(
+    dtype=torch.bfloat16,
+    hidden_size=48,
+    intermediate_size=40,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    rotary_dim=16,
+    sliding_windows=(None,),
+    rms_norm_eps=1e-5,
+    qk_norm=False,
+    qkv_bias=False,
+    context_len=32,
+    num_experts=9,
+    num_chosen_experts=2,
+    expert_size=24,
+)
+
+# tokens, experts, chosen, inputs, intermediate features
+CASES = [
+    (1, 8, 2, 64, 96),
+    (5, 3, 3, 72, 40),
+    (33, 5, 1, 100, 130),
+    (90, 2, 2, 64, 24),
+    (0, 4, 2, 64, 32),
+    (17, 130, 6, 32, 16),
+]
+
+
+def inputs(
+    case: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    num_tokens, num_experts, num_chosen, hidden, size = case
+    torch.manual_seed(num_tokens)
+    x = torch.randn(num_tokens, hidden + 8).to(dtype)[:, 3 : 3 + hidden]
+    # Some experts are chosen by no token, others by most.
+    popularity = torch.linspace(-2.0, 2.0, num_experts)
+    scores = torch.randn(num_tokens, num_experts) + popularity
+    weights, chosen = scores.softmax(-1).topk(num_chosen, dim=-1)
+    gate_up = (torch.randn(num_experts, 2 * size, hidden) / hidden**0.5).to(dtype)
+    down = (torch.randn(num_experts, hidden, size) / size**0.5).to(dtype)
+    return x, chosen, weights, gate_up, down
+
+
+def one_by_one(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    out = torch.zeros(x.shape)
+    for token, (experts, shares) in enumerate(zip(chosen.tolist(), weights, strict=True)):
+        for expert, share in zip(experts, shares, strict=True):
+            gate, up = (gate_up[expert].float() @ x[token].float()).chunk(2)
+            out[token] += share * (down[expert].float() @ (functional.silu(gate) * up))
+    return out
+
+
+def error(result: Tensor, truth: Tensor) -> float:
+    assert result.shape == truth.shape
+    if not truth.numel():
+        return 0.0
+    return float((result.float() - truth.float()).norm() / truth.float().norm())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_reference(case: tuple[int, int, int, int, int]) -> None:
+    args = inputs(case, torch.float32)
+    assert error(ReferenceKernels().mix_experts(*args), one_by_one(*args)) < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_triton(case: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    args = inputs(case, dtype)
+    with Poisoned():
+        result = TritonKernels().mix_experts(*args)
+    assert result.dtype is dtype
+    assert error(result, one_by_one(*args)) <= LIMITS[dtype]
+
+
+def test_what_the_limits_show() -> None:
+    """An expert too few, weights of other tokens, gates in place of ups."""
+    x, chosen, weights, gate_up, down = inputs(CASES[5], torch.bfloat16)
+    truth = one_by_one(x, chosen, weights, gate_up, down)
+    kernels, limit = TritonKernels(), LIMITS[torch.bfloat16]
+    few = kernels.mix_experts(x, chosen[:, :5], weights[:, :5], gate_up, down)
+    others = kernels.mix_experts(x, chosen, weights.roll(1, dims=0), gate_up, down)
+    turned = kernels.mix_experts(x, chosen, weights, gate_up.roll(16, dims=1), down)
+    assert all(error(wrong, truth) > 2 * limit for wrong in (few, others, turned))
+
+
+def test_what_a_hopper_gpu_gets(tmp_path: Path) -> None:
+    """Compiled offline, without spills, with tensor-core instructions."""
+    table = tmp_path / "table.json"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "compiled")}
+    environment |= {"TRITON_DEFAULT_FP_FUSION": "0"}
+    options = ["--capability", "90", "--json", str(table), "--name", "experts of Qwen3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.engine.kernels_offline", *options],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(table.read_text())
+    assert {row["kernel"] for row in rows} == {"_features_kernel", "_outputs_kernel"}
+    for row in rows:
+        assert row["num_local"] == 0 and not row["faults"], row
+        assert row["num_mma"] or row["num_wgmma"], row
+
+
+def test_the_check_at_the_start() -> None:
+    """It compares experts where a model has any, with kernels that multiply by several at once."""
+
+    class Broken(TritonKernels):
+        def mix_experts(
+            self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+        ) -> Tensor:
+            return super().mix_experts(x, chosen.roll(1, dims=0), weights, gate_up, down)
+
+    limit = LIMITS[torch.bfloat16]
+    for kernels, agrees in ((TritonKernels(), True), (Broken(), False)):
+        pair = _Pair(kernels, SHAPES, torch.device("cpu"))
+        errors = [
+            comparison.error()
+            for comparison in _comparisons(pair)
+            if comparison.operation == "mix_experts"
+        ]
+        assert len(errors) == 2 and (max(errors) <= limit) == agrees, errors
+    assert not isinstance(TorchKernels(), ExpertKernels)
