@@ -292,6 +292,9 @@ class GraphOptions:
 # Options of the KV pool, of what it keeps, and of the host's share.
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
+_ZMQ_ADDRESS = re.compile(
+    r"ipc://[^\x00-\x20]{1,100}|tcp://(?P<host>\*|[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):[0-9*]{1,5}"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,6 +316,21 @@ class MemoryOptions:
         " ask for it (prompt_cache_retention, cache_control); -1: a tenth of the KV pool, 0: none,"
         " and such requests are refused.",
         low=-1,
+    )
+    kv_events: str = option(
+        "",
+        "ZeroMQ address, such as tcp://127.0.0.1:5557 or ipc:///run/kv-events, at which the router"
+        " tells of what is cached and evicted, in vLLM's format. Token ids of prompts can be read"
+        " there.",
+    )
+    kv_events_block_size: int = option(16, "Tokens of the blocks of --kv-events.", low=1, high=1024)
+    kv_events_keys: str = option(
+        "",
+        "Directory of ZeroMQ certificates (CURVE) for --kv-events: server.key_secret, and in"
+        " clients/ the public keys of those that may subscribe.",
+    )
+    kv_events_insecure: bool = option(
+        False, "Let --kv-events listen without keys where other machines reach it."
     )
     preemption: str = option(
         "checkpoint",
@@ -400,5 +418,31 @@ class MemoryOptions:
             )
         if self.block_owner == "exclusive" and self.cache_policy != "off":
             raise ConfigError("--block-owner exclusive needs --cache-policy off")
+        self._check_kv_events()
         if self.preemption != "checkpoint" and self.clean_ahead_tokens != 0:
             raise ConfigError("--clean-ahead-tokens needs --preemption checkpoint")
+
+    def _check_kv_events(self) -> None:
+        if not self.kv_events:
+            for flag, is_given in (
+                ("--kv-events-keys", self.kv_events_keys),
+                ("--kv-events-insecure", self.kv_events_insecure),
+            ):
+                if is_given:
+                    raise ConfigError(f"{flag} needs --kv-events")
+            return
+        if self.cache_policy == "off":
+            raise ConfigError("--kv-events needs --cache-policy task-aware or lru")
+        match = _ZMQ_ADDRESS.fullmatch(self.kv_events)
+        if match is None:
+            raise ConfigError(
+                "--kv-events must be an address such as tcp://127.0.0.1:5557 or ipc:///run/kv-events,"
+                f" got {self.kv_events!r}"
+            )
+        is_private = match["host"] is None or is_loopback(match["host"])
+        if not (is_private or self.kv_events_keys or self.kv_events_insecure):
+            raise ConfigError(
+                f"--kv-events {self.kv_events!r} can be reached from other machines: give"
+                " --kv-events-keys, or --kv-events-insecure to let anyone there read the token"
+                " ids of prompts"
+            )

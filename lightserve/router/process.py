@@ -70,6 +70,8 @@ from lightserve.router.events import (
     WorkersReady,
 )
 from lightserve.router.from_submit import check_submit
+from lightserve.router.kv.block_events import AllBlocksCleared
+from lightserve.router.kv_publisher import KVPublisher
 from lightserve.router.metrics import RouterMetrics
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
@@ -131,15 +133,41 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
     )
     core = Scheduler(make_scheduler_config(spec.config, max_model_len=max_model_len))
     decision_log = _open_log(spec, max_model_len)
+    publisher = _open_publisher(spec)
     collector = Collector()
     control.send(ChildReady())
     RouterProcess(
         *(spec, core, frontends, workers, control),
         collector=collector,
         decision_log=decision_log,
+        publisher=publisher,
         vocab_size=model.vocab_size,
     ).serve()
     return 0
+
+
+def _open_publisher(spec: ChildSpec) -> KVPublisher | None:
+    """Return what tells gateways of the prefix cache, if that is wanted.
+
+    Raises:
+        ConfigError: it cannot be told there. Only when the server starts, as with the log.
+    """
+    address = spec.config.kv_events
+    if not address:
+        return None
+    try:
+        publisher = KVPublisher(address, spec.config.kv_events_keys)
+    except ConfigError as error:
+        if spec.incarnation == 0:
+            raise
+        log.error("no events of the prefix cache: %s", error)
+        return None
+    log.info("events of the prefix cache at %s", publisher.address)
+    if spec.config.kv_events_insecure:
+        log.warning("token ids of prompts can be read at %s by all that reach it", address)
+    # A router that was before this one has told of blocks that are gone with it.
+    publisher.publish([AllBlocksCleared()], now_s=time.time())
+    return publisher
 
 
 def _open_log(spec: ChildSpec, max_model_len: int) -> DecisionLogFile | None:
@@ -194,6 +222,7 @@ class RouterProcess:
         *,
         collector: Collector | None = None,
         decision_log: DecisionLogFile | None = None,
+        publisher: KVPublisher | None = None,
         vocab_size: int = MAX_INT32,
     ) -> None:
         """Without a `collector` garbage is collected as Python does by itself."""
@@ -202,6 +231,7 @@ class RouterProcess:
         self._collector = collector
         self.core = core
         self._decision_log = decision_log
+        self._publisher = publisher
         self._calls: CoreCalls = core
         if decision_log is not None:
             self._calls = RecordedCore(core, decision_log)
@@ -291,6 +321,8 @@ class RouterProcess:
             return
         self._metrics.on_result(result, num_used_slots)
         self._deliver(news)
+        if self._publisher is not None:
+            self._publisher.publish(self.core.take_kv_events(), now_s=time.time())
 
     def _on_worker_hello(self, peer: str, hello: WorkerHello) -> None:
         ours = (PROTOCOL_VERSION, self._spec.boot_id, self._spec.config.digest)
@@ -338,6 +370,8 @@ class RouterProcess:
         self._group = _WorkerGroup(incarnation=next_incarnation)
         self._welcome = None
         self._dispatch(WorkersGone())
+        if self._publisher is not None:
+            self._publisher.publish([AllBlocksCleared()], now_s=time.time())
         self._metrics.on_workers_gone()
         self._next_status_s = 0.0
 

@@ -443,7 +443,7 @@ def _sharing(fresh: _Sorted, resident: PrefixTree, context_len: float) -> list[R
     # The salts of the oldest stand for all: there may be as many as clients.
     oldest = itertools.islice(fresh, MAX_CANDIDATES)
     for salt in dict.fromkeys(request.prefix_salt for request in oldest):
-        sharing = resident.waiting((salt,))
+        sharing = resident.waiting(salt)
         for num_tokens, request in itertools.islice(sharing, MAX_COMPARED - len(found)):
             if request.account is account:
                 distance = abs(request.num_prompt_tokens.bit_length() - wanted)

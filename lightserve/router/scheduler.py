@@ -55,6 +55,7 @@ from lightserve.router.events import (
     WorkersReady,
 )
 from lightserve.router.from_submit import HeldParameters, most_tokens_in_plans, request_of
+from lightserve.router.kv.block_events import BlockEvent
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.kv_map import describe_kv
 from lightserve.router.pipeline import Pipeline
@@ -549,6 +550,10 @@ class Scheduler:
     def kv_map(self) -> KVPool | None:
         """Return what every slot of the pool is for; None without workers."""
         return None if self._kv is None else describe_kv([*self._rows, *self._waiting], self._kv)
+
+    def take_kv_events(self) -> list[BlockEvent]:
+        """Return what of the prefix cache came and went since the last call."""
+        return [] if self._kv is None else self._kv.take_events()
 
     def status(self, now_s: float) -> RouterStatus:
         """Return the pulse that frontends are told."""

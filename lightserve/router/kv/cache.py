@@ -25,6 +25,7 @@ from enum import StrEnum
 import numpy as np
 
 from lightserve.messages.common import Int32Array
+from lightserve.router.kv.block_events import BlockEvent, BlockEvents
 from lightserve.router.kv.host import Checkpoints, PlanCopies
 from lightserve.router.kv.prefix_node import EvictionOrder, PrefixKey, PrefixNode, path_of
 from lightserve.router.kv.prefix_tree import PrefixTree
@@ -68,6 +69,8 @@ class KVOptions:
     """Tokens of the next victims that are kept on the host as well; -1: 2 % of the pool."""
     rt_cache_min_tokens: int = 0
     """Cached tokens of real-time requests that best-effort ones may not take."""
+    event_block_size: int = 0
+    """Tokens of the blocks in which `KVStore.take_events` tells what is cached; 0: it does not."""
     max_retained_tokens: int = 0
     """Of each key, tokens that are kept longer where requests ask for it; -1: a tenth of the
     pool."""
@@ -103,7 +106,9 @@ class KVStore:
             num_slots, block_size=options.block_size, is_exclusive=options.is_exclusive
         )
         order = options.cache_order
-        self._tree = PrefixTree(order) if order is not None else None
+        size = options.event_block_size
+        self._events = BlockEvents(size) if size and order is not None else None
+        self._tree = PrefixTree(order, events=self._events) if order is not None else None
         self._retained: RetainedPrefixes | None = None
         if self._tree is not None and (most := options.num_retained(num_slots)) > 0:
             self._retained = RetainedPrefixes(self._tree, max_tokens=most)
@@ -163,7 +168,7 @@ class KVStore:
         if self._tree is not None and request.sampling.num_prompt_logprobs is None:
             known = request.expected if request.lease is None else request.lease.node
             tokens = request.known_token_ids()[:-1]
-            hit = self._tree.look_up(_key(request), tokens, known=known)
+            hit = self._tree.look_up(request.prefix_salt, tokens, known=known)
             if hit.num_tokens > request.num_shared_tokens:
                 num_there, num_pinned = max(num_held, hit.num_tokens), hit.num_evictable
                 request.hit = hit
@@ -227,7 +232,7 @@ class KVStore:
         is_real_time = request.request_class is RT
         num_found = request.num_shared_tokens if request.hit is None else request.hit.num_tokens
         tokens = request.known_token_ids()[: min(num_tokens, num_found)]
-        lease, slots = self._tree.acquire(_key(request), tokens, is_real_time=is_real_time)
+        lease, slots = self._tree.acquire(request.prefix_salt, tokens, is_real_time=is_real_time)
         assert len(slots) >= num_tokens or num_held >= num_tokens, "something changed since"
         num_shared = request.num_shared_tokens
         duplicates = request.slots[num_shared : max(num_shared, min(len(slots), num_held))]
@@ -250,7 +255,7 @@ class KVStore:
         assert request.lease is not None and request.slots is not None
         start = request.lease.num_tokens
         tokens = request.known_token_ids()[:num_tokens]
-        hit = self._tree.look_up(_key(request), tokens, known=request.lease.node)
+        hit = self._tree.look_up(request.prefix_salt, tokens, known=request.lease.node)
         if hit.num_tokens == start:
             slots = request.slots[start:num_tokens].copy()
             self._tree.extend(request.lease, tokens[start:], slots)
@@ -263,7 +268,7 @@ class KVStore:
         if self._tree is not None:
             is_free = request.request_class is BE and request.num_requeues == 0
             request.expected = self._tree.expect(
-                _key(request), request.known_token_ids(), request if is_free else None
+                request.prefix_salt, request.known_token_ids(), request if is_free else None
             )
 
     def forget(self, request: Request) -> None:
@@ -277,7 +282,7 @@ class KVStore:
         if self._retained is not None and request.num_retained_tokens > 0:
             prefix = request.prompt_token_ids[: request.num_retained_tokens]
             until_s = now_s + request.retention_s
-            self._retained.keep(_key(request), prefix, until_s=until_s)
+            self._retained.keep(request.prefix_salt, prefix, until_s=until_s)
 
     def expire(self, now_s: float) -> None:
         """Keep no longer what was to be kept until now."""
@@ -460,6 +465,10 @@ class KVStore:
         takeable = ((victim, self.takeable(victim)) for victim in victims)
         return self.checkpoints.copy_ahead(takeable, self._num_clean_ahead, most)
 
+    def take_events(self) -> list[BlockEvent]:
+        """Return what was cached and evicted since the last call."""
+        return [] if self._events is None else self._events.take()
+
     def take_copies(self) -> PlanCopies:
         """Return what the plan that is being made copies."""
         return self.checkpoints.take_copies()
@@ -490,10 +499,6 @@ def _num_final_tokens(request: Request) -> int:
     if request.num_acknowledged_tokens is not None:
         num_output = min(num_output, request.num_acknowledged_tokens)
     return min(request.num_computed_tokens, request.num_prompt_tokens + num_output)
-
-
-def _key(request: Request) -> PrefixKey:
-    return (request.prefix_salt,)
 
 
 class RetainedPrefixes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,8 @@ from lightserve.messages.common import Int32Array
 if TYPE_CHECKING:
     from lightserve.router.request import Request
 
-PrefixKey = Hashable
-"""What besides equal tokens two requests must have in common to share KV: the salt, the adapter."""
+PrefixKey = str
+"""What besides equal tokens two requests must have in common to share KV: the salt."""
 
 NO_TOKENS: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -156,3 +156,27 @@ def common_len(first: Int32Array, second: Int32Array) -> int:
             return start + at
         start = end
     return length
+
+
+def num_unread(node: PrefixNode) -> int:
+    """Return the tokens of a node whose KV is there and that no live request reads."""
+    return len(node.tokens) if node.slots is not None and node.num_users == 0 else 0
+
+
+def awaited_residents(node: PrefixNode) -> Iterator[PrefixNode]:
+    """Iterate over the resident children of a node that requests are expected in."""
+    if len(node.residents) < len(node.awaited):
+        return (child for child in node.residents.values() if child.num_expected)
+    return (child for child in node.awaited.values() if child.slots is not None)
+
+
+def waiting_from(node: PrefixNode) -> Iterator[Request]:
+    """Iterate over the requests whose prompts are resident up to the end of a node."""
+    ahead = [iter((node,))]
+    while ahead:
+        if (below := next(ahead[-1], None)) is None:
+            ahead.pop()
+            continue
+        yield from below.waiting
+        if below.awaited:
+            ahead.append(child for child in below.awaited.values() if child.slots is None)

@@ -31,17 +31,21 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lightserve.messages.common import Int32Array
+from lightserve.router.kv.block_events import BlockEvents
 from lightserve.router.kv.prefix_node import (
     MAX_DEPTH,
     NO_TOKENS,
     EvictionOrder,
     PrefixKey,
     PrefixNode,
+    awaited_residents,
     change_height,
     common_len,
+    num_unread,
     part_of,
     path_of,
     task_aware,
+    waiting_from,
 )
 
 if TYPE_CHECKING:
@@ -78,8 +82,16 @@ class Lease:
 class PrefixTree:
     """See the module. Slots that it holds are neither free nor a request's own."""
 
-    def __init__(self, order: EvictionOrder = task_aware, *, max_depth: int = MAX_DEPTH) -> None:
+    def __init__(
+        self,
+        order: EvictionOrder = task_aware,
+        *,
+        max_depth: int = MAX_DEPTH,
+        events: BlockEvents | None = None,
+    ) -> None:
+        """`events` is told of all KV that comes and goes."""
         self._order = order
+        self._events = events
         self._max_depth = max_depth
         self._roots: dict[PrefixKey, PrefixNode] = {}
         self._keys: dict[int, PrefixKey] = {}
@@ -210,6 +222,8 @@ class PrefixTree:
                 node.residents[child.first_token] = child
                 self.num_resident += len(child.tokens)
                 self._count_evictable(child, 1)  # until it has its user, below
+                if self._events is not None:
+                    self._events.stored(self._key_of(child), child)
             else:
                 left.append(slots[done:end])
             done = end
@@ -264,7 +278,7 @@ class PrefixTree:
             part.num_expected += 1
             if part.num_expected == 1 and part.parent is not None:
                 part.parent.awaited[part.first_token] = part
-                self.num_evictable_wanted += _num_unread(part)
+                self.num_evictable_wanted += num_unread(part)
             self._offer(part)
         if request is not None:
             end.waiting[request] = None
@@ -276,7 +290,7 @@ class PrefixTree:
             node.num_expected -= 1
             if node.num_expected == 0 and node.parent is not None:
                 del node.parent.awaited[node.first_token]
-                self.num_evictable_wanted -= _num_unread(node)
+                self.num_evictable_wanted -= num_unread(node)
             self._offer(node)
         if request is not None:
             end.waiting.pop(request, None)
@@ -295,12 +309,12 @@ class PrefixTree:
         while ahead and len(found) < MAX_VISITS:
             num_tokens, _, node = entry = heapq.heappop(ahead)
             found.append(entry)
-            for child in itertools.islice(_awaited_residents(node), MAX_VISITS):
+            for child in itertools.islice(awaited_residents(node), MAX_VISITS):
                 heapq.heappush(ahead, (num_tokens - len(child.tokens), next(ticket), child))
         found.sort()
         for num_tokens, _, node in found:
             if num_tokens < 0:
-                yield from ((-num_tokens, request) for request in _waiting_from(node))
+                yield from ((-num_tokens, request) for request in waiting_from(node))
 
     # ---------------------------------------------------------------- prefixes to be kept longer
 
@@ -405,12 +419,18 @@ class PrefixTree:
     def _drop_slots(self, node: PrefixNode) -> None:
         """Make a node non-resident; its parent may have become takeable."""
         assert node.slots is not None and node.parent is not None
+        if self._events is not None:
+            self._events.removed(self._key_of(node), node)
         self.num_resident -= len(node.slots)
         node.slots = None
         del node.parent.residents[node.first_token]
         self._offer(node.parent)
         if (at := self._prune(node)) is not None:
             self._merge(at)
+
+    def _key_of(self, node: PrefixNode) -> PrefixKey:
+        *_, root = path_of(node)
+        return self._keys[id(root)]
 
     def _next_victim(self) -> PrefixNode | None:
         while self._heap:
@@ -571,27 +591,3 @@ class PrefixTree:
             self._num_nodes -= 1
             node = node.parent
         return node
-
-
-def _num_unread(node: PrefixNode) -> int:
-    """Return the tokens of a node whose KV is there and that no live request reads."""
-    return len(node.tokens) if node.slots is not None and node.num_users == 0 else 0
-
-
-def _awaited_residents(node: PrefixNode) -> Iterator[PrefixNode]:
-    """Iterate over the resident children of a node that requests are expected in."""
-    if len(node.residents) < len(node.awaited):
-        return (child for child in node.residents.values() if child.num_expected)
-    return (child for child in node.awaited.values() if child.slots is not None)
-
-
-def _waiting_from(node: PrefixNode) -> Iterator[Request]:
-    """Iterate over the requests whose prompts are resident up to the end of a node."""
-    ahead = [iter((node,))]
-    while ahead:
-        if (below := next(ahead[-1], None)) is None:
-            ahead.pop()
-            continue
-        yield from below.waiting
-        if below.awaited:
-            ahead.append(child for child in below.awaited.values() if child.slots is None)

@@ -15,6 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from support.grids import choose, more_when_long
 
 from lightserve.messages.common import Int32Array
+from lightserve.router.kv.block_events import (
+    BlockEvents,
+    BlockRemoved,
+    BlockStored,
+    block_hashes,
+)
 from lightserve.router.kv.prefix_node import (
     MAX_DEPTH,
     EvictionOrder,
@@ -28,6 +34,7 @@ from lightserve.router.kv.prefix_tree import MAX_SPARE_NODES, Lease, PrefixTree
 
 Prefix = tuple[int, ...]
 KEYS = ("a", "b")
+BLOCK_SIZE = 2
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=9)
 
 
@@ -48,7 +55,9 @@ class TreeMachine(RuleBasedStateMachine):
 
     @initialize(order=st.sampled_from([task_aware, least_recently_used]))
     def start(self, order: EvictionOrder) -> None:
-        self.tree = PrefixTree(order)
+        self.events = BlockEvents(BLOCK_SIZE)
+        self.told: set[int] = set()
+        self.tree = PrefixTree(order, events=self.events)
 
     @rule(key=st.sampled_from(KEYS), tokens=prompts, is_real_time=st.booleans())
     def acquire(self, key: str, tokens: list[int], is_real_time: bool) -> None:
@@ -189,6 +198,23 @@ class TreeMachine(RuleBasedStateMachine):
         if not (self.model or self.waiting or self.retained or self.leases):
             assert not seen, "nodes that stand for nothing"
         check_structure(self.tree)
+        self.check_told()
+
+    def check_told(self) -> None:
+        """What events say is there is every whole block that is."""
+        for event in self.events.take():
+            if isinstance(event, BlockStored):
+                assert event.parent_block_hash is None or event.parent_block_hash in self.told
+                assert len(event.token_ids) == BLOCK_SIZE * len(event.block_hashes)
+                assert not self.told & {*event.block_hashes}, "told twice"
+                self.told |= {*event.block_hashes}
+            else:
+                assert isinstance(event, BlockRemoved)
+                assert self.told >= {*event.block_hashes}
+                self.told -= {*event.block_hashes}
+        blocks = [place for place in self.model if len(place[1]) % BLOCK_SIZE == 0]
+        expected = {block_hashes(key, array(tokens), BLOCK_SIZE)[-1] for key, tokens in blocks}
+        assert self.told == expected and len(expected) == len(blocks)
 
     def places(self) -> Iterable[tuple[str, Prefix, PrefixNode]]:
         for key, root in self.tree._roots.items():

@@ -83,7 +83,7 @@ def due(
 def resident(tree: PrefixTree, tokens: list[int], salt: str = "") -> None:
     """These tokens were computed, and are cached."""
     array = np.array(tokens, dtype=np.int32)
-    lease, slots = tree.acquire((salt,), array, is_real_time=False)
+    lease, slots = tree.acquire(salt, array, is_real_time=False)
     rest = array[len(slots) :]
     tree.extend(lease, rest, np.arange(len(rest), dtype=np.int32) + 1000 * len(tokens))
     tree.release(lease)
@@ -290,7 +290,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.scene.tree.evict(count)
 
     def num_shared(self, request: Request) -> int:
-        key = (request.prefix_salt,)
+        key = request.prefix_salt
         return self.scene.tree.look_up(key, request.prompt_token_ids).num_tokens
 
     @rule(limit=st.integers(1, 40))
@@ -312,7 +312,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def those_who_share_are_found_once_each(self) -> None:
         if hasattr(self, "scene"):
-            found = [one for salt in SALTS for one in self.scene.tree.waiting((salt,))]
+            found = [one for salt in SALTS for one in self.scene.tree.waiting(salt)]
             assert sorted((shared, r.arrival_number) for shared, r in found) == sorted(
                 (self.num_shared(r), r.arrival_number) for r in self.model if self.num_shared(r)
             )
@@ -364,7 +364,7 @@ def test_an_answer_looks_at_few_nodes(monkeypatch: pytest.MonkeyPatch, num_share
         resident(scene.tree, start)
     visited: list[PrefixNode] = []
     requests: list[Request] = []
-    residents, waiting = prefix_tree._awaited_residents, prefix_tree._waiting_from
+    residents, waiting = prefix_tree.awaited_residents, prefix_tree.waiting_from
 
     def looked_at(node: PrefixNode) -> object:
         visited.append(node)
@@ -375,8 +375,8 @@ def test_an_answer_looks_at_few_nodes(monkeypatch: pytest.MonkeyPatch, num_share
             requests.append(request)
             yield request
 
-    monkeypatch.setattr(prefix_tree, "_awaited_residents", looked_at)
-    monkeypatch.setattr(prefix_tree, "_waiting_from", compared)
+    monkeypatch.setattr(prefix_tree, "awaited_residents", looked_at)
+    monkeypatch.setattr(prefix_tree, "waiting_from", compared)
     found = scene.candidates(30.0)
     assert len(visited) <= MAX_VISITS and len(requests) <= MAX_COMPARED
     assert len(found) == 64 and 16 <= found[0].num_prompt_tokens < 32, "near to the context"

@@ -24,7 +24,7 @@ from lightserve.router.request import Request
 from lightserve.types import RequestClass
 
 NUM_FUTURES = 3
-KEY = ("",)
+KEY = ""
 
 
 @dataclass(frozen=True)
