@@ -8,7 +8,6 @@
 namespace {
 
 constexpr int64_t MOST_ROWS = 8;  // of which the registers hold the sums
-constexpr int64_t READ_ROWS = 3;  // up to so many are multiplied sooner than a panel ahead is fetched
 
 // Rows of x, from a place where `padded` inputs can be read.
 struct Rows {
@@ -154,7 +153,7 @@ void linear_bf16_avx512_bf16(const LinearBf16& task, int num_threads) {
   const Rows rows = padded_rows(task, 0);
   const int64_t size = padded_inputs(task.num_inputs) * PANEL, panel_bytes = size * sizeof(bf16);
   const auto panel_of = [&](int64_t number) { return task.weight + number * size; };
-  if (task.num_rows > READ_ROWS)
+  if (task.num_rows > MOST_ROWS)
     return multiply_steps(task, rows, reinterpret_cast<const char*>(task.weight), panel_bytes,
                           num_threads, panel_of);
   over_panels(task, panel_bytes, MOST_ROWS, num_threads, [&](int64_t row, int64_t number) {
