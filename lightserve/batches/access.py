@@ -4,30 +4,75 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
+from types import ModuleType
 from typing import TypeVar
 
+from lightserve.batches import sqlite
 from lightserve.batches.database import Database
 from lightserve.batches.files import Files
 from lightserve.batches.forecast import Forecasts
 from lightserve.batches.jobs import Jobs
 from lightserve.batches.responses import Responses
-from lightserve.errors import StoreError
+from lightserve.config.fields import is_postgres
+from lightserve.errors import StartupError, StoreError
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 
+REST_S = 1.0
+"""A store that cannot be opened is not tried again for so long: those who wait learn it at once."""
+
+
+def prepare(location: str) -> ExitStack:
+    """Bring the schema of a store up to date, and take it for this server where it has only one.
+
+    Closing what is returned lets others have it.
+
+    Raises:
+        StartupError: it cannot be used.
+    """
+    held = ExitStack()
+    if is_postgres(location):
+        _postgres().prepare(location)
+    else:
+        held.enter_context(closing(sqlite.prepare(Path(location))))
+    return held
+
+
+def _postgres() -> ModuleType:
+    """Load it. Raises StartupError: its packages are not there."""
+    try:
+        return importlib.import_module("lightserve.batches.postgres")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "psycopg":
+            raise
+        raise StartupError(
+            "--batch-store postgresql://… needs psycopg: pip install 'lightserve[postgres]'"
+        ) from None
+
+
+def _open(location: str, min_free_bytes: int) -> Database:
+    if is_postgres(location):
+        database: Database = _postgres().PostgresDatabase(location)
+        return database
+    return sqlite.SqliteDatabase(Path(location), min_free_bytes=min_free_bytes)
+
+
 class Store:
     """What is in a database."""
 
-    def __init__(self, directory: Path, *, min_free_bytes: int = 0) -> None:
-        self.database = Database(directory, min_free_bytes=min_free_bytes)
+    def __init__(self, location: str, *, min_free_bytes: int = 0) -> None:
+        """`location`: as --batch-store says."""
+        self.database = _open(location, min_free_bytes)
         self.files = Files(self.database)
         self.jobs = Jobs(self.database)
         self.forecasts = Forecasts(self.database)
@@ -39,16 +84,19 @@ class StoreThread:
 
     def __init__(
         self,
-        directory: Path,
+        location: str,
         *,
         min_free_bytes: int = 0,
         observe: Callable[[float], None] | None = None,
     ) -> None:
         """`observe` is told how long each call took, in seconds, its wait included."""
-        self._directory = directory
+        self._location = location
         self._min_free_bytes = min_free_bytes
         self._observe = observe
         self._store: Store | None = None
+        self._is_closing = False
+        self._rest_until_s = 0.0
+        """Monotonic."""
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="store")
 
     async def run(self, work: Callable[[Store], T]) -> T:
@@ -66,18 +114,39 @@ class StoreThread:
                 self._observe(time.monotonic() - start_s)
 
     def _run(self, work: Callable[[Store], T]) -> T:
-        if self._store is None:
-            self._store = Store(self._directory, min_free_bytes=self._min_free_bytes)
+        if self._is_closing:
+            raise StoreError("it is being closed")
+        store = self._opened()
         try:
-            return work(self._store)
+            return work(store)
         except StoreError as error:
             # After an error of the disk, what the connection believes may not be what is there.
             log.error("the batch store: %s", error)
-            store, self._store = self._store, None
+            self._store = None
             with contextlib.suppress(StoreError):
                 store.database.close()
             raise
 
+    def _opened(self) -> Store:
+        if self._store is None:
+            if time.monotonic() < self._rest_until_s:
+                raise StoreError("it could not be opened a moment ago")
+            try:
+                self._store = Store(self._location, min_free_bytes=self._min_free_bytes)
+            except StoreError as error:
+                log.error("the batch store: %s", error)
+                self._rest_until_s = time.monotonic() + REST_S
+                raise
+        return self._store
+
     def close(self) -> None:
         """Let running work end; drop what waits."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._is_closing = True
+        self._threads.submit(self._close)
+        self._threads.shutdown(wait=False)
+
+    def _close(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            with contextlib.suppress(StoreError):
+                store.database.close()

@@ -49,12 +49,12 @@ class Files:
         """Begin an upload; return its number, by which alone it is known until it is whole."""
         self._db.check_space()
         with self._db.transaction():
-            self._db.write(
+            number: int = self._db.value(
                 "INSERT INTO files (id, key_name, purpose, filename, num_bytes, created_s,"
-                " touched_s, is_whole) VALUES (?, ?, 'batch', '', 0, ?, ?, 0)",
+                " touched_s, is_whole) VALUES (?, ?, 'batch', '', 0, ?, ?, FALSE) RETURNING number",
                 *(f"file-{secrets.token_hex(12)}", key_name, int(now_s), int(now_s)),
             )
-            return self._db.last_number
+            return number
 
     def append(self, number: int, chunk: int, data: bytes, now_s: float, *, quota: int) -> None:
         """Add a chunk of CHUNK_BYTES, the last one perhaps of fewer.
@@ -64,7 +64,7 @@ class Files:
                 upload was dropped meanwhile (408).
         """
         self._db.check_space()
-        with self._db.transaction():
+        with self._db.transaction(is_shared=True):
             changed = self._db.write(
                 "UPDATE files SET num_bytes = num_bytes + ?, touched_s = ? WHERE number = ?",
                 *(len(data), int(now_s), number),
@@ -84,7 +84,7 @@ class Files:
         expires_s = int(now_s) + (DEFAULT_TTL_S if ttl_s is None else ttl_s)
         with self._db.transaction():
             self._db.write(
-                "UPDATE files SET is_whole = 1, purpose = ?, filename = ?, created_s = ?,"
+                "UPDATE files SET is_whole = TRUE, purpose = ?, filename = ?, created_s = ?,"
                 " expires_s = ? WHERE number = ?",
                 *(purpose, filename, int(now_s), expires_s, number),
             )
@@ -131,11 +131,12 @@ class Files:
         order, bound = ("ASC", 0) if is_ascending else ("DESC", 2**62)
         if after is not None:
             bound = self.get(key_name, after, now_s).number
+        purposes, of_purpose = ((), "") if purpose is None else ((purpose,), " AND purpose = ?")
         rows = self._db.rows(
             f"SELECT {_COLUMNS} FROM files WHERE key_name = ? AND is_whole"
-            " AND (expires_s IS NULL OR expires_s > ?) AND (? IS NULL OR purpose = ?)"
+            f" AND (expires_s IS NULL OR expires_s > ?){of_purpose}"
             f" AND number {'>' if is_ascending else '<'} ? ORDER BY number {order} LIMIT ?",
-            *(key_name, now_s, purpose, purpose, bound, limit + 1),
+            *(key_name, now_s, *purposes, bound, limit + 1),
         )
         return [_record(row) for row in rows[:limit]], len(rows) > limit
 
@@ -196,7 +197,7 @@ class Files:
         """Delete files whose time is over, and uploads that were given up; return how many."""
         with self._db.transaction():
             rows = self._db.rows(
-                "SELECT number FROM files WHERE CASE is_whole WHEN 1 THEN expires_s <= ?"
+                "SELECT number FROM files WHERE CASE WHEN is_whole THEN expires_s <= ?"
                 f" AND NOT EXISTS ({_IN_USE}) ELSE touched_s <= ? END LIMIT 16",
                 *(now_s, now_s - STALE_UPLOAD_S),
             )

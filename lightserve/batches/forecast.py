@@ -43,7 +43,7 @@ class Pace(NamedTuple):
     output_token_s: float
     """What a token takes of an idle engine."""
     share: float
-    """Of the engine."""
+    """Of the engine; of several servers' engines together, above 1 too."""
     low_share: float
     """The lowest of late."""
     is_observed: bool
@@ -160,14 +160,21 @@ class Forecasts:
         sums = [sum(column) for column in zip(*((n, *t) for n, t in lines), strict=True)]
         with self._db.transaction():
             self._db.write("DELETE FROM pace WHERE minute < ?", minute - HISTORY_MINUTES)
-            self._db.write("INSERT OR IGNORE INTO pace VALUES (?, 0, 0, 0, 0, 0)", minute)
+            self._db.write(
+                "INSERT INTO pace VALUES (?, 0, 0, 0, 0, 0) ON CONFLICT DO NOTHING", minute
+            )
             self._db.write(
                 "UPDATE pace SET busy_s = busy_s + ?, num_lines = num_lines + ?, num_bytes ="
                 " num_bytes + ?, prompt_tokens = prompt_tokens + ?, output_tokens ="
                 " output_tokens + ? WHERE minute = ?",
                 *(busy_s, len(lines), *(sums or (0, 0, 0)), minute),
             )
-            self._db.write("INSERT OR REPLACE INTO costs VALUES (0, ?, ?)", *costs)
+            self._db.write(
+                "INSERT INTO costs VALUES (0, ?, ?) ON CONFLICT (id) DO UPDATE SET"
+                " prompt_token_s = excluded.prompt_token_s,"
+                " output_token_s = excluded.output_token_s",
+                *costs,
+            )
 
     def pace(self, now_s: float) -> Pace | None:
         """Return the pace; None: what tokens cost is not known yet."""
@@ -190,11 +197,15 @@ class Forecasts:
             works = [(m[0], m[3] * costs[0] + m[4] * costs[1]) for m in minutes]
             share = max(LEAST_SHARE, sum(work for _, work in works) / busy_s)
             shares = [share, *_shares_of_spans(works)]
+        # Seconds were counted by each server that shares the store.
+        num_servers = max(
+            1, self._db.value("SELECT count(*) FROM owners WHERE lease_until_s > ?", now_s)
+        )
         return Pace(
             prompt_token_s=costs[0],
             output_token_s=costs[1],
-            share=share,
-            low_share=max(LEAST_SHARE, min(shares)),
+            share=share * num_servers,
+            low_share=max(LEAST_SHARE, min(shares)) * num_servers,
             is_observed=is_observed,
             tokens_per_byte=prompt_tokens / num_bytes if is_known else TOKENS_PER_BYTE,
             output_tokens=output_tokens / num_lines if is_known else ASSUMED_OUTPUT_TOKENS,

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
 from lightserve.batches.database import Database
+from lightserve.batches.endings import CRASHED, EXPIRED, Endings
 from lightserve.batches.files import Files
 from lightserve.batches.forecast import Forecasts, limit_of
 from lightserve.batches.records import (
@@ -37,27 +38,23 @@ from lightserve.batches.responses import Responses
 from lightserve.errors import InvalidRequest
 
 _COLUMNS = (
-    "number, id, endpoint, input_file_id, window, status, created_s, expires_s, ended_s, metadata,"
-    " num_lines, num_done, num_failed, output_file_id, error_file_id"
+    'number, id, endpoint, input_file_id, "window", status, created_s, expires_s, ended_s,'
+    " metadata, num_lines, num_done, num_failed, output_file_id, error_file_id"
 )
-_NAMES = _COLUMNS.replace(",", "").split()
+_NAMES = _COLUMNS.replace(",", "").replace('"', "").split()
 LOSS_DELAY_S = 60.0
 """What a line waits after its second loss, and twice as long after each further one. With it, no
 line alone costs as many restarts of workers as a server allows by default."""
 RETRY_AFTER_S = 60.0
 """When a key that has too much to be done may have less."""
+FORGET_OWNER_S = 86_400.0
+"""An owner of which nothing was heard for so long is forgotten."""
 MAX_CRASHES = 6
 SUSPECT_CRASHES = 2
 """A line with which the process has died so often runs beside no other such one: so no line is
 taken for the reason that only ran beside it."""
 MAX_LOSS_DELAY_S = 16 * LOSS_DELAY_S
 """No line waits longer: what seems to was lost before the clock was put back."""
-EXPIRED = (
-    "batch_expired",
-    "This request could not be executed before the completion window expired.",
-)
-CRASHED = ("process_lost", "The server lost a process each time that it began with this request.")
-"""Codes and messages of errors of lines that have no answer."""
 
 
 class Held(NamedTuple):
@@ -77,6 +74,7 @@ class Jobs:
         self._files = Files(database)
         self._responses = Responses(database)
         self._forecasts = Forecasts(database)
+        self._endings = Endings(database)
 
     # ------------------------------------------------------------------ clients
 
@@ -96,17 +94,16 @@ class Jobs:
             self._check_lines(new.key_name, len(lines), new.max_lines)
             if not new.accepts_late:
                 self._forecasts.check(new, lines, now_s)
-            self._db.write(
-                "INSERT INTO batches (id, key_name, endpoint, input_file, input_file_id, window,"
-                " status, created_s, expires_s, metadata, output_ttl_s, idempotency_key,"
+            number = self._db.value(
+                "INSERT INTO batches (id, key_name, endpoint, input_file, input_file_id,"
+                ' "window", status, created_s, expires_s, metadata, output_ttl_s, idempotency_key,'
                 " request_digest, num_lines, num_bytes, limit_tokens) VALUES (?, ?, ?, ?, ?, ?,"
-                " 'in_progress', ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                " 'in_progress', ?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING number",
                 *(f"batch_{secrets.token_hex(12)}", new.key_name, new.endpoint, file.number),
                 *(file.id, new.window, int(now_s), int(now_s) + new.window_s, new.metadata),
                 *(new.output_ttl_s, new.idempotency_key, new.request_digest, len(lines)),
                 *(sum(line.num_bytes for line in lines), limit_of(lines)),
             )
-            number = self._db.last_number
             self._db.write_many(
                 "INSERT INTO lines (batch, number, custom_id, position, num_bytes, state)"
                 " VALUES (?, ?, ?, ?, ?, 'queued')",
@@ -162,7 +159,7 @@ class Jobs:
         if not most:
             return
         num_left = self._db.value(
-            "SELECT ifnull(sum(num_lines - num_done - num_failed), 0) FROM batches"
+            "SELECT coalesce(sum(num_lines - num_done - num_failed), 0) FROM batches"
             " WHERE key_name = ? AND status = 'in_progress'",
             key_name,
         )
@@ -226,16 +223,8 @@ class Jobs:
                     code="batch_is_over",
                     status=409,
                 )
-            self._cancel(batch.number, now_s)
+            self._endings.cancel(batch.number, now_s)
             return self._record(batch.number, now_s)
-
-    def _cancel(self, number: int, now_s: float) -> None:
-        self._db.write(
-            "UPDATE lines SET state = 'cancelled', owner = NULL WHERE batch = ?"
-            " AND state IN ('queued', 'leased')",
-            number,
-        )
-        self._end(number, "cancelled", now_s)
 
     # ------------------------------------------------------------------ responses
 
@@ -252,14 +241,14 @@ class Jobs:
             self._check_count(new.key_name, "IS NOT NULL", MAX_ACTIVE_RESPONSES, what)
             self._check_lines(new.key_name, 1, new.max_lines)
             response = self._responses.insert(new, now_s, ttl_s=ttl_s, quota=quota)
-            self._db.write(
-                "INSERT INTO batches (id, key_name, endpoint, input_file, input_file_id, window,"
-                " status, created_s, expires_s, output_ttl_s, request_digest, num_lines, num_bytes,"
-                " response) VALUES (?, ?, ?, 0, '', '', 'in_progress', ?, ?, 0, '', 1, ?, ?)",
+            batch = self._db.value(
+                "INSERT INTO batches (id, key_name, endpoint, input_file, input_file_id,"
+                ' "window", status, created_s, expires_s, output_ttl_s, request_digest, num_lines,'
+                " num_bytes, response) VALUES (?, ?, ?, 0, '', '', 'in_progress', ?, ?, 0, '', 1,"
+                " ?, ?) RETURNING number",
                 *(new.id, new.key_name, RESPONSES, int(now_s), int(now_s) + window_s),
                 *(len(new.request), response),
             )
-            batch = self._db.last_number
             self._db.write("UPDATE responses SET batch = ? WHERE number = ?", batch, response)
             self._db.write(
                 "INSERT INTO lines (batch, number, custom_id, position, num_bytes, state)"
@@ -276,7 +265,7 @@ class Jobs:
         with self._db.transaction():
             batch = self._responses.batch_of(key_name, response_id, now_s)
             if batch is not None:
-                self._cancel(batch, now_s)
+                self._endings.cancel(batch, now_s)
         return self._responses.get(key_name, response_id, now_s)
 
     def delete_response(self, key_name: str, response_id: str, now_s: float) -> None:
@@ -290,7 +279,7 @@ class Jobs:
             batch = self._db.value("SELECT batch FROM responses WHERE id = ?", response_id)
             self._responses.remove(key_name, response_id, now_s)
             if batch is not None:
-                self._cancel(batch, now_s)
+                self._endings.cancel(batch, now_s)
 
     # ------------------------------------------------------------------ work
 
@@ -308,51 +297,31 @@ class Jobs:
                 )
                 self._end_crashing(now_s)
             self._db.write(
-                "INSERT INTO owners VALUES (?, 1)"
-                " ON CONFLICT (name) DO UPDATE SET epoch = epoch + 1",
-                owner,
-            )
-            self._db.write(
                 "UPDATE lines SET state = 'queued', owner = NULL WHERE state = 'leased'"
                 " AND owner = ?",
                 owner,
             )
-            return int(self._db.value("SELECT epoch FROM owners WHERE name = ?", owner))
+            self._db.write(
+                "DELETE FROM owners WHERE lease_until_s < ? AND name NOT IN"
+                " (SELECT owner FROM lines WHERE state = 'leased')",
+                now_s - FORGET_OWNER_S,
+            )
+            epoch = self._db.value(
+                "INSERT INTO owners (name, epoch, lease_until_s) VALUES (?, 1, ?)"
+                " ON CONFLICT (name) DO UPDATE SET epoch = owners.epoch + 1,"
+                " lease_until_s = excluded.lease_until_s RETURNING epoch",
+                *(owner, now_s),
+            )
+            return int(epoch)
 
     def _end_crashing(self, now_s: float) -> None:
         """Give the lines with which the process dies again and again an error as their result."""
-        for batch, batch_id in self._db.rows(
-            "SELECT DISTINCT batches.number, batches.id FROM lines JOIN batches"
-            " ON batches.number = lines.batch WHERE state = 'leased' AND crashes >= ?",
-            MAX_CRASHES,
+        for (batch,) in self._db.rows(
+            "SELECT DISTINCT batch FROM lines WHERE state = 'leased' AND crashes >= ?", MAX_CRASHES
         ):
-            where = "batch = ? AND state = 'leased' AND crashes >= ?"
-            self._fail(batch, batch_id, CRASHED, where, (batch, MAX_CRASHES))
-            if self._num_left(batch) == 0:
-                self._end(batch, "completed", now_s)
-
-    def _fail(
-        self,
-        batch: int,
-        batch_id: str,
-        error: tuple[str, str],
-        where: str,
-        values: tuple[Any, ...],
-    ) -> None:
-        """Give some lines an error, code and message, that is no answer, as their result."""
-        num_failed = self._db.write(
-            "UPDATE lines SET state = 'error', owner = NULL, result = CAST(json_object("
-            "'id', ? || number, 'custom_id', custom_id, 'response', NULL, 'error',"
-            f" json_object('code', ?, 'message', ?)) AS BLOB) WHERE {where}",
-            *(f"batch_req_{batch_id.removeprefix('batch_')}_", *error, *values),
-        )
-        self._db.write(
-            "UPDATE batches SET num_failed = num_failed + ? WHERE number = ?", num_failed, batch
-        )
-
-    def _num_left(self, batch: int) -> int:
-        left = "SELECT num_lines - num_done - num_failed FROM batches WHERE number = ?"
-        return int(self._db.value(left, batch))
+            self._endings.fail(batch, CRASHED, least_crashes=MAX_CRASHES)
+            if self._endings.num_left(batch) == 0:
+                self._endings.end(batch, "completed", now_s)
 
     def lease(
         self,
@@ -366,21 +335,24 @@ class Jobs:
     ) -> list[LeasedLine]:
         """Lease lines, of the batches that end first; at least one if there is one and room.
 
-        None while too little space is free for results.
+        All leases of the owner begin anew. Those of others are over whose time is. None is leased
+        while too little space is free for results.
         """
         leased: list[LeasedLine] = []
         if self._db.is_low():
             return leased
-        with self._db.transaction():
-            self._check_epoch(owner, epoch)
+        with self._db.transaction(is_shared=True):
+            self._renew(owner, epoch, now_s + lease_s)
             self._db.write(
-                "UPDATE lines SET state = 'queued', owner = NULL WHERE state = 'leased'"
-                " AND lease_until_s < ? AND owner != ?",
+                "UPDATE lines SET state = 'queued', owner = NULL WHERE (batch, number) IN"
+                " (SELECT batch, number FROM lines WHERE state = 'leased' AND owner IN"
+                " (SELECT name FROM owners WHERE lease_until_s < ? AND name != ?)"
+                f"{self._db.skip_locked})",
                 *(now_s, owner),
             )
             suspects = self._db.value(
-                "SELECT count(*) FROM lines WHERE state = 'leased' AND crashes >= ?",
-                SUSPECT_CRASHES,
+                "SELECT count(*) FROM lines WHERE state = 'leased' AND owner = ? AND crashes >= ?",
+                *(owner, SUSPECT_CRASHES),
             )
             for batch in self._db.rows(
                 "SELECT number, id, endpoint, key_name, input_file, response, expires_s,"
@@ -397,9 +369,9 @@ class Jobs:
                 if len(leased) >= max_lines or max_bytes <= 0:
                     break
             self._db.write_many(
-                "UPDATE lines SET state = 'leased', owner = ?, epoch = ?, lease_until_s = ?"
+                "UPDATE lines SET state = 'leased', owner = ?, epoch = ?"
                 " WHERE batch = ? AND number = ?",
-                ((owner, epoch, now_s + lease_s, line.batch, line.number) for line in leased),
+                ((owner, epoch, line.batch, line.number) for line in leased),
             )
         return leased
 
@@ -417,7 +389,8 @@ class Jobs:
         for index, custom_id, position, num_bytes, attempt, losses, crashes in self._db.rows(
             "SELECT number, custom_id, position, num_bytes, attempt, losses, crashes FROM lines"
             " WHERE batch = ? AND state = 'queued' AND crashes <= ?"
-            " AND (not_before_s <= ? OR not_before_s > ?) ORDER BY number LIMIT ?",
+            " AND (not_before_s <= ? OR not_before_s > ?) ORDER BY number LIMIT ?"
+            f"{self._db.skip_locked}",
             *(number, most_crashes, now_s, now_s + MAX_LOSS_DELAY_S, max_lines),
         ):
             if max_bytes <= 0:
@@ -449,62 +422,66 @@ class Jobs:
         return lines
 
     def renew(self, owner: str, epoch: int, now_s: float, *, lease_s: float) -> None:
-        """Have all leases of an owner begin anew."""
-        with self._db.transaction():
-            self._check_epoch(owner, epoch)
-            self._db.write(
-                "UPDATE lines SET lease_until_s = ? WHERE state = 'leased' AND owner = ?"
-                " AND epoch = ?",
-                *(now_s + lease_s, owner, epoch),
-            )
+        """Have all leases of an owner begin anew. Raises LeaseLost."""
+        with self._db.transaction(is_shared=True):
+            self._renew(owner, epoch, now_s + lease_s)
+
+    def _renew(self, owner: str, epoch: int, until_s: float) -> None:
+        self._check_epoch(owner, epoch)
+        self._db.write("UPDATE owners SET lease_until_s = ? WHERE name = ?", until_s, owner)
 
     def settle(self, owner: str, epoch: int, outcomes: Sequence[Outcome], now_s: float) -> int:
         """Take in what became of leased lines, all or nothing; return how many came too late."""
         num_late = 0
-        with self._db.transaction():
+        sums: dict[int, list[int]] = {}
+        with self._db.transaction(is_shared=True):
             self._check_epoch(owner, epoch)
-            touched: set[int] = set()
-            for outcome in outcomes:
+            for outcome in sorted(outcomes, key=lambda each: (each.batch, each.number)):
                 state = "queued"
                 if outcome.result is not None:
                     state = "error" if outcome.is_error else "done"
+                delay_s = LOSS_DELAY_S if outcome.is_lost else 0.0
                 changed = self._db.write(
                     "UPDATE lines SET state = ?, result = ?, attempt = attempt + ?, owner = NULL,"
-                    " not_before_s = CASE WHEN ? AND losses > 0 THEN ? + ? * (1 << (losses - 1))"
-                    " ELSE 0 END, losses = losses + ?"
+                    " not_before_s = CASE WHEN losses > 0 THEN ? + ? * (1 << CAST(losses - 1 AS"
+                    " INTEGER)) ELSE 0 END, losses = losses + ?"
                     " WHERE batch = ? AND number = ? AND state = 'leased' AND owner = ?"
                     " AND epoch = ?",
-                    *(state, outcome.result, outcome.has_failed),
-                    *(outcome.is_lost, now_s, LOSS_DELAY_S, outcome.is_lost),
+                    *(state, outcome.result, int(outcome.has_failed)),
+                    *(now_s if outcome.is_lost else 0.0, delay_s, int(outcome.is_lost)),
                     *(outcome.batch, outcome.number, owner, epoch),
                 )
                 num_late += not changed
-                if changed and state != "queued":
-                    column = "num_failed" if state == "error" else "num_done"
-                    self._db.write(
-                        f"UPDATE batches SET {column} = {column} + 1, done_bytes = done_bytes + ?,"
-                        " prompt_tokens = prompt_tokens + ?, output_tokens = output_tokens + ?"
-                        " WHERE number = ?",
-                        *(outcome.num_bytes, outcome.prompt_tokens, outcome.output_tokens),
-                        outcome.batch,
-                    )
-                    touched.add(outcome.batch)
-            for batch in sorted(touched):
-                if self._num_left(batch) == 0:
-                    self._end(batch, "completed", now_s)
+                if changed and outcome.result is not None:
+                    tokens = outcome.prompt_tokens, outcome.output_tokens
+                    news = not outcome.is_error, outcome.is_error, outcome.num_bytes, *tokens
+                    before = sums.get(outcome.batch, (0,) * len(news))
+                    sums[outcome.batch] = [a + b for a, b in zip(before, news, strict=True)]
+            over: list[tuple[str, int]] = []
+            for batch, found in sorted(sums.items()):
+                key_name, num_left = self._db.rows(
+                    "UPDATE batches SET num_done = num_done + ?, num_failed = num_failed + ?,"
+                    " done_bytes = done_bytes + ?, prompt_tokens = prompt_tokens + ?,"
+                    " output_tokens = output_tokens + ? WHERE number = ?"
+                    " RETURNING key_name, num_lines - num_done - num_failed",
+                    *(*found, batch),
+                )[0]
+                if num_left == 0:
+                    over.append((key_name, batch))
+            for _, batch in sorted(over):
+                self._endings.end(batch, "completed", now_s)
         return num_late
 
     def expire(self, now_s: float) -> int:
         """End batches whose window is over; return how many."""
+        found = "SELECT number FROM batches WHERE status = 'in_progress' AND expires_s <= ?"
+        if self._db.row(found, now_s) is None:
+            return 0
         with self._db.transaction():
-            over = self._db.rows(
-                "SELECT number, id FROM batches WHERE status = 'in_progress' AND expires_s <= ?",
-                now_s,
-            )
-            for number, batch_id in over:
-                where = "batch = ? AND state IN ('queued', 'leased')"
-                self._fail(number, batch_id, EXPIRED, where, (number,))
-                self._end(number, "expired", now_s)
+            over = self._db.rows(found, now_s)
+            for (number,) in over:
+                self._endings.fail(number, EXPIRED)
+                self._endings.end(number, "expired", now_s)
         return len(over)
 
     def held(self, owner: str, epoch: int) -> Held:
@@ -534,8 +511,8 @@ class Jobs:
         state."""
         with self._db.snapshot():
             total, done, failed = self._db.rows(
-                "SELECT ifnull(sum(num_lines), 0), ifnull(sum(num_done), 0),"
-                " ifnull(sum(num_failed), 0) FROM batches WHERE status = 'in_progress'"
+                "SELECT coalesce(sum(num_lines), 0), coalesce(sum(num_done), 0),"
+                " coalesce(sum(num_failed), 0) FROM batches WHERE status = 'in_progress'"
             )[0]
             leased = self._db.value("SELECT count(*) FROM lines WHERE state = 'leased'")
             batches = dict(
@@ -551,40 +528,6 @@ class Jobs:
         """Raise LeaseLost unless this is the owner's last epoch."""
         if self._db.value("SELECT epoch FROM owners WHERE name = ?", owner) != epoch:
             raise LeaseLost(f"{owner} has begun anew")
-
-    def _end(self, number: int, status: Status, now_s: float) -> None:
-        """End a batch: its results become files, in the transaction that is under way."""
-        batch_id, key_name, ttl_s, response = self._db.rows(
-            "SELECT id, key_name, output_ttl_s, response FROM batches WHERE number = ?", number
-        )[0]
-        if response is not None:
-            result = self._db.value("SELECT result FROM lines WHERE batch = ?", number)
-            self._responses.finish(response, result)
-            self._db.write("DELETE FROM lines WHERE batch = ?", number)
-            self._db.write("DELETE FROM batches WHERE number = ?", number)
-            return
-        ids: dict[str, str | None] = {"done": None, "error": None}
-        for state, name in (("done", "output"), ("error", "error")):
-            num_bytes = self._db.value(
-                "SELECT sum(length(result) + 1) FROM lines WHERE batch = ? AND state = ?",
-                *(number, state),
-            )
-            if num_bytes is None:
-                continue
-            ids[state] = file_id = f"file-{secrets.token_hex(12)}"
-            self._db.write(
-                "INSERT INTO files (id, key_name, purpose, filename, num_bytes, created_s,"
-                " expires_s, touched_s, is_whole, batch, has_errors)"
-                " VALUES (?, ?, 'batch_output', ?, ?, ?, ?, ?, 1, ?, ?)",
-                *(file_id, key_name, f"{batch_id}_{name}.jsonl", num_bytes, int(now_s)),
-                *(int(now_s) + ttl_s, int(now_s), number, state == "error"),
-            )
-        self._db.write("DELETE FROM lines WHERE batch = ? AND state = 'cancelled'", number)
-        self._db.write(
-            "UPDATE batches SET status = ?, ended_s = ?, output_file_id = ?, error_file_id = ?"
-            " WHERE number = ?",
-            *(status, int(now_s), ids["done"], ids["error"], number),
-        )
 
     def _record(self, number: int, now_s: float) -> BatchRecord:
         rows = self._db.rows(f"SELECT {_COLUMNS} FROM batches WHERE number = ?", number)

@@ -19,7 +19,8 @@ from starlette.types import ASGIApp, Message
 from lightserve.batches.forecast import Costs
 from lightserve.batches.lines import body_of
 from lightserve.batches.records import LeasedLine
-from lightserve.batches.runner import Answer, Runner
+from lightserve.batches.runner import OWNER, Answer, Runner
+from lightserve.config.fields import is_postgres
 from lightserve.frontend.errors import ErrorDetail, RequestFailed, error_body
 from lightserve.frontend.middleware import ARRIVAL_KEY, CALLER_KEY, Caller, KeyRing
 from lightserve.frontend.openai.chat import chat_router
@@ -61,7 +62,12 @@ async def _serve(spec: ChildSpec, connect_control: Callable[[], Control]) -> int
     gc.freeze()
     control = connect_control()
     store = service.observation.open_store(spec.config)
-    runner = Runner(store, InnerRoutes(service), max_in_flight=spec.config.batch_max_in_flight)
+    runner = Runner(
+        store,
+        InnerRoutes(service),
+        max_in_flight=spec.config.batch_max_in_flight,
+        owner=spec.batch_owner if is_postgres(spec.config.batch_store) else OWNER,
+    )
     service.observation.before_snapshot = lambda: _note_counts(service, runner)
     frontend = Frontend(spec, service, control, runner, KeyRing([]))
     try:

@@ -106,13 +106,13 @@ class Responses:
         """Do the same in a transaction that is under way; return the response's number."""
         self._db.check_space()
         num_bytes = len(new.input) + len(new.response) + len(new.request)
-        self._db.write(
+        number: int = self._db.value(
             "INSERT INTO responses (id, key_name, previous_id, created_s, expires_s,"
-            " num_bytes, input, response, request) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            " num_bytes, input, response, request) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+            " RETURNING number",
             *(new.id, new.key_name, new.previous_id, int(now_s), int(now_s) + ttl_s),
             *(num_bytes, new.input, new.response, new.request),
         )
-        number = self._db.last_number
         check_quota(self._db, new.key_name, quota, param="store")
         return number
 

@@ -5,7 +5,7 @@ nothing is leased, and what it lost is queued again: that counts against no line
 which workers die again and again is taken for the reason in the end. A line that fails by itself is
 tried MAX_ATTEMPTS times; how often this process may die with one, `jobs` knows. When the store
 fails, what is in flight is given up, and the work begins anew, in a new epoch, as soon as the store
-can be written.
+can be written. So it is when the lease is over, whatever the store is waited for.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from lightserve.batches.records import Forecast, LeasedLine, LeaseLost, Outcome
 from lightserve.errors import StoreError
 
 OWNER = "server"
-"""Of leases. A store has one server at a time, which holds its lock: what one before it leased is
-free."""
+"""Of leases, in a store that has one server at a time: what one before it leased is free. Servers
+that share a store have names of their own."""
 LEASE_S = 30.0
+"""Lines of a server of which nothing was heard for so long are others'. It may be stopped or cut
+off: it gives them up by its own clock."""
 RENEW_S = 5.0
 PURGE_S = 60.0
 COUNT_S = 2.0
@@ -134,30 +136,43 @@ class Runner:
         """Monotonic: since then lines wait, and what was answered is counted."""
         self._has_noted_costs = False
         self._due_s: dict[Callable[[], Awaitable[None]], float] = {}
+        self._lease_end: asyncio.TimerHandle | None = None
+        self._is_lease_over = False
 
     async def serve(self) -> None:
         """Work until told to end."""
         self.listening.set()
+        try:
+            await self._serve()
+        finally:
+            self._await_lease_end(None)
+
+    async def _serve(self) -> None:
         while not self.should_exit:
             try:
                 await self._work()
             except StoreError as error:
                 log.error("batches wait: %s", error)
-                if isinstance(error, LeaseLost):
+                if isinstance(error, LeaseLost) and not self._is_lease_over:
                     self.counts.num_leases_lost += len(self._tasks)
                 await self._give_up()
-                await self._sleep(STORE_RETRY_S)
+                if not self._is_lease_over:
+                    await self._sleep(STORE_RETRY_S)
         await self._give_up()
         with contextlib.suppress(StoreError):  # the next process is not to think that this one died
             await self._store.run(lambda store: store.jobs.begin(self._owner, self._clock()))
 
     async def _work(self) -> None:
         now_s, has_crashed = self._clock(), self._epoch == 0
+        self._await_lease_end(None)
+        self._is_lease_over = False
         self._epoch = await self._store.run(
             lambda store: store.jobs.begin(self._owner, now_s, has_crashed=has_crashed)
         )
         try:
             while not self.should_exit:
+                if self._is_lease_over:
+                    raise LeaseLost("the lease is over: the store could not be reached in time")
                 await self._every(RENEW_S, self._renew)
                 await self._every(PURGE_S, self._purge)
                 await self._every(POLL_S, self._look)
@@ -190,8 +205,28 @@ class Runner:
     # ------------------------------------------------------------------ the store
 
     async def _renew(self) -> None:
-        now_s, epoch = self._clock(), self._epoch
+        now_s, epoch, since_s = self._clock(), self._epoch, time.monotonic()
         await self._store.run(lambda s: s.jobs.renew(self._owner, epoch, now_s, lease_s=LEASE_S))
+        self._await_lease_end(since_s + LEASE_S)
+
+    def _await_lease_end(self, end_s: float | None) -> None:
+        """Give up what is in flight at this time (monotonic), unless it is put off before.
+
+        A lease that is over stays so: until the work begins anew.
+        """
+        if self._lease_end is not None:
+            self._lease_end.cancel()
+            self._lease_end = None
+        if end_s is not None and not self._is_lease_over:
+            in_s = end_s - time.monotonic()
+            self._lease_end = asyncio.get_running_loop().call_later(in_s, self._end_lease)
+
+    def _end_lease(self) -> None:
+        self._is_lease_over = True
+        self.counts.num_leases_lost += len(self._tasks)
+        for task in self._tasks.values():
+            task.cancel()
+        self._wake.set()
 
     async def _purge(self) -> None:
         now_s = self._clock()
@@ -259,13 +294,16 @@ class Runner:
         is_paused = time.monotonic() < self._pause_until_s or not self._engine.is_ready
         if is_paused or room < max(1, self._max_in_flight // 8):
             return
-        now_s, epoch = self._clock(), self._epoch
+        now_s, epoch, since_s = self._clock(), self._epoch, time.monotonic()
         num_bytes = MAX_LEASED_BYTES - self._num_bytes
         lines = await self._store.run(
             lambda store: store.jobs.lease(
                 *(self._owner, epoch, now_s), lease_s=LEASE_S, max_lines=room, max_bytes=num_bytes
             )
         )
+        self._await_lease_end(since_s + LEASE_S)
+        if self._is_lease_over:
+            return
         for line in lines:
             self._num_bytes += len(line.line)
             place = line.batch, line.number

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 import msgspec
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
-from lightserve.config.fields import check_limits, flag_name, option, parse_memory
+from lightserve.config.fields import (
+    check_limits,
+    flag_name,
+    has_password,
+    is_postgres,
+    option,
+    parse_memory,
+)
 from lightserve.config.options import (
     ANY_NAME,
     FrontendOptions,
@@ -144,8 +151,9 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
     restart_window_s: float = option(60.0, "See --max-restarts.", low=1.0)
     batch_store: str = option(
         "",
-        "Directory for files, batches and responses (/v1/files, /v1/batches, /v1/responses), on a"
-        " disk of this machine; made if it is not there. Default: none are kept.",
+        "Where files, batches and responses are kept (/v1/files, /v1/batches, /v1/responses): a"
+        " directory on a disk of this machine, made if it is not there, or postgresql://…, which"
+        " any number of servers may share. Default: none are kept.",
     )
     batch_max_in_flight: int = option(
         256, "Most lines of batches that the router has at once.", low=1, high=4096
@@ -201,18 +209,30 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
             attention_backend=self.attention_backend,
             max_num_seqs=self.max_num_seqs,
         )
-        for name in (
-            *("batch_max_in_flight", "batch_max_stored_bytes", "batch_min_free_bytes"),
-            "responses_ttl_s",
-        ):
-            if not self.batch_store and getattr(self, name) != getattr(ServeConfig, name):
-                raise ConfigError(f"{flag_name(name)} needs --batch-store")
+        self._check_batches()
         if parse_memory(self.decision_log_size, "--decision-log-size") < MIN_DECISION_LOG_BYTES:
             raise ConfigError(
                 f"--decision-log-size must be at least 1MiB, got {self.decision_log_size!r}"
             )
         if self.decision_log_size != DEFAULT_DECISION_LOG_SIZE and not self.decision_log:
             raise ConfigError("--decision-log-size needs --decision-log")
+
+    def _check_batches(self) -> None:
+        for name in (
+            *("batch_max_in_flight", "batch_max_stored_bytes", "batch_min_free_bytes"),
+            "responses_ttl_s",
+        ):
+            if not self.batch_store and getattr(self, name) != getattr(ServeConfig, name):
+                raise ConfigError(f"{flag_name(name)} needs --batch-store")
+        if not is_postgres(self.batch_store):
+            return
+        if self.batch_min_free_bytes != ServeConfig.batch_min_free_bytes:
+            raise ConfigError("--batch-min-free-bytes needs --batch-store DIRECTORY")
+        if has_password(self.batch_store):
+            raise ConfigError(
+                "--batch-store must have no password, which every process list would show: it"
+                " belongs into PGPASSWORD, or a file that PGPASSFILE names"
+            )
 
     def _check_kernels(self) -> None:
         """Refuse options that kernels would ignore.

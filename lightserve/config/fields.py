@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import field
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from lightserve.errors import ConfigError
 
@@ -91,3 +92,14 @@ def check_limits(spec: dataclasses.Field[Any], value: Any) -> None:
             value.encode()
         except UnicodeEncodeError:
             raise ConfigError(f"{flag} must be UTF-8, got {value!r}") from None
+
+
+def is_postgres(store: str) -> bool:
+    """Return whether a batch store is PostgreSQL's, and no directory."""
+    return store.startswith(("postgresql://", "postgres://"))
+
+
+def has_password(url: str) -> bool:
+    """Return whether a URL of PostgreSQL has a password."""
+    parts = urlsplit(url)
+    return ":" in parts.netloc.rpartition("@")[0] or "password" in parse_qs(parts.query)

@@ -108,7 +108,7 @@ class Observation:
     def open_store(self, config: ServeConfig) -> StoreThread:
         """Return the batch store, whose calls are counted."""
         return StoreThread(
-            Path(config.batch_store),
+            config.batch_store,
             min_free_bytes=config.batch_min_free_bytes,
             observe=self.recorder.histogram(BATCH_STORE_TIME).observe,
         )

@@ -167,3 +167,5 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Frontend: the inherited listening socket."""
     api_keys: list[ApiKey] = []
     """Frontend: the keys that are good; with --api-key-file there is at least one."""
+    batch_owner: str = ""
+    """Batches: whose the leases of lines are."""

@@ -15,9 +15,10 @@ from pathlib import Path
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Self
 
-from lightserve.batches.database import prepare
+from lightserve.batches.access import prepare
 from lightserve.channels import Waitable, ZmqHub, bind_hub, wait_readable
 from lightserve.config import ServeConfig
+from lightserve.config.fields import is_postgres
 from lightserve.config.file import Origin, log_configuration
 from lightserve.errors import ConfigError
 from lightserve.http_access import read_api_keys
@@ -164,8 +165,9 @@ def _serve(
         config = resolve_model(config)
         check_model(config)
         if config.batch_store:
-            config = replace(config, batch_store=str(Path(config.batch_store).absolute()))
-            stack.enter_context(closing(prepare(Path(config.batch_store))))
+            if not is_postgres(config.batch_store):
+                config = replace(config, batch_store=str(Path(config.batch_store).absolute()))
+            stack.enter_context(prepare(config.batch_store))
         signals.defer()
         run_dir = stack.enter_context(closing(RunDir(config.run_dir)))
         control_address = run_dir.address("control")

@@ -9,12 +9,13 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -140,6 +141,10 @@ class SpecWriter:
     run_dir: RunDir
     control_address: str
     listen_fd: int
+    batch_owner: str = field(
+        default_factory=lambda: f"{socket.gethostname()}-{secrets.token_hex(8)}"
+    )
+    """Of the leases of lines: as long as this server lives, and of no other."""
 
     def boot(self, number: int) -> RouterBoot:
         """Name the `number`-th router boot."""
@@ -162,6 +167,7 @@ class SpecWriter:
             control_address=self.control_address,
             listen_fd=self.listen_fd if is_frontend else -1,
             api_keys=list(api_keys),
+            batch_owner="" if is_frontend else self.batch_owner,
         )
 
     def router(self, boot: RouterBoot) -> ChildSpec:

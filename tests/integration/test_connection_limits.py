@@ -20,7 +20,7 @@ from support.fake_router import eventually, says
 from support.patient_loop import run_patiently
 from support.running_frontend import Client, Running, running_frontend
 
-from lightserve.batches.database import prepare
+from lightserve.batches.access import prepare
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.frontend import http_server
 from lightserve.frontend.connections import ConnectionTable, connection_table
@@ -193,7 +193,7 @@ def _serve_with_store(
     tmp_path: Path, scenario: Callable[[Running], Awaitable[None]], **flags: Any
 ) -> None:
     store = tmp_path / "store"
-    prepare(store).close()
+    prepare(str(store)).close()
     _serve(tmp_path, scenario, batch_store=str(store), **flags)
 
 

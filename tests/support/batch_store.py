@@ -1,8 +1,9 @@
-"""A batch store in a directory of its own, files to put into it, and a frontend that has it."""
+"""A batch store of its own, files to put into it, and a frontend that has it."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -12,14 +13,14 @@ from typing import Any
 import httpx
 import openai
 
-from lightserve.batches.access import Store, StoreThread
-from lightserve.batches.database import prepare
+from lightserve.batches.access import Store, StoreThread, prepare
 from lightserve.batches.files import Files
 from lightserve.batches.lines import LineCheck, check_piece
 from lightserve.batches.process import InnerRoutes
 from lightserve.batches.records import CHUNK_BYTES, BatchRecord, FileRecord, NewBatch, NewLine
 from lightserve.batches.runner import Runner
 from support.fake_router import Setup, frontend, says
+from support.postgres import PostgresServer
 
 KEY = "alice"
 ENDPOINT = "/v1/completions"
@@ -28,16 +29,29 @@ NOW_S = 1_000_000.0
 DAY_S = 86_400
 
 
+class Places:
+    """Where the stores of a test are: `both_stores` in `conftest.py` puts them elsewhere."""
+
+    postgres: PostgresServer | None = None
+    """Directories stand for databases of this server."""
+
+
+def place(directory: Path) -> str:
+    """The store that stands for a directory, as --batch-store names it."""
+    if Places.postgres is None:
+        return str(directory)
+    return Places.postgres.database(hashlib.sha256(str(directory).encode()).hexdigest()[:32])
+
+
 @contextmanager
 def open_store(directory: Path, **options: Any) -> Iterator[Store]:
     """Make a store, and open it as a process does."""
-    lock = prepare(directory)
-    store = Store(directory, **options)
-    try:
-        yield store
-    finally:
-        store.database.close()
-        lock.close()
+    with prepare(place(directory)):
+        store = Store(place(directory), **options)
+        try:
+            yield store
+        finally:
+            store.database.close()
 
 
 def line(custom_id: str, **changes: Any) -> dict[str, Any]:
@@ -110,20 +124,18 @@ def content(store: Store, file_id: str | None, *, key: str = KEY) -> list[dict[s
 @asynccontextmanager
 async def serving(tmp_path: Path, answer: Any = None, **flags: Any) -> AsyncIterator[Setup]:
     """A frontend with a store, to which nothing puts lines to work yet."""
-    lock = prepare(tmp_path / "store")
-    flags = {"batch_store": str(tmp_path / "store"), "served_model_name": "m", **flags}
-    try:
+    store = place(tmp_path / "store")
+    flags = {"batch_store": store, "served_model_name": "m", **flags}
+    with prepare(store):
         async with frontend(answer or says([300, 301, 2]), **flags) as setup:
             del setup.http.headers["content-type"]
             yield setup
-    finally:
-        lock.close()
 
 
 @asynccontextmanager
 async def working(setup: Setup, **options: Any) -> AsyncIterator[Runner]:
     """The batches process's own part, in this one, with the frontend's router."""
-    store = StoreThread(Path(setup.service.config.batch_store))
+    store = StoreThread(setup.service.config.batch_store)
     runner = Runner(store, InnerRoutes(setup.service), **{"max_in_flight": 4, **options})
     task = asyncio.create_task(runner.serve())
     try:

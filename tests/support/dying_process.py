@@ -15,6 +15,7 @@ from lightserve.batches.access import Store, StoreThread
 from lightserve.batches.forecast import Costs
 from lightserve.batches.records import LeasedLine
 from lightserve.batches.runner import OWNER, Answer, Runner
+from support.batch_store import place
 
 T = TypeVar("T")
 STEPS = ("begin", "lease", "settle", "expire", "held", "renew")
@@ -55,7 +56,7 @@ class CountingEngine:
 
 class _Thread(StoreThread):
     def __init__(self, directory: Path, dies: str) -> None:
-        super().__init__(directory)
+        super().__init__(place(directory))
         self._dies = dies
         self.is_dead = False
 

@@ -14,9 +14,9 @@ import pytest
 from support.batch_store import ENDPOINT, client_of, jsonl, line, serving, working
 from support.fake_router import eventually, frontend, router_status, says
 
-from lightserve.batches.database import DATABASE
 from lightserve.batches.jobs import Jobs
 from lightserve.batches.records import CHUNK_BYTES
+from lightserve.batches.sqlite import DATABASE
 from lightserve.errors import StoreError
 from lightserve.frontend.middleware import KeyRing
 from lightserve.frontend.process import create_app
@@ -595,7 +595,11 @@ def test_a_server_without_a_store_says_so() -> None:
     asyncio.run(scenario())
 
 
-def test_a_store_that_is_gone_is_a_503_on_its_routes_alone(tmp_path: Path) -> None:
+def test_a_store_that_is_gone_is_a_503_on_its_routes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightserve.batches.access.REST_S", 0.0)
+
     async def scenario() -> None:
         async with serving(tmp_path) as setup:
             path = tmp_path / "store" / DATABASE

@@ -11,7 +11,6 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from support.batch_store import (
@@ -27,18 +26,20 @@ from support.batch_store import (
     make_batch,
     new_batch,
     open_store,
+    place,
     upload,
 )
 from support.dying_process import STEPS, CountingEngine, Process
 
 from lightserve.batches import runner
 from lightserve.batches.access import Store
-from lightserve.batches.database import Database
+from lightserve.batches.endings import Endings
 from lightserve.batches.jobs import MAX_CRASHES
 from lightserve.batches.lines import result_line
 from lightserve.batches.records import BatchRecord, LeasedLine, NewResponse, Outcome
-from lightserve.errors import InvalidRequest, StoreError
+from lightserve.errors import InvalidRequest
 
+pytestmark = pytest.mark.usefixtures("both_stores")
 NUM_LINES = 4
 IDS = {f"r{number}" for number in range(NUM_LINES)}
 
@@ -180,7 +181,7 @@ def test_duplicate_execution(tmp_path: Path) -> None:
 def test_cancel_racing_completion(tmp_path: Path) -> None:
     """A cancellation and the last results, at once from two connections: one of both wins."""
     with open_store(tmp_path) as store:
-        other = Store(tmp_path)
+        other = Store(place(tmp_path))
         statuses = set()
         for attempt in range(12):
             batch = make_batch(store, NUM_LINES)
@@ -285,7 +286,7 @@ def test_create_crash_after_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 raise MemoryError
 
             with monkeypatch.context() as patched:  # the process dies before it has committed
-                patched.setattr(Database, "write_many", dies)
+                patched.setattr(type(store.database), "write_many", dies)
                 with pytest.raises(MemoryError):
                     store.jobs.create(new, lines, NOW_S)
             assert store.jobs.page(KEY, NOW_S, limit=9) == ([], False)
@@ -332,9 +333,9 @@ def test_orphaned_blob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             raise MemoryError
 
         with monkeypatch.context() as patched:
-            write = Database.write
+            write = type(store.database).write
             patched.setattr(
-                Database,
+                type(store.database),
                 "write",
                 lambda self, sql, *values: (dies if "DELETE FROM files" in sql else write)(
                     *(self, sql, *values)
@@ -366,7 +367,7 @@ def test_finalization_strand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             raise MemoryError
 
         with monkeypatch.context() as patched:
-            patched.setattr(type(store.jobs), "_end", dies)
+            patched.setattr(Endings, "end", dies)
             with pytest.raises(MemoryError):
                 store.jobs.settle("north", epoch, outcomes, NOW_S)
         assert (now(store, batch).status, now(store, batch).num_done) == ("in_progress", 0)
@@ -468,33 +469,3 @@ def test_what_was_lost_does_not_wait_for_a_clock_that_was_put_back(tmp_path: Pat
             "north", epoch, NOW_S - 3600, lease_s=30.0, max_lines=1, max_bytes=10**6
         )
         assert len(back) == 1
-
-
-def test_little_space_is_left_to_what_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is added and nothing begun until there is twice the least; results are taken in."""
-    with open_store(tmp_path, min_free_bytes=1000) as store:
-        batch = make_batch(store, 2)
-        file = store.files.get(KEY, batch.input_file_id, NOW_S)
-        epoch = store.jobs.begin("north", NOW_S)
-        (held,) = lease(store, "north", epoch, 1)
-        free = [999]
-        monkeypatch.setattr(
-            "lightserve.batches.database.os.statvfs",
-            lambda path: SimpleNamespace(f_bavail=free[0], f_frsize=1),
-        )
-        for free[0] in (999, 1999):
-            assert lease(store, "north", epoch, 1) == []
-            for add in (
-                lambda: store.files.begin(KEY, NOW_S),
-                lambda: store.jobs.create(new_batch(file), [], NOW_S),
-            ):
-                with pytest.raises(StoreError, match="less than 1000 bytes") as error:
-                    add()
-                assert error.value.is_full
-        assert store.jobs.settle("north", epoch, [done(held)], NOW_S) == 0
-        free[0] = 2000
-        assert len(lease(store, "north", epoch, 1)) == 1
-        free[0] = 1001
-        store.files.begin(KEY, NOW_S)

@@ -255,3 +255,19 @@ def test_nothing_is_promised_while_nothing_is_known(tmp_path: Path) -> None:
         store.forecasts.note(NOW_S, 0.0, [], COSTS)
         pace = store.forecasts.pace(NOW_S)
         assert pace is not None and pace.share == ASSUMED_SHARE and not pace.is_observed
+
+
+def test_servers_that_share_a_store_are_counted(tmp_path: Path) -> None:
+    """Those whose leases are not over: with two of them the same lines take half as long."""
+    with open_store(tmp_path) as store:
+        store.forecasts.note(NOW_S, 0.0, [], COSTS)
+        shares = []
+        for owner in ("north", "south"):
+            epoch = store.jobs.begin(owner, NOW_S)
+            store.jobs.renew(owner, epoch, NOW_S, lease_s=30.0)
+            pace = store.forecasts.pace(NOW_S)
+            assert pace is not None and pace.low_share == pace.share
+            shares.append(pace.share)
+        assert shares == [ASSUMED_SHARE, 2 * ASSUMED_SHARE]
+        later = store.forecasts.pace(NOW_S + 31)
+        assert later is not None and later.share == ASSUMED_SHARE

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-import apsw
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 from support.batch_store import (
     DAY_S,
     KEY,
@@ -28,7 +32,6 @@ from support.batch_store import (
 )
 
 from lightserve.batches.access import Store
-from lightserve.batches.database import DATABASE, SCHEMA_VERSION, prepare
 from lightserve.batches.jobs import (
     LOSS_DELAY_S,
     MAX_CRASHES,
@@ -42,8 +45,9 @@ from lightserve.batches.records import (
     LeaseLost,
     Outcome,
 )
-from lightserve.errors import InvalidRequest, StartupError
+from lightserve.errors import InvalidRequest
 
+pytestmark = pytest.mark.usefixtures("both_stores")
 LEASE_S = 30.0
 OWNERS = ("north", "south")
 
@@ -159,8 +163,10 @@ class Owners(RuleBasedStateMachine):
         self._stack.close()
 
 
-TestOwners = Owners.TestCase
-TestOwners.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+def test_two_owners_in_any_order() -> None:
+    run_state_machine_as_test(
+        Owners, settings=settings(max_examples=15, stateful_step_count=25, deadline=None)
+    )
 
 
 def test_lines_are_leased_once_within_their_bounds_and_by_the_ends_of_their_batches(
@@ -329,43 +335,6 @@ def test_an_upload_that_does_not_end_leaves_nothing(tmp_path: Path) -> None:
         assert store.files.purge(NOW_S + 3599) == 0
         assert store.files.purge(NOW_S + 3600) == 1
         assert store.database.value("SELECT count(*) FROM files") == 0
-
-
-def test_a_store_is_private_and_has_one_server(tmp_path: Path) -> None:
-    directory = tmp_path / "a" / "store"
-    with open_store(directory) as store:
-        upload(store, b"x")
-        assert directory.stat().st_mode & 0o777 == 0o700
-        assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o600}
-        assert len(list(directory.iterdir())) == 4  # the lock, and SQLite's three
-        with pytest.raises(StartupError, match="another server uses it"):
-            prepare(directory)
-        assert store.database.value("PRAGMA synchronous") == 2
-        assert store.database.value("PRAGMA journal_mode") == "wal"
-    prepare(directory).close()
-
-
-def test_a_store_that_cannot_be_used_says_so_in_one_line(tmp_path: Path) -> None:
-    with open_store(tmp_path):
-        make_all = apsw.Connection(str(tmp_path / DATABASE))
-        make_all.pragma("user_version", SCHEMA_VERSION + 1)
-        make_all.close()
-    with pytest.raises(StartupError, match="written by a newer one"):
-        prepare(tmp_path)
-    path = tmp_path / DATABASE
-    path.write_bytes(os.urandom(8192))
-    with pytest.raises(StartupError, match="not a database"):
-        prepare(tmp_path)
-    path.unlink()
-    foreign = apsw.Connection(str(path))
-    foreign.execute("CREATE TABLE t (x)")
-    foreign.close()
-    with pytest.raises(StartupError, match="no store of lightserve"):
-        prepare(tmp_path)
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(StartupError, match="--batch-store"):
-        prepare(file)
 
 
 def test_a_line_with_which_the_process_dies_is_found_and_no_other(tmp_path: Path) -> None:

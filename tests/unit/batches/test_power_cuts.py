@@ -25,10 +25,10 @@ from support.batch_store import (
 )
 from support.power_cuts import Disk, Image
 
-from lightserve.batches.access import Store
-from lightserve.batches.database import Database, prepare
+from lightserve.batches.access import Store, prepare
 from lightserve.batches.lines import result_line
 from lightserve.batches.records import LeasedLine, NewResponse, Outcome
+from lightserve.batches.sqlite import SqliteDatabase
 from lightserve.errors import StoreError
 
 TABLES = ("files", "chunks", "batches", "lines", "responses", "stored", "owners")
@@ -145,13 +145,13 @@ def test_whenever_power_is_lost_what_was_acknowledged_is_there(tmp_path: Path) -
 def test_a_store_that_does_not_sync_would_be_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = Database.__init__
+    opened = SqliteDatabase.__init__
 
-    def unsafe(self: Database, *args: Any, **kwargs: Any) -> None:
+    def unsafe(self: SqliteDatabase, *args: Any, **kwargs: Any) -> None:
         opened(self, *args, **kwargs)
         self.rows("PRAGMA synchronous=NORMAL")
 
-    monkeypatch.setattr(Database, "__init__", unsafe)
+    monkeypatch.setattr(SqliteDatabase, "__init__", unsafe)
     assert lost(tmp_path, Disk())
 
 
@@ -166,8 +166,8 @@ def test_an_error_of_the_disk_loses_and_halves_nothing(
         directory, disk = tmp_path / str(number), Disk()
         num_done, has_failed = 0, False
         with disk.mounted():
-            lock = prepare(directory)
-            store = Store(directory)
+            lock = prepare(str(directory))
+            store = Store(str(directory))
             disk.fails_at, disk.failure = disk.num_calls + number, failure
             try:
                 for step in Life(store).steps():

@@ -12,7 +12,7 @@ from support.batch_store import ENDPOINT, NOW_S, client_of, jsonl, line, serving
 from support.fake_router import Setup, eventually, router_status, says
 from support.running_frontend import running_frontend
 
-from lightserve.batches.database import prepare
+from lightserve.batches.access import prepare
 from lightserve.batches.process import _note_counts
 from lightserve.batches.records import CHUNK_BYTES, LeasedLine
 from lightserve.batches.runner import due_in
@@ -54,7 +54,7 @@ def test_lines_share_what_is_left_of_their_window() -> None:
 
 
 def test_a_file_may_be_larger_than_all_bodies_that_arrive(tmp_path: Path) -> None:
-    lock = prepare(tmp_path / "store")
+    lock = prepare(str(tmp_path / "store"))
     data = b"x" * (2 * CHUNK_BYTES + 5)
     part = "--b\r\ncontent-disposition: form-data; name="
     form = f'{part}"purpose"\r\n\r\nbatch\r\n{part}"file"; filename="f"\r\n\r\n'.encode()

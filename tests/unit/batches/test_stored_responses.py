@@ -7,22 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import apsw
 import openai
 import pytest
 from support.batch_store import (
     NOW_S,
     client_of,
-    jsonl,
-    line,
     open_store,
     serving,
-    upload,
     working,
 )
 from support.fake_router import eventually
 
-from lightserve.batches.database import DATABASE, VERSIONS, prepare
 from lightserve.batches.records import NewResponse
 from lightserve.errors import InvalidRequest, StoreError
 from lightserve.frontend.middleware import KeyRing
@@ -30,6 +25,7 @@ from lightserve.frontend.process import create_app
 from lightserve.http_access import ApiKey, digest_of
 from lightserve.types import RequestClass
 
+pytestmark = pytest.mark.usefixtures("both_stores")
 ASKED: dict[str, Any] = {"model": "m", "input": "hi"}
 
 
@@ -344,32 +340,6 @@ def test_a_conversation_has_so_many_responses(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match="at most 1024 responses") as error:
             store.responses.conversation("alice", "r2", NOW_S, max_bytes=10**6)
         assert error.value.code == "context_length_exceeded"
-
-
-def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> None:
-    with open_store(tmp_path) as store:
-        file = upload(store, jsonl([line("a")]))
-    path = tmp_path / DATABASE
-    new = apsw.Connection(str(path))
-    rows = list(new.execute("SELECT * FROM files")), list(new.execute("SELECT * FROM chunks"))
-    application_id = new.pragma("application_id")
-    new.close()
-    path.unlink()
-    old = apsw.Connection(str(path))
-    old.execute(VERSIONS[0])
-    for table, found in zip(("files", "chunks"), rows, strict=True):
-        for row in found:
-            old.execute(f"INSERT INTO {table} VALUES ({','.join('?' * len(row))})", row)
-    old.pragma("application_id", application_id)
-    old.pragma("user_version", 1)
-    old.close()
-    prepare(tmp_path).close()
-    with open_store(tmp_path) as store:
-        assert store.files.get("alice", file.id, NOW_S) == file
-        stored = store.database.rows("SELECT * FROM stored")
-        assert stored == [("alice", file.num_bytes)]
-        store.files.delete("alice", file.id, NOW_S)
-        assert store.database.rows("SELECT * FROM stored") == [("alice", 0)]
 
 
 def test_without_a_store_nothing_is_promised(tmp_path: Path) -> None:

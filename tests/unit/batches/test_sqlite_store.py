@@ -1,0 +1,115 @@
+"""What is SQLite's own of a batch store: its directory, and stores that are none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import apsw
+import pytest
+from support.batch_store import KEY, NOW_S, jsonl, line, make_batch, new_batch, open_store, upload
+
+from lightserve.batches.access import Store, prepare
+from lightserve.batches.records import LeasedLine, Outcome
+from lightserve.batches.schema import SCHEMA_VERSION, VERSIONS
+from lightserve.batches.sqlite import DATABASE
+from lightserve.errors import StartupError, StoreError
+
+
+def lease(store: Store, epoch: int) -> list[LeasedLine]:
+    return store.jobs.lease("north", epoch, NOW_S, lease_s=30.0, max_lines=1, max_bytes=10**6)
+
+
+def test_a_store_is_private_and_has_one_server(tmp_path: Path) -> None:
+    directory = tmp_path / "a" / "store"
+    with open_store(directory) as store:
+        upload(store, b"x")
+        assert directory.stat().st_mode & 0o777 == 0o700
+        assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o600}
+        assert len(list(directory.iterdir())) == 4  # the lock, and SQLite's three
+        with pytest.raises(StartupError, match="another server uses it"):
+            prepare(str(directory))
+        assert store.database.value("PRAGMA synchronous") == 2
+        assert store.database.value("PRAGMA journal_mode") == "wal"
+    prepare(str(directory)).close()
+
+
+def test_a_store_that_cannot_be_used_says_so_in_one_line(tmp_path: Path) -> None:
+    with open_store(tmp_path):
+        make_all = apsw.Connection(str(tmp_path / DATABASE))
+        make_all.pragma("user_version", SCHEMA_VERSION + 1)
+        make_all.close()
+    with pytest.raises(StartupError, match="written by a newer one"):
+        prepare(str(tmp_path))
+    path = tmp_path / DATABASE
+    path.write_bytes(os.urandom(8192))
+    with pytest.raises(StartupError, match="not a database"):
+        prepare(str(tmp_path))
+    path.unlink()
+    foreign = apsw.Connection(str(path))
+    foreign.execute("CREATE TABLE t (x)")
+    foreign.close()
+    with pytest.raises(StartupError, match="no store of lightserve"):
+        prepare(str(tmp_path))
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(StartupError, match="--batch-store"):
+        prepare(str(file))
+
+
+def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        file = upload(store, jsonl([line("a")]))
+    path = tmp_path / DATABASE
+    new = apsw.Connection(str(path))
+    rows = list(new.execute("SELECT * FROM files")), list(new.execute("SELECT * FROM chunks"))
+    application_id = new.pragma("application_id")
+    new.close()
+    path.unlink()
+    old = apsw.Connection(str(path))
+    old.execute(VERSIONS[0])
+    for table, found in zip(("files", "chunks"), rows, strict=True):
+        for row in found:
+            old.execute(f"INSERT INTO {table} VALUES ({','.join('?' * len(row))})", row)
+    old.pragma("application_id", application_id)
+    old.pragma("user_version", 1)
+    old.close()
+    prepare(str(tmp_path)).close()
+    with open_store(tmp_path) as store:
+        assert store.files.get("alice", file.id, NOW_S) == file
+        stored = store.database.rows("SELECT * FROM stored")
+        assert stored == [("alice", file.num_bytes)]
+        store.files.delete("alice", file.id, NOW_S)
+        assert store.database.rows("SELECT * FROM stored") == [("alice", 0)]
+
+
+def test_little_space_is_left_to_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is added and nothing begun until there is twice the least; results are taken in."""
+    with open_store(tmp_path, min_free_bytes=1000) as store:
+        batch = make_batch(store, 2)
+        file = store.files.get(KEY, batch.input_file_id, NOW_S)
+        epoch = store.jobs.begin("north", NOW_S)
+        (held,) = lease(store, epoch)
+        free = [999]
+        monkeypatch.setattr(
+            "lightserve.batches.sqlite.os.statvfs",
+            lambda path: SimpleNamespace(f_bavail=free[0], f_frsize=1),
+        )
+        for free[0] in (999, 1999):
+            assert lease(store, epoch) == []
+            for add in (
+                lambda: store.files.begin(KEY, NOW_S),
+                lambda: store.jobs.create(new_batch(file), [], NOW_S),
+            ):
+                with pytest.raises(StoreError, match="less than 1000 bytes") as error:
+                    add()
+                assert error.value.is_full
+        outcome = Outcome(batch=held.batch, number=held.number, result=b"{}")
+        assert store.jobs.settle("north", epoch, [outcome], NOW_S) == 0
+        free[0] = 2000
+        assert len(lease(store, epoch)) == 1
+        free[0] = 1001
+        store.files.begin(KEY, NOW_S)
