@@ -146,6 +146,20 @@ _LEFT = (
 )
 
 
+class Due(NamedTuple):
+    """A batch in progress, without anything that its client has written."""
+
+    id: str
+    endpoint: str
+    num_lines: int
+    num_done: int
+    num_failed: int
+    promised_s: int
+    """When its window ends."""
+    forecast: Forecast | None
+    """None: nothing is known yet."""
+
+
 class Forecasts:
     """What the store knows of the pace, and what follows for its batches."""
 
@@ -226,6 +240,16 @@ class Forecasts:
             )
             for work in works
         }
+
+    def next_due(self, num_most: int, now_s: float) -> list[Due]:
+        """Return the batches in progress whose windows end first, of all keys."""
+        rows = self._db.rows(
+            "SELECT number, id, endpoint, num_lines, num_done, num_failed, expires_s FROM batches"
+            " WHERE status = 'in_progress' AND response IS NULL ORDER BY expires_s, number LIMIT ?",
+            num_most,
+        )
+        found = self.all(now_s) if rows else {}
+        return [Due._make([*values, found.get(number)]) for number, *values in rows]
 
     def _works(self, pace: Pace) -> list[Work]:
         rows: list[Any] = self._db.rows(f"SELECT {_LEFT} FROM batches WHERE status = 'in_progress'")

@@ -243,7 +243,7 @@ def debug_router(service: Service) -> APIRouter:
             raise InvalidRequest(
                 f"the query parameter {show(name)} is not supported", code=UNKNOWN_PARAMETER
             )
-        pool = await service.router.describe_kv()
+        pool = (await service.router.describe_kv()).pool
         return StreamingResponse(_json(pool), media_type="application/json")
 
     return router

@@ -68,7 +68,7 @@ class Access(Enum):
 
 
 ROUTE_ACCESS: Mapping[str, Access] = {
-    **dict.fromkeys(("/livez", "/readyz", "/health"), Access.OPEN),
+    **dict.fromkeys(("/livez", "/readyz", "/health", "/dashboard"), Access.OPEN),
     **dict.fromkeys(
         (
             *("/", "/version", "/openapi.json", "/docs", "/docs/oauth2-redirect"),
@@ -83,7 +83,7 @@ ROUTE_ACCESS: Mapping[str, Access] = {
         ),
         Access.CLIENT,
     ),
-    **dict.fromkeys(("/metrics", "/load", "/debug/kv"), Access.OPERATOR),
+    **dict.fromkeys(("/metrics", "/load", "/debug/kv", "/dashboard/events"), Access.OPERATOR),
     OTHER: Access.CLIENT,  # there is nothing, which is all that it says
 }
 

@@ -266,7 +266,7 @@ class GenerateAnswer(StrictModel):
 
 _REF = "#/components/schemas/{model}"
 _JSON, _SSE, _TEXT = "application/json", "text/event-stream", "text/plain"
-_BYTES = "application/octet-stream"
+_HTML, _BYTES = "text/html", "application/octet-stream"
 _EVENTS = {"description": "Server-sent events; `docs/api.md` says of what kinds."}
 _OBJECT = {"type": "object"}
 
@@ -398,6 +398,8 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/load"): Operation(errors=(503,)),
     ("get", "/metrics"): Operation(content=(_TEXT,), errors=(503,)),
     ("get", "/version"): Operation(),
+    ("get", "/dashboard"): Operation(content=(_HTML,)),
+    ("get", "/dashboard/events"): Operation(content=(_SSE,), errors=(503,)),
     ("get", "/debug/kv"): Operation(answers=KVMapObject, errors=(400, 429, 503, 504)),
 }
 

@@ -30,6 +30,7 @@ from lightserve.errors import ChannelFull, InvalidRequest
 from lightserve.frontend.admin import debug_router, operations_router, tokens_router
 from lightserve.frontend.anthropic.messages import messages_router
 from lightserve.frontend.connections import connection_table
+from lightserve.frontend.dashboard import dashboard_router, picture_of
 from lightserve.frontend.errors import ClientGone, RequestFailed, draining, error_response
 from lightserve.frontend.http_server import HttpServer
 from lightserve.frontend.load_report import LoadReport
@@ -57,6 +58,8 @@ from lightserve.messages.supervision import (
     MetricsSnapshot,
     MetricsText,
     NewApiKeys,
+    Picture,
+    PictureRequest,
     RouterDown,
     RouterUp,
     SupervisorMessage,
@@ -107,6 +110,7 @@ def _routers(service: Service) -> list[APIRouter]:
         tokens_router(service),
         operations_router(service),
         debug_router(service),
+        dashboard_router(service),
     ]
 
 
@@ -198,7 +202,7 @@ async def _serve(
     if spec.config.ssl_certfile:
         tls = server_context(spec.config.ssl_certfile, spec.config.ssl_keyfile)
     control = connect_control()
-    service.observation.scrapes.attach(control.send)
+    service.observation.attach(control.send)
     with socket.socket(fileno=spec.listen_fd) as listener:
         server = HttpServer(create_app(service, keys), table, tls)
         frontend = Frontend(spec, service, control, server, keys)
@@ -242,6 +246,7 @@ class Frontend:
         self._is_serving_unsaid = False
         self._router_task: asyncio.Task[None] | None = None
         self._drain_task: asyncio.Task[None] | None = None
+        self._picture_task: asyncio.Task[None] | None = None
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def serve(self, server: Coroutine[None, None, None]) -> None:
@@ -259,6 +264,7 @@ class Frontend:
             await _cancel(following)
             await _cancel(beating)
             await _cancel(self._drain_task)
+            await _cancel(self._picture_task)
             await self._leave_router()
 
     # ------------------------------------------------------------------ supervisor
@@ -278,7 +284,11 @@ class Frontend:
             elif isinstance(message, NewApiKeys):
                 self._keys.keys = tuple(message.keys)
             elif isinstance(message, MetricsText):
-                self._service.observation.scrapes.on_text(message)
+                self._service.observation.on_text(message)
+            elif isinstance(message, PictureRequest):
+                if self._picture_task is None or self._picture_task.done():
+                    self._picture_task = asyncio.create_task(self._send_picture())
+                    self._picture_task.add_done_callback(self._note_failure)
             elif isinstance(message, Drain) and self._drain_task is None:
                 self._drain_task = asyncio.create_task(self._drain(message.timeout_s))
                 self._drain_task.add_done_callback(self._note_failure)
@@ -309,6 +319,12 @@ class Frontend:
             num_rejected_frames=num_rejected,
             num_sessions_lost=self._num_sessions_lost,
         )
+
+    async def _send_picture(self) -> None:
+        """Tell the supervisor what its dashboard draws besides metrics."""
+        if (picture := await picture_of(self._service)) is not None:
+            with contextlib.suppress(ChannelFull):
+                self._control.send(Picture(text=picture))
 
     async def _drain(self, timeout_s: float) -> None:
         """Take nothing new, let requests in flight end, then end the process."""

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -54,6 +55,7 @@ from lightserve.messages.frontend_router import (
     RouterStatus,
     RouterWelcome,
     SentSoFar,
+    StepNote,
     Submit,
     TokenDelta,
 )
@@ -126,14 +128,22 @@ def _on_status(connection: _Connection, status: RouterStatus) -> None:
 ANSWER_TIMEOUT_S = 5.0
 
 
+class PoolNow(NamedTuple):
+    """What the router says of the present, when it is asked."""
+
+    pool: KVPool
+    steps: list[StepNote]
+    """The last ones, if it was asked for them a moment ago as well."""
+
+
 class KVQuery:
     """Asks; askers at the same time share one answer, so that they cost the router one map."""
 
     def __init__(self) -> None:
         self._number = 0
-        self._pending: asyncio.Future[KVPool] | None = None
+        self._pending: asyncio.Future[PoolNow] | None = None
 
-    async def ask(self, send: Callable[[DescribeKV], None]) -> KVPool:
+    async def ask(self, send: Callable[[DescribeKV], None]) -> PoolNow:
         """Return the pool as it is now.
 
         Raises:
@@ -160,7 +170,7 @@ class KVQuery:
         if message.pool is None:
             self.fail(not_ready())
         else:
-            self._pending.set_result(message.pool)
+            self._pending.set_result(PoolNow(message.pool, message.steps))
             self._pending = None
 
     def fail(self, failure: RequestFailed) -> None:
@@ -169,7 +179,7 @@ class KVQuery:
             self._pending.set_exception(failure)
             self._pending = None
 
-    def _send(self, send: Callable[[DescribeKV], None]) -> asyncio.Future[KVPool]:
+    def _send(self, send: Callable[[DescribeKV], None]) -> asyncio.Future[PoolNow]:
         self._number += 1
         try:
             send(DescribeKV(query_id=self._number))
@@ -251,8 +261,8 @@ class RouterClient:
             raise not_ready()
         return self._connection
 
-    async def describe_kv(self) -> KVPool:
-        """Return what the slots of the KV pool are for, as the router sees it.
+    async def describe_kv(self) -> PoolNow:
+        """Return what the slots of the KV pool are for, as the router sees it, and its last steps.
 
         Raises:
             RequestFailed: there is no ready router, it is lost meanwhile or does not answer.

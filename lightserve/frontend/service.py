@@ -49,7 +49,9 @@ SCRAPE_TIMEOUT_S = 2.0
 class Scrapes:
     """Asks the supervisor for all metrics; askers at the same time share one answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_dashboard: bool = False) -> None:
+        """`is_dashboard`: those that the dashboard draws, in its form."""
+        self._is_dashboard = is_dashboard
         self._send: Callable[[MetricsRequest], None] | None = None
         self._number = 0
         self._pending: asyncio.Future[MetricsText] | None = None
@@ -80,7 +82,7 @@ class Scrapes:
             raise _no_answer()
         self._number += 1
         try:
-            self._send(MetricsRequest(number=self._number))
+            self._send(MetricsRequest(number=self._number, is_dashboard=self._is_dashboard))
         except ChannelFull:
             raise _no_answer() from None
         self._pending = asyncio.get_running_loop().create_future()
@@ -100,10 +102,20 @@ class Observation:
         self.recorder = Recorder()
         self.requests = FrontendMetrics(self.recorder)
         self.scrapes = Scrapes()
+        self.figures = Scrapes(is_dashboard=True)
         self.before_snapshot: Callable[[], None] | None = None
         """Brings figures up to date."""
         self.rejects: Counter[str] = Counter()
         """Requests and connections refused before any route, by error code."""
+
+    def attach(self, send: Callable[[MetricsRequest], None]) -> None:
+        """Use this way to the supervisor."""
+        self.scrapes.attach(send)
+        self.figures.attach(send)
+
+    def on_text(self, message: MetricsText) -> None:
+        """Take in an answer of the supervisor."""
+        (self.figures if message.is_dashboard else self.scrapes).on_text(message)
 
     def open_store(self, config: ServeConfig) -> StoreThread:
         """Return the batch store, whose calls are counted."""

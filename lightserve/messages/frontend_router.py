@@ -40,6 +40,7 @@ from lightserve.types import (
     RequestClass,
     RequestId,
     SamplingParams,
+    StepId,
 )
 
 MAX_UNACKNOWLEDGED_TOKENS = 16
@@ -329,12 +330,37 @@ class KVPool(msgspec.Struct, frozen=True, kw_only=True):
     """None: more than MAX_SLOTS_BYTES, which takes a fragmented pool of over 15 million slots."""
 
 
+class StepNote(msgspec.Struct, frozen=True, kw_only=True):
+    """A step in short; of each class, what it has none of is left out."""
+
+    step_id: StepId
+    age_s: float
+    """Since it was sent."""
+    predicted_s: float
+    limit_s: float | None
+    """The policy's time limit, if it set one."""
+    exec_s: float | None
+    """None: it still runs."""
+    num_requests: dict[RequestClass, int]
+    """That advance."""
+    num_tokens: dict[RequestClass, int]
+    """That they compute."""
+    num_paused: int
+    num_preempted: int
+    left_out: dict[RequestClass, dict[str, int]]
+    """Requests that were considered and left out, by reason."""
+    unseen: dict[RequestClass, dict[str, int]]
+    """Requests that were not considered, by what had stopped the search."""
+
+
 class KVMap(Message, frozen=True):
     """From the router: the answer to `DescribeKV`."""
 
     query_id: int
     pool: KVPool | None
     """None: there are no workers."""
+    steps: list[StepNote] = msgspec.field(default_factory=list)
+    """The last ones, oldest first; noted only for some seconds after such a question."""
 
 
 def pack_kinds(kinds: UInt8Array) -> PackedKinds | None:

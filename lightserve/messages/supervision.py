@@ -41,14 +41,27 @@ class MetricsRequest(Message, frozen=True):
     """From a frontend: answer with `MetricsText`."""
 
     number: int
+    is_dashboard: bool = False
 
 
 class MetricsText(Message, frozen=True):
-    """To the frontend that asked: all metrics of the server in Prometheus's text format."""
+    """To the frontend that asked: all metrics of the server in Prometheus's text format, or those
+    that the dashboard draws in JSON."""
 
     number: int
     text: bytes
     content_type: str
+    is_dashboard: bool = False
+
+
+class PictureRequest(Message, frozen=True):
+    """To a frontend: answer with `Picture`."""
+
+
+class Picture(Message, frozen=True):
+    """From a frontend: what the dashboard draws besides metrics, in JSON."""
+
+    text: bytes
 
 
 class Role(StrEnum):
@@ -98,6 +111,7 @@ ChildMessage = (
     | Heartbeat
     | MetricsSnapshot
     | MetricsRequest
+    | Picture
 )
 
 
@@ -139,7 +153,14 @@ class NewApiKeys(Message, frozen=True):
 
 
 SupervisorMessage = (
-    RouterUp | RouterDown | Drain | FrontendLost | WorkersLost | NewApiKeys | MetricsText
+    RouterUp
+    | RouterDown
+    | Drain
+    | FrontendLost
+    | WorkersLost
+    | NewApiKeys
+    | MetricsText
+    | PictureRequest
 )
 
 

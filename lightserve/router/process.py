@@ -73,6 +73,7 @@ from lightserve.router.from_submit import check_submit
 from lightserve.router.kv.block_events import AllBlocksCleared
 from lightserve.router.kv_publisher import KVPublisher
 from lightserve.router.metrics import RouterMetrics
+from lightserve.router.recent_steps import RecentSteps
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.types import FinishReason, FrontendId
@@ -248,6 +249,7 @@ class RouterProcess:
         self._num_refused = 0
         """Messages that were read, but must not be followed."""
         self._metrics = RouterMetrics(Recorder())
+        self._recent = RecentSteps()
         self._turns = TurnClock(self._metrics.recorder, f"{spec.role}-{spec.index}")
 
     def serve(self) -> None:
@@ -292,6 +294,7 @@ class RouterProcess:
             return float("inf") if step.at_s is None else step.at_s
         now_s = time.monotonic()
         self._metrics.on_commit(step, now_s)
+        self._recent.on_commit(step, now_s)
         plan = self._calls.commit(step, now_s)
         self._workers.send_to_all(map(_worker_name, range(self._spec.config.tp)), plan)
         return now_s
@@ -320,6 +323,7 @@ class RouterProcess:
             self._ask_for_new_workers(0.0)
             return
         self._metrics.on_result(result, num_used_slots)
+        self._recent.on_result(result.step_id, result.exec_s)
         self._deliver(news)
         if self._publisher is not None:
             self._publisher.publish(self.core.take_kv_events(), now_s=time.time())
@@ -398,7 +402,8 @@ class RouterProcess:
             return
         session.num_received += 1
         if isinstance(message, DescribeKV):
-            answer = KVMap(query_id=message.query_id, pool=self.core.kv_map())
+            steps = self._recent.tell(time.monotonic())
+            answer = KVMap(query_id=message.query_id, pool=self.core.kv_map(), steps=steps)
             self._send(frontend_id, answer)
             return
         if isinstance(message, Submit) and not self._is_legal(peer, frontend_id, message):

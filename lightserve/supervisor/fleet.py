@@ -42,6 +42,8 @@ from lightserve.messages.supervision import (
     MetricsRequest,
     MetricsSnapshot,
     NewApiKeys,
+    Picture,
+    PictureRequest,
     Role,
     RouterDown,
     RouterUp,
@@ -180,6 +182,13 @@ class Fleet:
         for frontend in self._frontends.values():
             frontend.send(NewApiKeys(keys=list(api_keys)))
 
+    def ask_for_picture(self) -> None:
+        """Have a frontend tell what the dashboard draws; no effect if none takes requests."""
+        for frontend in self._frontends.values():
+            if frontend.is_serving and frontend.spec.role is Role.FRONTEND:
+                frontend.send(PictureRequest())
+                return
+
     def kill_all(self) -> None:
         """Kill and reap every child."""
         for child in self.children:
@@ -209,6 +218,8 @@ class Fleet:
                 self._on_snapshot(child, samples)
             case MetricsRequest():
                 child.send(self._metrics.answer(message))
+            case Picture(text=text):
+                self._metrics.on_picture(text)
             case WorkersStalled(incarnation=incarnation, stalled_s=stalled_s):
                 if incarnation == self._incarnation:
                     self._on_stall(stalled_s)

@@ -25,7 +25,8 @@ from lightserve.http_access import read_api_keys
 from lightserve.logs import one_line, setup_logging
 from lightserve.messages.supervision import LATE_TIMEOUT_S, ChildMessage, SupervisorMessage
 from lightserve.supervisor.fleet import SILENCE_TIMEOUT_S, Fleet, Phase
-from lightserve.supervisor.metrics import MetricsListener, ServerMetrics
+from lightserve.supervisor.metrics import ServerMetrics
+from lightserve.supervisor.metrics_listener import MetricsListener
 from lightserve.supervisor.spawn import CHILD_COMMAND, Child, RunDir, Spawner, SpecWriter
 from lightserve.supervisor.startup import (
     bind_port,
@@ -221,6 +222,8 @@ class _Loop:
                     fleet.on_exit(child)
             fleet.check_deadlines(time.monotonic())
             self._metrics.sample(fleet.children, self._hub.num_rejected, time.monotonic())
+            if self._metrics.wants_picture(time.monotonic()):
+                fleet.ask_for_picture()
             if fleet.phase is Phase.SERVING and not has_greeted:
                 has_greeted = True
                 print_banner(self._config, self._port)

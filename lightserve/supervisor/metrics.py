@@ -1,17 +1,12 @@
-"""The supervisor's share of metrics: the sum over all processes, its own figures, GET /metrics."""
+"""The supervisor's share of metrics: the sum over all processes, and its own figures."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import platform
-import socket
-import ssl
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from http import HTTPStatus
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,8 +25,10 @@ from prometheus_client.utils import floatToGoString
 
 import lightserve
 from lightserve.config import ServeConfig
-from lightserve.errors import ProtocolError, StartupError
-from lightserve.http_access import ApiKey, bearer_key, find_key, is_loopback, names_machine
+from lightserve.dashboard.feed import FAMILIES as DASHBOARD_FAMILIES
+from lightserve.dashboard.feed import encode_figures, encode_tick
+from lightserve.errors import ProtocolError
+from lightserve.http_access import ApiKey
 from lightserve.logs import num_dropped_lines
 from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.supervision import MetricSample, MetricsRequest, MetricsText, Role
@@ -56,17 +53,13 @@ from lightserve.metrics.recording import (
     Recorder,
 )
 from lightserve.supervisor.spawn import num_frontends
-from lightserve.supervisor.startup import base_url
-from lightserve.tls import server_context
 
 if TYPE_CHECKING:
     from lightserve.supervisor.spawn import Child
 
 SAMPLE_INTERVAL_S = 1.0
-MAX_SCRAPES = 32
-"""Connections to the metrics port that are open at once."""
-SCRAPE_TIMEOUT_S = 5.0
-_MAX_HEAD_BYTES = 16 * 1024
+WATCH_S = 5.0
+"""Age at which a picture for the dashboard is too old, and how long after a tick one is wanted."""
 
 _OWN = "supervisor"
 
@@ -83,6 +76,9 @@ class ServerMetrics:
         self._registry = make_registry(self._ledger, config.model_name)
         self._rendered = (-1, b"")
         """What was rendered last, and of which version of the ledger."""
+        self._picture = (float("-inf"), b"")
+        """The last one, and when it came."""
+        self._watched_until_s = self._next_picture_s = float("-inf")
         self._describe(config)
 
     def on_snapshot(self, source: str, samples: Sequence[MetricSample]) -> None:
@@ -112,7 +108,14 @@ class ServerMetrics:
         self._ledger.update(_OWN, self._recorder.snapshot())
 
     def answer(self, request: MetricsRequest) -> MetricsText:
-        """Return all metrics in the text format."""
+        """Return all metrics in the text format, or those of the dashboard."""
+        if request.is_dashboard:
+            return MetricsText(
+                number=request.number,
+                text=self._figures(),
+                content_type="application/json",
+                is_dashboard=True,
+            )
         return MetricsText(number=request.number, text=self.text(), content_type=CONTENT_TYPE)
 
     def text(self) -> bytes:
@@ -123,6 +126,35 @@ class ServerMetrics:
             text = render(self._registry)
             self._rendered = version, text
         return text
+
+    def dashboard_tick(self) -> bytes:
+        """Return the data of a tick, and let pictures be asked for while ticks are."""
+        now_s = time.monotonic()
+        self._watched_until_s = now_s + WATCH_S
+        taken_s, picture = self._picture
+        return encode_tick(self._figures(), picture if now_s - taken_s < WATCH_S else None)
+
+    def wants_picture(self, now_s: float) -> bool:
+        """Whether a frontend is to be asked for one now."""
+        if now_s >= self._watched_until_s or now_s < self._next_picture_s:
+            return False
+        self._next_picture_s = now_s + SAMPLE_INTERVAL_S
+        return True
+
+    def on_picture(self, text: bytes) -> None:
+        """Take in what a frontend says of pool, steps and batches."""
+        self._picture = time.monotonic(), text
+
+    def _figures(self) -> bytes:
+        """Return the families that the dashboard draws, as JSON."""
+        drawn = {family.name for family in DASHBOARD_FAMILIES}
+        return encode_figures(
+            {
+                family.name: {",".join(labels): values for labels, values in series}
+                for family, series in self._ledger.totals()
+                if family.name in drawn
+            }
+        )
 
     def _sample_process(self, source: str, name: str, pid: int) -> None:
         if (usage := read_usage(pid)) is None:
@@ -150,170 +182,6 @@ class ServerMetrics:
 
 def _process_source(source: str) -> str:
     return f"{source} process"
-
-
-class MetricsListener:
-    """GET /metrics on --metrics-host and --metrics-port, in a thread of its own.
-
-    On a loopback address the Host header must name it; on others an operator's key is needed,
-    unless the server has none. A scrape has SCRAPE_TIMEOUT_S, from the connection to its last byte,
-    and where MAX_SCRAPES are open the oldest makes room, so that slow clients hold up no other.
-    """
-
-    def __init__(self, config: ServeConfig) -> None:
-        """Take the port, without answering yet. Raises StartupError, naming flag and value."""
-        self._config = config
-        self._tls: ssl.SSLContext | None = None
-        if config.ssl_certfile and not is_loopback(config.metrics_host):  # no key in the open
-            self._tls = server_context(config.ssl_certfile, config.ssl_keyfile)
-        self._open: dict[asyncio.StreamWriter, None] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        try:
-            self._socket = _bound_socket(config.metrics_host, config.metrics_port)
-        except (OSError, UnicodeError) as error:
-            raise self._port_error(error) from error
-
-    @property
-    def url(self) -> str:
-        """Where metrics are."""
-        host, port = self._socket.getsockname()[:2]
-        scheme = "http" if self._tls is None else "https"
-        return f"{base_url(str(host), port, scheme=scheme)}/metrics"
-
-    def start(self, metrics: ServerMetrics) -> None:
-        """Begin to answer. Raises StartupError: another server was faster, or no thread is left."""
-        self._metrics = metrics
-        try:
-            self._socket.listen()
-        except OSError as error:
-            raise self._port_error(error) from error
-        started = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=[started], name="metrics")
-        self._thread.daemon = True
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            raise StartupError(f"metrics: {error} (see ulimit -u and the pids limit)") from error
-        started.wait()
-
-    def close(self) -> None:
-        """Give the port back."""
-        if self._loop is not None and self._thread is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended
-                self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join()
-        self._socket.close()
-
-    def _run(self, started: threading.Event) -> None:
-        try:
-            asyncio.run(self._serve(started))
-        finally:
-            started.set()
-
-    async def _serve(self, started: threading.Event) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        server = await asyncio.start_server(
-            self._answer,
-            sock=self._socket,
-            ssl=self._tls,
-            ssl_handshake_timeout=None if self._tls is None else SCRAPE_TIMEOUT_S,
-            limit=_MAX_HEAD_BYTES,
-            backlog=MAX_SCRAPES,
-        )
-        started.set()
-        await self._stop.wait()
-        server.close()
-        for writer in list(self._open):
-            writer.transport.abort()
-        while self._open:
-            await asyncio.sleep(0)  # each learns of it by itself: cancelled ones would be logged
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request of a connection."""
-        if len(self._open) >= MAX_SCRAPES:
-            oldest = next(iter(self._open))
-            del self._open[oldest]  # at once: in one turn of the loop there may come many
-            oldest.transport.abort()
-        self._open[writer] = None
-        try:
-            async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-                writer.write(self._respond(await reader.readuntil(b"\r\n\r\n")))
-                await writer.drain()
-                writer.write_eof() if writer.can_write_eof() else writer.close()
-                await reader.read(1)  # until the client has read it; closing could destroy it
-        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # a client that is slow, or gone
-        finally:
-            self._open.pop(writer, None)
-            writer.transport.abort()
-
-    def _respond(self, head: bytes) -> bytes:
-        """Return the whole answer to the head of a request."""
-        line, *lines = head.split(b"\r\n")
-        method, _, rest = line.partition(b" ")
-        path = rest.partition(b" ")[0].partition(b"?")[0]
-        headers: dict[bytes, list[bytes]] = {}
-        for header in lines:
-            name, _, value = header.partition(b":")
-            headers.setdefault(name.strip().lower(), []).append(value.strip())
-        status, why = self._judge(headers)
-        if status != 200:
-            return _message(status, f"{why}\n".encode(), method)
-        if path != b"/metrics":
-            return _message(404, b"metrics are at /metrics\n", method)
-        if method not in (b"GET", b"HEAD"):
-            return _message(405, b"GET and HEAD are answered\n", method)
-        return _message(200, self._metrics.text(), method, CONTENT_TYPE)
-
-    def _judge(self, headers: Mapping[bytes, list[bytes]]) -> tuple[int, str]:
-        """Return status and reason of a refusal, status 200 if there is none."""
-        config = self._config
-        if config.metrics_need_key:
-            (given,) = values if len(values := headers.get(b"authorization", [])) == 1 else [b""]
-            key = find_key(self._metrics.keys, bearer_key(given))
-            if key is None:
-                return 401, "a valid API key is needed: Authorization: Bearer KEY"
-            if not key.is_admin:
-                return 403, "metrics need the key of an operator"
-        elif is_loopback(config.metrics_host):
-            (host,) = values if len(values := headers.get(b"host", [])) == 1 else [b""]
-            if not names_machine(host, {config.metrics_host.lower()}):
-                return 421, "the Host header must name this machine"
-        return 200, ""
-
-    def _port_error(self, error: OSError | UnicodeError) -> StartupError:
-        reason = error.strerror if isinstance(error, OSError) else None
-        return StartupError(
-            f"cannot listen on --metrics-host {self._config.metrics_host} --metrics-port"
-            f" {self._config.metrics_port}: {reason or error} (take another, or -1 for none)"
-        )
-
-
-def _bound_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that has the port and shares it with no other."""
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    bound = socket.socket(family, kind, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError:
-        bound.close()
-        raise
-    return bound
-
-
-def _message(status: int, body: bytes, method: bytes, kind: str = "text/plain") -> bytes:
-    """Return a response after which the connection ends."""
-    head = (
-        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: {kind}\r\n"
-        f"content-length: {len(body)}\r\nconnection: close\r\n"
-    )
-    if status == 401:
-        head += "www-authenticate: Bearer\r\n"
-    return f"{head}\r\n".encode() + (b"" if method == b"HEAD" else body)
 
 
 # ----------------------------------------------------------------------

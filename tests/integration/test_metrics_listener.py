@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -12,11 +13,13 @@ import httpx
 import pytest
 
 from lightserve.config import ServeConfig
+from lightserve.dashboard.feed import MAX_VIEWERS
 from lightserve.errors import ConfigError, StartupError
 from lightserve.http_access import ApiKey, digest_of
 from lightserve.messages.supervision import MetricSample, MetricsRequest, Role
 from lightserve.metrics.catalogue import STEPS
-from lightserve.supervisor.metrics import MAX_SCRAPES, MetricsListener, ServerMetrics, render
+from lightserve.supervisor.metrics import ServerMetrics, render
+from lightserve.supervisor.metrics_listener import MAX_SCRAPES, MetricsListener
 
 
 @contextmanager
@@ -101,7 +104,7 @@ def test_a_crowd_in_one_turn_of_the_loop_is_bounded_too(capfd: pytest.CaptureFix
 
 def test_a_scrape_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the connection to the last byte, not from one byte to the next."""
-    monkeypatch.setattr("lightserve.supervisor.metrics.SCRAPE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("lightserve.supervisor.metrics_listener.SCRAPE_TIMEOUT_S", 0.3)
     with listening() as (url, _):
         parsed = httpx.URL(url)
         assert parsed.port is not None
@@ -214,3 +217,96 @@ def test_two_that_start_at_the_same_moment_do_not_share_a_port() -> None:
 def test_an_address_that_is_not_ours_is_named(host: str) -> None:
     with pytest.raises(StartupError, match=f"--metrics-host {host}"):
         MetricsListener(ServeConfig(metrics_host=host, metrics_port=0, insecure_no_auth=True))
+
+
+# The dashboard on this port.
+
+
+@contextmanager
+def viewer(url: str, **headers: str) -> Iterator[Iterator[str]]:
+    """The lines of the dashboard's events."""
+    address = url.replace("/metrics", "/dashboard/events")
+    with httpx.stream("GET", address, headers=headers, timeout=60.0) as answer:
+        assert answer.status_code == 200
+        yield answer.iter_lines()
+
+
+def _until(lines: Iterator[str], start: str) -> str:
+    return next(line for line in lines if line.startswith(start))
+
+
+def test_the_dashboard_is_here_too() -> None:
+    with listening() as (url, metrics):
+        page = httpx.get(url.replace("/metrics", "/dashboard"), timeout=60.0)
+        assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+        assert "content-security-policy" in page.headers
+        assert "a model" not in page.text
+        metrics.on_snapshot("router", [MetricSample(STEPS.name, [], [3.0])])
+        now_s = time.monotonic()
+        assert not metrics.wants_picture(now_s)
+        with viewer(url) as lines:
+            assert '"model":"a model"' in _until(lines, "data: ")
+            tick = json.loads(_until(lines, 'data: {"figures"').removeprefix("data: "))
+            assert tick["figures"]["families"]["lightserve_steps_total"] == {"": [3.0]}
+            assert tick["picture"] is None
+            assert metrics.wants_picture(time.monotonic())
+            assert not metrics.wants_picture(time.monotonic()), "one a second"
+            metrics.on_picture(b'{"pool":null}')
+            tick = json.loads(_until(lines, 'data: {"figures"').removeprefix("data: "))
+            assert tick["picture"] == {"pool": None}
+        head = httpx.head(url.replace("/metrics", "/dashboard/events"), timeout=60.0)
+        assert head.status_code == 200
+
+
+def test_viewers_are_bounded_and_delay_no_scrape() -> None:
+    """Whether they read or not; nor do scrapes make room by ending views."""
+    with ExitStack() as stack, listening() as (url, _):
+        address = url.replace("/metrics", "/dashboard/events")
+        first = stack.enter_context(viewer(url))
+        _until(first, "event: tick")
+        parsed = httpx.URL(url)
+        assert parsed.port is not None
+        for _ in range(MAX_VIEWERS - 1):
+            deaf = stack.enter_context(socket.create_connection((parsed.host, parsed.port)))
+            deaf.sendall(b"GET /dashboard/events HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            deaf.settimeout(60.0)
+            assert deaf.recv(12) == b"HTTP/1.1 200"
+        answer = httpx.get(address, timeout=60.0)
+        assert (answer.status_code, answer.text[:13]) == (503, "as many look ")
+        for _ in range(2 * MAX_SCRAPES):
+            assert httpx.get(url, timeout=60.0).status_code == 200
+        _until(first, "event: tick")
+
+
+def test_who_may_look() -> None:
+    keys = [ApiKey("alice", digest_of(b"alices-key")), ApiKey("ops", digest_of(b"ops-key"), True)]
+    config = ServeConfig(metrics_port=0, api_key_file="keys")
+    with closing(MetricsListener(config)) as listener:
+        listener.start(ServerMetrics(config, keys))
+        url = listener.url
+        page, address = (
+            url.replace("/metrics", path) for path in ("/dashboard", "/dashboard/events")
+        )
+        assert httpx.get(page, timeout=60.0).status_code == 200
+        assert httpx.get(url, timeout=60.0).status_code == 200, "as before, on a loopback address"
+        for key, status in (("", 401), ("wrong", 401), ("alices-key", 403)):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            assert httpx.get(address, headers=headers, timeout=60.0).status_code == status
+        good = {"authorization": "Bearer ops-key"}
+        for site, status in (("cross-site", 403), ("same-site", 403)):
+            answer = httpx.get(address, headers=good | {"sec-fetch-site": site}, timeout=60.0)
+            assert answer.status_code == status
+        with viewer(url, **good, **{"sec-fetch-site": "same-origin"}) as lines:
+            _until(lines, "event: tick")
+        foreign = httpx.get(page, headers={"host": "evil.example"}, timeout=60.0)
+        assert foreign.status_code == 421
+
+
+def test_viewers_end_with_the_server() -> None:
+    with ExitStack() as stack:
+        with listening() as (url, _):
+            lines = stack.enter_context(viewer(url))
+            _until(lines, "event: tick")
+        with suppress(httpx.HTTPError):
+            for _ in lines:
+                pass

@@ -220,6 +220,30 @@ def test_the_kv_pool_is_described_to_who_asks() -> None:
     assert received(stranger) == []
 
 
+def test_steps_are_told_to_who_looks_at_them() -> None:
+    """And noted only after a question."""
+    scene = make_scene()
+    frontend, worker = scene.frontend(), scene.worker()
+    worker.send(scene.hello())
+    frontend.send(submit(request_class=RequestClass.BE, max_tokens=1))
+    scene.turn()
+    frontend.send(DescribeKV(query_id=1))
+    scene.turn()
+    first = received(frontend)[-1]
+    assert isinstance(first, KVMap) and first.steps == []
+
+    frontend.send(submit(RequestId(2), max_tokens=1))
+    scene.turn()
+    frontend.send(DescribeKV(query_id=2))
+    scene.turn()
+    answer = received(frontend)[-1]
+    assert isinstance(answer, KVMap)
+    (note,) = answer.steps
+    assert note.num_requests == {RequestClass.RT: 1}
+    assert note.num_tokens[RequestClass.RT] > 1
+    assert note.exec_s is None and note.age_s >= 0.0
+
+
 def test_a_loss_and_the_new_group_in_one_wake_up() -> None:
     """Whichever of the two is read first, the new group counts."""
     for word_of_loss_comes_late in (False, True):

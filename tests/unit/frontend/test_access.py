@@ -89,7 +89,7 @@ def test_everything_wants_a_key() -> None:
                         is_anthropic = f"{path}/".startswith("/v1/messages/")
                         code = error["details"]["error_code"] if is_anthropic else error["code"]
                         assert code == "invalid_api_key"
-            assert num_open == 12 and num_bad == 6 and len(OPEN_PATHS) == 3
+            assert num_open == 16 and num_bad == 8 and len(OPEN_PATHS) == 4
             assert rejects == {
                 "invalid_api_key": len(paths) * len(METHODS) - num_open,
                 "invalid_path": num_bad,
@@ -132,7 +132,9 @@ def test_what_is_no_key(value: str) -> None:
     asyncio.run(scenario())
 
 
-def test_keys_open_routes_and_change_at_once() -> None:
+def test_keys_open_routes_and_change_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightserve.dashboard.feed.MAX_VIEW_S", 0.0)
+
     async def scenario() -> None:
         async with guarded() as (setup, ring, rejects):
             for key in (ALICE, OPERATOR):

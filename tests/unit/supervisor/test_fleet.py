@@ -17,6 +17,7 @@ from lightserve.messages.supervision import (
     ChildSpec,
     FrontendLost,
     FrontendServing,
+    Picture,
     Role,
     SupervisorMessage,
     WorkersLost,
@@ -326,3 +327,19 @@ def test_each_failure_costs_one_restart_and_one_too_many_is_the_end(server: _Ser
     assert server.child(Role.FRONTEND).spec.incarnation == 2
     with pytest.raises(StartupError, match=r"gave up after 2 restarts within .*: worker-0 exited"):
         server.fleet.on_exit(server.child(Role.WORKER))
+
+
+def test_a_frontend_that_serves_is_asked_for_the_dashboards_picture(
+    starting: _Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starting.fleet.ask_for_picture()
+    assert "PictureRequest" not in starting.kinds(starting.child(Role.FRONTEND))
+    starting.all_ready()
+    starting.fleet.ask_for_picture()
+    assert "PictureRequest" in starting.kinds(starting.child(Role.FRONTEND))
+    assert "PictureRequest" not in starting.kinds(starting.child(Role.FRONTEND, 1))
+    pictures: list[bytes] = []
+    monkeypatch.setattr(ServerMetrics, "on_picture", lambda _, text: pictures.append(text))
+    name = starting.child(Role.FRONTEND).control_name
+    starting.fleet.on_message(name, Picture(text=b"{}"))
+    assert pictures == [b"{}"]
