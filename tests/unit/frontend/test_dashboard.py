@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.batch_store import DAY_S, KEY, NOW_S, make_batch
+from support.batch_store import DAY_S, KEY, NOW_S, make_batch, serving
 from support.fake_router import Setup, frontend, kv_pool
 
-from lightserve.batches.database import prepare
 from lightserve.config import ServeConfig
 from lightserve.dashboard import feed as feed_module
 from lightserve.dashboard.feed import FAMILIES, MAX_VIEWERS, Feed, encode_tick, greeting
@@ -284,11 +283,7 @@ def test_a_closed_feed_ends_its_views() -> None:
 
 def test_steps_and_batches_in_the_picture(tmp_path: Path) -> None:
     async def scenario() -> None:
-        with closing(prepare(tmp_path)):
-            await tell()
-
-    async def tell() -> None:
-        async with frontend(batch_store=str(tmp_path)) as setup:
+        async with serving(tmp_path) as setup:
             service = setup.service
             assert service.store is not None
             made = await service.store.run(
@@ -308,7 +303,6 @@ def test_steps_and_batches_in_the_picture(tmp_path: Path) -> None:
             assert batch["id"] == made.id
             assert (batch["num_lines"], batch["promised_s"]) == (3, NOW_S + DAY_S)
             assert KEY.encode() not in text and b"private" not in text
-            service.close()
 
     asyncio.run(scenario())
 
