@@ -122,6 +122,21 @@ _OPTIONS = (
         " the router knows it.  [default: an A100 with Llama-2-7B]",
     ),
     click.option(
+        "--step-noise",
+        "noise",
+        type=FiniteRange(0.0, 1.0),
+        help="Standard deviation of the logarithm of a step's time.  [default: what the profile of"
+        " --hardware was off by; 0.05 without one]",
+    ),
+    click.option(
+        "--router-time-factor",
+        default=1.0,
+        type=FiniteRange(0.0),
+        show_default=True,
+        help="Virtual time of the router: so many times 0.5 ms for a step, 1.6 us for each decode"
+        " and 0.4 ms for each chunk of a prompt in it; 0: none.",
+    ),
+    click.option(
         "--host-kv-tokens",
         default=-1,
         type=click.IntRange(-1),
@@ -171,7 +186,7 @@ _OPTIONS = (
     click.option("--be-lengths", help="As --rt-lengths."),
     click.option(
         "--be",
-        help="Best-effort requests: closed:N, poisson:RATE, or a trace file, as --rt.",
+        help="Best-effort requests: closed:N, batch:N, poisson:RATE, or a trace file, as --rt.",
     ),
     click.option(
         "--rt-max-tokens",
@@ -187,7 +202,8 @@ _OPTIONS = (
     click.option(
         "--rt",
         help="Real-time requests: poisson:RATE (per second), closed:N (each that ends is replaced"
-        " at once), or a trace file, at its times if it has any, with its targets.",
+        " at once), batch:N (when all have ended, the next ones come), or a trace file, at its"
+        " times if it has any, with its targets.",
     ),
 )
 

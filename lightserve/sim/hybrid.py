@@ -111,9 +111,9 @@ class HybridConfig:
     """One run. Fields named as options of `lightserve serve` mean the same."""
 
     rt: str | None = None
-    """poisson:RATE (per second), closed:N, a trace file, or None: no real-time requests."""
+    """poisson:RATE (per second), closed:N, batch:N, a trace file, or None: none come."""
     rt_lengths: str | None = None
-    """With the first two: uniform:P1-P2,O1-O2 or a trace file."""
+    """With the first three: uniform:P1-P2,O1-O2 or a trace file."""
     rt_max_tokens: int | None = 2048
     """What real-time requests declare; None: the next power of two over the longest output."""
     be: str | None = None
@@ -135,8 +135,10 @@ class HybridConfig:
     """Further fields of ServeConfig: those of the admission rule and of the KV pool."""
     targets: Targets = DEFAULT_TARGETS
     """Of real-time requests."""
-    noise: float = 0.05
-    """Lognormal, of the time of a step."""
+    noise: float | None = None
+    """Lognormal, of the time of a step; None: the spread that the hardware has."""
+    router_time_factor: float = 1.0
+    """Times what a router takes that this one does, see `Simulation`; 0: no time."""
     is_profiled: bool = True
     """Whether the router starts from a profile of the hardware, fitted to noisy samples of it;
     otherwise it learns what steps take as it serves."""
@@ -200,16 +202,17 @@ class HybridRun:
         self.lengths_worker = LengthWorker(
             max_num_seqs=core_config.max_num_seqs, max_model_len=core_config.max_model_len
         )
+        noise = config.hardware.spread if config.noise is None else config.noise
         self.worker = VirtualWorker(
             config.hardware,
             self._inner_worker(core_config),
-            noise=config.noise,
+            noise=noise,
             rng=np.random.default_rng(noise_seed),
         )
         profile = config.hardware.step_cost
         if profile is None and config.is_profiled:
             rng = np.random.default_rng(profile_seed)
-            profile = fitted_profile(config.hardware, noise=config.noise, rng=rng)
+            profile = fitted_profile(config.hardware, noise=noise, rng=rng)
         self._decision_log = _open_log(config, core_config)
         calls: CoreCalls = self.core
         if self._decision_log is not None:
@@ -221,6 +224,8 @@ class HybridRun:
             num_slots=config.capacity_tokens,
             num_host_slots=config.num_host_slots,
             frontend=self._on_news,
+            hears_tokens=False,
+            router_time_factor=config.router_time_factor,
             step_cost=profile,
             overlaps_copies=config.hardware.overlaps_copies,
         )
@@ -248,7 +253,7 @@ class HybridRun:
     def _on_news(
         self, frontend_id: FrontendId, delta: RequestDelta, now_s: float
     ) -> list[TimedEvent]:
-        """In a closed loop, send a request when one has ended."""
+        """In a closed loop, send a request when one has ended, or a batch when all have."""
         if delta.finish_reason is None:
             return []
         return self.clients[_CLASSES[frontend_id]].on_end(now_s)
@@ -285,7 +290,7 @@ class HybridRun:
             sums=self.worker.sums,
             run_lengths=self.lengths_worker.run_lengths,
             num_slots=config.capacity_tokens,
-            kv_bytes_per_token=config.hardware.kv_bytes_per_token,
+            hardware=config.hardware,
         )
 
 
@@ -309,6 +314,8 @@ class Clients:
         """True lengths of all requests sent, by number."""
         self.num_prompt_tokens: list[int] = []
         self._jobs = traffic.jobs(rng)
+        self._num_ended = 0
+        """Of the batch that is there."""
 
     def first_events(self, duration_s: float) -> list[TimedEvent]:
         """Return what is sent within the run without an answer: all, or a closed loop's start."""
@@ -322,8 +329,11 @@ class Clients:
         """Return what is sent when a request has ended."""
         if self.traffic.num_clients is None:
             return []
-        _, job = next(self._jobs)
-        return [self._send(now_s, job)]
+        num_sent = 1
+        if self.traffic.is_batch:
+            self._num_ended = (self._num_ended + 1) % self.traffic.num_clients
+            num_sent = 0 if self._num_ended else self.traffic.num_clients
+        return [self._send(now_s, job) for _, job in itertools.islice(self._jobs, num_sent)]
 
     def _send(self, time_s: float, job: Job) -> TimedEvent:
         submit = job.submit(len(self.num_output_tokens), self.request_class, self._slo)

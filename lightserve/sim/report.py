@@ -16,7 +16,7 @@ from lightserve.router.request import Request
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep, Reason
 from lightserve.sim.simulation import TimedCore
-from lightserve.sim.worker import RunLengths, VirtualHardware, WorkSums
+from lightserve.sim.worker import Hardware, RunLengths, VirtualHardware, WorkSums
 from lightserve.types import SLO, RequestClass
 
 # What the requests of one class came to: attainment of targets, goodput, throughput.
@@ -258,6 +258,43 @@ class KVReport:
     """Neighbouring slots in a row, over the sequences of sampled steps; None: not measured."""
 
 
+STEP_TARGET_MS = 187.5
+"""AccelGen counts the steps that last no longer (section 2)."""
+
+
+@dataclass(frozen=True)
+class StepsReport:
+    """Of the whole run: how large steps are, and how much of the hardware they use."""
+
+    tokens_mean: float
+    """Computed in a step, of prompts and decodes."""
+    tokens_p90: float
+    ms_p50: float
+    ms_p99: float
+    short_pct: float
+    """Steps of at most `STEP_TARGET_MS`."""
+    busy_pct: float
+    """Of the time in which steps ran."""
+    compute_pct: float
+    """Of the time that the tokens of all steps would take in the largest ones, where neither the
+    floor of a step nor attention counts: how much of the compute is used."""
+
+
+def steps_report(sums: WorkSums, per_token_s: float, stop_s: float) -> StepsReport:
+    """Return what these steps came to, up to `stop_s`."""
+    step_ms = np.array(sums.step_s or [0.0]) * 1e3
+    num_tokens = np.array(sums.step_tokens or [0])
+    return StepsReport(
+        tokens_mean=float(num_tokens.mean()),
+        tokens_p90=float(np.percentile(num_tokens, 90)),
+        ms_p50=float(np.percentile(step_ms, 50)),
+        ms_p99=float(np.percentile(step_ms, 99)),
+        short_pct=100.0 * float(np.mean(step_ms <= STEP_TARGET_MS)),
+        busy_pct=min(100.0, 100.0 * sums.busy_s / stop_s),
+        compute_pct=100.0 * per_token_s * sums.num_tokens / stop_s,
+    )
+
+
 @dataclass(frozen=True)
 class RouterReport:
     """What the router costs, in real CPU time, and what it sends."""
@@ -293,6 +330,7 @@ class HybridReport:
     rt: ClassReport
     be: ClassReport
     kv: KVReport
+    steps: StepsReport
     router: RouterReport
 
 
@@ -305,7 +343,7 @@ def hybrid_report(
     sums: WorkSums,
     run_lengths: RunLengths,
     num_slots: int,
-    kv_bytes_per_token: int,
+    hardware: Hardware,
 ) -> HybridReport:
     """Return what these requests and this core came to."""
     classes = {
@@ -334,7 +372,7 @@ def hybrid_report(
         ahead_tokens=sums.ahead_tokens,
         loaded_tokens=sums.loaded_tokens,
         copied_tokens=num_copied,
-        copied_bytes=num_copied * kv_bytes_per_token,
+        copied_bytes=num_copied * hardware.kv_bytes_per_token,
         copy_wait_s=sums.copy_wait_s,
         ahead_wait_s=sums.ahead_wait_s,
         mean_run_tokens=run_lengths.num_tokens / run_lengths.num_runs
@@ -350,7 +388,9 @@ def hybrid_report(
         unseen=_by_class(core.skip_counters.unseen),
     )
     warm_up = _warm_up(seen, targets, window)
-    return HybridReport(warm_up, classes[RequestClass.RT], classes[RequestClass.BE], kv, router)
+    steps = steps_report(sums, hardware.per_token_s, window.stop_s)
+    rt, be = classes[RequestClass.RT], classes[RequestClass.BE]
+    return HybridReport(warm_up, rt, be, kv, steps, router)
 
 
 def _warm_up(

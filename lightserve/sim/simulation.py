@@ -9,14 +9,25 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from lightserve.decisions.records import CoreCalls
-from lightserve.messages.common import StepCoefficients, TokenLogprob
-from lightserve.messages.frontend_router import Abort, ErrorCode, RequestDelta, Submit
+from lightserve.messages.common import (
+    StepCoefficients,
+    TokenLogprob,
+    unpack_int32,
+    unpack_int64,
+)
+from lightserve.messages.frontend_router import (
+    Abort,
+    ErrorCode,
+    RequestDelta,
+    Submit,
+    TokenDelta,
+)
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.config import SchedulerConfig
 from lightserve.router.events import FromFrontend, Outgoing, SchedulerEvent, WorkersReady
@@ -100,6 +111,25 @@ class TimedCore(Scheduler):
 StepTime = Callable[[StepPlan], float]
 """Seconds that a plan takes to execute."""
 
+ROUTER_STEP_S = 0.5e-3
+ROUTER_DECODE_S = 1.6e-6
+ROUTER_PROMPT_S = 0.4e-3
+"""What a router's core takes for a step, for each decode and for each chunk of a prompt in it: a
+robust fit to the CPU times of steps of the real-time and best-effort mix of docs/results/hybrid.md
+at 16 to 28 real-time requests/s, with 20,000 to 200,000 slots."""
+
+
+def router_seconds(step: PlannedStep) -> float:
+    """Return what a router takes for a step, messages about it included, on a core of 2026."""
+    return ROUTER_STEP_S + ROUTER_DECODE_S * len(step.decodes) + ROUTER_PROMPT_S * len(step.chunks)
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """The worker has finished a step."""
+
+    result: StepResult
+
 
 class Worker(Protocol):
     """Executes plans at once; the simulation decides when the result arrives."""
@@ -160,15 +190,37 @@ class Simulation:
         step_cost: StepCoefficients | None = None,
         overlaps_copies: bool = False,
         frontend: Frontend | None = None,
+        hears_tokens: bool = True,
+        router_time_factor: float = 0.0,
     ) -> None:
-        """`step_cost` and `overlaps_copies` are what the workers' hello says of them."""
+        """Start with workers that are ready.
+
+        Args:
+            core: what decides.
+            worker: what executes plans.
+            step_time: how long it takes for each.
+            num_slots: size of the pool.
+            num_host_slots: of that on the host.
+            step_cost: what the workers' hello says of their steps.
+            overlaps_copies: and of copies.
+            frontend: answers news.
+            hears_tokens: whether it is told of single tokens, too, which are most of all news.
+            router_time_factor: times `router_seconds` that the router is busy with each plan, which
+                leaves at the end of that time; what comes meanwhile is heard then. 0: no time.
+        """
         self.core = core
         self._frontend = frontend
+        self._hears_tokens = hears_tokens
+        self._router_time_factor = router_time_factor
+        self._router_free_s = 0.0
+        """When the router has sent the plan that it is busy with."""
         self.outcomes: dict[RequestKey, Outcome] = {}
+        self._outcomes_of: defaultdict[FrontendId, dict[int, Outcome]] = defaultdict(dict)
+        """The same by frontend and id."""
         self.now_s = 0.0
         self._worker = worker
         self._step_time = step_time
-        self._heap: list[tuple[float, int, SchedulerEvent | StepResult | None]] = []
+        self._heap: list[tuple[float, int, _Event]] = []
         self._order = itertools.count()
         self._sent: deque[StepPlan] = deque()
         self._is_busy = False
@@ -184,31 +236,57 @@ class Simulation:
             self._push(timed.time_s, timed.event)
         while self._heap and self._heap[0][0] <= until_s:
             self.now_s, _, event = heapq.heappop(self._heap)
-            self._handle(event)
-            self._plan()
+            if isinstance(event, StepPlan):  # reaches the worker
+                self._sent.append(event)
+                self._start_next()
+                event = None
+            elif isinstance(event, _Finished):
+                self._is_busy = False
+                self._free_since_s = self.now_s
+                self._start_next()
+                event = event.result
+            elif isinstance(event, FromFrontend):
+                self._note_arrival(event)
+            if self.now_s < self._router_free_s:
+                self._push(self._router_free_s, event)
+            else:
+                self._handle(event)
+                self._plan()
 
-    def _push(self, time_s: float, event: SchedulerEvent | StepResult | None) -> None:
+    def _push(self, time_s: float, event: _Event) -> None:
         heapq.heappush(self._heap, (time_s, next(self._order), event))
 
     def _handle(self, event: SchedulerEvent | StepResult | None) -> None:
+        """Let the router hear of something."""
         if event is None:
             return
         if isinstance(event, StepResult):
-            self._is_busy = False
-            self._free_since_s = self.now_s
-            self._start_next()
             self._deliver(self.core.on_result(event, self.now_s))
             return
-        match event:
-            case FromFrontend(frontend_id, Submit(request_id=request_id)):
-                self.outcomes[RequestKey(frontend_id, request_id)] = Outcome(arrival_s=self.now_s)
-            case FromFrontend(frontend_id, Abort(request_id=request_id)):
-                self.outcomes.pop(RequestKey(frontend_id, request_id), None)
+        if isinstance(event, FromFrontend) and isinstance(event.message, Abort):
+            request_id = event.message.request_id
+            self.outcomes.pop(RequestKey(event.frontend_id, request_id), None)
+            self._outcomes_of[event.frontend_id].pop(request_id, None)
         self._deliver(self.core.on_message(event, self.now_s))
 
+    def _note_arrival(self, event: FromFrontend) -> None:
+        """Note when a request was sent; the router may be busy, and hear of it later."""
+        if isinstance(event.message, Submit):
+            key = RequestKey(event.frontend_id, event.message.request_id)
+            if key not in self.outcomes:
+                outcome = self.outcomes[key] = Outcome(arrival_s=self.now_s)
+                self._outcomes_of[key.frontend_id][key.request_id] = outcome
+
     def _plan(self) -> None:
+        """Send what is to be sent now; with a router that takes time, one plan after the other."""
         while isinstance(step := self.core.plan(self.now_s), PlannedStep):
-            self._sent.append(self.core.commit(step, self.now_s))
+            router_s = self._router_time_factor * router_seconds(step)
+            self._router_free_s = self.now_s + router_s
+            plan = self.core.commit(step, self._router_free_s)
+            if router_s:
+                self._push(self._router_free_s, plan)
+                return
+            self._sent.append(plan)
             self._start_next()
         if step.at_s is not None and step.at_s != self._wake_s:
             self._wake_s = step.at_s
@@ -221,14 +299,37 @@ class Simulation:
         exec_s = self._step_time(plan)
         idle_s = self.now_s - self._free_since_s
         self._is_busy = True
-        self._push(self.now_s + exec_s, self._worker.execute(plan, exec_s=exec_s, idle_s=idle_s))
+        result = self._worker.execute(plan, exec_s=exec_s, idle_s=idle_s)
+        self._push(self.now_s + exec_s, _Finished(result))
 
     def _deliver(self, news: list[Outgoing]) -> None:
         for outgoing in news:
-            for delta in outgoing.message.each():
-                outcome = self.outcomes[RequestKey(outgoing.frontend_id, delta.request_id)]
+            frontend_id, message = outgoing.frontend_id, outgoing.message
+            outcomes = self._outcomes_of[frontend_id]
+            told = message.requests
+            if self._hears_tokens and self._frontend is not None:
+                told = message.each()
+            elif message.request_ids:
+                self._note_tokens(outcomes, message)
+            for delta in told:
+                outcome = outcomes[delta.request_id]
                 assert outcome.finish_reason is None, "news after the end"
                 outcome.note(delta, self.now_s)
                 if self._frontend is not None:
-                    for timed in self._frontend(outgoing.frontend_id, delta, self.now_s):
+                    for timed in self._frontend(frontend_id, delta, self.now_s):
                         self._push(timed.time_s, timed.event)
+
+    def _note_tokens(self, outcomes: dict[int, Outcome], message: TokenDelta) -> None:
+        """Note the requests that have one more token each."""
+        now_s = self.now_s
+        request_ids = unpack_int64(message.request_ids).tolist()
+        token_ids = unpack_int32(message.token_ids).tolist()
+        for request_id, token_id in zip(request_ids, token_ids, strict=True):
+            outcome = outcomes[request_id]
+            assert outcome.finish_reason is None, "news after the end"
+            outcome.token_ids.append(token_id)
+            outcome.token_times_s.append(now_s)
+
+
+_Event = SchedulerEvent | StepPlan | StepResult | _Finished | None
+"""What happens at some time: to the router, to the worker; None: the router looks again."""

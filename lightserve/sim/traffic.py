@@ -2,6 +2,7 @@
 
     poisson:RATE with lengths    these are drawn, from a range or a trace's rows
     closed:N     with lengths    likewise; each one that ends is replaced at once
+    batch:N      with lengths    likewise; when all N have ended, the next N come (BROS, section VI)
     FILE                         a trace's own rows, at its own times (or all at once)
 
 Rows of a trace may have targets of their own (columns ttft_ms, tpot_ms, mtpot_ms, completion_s; an
@@ -366,14 +367,18 @@ class Traffic(Protocol):
 
     @property
     def num_clients(self) -> int | None:
-        """Of a closed loop; None: requests come at times of their own."""
+        """Of a closed loop or a batch; None: requests come at times of their own."""
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether clients send again when all of them have their answers, not each for itself."""
 
     def jobs(self, rng: np.random.Generator) -> Iterator[tuple[float, Job]]:
         """Yield times (ascending; 0 in a closed loop) and requests, perhaps without end."""
 
 
 class DrawnTraffic:
-    """Lengths are drawn; requests come at random times, or in a closed loop."""
+    """Lengths are drawn; requests come at random times, in a closed loop, or batch after batch."""
 
     def __init__(
         self,
@@ -382,6 +387,7 @@ class DrawnTraffic:
         max_tokens: int | None,
         rate_rps: float | None = None,
         num_clients: int | None = None,
+        is_batch: bool = False,
     ) -> None:
         """Exactly one of `rate_rps` (Poisson) and `num_clients` is given.
 
@@ -389,6 +395,7 @@ class DrawnTraffic:
         """
         assert (rate_rps is None) != (num_clients is None)
         self.num_clients = num_clients
+        self.is_batch = is_batch
         self.max_prompt_tokens = lengths.max_prompt_tokens
         self.max_tokens = max_tokens or next_power_of_two(lengths.max_output_tokens)
         self._lengths = lengths
@@ -410,6 +417,7 @@ class TraceTraffic:
     """The rows of a trace, once."""
 
     num_clients = None
+    is_batch = False
 
     def __init__(self, trace: Trace, *, max_tokens: int | None) -> None:
         """See `DrawnTraffic`; `max_tokens` None: a limit that cuts nothing."""
@@ -454,9 +462,9 @@ def parse_traffic(
     Raises:
         ConfigError: a wrong or a missing option, an unreadable file.
     """
-    flag, what = f"--{request_class}", "poisson:RATE (per second) or closed:N"
-    match = re.fullmatch(r"(poisson):(\d+(?:\.\d+)?)|(closed):(\d+)", spec)
-    if match is None and not re.match(r"(poisson|closed):", spec):
+    flag, what = f"--{request_class}", "poisson:RATE (per second), closed:N or batch:N"
+    match = re.fullmatch(r"(poisson):(\d+(?:\.\d+)?)|(closed|batch):(\d+)", spec)
+    if match is None and not re.match(r"(poisson|closed|batch):", spec):
         if lengths is not None:
             raise ConfigError(f"{flag}-lengths needs {flag} {what}: a trace has its own")
         trace = read_trace(Path(spec), flag=flag)
@@ -475,5 +483,9 @@ def parse_traffic(
     ):
         max_tokens = drawn.max_output_tokens
     return DrawnTraffic(
-        drawn, max_tokens=max_tokens, rate_rps=rate or None, num_clients=num_clients or None
+        drawn,
+        max_tokens=max_tokens,
+        rate_rps=rate or None,
+        num_clients=num_clients or None,
+        is_batch=spec.startswith("batch:"),
     )

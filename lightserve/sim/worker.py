@@ -7,8 +7,10 @@ prefix is an error, so whatever drives it also tests the router's KV book-keepin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from array import array
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple, Protocol, Self
 
 import msgspec
@@ -269,6 +271,10 @@ class WorkSums:
     """Between steps, for copies made ahead."""
     plan_bytes: int = 0
     max_step_s: float = 0.0
+    step_s: array[float] = field(default_factory=lambda: array("f"))
+    """Execution of each step, copies that it waited for included."""
+    step_tokens: array[int] = field(default_factory=lambda: array("i"))
+    """Tokens that each computed."""
 
 
 class VirtualWorker:
@@ -322,6 +328,8 @@ class VirtualWorker:
         sums.num_tokens += num_tokens
         sums.busy_s += exec_s
         sums.max_step_s = max(sums.max_step_s, exec_s)
+        sums.step_s.append(exec_s)
+        sums.step_tokens.append(num_tokens)
         sums.copy_wait_s += self._copy_s
         sums.saved_tokens += _num_copied(plan.saves)
         sums.ahead_wait_s += self._waited_s
@@ -425,6 +433,14 @@ class Hardware(Protocol):
         """What the router is told of it; None: it learns from the steps."""
 
     @property
+    def per_token_s(self) -> float:
+        """Of a step, for each token that it computes, where it computes many."""
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the logarithm of a step's time, of steps of one shape."""
+
+    @property
     def overlaps_copies(self) -> bool:
         """Whether copies that are not waited for run beside the steps."""
 
@@ -449,6 +465,7 @@ class VirtualHardware:
     """To the host or back."""
     kv_bytes_per_token: int
     overlaps_copies: bool = True
+    spread: float = 0.05
 
     step_cost = None
 
@@ -465,6 +482,11 @@ class VirtualHardware:
         dense_s = max(self.floor_s, self.per_new_token_s * num_new + self.constant_s)
         attention_s = self.per_decode_context_s * decode_context
         return dense_s + attention_s + self.per_chunk_context_s * chunk_context
+
+    @property
+    def per_token_s(self) -> float:
+        """See `Hardware`."""
+        return self.per_new_token_s
 
     def step_seconds(self, shape: StepShape) -> float:
         """See `Hardware`."""
@@ -492,6 +514,10 @@ A100_LLAMA2_7B = VirtualHardware(
 """The default of `lightserve simulate`."""
 
 
+_MEDIAN_OF_NORMAL = NormalDist().inv_cdf(0.75)
+"""Median distance from the mean, in standard deviations."""
+
+
 @dataclass(frozen=True)
 class ProfiledHardware:
     """A worker as `lightserve profile` found it; its router knows the profile as a server's does.
@@ -504,6 +530,8 @@ class ProfiledHardware:
     kv_bytes_per_token: int
     per_step_s: float = 0.0
     overlaps_copies: bool = False
+    spread: float = 0.0
+    """What the profile was off by, on shapes that it was not fitted to."""
 
     @classmethod
     def read(cls, path: Path, *, flag: str = "--hardware") -> Self:
@@ -512,7 +540,13 @@ class ProfiledHardware:
             profile = read_profile(path)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{flag} {str(path)!r} is no profile: {error}") from error
-        return cls(profile.coefficients, profile.kv_bytes_per_token)
+        spread = profile.median_error / _MEDIAN_OF_NORMAL
+        return cls(profile.coefficients, profile.kv_bytes_per_token, spread=spread)
+
+    @property
+    def per_token_s(self) -> float:
+        """See `Hardware`."""
+        return self.step_cost.per_new_s
 
     def step_seconds(self, shape: StepShape) -> float:
         """See `Hardware`."""

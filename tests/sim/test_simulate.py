@@ -203,7 +203,7 @@ def test_json_of_both_classes_has_the_stable_keys_and_depends_on_the_seed() -> N
     first, again, other = (
         json.loads(simulate(*arguments, "--seed", seed)) for seed in ("1", "1", "2")
     )
-    assert set(first) == {"config", "warm_up", "rt", "be", "kv", "router"}
+    assert set(first) == {"config", "warm_up", "rt", "be", "kv", "steps", "router"}
     assert set(first["rt"]) >= CLASS_KEYS and set(first["be"]) >= CLASS_KEYS
     assert {"copied_tokens", "copied_bytes", "recomputed_tokens"} <= set(first["kv"])
     assert {"cpu_ms_p50", "cpu_ms_p99"} <= set(first["router"])
@@ -212,7 +212,7 @@ def test_json_of_both_classes_has_the_stable_keys_and_depends_on_the_seed() -> N
     assert all(set(counts) == set(Reason) for counts in reasons.values())
     assert sum(reasons["be"].values()) > 0
     assert first["config"]["admission"] == "risk" and "workload" not in first["config"]
-    for section in ("rt", "be", "kv"):
+    for section in ("rt", "be", "kv", "steps"):
         assert first[section] == again[section] != other[section]
 
 
@@ -305,6 +305,8 @@ def test_help_names_the_defaults_that_the_code_has() -> None:
         ("--policy", "fcfs"),
         ("--ttft-slo-ms", "1"),
         ("--burst-headroom-s", "1"),
+        ("--router-time-factor", "20"),
+        ("--step-noise", "0.3"),
     ],
 )
 def test_options_matter(flag: str, value: str, default: dict[str, Any]) -> None:
@@ -354,7 +356,7 @@ def test_the_variants_of_deadlines_matter() -> None:
         (["--workload", "dist1", "--policy", "priority"], "fcfs, chunked with --workload"),
         (["--rt", "poisson:0", *RT[2:]], "--rt must be poisson:RATE"),
         (["--rt", "closed:0", *RT[2:]], "--rt must be poisson:RATE"),
-        (["--be", "closed:0", *BE[2:]], "--be must be poisson:RATE .* or closed:N"),
+        (["--be", "closed:0", *BE[2:]], "--be must be poisson:RATE .* closed:N or batch:N"),
         (["--be", "closed:4"], "--be closed:4 needs --be-lengths"),
         ([*RT, "--be-lengths", "uniform:1-2,3-4"], "--be-lengths needs --be"),
         (["--be", "closed:4", "--be-lengths", "uniform:2-1,3-4"], "--be-lengths must be uniform:"),
