@@ -21,6 +21,15 @@ from lightserve.models.moe_config import (
     parse_olmoe,
     parse_qwen_moe,
 )
+from lightserve.models.plain_config import (
+    MAX_LAYERS,
+    Activation,
+    parse_falcon,
+    parse_gpt_neox,
+    parse_opt,
+    parse_phi,
+    parse_starcoder2,
+)
 from lightserve.models.rope import (
     DEFAULT_THETA,
     FULL,
@@ -35,7 +44,6 @@ from lightserve.models.rope import (
 )
 
 CONFIG_FILE = "config.json"
-MAX_LAYERS = 4096
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
 
@@ -59,6 +67,11 @@ class Architecture(StrEnum):
     QWEN3_MOE = "Qwen3MoeForCausalLM"
     OLMOE = "OlmoeForCausalLM"
     GLM4_MOE = "Glm4MoeForCausalLM"
+    GPT_NEOX = "GPTNeoXForCausalLM"
+    PHI = "PhiForCausalLM"
+    STARCODER2 = "Starcoder2ForCausalLM"
+    OPT = "OPTForCausalLM"
+    FALCON = "FalconForCausalLM"
 
 
 _GLM = (Architecture.GLM, Architecture.GLM4)
@@ -102,6 +115,15 @@ _WITHOUT_WINDOW = (
 )
 
 
+_PLAIN = {
+    Architecture.GPT_NEOX: parse_gpt_neox,
+    Architecture.PHI: parse_phi,
+    Architecture.STARCODER2: parse_starcoder2,
+    Architecture.OPT: parse_opt,
+    Architecture.FALCON: parse_falcon,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes and switches of one model, of whatever family; all checked against each other."""
@@ -134,7 +156,19 @@ class ModelConfig:
     """Whether the file has a rotated pair as dimensions 2i and 2i + 1, not half a head apart."""
     unrotated_layers: frozenset[int] = frozenset()
     merged: frozenset[str] = frozenset()
-    """Products that the file has as one tensor: `qkv`, `gate_up`."""
+    """Products that the file has as one tensor: `qkv`, `gate_up`, or `grouped_qkv`, where each KV
+    head stands behind its query heads."""
+    stored_names: tuple[tuple[str, str], ...] = ()
+    """Parts of tensors' names here, and what the file has in their places, one after the other."""
+    has_layer_norm: bool = False
+    """Whether norms are LayerNorm, with biases, not RMS norms; `rms_norm_eps` is theirs, too."""
+    activation: Activation | None = None
+    """Of feed-forward blocks without a gate; None: they have one."""
+    is_parallel: bool = False
+    """Whether both blocks of a layer read the same sum, and add to it."""
+    position_offset: int | None = None
+    """Where the first of learned positions stands in their table; None: there is none."""
+    lm_head_bias: bool = False
     has_gelu: bool = False
     """Whether the gate is GELU, by its approximation with tanh, in place of SiLU."""
     norm_offset: float = 0.0
@@ -184,6 +218,9 @@ def load_model_config(path: Path) -> ModelConfig:
     architecture = _architecture(fields)
     if fields.has("quantization_config"):
         raise fields.error("quantization_config", "is set, but quantised weights are not supported")
+    if architecture in _PLAIN:
+        own = _PLAIN[architecture](fields)
+        return ModelConfig(architecture=architecture, dtype=_dtype(fields), **own)
     is_gemma = architecture in _GEMMA
     _check_activation(fields, is_gemma=is_gemma)
     num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)

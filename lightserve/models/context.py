@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 from lightserve.kernels.interface import Kernels
 from lightserve.models.config import ModelConfig
-from lightserve.models.layers.linear import LinearMethod, RMSNorm, WeightReader
+from lightserve.models.layers.linear import (
+    LayerNorm,
+    LinearMethod,
+    Norm,
+    RMSNorm,
+    WeightReader,
+)
 from lightserve.models.parallel import TensorParallel
 
 
@@ -22,8 +28,10 @@ class ModelContext:
     context_len: int
     """Longest sequence that is served, in tokens."""
 
-    def rms_norm(self, name: str, *, size: int) -> RMSNorm:
+    def norm(self, name: str, *, size: int) -> Norm:
         """Load the normalisation `name`."""
+        if self.config.has_layer_norm:
+            return LayerNorm(self.reader, name, size=size, eps=self.config.rms_norm_eps)
         return RMSNorm(
             self.kernels,
             self.reader,

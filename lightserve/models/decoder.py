@@ -22,8 +22,9 @@ from lightserve.models.layers.attention import (
 )
 from lightserve.models.layers.feed_forward import feed_forward
 from lightserve.models.layers.linear import LMHead, VocabEmbedding, VocabWeight
+from lightserve.models.parallel import Part
 from lightserve.models.rope import RopeConfig
-from lightserve.models.weight_files import EMBEDDING, LM_HEAD
+from lightserve.models.weight_files import EMBEDDING, LM_HEAD, LM_HEAD_BIAS, POSITIONS
 
 
 class DecoderLayer:
@@ -38,9 +39,9 @@ class DecoderLayer:
         prefix = f"model.layers.{layer}"
         hidden_size = context.config.hidden_size
         self._layer = layer
-        self._attention_norm = context.rms_norm(f"{prefix}.input_layernorm", size=hidden_size)
+        self._attention_norm = context.norm(f"{prefix}.input_layernorm", size=hidden_size)
         self._attention = self.attention_type(context, f"{prefix}.self_attn", layer=layer)
-        self._mlp_norm = context.rms_norm(f"{prefix}.post_attention_layernorm", size=hidden_size)
+        self._mlp_norm = context.norm(f"{prefix}.post_attention_layernorm", size=hidden_size)
         self._mlp = feed_forward(context, layer)
 
     def attend(
@@ -81,7 +82,7 @@ class OutputNormLayer(DecoderLayer):
         self._attention = self.attention_type(context, f"{prefix}.self_attn", layer=layer)
         self._mlp = feed_forward(context, layer)
         self._attention_norm, self._attention_output_norm, self._mlp_norm, self._mlp_output_norm = (
-            context.rms_norm(f"{prefix}.{name}", size=size) for name in context.config.layer_norms
+            context.norm(f"{prefix}.{name}", size=size) for name in context.config.layer_norms
         )
 
     def finish(self, heads: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,6 +90,24 @@ class OutputNormLayer(DecoderLayer):
         added = self._attention_output_norm(self._attention.project(heads))
         x, residual = self._mlp_norm.add(added, residual)
         return self._mlp_output_norm(self._mlp(x)), residual
+
+
+class ParallelLayer(DecoderLayer):
+    """x = x + attention(norm(x)) + mlp(norm(x)), with one norm for both or one for each."""
+
+    def __init__(self, context: ModelContext, layer: int) -> None:
+        prefix, config = f"model.layers.{layer}", context.config
+        self._layer = layer
+        self._attention = self.attention_type(context, f"{prefix}.self_attn", layer=layer)
+        self._mlp = feed_forward(context, layer)
+        norms = [
+            context.norm(f"{prefix}.{name}", size=config.hidden_size) for name in config.layer_norms
+        ]
+        self._attention_norm, self._mlp_norm = norms[0], norms[-1]
+
+    def finish(self, heads: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """See `DecoderLayer.finish`."""
+        return self._attention.project(heads) + self._mlp(self._mlp_norm(residual)), residual
 
 
 class DecoderModel:
@@ -106,9 +125,14 @@ class DecoderModel:
             self._local_rotary = _rotary_table(context, config.local_rope)
         embedding, head = _vocab_weights(context)
         self._embedding = VocabEmbedding(embedding, context.tp)
-        self._layers = [self.layer_type(context, layer) for layer in range(config.num_layers)]
-        self._norm = context.rms_norm("model.norm", size=config.hidden_size)
-        self._lm_head = LMHead(head, context.tp, context.method)
+        self._positions: Tensor | None = None
+        if config.position_offset is not None:
+            self._positions = _positions(context, config.position_offset)
+        layer_type = ParallelLayer if config.is_parallel else self.layer_type
+        self._layers = [layer_type(context, layer) for layer in range(config.num_layers)]
+        self._norm = context.norm("model.norm", size=config.hidden_size)
+        bias = head.read_bias(context.reader, LM_HEAD_BIAS) if config.lm_head_bias else None
+        self._lm_head = LMHead(head, context.tp, context.method, bias=bias)
 
     def forward(
         self, input_ids: Tensor, batch: AttentionBatch, kv: KVTensors, logit_rows: Tensor
@@ -136,6 +160,8 @@ class DecoderModel:
         x = self._embedding(input_ids)
         if self.config.embedding_multiplier != 1.0:
             x = x * self.config.embedding_multiplier
+        if self._positions is not None:
+            x = x + self._positions.index_select(0, batch.positions)
         residual: Tensor | None = None
         by_layer = self._inputs_by_layer(batch)
         for layer, inputs in zip(self._layers[:-1], by_layer, strict=False):
@@ -178,6 +204,15 @@ def _rotary_table(context: ModelContext, rope: RopeConfig) -> RotaryTable:
         context_len=context.context_len,
     )
     return RotaryTable(table, context_len=context.context_len, device=context.reader.device)
+
+
+def _positions(context: ModelContext, offset: int) -> Tensor:
+    """Load learned positions, [positions, hidden], whole on every rank."""
+    config, reader = context.config, context.reader
+    shape = (config.max_position_embeddings, config.hidden_size)
+    table = torch.empty(shape, dtype=reader.dtype, device=reader.device)
+    reader.read_into(table, POSITIONS, rows=Part(offset, len(table)))
+    return table
 
 
 def _vocab_weights(context: ModelContext) -> tuple[VocabWeight, VocabWeight]:

@@ -38,6 +38,13 @@ from lightserve.models.moe import (
 from lightserve.models.olmo2 import Olmo2ForCausalLM
 from lightserve.models.parallel import Part, TensorParallel
 from lightserve.models.phi3 import Phi3ForCausalLM
+from lightserve.models.plain import (
+    FalconForCausalLM,
+    GPTNeoXForCausalLM,
+    OPTForCausalLM,
+    PhiForCausalLM,
+    Starcoder2ForCausalLM,
+)
 from lightserve.models.qwen2 import Qwen2ForCausalLM
 from lightserve.models.qwen3 import Qwen3ForCausalLM
 from lightserve.models.smollm3 import SmolLM3ForCausalLM
@@ -200,6 +207,11 @@ MODELS: dict[Architecture, type[DecoderModel]] = {
     Architecture.QWEN3_MOE: Qwen3MoeForCausalLM,
     Architecture.OLMOE: OlmoeForCausalLM,
     Architecture.GLM4_MOE: Glm4MoeForCausalLM,
+    Architecture.GPT_NEOX: GPTNeoXForCausalLM,
+    Architecture.PHI: PhiForCausalLM,
+    Architecture.STARCODER2: Starcoder2ForCausalLM,
+    Architecture.OPT: OPTForCausalLM,
+    Architecture.FALCON: FalconForCausalLM,
 }
 
 
@@ -301,7 +313,7 @@ class SafetensorsReader:
 
     def has(self, name: str) -> bool:
         """Whether the model has a tensor of this name."""
-        return name in self._files.file_of
+        return self._files.has(name)
 
     def read_into(
         self, target: Tensor, name: str, *, rows: Part | None = None, columns: Part | None = None
@@ -310,7 +322,9 @@ class SafetensorsReader:
         if target.numel() == 0:
             return  # a rank beyond the end of a tiny vocabulary
         if not self.has(name):
-            raise ModelLoadError(f"{self._files.index}: tensor {name!r} is missing")
+            stored = self._files.stored(name)
+            raise ModelLoadError(f"{self._files.index}: tensor {stored!r} is missing")
+        name = self._files.stored(name)
         place = _Source(self._files.file_of[name], name, rows, columns)
         source = self._part(place)
         if source.shape != target.shape:

@@ -70,8 +70,8 @@ class Olmo2Layer(DecoderLayer):
         prefix, size = f"model.layers.{layer}", context.config.hidden_size
         self._layer = layer
         self._attention = Olmo2Attention(context, f"{prefix}.self_attn", layer=layer)
-        self._attention_norm = context.rms_norm(f"{prefix}.post_attention_layernorm", size=size)
-        self._mlp_norm = context.rms_norm(f"{prefix}.post_feedforward_layernorm", size=size)
+        self._attention_norm = context.norm(f"{prefix}.post_attention_layernorm", size=size)
+        self._mlp_norm = context.norm(f"{prefix}.post_feedforward_layernorm", size=size)
         self._mlp = feed_forward(context, layer)
 
     def attend(

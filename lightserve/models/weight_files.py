@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from safetensors import SafetensorError, safe_open
@@ -26,7 +26,8 @@ FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 EMBEDDING = "model.embed_tokens.weight"
-LM_HEAD = "lm_head.weight"
+LM_HEAD, LM_HEAD_BIAS = "lm_head.weight", "lm_head.bias"
+POSITIONS = "model.embed_positions.weight"
 CHOICE_BIAS = "e_score_correction_bias"
 SHARED_GATE = "shared_expert_gate"
 
@@ -38,6 +39,19 @@ class WeightFiles:
     index: Path
     """The file that says so: the shard index, or the only shard."""
     file_of: Mapping[str, Path]
+    """By the names in the files."""
+    stored_names: tuple[tuple[str, str], ...] = ()
+    """See `ModelConfig.stored_names`."""
+
+    def stored(self, name: str) -> str:
+        """Return what the files call a tensor."""
+        for ours, theirs in self.stored_names:
+            name = name.replace(ours, theirs)
+        return name
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor, by the name that layers know."""
+        return self.stored(name) in self.file_of
 
 
 def find_weights(path: Path) -> WeightFiles:
@@ -73,12 +87,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """
     hidden = config.hidden_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        EMBEDDING: (config.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not config.tie_word_embeddings:
-        shapes[LM_HEAD] = (config.vocab_size, hidden)
+    shapes = _shared_tensors(config)
     norms = dict.fromkeys(config.layer_norms, hidden)
     if config.has_whole_qk_norm:
         norms |= {"self_attn.q_norm": q_size, "self_attn.k_norm": kv_size}
@@ -98,6 +107,27 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                 shapes[f"{prefix}.{name}.bias"] = (out_size,)
         for name, size in norms.items():
             shapes[f"{prefix}.{name}.weight"] = (size,)
+            if config.has_layer_norm:
+                shapes[f"{prefix}.{name}.bias"] = (size,)
+    return shapes
+
+
+def _shared_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the tensors before and behind the layers."""
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        EMBEDDING: (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if config.has_layer_norm:
+        shapes["model.norm.bias"] = (hidden,)
+    if config.position_offset is not None:
+        num_positions = config.max_position_embeddings + config.position_offset
+        shapes[POSITIONS] = (num_positions, hidden)
+    if not config.tie_word_embeddings:
+        shapes[LM_HEAD] = (config.vocab_size, hidden)
+    if config.lm_head_bias:
+        shapes[LM_HEAD_BIAS] = (config.vocab_size,)
     return shapes
 
 
@@ -106,7 +136,7 @@ def _attention_linears(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
     hidden = config.hidden_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     linears = {"self_attn.o_proj": (hidden, q_size, config.attention_output_bias)}
-    if "qkv" in config.merged:
+    if config.merged & {"qkv", "grouped_qkv"}:
         linears["self_attn.qkv_proj"] = (q_size + 2 * kv_size, hidden, config.qkv_bias)
     else:
         for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
@@ -115,9 +145,11 @@ def _attention_linears(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
 
 
 def _block_linears(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
-    """Return outputs, inputs and whether there is a bias of a gated block's parts."""
+    """Return outputs, inputs and whether there is a bias of a block's parts."""
     hidden, inner, has_bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-    if "gate_up" in config.merged:
+    if config.activation is not None:
+        linears = {"mlp.up_proj": (inner, hidden, has_bias)}
+    elif "gate_up" in config.merged:
         linears = {"mlp.gate_up_proj": (2 * inner, hidden, has_bias)}
     else:
         linears = {f"mlp.{name}_proj": (inner, hidden, has_bias) for name in ("gate", "up")}
@@ -149,15 +181,15 @@ def _moe_tensors(moe: MoeConfig, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def needed_tensors(config: ModelConfig, files: WeightFiles) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of what is read from these files.
+    """Return name and shape of what is read from these files, by the names that layers know.
 
     A tied model may have stored the embedding, the LM head, or both; of the tensors expected
     otherwise, none may be missing.
     """
     shapes = expected_tensors(config)
-    if config.tie_word_embeddings and LM_HEAD in files.file_of:
+    if config.tie_word_embeddings and files.has(LM_HEAD):
         shapes[LM_HEAD] = shapes[EMBEDDING]
-        if EMBEDDING not in files.file_of:
+        if not files.has(EMBEDDING):
             del shapes[EMBEDDING]
     return shapes
 
@@ -171,9 +203,10 @@ def check_weights(path: Path, config: ModelConfig) -> WeightFiles:
     Raises:
         ModelLoadError: names the file and, where there is one, the tensor.
     """
-    files = find_weights(path)
+    files = replace(find_weights(path), stored_names=config.stored_names)
     in_file: dict[Path, dict[str, tuple[int, ...]]] = {}
-    for name, shape in needed_tensors(config, files).items():
+    for ours, shape in needed_tensors(config, files).items():
+        name = files.stored(ours)
         if name not in files.file_of:
             raise ModelLoadError(f"{files.index}: tensor {name!r} is missing")
         in_file.setdefault(files.file_of[name], {})[name] = shape

@@ -38,6 +38,11 @@ FLOAT32_MODELS = (
     "gemma3",
     "qwen2-moe",
     "glm4-moe",
+    "gpt-neox",
+    "phi-mqa",  # biases of an output layer over a vocabulary of 201
+    "opt",
+    "falcon",  # one group of query heads on two ranks
+    "falcon-groups",
 )
 BFLOAT16_MODELS = ("mistral-window", "qwen3")
 

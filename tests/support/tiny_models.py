@@ -73,6 +73,7 @@ LLAMA3_ROPE = rope(
     high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
+PART_ROPE = rope("default", partial_rotary_factor=0.25, theta=1000.0)
 YARN_ROPE = rope("yarn", theta=1000.0, factor=4.0, original_max_position_embeddings=64)
 
 TINY_MODELS = (
@@ -328,6 +329,45 @@ TINY_MODELS = (
             "norm_topk_prob": False,
         },
     ),
+    TinyModel("gpt-neox", "GPTNeoX", {"num_hidden_layers": 3, **PART_ROPE}, sharded=True),
+    TinyModel(
+        "gpt-neox-serial",
+        "GPTNeoX",
+        {
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "hidden_act": "gelu_new",
+            "tie_word_embeddings": True,
+            **rope("default", partial_rotary_factor=1.0),
+        },
+    ),
+    TinyModel("phi", "Phi", {"num_key_value_heads": 4, "num_hidden_layers": 3, **PART_ROPE}),
+    TinyModel("phi-mqa", "Phi", {"num_key_value_heads": 1, "vocab_size": 201}),
+    TinyModel("starcoder2", "Starcoder2", {"sliding_window": 25}, sharded=True),
+    TinyModel(
+        "starcoder2-tied",
+        "Starcoder2",
+        {"use_bias": False, "tie_word_embeddings": True, "num_key_value_heads": 1},
+    ),
+    TinyModel("opt", "OPT", {"ffn_dim": 80, "num_hidden_layers": 3, "pad_token_id": 1}),
+    TinyModel(
+        "opt-tied",
+        "OPT",
+        {"tie_word_embeddings": True, "enable_bias": False, "activation_function": "gelu"},
+    ),
+    TinyModel("falcon", "Falcon", {"num_hidden_layers": 3, "bias": True}, seed=2),
+    TinyModel("falcon-serial", "Falcon", {"parallel_attn": False, "multi_query": False}),
+    TinyModel(
+        "falcon-groups",
+        "Falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 72},
+        sharded=True,
+    ),
+    TinyModel(
+        "falcon-groups-one-norm",
+        "Falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
 )
 
 
@@ -372,6 +412,8 @@ def randomise(reference: Any, generator: torch.Generator) -> None:
                 scaled -= 1.0  # which the model adds
             elif "embed_tokens" in name and not reference.config.tie_word_embeddings:
                 scaled /= math.sqrt(noise.shape[1])  # by which it multiplies
+        elif "attention.dense" in name or "attn.dense" in name or "attn.out_proj" in name:
+            scaled *= 4.0  # blocks side by side: what comes from other tokens must show
         parameter.copy_(scaled)
     for name, buffer in reference.named_buffers():
         if name.endswith("e_score_correction_bias"):
@@ -379,11 +421,13 @@ def randomise(reference: Any, generator: torch.Generator) -> None:
 
 
 def _scaled(name: str, noise: Tensor, *, tied: bool) -> Tensor:
-    if name.endswith("norm.weight"):
+    if noise.ndim == 1 and name.endswith("weight"):  # of a norm
         return 1.0 + 0.2 * noise
     if name.endswith("bias"):
         return 0.3 * noise
-    if "embed_tokens" in name:  # a look-up has a fan-in of one, a tied head one of `hidden_size`
+    if any(
+        part in name for part in ("embed_tokens", "embed_in", "word_embeddings")
+    ):  # a look-up has a fan-in of one, a tied head one of `hidden_size`
         return 0.25 * noise if tied else noise
     # Beside a small tied embedding the blocks write less, or their rounding would be all there is.
     damping = 0.5 if tied and ("o_proj" in name or "down_proj" in name) else 1.0

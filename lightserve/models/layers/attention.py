@@ -65,6 +65,9 @@ class SelfAttention:
                 (f"{prefix}.qkv_proj", Part(start + rows.start, rows.size))
                 for start, (_, rows) in zip(starts, parts, strict=True)
             ]
+        if "grouped_qkv" in config.merged:
+            group = config.num_heads // config.num_kv_heads
+            parts = _grouped_parts(f"{prefix}.qkv_proj", q_part, kv_part, group, head_dim)
         reader = context.reader
         if config.rotates_neighbours:
             rotated = tuple(name for name, _ in parts[:2])
@@ -133,6 +136,23 @@ class SelfAttention:
     def project(self, heads: Tensor) -> Tensor:
         """Return hidden states; heads [N, Hq * D] -> [N, hidden]."""
         return self._out(heads)
+
+
+def _grouped_parts(
+    name: str, q_part: Part, kv_part: Part, group: int, head_dim: int
+) -> list[tuple[str, Part]]:
+    """Return where this rank's heads are in a tensor that has them group by group.
+
+    A group: `group` query heads, the key head that they read, and the value head.
+    """
+    queries, keys, values = [], [], []
+    for kv_head in range(kv_part.start, kv_part.start + kv_part.size):
+        first = max(q_part.start, kv_head * group)
+        end = min(q_part.start + q_part.size, (kv_head + 1) * group)
+        queries.append(Part(first + 2 * kv_head, end - first))
+        keys.append(Part((kv_head + 1) * group + 2 * kv_head, 1))
+        values.append(Part((kv_head + 1) * group + 2 * kv_head + 1, 1))
+    return [(name, _features(part, head_dim)) for part in (*queries, *keys, *values)]
 
 
 class NeighboursApart:

@@ -24,6 +24,7 @@ from lightserve.models.layers.linear import (
 )
 from lightserve.models.moe_config import MoeConfig, Scoring
 from lightserve.models.parallel import Part, even_part
+from lightserve.models.plain_config import Activation
 from lightserve.models.weight_files import CHOICE_BIAS, SHARED_GATE
 
 
@@ -39,7 +40,47 @@ def feed_forward(context: ModelContext, layer: int) -> FeedForward:
     prefix, moe = f"model.layers.{layer}", context.config.moe
     if moe is not None and layer in moe.layers:
         return ExpertMLP(context, f"{prefix}.{moe.module}", moe)
+    if context.config.activation is not None:
+        return PlainMLP(context, f"{prefix}.mlp", context.config.activation)
     return GatedMLP(context, f"{prefix}.mlp", context.config.intermediate_size)
+
+
+class PlainMLP:
+    """down(activation(up(x)))."""
+
+    def __init__(self, context: ModelContext, prefix: str, activation: Activation) -> None:
+        config, tp = context.config, context.tp
+        part = even_part(config.intermediate_size, tp)
+        self._activation = activation
+        self._up = ColumnParallelLinear(
+            context.method,
+            context.reader,
+            [(f"{prefix}.up_proj", part)],
+            in_size=config.hidden_size,
+            has_bias=config.mlp_bias,
+        )
+        self._down = RowParallelLinear(
+            context.method,
+            context.reader,
+            tp,
+            f"{prefix}.down_proj",
+            columns=part,
+            out_size=config.hidden_size,
+            has_bias=config.mlp_bias,
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `FeedForward`."""
+        return self._down(self._activate(self._up(x)))
+
+    def _activate(self, x: Tensor) -> Tensor:
+        match self._activation:
+            case Activation.RELU:
+                return functional.relu(x)
+            case Activation.GELU:
+                return functional.gelu(x)
+            case Activation.GELU_TANH:
+                return functional.gelu(x, approximate="tanh")
 
 
 class GatedMLP:

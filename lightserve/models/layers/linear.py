@@ -54,7 +54,17 @@ def read_vector(reader: WeightReader, name: str, size: int, *, offset: float = 0
     return vector.add_(offset) if offset else vector
 
 
-# RMS normalisation, alone or fused with the residual sum before it.
+# Normalisation, alone or fused with the residual sum before it.
+
+
+class Norm(Protocol):
+    """Normalises the last dimension."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the normalised x [..., size]."""
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (norm(x + residual), x + residual), all [T, size]; may overwrite `residual`."""
 
 
 class RMSNorm:
@@ -77,12 +87,32 @@ class RMSNorm:
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the normalised x [..., size]."""
+        """See `Norm`."""
         return self._kernels.rms_norm(x, self._weight, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (norm(x + residual), x + residual), all [T, size]; may overwrite `residual`."""
+        """See `Norm.add`."""
         return self._kernels.add_rms_norm(x, residual, self._weight, self._eps)
+
+
+class LayerNorm:
+    """(x - mean(x)) / std(x) * weight + bias over the last dimension, in float32 inside."""
+
+    __slots__ = ("_bias", "_eps", "_weight")
+
+    def __init__(self, reader: WeightReader, name: str, *, size: int, eps: float) -> None:
+        self._weight = read_vector(reader, f"{name}.weight", size)
+        self._bias = read_vector(reader, f"{name}.bias", size)
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Norm`."""
+        return functional.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Norm.add`."""
+        residual = x + residual
+        return self(residual), residual
 
 
 # Embedding and LM head, each rank holding an equal range of the vocabulary.
@@ -112,6 +142,12 @@ class VocabWeight:
         self.tensor[self.num_ids :].zero_()
         reader.read_into(self.tensor[: self.num_ids], name, rows=Part(self.first_id, self.num_ids))
         self._rows: Callable[[Tensor], Tensor] | None = None
+
+    def read_bias(self, reader: WeightReader, name: str) -> Tensor:
+        """Return what is added to the products of this rank's rows, zero for padded ones."""
+        bias = torch.zeros(len(self.tensor), dtype=self.dtype, device=self.device)
+        reader.read_into(bias[: self.num_ids], name, rows=Part(self.first_id, self.num_ids))
+        return bias
 
     def look_up(self, rows: Tensor) -> Tensor:
         """Return rows int64 [T] of this rank's, [T, hidden]."""
@@ -150,8 +186,16 @@ class LMHead:
     its rows up there, too, where the kernels can: it is kept once.
     """
 
-    def __init__(self, weight: VocabWeight, tp: TensorParallel, method: LinearMethod) -> None:
-        self._linear = method.make(weight.tensor, None)
+    def __init__(
+        self,
+        weight: VocabWeight,
+        tp: TensorParallel,
+        method: LinearMethod,
+        *,
+        bias: Tensor | None = None,
+    ) -> None:
+        """`bias`: of this rank's rows, as many as `weight` has."""
+        self._linear = method.make(weight.tensor, bias)
         rows = self._linear.rows(weight.tensor.shape[1], weight.dtype)
         if rows is not None:
             weight.keep_only(rows)

@@ -1,0 +1,29 @@
+"""GPT-NeoX, Phi-1 and 2, StarCoder 2, OPT, Falcon: LayerNorm, and blocks without a gate.
+
+All differences are in the configuration (`plain_config`): parallel blocks, merged QKV, positions,
+biases, and what their files call tensors.
+"""
+
+from __future__ import annotations
+
+from lightserve.models.decoder import DecoderModel
+
+
+class GPTNeoXForCausalLM(DecoderModel):
+    """GPT-NeoX and Pythia."""
+
+
+class PhiForCausalLM(DecoderModel):
+    """Phi-1, 1.5 and 2."""
+
+
+class Starcoder2ForCausalLM(DecoderModel):
+    """StarCoder 2."""
+
+
+class OPTForCausalLM(DecoderModel):
+    """OPT, but for the size of 350 M, whose norms stand elsewhere."""
+
+
+class FalconForCausalLM(DecoderModel):
+    """Falcon with rotary positions."""
