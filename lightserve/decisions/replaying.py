@@ -431,14 +431,14 @@ class _Teller:
                 return f"{_COMPUTES}{more}", _COMPUTES, share.num_tokens
         for share in decision.loaded:
             if share[:2] == name:
-                return f"loads from the host{more}", _MEANINGS[Reason.LOADING], share.num_tokens
+                return f"loads from the host{more}", MEANINGS[Reason.LOADING], share.num_tokens
         for left in decision.skipped:
             if left[:2] == name:
-                meaning = _MEANINGS[left.reason]
+                meaning = MEANINGS[left.reason]
                 return f"left out: {meaning}{more}", meaning, 0
         stopped_by = decision.unseen[request_class].stopped_by
         assert stopped_by is not None, "it is alive, and neither advances nor was considered"
-        meaning = _MEANINGS[stopped_by]
+        meaning = MEANINGS[stopped_by]
         return f"not considered; the search stopped: {meaning}", meaning, 0
 
     def judgement(self) -> Iterator[str]:
@@ -512,7 +512,7 @@ def _late(seconds: float, target_s: float | None) -> str:
     return f", late by {seconds - target_s:.3f} s"
 
 
-_MEANINGS = {
+MEANINGS = {
     Reason.TIME: "no time (time)",
     Reason.TOKENS: "the token budget is used up (tokens)",
     Reason.BYTES: "the plan has as much of newcomers as it may hold (bytes)",
