@@ -413,6 +413,24 @@ def test_grid_with_fewer_instructions(level: Level, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("level", LEVELS, ids=[level.name for level in LEVELS])
+def test_attention_of_few_queries_at_once(level: Level, dtype: torch.dtype) -> None:
+    """Around each number of lanes that is computed by a way of its own, whole and in parts."""
+    kernels = kernels_of(level)
+    rows = [(1, 1), (1, 63), (1, 64), (1, 65), (1, 1300), (2, 600), (3, 70)]
+    batch = make_batch(rows, "scattered")
+    for group, size in ((1, 64), (2, 80), (3, 17), (4, 128), (5, 40), (8, 24), (9, 64)):
+        inputs = make_inputs(batch, (2 * group, 2, size), dtype)
+        wide = (inputs[0].float(), inputs[1].float(), inputs[2].float())
+        for window in (None, 40):
+            truth = kernel_grid.attend(ReferenceKernels(), batch, wide, window)
+            with Poisoned():
+                found = kernel_grid.attend(kernels, batch, inputs, window)
+            limit = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+            assert relative_error(found, truth) <= limit, (group, size, window)
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("level", LEVELS, ids=[level.name for level in LEVELS])
 def test_attention_over_keys_and_values_of_8_bits(level: Level, dtype: torch.dtype) -> None:
     """Beside the reference over the same numbers; slots that are no row's hold no numbers."""
     kernels = kernels_of(level)

@@ -77,6 +77,27 @@ TARGET INLINE void store_some(T* to, F value, int64_t count) {
     store_part(to, value, count);
 }
 
+// The numbers at even places of a and then those of b, and those at odd ones.
+#if defined(__clang__) || __GNUC__ >= 12
+#if WIDTH == 16
+#define EVERY_OTHER(a, b, i)                                                                       \
+  __builtin_shufflevector(a, b, i, i + 2, i + 4, i + 6, i + 8, i + 10, i + 12, i + 14, i + 16,     \
+                          i + 18, i + 20, i + 22, i + 24, i + 26, i + 28, i + 30)
+#else
+#define EVERY_OTHER(a, b, i) \
+  __builtin_shufflevector(a, b, i, i + 2, i + 4, i + 6, i + 8, i + 10, i + 12, i + 14)
+#endif
+#else
+TARGET INLINE I every_other(int32_t first) {
+  I places;
+  for (int i = 0; i < W; i++) places[i] = first + 2 * i;
+  return places;
+}
+#define EVERY_OTHER(a, b, i) __builtin_shuffle(a, b, every_other(i))
+#endif
+TARGET INLINE F evens_of(F a, F b) { return EVERY_OTHER(a, b, 0); }
+TARGET INLINE F odds_of(F a, F b) { return EVERY_OTHER(a, b, 1); }
+
 // ---- products ----
 
 // e to the power of x, with a relative error of about 1e-7; beyond the range, its ends.
@@ -369,139 +390,9 @@ void rotate(const Rotation<T>& task, int num_threads) {
   });
 }
 
-// ---- attention ----
-
-// What 16 lanes (queries of heads) have seen so far; numbers of a lane stand in a column.
-constexpr int64_t LANE_VECTORS = LANES / W;
-
-template <typename T>
-TARGET static void attend_block(const Attention<T>& task, const Tile& tile, const float* queries,
-                                const float* keys, const float* values, int64_t first_key,
-                                int64_t num_keys, float* state) {
-  const int64_t size = task.head_dim;
-  float scores[KEY_BLOCK * LANES];
-  for (int64_t key = 0; key < num_keys; key += 4) {
-    F sums[4][LANE_VECTORS];
-    for (auto& sum : sums)
-      for (auto& part : sum) part = F{};
-    const float* rows[4];
-    for (int64_t i = 0; i < 4; i++) rows[i] = keys + smaller(key + i, num_keys - 1) * size;
-    for (int64_t d = 0; d < size; d++)
-      for (int v = 0; v < LANE_VECTORS; v++) {
-        const F query = load(queries + d * LANES + v * W);
-        for (int i = 0; i < 4; i++) sums[i][v] += query * (F{} + rows[i][d]);
-      }
-    for (int64_t i = 0; i < smaller(4, num_keys - key); i++)
-      for (int v = 0; v < LANE_VECTORS; v++) store(scores + (key + i) * LANES + v * W, sums[i][v]);
-  }
-  const F nothing = F{} - __builtin_inff();
-  for (int v = 0; v < LANE_VECTORS; v++) {
-    const I last = read<I>(tile.last_key + v * W), first = read<I>(tile.first_key + v * W);
-    F best = load(state + v * W), total = load(state + LANES + v * W);
-    const F before = best;
-    for (int64_t key = 0; key < num_keys; key++) {
-      const I place = I{} + static_cast<int32_t>(first_key + key);
-      F score = load(scores + key * LANES + v * W);
-      score = (place > last) | (place < first) ? nothing : score;
-      store(scores + key * LANES + v * W, score);
-      best = score > best ? score : best;
-    }
-    const F base = best == nothing ? F{} : best;
-    const F factor = before == nothing ? F{} : exp_of(before - base);
-    total *= factor;
-    for (int64_t key = 0; key < num_keys; key++) {
-      const F score = load(scores + key * LANES + v * W);
-      const F weight = score == nothing ? F{} : exp_of(score - base);
-      store(scores + key * LANES + v * W, weight);
-      total += weight;
-    }
-    store(state + v * W, best);
-    store(state + LANES + v * W, total);
-    float* sums = state + 2 * LANES + v * W;
-    for (int64_t d = 0; d < size; d += 4) {
-      F parts[4];
-      for (int64_t i = 0; i < 4; i++)
-        parts[i] = load(sums + smaller(d + i, size - 1) * LANES) * factor;
-      for (int64_t key = 0; key < num_keys; key++) {
-        const F weight = load(scores + key * LANES + v * W);
-        const float* value = values + key * size + d;  // padded behind the last
-        for (int i = 0; i < 4; i++) parts[i] += weight * (F{} + value[i]);
-      }
-      for (int64_t i = 0; i < smaller(4, size - d); i++) store(sums + (d + i) * LANES, parts[i]);
-    }
-  }
-}
-
-template <typename T>
-TARGET static void widen(const T* from, int64_t size, float* to) {
-  FOR_VECTORS(offset, count, size) store_some(to + offset, load_some(from + offset, count), count);
-}
-
-template <typename T>
-TARGET static bool attend_piece(const Attention<T>& task, const Piece& piece, const Tile* tiles,
-                                float* states) {
-  const int64_t size = task.head_dim;
-  float* queries = static_cast<float*>(
-      scratch(5, ((piece.num_tiles * LANES + 2 * KEY_BLOCK) * size + 16) * sizeof(float)));
-  float* keys = queries + piece.num_tiles * LANES * size;
-  float* values = keys + KEY_BLOCK * size;
-  for (int64_t t = 0; t < piece.num_tiles; t++)
-    for (int64_t lane = 0; lane < LANES; lane++) {
-      const T* q = tiles[t].queries[lane] == -1
-                       ? nullptr
-                       : task.q + tiles[t].queries[lane];
-      for (int64_t d = 0; d < size; d++) {
-        const float number = q == nullptr ? 0.0f : widened(q[d]) * task.scale;
-        queries[(t * size + d) * LANES + lane] = number;
-      }
-    }
-  const int32_t* slots = task.table + piece.table_row * task.table_stride;
-  for (int64_t key = piece.first_key; key < piece.end_key; key += KEY_BLOCK) {
-    const int64_t count = smaller(KEY_BLOCK, piece.end_key - key);
-    for (int64_t i = 0; i < count; i++) {
-      const Pools& pools = task.pools;
-      const int64_t place = slots[key + i] * pools.slot_stride + piece.kv_head * pools.head_stride;
-      if (pools.is_int8) {
-        widen_bytes(static_cast<const int8_t*>(pools.k) + place, size, keys + i * size);
-        widen_bytes(static_cast<const int8_t*>(pools.v) + place, size, values + i * size);
-        continue;
-      }
-      widen(static_cast<const T*>(pools.k) + place, size, keys + i * size);
-      widen(static_cast<const T*>(pools.v) + place, size, values + i * size);
-    }
-    for (int64_t t = 0; t < piece.num_tiles; t++)
-      if (key <= tiles[t].end && key + count > tiles[t].begin)
-        attend_block(task, tiles[t], queries + t * size * LANES, keys, values, key, count,
-                     states + t * state_size(size));
-  }
-  return false;
-}
-
-template <typename T>
-TARGET void finish_lanes(const Attention<T>& task, const Tile& tile, const float* state) {
-  for (int64_t lane = 0; lane < LANES; lane++) {
-    if (tile.queries[lane] == -1) continue;
-    const float scale = 1.0f / state[LANES + lane];
-    T* out = task.out + tile.outputs[lane];
-    FOR_VECTORS(offset, count, task.head_dim) {
-      float line[W];
-      for (int64_t i = 0; i < count; i++)
-        line[i] = state[(2 + offset + i) * LANES + lane] * scale;
-      store_some(out + offset, load_some(line, count), count);
-    }
-  }
-}
-
-template <typename T>
-void attention(const Attention<T>& task, int num_threads) {
-  run_attention<T>(task, num_threads, attend_piece<T>, finish_lanes<T>);
-}
-
 #define INSTANCES(T)                                                                         \
   template void norm<T>(const T*, int64_t, T*, const T*, float, int64_t, int64_t, T*, int);  \
-  template void rotate<T>(const Rotation<T>&, int);                                          \
-  template void attention<T>(const Attention<T>&, int);                                      \
-  template void finish_lanes<T>(const Attention<T>&, const Tile&, const float*);
+  template void rotate<T>(const Rotation<T>&, int);
 INSTANCES(float)
 INSTANCES(bf16)
 #undef INSTANCES

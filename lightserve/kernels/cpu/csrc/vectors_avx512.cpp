@@ -7,5 +7,6 @@
 #define ROWS_F32 12
 #define ROWS_BF16 8
 #include "vectors.h"
+#include "vectors_attention.h"
 #include "vectors_rounded.h"
 #include "vectors_sampling.h"
