@@ -7,14 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.scheduling.papers import (
-    GROUNDS,
+from bench.scheduling.paper_figures import COLUMNS, Cell, add_cell, draw, over_seeds, read_cells
+from bench.scheduling.paper_loads import (
     LONG_SHARE,
     LONG_TOKENS,
     NUM_DOCUMENTS,
+    PEAK_RPS,
+    PEAK_S,
     accelgen_load,
     echo_load,
+    peak_load,
 )
+from bench.scheduling.papers import GROUNDS, PRESETS, System, play
 from lightserve.sim import HybridConfig
 from lightserve.sim.hybrid import HybridRun
 from lightserve.sim.traffic import parse_block_ids, read_trace
@@ -24,9 +28,13 @@ from lightserve.sim.traffic import parse_block_ids, read_trace
 def test_every_system_can_be_made(name: str, tmp_path: Path) -> None:
     load = GROUNDS[name].workload(tmp_path, 0)
     short = {"rt": "poisson:1", "rt_lengths": "uniform:8-8,4-4", "be": None, "be_lengths": None}
-    assert {"bros", "echo", "accelgen", "past-future"} < {s.name for s in GROUNDS[name].systems}
+    if name in ("bros", "echo", "accelgen", "past-future"):
+        assert {preset.name for preset in PRESETS} < {s.name for s in GROUNDS[name].systems}
+    names = [system.name for system in GROUNDS[name].systems]
+    assert len(set(names)) == len(names)
     for system in GROUNDS[name].systems:
-        HybridRun(HybridConfig(**load | short, **system.config()))
+        HybridRun(HybridConfig(**load | system.config() | short))
+    assert set(GROUNDS[name].columns) <= set(COLUMNS)
 
 
 def test_questions_are_about_few_documents(tmp_path: Path) -> None:
@@ -40,3 +48,39 @@ def test_a_third_of_the_mix_is_long_and_each_has_targets_of_its_own(tmp_path: Pa
     trace = read_trace(Path(accelgen_load(tmp_path, 0)["rt"]))
     assert abs(np.mean(trace.prompt_tokens >= LONG_TOKENS[0]) - LONG_SHARE) < 0.08
     assert trace.slos is not None and len(set(trace.slos)) > 0.9 * len(trace.slos)
+
+
+def test_chats_peak(tmp_path: Path) -> None:
+    times = read_trace(Path(peak_load(tmp_path, 0)["rt"])).arrival_s
+    assert times is not None
+    is_peak = (times >= PEAK_S[0]) & (times < PEAK_S[1])
+    assert is_peak.sum() / (PEAK_S[1] - PEAK_S[0]) == pytest.approx(PEAK_RPS, rel=0.25)
+    assert (~is_peak).sum() / 70.0 == pytest.approx(3.0, rel=0.3)
+
+
+def test_a_run_is_kept_and_drawn(tmp_path: Path) -> None:
+    short = {"duration_s": 14.0, "margin_s": 2.0}
+    system = System("echo", "echo", load=short)
+    cell = play("echo-peak", system, 0)
+    assert cell.figures["be"] > 0 and len(cell.cached) == 2 and cell.cached[1] > 20.0
+    path = tmp_path / "cells.jsonl"
+    add_cell(path, cell)
+    add_cell(path, Cell("echo-peak", "echo", 1, cell.figures, cell.cached))
+    cells = read_cells(path)
+    assert cells["echo-peak", "echo", 0] == cell and len(cells) == 2
+    both = over_seeds(list(cells.values()))
+    assert both["be"] == (pytest.approx(cell.figures["be"]), 0.0)
+    draw({"echo-peak": {"echo": list(cells.values())}}, tmp_path / "papers.svg")
+    assert "chats peak" in (tmp_path / "papers.svg").read_text()
+
+
+def test_what_has_waited_longest_goes_on_first() -> None:
+    """Chats that all came at once: with decodes as old as prompts neither waits for the other."""
+    load = {"rt": "poisson:8", "rt_lengths": "uniform:300-300,60-60", "be": None}
+    load |= {"duration_s": 12.0, "margin_s": 2.0}
+    waits, fcfs = (
+        play("bros-chats", System(name, None, GROUNDS["bros-chats"].systems[n].options, load), 0)
+        for n, name in enumerate(("fcfs", "wait"))
+    )
+    assert waits.figures["goodput"] > 0 and fcfs.figures["goodput"] > 0
+    assert waits.figures != fcfs.figures

@@ -1,0 +1,33 @@
+"""A policy that one of the papers compares with, and that lightserve has no other use for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightserve.router.policies.base import Phase
+from lightserve.router.policies.step_budget import StepBudget
+
+
+class LongestWait:
+    """What has waited longest since its last step goes next (BROS, section II-B and figure 2).
+
+    A step is made of whole prompts or of decodes, as in the server that the paper has changed:
+    which of the two, the longest wait says. The others keep their memory while there is any.
+    """
+
+    is_class_aware = False
+    meets_deadlines = False
+
+    def phases(self, step: StepBudget) -> Iterator[Phase]:
+        """See `Policy.phases`."""
+        waiting = sorted(step.in_queue_order(), key=lambda request: request.arrival_s)
+        running = step.running_of()
+        last_s = step.running.table.last_s[running.decodes]
+        oldest = running._replace(decodes=running.decodes[last_s.argsort(kind="stable")])
+        prompts = Phase(newcomers=waiting, is_whole=True)
+        is_prompt_first = bool(waiting) and (
+            len(last_s) == 0 or waiting[0].arrival_s <= float(last_s.min())
+        )
+        yield prompts if is_prompt_first else oldest
+        if step.is_empty:
+            yield oldest if is_prompt_first else prompts
