@@ -190,6 +190,14 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
         DEFAULT_DECISION_LOG_SIZE,
         "Size at which the decision log ends; the server goes on without.",
     )
+    request_timelines: int = option(
+        0,
+        "So many of the last requests can be asked for their timeline, GET"
+        " /v1/requests/ID/timeline; it takes the router some time in each step.",
+        low=0,
+        high=100_000,
+        zero_word="none",
+    )
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):

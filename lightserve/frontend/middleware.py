@@ -77,7 +77,7 @@ ROUTE_ACCESS: Mapping[str, Access] = {
             *("/v1/responses/{response_id}/cancel", "/v1/responses/{response_id}/input_items"),
             *("/v1/messages", "/v1/messages/count_tokens"),
             *("/v1/models/{model_id:path}", "/generate", "/generate_stream"),
-            *("/tokenize", "/detokenize"),
+            *("/tokenize", "/detokenize", "/v1/requests/{request_id}/timeline"),
             *("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"),
             *("/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"),
         ),

@@ -56,6 +56,7 @@ from lightserve.frontend.openai.responses_request import ResponsesRequest
 from lightserve.frontend.openai.responses_writer import ResponseObject
 from lightserve.frontend.request_options import header_schemas
 from lightserve.frontend.tgi import GenerateRequest
+from lightserve.frontend.timeline import TimelineObject
 
 # ----------------------------------------------------------------------
 # What the OpenAI routes answer, for the OpenAPI schema; a test holds real answers against it.
@@ -398,6 +399,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/load"): Operation(errors=(503,)),
     ("get", "/metrics"): Operation(content=(_TEXT,), errors=(503,)),
     ("get", "/version"): Operation(),
+    ("get", "/v1/requests/{request_id}/timeline"): Operation(
+        answers=TimelineObject, errors=(404, 429, 503, 504)
+    ),
     ("get", "/dashboard"): Operation(content=(_HTML,)),
     ("get", "/dashboard/events"): Operation(content=(_SSE,), errors=(503,)),
     ("get", "/debug/kv"): Operation(answers=KVMapObject, errors=(400, 429, 503, 504)),

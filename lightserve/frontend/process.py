@@ -44,6 +44,7 @@ from lightserve.frontend.openapi import describe
 from lightserve.frontend.router_client import RouterClient, RouterLink
 from lightserve.frontend.service import Service, load_service
 from lightserve.frontend.tgi import tgi_router
+from lightserve.frontend.timeline import timeline_router
 from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.frontend_router import FrontendHello, FrontendMessage, RouterMessage
 from lightserve.messages.supervision import (
@@ -111,6 +112,7 @@ def _routers(service: Service) -> list[APIRouter]:
         operations_router(service),
         debug_router(service),
         dashboard_router(service),
+        timeline_router(service),
     ]
 
 

@@ -44,6 +44,7 @@ from lightserve.messages.frontend_router import (
     Abort,
     Acknowledge,
     DescribeKV,
+    DescribeRequest,
     ErrorCode,
     Finish,
     FrontendMessage,
@@ -51,6 +52,8 @@ from lightserve.messages.frontend_router import (
     KVPool,
     Progress,
     RequestDelta,
+    RequestLife,
+    RequestTimeline,
     RouterMessage,
     RouterStatus,
     RouterWelcome,
@@ -157,11 +160,7 @@ class KVQuery:
         except TimeoutError:
             if self._pending is pending:
                 self._pending = None
-            raise RequestFailed(
-                f"the router did not answer within {ANSWER_TIMEOUT_S:g} s; try again",
-                code="router_timeout",
-                status=504,
-            ) from None
+            raise _router_timeout() from None
 
     def on_map(self, message: KVMap) -> None:
         """Take in an answer; one that no request waits for any more is dropped."""
@@ -189,6 +188,59 @@ class KVQuery:
         return self._pending
 
 
+MAX_TIMELINE_QUERIES = 32
+
+
+class TimelineQueries:
+    """Asks what became of requests; each question has an answer of its own."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._pending: dict[int, asyncio.Future[list[RequestLife]]] = {}
+
+    async def ask(
+        self, send: Callable[[DescribeRequest], None], name: str, client_key: str | None
+    ) -> list[RequestLife]:
+        """Return the lives of that name. Raises RequestFailed as `KVQuery` does."""
+        if len(self._pending) >= MAX_TIMELINE_QUERIES:
+            raise overloaded()
+        self._number += 1
+        number = self._number
+        try:
+            send(DescribeRequest(query_id=number, name=name, client_key=client_key))
+        except ChannelFull:
+            raise overloaded() from None
+        pending: asyncio.Future[list[RequestLife]] = asyncio.get_running_loop().create_future()
+        self._pending[number] = pending
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await pending
+        except TimeoutError:
+            raise _router_timeout() from None
+        finally:
+            self._pending.pop(number, None)
+
+    def on_timeline(self, message: RequestTimeline) -> None:
+        """Take in an answer; one that is not waited for any more is dropped."""
+        pending = self._pending.get(message.query_id)
+        if pending is not None and not pending.done():
+            pending.set_result(message.lives)
+
+    def fail(self, failure: RequestFailed) -> None:
+        """End all questions that wait for an answer."""
+        for pending in self._pending.values():
+            if not pending.done():
+                pending.set_exception(failure)
+
+
+def _router_timeout() -> RequestFailed:
+    return RequestFailed(
+        f"the router did not answer within {ANSWER_TIMEOUT_S:g} s; try again",
+        code="router_timeout",
+        status=504,
+    )
+
+
 class RouterClient:
     """See the module."""
 
@@ -205,6 +257,7 @@ class RouterClient:
         self._live: dict[RequestId, LiveRequest] = {}
         self._next_id = 0
         self._kv_query = KVQuery()
+        self._timelines = TimelineQueries()
         self._urgent: list[Reader] = []
         """Those with news, of the message that is being taken in."""
         self._others: deque[Reader] = deque()
@@ -269,6 +322,14 @@ class RouterClient:
         """
         return await self._kv_query.ask(self._ready_connection().send)
 
+    async def describe_request(self, name: str, client_key: str | None) -> list[RequestLife]:
+        """Return what became of the requests of that name and of that client, None: of any.
+
+        Raises:
+            RequestFailed: as `describe_kv`, or too many ask at once.
+        """
+        return await self._timelines.ask(self._ready_connection().send, name, client_key)
+
     # ------------------------------------------------------------------ the link
 
     @property
@@ -298,6 +359,7 @@ class RouterClient:
             self._disconnected_s = self._clock()
             self.fail_all(router_lost())
             self._kv_query.fail(router_lost())
+            self._timelines.fail(router_lost())
 
     def on_message(self, message: RouterMessage) -> None:
         """Take in what the router says."""
@@ -320,6 +382,8 @@ class RouterClient:
             connection.workers_ready = message.num_kv_slots > 0
         elif isinstance(message, KVMap):
             self._kv_query.on_map(message)
+        elif isinstance(message, RequestTimeline):
+            self._timelines.on_timeline(message)
         unsent, connection.unsent = connection.unsent, []
         for end in unsent:
             self._send_end(end)

@@ -394,5 +394,66 @@ def unpack_kinds(packed: PackedKinds) -> KindRuns:
     return KindRuns(kinds, lengths)
 
 
-FrontendMessage = FrontendHello | Submit | Acknowledge | Finish | Abort | DescribeKV | SentSoFar
-RouterMessage = RouterWelcome | TokenDelta | RouterStatus | KVMap
+# What became of a request: how a frontend asks the router, and what it is told.
+
+
+class DescribeRequest(Message, frozen=True):
+    """From a frontend: answer with `RequestTimeline`."""
+
+    query_id: int
+    name: str
+    """One of `Submit.names`."""
+    client_key: str | None
+    """`Client.key` of the client that asks, and is told of its own alone; None: of any."""
+
+
+class Stretch(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps in a row in which the same happened to a request."""
+
+    what: str
+    """`computes`, or the reason for which it was left out or not considered."""
+    at_s: float
+    """Since its frontend had it."""
+    seconds: float
+    num_steps: int
+    num_tokens: int
+    """That it computed."""
+    tokens_of_others: dict[RequestClass, int]
+    """That others computed meanwhile."""
+    predicted_s: float
+    observed_s: float
+    """Of the steps meanwhile."""
+
+
+class RequestLife(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a request; times in seconds since its frontend had it."""
+
+    request_class: RequestClass
+    slo: SLO
+    age_s: float
+    """Up to its end, or now."""
+    end: str | None
+    """A finish reason, an error code, abort or frontend_gone; None: it lives."""
+    first_token_s: float | None
+    max_gap_s: float
+    token_span_s: float
+    """From its first token to the last one so far."""
+    num_output_tokens: int
+    before_first_token: dict[str, float]
+    """Seconds by what happened, see `Stretch.what`."""
+    after_first_token: dict[str, float]
+    stretches: list[Stretch]
+
+
+class RequestTimeline(Message, frozen=True):
+    """From the router: the answer to `DescribeRequest`."""
+
+    query_id: int
+    lives: list[RequestLife]
+    """Of all completions of that name, in their order; none: it is not known."""
+
+
+FrontendMessage = (
+    FrontendHello | Submit | Acknowledge | Finish | Abort | DescribeKV | DescribeRequest | SentSoFar
+)
+RouterMessage = RouterWelcome | TokenDelta | RouterStatus | KVMap | RequestTimeline

@@ -18,6 +18,7 @@ import msgspec
 
 from lightserve.channels import Hub, Link, Waitable, bind_hub, wait_readable
 from lightserve.config.fields import parse_memory
+from lightserve.decisions.lives import Lives, WatchedCore
 from lightserve.decisions.records import CoreCalls, DecisionLogFile, RecordedCore, header_of
 from lightserve.errors import ChannelFull, ConfigError, ProtocolError
 from lightserve.logs import num_dropped_lines
@@ -25,12 +26,14 @@ from lightserve.messages.common import MAX_INT32, PROTOCOL_VERSION
 from lightserve.messages.frontend_router import (
     Abort,
     DescribeKV,
+    DescribeRequest,
     ErrorCode,
     Finish,
     FrontendHello,
     FrontendMessage,
     KVMap,
     RequestDelta,
+    RequestTimeline,
     RouterMessage,
     RouterWelcome,
     SentSoFar,
@@ -236,6 +239,10 @@ class RouterProcess:
         self._calls: CoreCalls = core
         if decision_log is not None:
             self._calls = RecordedCore(core, decision_log)
+        self._lives: Lives | None = None
+        if spec.config.request_timelines:
+            self._lives = Lives(spec.config.request_timelines)
+            self._calls = WatchedCore(self._calls, self._lives)
         self._frontends = frontends
         self._workers = workers
         self._control = control
@@ -405,6 +412,12 @@ class RouterProcess:
             steps = self._recent.tell(time.monotonic())
             answer = KVMap(query_id=message.query_id, pool=self.core.kv_map(), steps=steps)
             self._send(frontend_id, answer)
+            return
+        if isinstance(message, DescribeRequest):
+            lives = []
+            if self._lives is not None:
+                lives = self._lives.tell(message.name, message.client_key, time.monotonic())
+            self._send(frontend_id, RequestTimeline(query_id=message.query_id, lives=lives))
             return
         if isinstance(message, Submit) and not self._is_legal(peer, frontend_id, message):
             return

@@ -26,6 +26,7 @@ from lightserve.messages.frontend_router import (
     Acknowledge,
     ClassSlots,
     DescribeKV,
+    DescribeRequest,
     ErrorCode,
     Finish,
     FrontendHello,
@@ -33,6 +34,7 @@ from lightserve.messages.frontend_router import (
     KVMap,
     Progress,
     RequestDelta,
+    RequestTimeline,
     RouterMessage,
     RouterStatus,
     RouterWelcome,
@@ -242,6 +244,23 @@ def test_steps_are_told_to_who_looks_at_them() -> None:
     assert note.num_requests == {RequestClass.RT: 1}
     assert note.num_tokens[RequestClass.RT] > 1
     assert note.exec_s is None and note.age_s >= 0.0
+
+
+@pytest.mark.parametrize("num_kept", [0, 5])
+def test_timelines_are_kept_where_they_are_wanted(num_kept: int) -> None:
+    scene = make_scene(request_timelines=num_kept)
+    frontend, worker = scene.frontend(), scene.worker()
+    worker.send(scene.hello())
+    frontend.send(submit(names=("x-1",), max_tokens=1))
+    scene.turn()
+    for name in ("x-1", "x-2"):
+        frontend.send(DescribeRequest(query_id=1, name=name, client_key=None))
+        scene.turn()
+        answer = received(frontend)[-1]
+        assert isinstance(answer, RequestTimeline)
+        assert len(answer.lives) == (num_kept > 0 and name == "x-1")
+        if answer.lives:
+            assert answer.lives[0].stretches[0].what == "computes"
 
 
 def test_a_loss_and_the_new_group_in_one_wake_up() -> None:
