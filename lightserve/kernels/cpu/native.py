@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -33,18 +33,10 @@ from lightserve.kernels.interface import AttentionBatch, GroupedWeight, Int8Weig
 MAX_HEAD_DIM = 512
 
 
-class _Numbers(NamedTuple):
-    """A packed weight as the core takes it."""
-
-    packed: Tensor
-    num_outputs: int
-    factors: Tensor | None = None
-    zeros: Tensor | None = None
-    bits: int = 0
-    """0: as many as the rows' numbers."""
-    group_size: int = 0
-    """0: factors are those of outputs."""
-    is_gated: bool = False
+_Numbers: TypeAlias = tuple[int, int | None, int | None, int, int]
+"""A packed weight as the core takes it: where its numbers, factors and zeros lie, how many bits a
+number has (0: as many as the rows' numbers), and how many inputs a group (0: factors are those of
+outputs)."""
 
 
 class NativeKernels(TorchKernels):
@@ -67,16 +59,10 @@ class NativeKernels(TorchKernels):
     def _fall_back(self) -> None:
         """Be told that an operation is about to be torch's."""
 
-    def _native(self, *tensors: Tensor | None) -> Operations | None:
-        """Return the functions for tensors of one type whose rows are contiguous."""
-        operations = None
-        for tensor in tensors:
-            if tensor is None:
-                continue
-            operations = self._operations.get(tensor.dtype)
-            if operations is None or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
-                return None
-        return operations
+    def _native(self, x: Tensor, weight: Tensor) -> Operations | None:
+        """Return the functions for x [N, size] and a vector, of one type and contiguous rows."""
+        is_plain = (x.stride(1) == 1 or x.shape[1] == 1) and weight.is_contiguous()
+        return self._operations.get(x.dtype) if is_plain and weight.dtype is x.dtype else None
 
     def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
         """See `Kernels.pack_weight`."""
@@ -107,45 +93,46 @@ class NativeKernels(TorchKernels):
         if x.dtype not in self._operations or weight.numel() == 0:
             self._fall_back()
             return super().linear(x, weight, bias, dtype=dtype)
-        return self._multiply(x, _Numbers(weight, weight.shape[0]), bias, dtype=dtype)
+        numbers = (weight.data_ptr(), None, None, 0, 0)
+        return self._multiply(x, numbers, weight.shape[0], bias, dtype=dtype)
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.gated_linear`."""
         if x.dtype not in self._operations or weight.numel() == 0:
             self._fall_back()
             return super().gated_linear(x, weight, bias)
-        return self._multiply(x, _Numbers(weight, weight.shape[0], is_gated=True), bias)
+        numbers = (weight.data_ptr(), None, None, 0, 0)
+        return self._multiply(x, numbers, weight.shape[0], bias, is_gated=True)
 
     def _multiply(
         self,
         x: Tensor,
-        weight: _Numbers,
+        numbers: _Numbers,
+        num_outputs: int,
         bias: Tensor | None,
         *,
+        is_gated: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Return x @ weight.T + bias, or what gates make of it, of `dtype` (default: of x)."""
-        if x.stride(1) != 1:
-            x = x.contiguous()
         num_rows, num_inputs = x.shape
-        num_outputs, form = weight.num_outputs, Form.PLAIN
-        if weight.is_gated:
+        row_stride, step = x.stride()
+        if step != 1:
+            x, row_stride = x.contiguous(), num_inputs
+        form = Form.PLAIN
+        if is_gated:
             form, out = Form.GATED, x.new_empty(num_rows, num_outputs // 2)
+        elif dtype is None or dtype is x.dtype:
+            out = x.new_empty(num_rows, num_outputs)
         else:
-            if dtype is not None and dtype is not x.dtype:
-                assert dtype is torch.float32, dtype
-                form = Form.WIDE
-            out = torch.empty(num_rows, num_outputs, dtype=dtype or x.dtype)
-        if out.numel():
+            assert dtype is torch.float32, dtype
+            form, out = Form.WIDE, torch.empty(num_rows, num_outputs, dtype=dtype)
+        if num_rows and num_outputs:
             self._operations[x.dtype].linear(
                 x.data_ptr(),
-                x.stride(0),
+                row_stride,
                 num_rows,
-                weight.packed.data_ptr(),
-                None if weight.factors is None else weight.factors.data_ptr(),
-                None if weight.zeros is None else weight.zeros.data_ptr(),
-                weight.bits,
-                weight.group_size,
+                *numbers,
                 num_inputs,
                 num_outputs,
                 None if bias is None else bias.data_ptr(),
@@ -232,8 +219,8 @@ class NativeKernels(TorchKernels):
     ) -> Tensor:
         """See `QuantizingKernels.linear_int8`."""
         packed, factors, num_outputs, is_gated = weight
-        numbers = _Numbers(packed, num_outputs, factors, bits=8, is_gated=is_gated)
-        return self._multiply(x, numbers, bias, dtype=dtype)
+        numbers = (packed.data_ptr(), factors.data_ptr(), None, 8, 0)
+        return self._multiply(x, numbers, num_outputs, bias, is_gated=is_gated, dtype=dtype)
 
     def quantize_groups(
         self, weight: Tensor, group_size: int, *, is_gated: bool = False
@@ -299,32 +286,17 @@ class NativeKernels(TorchKernels):
     def linear_groups(self, x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
         """See `QuantizingKernels.linear_groups`."""
         packed, factors, zeros, num_outputs, _, bits, group_size, is_gated = weight
-        numbers = _Numbers(packed, num_outputs, factors, zeros, bits, group_size, is_gated)
-        return self._multiply(x, numbers, bias)
+        numbers = (packed.data_ptr(), factors.data_ptr(), zeros.data_ptr(), bits, group_size)
+        return self._multiply(x, numbers, num_outputs, bias, is_gated=is_gated)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`; rounds before the weight is applied, as transformers does."""
-        size = x.shape[-1]
-        operations = self._native(x, weight)
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        operations = self._native(rows, weight)
         if operations is None:
             self._fall_back()
             return super().rms_norm(x, weight, eps)
-        rows = x if x.dim() == 2 else x.reshape(-1, size)
-        out = x.new_empty(x.shape)
-        if len(rows):
-            operations.norm(
-                rows.data_ptr(),
-                rows.stride(0),
-                None,
-                weight.data_ptr(),
-                eps,
-                len(rows),
-                size,
-                out.data_ptr(),
-                self._level,
-                torch.get_num_threads(),
-            )
-        return out
+        return self._norm(operations, rows, None, weight, eps).view(x.shape)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -334,21 +306,28 @@ class NativeKernels(TorchKernels):
         if operations is None or not residual.is_contiguous():
             self._fall_back()
             return super().add_rms_norm(x, residual, weight, eps)
-        out = x.new_empty(x.shape)
-        if len(x):
+        return self._norm(operations, x, residual.data_ptr(), weight, eps), residual
+
+    def _norm(
+        self, operations: Operations, x: Tensor, residual: int | None, weight: Tensor, eps: float
+    ) -> Tensor:
+        """Return norm(x [N, size]), or of the sum with what lies at `residual`."""
+        num_rows, size = x.shape
+        out = x.new_empty(num_rows, size)
+        if num_rows:
             operations.norm(
                 x.data_ptr(),
                 x.stride(0),
-                residual.data_ptr(),
+                residual,
                 weight.data_ptr(),
                 eps,
-                len(x),
-                x.shape[1],
+                num_rows,
+                size,
                 out.data_ptr(),
                 self._level,
                 torch.get_num_threads(),
             )
-        return out, residual
+        return out
 
     def rotate_and_write(
         self,
@@ -364,18 +343,20 @@ class NativeKernels(TorchKernels):
         qk_norm: QKNorm | None,
     ) -> Tensor:
         """See `Kernels.rotate_and_write`; overwrites q."""
-        if not len(q):
+        num_tokens, num_heads, head_dim = q.shape
+        if not num_tokens:
             return q
         operations = self._operations.get(q.dtype)
         # How far it is from one token to the next means nothing where there is one.
-        first = 1 if len(q) == 1 else 0
-        strides = (q.stride(0), q.shape[2], 1)[first:]
+        first = 1 if num_tokens == 1 else 0
+        strides, pool_strides = q.stride(), k_pool.stride()
         is_plain = (
-            q.stride()[first:] == k.stride()[first:] == v.stride()[first:] == strides
+            strides[1:] == (head_dim, 1)
+            and strides[first:] == k.stride()[first:] == v.stride()[first:]
             and cos.is_contiguous()
             and sin.is_contiguous()
-            and k_pool.stride() == v_pool.stride()
-            and k_pool.stride(2) == 1
+            and pool_strides == v_pool.stride()
+            and pool_strides[2] == 1
         )
         if operations is None or not is_plain:
             assert k_pool.dtype is not torch.int8, "torch knows no KV of 8 bits"
@@ -395,21 +376,21 @@ class NativeKernels(TorchKernels):
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),
-            q.stride(0),
-            q.shape[0],
-            q.shape[1],
+            strides[0],
+            num_tokens,
+            num_heads,
             k.shape[1],
-            q.shape[2],
+            head_dim,
             cos.data_ptr(),
             sin.data_ptr(),
             cos.shape[1],
             k_pool.data_ptr(),
             v_pool.data_ptr(),
-            k_pool.stride(0),
-            k_pool.stride(1),
+            pool_strides[0],
+            pool_strides[1],
             k_pool.dtype is torch.int8,
             slot_mapping.data_ptr(),
-            len(k_pool),
+            k_pool.shape[0],
             None if qk_norm is None else qk_norm.q_weight.data_ptr(),
             None if qk_norm is None else qk_norm.k_weight.data_ptr(),
             0.0 if qk_norm is None else qk_norm.eps,
@@ -431,12 +412,15 @@ class NativeKernels(TorchKernels):
         sliding_window: int | None,
     ) -> Tensor:
         """See `Kernels.attention`: straight over the slots, whichever they are."""
+        num_tokens, num_heads, head_dim = q.shape
         operations = self._operations.get(q.dtype)
+        token_stride, *strides = q.stride()
+        pool_strides = k_pool.stride()
         is_plain = (
-            q.stride()[1:] == (q.shape[2], 1)
-            and k_pool.stride() == v_pool.stride()
-            and k_pool.stride(2) == 1
-            and q.shape[2] <= MAX_HEAD_DIM
+            strides == [head_dim, 1]
+            and pool_strides == v_pool.stride()
+            and pool_strides[2] == 1
+            and head_dim <= MAX_HEAD_DIM
         )
         if operations is None or not is_plain:
             assert k_pool.dtype is not torch.int8, "torch knows no KV of 8 bits"
@@ -445,23 +429,23 @@ class NativeKernels(TorchKernels):
                 q, k_pool, v_pool, batch, scale=scale, sliding_window=sliding_window
             )
         rows = _rows(batch)
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = q.new_empty(num_tokens, num_heads, head_dim)
         if rows.count:
             operations.attention(
                 q.data_ptr(),
-                q.stride(0),
+                token_stride,
                 k_pool.data_ptr(),
                 v_pool.data_ptr(),
-                k_pool.stride(0),
-                k_pool.stride(1),
+                pool_strides[0],
+                pool_strides[1],
                 k_pool.dtype is torch.int8,
                 batch.req_to_slot.data_ptr(),
                 batch.req_to_slot.stride(0),
                 rows.address,
                 rows.count,
-                q.shape[1],
+                num_heads,
                 k_pool.shape[1],
-                q.shape[2],
+                head_dim,
                 sliding_window or 0,
                 scale,
                 self._is_invariant,
