@@ -509,21 +509,21 @@ WORKER = [
 ]
 BATCHES = [
     fault(
-        "batches/database.py",
+        "batches/sqlite.py",
         'self._connection.execute("PRAGMA synchronous=FULL")',
         'self._connection.execute("PRAGMA synchronous=NORMAL")',
         "unit/batches/test_power_cuts.py",
     ),
     fault(
         "batches/jobs.py",
-        """" AND lease_until_s < ? AND owner != ?",""",
-        """" AND lease_until_s < ? AND owner = ?",""",
+        "WHERE lease_until_s < ? AND name != ?)",
+        "WHERE lease_until_s < ? AND name = ?)",
         "unit/batches/test_jobs.py",
     ),
     fault(
         "batches/jobs.py",
-        "                if self._num_left(batch) == 0:\n                    self._end",
-        "                if self._num_left(batch) == 1:\n                    self._end",
+        "                if num_left == 0:\n                    over",
+        "                if num_left == 1:\n                    over",
         "unit/batches/test_jobs.py",
     ),
     fault(
@@ -540,8 +540,8 @@ BATCHES = [
     ),
     fault(
         "batches/files.py",
-        "start = position - first * CHUNK_BYTES",
-        "start = position - last * CHUNK_BYTES",
+        "min(end - begins, CHUNK_BYTES)",
+        "min(end - begins, CHUNK_BYTES - 1)",
         "unit/batches/test_lines.py",
     ),
     fault(
@@ -561,6 +561,24 @@ BATCHES = [
         "            if (batch, number) not in held.lines:",
         "            if batch not in held.batches:",
         "unit/batches/test_consistency.py",
+    ),
+    fault(
+        "batches/runner.py",
+        "        self._is_lease_over = True\n",
+        "        self._is_lease_over = False\n",
+        "unit/batches/test_postgres_store.py",
+    ),
+    fault(
+        "batches/postgres.py",
+        """skip_locked: ClassVar[str] = " FOR UPDATE SKIP LOCKED\"""",
+        """skip_locked: ClassVar[str] = " FOR UPDATE\"""",
+        "unit/batches/test_postgres_store.py",
+    ),
+    fault(
+        "batches/postgres.py",
+        """lock = "pg_advisory_xact_lock_shared" if is_shared""",
+        """lock = "pg_advisory_xact_lock_shared" if True""",
+        "unit/batches/test_postgres_store.py",
     ),
     fault(
         "batches/runner.py",

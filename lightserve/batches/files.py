@@ -165,14 +165,17 @@ class Files:
         return data, rows[-1][0] + 1 if len(rows) == PAGE_LINES else None
 
     def read_span(self, number: int, position: int, num_bytes: int) -> bytes:
-        """Return a stretch of an uploaded file."""
-        first, last = position // CHUNK_BYTES, (position + num_bytes - 1) // CHUNK_BYTES
-        rows = self._db.rows(
-            "SELECT data FROM chunks WHERE file = ? AND number BETWEEN ? AND ? ORDER BY number",
-            *(number, first, last),
-        )
-        start = position - first * CHUNK_BYTES
-        return b"".join(data for (data,) in rows)[start : start + num_bytes]
+        """Return a stretch of an uploaded file; no more of it is read."""
+        end, pieces = position + num_bytes, []
+        for chunk in range(position // CHUNK_BYTES, (end - 1) // CHUNK_BYTES + 1):
+            begins = chunk * CHUNK_BYTES
+            start, stop = max(position - begins, 0), min(end - begins, CHUNK_BYTES)
+            piece = self._db.value(
+                "SELECT substr(data, ?, ?) FROM chunks WHERE file = ? AND number = ?",
+                *(start + 1, stop - start, number, chunk),
+            )
+            pieces.append(piece or b"")
+        return b"".join(pieces)
 
     # ------------------------------------------------------------------ the end
 

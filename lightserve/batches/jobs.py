@@ -16,6 +16,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
+import msgspec
+
 from lightserve.batches.database import Database
 from lightserve.batches.endings import CRASHED, EXPIRED, Endings
 from lightserve.batches.files import Files
@@ -64,6 +66,16 @@ class Held(NamedTuple):
     """All that are in progress."""
     lines: frozenset[tuple[int, int]]
     """Batches and numbers of those leased to it."""
+
+
+class _Place(NamedTuple):
+    """Where a line is."""
+
+    file: int
+    position: int
+    num_bytes: int
+    response: int | None
+    """In the background, whose request it is."""
 
 
 class Jobs:
@@ -338,9 +350,9 @@ class Jobs:
         All leases of the owner begin anew. Those of others are over whose time is. None is leased
         while too little space is free for results.
         """
-        leased: list[LeasedLine] = []
+        leased: list[tuple[LeasedLine, _Place]] = []
         if self._db.is_low():
-            return leased
+            return []
         with self._db.transaction(is_shared=True):
             self._renew(owner, epoch, now_s + lease_s)
             self._db.write(
@@ -364,16 +376,28 @@ class Jobs:
                 room = max_lines - len(leased)
                 lines = self._queued(batch, now_s, room, max_bytes, most_crashes)
                 leased += lines
-                suspects += sum(line.crashes >= SUSPECT_CRASHES for line in lines)
-                max_bytes -= sum(len(line.line) for line in lines)
+                suspects += sum(line.crashes >= SUSPECT_CRASHES for line, _ in lines)
+                max_bytes -= sum(place.num_bytes for _, place in lines)
                 if len(leased) >= max_lines or max_bytes <= 0:
                     break
             self._db.write_many(
                 "UPDATE lines SET state = 'leased', owner = ?, epoch = ?"
                 " WHERE batch = ? AND number = ?",
-                ((owner, epoch, line.batch, line.number) for line in leased),
+                ((owner, epoch, line.batch, line.number) for line, _ in leased),
             )
-        return leased
+        found = [(line, self._text(place)) for line, place in leased]
+        return [msgspec.structs.replace(line, line=text) for line, text in found if text]
+
+    def _text(self, place: _Place) -> bytes:
+        """Return a line; outside of the transaction, which others would wait for.
+
+        Nothing: what it is of was cancelled and deleted since.
+        """
+        if place.response is None:
+            return self._files.read_span(place.file, place.position, place.num_bytes)
+        return (
+            self._db.value("SELECT request FROM responses WHERE number = ?", place.response) or b""
+        )
 
     def _queued(
         self,
@@ -382,10 +406,10 @@ class Jobs:
         max_lines: int,
         max_bytes: int,
         most_crashes: int,
-    ) -> list[LeasedLine]:
+    ) -> list[tuple[LeasedLine, _Place]]:
         """Return the first queued lines of a batch, as far as there is room; one suspect."""
         number, batch_id, endpoint, key_name, file, response, expires_s, num_left = batch
-        lines: list[LeasedLine] = []
+        lines: list[tuple[LeasedLine, _Place]] = []
         for index, custom_id, position, num_bytes, attempt, losses, crashes in self._db.rows(
             "SELECT number, custom_id, position, num_bytes, attempt, losses, crashes FROM lines"
             " WHERE batch = ? AND state = 'queued' AND crashes <= ?"
@@ -400,10 +424,6 @@ class Jobs:
             if crashes >= SUSPECT_CRASHES:
                 most_crashes = SUSPECT_CRASHES - 1
             max_bytes -= num_bytes
-            if response is None:
-                text = self._files.read_span(file, position, num_bytes)
-            else:
-                text = self._db.value("SELECT request FROM responses WHERE number = ?", response)
             line = LeasedLine(
                 batch=number,
                 number=index,
@@ -414,11 +434,11 @@ class Jobs:
                 attempt=attempt,
                 losses=losses,
                 crashes=crashes,
-                line=text,
+                line=b"",
                 expires_s=expires_s,
                 num_left=num_left,
             )
-            lines.append(line)
+            lines.append((line, _Place(file, position, num_bytes, response)))
         return lines
 
     def renew(self, owner: str, epoch: int, now_s: float, *, lease_s: float) -> None:

@@ -24,6 +24,7 @@ from lightserve.http_access import ApiKey, Quota, digest_of
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta, RouterWelcome, Submit
 from lightserve.types import FinishReason, RequestClass
 
+pytestmark = pytest.mark.usefixtures("both_stores")
 EOS = 2
 FORM = {"content-type": "multipart/form-data; boundary=b"}
 
@@ -360,6 +361,7 @@ def test_a_store_that_fails_makes_batches_wait_and_no_more(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("both_stores", ["sqlite"], indirect=True)
 def test_a_full_disk_is_a_507_and_leaves_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as setup:
@@ -456,6 +458,7 @@ def test_an_upload_that_is_wrong_leaves_nothing(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("both_stores", ["sqlite"], indirect=True)
 def test_uploads_are_bounded_by_the_quota_of_their_key(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, batch_max_stored_bytes=2 * CHUNK_BYTES) as setup:
@@ -595,6 +598,7 @@ def test_a_server_without_a_store_says_so() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("both_stores", ["sqlite"], indirect=True)
 def test_a_store_that_is_gone_is_a_503_on_its_routes_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

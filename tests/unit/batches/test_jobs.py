@@ -32,6 +32,7 @@ from support.batch_store import (
 )
 
 from lightserve.batches.access import Store
+from lightserve.batches.files import Files
 from lightserve.batches.jobs import (
     LOSS_DELAY_S,
     MAX_CRASHES,
@@ -365,3 +366,31 @@ def test_what_is_given_up_counts_against_no_line(tmp_path: Path) -> None:
         for _ in range(MAX_CRASHES + 1):
             (held,) = lease(store, "north", store.jobs.begin("north", NOW_S))
             assert held.crashes == 0
+
+
+def test_a_line_that_is_deleted_as_it_is_leased_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(tmp_path) as store:
+        batch = make_batch(store, 2)
+        epoch, read = store.jobs.begin("north", NOW_S), Files.read_span
+
+        def deleting(files: Files, *place: int) -> bytes:
+            if store.jobs.get(KEY, batch.id, NOW_S).status == "in_progress":
+                store.jobs.cancel(KEY, batch.id, NOW_S)
+                store.files.delete(KEY, batch.input_file_id, NOW_S)
+            return read(files, *place)
+
+        monkeypatch.setattr(Files, "read_span", deleting)
+        assert lease(store, "north", epoch) == []
+        assert store.jobs.held("north", epoch).lines == frozenset()
+
+
+@pytest.mark.parametrize("position", [0, CHUNK_BYTES - 3, CHUNK_BYTES, 2 * CHUNK_BYTES - 1])
+@pytest.mark.parametrize("num_bytes", [1, 4, CHUNK_BYTES + 2])
+def test_a_stretch_of_a_file_is_read(tmp_path: Path, position: int, num_bytes: int) -> None:
+    data = b"".join(b"%07d\n" % number for number in range(3 * CHUNK_BYTES // 8 + 1))
+    with open_store(tmp_path) as store:
+        file = upload(store, data)
+        found = store.files.read_span(file.number, position, num_bytes)
+        assert found == data[position : position + num_bytes]

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import psycopg
@@ -335,3 +336,31 @@ def test_values_are_what_was_written(tmp_path: Path) -> None:
         with psycopg.connect(place(tmp_path)) as connection:
             (found,) = connection.execute("SELECT num_bytes FROM lightserve.stored").fetchall()
         assert found == (len(data),)
+
+
+def test_a_database_without_space_is_full(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        raise_full = "DO $$ BEGIN RAISE EXCEPTION 'x' USING ERRCODE = '53100'; END $$"
+        with pytest.raises(StoreError) as error:
+            store.database.write(raise_full)
+        assert error.value.is_full
+
+
+def test_what_clients_write_is_alone_and_what_servers_do_is_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(tmp_path) as store:
+        settings = postgres_store._SETTINGS.replace("'10000ms'", "'50ms'")
+        monkeypatch.setattr(postgres_store, "_SETTINGS", settings)
+        other = Store(place(tmp_path))
+        for first, second, is_refused in (
+            (False, False, True),
+            (False, True, True),
+            (True, False, True),
+            (True, True, False),
+        ):
+            with store.database.transaction(is_shared=first):
+                expected = pytest.raises(StoreError) if is_refused else nullcontext()
+                with expected, other.database.transaction(is_shared=second):
+                    pass
+        other.database.close()
