@@ -6,62 +6,105 @@ namespace SPACE {
 
 // What 16 lanes (queries of heads) have seen so far; numbers of a lane stand in a column.
 constexpr int64_t LANE_VECTORS = LANES / W;
+// Keys, and numbers of a head, at once: as many chains of additions as keep the processor busy.
+constexpr int64_t KEYS_AT_ONCE = 8 / LANE_VECTORS, NUMBERS_AT_ONCE = 8;
+// Tiles that share what is loaded of a key or a value, as many as the registers hold.
+constexpr int TILES_AT_ONCE = W == 16 ? 2 : 1;
 
-template <typename T>
-TARGET static void attend_block(const Attention<T>& task, const Tile& tile, const float* queries,
-                                const float* keys, const float* values, int64_t first_key,
-                                int64_t num_keys, float* state) {
-  const int64_t size = task.head_dim;
-  float scores[KEY_BLOCK * LANES];
-  for (int64_t key = 0; key < num_keys; key += 4) {
-    F sums[4][LANE_VECTORS];
-    for (auto& sum : sums)
-      for (auto& part : sum) part = F{};
-    const float* rows[4];
-    for (int64_t i = 0; i < 4; i++) rows[i] = keys + smaller(key + i, num_keys - 1) * size;
+// Scores of N tiles, [N][KEY_BLOCK][LANES].
+template <int N>
+TARGET static void tile_scores(const float* queries, const float* keys, int64_t num_keys,
+                               int64_t size, float* scores) {
+  for (int64_t key = 0; key < num_keys; key += KEYS_AT_ONCE) {
+    F sums[N][KEYS_AT_ONCE][LANE_VECTORS];
+    for (auto& tile : sums)
+      for (auto& sum : tile)
+        for (auto& part : sum) part = F{};
+    const float* rows[KEYS_AT_ONCE];
+    for (int64_t i = 0; i < KEYS_AT_ONCE; i++) rows[i] = keys + smaller(key + i, num_keys - 1) * size;
     for (int64_t d = 0; d < size; d++)
       for (int v = 0; v < LANE_VECTORS; v++) {
-        const F query = load(queries + d * LANES + v * W);
-        for (int i = 0; i < 4; i++) sums[i][v] += query * (F{} + rows[i][d]);
+        F query[N];
+        for (int t = 0; t < N; t++) query[t] = load(queries + (t * size + d) * LANES + v * W);
+        for (int i = 0; i < KEYS_AT_ONCE; i++) {
+          const F number = F{} + rows[i][d];
+          for (int t = 0; t < N; t++) sums[t][i][v] += query[t] * number;
+        }
       }
-    for (int64_t i = 0; i < smaller(4, num_keys - key); i++)
-      for (int v = 0; v < LANE_VECTORS; v++) store(scores + (key + i) * LANES + v * W, sums[i][v]);
+    for (int t = 0; t < N; t++)
+      for (int64_t i = 0; i < smaller(KEYS_AT_ONCE, num_keys - key); i++)
+        for (int v = 0; v < LANE_VECTORS; v++)
+          store(scores + (t * KEY_BLOCK + key + i) * LANES + v * W, sums[t][i][v]);
   }
+}
+
+// Makes weights of some lanes' scores, and returns what is summed up already is to be multiplied by.
+TARGET static F tile_weights(const Tile& tile, int v, int64_t first_key, int64_t num_keys,
+                             float* scores, float* state) {
   const F nothing = F{} - __builtin_inff();
-  for (int v = 0; v < LANE_VECTORS; v++) {
-    const I last = read<I>(tile.last_key + v * W), first = read<I>(tile.first_key + v * W);
-    F best = load(state + v * W), total = load(state + LANES + v * W);
-    const F before = best;
+  const I last = read<I>(tile.last_key + v * W), first = read<I>(tile.first_key + v * W);
+  F best = load(state + v * W), total = load(state + LANES + v * W);
+  const F before = best;
+  for (int64_t key = 0; key < num_keys; key++) {
+    const I place = I{} + static_cast<int32_t>(first_key + key);
+    F score = load(scores + key * LANES + v * W);
+    score = (place > last) | (place < first) ? nothing : score;
+    store(scores + key * LANES + v * W, score);
+    best = score > best ? score : best;
+  }
+  const F base = best == nothing ? F{} : best;
+  const F factor = before == nothing ? F{} : exp_of(before - base);
+  total *= factor;
+  for (int64_t key = 0; key < num_keys; key++) {
+    const F score = load(scores + key * LANES + v * W);
+    const F weight = score == nothing ? F{} : exp_of(score - base);
+    store(scores + key * LANES + v * W, weight);
+    total += weight;
+  }
+  store(state + v * W, best);
+  store(state + LANES + v * W, total);
+  return factor;
+}
+
+// Adds values, weighted, to the states of N tiles.
+template <int N>
+TARGET static void tile_values(const float* weights, const float* values, int64_t num_keys,
+                               int64_t size, int v, const F (&factors)[N], float* states) {
+  const int64_t state = state_size(size);
+  float* sums = states + 2 * LANES + v * W;
+  for (int64_t d = 0; d < size; d += NUMBERS_AT_ONCE) {
+    F parts[N][NUMBERS_AT_ONCE];
+    for (int t = 0; t < N; t++)
+      for (int64_t i = 0; i < NUMBERS_AT_ONCE; i++)
+        parts[t][i] = load(sums + t * state + smaller(d + i, size - 1) * LANES) * factors[t];
     for (int64_t key = 0; key < num_keys; key++) {
-      const I place = I{} + static_cast<int32_t>(first_key + key);
-      F score = load(scores + key * LANES + v * W);
-      score = (place > last) | (place < first) ? nothing : score;
-      store(scores + key * LANES + v * W, score);
-      best = score > best ? score : best;
-    }
-    const F base = best == nothing ? F{} : best;
-    const F factor = before == nothing ? F{} : exp_of(before - base);
-    total *= factor;
-    for (int64_t key = 0; key < num_keys; key++) {
-      const F score = load(scores + key * LANES + v * W);
-      const F weight = score == nothing ? F{} : exp_of(score - base);
-      store(scores + key * LANES + v * W, weight);
-      total += weight;
-    }
-    store(state + v * W, best);
-    store(state + LANES + v * W, total);
-    float* sums = state + 2 * LANES + v * W;
-    for (int64_t d = 0; d < size; d += 4) {
-      F parts[4];
-      for (int64_t i = 0; i < 4; i++)
-        parts[i] = load(sums + smaller(d + i, size - 1) * LANES) * factor;
-      for (int64_t key = 0; key < num_keys; key++) {
-        const F weight = load(scores + key * LANES + v * W);
-        const float* value = values + key * size + d;  // padded behind the last
-        for (int i = 0; i < 4; i++) parts[i] += weight * (F{} + value[i]);
+      const float* value = values + key * size + d;  // padded behind the last
+      F weight[N];
+      for (int t = 0; t < N; t++) weight[t] = load(weights + (t * KEY_BLOCK + key) * LANES + v * W);
+      for (int i = 0; i < NUMBERS_AT_ONCE; i++) {
+        const F number = F{} + value[i];
+        for (int t = 0; t < N; t++) parts[t][i] += weight[t] * number;
       }
-      for (int64_t i = 0; i < smaller(4, size - d); i++) store(sums + (d + i) * LANES, parts[i]);
     }
+    for (int t = 0; t < N; t++)
+      for (int64_t i = 0; i < smaller(NUMBERS_AT_ONCE, size - d); i++)
+        store(sums + t * state + (d + i) * LANES, parts[t][i]);
+  }
+}
+
+// Adds a block of keys to the states of N tiles that lie one behind the other.
+template <int N>
+TARGET static void attend_block(const Tile* tiles, int64_t size, const float* queries,
+                                const float* keys, const float* values, int64_t first_key,
+                                int64_t num_keys, float* states) {
+  alignas(64) float scores[N * KEY_BLOCK * LANES];
+  tile_scores<N>(queries, keys, num_keys, size, scores);
+  for (int v = 0; v < LANE_VECTORS; v++) {
+    F factors[N];
+    for (int t = 0; t < N; t++)
+      factors[t] = tile_weights(tiles[t], v, first_key, num_keys, scores + t * KEY_BLOCK * LANES,
+                                states + t * state_size(size));
+    tile_values<N>(scores, values, num_keys, size, v, factors, states);
   }
 }
 
@@ -102,10 +145,18 @@ TARGET static bool attend_piece(const Attention<T>& task, const Piece& piece, co
       widen(static_cast<const T*>(pools.k) + place, size, keys + i * size);
       widen(static_cast<const T*>(pools.v) + place, size, values + i * size);
     }
-    for (int64_t t = 0; t < piece.num_tiles; t++)
-      if (key <= tiles[t].end && key + count > tiles[t].begin)
-        attend_block(task, tiles[t], queries + t * size * LANES, keys, values, key, count,
-                     states + t * state_size(size));
+    const auto sees = [&](int64_t t) {
+      return t < piece.num_tiles && key <= tiles[t].end && key + count > tiles[t].begin;
+    };
+    for (int64_t t = 0, step; t < piece.num_tiles; t += step) {
+      const float* own = queries + t * size * LANES;
+      float* state = states + t * state_size(size);
+      step = TILES_AT_ONCE == 2 && sees(t) && sees(t + 1) ? 2 : 1;
+      if (step == 2)
+        attend_block<TILES_AT_ONCE>(tiles + t, size, own, keys, values, key, count, state);
+      else if (sees(t))
+        attend_block<1>(tiles + t, size, own, keys, values, key, count, state);
+    }
   }
   return false;
 }
