@@ -24,6 +24,7 @@ SUBCOMMANDS: Mapping[str, str] = {
     "profile": "Measure step times on this machine for the router to plan with.",
     "replay": "Repeat every decision of a decision log.",
     "why": "Say what a late request waited for, from a decision log.",
+    "whatif": "Run a decision log's traffic again with other settings.",
     "simulate": "Run requests through the router core on virtual hardware.",
 }
 """Name to one-line help; the module is `lightserve.cli.<name>`, its click command `command`."""

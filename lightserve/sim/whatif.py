@@ -1,0 +1,412 @@
+"""What a server would have done with other settings: a decision log's traffic, run again.
+
+The log is replayed, which says how long outputs are, what each step was, and what clients saw. A
+formula of step times is fitted to the steps that really ran; then the same requests come, at the
+same times or faster, to the same core with other settings, on workers that take as long as that
+formula says, times what the real steps took of it, one after the other: a machine that others kept
+busy for a while is busy again.
+
+Arrivals stay as they were: clients that wait for answers before they ask again would have come at
+other times. Outputs keep their lengths; requests that clients gave up are given up after the same
+time, and do not count.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from lightserve.config import ServeConfig
+from lightserve.config.scheduling import ADMISSION_OF_OPTION, POLICIES_OF_OPTION
+from lightserve.cost.model import StepModel, StepSample, StepShape, fit
+from lightserve.decisions.records import (
+    DECIDING_OPTIONS,
+    Decision,
+    MessageReceived,
+    ResultReceived,
+    StepTimesWereMeasured,
+    WorkersStarted,
+    WorkersWereLost,
+    event_of,
+)
+from lightserve.decisions.replaying import DecisionLogReader, make_core_of
+from lightserve.errors import ConfigError, DecisionLogError, ProtocolError
+from lightserve.messages.common import StepCoefficients
+from lightserve.messages.frontend_router import Abort, Submit
+from lightserve.messages.router_worker import StepResult
+from lightserve.router.config import make_scheduler_config
+from lightserve.router.events import FromFrontend, Outgoing
+from lightserve.router.scheduler import Scheduler
+from lightserve.router.step import PlannedStep
+from lightserve.sim.report import ClassReport, Seen, Targets, Window, class_report
+from lightserve.sim.simulation import Simulation, TimedEvent
+from lightserve.sim.worker import EOS_TOKEN_ID, LengthWorker, ProfiledHardware, VirtualWorker
+from lightserve.types import FinishReason, RequestClass, RequestKey, SamplingParams, StepId
+
+MIN_STEPS = 100
+"""Fewer say too little of what steps take."""
+MAX_SAMPLES = 2000
+"""Steps that the formula is fitted to, evenly from all."""
+
+
+@dataclass
+class _Asked:
+    """A request of the log."""
+
+    submit: Submit
+    came_s: float
+    """When the router had it; its client's clock began `age_s` before."""
+    token_times_s: list[float] = field(default_factory=list)
+    finish: FinishReason | None = None
+    gone_s: float | None = None
+    """When its client left."""
+
+    @property
+    def num_prompt(self) -> int:
+        return sum(len(segment.token_ids) // 4 for segment in self.submit.prompt)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.finish in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class LoggedHardware(ProfiledHardware):
+    """Workers that are off from a formula of their step times as those of the log were."""
+
+    def __init__(
+        self, step_cost: StepCoefficients, samples: Sequence[LoggedStep], *, overlaps_copies: bool
+    ) -> None:
+        super().__init__(step_cost, kv_bytes_per_token=0, overlaps_copies=overlaps_copies)
+        model = StepModel(step_cost)
+        self._turns = itertools.cycle(
+            [(each.exec_s / model.seconds(each.shape), each.gap_s) for each in samples]
+        )
+
+    def step_seconds(self, shape: StepShape) -> float:
+        """Return the seconds of the next step, and of the gap before it."""
+        ratio, gap_s = next(self._turns)
+        return gap_s + ratio * super().step_seconds(shape)
+
+
+class LoggedStep(NamedTuple):
+    """A step that ran."""
+
+    shape: StepShape
+    exec_s: float
+    """Without its copies."""
+    gap_s: float
+    """Between the end of the step before and its start, where its plan was there; otherwise 0."""
+
+
+class Settings(NamedTuple):
+    """What is to be other than it was."""
+
+    options: Mapping[str, Any] = {}
+    """Fields of `ServeConfig` that the core is made from."""
+    max_kv_tokens: int | None = None
+    rate: float = 1.0
+    """Times as fast do requests come."""
+
+
+class Outcome(NamedTuple):
+    """What clients saw, or would have seen."""
+
+    classes: dict[RequestClass, ClassReport]
+    window_s: float
+
+    def attainment_pct(self, request_class: RequestClass) -> float | None:
+        """Return how many of a class's requests were answered to their end with all targets met."""
+        report = self.classes[request_class]
+        num_good = report.goodput_rps * self.window_s
+        return 100 * num_good / report.arrivals if report.arrivals else None
+
+
+@dataclass
+class Recording:
+    """What a log says of traffic and machine."""
+
+    config: dict[str, Any]
+    max_model_len: int
+    seed: int
+    requests: dict[RequestKey, _Asked]
+    workers: WorkersStarted
+    step_cost: StepCoefficients
+    """Fitted to the steps."""
+    steps: list[LoggedStep]
+    start_s: float
+    end_s: float
+
+    def report(self) -> Outcome:
+        """Return what clients saw."""
+        seen = {
+            key: Seen(
+                asked.came_s - asked.submit.age_s - self.start_s,
+                max(1, len(asked.token_times_s)),
+                [at_s - self.start_s for at_s in asked.token_times_s],
+                asked.is_whole,
+                targets=Targets.of(asked.submit.slo),
+            )
+            for key, asked in self.requests.items()
+            if asked.gone_s is None
+        }
+        return self._outcome(seen, self.end_s - self.start_s)
+
+    def run(self, settings: Settings) -> Outcome:
+        """Return what clients would have seen. Raises ConfigError: the settings cannot be."""
+        core_config = make_scheduler_config(
+            self._serve_config(settings), max_model_len=self.max_model_len, seed=self.seed
+        )
+        num_slots = settings.max_kv_tokens or self.workers.num_kv_slots
+        hardware = LoggedHardware(
+            self.step_cost, self.steps, overlaps_copies=self.workers.overlaps_copies
+        )
+        lengths = LengthWorker(
+            max_num_seqs=core_config.max_num_seqs, max_model_len=core_config.max_model_len
+        )
+        worker = VirtualWorker(hardware, lengths, rng=np.random.default_rng(0))
+        simulation = Simulation(
+            Scheduler(core_config),
+            worker,
+            worker.seconds,
+            num_slots=num_slots,
+            num_host_slots=self.workers.num_host_slots,
+            step_cost=self.step_cost,
+            overlaps_copies=self.workers.overlaps_copies,
+            router_time_factor=1.0,
+        )
+        span_s = (self.end_s - self.start_s) / settings.rate
+        simulation.run(self._events(settings.rate), until_s=span_s)
+        seen = {
+            key: Seen(
+                outcome.arrival_s - self.requests[key].submit.age_s,
+                max(1, len(outcome.token_ids)),
+                outcome.token_times_s,
+                outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH),
+                is_refused=outcome.error is not None,
+                targets=Targets.of(self.requests[key].submit.slo),
+            )
+            for key, outcome in simulation.outcomes.items()
+            if self.requests[key].gone_s is None
+        }
+        return self._outcome(seen, span_s)
+
+    def _outcome(self, seen: Mapping[RequestKey, Seen], span_s: float) -> Outcome:
+        first_s = min((each.arrival_s for each in seen.values()), default=0.0)
+        window = Window(min(0.0, first_s), span_s, span_s)
+        reports = {
+            each: class_report(
+                [s for key, s in seen.items() if self._class_of(key) is each],
+                Targets(),
+                window,
+                evictions=0,
+                recomputed_tokens=0,
+            )
+            for each in RequestClass
+        }
+        return Outcome(reports, window.seconds)
+
+    def _class_of(self, key: RequestKey) -> RequestClass:
+        return self.requests[key].submit.request_class
+
+    def _serve_config(self, settings: Settings) -> ServeConfig:
+        """Return the options; what only the old policy or rule had a use for goes with it."""
+        options = {
+            **self.config,
+            "max_num_batched_tokens": self._budget(),
+            **settings.options,
+        }
+        for name, value in self.config.items():
+            if name in settings.options:
+                continue
+            policies = POLICIES_OF_OPTION.get(name, (options["policy"],))
+            rule = ADMISSION_OF_OPTION.get(name, options["admission"])
+            if options["policy"] not in policies or options["admission"] != rule:
+                options[name] = getattr(_DEFAULTS, name, value)
+        return ServeConfig(**options)
+
+    def _budget(self) -> int:
+        """Return the token budget of a step that the workers said, or what was configured."""
+        budget: int = self.workers.max_num_batched_tokens or self.config["max_num_batched_tokens"]
+        return budget
+
+    def _events(self, rate: float) -> list[TimedEvent]:
+        """Return the requests as they come, and as they are given up."""
+        means = self._mean_outputs()
+        events = []
+        for key, asked in self.requests.items():
+            at_s = (asked.came_s - self.start_s) / rate
+            submit = _with_length(asked, means[asked.submit.request_class])
+            events.append(TimedEvent(at_s, FromFrontend(key.frontend_id, submit)))
+            if asked.gone_s is not None:
+                abort = FromFrontend(key.frontend_id, Abort(request_id=key.request_id))
+                events.append(TimedEvent(at_s + asked.gone_s - asked.came_s, abort))
+        return events
+
+    def _mean_outputs(self) -> dict[RequestClass, int]:
+        """Return the mean length of whole outputs, for those that are not."""
+        lengths: dict[RequestClass, list[int]] = {each: [1] for each in RequestClass}
+        for asked in self.requests.values():
+            if asked.is_whole:
+                lengths[asked.submit.request_class].append(len(asked.token_times_s))
+        return {each: max(1, round(float(np.mean(of)))) for each, of in lengths.items()}
+
+
+_DEFAULTS = ServeConfig()
+
+
+def _with_length(asked: _Asked, mean_output: int) -> Submit:
+    """Return the request as simulated workers take it: its seed says where it ends."""
+    num_output = len(asked.token_times_s)
+    if not asked.is_whole:
+        left = mean_output if asked.gone_s is None else asked.submit.max_tokens
+        num_output = max(num_output + 1, left)
+    num_output = min(max(1, num_output), asked.submit.max_tokens)
+    return msgspec.structs.replace(
+        asked.submit,
+        eos_token_ids=[EOS_TOKEN_ID],
+        sampling=SamplingParams(seed=asked.num_prompt + num_output),
+        constraint=None,
+        needs_acknowledgement=False,
+    )
+
+
+class _Taker:
+    """Replays a log and takes down what it needs."""
+
+    def __init__(self, reader: DecisionLogReader) -> None:
+        self._core = make_core_of(reader.header)
+        self.requests: dict[RequestKey, _Asked] = {}
+        self.workers: WorkersStarted | None = None
+        self.step_cost: StepCoefficients | None = None
+        self.steps: list[LoggedStep] = []
+        self._shapes: dict[StepId, tuple[StepShape, float]] = {}
+        self._last_result_s = float("-inf")
+
+    def decide(self, record: Decision) -> bool:
+        """Let the core decide; False: it would wait."""
+        step = self._core.plan(record.planned_at_s)
+        if not isinstance(step, PlannedStep):
+            return False
+        self._shapes[step.step_id] = step.shape, record.committed_at_s
+        self._core.commit(step, record.committed_at_s)
+        return True
+
+    def feed(self, record: Any) -> None:
+        """Put an input in."""
+        match record:
+            case WorkersStarted():
+                self.workers, self.step_cost = record, record.step_cost or self.step_cost
+            case StepTimesWereMeasured(step_cost=step_cost):
+                self.step_cost = step_cost
+            case MessageReceived(frontend_id=frontend_id, message=Submit() as submit):
+                key = RequestKey(frontend_id, submit.request_id)
+                self.requests[key] = _Asked(submit, record.now_s)
+            case MessageReceived(frontend_id=frontend_id, message=Abort(request_id=request_id)):
+                asked = self.requests.get(RequestKey(frontend_id, request_id))
+                if asked is not None and asked.finish is None:
+                    asked.gone_s = record.now_s
+            case ResultReceived(result=result):
+                self._note_step(result, record.now_s)
+        event = event_of(record)
+        try:
+            if isinstance(event, StepResult):
+                news = self._core.on_result(event, record.now_s)
+            else:
+                news = self._core.on_message(event, record.now_s)
+        except ProtocolError:  # which the server logged, and went on
+            return
+        self._note_news(news, record.now_s)
+
+    def _note_step(self, result: StepResult, now_s: float) -> None:
+        shape, committed_s = self._shapes.pop(result.step_id, (None, 0.0))
+        if shape is not None and result.exec_s > result.copy_s:
+            gap_s = result.idle_s if committed_s < self._last_result_s else 0.0
+            self.steps.append(LoggedStep(shape, result.exec_s - result.copy_s, gap_s))
+        self._last_result_s = now_s
+
+    def _note_news(self, news: list[Outgoing], now_s: float) -> None:
+        for outgoing in news:
+            for delta in outgoing.message.each():
+                asked = self.requests.get(RequestKey(outgoing.frontend_id, delta.request_id))
+                if asked is None:
+                    continue
+                asked.token_times_s += [now_s] * len(delta.token_ids)
+                asked.finish = delta.finish_reason or asked.finish
+
+    def fitted(self) -> StepCoefficients:
+        """Return the formula of these workers' steps; copies cost what their profile says."""
+        chosen = self.steps[:: max(1, len(self.steps) // MAX_SAMPLES)]
+        cost = fit([StepSample(each.shape, each.exec_s) for each in chosen])
+        if self.step_cost is None:
+            return cost
+        return msgspec.structs.replace(
+            cost,
+            per_saved_token_s=self.step_cost.per_saved_token_s,
+            per_loaded_token_s=self.step_cost.per_loaded_token_s,
+        )
+
+
+def read_recording(reader: DecisionLogReader) -> Recording:
+    """Return what a log says of its traffic and its machine.
+
+    Raises:
+        DecisionLogError: it cannot be read, was changed, is not repeated, is too short, or has
+            workers that were replaced.
+    """
+    taker = _Taker(reader)
+    start_s = end_s = 0.0
+    for number, record in reader.lines():
+        if isinstance(record, Decision):
+            if not taker.decide(record):
+                message = f"{reader.path}, line {number}: this decision is not repeated"
+                raise DecisionLogError(message)
+            continue
+        if isinstance(record, WorkersWereLost):
+            raise DecisionLogError(
+                f"{reader.path}, line {number}: the workers were replaced here; a log of one group"
+                " of workers is needed"
+            )
+        end_s = record.now_s
+        if isinstance(record, MessageReceived) and isinstance(record.message, Submit):
+            start_s = start_s or record.now_s
+        taker.feed(record)
+    if len(taker.steps) < MIN_STEPS or taker.workers is None:
+        raise DecisionLogError(
+            f"{reader.path}: at least {MIN_STEPS} steps are needed to know what they take, got"
+            f" {len(taker.steps)}"
+        )
+    return Recording(
+        config=dict(reader.header.config),
+        max_model_len=reader.header.max_model_len,
+        seed=reader.header.seed,
+        requests=taker.requests,
+        workers=taker.workers,
+        step_cost=taker.fitted(),
+        steps=taker.steps,
+        start_s=start_s,
+        end_s=end_s,
+    )
+
+
+def parse_options(texts: tuple[str, ...]) -> dict[str, Any]:
+    """Return fields of the core's options from NAME=VALUE. Raises ConfigError."""
+    options: dict[str, Any] = {}
+    for text in texts:
+        flag, equals, value = text.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not equals or name not in DECIDING_OPTIONS:
+            raise ConfigError(
+                "--set must be NAME=VALUE with the name of an option of scheduling or memory"
+                f" (docs/configuration.md), got {text!r}"
+            )
+        kind = type(getattr(_DEFAULTS, name))
+        try:
+            options[name] = value == "true" if kind is bool else kind(value)
+        except ValueError:
+            raise ConfigError(f"--set {name}: must be {kind.__name__}, got {value!r}") from None
+    return options

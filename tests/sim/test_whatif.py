@@ -1,0 +1,120 @@
+"""`lightserve whatif`: a log's traffic again, as it was and with other settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from lightserve.cli.simulate import command as simulate_command
+from lightserve.cli.whatif import command as whatif_command
+from lightserve.decisions.replaying import DecisionLogReader
+from lightserve.errors import ConfigError, DecisionLogError
+from lightserve.sim.whatif import Recording, Settings, parse_options, read_recording
+from lightserve.types import RequestClass
+
+RT, BE = RequestClass.RT, RequestClass.BE
+TRAFFIC = (
+    *("--rt", "poisson:8", "--rt-lengths", "uniform:10-200,5-60", "--rt-max-tokens", "80"),
+    *("--be", "closed:12", "--be-lengths", "uniform:100-300,20-60", "--ttft-slo-ms", "250"),
+    *("--duration-s", "8", "--margin-s", "1", "--capacity-tokens", "3000", "--json"),
+)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("whatif") / "log.jsonl"
+    arguments = (*TRAFFIC, "--policy", "unified", "--decision-log", str(path))
+    result = CliRunner().invoke(simulate_command, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return path
+
+
+@pytest.fixture(scope="module")
+def recording(path: Path) -> Recording:
+    return read_recording(DecisionLogReader(path))
+
+
+def test_the_same_settings_give_the_same(recording: Recording) -> None:
+    """Within points: the simulated machine is one that was fitted to the simulated machine."""
+    was, again = recording.report(), recording.run(Settings())
+    for each in RequestClass:
+        assert was.classes[each].arrivals == again.classes[each].arrivals > 10
+        before, after = was.attainment_pct(each), again.attainment_pct(each)
+        assert before is not None and after == pytest.approx(before, abs=5.0)
+        assert again.classes[each].throughput_tps == pytest.approx(
+            was.classes[each].throughput_tps, rel=0.1
+        )
+
+
+def test_the_same_is_asked_twice_and_the_same_is_said(recording: Recording) -> None:
+    assert recording.run(Settings()) == recording.run(Settings())
+
+
+def test_a_policy_that_knows_no_classes_is_worse_for_real_time(recording: Recording) -> None:
+    blind = recording.run(Settings({"policy": "fcfs"})).classes[RT]
+    same = recording.run(Settings()).classes[RT]
+    assert blind.ttft_ms_p99 is not None and same.ttft_ms_p99 is not None
+    assert blind.ttft_ms_p99 > 1.5 * same.ttft_ms_p99
+
+
+def test_a_smaller_pool_and_a_higher_rate_are_felt(recording: Recording) -> None:
+    same = recording.run(Settings()).classes[BE]
+    small = recording.run(Settings(max_kv_tokens=700)).classes[BE]
+    assert small.throughput_tps < same.throughput_tps
+    fast = recording.run(Settings(rate=2.0))
+    assert fast.window_s == pytest.approx(recording.report().window_s / 2, rel=0.05)
+    assert fast.classes[RT].arrivals == recording.report().classes[RT].arrivals
+
+
+def test_what_belongs_to_the_old_policy_goes_with_it(recording: Recording) -> None:
+    recording.config["late_min_share"] = 0.2
+    try:
+        recording.run(Settings({"policy": "chunked"}))
+        with pytest.raises(ConfigError, match="--late-min-share needs --policy unified"):
+            recording.run(Settings({"policy": "chunked", "late_min_share": 0.2}))
+    finally:
+        recording.config["late_min_share"] = 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("policy", "NAME=VALUE"),
+        ("port=8000", "NAME=VALUE"),
+        ("max-num-seqs=many", "max_num_seqs: must be int, got 'many'"),
+    ],
+)
+def test_options_are_checked(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_options((text,))
+
+
+def test_options_have_their_types() -> None:
+    options = parse_options(("max-num-seqs=7", "--policy=fcfs", "late_min_share=0.1"))
+    assert options == {"max_num_seqs": 7, "policy": "fcfs", "late_min_share": 0.1}
+
+
+def _asked(path: Path, *arguments: str) -> Any:
+    return CliRunner().invoke(whatif_command, [str(path), *arguments], catch_exceptions=False)
+
+
+def test_the_command(path: Path) -> None:
+    lines = _asked(path, "--policy", "fcfs").output.splitlines()
+    assert lines[1].split() == ["recorded", "same", "settings", "as", "asked"]
+    assert sum(line.startswith("rt ") for line in lines) == 7
+    document = json.loads(_asked(path, "--rate", "2", "--json").output)
+    assert set(document) == {"num_steps", "recorded", "same settings", "as asked"}
+    assert document["as asked"]["rt"]["arrivals"] == document["recorded"]["rt"]["arrivals"]
+    with pytest.raises(ConfigError, match="--set policy does not go with --policy"):
+        _asked(path, "--policy", "fcfs", "--set", "policy=sjf")
+
+
+def test_a_log_that_says_too_little(path: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.jsonl"
+    short.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:60]))
+    with pytest.raises(DecisionLogError, match="at least 100 steps"):
+        read_recording(DecisionLogReader(short))
