@@ -15,6 +15,7 @@ import importlib
 import itertools
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -588,7 +589,29 @@ BATCHES = [
     ),
 ]
 
-FAULTS = ROUTER + FRONTEND + PROCESSES + WORKER + BATCHES
+CORE = [
+    fault(
+        "kernels/cpu/csrc/linear_bf16.cpp",
+        "const __m512i even = widened_bytes(fours, 16 * pair);",
+        "const __m512i even = widened_bytes(fours, 8 * pair);",
+        "kernels/test_native_core.py",
+    ),
+    fault(
+        "kernels/cpu/csrc/vectors_attention.h",
+        "smaller(num_keys, static_cast<int64_t>(tile.last_key[lane]) + 1 - first_key)",
+        "smaller(num_keys, static_cast<int64_t>(tile.last_key[lane]) - first_key)",
+        "kernels/test_native_core.py",
+    ),
+    fault(
+        "kernels/cpu/csrc/vectors_attention.h",
+        "load(weights + (t * KEY_BLOCK + key) * LANES + v * W)",
+        "load(weights + key * LANES + v * W)",
+        "kernels/test_native_core.py",
+    ),
+]
+"""Of the native core, which is built with each."""
+
+FAULTS = ROUTER + FRONTEND + PROCESSES + WORKER + BATCHES + CORE
 
 
 class Result(NamedTuple):
@@ -660,6 +683,15 @@ def write(path: Path, text: str) -> None:
     os.utime(path, (time_s, time_s))
 
 
+def build_core(tree: Path) -> bool:
+    """Build a tree's native core; returns whether it is what the sources say now."""
+    build = "import setup; setup.build_core(setup.CPU)"
+    check = "from lightserve.kernels.cpu.core import load_core; load_core()"
+    command = [sys.executable, "-c", f"{build}; {check}"]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    return subprocess.run(command, cwd=tree, env=environment, check=False).returncode == 0
+
+
 def try_fault(tree: Path, planted: Fault, *, with_long: bool) -> Result:
     """Plant a fault, run its tests, and take it out again."""
     path = tree / "lightserve" / planted.path
@@ -667,12 +699,18 @@ def try_fault(tree: Path, planted: Fault, *, with_long: bool) -> Result:
     if text.count(planted.right) != 1:
         return Result(planted, -1, 0.0, f"{text.count(planted.right)} places to plant it in")
     start_s = time.monotonic()
+    library = tree / "lightserve/kernels/cpu/libcore.so"
+    built = library.read_bytes() if library.exists() else None
     write(path, text.replace(planted.right, planted.wrong))
     try:
+        if path.suffix in (".cpp", ".h") and not build_core(tree):
+            return Result(planted, -1, 0.0, "the native core cannot be built with it")
         tests = [f"tests/{name}" for name in planted.tests]
         code, line = run_tests(tree, tests, with_long=with_long)
     finally:
         write(path, text)
+        if built is not None:
+            library.write_bytes(built)
     return Result(planted, code, time.monotonic() - start_s, line)
 
 
