@@ -108,6 +108,82 @@ def _command(text: str, **variables: str) -> list[str]:
     return shlex.split(yaml.safe_load(filled)["services"]["server"]["command"])
 
 
+class _Loader(yaml.SafeLoader):
+    """Knows the tag by which a list replaces one, in place of being added to it."""
+
+
+_Loader.add_constructor("!override", lambda loader, node: loader.construct_sequence(node))
+
+
+def _overlay(name: str) -> dict[str, Any]:
+    """Return a file that goes over docker-compose.yml, with defaults and services extended."""
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (DOCKER / name).read_text())
+    overlay: dict[str, Any] = yaml.load(text, _Loader)
+    base = json.loads(_as_an_engine_reads_it((DOCKER / "docker-compose.yml").read_text()))
+    for service, spec in overlay["services"].items():
+        own = dict(spec)  # an anchor's services are one object
+        if (parent := own.pop("extends", None)) is not None:
+            assert parent == {"file": "docker-compose.yml", "service": "server"}
+            own = _merged(base["services"]["server"], own)
+        overlay["services"][service] = own
+    return {key: value for key, value in overlay.items() if not key.startswith("x-")}
+
+
+OVERLAYS = ("docker-compose.replicas.yml", "docker-compose.monitoring.yml")
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_what_goes_over_it_follows_the_specification_too(name: str) -> None:
+    compose_spec = pytest.importorskip("compose_spec")
+    base = json.loads(_as_an_engine_reads_it((DOCKER / "docker-compose.yml").read_text()))
+    overlay = _overlay(name)
+    merged = _merged(base, overlay)
+    names = compose_spec.PyCompose.from_json(json.dumps(merged)).service_names()
+    assert {*names} == {*SERVICES, *overlay["services"]}
+    for service, spec in overlay["services"].items():
+        for mount in spec.get("volumes", []):
+            source = mount.partition(":")[0]
+            assert not source.startswith("./") or (DOCKER / source).exists(), mount
+        assert all(port.startswith("127.0.0.1:") for port in spec.get("ports", [])), service
+        assert spec["cap_drop"] == ["ALL"] and spec["ipc"] == "private"
+        assert spec["security_opt"] == ["no-new-privileges:true"]
+        assert spec["pids_limit"] and spec["mem_limit"]
+        assert spec.get("read_only") or service == "postgres"
+
+
+def test_replicas_are_servers_with_one_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[ServeConfig] = []
+    monkeypatch.setattr(loop, "serve", lambda config, **_: served.append(config) or 0)
+    services = _overlay("docker-compose.replicas.yml")["services"]
+    behind = re.findall(r"server (replica-\d):8000", (DOCKER / "nginx.conf").read_text())
+    assert behind == ["replica-1", "replica-2", "replica-3"]
+    for name in behind:
+        assert services[name]["ports"] == [] and services[name]["profiles"] == ["replicas"]
+        assert services[name]["secrets"] == ["api_keys"]
+        command = shlex.split(services[name]["command"])
+        result = CliRunner().invoke(cli_serve.command, command[1:], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+    assert {config.batch_store for config in served} == {
+        "postgresql://lightserve@postgres/lightserve"
+    }
+    assert services["nginx"]["ports"] == ["127.0.0.1:8000:8080"]
+    assert "listen 8080;" in (DOCKER / "nginx.conf").read_text()
+
+
+def test_prometheus_scrapes_the_server_of_the_same_file() -> None:
+    config = yaml.safe_load((DOCKER / "monitoring" / "prometheus.compose.yml").read_text())
+    alone = yaml.safe_load((DOCKER / "monitoring" / "prometheus.yml").read_text())
+    assert config["rule_files"] == alone["rule_files"]
+    mounted = {
+        mount.split(":")[1]
+        for mount in _overlay("docker-compose.monitoring.yml")["services"]["prometheus"]["volumes"]
+    }
+    assert {f"/etc/prometheus/{name}" for name in config["rule_files"]} < mounted
+    (job,) = config["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["server:8000"]}]
+    assert job["authorization"] == {"credentials_file": "/run/secrets/operator_key"}
+
+
 def _merged(base: Any, changes: Any) -> Any:
     """As compose merges what is in these files: mappings by key, everything else replaced."""
     if not (isinstance(base, dict) and isinstance(changes, dict)):

@@ -48,7 +48,7 @@ def lines_of(file: str) -> list[str]:
 EXTRAS = PROJECT["optional-dependencies"]
 OF_SERVER = PROJECT["dependencies"] + lines_of("build.in") + lines_of("beside_torch.in")
 WANTED = {
-    "serve.txt": OF_SERVER,
+    "serve.txt": OF_SERVER + EXTRAS["postgres"],  # small, and images are for many servers too
     "test.txt": OF_SERVER + EXTRAS["test"],
     "clients.txt": wanted_by_clients() + lines_of("build.in"),
     "triton.txt": lines_of("triton.in"),
