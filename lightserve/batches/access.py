@@ -28,6 +28,9 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+IDLE_S = 1.0
+"""After so long without use a connection is looked at before it is used: its server may have been
+started again meanwhile, and a transaction that fails is not tried again."""
 REST_S = 1.0
 """A store that cannot be opened is not tried again for so long: those who wait learn it at once."""
 
@@ -95,6 +98,8 @@ class StoreThread:
         self._observe = observe
         self._store: Store | None = None
         self._is_closing = False
+        self._used_s = 0.0
+        """Monotonic: when the store was used last."""
         self._rest_until_s = 0.0
         """Monotonic."""
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="store")
@@ -128,6 +133,12 @@ class StoreThread:
             raise
 
     def _opened(self) -> Store:
+        if self._store is not None and time.monotonic() > self._used_s + IDLE_S:
+            try:
+                self._store.database.check()
+            except StoreError:
+                self._close()
+        self._used_s = time.monotonic()
         if self._store is None:
             if time.monotonic() < self._rest_until_s:
                 raise StoreError("it could not be opened a moment ago")

@@ -29,6 +29,9 @@ class Database(ABC):
     def close(self) -> None:
         """Close it; what is not committed is gone."""
 
+    def check(self) -> None:  # noqa: B027 (what is a file of this machine is there)
+        """Check that it can still be reached."""
+
     @abstractmethod
     def transaction(self, *, is_shared: bool = False) -> AbstractContextManager[None]:
         """Commit what is written inside, all or nothing; see the module."""

@@ -64,6 +64,10 @@ class PostgresDatabase(Database):
         with _errors():
             self._connection.close()
 
+    def check(self) -> None:
+        """See `Database`."""
+        self.rows("SELECT 1")
+
     @contextlib.contextmanager
     def transaction(self, *, is_shared: bool = False) -> Iterator[None]:
         """See `Database`."""

@@ -213,19 +213,21 @@ class Servers:
     # ------------------------------------------------------------------ batches
 
     def _make(self, num_lines: int) -> str:
+        self._tend()
         server = self.servers[0]
+        server.wait_ready()
         data = jsonl(lines_of(num_lines, server.model))
         with httpx.Client(base_url=f"{server.url}/v1", timeout=PATIENCE_S) as client:
             files = {"file": ("in.jsonl", data)}
-            file = client.post("/files", files=files, data={"purpose": "batch"}).json()
+            file = _posted(client, "/files", files=files, data={"purpose": "batch"})
             asked = {
                 "input_file_id": file["id"],
                 "endpoint": ENDPOINT,
                 "completion_window": "7d",
                 "x_accept_late": True,
             }
-            made: dict[str, str] = client.post("/batches", json=asked).json()
-        return made["id"]
+            batch_id: str = _posted(client, "/batches", json=asked)["id"]
+        return batch_id
 
     def _wait(self, batch_id: str, least: int) -> None:
         """Wait until so many of its lines have results."""
@@ -277,6 +279,18 @@ class Servers:
         again = sum((begun[name] - 1) * num for name, num in tokens.items())
         report.share_again = again / max(1, sum(tokens.values()))
         return {name: body and body["choices"] for name, body in results.items()}
+
+
+def _posted(client: httpx.Client, route: str, **given: Any) -> dict[str, Any]:
+    """The answer; asked again while the store is away."""
+
+    def post() -> httpx.Response | None:
+        answer = client.post(route, **given)
+        assert answer.status_code in (200, 503), answer.text
+        return answer if answer.status_code == 200 else None
+
+    answer: dict[str, Any] = wait_for(post, route).json()
+    return answer
 
 
 def _ended(client: httpx.Client, batch_id: str) -> dict[str, Any] | None:

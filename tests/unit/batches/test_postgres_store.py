@@ -292,6 +292,12 @@ def test_a_database_that_goes_away_and_comes_back(
             await until(lambda: store.jobs.counts()[1]["in_progress"] == 0)
             await process.stop()
             assert (await setup.http.get("/v1/batches")).status_code == 200
+            monkeypatch.setattr("lightserve.batches.access.IDLE_S", 0.0)
+            store.database.close()
+            server.stop("immediate")  # started again before it is asked for anything
+            server.start()
+            assert (await setup.http.get("/v1/batches")).status_code == 200
+            store = Store(place(tmp_path / "store"))
             over = store.jobs.get(KEY, batch.id, NOW_S)
             assert (over.status, over.num_done) == ("completed", 6)
             assert len(content(store, over.output_file_id)) == 6
