@@ -21,8 +21,10 @@ class LongestWait:
     def phases(self, step: StepBudget) -> Iterator[Phase]:
         """See `Policy.phases`."""
         waiting = sorted(step.in_queue_order(), key=lambda request: request.arrival_s)
-        running = step.running_of()
-        last_s = step.running.table.last_s[running.decodes]
+        running, table = step.running_of(), step.running.table
+        is_in_flight = table.inflight_steps[running.decodes] > 0  # in the step before: no wait
+        last_s = table.last_s[running.decodes]
+        last_s[is_in_flight] = step.limits.start_s
         oldest = running._replace(decodes=running.decodes[last_s.argsort(kind="stable")])
         prompts = Phase(newcomers=waiting, is_whole=True)
         is_prompt_first = bool(waiting) and (

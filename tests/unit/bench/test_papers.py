@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.scheduling.paper_baselines import LongestWait
 from bench.scheduling.paper_figures import COLUMNS, Cell, add_cell, draw, over_seeds, read_cells
 from bench.scheduling.paper_loads import (
     LONG_SHARE,
@@ -19,9 +20,11 @@ from bench.scheduling.paper_loads import (
     peak_load,
 )
 from bench.scheduling.papers import GROUNDS, PRESETS, System, play
+from lightserve.router.policies.base import StepLimits
 from lightserve.sim import HybridConfig
 from lightserve.sim.hybrid import HybridRun
 from lightserve.sim.traffic import parse_block_ids, read_trace
+from tests.support.policy_scenes import Admitting, Queue, filled, make_request, running_of
 
 
 @pytest.mark.parametrize("name", GROUNDS)
@@ -74,13 +77,21 @@ def test_a_run_is_kept_and_drawn(tmp_path: Path) -> None:
     assert "chats peak" in (tmp_path / "papers.svg").read_text()
 
 
-def test_what_has_waited_longest_goes_on_first() -> None:
-    """Chats that all came at once: with decodes as old as prompts neither waits for the other."""
-    load = {"rt": "poisson:8", "rt_lengths": "uniform:300-300,60-60", "be": None}
-    load |= {"duration_s": 12.0, "margin_s": 2.0}
-    waits, fcfs = (
-        play("bros-chats", System(name, None, GROUNDS["bros-chats"].systems[n].options, load), 0)
-        for n, name in enumerate(("fcfs", "wait"))
-    )
-    assert waits.figures["goodput"] > 0 and fcfs.figures["goodput"] > 0
-    assert waits.figures != fcfs.figures
+@pytest.mark.parametrize(
+    ("last_s", "in_flight", "expected"),
+    [
+        ((9.0, 9.0), (0, 0), [5]),  # a prompt that came at 5 has waited longer
+        ((4.0, 9.0), (0, 0), [2, 3]),  # a decode has, and all decodes go together
+        ((4.0, 9.0), (1, 0), [5]),  # it is in the step before
+    ],
+)
+def test_what_has_waited_longest_goes_on_first(
+    last_s: tuple[float, float], in_flight: tuple[int, int], expected: list[int]
+) -> None:
+    running = running_of([make_request(3, output=1), make_request(2, output=1)])
+    running.table.last_s[running.rows] = last_s[::-1]
+    running.table.inflight_steps[running.rows] = in_flight[::-1]
+    limits = StepLimits(max_num_batched_tokens=10, num_free_rows=4, start_s=10.0)
+    waiting = Queue([make_request(5, prompt=6)])
+    step = filled(LongestWait(), running, waiting, limits, Admitting())
+    assert [request.key.request_id for request, _ in step.parts] == expected
