@@ -293,6 +293,10 @@ class ModelRunner:
         """Longest sequence, in tokens."""
         return self._model.context_len
 
+    def touch_kv(self, first_slot: int, end_slot: int) -> None:
+        """Write over some slots, see `KVPool.touch`."""
+        self._pool.touch(first_slot, end_slot)
+
     def forget_kv(self) -> None:
         """Lose what steps have written, see `KVPool.forget`."""
         self._pool.forget()

@@ -144,22 +144,33 @@ def shape_of_rows(rows: list[Row]) -> StepShape:
     return shape
 
 
+TOUCHED_BYTES = 256 * 2**20
+"""Most KV on a CPU that steps to be measured read: several times what caches hold, and touched for
+the first time in some tenths of a second."""
+
+
 class StepTimer:
-    """Runs steps of given shapes; KV is whatever the pool holds, which costs the same."""
+    """Runs steps of given shapes; KV is whatever the pool holds, which costs the same.
+
+    On a CPU that is so of memory that was written once, so it is, before a step reads it.
+    """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._slots: list[Int32Array] = []
         """Of each row that was prepared, by position."""
+        self._num_touched = 0
+        """Slots, the first ones of the pool."""
 
     def prepare(self, rows: list[Row]) -> None:
         """Put sequences into the tables, one row of which is run for a plan to have any."""
         sequences, ranges, first_slot = [], [], 0
+        num_slots = self._touched_slots(sum(start + count + 1 for start, count in rows))
         self._slots = []
         for row, (start, count) in enumerate(rows):
             tokens = TokenSegment(token_ids=pack_int32([0] * (start + count)))
             sequences.append(AddSequence(RowId(row), [tokens], SamplingParams(), start + count, []))
-            slots = (first_slot + np.arange(start + count + 1)) % self._runner.num_kv_slots
+            slots = (first_slot + np.arange(start + count + 1)) % num_slots
             self._slots.append(slots.astype(np.int32))
             ranges.append(SlotRange(RowId(row), 0, pack_int32(self._slots[-1])))
             first_slot += start + count + 1
@@ -171,6 +182,18 @@ class StepTimer:
                 rows=[PlanRow(RowId(0), 0, 1, OutputKind.NONE)],
             )
         )
+
+    def _touched_slots(self, num_wanted: int) -> int:
+        """Return how many slots there are for so many tokens; several may share one."""
+        runner = self._runner
+        if runner.device.type != "cpu":
+            return runner.num_kv_slots
+        most = min(runner.num_kv_slots, max(1, TOUCHED_BYTES // runner.kv_bytes_per_token))
+        num_slots = min(most, num_wanted)
+        if num_slots > self._num_touched:
+            runner.touch_kv(self._num_touched, num_slots)
+            self._num_touched = num_slots
+        return num_slots
 
     def run(self, rows: list[Row]) -> float:
         """Return the seconds of a step that was prepared.

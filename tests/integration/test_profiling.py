@@ -107,6 +107,19 @@ def test_a_worker_measures_steps_and_copies(runner: ModelRunner, config: ServeCo
     assert saved_s > 0 and loaded_s > 0
 
 
+def test_steps_that_are_measured_read_memory_that_was_written(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once each, and no more of it than caches need to be passed by."""
+    monkeypatch.setattr(profiling, "TOUCHED_BYTES", 40 * runner.kv_bytes_per_token)
+    touched: list[tuple[int, int]] = []
+    monkeypatch.setattr(runner, "touch_kv", lambda first, end: touched.append((first, end)))
+    timer = StepTimer(runner)
+    for rows in ([(10, 1)], [(3, 2)], [(10, 1), (5, 4)], [(50, 1)], [(20, 1)] * 5):
+        assert timer.measure(rows, 1).seconds > 0
+    assert touched == [(0, 12), (12, 22), (22, 40)]
+
+
 class OneOfTwo(SingleRank):
     """Beside a rank whose pools have so many slots."""
 

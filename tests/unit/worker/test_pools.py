@@ -54,6 +54,16 @@ def test_what_a_pool_forgets_is_no_longer_resident() -> None:
     assert bool((pool.k[1][1000:2000] == 2.0).all())
 
 
+def test_touching_writes_into_every_slot_of_all_layers_and_no_other() -> None:
+    pool = KVPool(LAYOUT, 9, torch.device("cpu"))
+    for tensor in pool.tensors:
+        tensor.fill_(1.0)
+    pool.touch(3, 5)
+    for part in (*pool.k, *pool.v):
+        is_touched = (part != 1.0).any(dim=2)
+        assert is_touched[3:5].all() and not is_touched[:3].any() and not is_touched[5:].any()
+
+
 FREED_TWICE = """
 import resource
 import torch
